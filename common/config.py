@@ -1,0 +1,76 @@
+"""Configuration: command-line flags over environment (TRIPTYCH_*) over one file (triptych.toml) over defaults."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, Field
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+Device = Literal["auto", "cpu", "cuda"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class EngineConfig(BaseModel):
+    """Sizes of one worker's engine. Bytes and tokens, never blocks of unknown size."""
+
+    device: Device = "auto"
+    dtype: DType = Field("auto", description="auto: the checkpoint's own on CUDA, float32 on a CPU.")
+    block_size: int = Field(16, ge=1, le=256, description="Token slots in one KV block.")
+    kv_cache_bytes: int = Field(512 * 2**20, ge=1, description="Budget of the KV block pool.")
+    encoder_cache_bytes: int = Field(64 * 2**20, ge=1, description="Budget of encoder outputs not yet consumed.")
+    max_num_seqs: int = Field(64, ge=1, description="Requests that run at once.")
+    max_num_batched_tokens: int = Field(
+        1024, ge=1, description="Token budget of one step, prefill and decode together."
+    )
+    max_model_len: int | None = Field(None, ge=1, description="Context length; the model's own if not given.")
+    max_waiting: int = Field(4096, ge=1, description="Requests that may wait; more are refused as overloaded.")
+    encoder_batch_items: int = Field(8, ge=1, description="Items in one encoder batch.")
+    encoder_batch_bytes: int = Field(64 * 2**20, ge=1, description="Output bytes of one encoder batch.")
+    num_threads: int | None = Field(None, ge=1, description="CPU threads of the engine.")
+
+
+class Settings(BaseSettings):
+    """Everything a Triptych process can be told. Nested values: TRIPTYCH_ENGINE__MAX_NUM_SEQS=32."""
+
+    model_config = SettingsConfigDict(env_prefix="TRIPTYCH_", env_nested_delimiter="__", extra="forbid")
+
+    model: str = Field("signpost", description="Hub id, folder, or the name of a bundled model.")
+    served_model_name: str | None = Field(None, description="Name in the API; the model's own if not given.")
+    topology: str | None = Field(None, description="Such as 1e1pd; 1pd for a text-only model.")
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535, description="Port of the OpenAI API; 0 picks a free one.")
+    broker: str | None = Field(None, description="redis:// URL; an embedded broker is started if not given.")
+    cluster: str = Field("triptych", description="Key prefix in the broker: one per cluster.")
+    instance_id: str | None = None
+    advertise_host: str | None = Field(None, description="Address under which other hosts reach this process.")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = "text"
+    preprocess_workers: int = Field(1, ge=1, description="Processes that preprocess media on an encoder.")
+    handoff_timeout_s: float = Field(30.0, gt=0, description="Longest wait for one step of a handoff.")
+    request_timeout_s: float = Field(600.0, gt=0, description="Longest life of a request in the proxy.")
+    max_inflight: int = Field(1024, ge=1, description="Requests in the proxy at once; more get 429.")
+    max_media_bytes: int = Field(32 * 2**20, ge=1, description="Largest picture or audio file.")
+    max_media_items: int = Field(16, ge=1, description="Pictures and clips in one request.")
+    media_timeout_s: float = Field(10.0, gt=0, description="Longest fetch of one media URL.")
+    allow_private_media_urls: bool = Field(False, description="Let media URLs point into private networks.")
+    engine: EngineConfig = EngineConfig()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        path = Path(os.environ.get("TRIPTYCH_CONFIG", "triptych.toml"))
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, toml_file=path)

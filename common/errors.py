@@ -1,0 +1,61 @@
+"""The errors that cross a process boundary: one code per outcome that a client can act on."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import msgspec
+
+ErrorCode = Literal[
+    "invalid_request",
+    "bad_media",
+    "context_length_exceeded",
+    "item_too_large",
+    "model_not_found",
+    "not_found",
+    "overloaded",
+    "unavailable",
+    "timeout",
+    "internal_error",
+]
+
+HTTP_STATUS: Final[dict[str, int]] = {
+    "invalid_request": 400,
+    "bad_media": 400,
+    "context_length_exceeded": 400,
+    "item_too_large": 413,
+    "model_not_found": 404,
+    "not_found": 404,
+    "overloaded": 429,
+    "unavailable": 503,
+    "timeout": 504,
+    "internal_error": 500,
+}
+
+
+class ErrorInfo(msgspec.Struct, frozen=True):
+    """An error as it travels between processes.
+
+    `message` says what was wrong, with the offending value, and what to do; `param` names the request field.
+    """
+
+    code: ErrorCode
+    message: str
+    param: str | None = None
+
+    @property
+    def http_status(self) -> int:
+        return HTTP_STATUS[self.code]
+
+    @property
+    def retryable(self) -> bool:
+        """True where the same request may succeed a little later."""
+        return self.code in ("overloaded", "unavailable", "timeout")
+
+
+class TriptychError(Exception):
+    """An error with a code that reaches the client unchanged."""
+
+    def __init__(self, code: ErrorCode, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.info = ErrorInfo(code, message, param)

@@ -1,0 +1,20 @@
+"""Content hashes: media are known by their bytes, never by their URL."""
+
+from __future__ import annotations
+
+import hashlib
+
+
+def content_hash(kind: str, media: bytes) -> str:
+    """Hash of one media item: 32 hex digits of BLAKE2b over its kind and its bytes.
+
+    The kind is part of it because the same bytes mean different inputs to different encoders.
+    """
+    digest = hashlib.blake2b(kind.encode() + b"\0", digest_size=16)
+    digest.update(media)
+    return digest.hexdigest()
+
+
+def rendezvous_score(key: str, instance_id: str) -> int:
+    """Weight of an instance for a key in rendezvous (highest random weight) hashing (Thaler and Ravishankar, 1998)."""
+    return int.from_bytes(hashlib.blake2b(f"{key}\0{instance_id}".encode(), digest_size=8).digest())

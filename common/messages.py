@@ -1,0 +1,270 @@
+"""Every message between processes, typed and validated: the wire is MessagePack, there is no pickle anywhere.
+
+Two conversations use them:
+
+    proxy  <- ZMQ ->   workers     Generate, Encode, Abort, Heartbeat   /  Tokens, Encoded, InputNeeded, Failed
+    sender <- Redis -> receiver    Offer -> Grant -> (tensor by a transport) -> Receipt
+
+`encode` and `decode_*` are the only way on and off the wire. Times are Unix seconds, sizes bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal, TypeVar
+
+import msgspec
+
+from common.errors import ErrorInfo, TriptychError
+from common.sampling_params import SamplingParams
+
+PROTOCOL_VERSION: Final = 1
+MAX_CONTROL_BYTES: Final = 16 * 2**20
+"""Cap of a message without media."""
+MAX_MEDIA_BYTES: Final = 64 * 2**20
+"""Cap of one media item on the wire."""
+
+MediaKind = Literal["image", "audio"]
+Role = Literal["encoder", "prefill_decode", "proxy"]
+FinishReason = Literal["stop", "length", "abort"]
+Id = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Span(msgspec.Struct, frozen=True):
+    """One stage of one request on one instance: a bar of the timeline."""
+
+    stage: str
+    instance: str
+    start_s: float
+    end_s: float
+
+
+class InputSlot(msgspec.Struct, frozen=True):
+    """One media item as the prompt sees it, before its size is known.
+
+    `prompt_index` is where its single placeholder token stands in `prompt_token_ids`;
+    None for an encoder-decoder model, whose decoder reaches the input by cross-attention.
+    """
+
+    input_id: Count
+    kind: MediaKind
+    content_hash: Id
+    prompt_index: int | None = None
+
+
+# --- proxy -> worker
+
+
+class Generate(msgspec.Struct, frozen=True, tag="generate"):
+    """A request for a prefill-decode worker. Its inputs arrive separately, by handoff."""
+
+    request_id: Id
+    prompt_token_ids: list[Count]
+    inputs: list[InputSlot]
+    sampling: SamplingParams
+
+
+class Encode(msgspec.Struct, frozen=True, tag="encode"):
+    """One media item for an encoder; its output goes to instance `destination`."""
+
+    request_id: Id
+    input_id: Count
+    attempt: Count
+    kind: MediaKind
+    content_hash: Id
+    media: bytes
+    destination: Id
+    deadline_s: float
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Forget the request and free everything it holds. Unknown ids are fine: it may have ended already."""
+
+    request_id: Id
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """Sent by a proxy once a second; a worker frees the requests of a proxy that has been silent too long."""
+
+
+# --- worker -> proxy
+
+
+class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
+    """The next tokens of a request. The last one carries `finish_reason`, the prompt's true length and the spans.
+
+    `offset` is the number of tokens sent before these, so that a repeated message is recognised.
+    """
+
+    request_id: Id
+    offset: Count
+    token_ids: list[Count]
+    finish_reason: FinishReason | None = None
+    num_prompt_tokens: Count = 0
+    spans: list[Span] = []
+
+
+class Encoded(msgspec.Struct, frozen=True, tag="encoded"):
+    """The encoder's empty reply: the input is in place (`error` is None), or why it never will be."""
+
+    request_id: Id
+    input_id: Count
+    attempt: Count
+    error: ErrorInfo | None = None
+    spans: list[Span] = []
+
+
+class InputNeeded(msgspec.Struct, frozen=True, tag="input_needed"):
+    """The worker needs this input (again): its lease ran out, or it was taken back. The proxy sends another Encode."""
+
+    request_id: Id
+    input_id: Count
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The request has ended with an error; nothing of it is left on the worker."""
+
+    request_id: Id
+    error: ErrorInfo
+
+
+# --- the handoff: sender <-> receiver, by the four channels
+
+
+class InputLayout(msgspec.Struct, frozen=True):
+    """How one input sits in the prompt and in memory, known after preprocessing and before the encoder has run.
+
+    `num_encoder_tokens` rows come out of the encoder; `expansion` (runs of token id, count) replaces the placeholder
+    token in the prompt. The two counts are separate facts: a model may put separator tokens into the expansion.
+    `grid` is the (time, height, width) patch grid after merging, for models with 3-D rotary positions.
+    """
+
+    num_encoder_tokens: Count
+    expansion: list[tuple[int, int]]
+    grid: tuple[int, int, int] | None = None
+
+
+class Offer(msgspec.Struct, frozen=True, tag="offer"):
+    """Channel `metadata`, sender to receiver: what could be sent. Leaves before anything is computed."""
+
+    request_id: Id
+    input_id: Count
+    attempt: Count
+    content_hash: Id
+    kind: MediaKind
+    shape: list[Count]
+    dtype: str
+    size_bytes: Count
+    layout: InputLayout
+    sender: Id
+    sender_epoch: int
+    deadline_s: float
+
+
+class Grant(msgspec.Struct, frozen=True, tag="grant"):
+    """Channel `allocated`, receiver to sender.
+
+    granted: room is reserved until `lease_until_s`; cached: the content is here already, send nothing;
+    refused: it can never be taken, `error` says why; cancelled: the request is gone.
+    """
+
+    request_id: Id
+    input_id: Count
+    attempt: Count
+    status: Literal["granted", "cached", "refused", "cancelled"]
+    lease_until_s: float = 0.0
+    error: ErrorInfo | None = None
+
+
+class TensorHeader(msgspec.Struct, frozen=True, tag="tensor"):
+    """Channel `tensor`: the frame before the raw bytes. It must agree with the grant."""
+
+    request_id: Id
+    input_id: Count
+    attempt: Count
+    sender: Id
+    receiver_epoch: int
+    shape: list[Count]
+    dtype: str
+    size_bytes: Count
+
+
+class Receipt(msgspec.Struct, frozen=True, tag="receipt"):
+    """Channel `injected`, receiver to sender: in the cache, or why it is not."""
+
+    request_id: Id
+    input_id: Count
+    attempt: Count
+    status: Literal["stored", "expired", "cancelled", "corrupt"]
+
+
+# --- who is alive
+
+
+class InstanceRecord(msgspec.Struct, frozen=True):
+    """What an instance says of itself in the registry. `epoch` is new at every start.
+
+    Instances work together only when `fingerprint` (model, weights, dtype) and `protocol` are equal.
+    """
+
+    instance_id: Id
+    role: Role
+    epoch: int
+    model: str
+    fingerprint: str
+    dtype: str
+    http_address: str
+    requests_address: str
+    tensor_address: str = ""
+    protocol: int = PROTOCOL_VERSION
+    outstanding: int = 0
+
+
+ToWorker = Generate | Encode | Abort | Heartbeat
+FromWorker = Tokens | Encoded | InputNeeded | Failed
+HandoffMessage = Offer | Grant | Receipt
+
+_encoder = msgspec.msgpack.Encoder()
+_to_worker = msgspec.msgpack.Decoder(ToWorker)
+_from_worker = msgspec.msgpack.Decoder(FromWorker)
+_handoff = msgspec.msgpack.Decoder(HandoffMessage)
+_tensor_header = msgspec.msgpack.Decoder(TensorHeader)
+_record = msgspec.msgpack.Decoder(InstanceRecord)
+
+T = TypeVar("T")
+
+encode = _encoder.encode
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview, cap: int) -> T:
+    if len(data) > cap:
+        raise TriptychError("invalid_request", f"a message of {len(data)} bytes is over the cap of {cap}")
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise TriptychError("invalid_request", f"not a valid message: {error}") from error
+
+
+def decode_to_worker(data: bytes | memoryview) -> ToWorker:
+    """A message from a proxy. Raises TriptychError("invalid_request") on anything else."""
+    return _decode(_to_worker, data, MAX_MEDIA_BYTES + MAX_CONTROL_BYTES)
+
+
+def decode_from_worker(data: bytes | memoryview) -> FromWorker:
+    """A message from a worker. Raises TriptychError("invalid_request") on anything else."""
+    return _decode(_from_worker, data, MAX_CONTROL_BYTES)
+
+
+def decode_handoff(data: bytes | memoryview) -> HandoffMessage:
+    """An offer, grant or receipt. Raises TriptychError("invalid_request") on anything else."""
+    return _decode(_handoff, data, MAX_CONTROL_BYTES)
+
+
+def decode_tensor_header(data: bytes | memoryview) -> TensorHeader:
+    """The header of a tensor. Raises TriptychError("invalid_request") on anything else."""
+    return _decode(_tensor_header, data, 64 * 2**10)
+
+
+def decode_record(data: bytes | memoryview) -> InstanceRecord:
+    """A registry entry. Raises TriptychError("invalid_request") on anything else."""
+    return _decode(_record, data, 64 * 2**10)

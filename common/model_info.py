@@ -1,0 +1,136 @@
+"""What a model folder says about itself in plain JSON: read without torch, by every process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from common.errors import TriptychError
+
+BUNDLED = Path(__file__).parent / "bundled"
+Family = Literal["llama", "qwen2", "qwen2_5_vl", "whisper"]
+
+_ARCHITECTURES: dict[str, Family] = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
+    "WhisperForConditionalGeneration": "whisper",
+}
+
+
+def resolve_model(model: str) -> Path:
+    """The folder of a model: a bundled name, a folder, or a hub id (downloaded, or found in the local hub cache).
+
+    Raises TriptychError("model_not_found") saying what was tried.
+    """
+    if (BUNDLED / model / "config.json").is_file():
+        return BUNDLED / model
+    if (Path(model) / "config.json").is_file():
+        return Path(model).resolve()
+    bundled = ", ".join(sorted(path.name for path in BUNDLED.iterdir() if (path / "config.json").is_file()))
+    if Path(model).exists() or model.count("/") != 1:
+        raise TriptychError(
+            "model_not_found",
+            f"{model!r} is neither a folder with a config.json, nor a hub id (owner/name), nor bundled ({bundled})",
+            "model",
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except Exception as error:  # the hub client raises many kinds; all mean the same to the user
+        raise TriptychError("model_not_found", f"cannot get {model!r} from the hub: {error}", "model") from error
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A model folder, read once. `config` and `generation` are its JSON files as they are."""
+
+    folder: Path
+    name: str
+    architecture: str
+    family: Family
+    config: dict[str, Any] = field(repr=False)
+    generation: dict[str, Any] = field(repr=False)
+    preprocessor: dict[str, Any] = field(repr=False)
+
+    @property
+    def text_config(self) -> dict[str, Any]:
+        """The decoder's part of the config; older checkpoints keep it at the top."""
+        nested: dict[str, Any] = self.config.get("text_config") or {}
+        return {**self.config, **nested}
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        return self.family == "whisper"
+
+    @property
+    def media_kind(self) -> Literal["image", "audio"] | None:
+        """The kind of media that the encoder takes; None for a text-only model."""
+        kinds: dict[str, Literal["image", "audio"]] = {"qwen2_5_vl": "image", "whisper": "audio"}
+        return kinds.get(self.family)
+
+    @property
+    def max_model_len(self) -> int:
+        if self.family == "whisper":
+            return int(self.config["max_target_positions"])
+        return int(self.text_config["max_position_embeddings"])
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.text_config["vocab_size"])
+
+    @property
+    def placeholder_token_id(self) -> int | None:
+        """The token that stands for one media item in a rendered prompt; None where the prompt has none."""
+        return int(self.config["image_token_id"]) if self.family == "qwen2_5_vl" else None
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        value = self.generation.get("eos_token_id", self.text_config.get("eos_token_id"))
+        if value is None:
+            return ()
+        return tuple(value) if isinstance(value, list) else (int(value),)
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal models: configuration, and the names, sizes and headers of the weight files."""
+        digest = hashlib.blake2b(json.dumps(self.config, sort_keys=True).encode(), digest_size=12)
+        for path in sorted(self.folder.glob("*.safetensors")):
+            digest.update(f"{path.name} {path.stat().st_size}".encode())
+            with path.open("rb") as file:
+                digest.update(file.read(65536))
+        return digest.hexdigest()
+
+
+def load_model_info(model: str) -> ModelInfo:
+    """Read a model's JSON files.
+
+    Raises TriptychError("model_not_found") where there is no such model or its architecture is not supported.
+    """
+    folder = resolve_model(model)
+    config = json.loads((folder / "config.json").read_text())
+    architecture = (config.get("architectures") or ["(none given)"])[0]
+    if architecture not in _ARCHITECTURES:
+        known = ", ".join(sorted(_ARCHITECTURES))
+        raise TriptychError(
+            "model_not_found", f"architecture {architecture} is not supported; supported: {known}", "model"
+        )
+    return ModelInfo(
+        folder=folder,
+        name=folder.name if Path(model).exists() else model,
+        architecture=architecture,
+        family=_ARCHITECTURES[architecture],
+        config=config,
+        generation=_read_json(folder / "generation_config.json"),
+        preprocessor=_read_json(folder / "preprocessor_config.json"),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return content

@@ -1,0 +1,146 @@
+"""Text in and out of tokens: chat templates, prompts with media placeholders, incremental detokenising, stop strings.
+
+Shared by `LLM` and the proxy, so that both make the same prompt of the same messages. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from common.errors import TriptychError
+from common.model_info import ModelInfo
+
+
+class TextProcessor:
+    """The tokenizer and the chat template of one model.
+
+    Uses the `tokenizers` package directly: transformers would import torch, which the proxy does not have.
+    Raises TriptychError("model_not_found") where the folder has no tokenizer.json.
+    """
+
+    def __init__(self, info: ModelInfo) -> None:
+        self.info = info
+        path = info.folder / "tokenizer.json"
+        if not path.is_file():
+            message = f"{info.folder} has no tokenizer.json: save the model's tokenizer with its fast class first"
+            raise TriptychError("model_not_found", message, "model")
+        self.tokenizer: Tokenizer = Tokenizer.from_file(str(path))
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        self._template, self._specials = _load_chat_template(info)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def render_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's turn.
+
+        `messages` are {"role", "content"}; content is a string or parts {"type": "text", "text"} and
+        {"type": "image"}. Each image leaves one placeholder token.
+        Raises TriptychError("invalid_request") where the model has no chat template or the template refuses.
+        """
+        if self._template is None:
+            message = f"{self.info.name} has no chat template: use /v1/completions"
+            raise TriptychError("invalid_request", message, "messages")
+        try:
+            text = self._template.render(messages=messages, add_generation_prompt=True, **self._specials)
+        except (TemplateError, TypeError, ValueError) as error:
+            message = f"the chat template refused the messages: {error}"
+            raise TriptychError("invalid_request", message, "messages") from error
+        return self.encode(text, add_special_tokens=False)
+
+    def placeholder_indices(self, token_ids: Sequence[int], num_inputs: int) -> list[int]:
+        """Where the media items stand in a prompt.
+
+        Raises TriptychError("invalid_request") where placeholders and items differ in number.
+        """
+        placeholder = self.info.placeholder_token_id
+        indices = [] if placeholder is None else [i for i, token in enumerate(token_ids) if token == placeholder]
+        if len(indices) != num_inputs:
+            raise TriptychError(
+                "invalid_request",
+                f"the prompt has {len(indices)} media placeholders for {num_inputs} media items",
+                "messages",
+            )
+        return indices
+
+
+class Detokenizer:
+    """Incremental text of one growing token sequence; holds back half characters and possible stop strings."""
+
+    def __init__(self, text: TextProcessor, stop: Sequence[str] = (), *, skip_special_tokens: bool = True) -> None:
+        self._text = text
+        self._stop = tuple(stop)
+        self._skip = skip_special_tokens
+        self._ids: list[int] = []
+        self._prefix = 0  # tokens before this are settled; those from here to _read give context to the next ones
+        self._read = 0
+        self._pending = ""  # decoded, but may be the start of a stop string
+        self.stopped = False
+
+    def push(self, token_ids: Sequence[int], *, final: bool = False) -> str:
+        """Add tokens, return the new text. After a stop string `stopped` is True and nothing more comes."""
+        if self.stopped:
+            return ""
+        self._ids.extend(token_ids)
+        self._pending += self._decode_new(final)
+        for stop in self._stop:
+            at = self._pending.find(stop)
+            if at >= 0:
+                self._pending, self.stopped = self._pending[:at], True
+        hold = 0 if final or self.stopped else self._possible_stop_suffix()
+        cut = len(self._pending) - hold
+        out, self._pending = self._pending[:cut], self._pending[cut:]
+        return out
+
+    def _decode_new(self, final: bool) -> str:
+        before = self._text.decode(self._ids[self._prefix : self._read], skip_special_tokens=self._skip)
+        now = self._text.decode(self._ids[self._prefix :], skip_special_tokens=self._skip)
+        if len(now) <= len(before) or (now.endswith("\ufffd") and not final):
+            return ""
+        self._prefix, self._read = self._read, len(self._ids)
+        return now[len(before) :]
+
+    def _possible_stop_suffix(self) -> int:
+        """Length of the longest suffix of the pending text that could still become a stop string."""
+        longest = max((len(stop) - 1 for stop in self._stop), default=0)
+        for size in range(min(longest, len(self._pending)), 0, -1):
+            if any(stop.startswith(self._pending[-size:]) for stop in self._stop):
+                return size
+        return 0
+
+
+def _load_chat_template(info: ModelInfo) -> tuple[Any, dict[str, str]]:
+    """The compiled chat template (None if the model has none) and the special tokens that templates refer to."""
+    config_path, template_path = info.folder / "tokenizer_config.json", info.folder / "chat_template.jinja"
+    config: dict[str, Any] = json.loads(config_path.read_text()) if config_path.is_file() else {}
+    source = template_path.read_text() if template_path.is_file() else config.get("chat_template")
+    if isinstance(source, list):  # several named templates
+        source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
+    specials = {}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        value = config.get(name)
+        specials[name] = value["content"] if isinstance(value, dict) else (value or "")
+    if source is None:
+        return None, specials
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = _raise_template_error
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    return environment.from_string(source), specials
+
+
+def _raise_template_error(message: str) -> NoReturn:
+    raise TemplateError(message)
