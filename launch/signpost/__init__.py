@@ -1,0 +1,1 @@
+"""Signpost, the bundled model: its pictures, its training and its evaluation."""
