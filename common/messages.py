@@ -10,7 +10,7 @@ Two conversations use them:
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, TypeVar
+from typing import Annotated, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -220,14 +220,14 @@ class InstanceRecord(msgspec.Struct, frozen=True):
     outstanding: int = 0
 
 
-ToWorker = Generate | Encode | Abort | Heartbeat
-FromWorker = Tokens | Encoded | InputNeeded | Failed
-HandoffMessage = Offer | Grant | Receipt
+ToWorker: TypeAlias = Generate | Encode | Abort | Heartbeat
+FromWorker: TypeAlias = Tokens | Encoded | InputNeeded | Failed
+HandoffMessage: TypeAlias = Offer | Grant | Receipt
 
 _encoder = msgspec.msgpack.Encoder()
-_to_worker = msgspec.msgpack.Decoder(ToWorker)
-_from_worker = msgspec.msgpack.Decoder(FromWorker)
-_handoff = msgspec.msgpack.Decoder(HandoffMessage)
+_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+_from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+_handoff: msgspec.msgpack.Decoder[HandoffMessage] = msgspec.msgpack.Decoder(HandoffMessage)
 _tensor_header = msgspec.msgpack.Decoder(TensorHeader)
 _record = msgspec.msgpack.Decoder(InstanceRecord)
 

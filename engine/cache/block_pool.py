@@ -1,0 +1,84 @@
+"""The block pool: fixed-size pieces of KV memory, handed out by number (PagedAttention, Kwon et al., 2023).
+
+    block id     0         1 ... num_blocks - 1
+               [ never ] [ free or owned by exactly one block table ]
+
+Block 0 is never handed out: padding in block tables points to it, so a stray write cannot hurt anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class IntegrityError(RuntimeError):
+    """Something that must always add up does not."""
+
+
+class BlockPool:
+    """Free and used blocks of one device. `num_blocks` counts block 0, which is never handed out."""
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"a block pool needs at least 2 blocks, not {num_blocks}")
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, 0, -1))
+        self._used: set[int] = set()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return len(self._used)
+
+    @property
+    def num_usable(self) -> int:
+        """Blocks that can be in use at once."""
+        return self.num_blocks - 1
+
+    def can_allocate(self, count: int) -> bool:
+        return count <= len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks. Raises ValueError where fewer are free: ask `can_allocate` first."""
+        if not self.can_allocate(count):
+            raise ValueError(f"{count} blocks asked for, {self.num_free} free")
+        blocks = self._free[len(self._free) - count :][::-1]
+        del self._free[len(self._free) - count :]
+        self._used.update(blocks)
+        return blocks
+
+    def allocate_run(self, count: int) -> list[int]:
+        """Take `count` blocks with consecutive numbers if there are such, any others if not.
+
+        A run can be read as one slice instead of being gathered; long read-only tables (cross-attention) profit.
+        """
+        if not self.can_allocate(count):
+            raise ValueError(f"{count} blocks asked for, {self.num_free} free")
+        self._free.sort(reverse=True)
+        free = self._free
+        for end in range(len(free), count - 1, -1):
+            if free[end - count] - free[end - 1] == count - 1:
+                run = free[end - count : end][::-1]
+                del free[end - count : end]
+                self._used.update(run)
+                return run
+        return self.allocate(count)
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Give blocks back. Raises IntegrityError for a block that is not in use."""
+        for block in blocks:
+            if block not in self._used:
+                raise IntegrityError(f"block {block} is freed but not in use")
+            self._used.remove(block)
+        self._free.extend(reversed(blocks))
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless every usable block is either free or used, once."""
+        free = set(self._free)
+        if len(free) != len(self._free) or free & self._used or 0 in free | self._used:
+            raise IntegrityError("a block is free twice, free and used, or block 0 was handed out")
+        if len(free) + len(self._used) != self.num_usable:
+            raise IntegrityError(f"{len(free)} free + {len(self._used)} used != {self.num_usable} blocks")

@@ -1,0 +1,132 @@
+"""The encoder cache: encoder outputs between the moment room is promised for them and the moment they are used.
+
+    capacity_bytes = free + reserved (promised, not here yet) + ready (referenced or kept for the next one)
+
+Entries are known by content hash, so the same picture in ten requests is held once. A reference is
+(request id, input id). An entry nobody refers to stays, as long as the room is not needed: least recently used goes first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+
+from engine.cache.block_pool import IntegrityError
+
+Reference: TypeAlias = tuple[str, int]
+
+
+@dataclass
+class _Entry:
+    size_bytes: int
+    tensor: torch.Tensor | None = None
+    references: set[Reference] = field(default_factory=set)
+
+
+class EncoderCacheManager:
+    """A byte budget with reserve / commit / acquire / release; eviction is its own business."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.used_bytes = 0
+        self.peak_bytes = 0
+        self.evictions = 0
+        self.hits = 0
+        self._entries: dict[str, _Entry] = {}
+        self._unreferenced: OrderedDict[str, int] = OrderedDict()  # content hash -> bytes, oldest first
+
+    @property
+    def free_bytes(self) -> int:
+        return self.capacity_bytes - self.used_bytes
+
+    @property
+    def num_entries(self) -> int:
+        return len(self._entries)
+
+    @property
+    def num_references(self) -> int:
+        return sum(len(entry.references) for entry in self._entries.values())
+
+    def is_ready(self, content_hash: str) -> bool:
+        entry = self._entries.get(content_hash)
+        return entry is not None and entry.tensor is not None
+
+    def is_reserved(self, content_hash: str) -> bool:
+        """True while room is held for content that has not arrived."""
+        entry = self._entries.get(content_hash)
+        return entry is not None and entry.tensor is None
+
+    def can_reserve(self, size_bytes: int) -> bool:
+        return size_bytes <= self.free_bytes + sum(self._unreferenced.values())
+
+    def reserve(self, content_hash: str, size_bytes: int, reference: Reference) -> None:
+        """Hold room for content that is not here, evicting what nobody refers to. Ask `can_reserve` first."""
+        if content_hash in self._entries:
+            raise IntegrityError(f"content {content_hash} is in the cache already")
+        while self.free_bytes < size_bytes and self._unreferenced:
+            self._evict_oldest()
+        if self.free_bytes < size_bytes:
+            raise ValueError(f"{size_bytes} bytes asked for, {self.free_bytes} free of {self.capacity_bytes}")
+        self._entries[content_hash] = _Entry(size_bytes, references={reference})
+        self.used_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+    def commit(self, content_hash: str, tensor: torch.Tensor) -> None:
+        """Fill a reservation."""
+        entry = self._entries[content_hash]
+        if entry.tensor is not None:
+            raise IntegrityError(f"content {content_hash} is committed twice")
+        entry.tensor = tensor
+
+    def acquire(self, content_hash: str, reference: Reference) -> None:
+        """Refer to content that is ready."""
+        entry = self._entries[content_hash]
+        entry.references.add(reference)
+        self._unreferenced.pop(content_hash, None)
+        self.hits += 1
+
+    def get(self, content_hash: str) -> torch.Tensor:
+        """The encoder output, [num_encoder_tokens, hidden_size]. Raises KeyError where it is not ready."""
+        tensor = self._entries[content_hash].tensor
+        if tensor is None:
+            raise KeyError(content_hash)
+        return tensor
+
+    def release(self, content_hash: str, reference: Reference) -> None:
+        """Drop a reference. A reservation without references gives its room back at once."""
+        entry = self._entries.get(content_hash)
+        if entry is None or reference not in entry.references:
+            raise IntegrityError(f"{reference} does not refer to content {content_hash}")
+        entry.references.remove(reference)
+        if entry.references:
+            return
+        if entry.tensor is None:
+            self._remove(content_hash)
+        else:
+            self._unreferenced[content_hash] = entry.size_bytes
+
+    def clear_unreferenced(self) -> None:
+        while self._unreferenced:
+            self._evict_oldest()
+
+    def _evict_oldest(self) -> None:
+        content_hash, _ = self._unreferenced.popitem(last=False)
+        self._remove(content_hash)
+        self.evictions += 1
+
+    def _remove(self, content_hash: str) -> None:
+        self.used_bytes -= self._entries.pop(content_hash).size_bytes
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless sizes add up to the budget and references to the entries."""
+        total = sum(entry.size_bytes for entry in self._entries.values())
+        if total != self.used_bytes or not 0 <= self.used_bytes <= self.capacity_bytes:
+            raise IntegrityError(f"entries hold {total} bytes, {self.used_bytes} counted, {self.capacity_bytes} allowed")
+        for content_hash, entry in self._entries.items():
+            if bool(entry.references) == (content_hash in self._unreferenced):
+                raise IntegrityError(f"content {content_hash}: {len(entry.references)} references but listed wrongly")
+            if entry.tensor is None and not entry.references:
+                raise IntegrityError(f"content {content_hash} is reserved for nobody")

@@ -1,0 +1,118 @@
+"""What goes into and comes out of a decoder engine, apart from tensors: plain values that know no network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from common.errors import ErrorInfo
+from common.messages import FinishReason, InputLayout, Span
+
+
+@dataclass(frozen=True)
+class InputMetadata:
+    """An offered input: what the encoder's output will be. `shape` is [num_encoder_tokens, hidden_size]."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    size_bytes: int
+    layout: InputLayout
+    content_hash: str
+
+
+@dataclass(frozen=True)
+class InputGranted:
+    """Room is reserved until `lease_until_s` (Unix time)."""
+
+    request_id: str
+    input_id: int
+    attempt: int
+    lease_until_s: float
+
+
+@dataclass(frozen=True)
+class InputCached:
+    """The content is here already: compute nothing, send nothing."""
+
+    request_id: str
+    input_id: int
+    attempt: int
+
+
+@dataclass(frozen=True)
+class InputRefused:
+    """The input can never be taken."""
+
+    request_id: str
+    input_id: int
+    attempt: int
+    error: ErrorInfo
+
+
+@dataclass(frozen=True)
+class InputCancelled:
+    """The offer's request has ended, or the offer has been replaced by a newer attempt."""
+
+    request_id: str
+    input_id: int
+    attempt: int
+
+
+@dataclass(frozen=True)
+class InputStored:
+    """The tensor is in the encoder cache."""
+
+    request_id: str
+    input_id: int
+    attempt: int
+
+
+@dataclass(frozen=True)
+class InputRejected:
+    """The tensor was not taken: its lease had ended, its request has, or it is not what was granted."""
+
+    request_id: str
+    input_id: int
+    attempt: int
+    reason: Literal["expired", "cancelled", "corrupt"]
+
+
+@dataclass(frozen=True)
+class InputLost:
+    """The request needs this input (again): whoever has the media has to encode it once more."""
+
+    request_id: str
+    input_id: int
+
+
+@dataclass(frozen=True)
+class TokensReady:
+    """New tokens; the last event of a request carries a finish reason, the prompt's true length and the spans."""
+
+    request_id: str
+    offset: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    num_prompt_tokens: int = 0
+    spans: list[Span] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class RequestFailed:
+    """The request has ended with an error; nothing of it is left."""
+
+    request_id: str
+    error: ErrorInfo
+
+
+Event: TypeAlias = (
+    InputGranted
+    | InputCached
+    | InputRefused
+    | InputCancelled
+    | InputStored
+    | InputRejected
+    | InputLost
+    | TokensReady
+    | RequestFailed
+)
