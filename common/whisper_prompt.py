@@ -1,0 +1,115 @@
+"""Whisper's decoder prompts, as transformers' WhisperForConditionalGeneration.generate makes them.
+
+    [<|startofprev|> earlier text] <|startoftranscript|> [<|en|> <|transcribe|>] <|notimestamps|>
+
+English-only checkpoints know no language and no task tokens. Where a multilingual checkpoint is not told the
+language, the prompt ends after <|startoftranscript|> and the rest is generated under constraint: the first token is
+the most likely language, the others are forced (`SamplingParams.prefix_allowed`). Never imports torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from common.errors import TriptychError
+from common.model_info import ModelInfo
+from common.text import TextProcessor
+
+Task = Literal["transcribe", "translate"]
+MIN_NEW_TOKENS = 8
+"""A prompt must leave room for at least so many tokens of transcript."""
+
+
+def is_multilingual(info: ModelInfo) -> bool:
+    """True where the checkpoint has language and task tokens."""
+    return bool(info.generation.get("is_multilingual", True)) and "lang_to_id" in info.generation
+
+
+def build(
+    info: ModelInfo,
+    text: TextProcessor,
+    *,
+    language: str | None,
+    task: Task = "transcribe",
+    prompt: str | None = None,
+) -> tuple[list[int], dict[str, Any]]:
+    """The decoder prompt of one audio window, and the SamplingParams fields that belong to it.
+
+    `language` is a code such as "en" (None: detected, or English for an English-only checkpoint); `prompt` is text
+    that may come before the window, a hint for names and style; its last tokens are kept if it is long.
+    The fields are suppress_tokens, begin_suppress_tokens, prefix_allowed and max_tokens: the most that fit into the
+    decoder, generated prefix included.
+    Raises TriptychError("invalid_request") naming the field for an unknown language, or for a language or task that
+    an English-only checkpoint does not have.
+    """
+    start = int(info.generation.get("decoder_start_token_id", info.config["decoder_start_token_id"]))
+    known = _language_and_task(info, language, task)
+    no_timestamps = _no_timestamps(info, text)
+    limit = info.max_model_len
+    ids = [*_previous_text(info, text, prompt, limit // 2 - 1), start]
+    prefix: tuple[tuple[int, ...], ...] = ()
+    if any(len(allowed) > 1 for allowed in known):
+        prefix = (*known, *((token,) for token in no_timestamps))
+    else:
+        ids += [token for allowed in known for token in allowed] + no_timestamps
+    if limit - len(ids) < MIN_NEW_TOKENS:
+        message = f"the prompt of {len(ids)} tokens leaves no room in a decoder of {limit}: shorten `prompt`"
+        raise TriptychError("context_length_exceeded", message, "prompt")
+    fields: dict[str, Any] = {
+        "max_tokens": limit - len(ids),
+        "suppress_tokens": tuple(info.generation.get("suppress_tokens") or ()),
+        "begin_suppress_tokens": tuple(info.generation.get("begin_suppress_tokens") or ()),
+        "prefix_allowed": prefix,
+    }
+    return ids, fields
+
+
+def detected_language(info: ModelInfo, token_ids: list[int]) -> str | None:
+    """The language code that a generation under `prefix_allowed` began with; None if it began with none."""
+    codes = {token: name.strip("<|>") for name, token in info.generation.get("lang_to_id", {}).items()}
+    return codes.get(token_ids[0]) if token_ids else None
+
+
+def _language_and_task(info: ModelInfo, language: str | None, task: Task) -> list[tuple[int, ...]]:
+    """Allowed ids of the language and the task token; nothing for an English-only checkpoint."""
+    if not is_multilingual(info):
+        if task != "transcribe":
+            raise TriptychError("invalid_request", f"{info.name} is English-only and cannot {task}", "task")
+        if language is not None and language.lower() != "en":
+            message = f"{info.name} is English-only, language {language!r} is not available"
+            raise TriptychError("invalid_request", message, "language")
+        return []
+    languages: dict[str, int] = info.generation["lang_to_id"]
+    if language is None:
+        allowed = tuple(sorted(languages.values()))
+    else:
+        allowed = (_language_id(languages, language),)
+    return [allowed, (int(info.generation["task_to_id"][task]),)]
+
+
+def _language_id(languages: dict[str, int], language: str) -> int:
+    token = f"<|{language.lower()}|>"
+    if token not in languages:
+        codes = ", ".join(sorted(name.strip("<|>") for name in languages))
+        raise TriptychError("invalid_request", f"unknown language {language!r}; use one of: {codes}", "language")
+    return languages[token]
+
+
+def _no_timestamps(info: ModelInfo, text: TextProcessor) -> list[int]:
+    token = info.generation.get("no_timestamps_token_id", text.tokenizer.token_to_id("<|notimestamps|>"))
+    return [] if token is None else [int(token)]
+
+
+def _previous_text(info: ModelInfo, text: TextProcessor, prompt: str | None, max_tokens: int) -> list[int]:
+    """<|startofprev|> and the last `max_tokens` tokens of the prompt; nothing without a prompt."""
+    if not prompt or not prompt.strip():
+        return []
+    start = info.generation.get("prev_sot_token_id", text.tokenizer.token_to_id("<|startofprev|>"))
+    if start is None:
+        raise TriptychError("invalid_request", f"{info.name} has no <|startofprev|> token", "prompt")
+    ids = text.encode(" " + prompt.strip(), add_special_tokens=False)
+    special = [token for token in ids if token in text.tokenizer.get_added_tokens_decoder()]
+    if special:
+        named = text.tokenizer.id_to_token(special[0])
+        raise TriptychError("invalid_request", f"the prompt contains the special token {named}", "prompt")
+    return [int(start), *ids[-max_tokens:]]
