@@ -7,6 +7,8 @@ one masked attention serves them all; matrices are multiplied in bfloat16 from f
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -42,13 +44,14 @@ class BatchedForward:
     @property
     def embedding(self) -> Tensor:
         """The tied embedding, [vocabulary, hidden], in the compute type."""
-        return self.model.model.language_model.embed_tokens.weight.to(self.dtype)
+        embedding: Tensor = self.model.model.language_model.embed_tokens.weight
+        return embedding.to(self.dtype)
 
-    def _linear(self, x: Tensor, layer: torch.nn.Module) -> Tensor:
+    def _linear(self, x: Tensor, layer: Any) -> Tensor:
         bias = layer.bias.to(self.dtype) if layer.bias is not None else None
         return F.linear(x, layer.weight.to(self.dtype), bias)
 
-    def _norm(self, x: Tensor, layer: torch.nn.Module) -> Tensor:
+    def _norm(self, x: Tensor, layer: Any) -> Tensor:
         return _rms_norm(x, layer.weight.to(self.dtype))
 
     def _grid(self, size: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -79,7 +82,7 @@ class BatchedForward:
         Returns:
             The picture tokens, [pictures, patches / 4, hidden], and the normed patch states before merging.
         """
-        tower = self.model.model.visual
+        tower: Any = self.model.model.visual
         cos, sin, window_mask = self._grid(size)
         # A still picture's two frames are the same, so the two halves of the kernel add up.
         x = F.linear(patches.to(self.dtype), tower.patch_embed.proj.weight.sum(2).flatten(1).to(self.dtype))
@@ -94,9 +97,7 @@ class BatchedForward:
         merged = F.gelu(self._linear(states.view(pictures, patch_count // 4, 4 * width), tower.merger.mlp[0]))
         return self._linear(merged, tower.merger.mlp[2]), states
 
-    def _vision_attention(
-        self, x: Tensor, layer: torch.nn.Module, cos: Tensor, sin: Tensor, mask: Tensor | None
-    ) -> Tensor:
+    def _vision_attention(self, x: Tensor, layer: Any, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         pictures, length, width = x.shape
         heads = self.vision_config.num_heads
         qkv = self._linear(x, layer.qkv).view(pictures, length, 3, heads, width // heads)
@@ -116,7 +117,7 @@ class BatchedForward:
             The normed last states, [sequences, length, hidden].
         """
         cos, sin = self._text_rotary(positions)
-        language = self.model.model.language_model
+        language: Any = self.model.model.language_model
         for block in language.layers:
             x = x + self._text_attention(self._norm(x, block.input_layernorm), block.self_attn, cos, sin, mask)
             y = self._norm(x, block.post_attention_layernorm)
@@ -132,7 +133,7 @@ class BatchedForward:
         angles = torch.cat([part[axis] for axis, part in enumerate(parts)] * 2, -1)
         return angles.cos().to(self.dtype)[:, None], angles.sin().to(self.dtype)[:, None]
 
-    def _text_attention(self, x: Tensor, layer: torch.nn.Module, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
+    def _text_attention(self, x: Tensor, layer: Any, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
         sequences, length, width = x.shape
         heads, key_heads = self.text_config.num_attention_heads, self.text_config.num_key_value_heads
         head = width // heads

@@ -24,7 +24,8 @@ LABELS = {"character": 37, "second": 37, "index": 5, "circles": 4, "shape": 5, "
 _CLASS_OF = {char: index + 1 for index, char in enumerate(scenes.CHARACTERS)}
 _DENSE_SIZES = ((56, 56), (84, 56), (84, 84), (112, 56), (112, 84), (140, 112))
 _SMALL_SIZES = ((84, 56), (112, 56), (84, 84), (112, 84))
-_PADDING = 99
+PADDING = 99
+"""The segment of the filler at the end of a shorter sequence."""
 
 
 @dataclass
@@ -298,7 +299,7 @@ class Encoder:
             drawn,
             starts,
             ids=np.full((count, length), self.filler),
-            segments=np.full((count, length), _PADDING),
+            segments=np.full((count, length), PADDING),
             targets=np.full((count, length), IGNORED),
             kinds=np.full((count, length), -1),
             positions=np.zeros((3, count, length), np.int64),

@@ -145,7 +145,7 @@ class Trainer:
             optimiser.zero_grad(set_to_none=True)
             for group in optimiser.param_groups:
                 group["lr"] = group["full_rate"] * scale
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         for optimiser in self.optimisers:
             optimiser.step()
@@ -157,7 +157,7 @@ class Trainer:
         flat = torch.cat([each.flatten(0, 1) for each in states])
         for name, weight in _LABEL_WEIGHTS.items():
             labels = torch.cat([torch.from_numpy(batch.labels[name]).flatten() for batch in batches])
-            head = self.heads[name]
+            head: Any = self.heads[name]
             scores = F.linear(flat, head.weight.to(flat.dtype), head.bias.to(flat.dtype)).float()
             losses, full = F.cross_entropy(scores, labels, reduction="none"), labels > 0
             if full.any():
