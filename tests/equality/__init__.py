@@ -1,0 +1,1 @@
+"""Token for token: transformers' `generate` == `LLM` == a cluster of processes."""
