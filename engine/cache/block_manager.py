@@ -64,4 +64,6 @@ class BlockManager:
         self.pool.check_integrity()
         owned = [block for tables in (self._self_tables, self._cross_tables) for t in tables.values() for block in t]
         if len(owned) != len(set(owned)) or len(owned) != self.pool.num_used:
-            raise IntegrityError(f"tables hold {len(owned)} blocks ({len(set(owned))} distinct), {self.pool.num_used} used")
+            raise IntegrityError(
+                f"tables hold {len(owned)} blocks ({len(set(owned))} distinct), {self.pool.num_used} used"
+            )

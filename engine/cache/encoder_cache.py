@@ -3,7 +3,7 @@
     capacity_bytes = free + reserved (promised, not here yet) + ready (referenced or kept for the next one)
 
 Entries are known by content hash, so the same picture in ten requests is held once. A reference is
-(request id, input id). An entry nobody refers to stays, as long as the room is not needed: least recently used goes first.
+(request id, input id). An entry nobody refers to stays until the room is needed: least recently used goes first.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class EncoderCacheManager:
         self.evictions = 0
         self.hits = 0
         self._entries: dict[str, _Entry] = {}
-        self._unreferenced: OrderedDict[str, int] = OrderedDict()  # content hash -> bytes, oldest first
+        self._unreferenced: OrderedDict[str, None] = OrderedDict()  # content hashes, least recently used first
+        self._unreferenced_bytes = 0
 
     @property
     def free_bytes(self) -> int:
@@ -60,7 +61,7 @@ class EncoderCacheManager:
         return entry is not None and entry.tensor is None
 
     def can_reserve(self, size_bytes: int) -> bool:
-        return size_bytes <= self.free_bytes + sum(self._unreferenced.values())
+        return size_bytes <= self.free_bytes + self._unreferenced_bytes
 
     def reserve(self, content_hash: str, size_bytes: int, reference: Reference) -> None:
         """Hold room for content that is not here, evicting what nobody refers to. Ask `can_reserve` first."""
@@ -84,8 +85,10 @@ class EncoderCacheManager:
     def acquire(self, content_hash: str, reference: Reference) -> None:
         """Refer to content that is ready."""
         entry = self._entries[content_hash]
+        if not entry.references:
+            del self._unreferenced[content_hash]
+            self._unreferenced_bytes -= entry.size_bytes
         entry.references.add(reference)
-        self._unreferenced.pop(content_hash, None)
         self.hits += 1
 
     def get(self, content_hash: str) -> torch.Tensor:
@@ -106,7 +109,8 @@ class EncoderCacheManager:
         if entry.tensor is None:
             self._remove(content_hash)
         else:
-            self._unreferenced[content_hash] = entry.size_bytes
+            self._unreferenced[content_hash] = None
+            self._unreferenced_bytes += entry.size_bytes
 
     def clear_unreferenced(self) -> None:
         while self._unreferenced:
@@ -114,6 +118,7 @@ class EncoderCacheManager:
 
     def _evict_oldest(self) -> None:
         content_hash, _ = self._unreferenced.popitem(last=False)
+        self._unreferenced_bytes -= self._entries[content_hash].size_bytes
         self._remove(content_hash)
         self.evictions += 1
 
@@ -124,7 +129,9 @@ class EncoderCacheManager:
         """Raise IntegrityError unless sizes add up to the budget and references to the entries."""
         total = sum(entry.size_bytes for entry in self._entries.values())
         if total != self.used_bytes or not 0 <= self.used_bytes <= self.capacity_bytes:
-            raise IntegrityError(f"entries hold {total} bytes, {self.used_bytes} counted, {self.capacity_bytes} allowed")
+            raise IntegrityError(
+                f"entries hold {total} bytes, {self.used_bytes} counted, {self.capacity_bytes} allowed"
+            )
         for content_hash, entry in self._entries.items():
             if bool(entry.references) == (content_hash in self._unreferenced):
                 raise IntegrityError(f"content {content_hash}: {len(entry.references)} references but listed wrongly")

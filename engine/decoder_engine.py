@@ -1,0 +1,331 @@
+"""The decoder's engine: requests, offers and tensors in, events out; one call of `step` is one forward pass.
+
+    add_request / offer / deliver / abort  ->  intake and scheduler  ->  runner  ->  events
+
+One thread drives it. It knows no network: `LLM` drives it in one process, a worker's engine thread in a cluster.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+import torch
+
+from common.config import EngineConfig
+from common.errors import ErrorInfo, TriptychError
+from common.messages import FinishReason, InputSlot
+from common.model_info import ModelInfo
+from common.sampling_params import SamplingParams
+from engine.cache.block_manager import BlockManager
+from engine.cache.block_pool import BlockPool, IntegrityError
+from engine.cache.encoder_cache import EncoderCacheManager
+from engine.device import DTYPES
+from engine.events import Event, InputMetadata, RequestFailed, TokensReady
+from engine.request import Request
+from engine.runner.decoder import DecoderRunner
+from engine.scheduler.decoder import DecoderScheduler, ScheduledStep
+from engine.scheduler.intake import InputIntake
+
+LEASE_S = 30.0
+
+
+class DecoderEngine:
+    """Prefill and decode of one model on one device. Loads decoder weights only.
+
+    Raises TriptychError where the model or the configuration cannot be served. After that, errors of a request come
+    as `RequestFailed` events, and its neighbours do not notice.
+    """
+
+    def __init__(
+        self, info: ModelInfo, config: EngineConfig, instance: str = "engine", lease_s: float = LEASE_S
+    ) -> None:
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        self.info, self.config, self.instance = info, config, instance
+        self.runner = DecoderRunner(info, config)
+        self.cache = EncoderCacheManager(config.encoder_cache_bytes)
+        self.blocks = BlockManager(BlockPool(self.runner.num_blocks), config.block_size)
+        self.intake = InputIntake(self.cache, self.runner.spec.hidden_size, lease_s)
+        self.scheduler = DecoderScheduler(self.blocks, self.intake, config.max_num_seqs, config.max_num_batched_tokens)
+        self.counters = {"steps": 0, "prompt_tokens": 0, "generated_tokens": 0, "requests": 0, "requests_failed": 0}
+        self._requests: dict[str, Request] = {}
+        self._seeds: dict[str, int] = {}
+        self._dirty = False
+        self._last_step_tokens = 0
+
+    # --- in
+
+    def add_request(
+        self, request_id: str, prompt_token_ids: list[int], inputs: list[InputSlot], sampling: SamplingParams
+    ) -> None:
+        """Take a request. What is wrong with it comes as a RequestFailed event; a known id is ignored."""
+        if request_id in self._requests:
+            return
+        self._dirty = True
+        self.counters["requests"] += 1
+        try:
+            self._check(prompt_token_ids, inputs, sampling)
+        except TriptychError as error:
+            self.intake.forget(request_id)
+            self._emit_failure(request_id, error.info)
+            return
+        request = Request.create(
+            request_id,
+            prompt_token_ids,
+            inputs,
+            sampling=sampling,
+            arrival=self.counters["requests"],
+            is_encoder_decoder=self.info.is_encoder_decoder,
+            uses_mrope=self.runner.spec.mrope_section is not None,
+            instance=self.instance,
+        )
+        request.recorder.start("queue")
+        if request.next_missing_input is not None:
+            request.recorder.start("inputs")
+        self._requests[request_id] = request
+        self._seeds[request_id] = sampling.seed if sampling.seed is not None else random.getrandbits(62)
+        self.scheduler.add(request)
+        self.intake.add_request(request)
+        self._fail_what_never_fits(request)
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request and free everything it holds. Unknown ids are remembered as ended."""
+        self._dirty = True
+        request = self._requests.get(request_id)
+        if request is None:
+            self.intake.forget(request_id)
+        else:
+            self._end(request)
+
+    def offer(self, request_id: str, input_id: int, attempt: int, metadata: InputMetadata, deadline_s: float) -> None:
+        """An encoder offers an input. The answer is an event: granted, cached, refused or cancelled."""
+        self._dirty = True
+        self.intake.offer(request_id, input_id, attempt, metadata, deadline_s)
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._fail_what_never_fits(request)
+
+    def deliver(self, request_id: str, input_id: int, attempt: int, tensor: torch.Tensor) -> None:
+        """A granted tensor has come: [num_encoder_tokens, hidden_size]."""
+        self._dirty = True
+        self.intake.deliver(request_id, input_id, attempt, tensor)
+        request = self._requests.get(request_id)
+        if request is not None and request.next_missing_input is None:
+            request.recorder.end("inputs")
+
+    def deliver_bytes(
+        self, request_id: str, input_id: int, attempt: int, shape: tuple[int, ...], dtype: str, data: memoryview
+    ) -> None:
+        """The same from raw bytes, which are not copied: they must stay as they are until the request has ended."""
+        torch_dtype = DTYPES.get(dtype)
+        size = 1
+        for extent in shape:
+            size *= extent
+        if torch_dtype is None or size * torch_dtype.itemsize != len(data) or size == 0:
+            tensor = torch.empty(0)  # not what any grant says: rejected as corrupt
+        else:
+            tensor = torch.frombuffer(data, dtype=torch_dtype).view(shape)
+        self.deliver(request_id, input_id, attempt, tensor)
+
+    # --- one step
+
+    def has_work(self) -> bool:
+        """True if `step` would do something now."""
+        return self._dirty or bool(self.intake.events) or self.scheduler.has_work()
+
+    def next_deadline_s(self) -> float | None:
+        """When `step` has to be called again even if nothing comes (Unix time)."""
+        return self.intake.next_deadline_s()
+
+    def step(self) -> list[Event]:
+        """Expire, grant, schedule, run one forward pass, and return what happened."""
+        self._dirty = False
+        self.intake.expire(time.time())
+        self.intake.grant()
+        step = self.scheduler.schedule()
+        self._return_slots()
+        if step.requests:
+            self._run(step)
+            self.intake.grant()
+        elif self.intake.num_granted == 0 and (self.intake.take_back() or self.scheduler.yield_blocks()):
+            self._return_slots()
+            self._dirty = True
+        self._last_step_tokens = sum(step.num_tokens)
+        events, self.intake.events = self.intake.events, []
+        return events
+
+    def _run(self, step: ScheduledStep) -> None:
+        for request in step.admitted:
+            request.slot_index = self.runner.buffers.take_slot()
+            request.recorder.end("queue")
+            if request.num_preemptions == 0:
+                request.recorder.start("prefill")
+        sampled = self.runner.run(step, self.blocks, self.cache, self._seeds)
+        self.counters["steps"] += 1
+        for request, count in zip(step.requests, step.num_tokens, strict=True):
+            request.num_computed_tokens += count
+            self.intake.consume(request)
+        for request, token_id in sampled:
+            self._append_token(request, token_id)
+
+    def _append_token(self, request: Request, token_id: int) -> None:
+        if request.num_output_tokens == 0:
+            request.recorder.end("inputs")
+            request.recorder.end("prefill")
+            request.recorder.start("decode")
+            self.counters["prompt_tokens"] += request.num_prompt_tokens or 0
+        request.token_ids.append(token_id)
+        self.counters["generated_tokens"] += 1
+        offset, reason = request.num_output_tokens - 1, self._finish_reason(request, token_id)
+        spans = request.finish_spans() if reason else []
+        num_prompt_tokens = request.num_prompt_tokens or 0
+        self.intake.events.append(TokensReady(request.request_id, offset, [token_id], reason, num_prompt_tokens, spans))
+        if reason is not None:
+            self._end(request)
+
+    def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
+        params = request.sampling
+        in_prefix = request.num_output_tokens <= len(params.prefix_allowed)
+        if token_id in params.stop_token_ids and not in_prefix:
+            return "stop"
+        if token_id in self.info.eos_token_ids and not params.ignore_eos and not in_prefix:
+            return "stop"
+        length = len(request.token_ids)
+        if request.num_output_tokens >= params.max_tokens or length >= self.runner.max_model_len:
+            return "length"
+        # What outgrows the whole pool ends here: preempting it would only make it start over, forever.
+        return None if self.blocks.fits_ever(length, request.num_encoder_tokens) else "length"
+
+    # --- ends
+
+    def _end(self, request: Request) -> None:
+        self.scheduler.remove(request)
+        self._return_slot(request)
+        self.intake.end_request(request)
+        del self._requests[request.request_id], self._seeds[request.request_id]
+        self._dirty = True
+
+    def _return_slots(self) -> None:
+        for request in self.scheduler.preempted:
+            self._return_slot(request)
+        self.scheduler.preempted.clear()
+
+    def _return_slot(self, request: Request) -> None:
+        if request.slot_index >= 0:
+            self.runner.buffers.release_slot(request.slot_index)
+            request.slot_index = -1
+
+    def _emit_failure(self, request_id: str, error: ErrorInfo) -> None:
+        self.counters["requests_failed"] += 1
+        self.intake.events.append(RequestFailed(request_id, error))
+
+    # --- what cannot be served
+
+    def _check(self, prompt: list[int], inputs: list[InputSlot], sampling: SamplingParams) -> None:
+        sampling.validate()
+        if len(self._requests) >= self.config.max_waiting + self.config.max_num_seqs:
+            raise TriptychError("overloaded", f"{len(self._requests)} requests are waiting or running: try again later")
+        if not prompt:
+            raise TriptychError("invalid_request", "the prompt is empty", "prompt")
+        vocab_size = self.runner.spec.vocab_size
+        bad = next((token for token in prompt if not 0 <= token < vocab_size), None)
+        if bad is not None:
+            raise TriptychError(
+                "invalid_request", f"token id {bad} is outside the vocabulary of {vocab_size}", "prompt"
+            )
+        self._check_special_tokens(sampling, vocab_size)
+        if len(prompt) >= self.runner.max_model_len:
+            raise self._too_long(len(prompt))
+        self._check_inputs(prompt, inputs)
+
+    def _check_special_tokens(self, sampling: SamplingParams, vocab_size: int) -> None:
+        named = [*sampling.suppress_tokens, *sampling.begin_suppress_tokens]
+        named += [token for allowed in sampling.prefix_allowed for token in allowed]
+        bad = next((token for token in named if not 0 <= token < vocab_size), None)
+        if bad is not None or not all(sampling.prefix_allowed):
+            raise TriptychError(
+                "invalid_request", f"token id {bad} in a sampling rule is outside the vocabulary of {vocab_size}"
+            )
+
+    def _check_inputs(self, prompt: list[int], inputs: list[InputSlot]) -> None:
+        if self.info.is_encoder_decoder:
+            if len(inputs) != 1 or inputs[0].prompt_index is not None:
+                raise TriptychError(
+                    "invalid_request", f"{self.info.name} takes exactly one {self.info.media_kind}, got {len(inputs)}"
+                )
+            return
+        placeholder = self.info.placeholder_token_id
+        if inputs and placeholder is None:
+            raise TriptychError("invalid_request", f"{self.info.name} takes no media, got {len(inputs)} items")
+        indices = [item.prompt_index for item in inputs]
+        expected = [index for index, token in enumerate(prompt) if token == placeholder]
+        if indices != expected or [item.input_id for item in inputs] != list(range(len(inputs))):
+            raise TriptychError(
+                "invalid_request", f"inputs stand at {indices}, but the prompt has placeholders at {expected}"
+            )
+
+    def _too_long(self, num_tokens: int) -> TriptychError:
+        return TriptychError(
+            "context_length_exceeded",
+            f"the prompt has {num_tokens} tokens (media included), the context length is {self.runner.max_model_len} "
+            "and at least one token has to be generated: shorten the prompt or send smaller or fewer media",
+            "messages",
+        )
+
+    def _fail_what_never_fits(self, request: Request) -> None:
+        """End a request whose prompt, as far as it is known, is too long for the context or for the KV cache."""
+        length = len(request.token_ids)
+        if length >= self.runner.max_model_len:
+            error = self._too_long(length).info
+        elif not self.blocks.fits_ever(length + 1, request.num_encoder_tokens):
+            capacity = self.blocks.pool.num_usable * self.blocks.block_size
+            needed = length + 1 + request.num_encoder_tokens
+            error = ErrorInfo(
+                "context_length_exceeded",
+                f"the request needs KV cache for {needed} tokens, the whole pool holds {capacity}: shorten it, or "
+                "serve with a larger --kv-cache-bytes",
+                "messages",
+            )
+        else:
+            return
+        self._end(request)
+        self._emit_failure(request.request_id, error)
+
+    # --- how it is doing
+
+    def is_empty(self) -> bool:
+        """True if no request, reservation, reference or block is held."""
+        return not self._requests and self.intake.is_empty() and self.blocks.pool.num_used == 0
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless blocks, cache entries and slots add up."""
+        self.blocks.check_integrity()
+        self.cache.check_integrity()
+        held = sum(1 for request in self._requests.values() if request.slot_index >= 0)
+        if held + self.runner.buffers.num_free_slots != self.config.max_num_seqs:
+            raise IntegrityError(f"{held} slots held, {self.runner.buffers.num_free_slots} free")
+
+    def stats(self) -> dict[str, float]:
+        """Gauges and counters of this moment; counters end in `_total`."""
+        gauges: dict[str, float] = {
+            "requests_running": len(self.scheduler.running),
+            "requests_waiting": len(self.scheduler.waiting),
+            "kv_blocks_usable": self.blocks.pool.num_usable,
+            "kv_blocks_free": self.blocks.pool.num_free,
+            "kv_blocks_used": self.blocks.pool.num_used,
+            "kv_block_bytes": self.runner.block_bytes,
+            "encoder_cache_bytes_capacity": self.cache.capacity_bytes,
+            "encoder_cache_bytes_used": self.cache.used_bytes,
+            "encoder_cache_bytes_peak": self.cache.peak_bytes,
+            "encoder_cache_references": self.cache.num_references,
+            "inputs_pending": self.intake.num_pending,
+            "inputs_granted": self.intake.num_granted,
+            "last_step_tokens": self._last_step_tokens,
+            "weight_bytes": self.runner.load_report.parameter_bytes,
+            "encoder_computations": 0,
+        }
+        totals = {**self.counters, **self.intake.counters}
+        totals |= {"preemptions": self.scheduler.num_preemptions}
+        totals |= {"encoder_cache_evictions": self.cache.evictions, "encoder_cache_hits": self.cache.hits}
+        return gauges | {f"{name}_total": float(value) for name, value in totals.items()}

@@ -1,0 +1,35 @@
+"""Which device and which dtype an engine uses."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from common.config import Device, DType
+from common.errors import TriptychError
+from common.model_info import ModelInfo
+
+DTYPES: Final[dict[str, torch.dtype]] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def choose_device(device: Device) -> torch.device:
+    """Raises TriptychError("invalid_request") where CUDA is asked for and there is none."""
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise TriptychError("invalid_request", "device cuda is asked for, but torch finds no CUDA device", "device")
+    return torch.device("cuda" if device == "cuda" or (device == "auto" and available) else "cpu")
+
+
+def choose_dtype(dtype: DType, device: torch.device, info: ModelInfo) -> torch.dtype:
+    """auto: float32 on a CPU; on CUDA the checkpoint's own, bfloat16 where it does not say or says float32."""
+    if dtype != "auto":
+        return DTYPES[dtype]
+    if device.type == "cpu":
+        return torch.float32
+    own = DTYPES.get(str(info.text_config.get("dtype") or info.text_config.get("torch_dtype")), torch.bfloat16)
+    return torch.bfloat16 if own is torch.float32 else own

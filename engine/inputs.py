@@ -1,0 +1,114 @@
+"""Inputs of one forward pass, prepared without a loop over tokens (the document "Prepare inputs for model forwarding").
+
+Two tables hold what is known of every running request, a row (slot) each:
+
+    token_ids    [max_num_seqs, max_model_len]        the tokens
+    block_table  [max_num_seqs, max_blocks_per_seq]   logical block -> physical block; 0 marks unused
+
+From them, per step, with M = max_model_len and K = max_blocks_per_seq:
+
+    request_indices       slot of each token                      repeat(slots, num_scheduled)
+    positions             num_computed + place within this step
+    token_indices         positions + request_indices * M         -> input_ids
+    block_table_indices   request_indices * K + positions // block_size
+    slot_mapping          block number * block_size + positions % block_size
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """Arrays of one step; token-level ones have one entry per scheduled token, in the order of the requests."""
+
+    request_indices: IntArray
+    positions: IntArray
+    token_indices: IntArray
+    input_ids: IntArray
+    block_table_indices: IntArray
+    slot_mapping: IntArray
+    query_start_loc: IntArray
+    seq_lens: IntArray
+    num_computed_tokens: IntArray
+    block_table: IntArray
+
+    @property
+    def max_query_len(self) -> int:
+        return int(np.diff(self.query_start_loc).max(initial=0))
+
+
+class InputBuffers:
+    """The two tables and the arithmetic over them. A slot is a row; requests hold one while they run."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        self.max_model_len = max_model_len
+        self.block_size = block_size
+        self.max_blocks_per_seq = -(-max_model_len // block_size)
+        self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int64)
+        self.block_table = np.zeros((max_num_seqs, self.max_blocks_per_seq), np.int64)
+        self.num_computed_tokens = np.zeros(max_num_seqs, np.int64)
+        self._num_tokens = np.zeros(max_num_seqs, np.int64)
+        self._num_blocks = np.zeros(max_num_seqs, np.int64)
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._arange = np.arange(max(max_num_seqs, max_model_len) + 1)
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    def take_slot(self) -> int:
+        slot = self._free_slots.pop()
+        self._num_tokens[slot] = self._num_blocks[slot] = self.num_computed_tokens[slot] = 0
+        return slot
+
+    def release_slot(self, slot: int) -> None:
+        self.block_table[slot] = 0
+        self._free_slots.append(slot)
+
+    def update(self, slot: int, token_ids: Sequence[int], blocks: Sequence[int], num_computed_tokens: int) -> None:
+        """Bring a row up to date; only what is new since the last call is copied."""
+        known, known_blocks = int(self._num_tokens[slot]), int(self._num_blocks[slot])
+        if len(token_ids) > known:
+            self.token_ids[slot, known : len(token_ids)] = token_ids[known:]
+            self._num_tokens[slot] = len(token_ids)
+        if len(blocks) > known_blocks:
+            self.block_table[slot, known_blocks : len(blocks)] = blocks[known_blocks:]
+            self._num_blocks[slot] = len(blocks)
+        self.num_computed_tokens[slot] = num_computed_tokens
+
+    def prepare(self, slots: Sequence[int], num_scheduled_tokens: Sequence[int]) -> StepInputs:
+        """Arrays for the next num_scheduled_tokens[i] tokens of the request in slots[i]."""
+        rows, counts = np.asarray(slots), np.asarray(num_scheduled_tokens)
+        query_start_loc = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(counts, out=query_start_loc[1:])
+        num_tokens = int(query_start_loc[-1])
+        if num_tokens > len(self._arange):
+            self._arange = np.arange(num_tokens * 2)
+        computed = self.num_computed_tokens[rows]
+        request_indices = np.repeat(rows, counts)
+        positions = self._arange[:num_tokens] + np.repeat(computed - query_start_loc[:-1], counts)
+        token_indices = positions + request_indices * self.max_model_len
+        block_table_indices = request_indices * self.max_blocks_per_seq + positions // self.block_size
+        block_numbers = self.block_table.ravel()[block_table_indices]
+        seq_lens = computed + counts
+        max_blocks = int(-(-seq_lens.max(initial=0) // self.block_size))
+        return StepInputs(
+            request_indices=request_indices,
+            positions=positions,
+            token_indices=token_indices,
+            input_ids=self.token_ids.ravel()[token_indices],
+            block_table_indices=block_table_indices,
+            slot_mapping=block_numbers * self.block_size + positions % self.block_size,
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            num_computed_tokens=computed,
+            block_table=self.block_table[rows, :max_blocks],
+        )

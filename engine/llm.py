@@ -1,0 +1,277 @@
+"""`LLM`: the whole engine in one process, offline. The reference that every cluster is compared with.
+
+llm = LLM("signpost")
+[out] = llm.chat([{"role": "user", "content": [{"type": "image", "image": "sign.png"},
+                                              {"type": "text", "text": "What does the sign say?"}]}])
+print(out.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias, TypedDict
+
+import numpy as np
+
+from common.config import EngineConfig
+from common.errors import TriptychError
+from common.hashing import content_hash
+from common.messages import FinishReason, InputSlot, MediaKind, Span
+from common.model_info import load_model_info
+from common.sampling_params import SamplingParams
+from common.text import Detokenizer, TextProcessor
+from engine import processors
+from engine.decoder_engine import DecoderEngine
+from engine.encoder_engine import EncoderEngine
+from engine.events import Event, InputGranted, InputLost, InputMetadata, InputRefused, RequestFailed, TokensReady
+
+FAR_FUTURE_S = 1e12
+
+
+class TextPrompt(TypedDict, total=False):
+    """`prompt` text; `multi_modal_data` like {"image": [...]} or {"audio": ...}, one item per placeholder."""
+
+    prompt: str
+    multi_modal_data: dict[str, Any]
+
+
+class TokensPrompt(TypedDict, total=False):
+    """The same with token ids; each media item has one placeholder token in them."""
+
+    prompt_token_ids: list[int]
+    multi_modal_data: dict[str, Any]
+
+
+Prompt: TypeAlias = str | TextPrompt | TokensPrompt
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One generated sequence."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A finished request. `num_prompt_tokens` counts the media too; `prompt_token_ids` has one placeholder each."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    num_prompt_tokens: int
+    outputs: list[CompletionOutput]
+    spans: list[Span]
+
+
+@dataclass
+class _Live:
+    prompt_token_ids: list[int]
+    media: list[tuple[MediaKind, bytes]]
+    detokenizer: Detokenizer
+    hidden_prefix: int  # generated tokens that belong to the prompt (Whisper's language detection)
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    attempts: dict[int, int] = field(default_factory=dict)
+
+
+class LLM:
+    """One model, offline. Options are those of `EngineConfig`, such as `kv_cache_bytes` or `dtype`.
+
+    Raises TriptychError where the model cannot be served.
+    """
+
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        self.info = load_model_info(str(model))
+        self.config = EngineConfig(**options)
+        self.text = TextProcessor(self.info)
+        self.decoder = DecoderEngine(self.info, self.config, "llm")
+        self.encoder = EncoderEngine(self.info, self.config, "llm") if self.info.media_kind else None
+        if self.encoder is not None:
+            dtype = str(self.decoder.runner.dtype).removeprefix("torch.")
+            processors.init_worker(str(self.info.folder), dtype)
+        self._live: dict[str, _Live] = {}
+        self._ids = itertools.count()
+
+    # --- whole batches
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts; outputs are in their order. Raises the TriptychError of the first that fails."""
+        if isinstance(prompts, str | dict):
+            prompts = [prompts]
+        params = self._params_for(sampling_params, len(prompts))
+        return self._run([self.add(prompt, one) for prompt, one in zip(prompts, params, strict=True)])
+
+    def chat(
+        self,
+        conversations: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages) or several; parts {"type": "image", "image": ...} carry media."""
+        if conversations and isinstance(conversations[0], dict):
+            conversations = [conversations]
+        params = self._params_for(sampling_params, len(conversations))
+        prompts = [self._render(messages) for messages in conversations]
+        return self._run([self.add(prompt, one) for prompt, one in zip(prompts, params, strict=True)])
+
+    def transcribe(self, audio: Any, *, language: str | None = None, prompt: str | None = None) -> RequestOutput:
+        """Speech to text with a Whisper model; a clip of at most one window (30 s)."""
+        from common import whisper_prompt
+
+        token_ids, rules = whisper_prompt.build(self.info, self.text, language=language, prompt=prompt)
+        params = SamplingParams(temperature=0.0, max_tokens=self.info.max_model_len, **rules)
+        request_id = self.add({"prompt_token_ids": token_ids, "multi_modal_data": {"audio": audio}}, params)
+        return self._run([request_id])[0]
+
+    def _params_for(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or SamplingParams(temperature=0.0, max_tokens=256)] * count
+        return list(params)
+
+    def _render(self, messages: Sequence[dict[str, Any]]) -> TokensPrompt:
+        media: list[Any] = []
+        rendered = []
+        for message in messages:
+            content = message["content"]
+            if not isinstance(content, str):
+                media.extend(part["image"] for part in content if part["type"] == "image")
+                content = [{k: v for k, v in part.items() if k in ("type", "text")} for part in content]
+            rendered.append({**message, "content": content})
+        token_ids = self.text.render_chat(rendered)
+        return {"prompt_token_ids": token_ids, "multi_modal_data": {"image": media}}
+
+    def _run(self, request_ids: list[str]) -> list[RequestOutput]:
+        finished: dict[str, RequestOutput] = {}
+        try:
+            while any(request_id not in finished for request_id in request_ids):
+                finished |= {output.request_id: output for output in self.step()}
+        finally:
+            for request_id in request_ids:
+                self.abort(request_id)
+        return [finished[request_id] for request_id in request_ids]
+
+    # --- one at a time
+
+    def add(self, prompt: Prompt, params: SamplingParams) -> str:
+        """Queue one prompt, return its request id. Raises TriptychError for what is wrong with its media."""
+        token_ids, media = self._parse(prompt)
+        request_id = f"llm-{next(self._ids)}"
+        if self.info.is_encoder_decoder:
+            indices: list[int | None] = [None] * len(media)
+        else:
+            indices = [*self.text.placeholder_indices(token_ids, len(media))]
+        slots = [
+            InputSlot(number, kind, content_hash(kind, data), index)
+            for number, ((kind, data), index) in enumerate(zip(media, indices, strict=True))
+        ]
+        hidden = len(params.prefix_allowed)
+        self._live[request_id] = _Live(token_ids, media, Detokenizer(self.text, params.stop), hidden)
+        self.decoder.add_request(request_id, token_ids, slots, params)
+        for slot in slots:
+            self._offer(request_id, slot.input_id)
+        return request_id
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request; unknown ids are fine."""
+        if self._live.pop(request_id, None) is not None:
+            self.decoder.abort(request_id)
+
+    def step(self) -> list[RequestOutput]:
+        """One step of each engine; returns the requests that have finished. Raises the error of one that failed."""
+        outputs = [output for event in self.decoder.step() if (output := self._handle(event)) is not None]
+        if self.encoder is not None and self.encoder.has_work():
+            for result in self.encoder.step():
+                if result.tensor is None:
+                    raise TriptychError("internal_error", f"the encoder failed: {result.error}")
+                self.decoder.deliver(*result.key, result.tensor)
+        return outputs
+
+    def _parse(self, prompt: Prompt) -> tuple[list[int], list[tuple[MediaKind, bytes]]]:
+        if isinstance(prompt, str):
+            return self.text.encode(prompt), []
+        media: list[tuple[MediaKind, bytes]] = []
+        for kind, items in (prompt.get("multi_modal_data") or {}).items():
+            if kind != self.info.media_kind:
+                raise TriptychError("invalid_request", f"{self.info.name} takes no {kind}", "multi_modal_data")
+            many = items if isinstance(items, list) else [items]
+            media.extend((self.info.media_kind, _media_bytes(item)) for item in many)
+        if "prompt_token_ids" in prompt:
+            return list(prompt["prompt_token_ids"]), media
+        return self.text.encode(prompt["prompt"]), media
+
+    def _offer(self, request_id: str, input_id: int) -> None:
+        """Preprocess an input and offer it to the decoder, as an encoder of a cluster would."""
+        live = self._live[request_id]
+        kind, data = live.media[input_id]
+        attempt = live.attempts[input_id] = live.attempts.get(input_id, -1) + 1
+        item = processors.process(kind, data)
+        metadata = InputMetadata(tuple(item.shape), item.dtype, item.size_bytes, item.layout, content_hash(kind, data))
+        self.decoder.offer(request_id, input_id, attempt, metadata, FAR_FUTURE_S)
+
+    def _handle(self, event: Event) -> RequestOutput | None:
+        live = self._live.get(event.request_id)
+        if live is None:
+            return None
+        if isinstance(event, InputGranted):
+            assert self.encoder is not None
+            item = processors.process(*live.media[event.input_id])
+            self.encoder.submit((event.request_id, event.input_id, event.attempt), item)
+        elif isinstance(event, InputLost):
+            self._offer(event.request_id, event.input_id)
+        elif isinstance(event, InputRefused | RequestFailed):
+            raise TriptychError(event.error.code, event.error.message, event.error.param)
+        elif isinstance(event, TokensReady):
+            return self._take_tokens(live, event)
+        return None
+
+    def _take_tokens(self, live: _Live, event: TokensReady) -> RequestOutput | None:
+        live.token_ids.extend(event.token_ids)
+        reason = event.finish_reason
+        if len(live.token_ids) > live.hidden_prefix:
+            live.text += live.detokenizer.push(event.token_ids, final=reason is not None)
+        if live.detokenizer.stopped:
+            reason = "stop"
+        if reason is None:
+            return None
+        self.abort(event.request_id)
+        completion = CompletionOutput(0, live.text, live.token_ids, reason)
+        prompt = live.prompt_token_ids
+        return RequestOutput(event.request_id, prompt, event.num_prompt_tokens, [completion], event.spans)
+
+
+def _media_bytes(item: Any) -> bytes:
+    """Bytes of a media item given as bytes, a path, a PIL image, or (samples, sampling rate)."""
+    if isinstance(item, bytes):
+        return item
+    if isinstance(item, str | Path):
+        return Path(item).read_bytes()
+    buffer = io.BytesIO()
+    if isinstance(item, tuple):
+        import soundfile
+
+        samples, sampling_rate = item
+        soundfile.write(buffer, np.asarray(samples), int(sampling_rate), format="WAV", subtype="FLOAT")
+    else:
+        item.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def run_until_idle(llm: LLM, timeout_s: float = 60.0) -> list[RequestOutput]:
+    """Step until nothing is left. Raises TimeoutError where that takes too long."""
+    deadline_s, outputs = time.monotonic() + timeout_s, []
+    while not llm.decoder.is_empty():
+        outputs += llm.step()
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"not idle after {timeout_s} s: {llm.decoder.stats()}")
+    return outputs

@@ -1,0 +1,181 @@
+"""Runs the decoder: one forward pass over the tokens of many requests, laid end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.config import EngineConfig
+from common.errors import TriptychError
+from common.model_info import ModelInfo
+from engine.attention.backend import choose_backend
+from engine.attention.context import PagedAttentionContext
+from engine.attention.metadata import AttentionMetadata
+from engine.cache.block_manager import BlockManager
+from engine.cache.encoder_cache import EncoderCacheManager
+from engine.device import choose_device, choose_dtype
+from engine.inputs import InputBuffers, StepInputs
+from engine.models.registry import load_decoder
+from engine.request import Request
+from engine.sampling.sampler import Sampler
+from engine.scheduler.decoder import ScheduledStep
+
+
+class DecoderRunner:
+    """The decoder's weights, its KV cache and the buffers of a step."""
+
+    def __init__(self, info: ModelInfo, config: EngineConfig) -> None:
+        self.info = info
+        self.device = choose_device(config.device)
+        self.dtype = choose_dtype(config.dtype, self.device, info)
+        self.model, self.load_report = load_decoder(info, self.device, self.dtype)
+        self.spec = self.model.spec
+        self.max_model_len = min(config.max_model_len or self.spec.max_model_len, self.spec.max_model_len)
+        self.block_size = config.block_size
+        self.num_blocks = self._count_blocks(config)
+        shape = (2, self.num_blocks, self.block_size, self.spec.num_kv_heads, self.spec.head_dim)
+        # Zeros, not empty: padding reads block 0, and 0 * NaN would be NaN.
+        self.caches = [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(self.spec.num_layers)]
+        self.buffers = InputBuffers(config.max_num_seqs, self.max_model_len, self.block_size)
+        self.backend = choose_backend(self.device)
+        self.sampler = Sampler()
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        slots = 2 * self.spec.num_layers * self.block_size
+        return slots * self.spec.num_kv_heads * self.spec.head_dim * self.dtype.itemsize
+
+    def _count_blocks(self, config: EngineConfig) -> int:
+        """Blocks within the budget, and no more than all sequences at full length could use."""
+        per_sequence = -(-self.max_model_len // self.block_size)
+        if self.spec.has_cross_attention:
+            per_sequence += -(-int(self.info.config["max_source_positions"]) // self.block_size)
+        affordable = config.kv_cache_bytes // self.block_bytes
+        if affordable < 1:
+            raise TriptychError(
+                "invalid_request",
+                f"kv_cache_bytes={config.kv_cache_bytes} is less than one block of {self.block_bytes}",
+            )
+        return min(affordable, per_sequence * config.max_num_seqs) + 1
+
+    @torch.inference_mode()
+    def run(
+        self, step: ScheduledStep, blocks: BlockManager, cache: EncoderCacheManager, seeds: dict[str, int]
+    ) -> list[tuple[Request, int]]:
+        """Run one step; returns the sampled token of every request whose last known token was computed."""
+        for request in step.admitted:
+            if self.spec.has_cross_attention:
+                self._write_cross(request, blocks, cache)
+        for request in step.requests:
+            table = blocks.get_block_table(request.request_id)
+            self.buffers.update(request.slot_index, request.token_ids, table, request.num_computed_tokens)
+        inputs = self.buffers.prepare([request.slot_index for request in step.requests], step.num_tokens)
+        embeddings = self.model.embed(torch.from_numpy(inputs.input_ids).to(self.device))
+        self._splice(embeddings, step, inputs, cache)
+        context = self._attention_context(step, inputs, blocks)
+        hidden = self.model(embeddings, self._positions(step, inputs), context)
+        return self._sample(hidden, step, inputs, seeds)
+
+    def _positions(self, step: ScheduledStep, inputs: StepInputs) -> torch.Tensor:
+        """[num_tokens], or [3, num_tokens] with M-RoPE: the prompt's own grid, then one step per generated token."""
+        if self.spec.mrope_section is None:
+            return torch.from_numpy(inputs.positions).to(self.device)
+        deltas = [request.mrope_next - (request.num_prompt_tokens or 0) for request in step.requests]
+        positions = np.tile(inputs.positions + np.repeat(deltas, step.num_tokens), (3, 1))
+        for index, request in enumerate(step.requests):
+            first = request.num_computed_tokens
+            known = request.prompt_positions()[:, first : first + step.num_tokens[index]]
+            start = int(inputs.query_start_loc[index])
+            positions[:, start : start + known.shape[1]] = known
+        return torch.from_numpy(positions).to(self.device)
+
+    def _splice(
+        self, embeddings: torch.Tensor, step: ScheduledStep, inputs: StepInputs, cache: EncoderCacheManager
+    ) -> None:
+        """Replace the embeddings of placeholder tokens by rows of the encoder outputs."""
+        if self.spec.has_cross_attention:
+            return
+        for index, request in enumerate(step.requests):
+            first = request.num_computed_tokens
+            last = first + step.num_tokens[index]
+            offset = int(inputs.query_start_loc[index]) - first
+            for item in request.inputs:
+                if item.start is None or item.start >= last or item.start + item.num_prompt_tokens <= first:
+                    continue
+                assert item.metadata is not None
+                rows = _embedding_rows(item.metadata.layout.expansion, self.info.placeholder_token_id) + item.start
+                begin, end = np.searchsorted(rows, (first, last))
+                if begin < end:
+                    output = cache.get(item.metadata.content_hash)[begin:end].to(self.device, self.dtype)
+                    embeddings[torch.from_numpy(rows[begin:end] + offset).to(self.device)] = output
+
+    def _write_cross(self, request: Request, blocks: BlockManager, cache: EncoderCacheManager) -> None:
+        """Project the encoder output to each layer's cross keys and values, once per request."""
+        outputs = [cache.get(item.metadata.content_hash) for item in request.inputs if item.metadata is not None]
+        encoder_output = torch.cat([output.to(self.device, self.dtype) for output in outputs])
+        table = torch.tensor(blocks.get_cross_block_table(request.request_id), device=self.device)
+        steps = torch.arange(len(encoder_output), device=self.device)
+        slots = table[steps // self.block_size] * self.block_size + steps % self.block_size
+        for layer, kv_cache in enumerate(self.caches):
+            key, value = self.model.project_cross(layer, encoder_output)
+            self.backend.write(kv_cache, key, value, slots)
+
+    def _attention_context(
+        self, step: ScheduledStep, inputs: StepInputs, blocks: BlockManager
+    ) -> PagedAttentionContext:
+        tables = [blocks.get_block_table(request.request_id) for request in step.requests]
+        query_start_loc = inputs.query_start_loc.tolist()
+        self_metadata = AttentionMetadata(
+            query_start_loc=query_start_loc,
+            seq_lens=inputs.seq_lens.tolist(),
+            block_table=torch.from_numpy(inputs.block_table).to(self.device),
+            block_lists=tables,
+            slot_mapping=torch.from_numpy(inputs.slot_mapping).to(self.device),
+            causal=True,
+            num_decodes=step.num_decodes,
+        )
+        cross_metadata = self._cross_metadata(step, query_start_loc, blocks) if self.spec.has_cross_attention else None
+        return PagedAttentionContext(self.backend, self.caches, self_metadata, cross_metadata)
+
+    def _cross_metadata(
+        self, step: ScheduledStep, query_start_loc: list[int], blocks: BlockManager
+    ) -> AttentionMetadata:
+        tables = [blocks.get_cross_block_table(request.request_id) for request in step.requests]
+        padded = np.zeros((len(tables), max(map(len, tables))), np.int64)
+        for row, table in enumerate(tables):
+            padded[row, : len(table)] = table
+        return AttentionMetadata(
+            query_start_loc=query_start_loc,
+            seq_lens=[request.num_encoder_tokens for request in step.requests],
+            block_table=torch.from_numpy(padded).to(self.device),
+            block_lists=tables,
+            slot_mapping=None,
+            causal=False,
+            num_decodes=step.num_decodes,
+        )
+
+    def _sample(
+        self, hidden: torch.Tensor, step: ScheduledStep, inputs: StepInputs, seeds: dict[str, int]
+    ) -> list[tuple[Request, int]]:
+        finished = [
+            index
+            for index, request in enumerate(step.requests)
+            if request.num_prompt_tokens is not None and inputs.seq_lens[index] == len(request.token_ids)
+        ]
+        if not finished:
+            return []
+        rows = torch.from_numpy(inputs.query_start_loc[1:][finished] - 1).to(self.device)
+        logits = self.model.logits(hidden[rows])
+        requests = [step.requests[index] for index in finished]
+        tokens = self.sampler.sample(logits, requests, [seeds[request.request_id] for request in requests])
+        return list(zip(requests, tokens, strict=True))
+
+
+def _embedding_rows(expansion: Sequence[tuple[int, int]], placeholder: int | None) -> Any:
+    """Which tokens of an expansion are replaced by encoder outputs: those with the placeholder's id."""
+    flags = np.concatenate([np.full(count, token_id == placeholder) for token_id, count in expansion])
+    return np.flatnonzero(flags)

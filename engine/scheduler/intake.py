@@ -1,0 +1,301 @@
+"""The receiver's half of the handoff: offers in, grants out, tensors into the encoder cache.
+
+    MISSING --offer--> OFFERED --room--> GRANTED --tensor--> READY --prefilled--> CONSUMED
+       ^                  |                 |                  |
+       +------------------+--- deadline ----+--- taken back ---+     (the owner of the media is asked again)
+
+Room is promised in the order of the requests' arrival, and within one by input. It holds that
+- nothing is sent without a grant, so the budget holds whatever the burst;
+- what is granted ends: delivered, cancelled with its request, or expired with its lease;
+- a burst drains: if nothing can run and the oldest offer finds no room, the youngest holders give theirs back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+
+import torch
+
+from common.errors import ErrorInfo
+from engine.cache.encoder_cache import EncoderCacheManager
+from engine.events import (
+    Event,
+    InputCached,
+    InputCancelled,
+    InputGranted,
+    InputLost,
+    InputMetadata,
+    InputRefused,
+    InputRejected,
+    InputStored,
+)
+from engine.request import InputState, Request, RequestInput
+
+MAX_ENDED = 8192
+"""Ended requests remembered, so that a late offer is answered as cancelled."""
+MAX_EARLY_OFFERS = 8192
+"""Offers kept for requests that have not arrived."""
+
+
+class InputIntake:
+    """Inputs of all requests of one engine. Events are appended to `events`; the engine hands them out."""
+
+    def __init__(self, cache: EncoderCacheManager, hidden_size: int, lease_s: float) -> None:
+        self.cache = cache
+        self.events: list[Event] = []
+        self.counters = {"leases_expired": 0, "inputs_revoked": 0, "inputs_stored": 0, "inputs_rejected": 0}
+        self._hidden_size = hidden_size
+        self._lease_s = lease_s
+        self._requests: dict[str, Request] = {}
+        self._early: OrderedDict[tuple[str, int], tuple[int, InputMetadata, float]] = OrderedDict()
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._pending: list[tuple[Request, RequestInput]] = []  # OFFERED, in the order of grants
+        self._granted: dict[tuple[str, int], RequestInput] = {}
+
+    # --- requests come and go
+
+    def add_request(self, request: Request) -> None:
+        """Take offers that came before their request."""
+        self._requests[request.request_id] = request
+        for item in request.inputs:
+            early = self._early.pop((request.request_id, item.slot.input_id), None)
+            if early is not None:
+                self.offer(request.request_id, item.slot.input_id, *early)
+
+    def end_request(self, request: Request) -> None:
+        """Release whatever the request holds; later offers and tensors for it are cancelled."""
+        self.forget(request.request_id)
+        if self._requests.pop(request.request_id, None) is None:
+            return
+        self._pending = [pair for pair in self._pending if pair[0] is not request]
+        for item in request.inputs:
+            if item.state is InputState.OFFERED:
+                self.events.append(InputCancelled(request.request_id, item.slot.input_id, item.attempt))
+            self._drop(request, item)
+
+    def forget(self, request_id: str) -> None:
+        """Remember that a request has ended (or never will come), and cancel offers that came early for it."""
+        self._ended[request_id] = None
+        while len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
+        for key in [key for key in self._early if key[0] == request_id]:
+            attempt, _, _ = self._early.pop(key)
+            self.events.append(InputCancelled(*key, attempt))
+
+    # --- offers
+
+    def offer(self, request_id: str, input_id: int, attempt: int, metadata: InputMetadata, deadline_s: float) -> None:
+        """An offer has arrived; a repeated or outdated one changes nothing."""
+        request = self._requests.get(request_id)
+        if request is None:
+            self._offer_early(request_id, input_id, attempt, metadata, deadline_s)
+            return
+        item = next((item for item in request.inputs if item.slot.input_id == input_id), None)
+        error = self._what_is_wrong(item, metadata)
+        if item is None or error is not None:
+            self.events.append(InputRefused(request_id, input_id, attempt, error or _no_such_input(input_id)))
+        elif attempt < item.attempt:
+            self.events.append(InputCancelled(request_id, input_id, attempt))
+        elif item.usable:
+            self.events.append(InputCached(request_id, input_id, attempt))
+        elif attempt > item.attempt:
+            self._accept(request, item, attempt, metadata, deadline_s)
+        elif item.state is InputState.GRANTED:
+            self.events.append(InputGranted(request_id, input_id, attempt, item.deadline_s))
+
+    def _offer_early(
+        self, request_id: str, input_id: int, attempt: int, meta: InputMetadata, deadline_s: float
+    ) -> None:
+        if request_id in self._ended:
+            self.events.append(InputCancelled(request_id, input_id, attempt))
+            return
+        self._early[request_id, input_id] = (attempt, meta, deadline_s)
+        while len(self._early) > MAX_EARLY_OFFERS:
+            key, (old_attempt, _, _) = self._early.popitem(last=False)
+            self.events.append(InputCancelled(*key, old_attempt))
+
+    def _what_is_wrong(self, item: RequestInput | None, metadata: InputMetadata) -> ErrorInfo | None:
+        if item is None:
+            return None
+        if metadata.size_bytes > self.cache.capacity_bytes:
+            return ErrorInfo(
+                "item_too_large",
+                f"input {item.slot.input_id} needs {metadata.size_bytes} bytes of encoder cache, the whole budget is "
+                f"{self.cache.capacity_bytes}: send a smaller one, or serve with a larger --encoder-cache-bytes",
+            )
+        if metadata.content_hash != item.slot.content_hash:
+            return ErrorInfo("invalid_request", f"input {item.slot.input_id} is offered with another content hash")
+        if metadata.shape != (metadata.layout.num_encoder_tokens, self._hidden_size):
+            return ErrorInfo(
+                "invalid_request",
+                f"input {item.slot.input_id} has shape {list(metadata.shape)}, expected "
+                f"[{metadata.layout.num_encoder_tokens}, {self._hidden_size}]: do both serve the same model?",
+            )
+        known = item.metadata
+        if known is not None and known.layout != metadata.layout:
+            return ErrorInfo("invalid_request", f"input {item.slot.input_id} is offered again with another layout")
+        return None
+
+    def _accept(
+        self, request: Request, item: RequestInput, attempt: int, metadata: InputMetadata, deadline_s: float
+    ) -> None:
+        self._drop(request, item)
+        self._pending = [pair for pair in self._pending if pair[1] is not item]
+        item.attempt, item.metadata, item.deadline_s = attempt, metadata, deadline_s
+        item.state = InputState.OFFERED
+        self._pending.append((request, item))
+        self._pending.sort(key=_grant_order)
+        request.expand_prompt()
+
+    # --- grants
+
+    def grant(self) -> None:
+        """Promise room to offers in order, as far as it goes. Content that is here already needs none."""
+        waiting: list[tuple[Request, RequestInput]] = []
+        full = False
+        for request, item in self._pending:
+            assert item.metadata is not None
+            name, reference = item.metadata.content_hash, (request.request_id, item.slot.input_id)
+            if self.cache.is_ready(name):
+                self.cache.acquire(name, reference)
+                item.state = InputState.READY
+                self.events.append(InputCached(*reference, item.attempt))
+            elif full or self.cache.is_reserved(name) or not self.cache.can_reserve(item.metadata.size_bytes):
+                # Same content on its way for somebody else: wait for it. No room: nobody younger may overtake.
+                full = full or not self.cache.is_reserved(name)
+                waiting.append((request, item))
+            else:
+                self.cache.reserve(name, item.metadata.size_bytes, reference)
+                item.state, item.deadline_s = InputState.GRANTED, time.time() + self._lease_s
+                self._granted[reference] = item
+                self.events.append(InputGranted(*reference, item.attempt, item.deadline_s))
+        self._pending = waiting
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending) + len(self._early)
+
+    @property
+    def num_granted(self) -> int:
+        return len(self._granted)
+
+    def take_back(self) -> bool:
+        """Nothing can run and nothing is on its way: make room for the oldest offer, at the youngest holders' cost.
+
+        Returns False where there was nothing to take back.
+        """
+        if self._granted or not self._pending:
+            return False
+        request, item = self._pending[0]
+        assert item.metadata is not None
+        holders = [
+            (holder, held)
+            for holder in self._requests.values()
+            for held in holder.inputs
+            if held.state is InputState.READY
+        ]
+        holders.sort(key=_grant_order, reverse=True)
+        revoked = 0
+        for holder, held in holders:
+            if self.cache.can_reserve(item.metadata.size_bytes) or _grant_order((holder, held)) < _grant_order(
+                (request, item)
+            ):
+                break
+            self._lose(holder, held)
+            revoked += 1
+        self.counters["inputs_revoked"] += revoked
+        return revoked > 0
+
+    # --- tensors
+
+    def deliver(self, request_id: str, input_id: int, attempt: int, tensor: torch.Tensor) -> None:
+        """A tensor has arrived: into the cache if it is what was granted, else rejected."""
+        request = self._requests.get(request_id)
+        item = next((i for i in request.inputs if i.slot.input_id == input_id), None) if request else None
+        if item is None:
+            self._reject(request_id, input_id, attempt, "cancelled")
+        elif item.usable and item.attempt == attempt:
+            self.events.append(InputStored(request_id, input_id, attempt))  # sent twice: the first one counts
+        elif item.state is not InputState.GRANTED or item.attempt != attempt:
+            self._reject(request_id, input_id, attempt, "expired")
+        elif item.metadata is None or tuple(tensor.shape) != item.metadata.shape:
+            self._reject(request_id, input_id, attempt, "corrupt")
+        else:
+            del self._granted[request_id, input_id]
+            self.cache.commit(item.metadata.content_hash, tensor)
+            item.state = InputState.READY
+            self.counters["inputs_stored"] += 1
+            self.events.append(InputStored(request_id, input_id, attempt))
+
+    def _reject(self, request_id: str, input_id: int, attempt: int, reason: str) -> None:
+        self.counters["inputs_rejected"] += 1
+        self.events.append(InputRejected(request_id, input_id, attempt, reason))  # type: ignore[arg-type]
+
+    def consume(self, request: Request) -> None:
+        """Release the inputs that the prefill has passed: their values are in the KV cache now."""
+        for item in request.inputs:
+            if item.state is not InputState.READY:
+                continue
+            end = 1 if request.is_encoder_decoder else (item.start or 0) + item.num_prompt_tokens
+            if request.num_computed_tokens >= end:
+                self._drop(request, item)
+                item.state = InputState.CONSUMED
+
+    def rewind(self, request: Request) -> None:
+        """The request lost its KV blocks: consumed inputs are needed again, from the cache or from the encoder."""
+        for item in request.inputs:
+            if item.state is not InputState.CONSUMED:
+                continue
+            assert item.metadata is not None
+            if self.cache.is_ready(item.metadata.content_hash):
+                self.cache.acquire(item.metadata.content_hash, (request.request_id, item.slot.input_id))
+                item.state = InputState.READY
+            else:
+                self._lose(request, item)
+
+    # --- deadlines
+
+    def next_deadline_s(self) -> float | None:
+        times = [item.deadline_s for item in self._granted.values()]
+        times += [item.deadline_s for _, item in self._pending]
+        times += [deadline_s for _, _, deadline_s in self._early.values()]
+        return min(times, default=None)
+
+    def expire(self, now_s: float) -> None:
+        """End leases and offers whose time is over; the owner of the media is asked again."""
+        for request_id, input_id in [key for key, item in self._granted.items() if item.deadline_s <= now_s]:
+            self.counters["leases_expired"] += 1
+            self._lose(self._requests[request_id], self._granted[request_id, input_id])
+        for request, item in [pair for pair in self._pending if pair[1].deadline_s <= now_s]:
+            self._pending.remove((request, item))
+            self.events.append(InputCancelled(request.request_id, item.slot.input_id, item.attempt))
+            self._lose(request, item)
+        for key in [key for key, (_, _, deadline_s) in self._early.items() if deadline_s <= now_s]:
+            attempt, _, _ = self._early.pop(key)
+            self.events.append(InputCancelled(*key, attempt))
+
+    def _lose(self, request: Request, item: RequestInput) -> None:
+        self._drop(request, item)
+        item.state = InputState.MISSING
+        self.events.append(InputLost(request.request_id, item.slot.input_id))
+
+    def _drop(self, request: Request, item: RequestInput) -> None:
+        """Give up what the input holds in the cache, if anything."""
+        reference = (request.request_id, item.slot.input_id)
+        if item.state in (InputState.GRANTED, InputState.READY) and item.metadata is not None:
+            self.cache.release(item.metadata.content_hash, reference)
+        self._granted.pop(reference, None)
+        if item.state is not InputState.CONSUMED:
+            item.state = InputState.MISSING
+
+    def is_empty(self) -> bool:
+        return not (self._requests or self._pending or self._granted or self._early or self.cache.num_references)
+
+
+def _grant_order(pair: tuple[Request, RequestInput]) -> tuple[int, int]:
+    return pair[0].arrival, pair[1].slot.input_id
+
+
+def _no_such_input(input_id: int) -> ErrorInfo:
+    return ErrorInfo("invalid_request", f"the request has no input {input_id}")
