@@ -1,4 +1,6 @@
-"""Small random checkpoints of every supported family: ordinary Hugging Face folders, equal for equal seeds, no download.
+"""Small random checkpoints of every supported family: ordinary Hugging Face folders, equal for equal seeds.
+
+Nothing is downloaded.
 
 Each `make_*` writes config, generation config, weights, tokenizer and (where there is media) preprocessor to `folder`
 and returns it. The weights are drawn wide enough that greedy outputs vary from token to token.

@@ -1,0 +1,114 @@
+"""Whisper's decoder (Radford et al., 2022): pre-norm, learned positions, cross-attention to the encoder's frames."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.models.base import AttentionContext, CheckpointLayout, DecoderModel, DecoderSpec, Sources, Zeros
+
+DECODER_LAYOUT = CheckpointLayout(prefixes={"model.decoder.": "", "decoder.": "", "proj_out.": "proj_out."})
+ENCODER_LAYOUT = CheckpointLayout(prefixes={"model.encoder.": "", "encoder.": ""})
+
+
+class WhisperDecoder(DecoderModel):
+    """`config` is transformers' WhisperConfig. Positions count from 0 and are added inside `forward`."""
+
+    def __init__(self, config: Any, *, max_model_len: int, tied: bool) -> None:
+        super().__init__()
+        if config.activation_function != "gelu":
+            raise ValueError(f"activation {config.activation_function!r} is not supported; supported: gelu")
+        self.spec = DecoderSpec(
+            num_layers=config.decoder_layers,
+            num_heads=config.decoder_attention_heads,
+            num_kv_heads=config.decoder_attention_heads,
+            head_dim=config.d_model // config.decoder_attention_heads,
+            hidden_size=config.d_model,
+            vocab_size=config.vocab_size,
+            has_cross_attention=True,
+            mrope_section=None,
+            max_model_len=max_model_len,
+        )
+        self.layout = DECODER_LAYOUT
+        self.tied = tied
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
+        self.embed_positions = nn.Embedding(config.max_target_positions, config.d_model)
+        self.layers = nn.ModuleList(
+            WhisperLayer(self.spec, config.decoder_ffn_dim, index) for index in range(self.spec.num_layers)
+        )
+        self.layer_norm = nn.LayerNorm(config.d_model)
+        self.proj_out = None if tied else nn.Linear(config.d_model, config.vocab_size, bias=False)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return F.embedding(input_ids, self.embed_tokens.weight)
+
+    def forward(self, embeddings: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
+        hidden = embeddings + F.embedding(positions, self.embed_positions.weight)
+        for layer in self.layers:
+            hidden = layer(hidden, attention)
+        normed: Tensor = self.layer_norm(hidden)
+        return normed
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        head = self.embed_tokens if self.proj_out is None else self.proj_out
+        return F.linear(hidden, head.weight)
+
+    def project_cross(self, layer: int, encoder_output: Tensor) -> tuple[Tensor, Tensor]:
+        key_value = self.layers[layer].get_submodule("cross_kv_proj")(encoder_output)
+        key, value = key_value.view(len(encoder_output), 2, self.spec.num_kv_heads, self.spec.head_dim).unbind(1)
+        return key, value
+
+    def sources(self) -> Sources:
+        sources: Sources = {}
+        for name, _ in self.named_parameters():
+            leaf, kind = name.split(".")[-2:]
+            parts = _CHECKPOINT_PARTS.get(leaf, (leaf,))
+            sources[name] = tuple(
+                Zeros(self.spec.hidden_size)
+                if kind == "bias" and part.endswith("k_proj")  # Whisper's keys have no bias
+                else name.replace(leaf, part)
+                for part in parts
+            )
+        return sources
+
+
+class WhisperLayer(nn.Module):
+    """Self-attention, cross-attention and MLP, each behind a norm and beside a residual."""
+
+    def __init__(self, spec: DecoderSpec, ffn_dim: int, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.heads = (spec.num_heads, spec.head_dim)
+        size = spec.hidden_size
+        self.self_attn_layer_norm = nn.LayerNorm(size)
+        self.qkv_proj = nn.Linear(size, 3 * size)
+        self.self_out_proj = nn.Linear(size, size)
+        self.encoder_attn_layer_norm = nn.LayerNorm(size)
+        self.cross_q_proj = nn.Linear(size, size)
+        self.cross_kv_proj = nn.Linear(size, 2 * size)
+        self.cross_out_proj = nn.Linear(size, size)
+        self.final_layer_norm = nn.LayerNorm(size)
+        self.fc1 = nn.Linear(size, ffn_dim)
+        self.fc2 = nn.Linear(ffn_dim, size)
+
+    def forward(self, hidden: Tensor, attention: AttentionContext) -> Tensor:
+        num_tokens = len(hidden)
+        qkv = self.qkv_proj(self.self_attn_layer_norm(hidden)).view(num_tokens, 3, *self.heads)
+        attended = attention.self_attention(self.index, *qkv.unbind(1))
+        hidden = self.self_out_proj(attended.reshape(num_tokens, -1)).add_(hidden)
+        query = self.cross_q_proj(self.encoder_attn_layer_norm(hidden)).view(num_tokens, *self.heads)
+        attended = attention.cross_attention(self.index, query)
+        hidden = self.cross_out_proj(attended.reshape(num_tokens, -1)).add_(hidden)
+        output: Tensor = self.fc2(F.gelu(self.fc1(self.final_layer_norm(hidden))))
+        return output.add_(hidden)
+
+
+_CHECKPOINT_PARTS = {
+    "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_out_proj": ("self_attn.out_proj",),
+    "cross_q_proj": ("encoder_attn.q_proj",),
+    "cross_kv_proj": ("encoder_attn.k_proj", "encoder_attn.v_proj"),
+    "cross_out_proj": ("encoder_attn.out_proj",),
+}
