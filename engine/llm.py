@@ -118,7 +118,7 @@ class LLM:
         conversations: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of messages) or several; parts {"type": "image", "image": ...} carry media."""
+        """Answer one conversation (a list of messages) or several; parts {"type": "image", "image": ...} are media."""
         if conversations and isinstance(conversations[0], dict):
             conversations = [conversations]
         params = self._params_for(sampling_params, len(conversations))
