@@ -1,0 +1,233 @@
+"""The message channels of the handoff: Redis Streams, one per instance and channel, acknowledged.
+
+    {cluster}:{instance_id}:metadata     offers to a receiver
+    {cluster}:{instance_id}:allocated    grants to a sender
+    {cluster}:{instance_id}:injected     receipts to a sender
+
+Each stream has one consumer group with one consumer: its instance. An entry is deleted once handled, so an idle
+stream is empty. The owner creates its streams and keeps them from expiring; senders never create one, so nothing is
+left behind for an instance that is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Literal, cast
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError, ResponseError
+
+from broker.redis_client import CONNECTION_ERRORS
+from common.errors import TriptychError
+from common.messages import HandoffMessage, decode_handoff, encode
+from common.telemetry import get_logger
+
+ChannelName = Literal["metadata", "allocated", "injected"]
+GROUP: Final = "worker"
+FIELD: Final = b"m"
+MAX_ENTRIES: Final = 10_000
+"""Older entries are trimmed: far more than a live receiver ever leaves unread."""
+STREAM_TTL_S: Final = 60
+"""How long the streams of an instance that died without a goodbye stay in Redis."""
+_BLOCK_MS: Final = 1000
+_BATCH: Final = 64
+
+log = get_logger()
+
+
+def stream_key(cluster: str, instance_id: str, channel: ChannelName) -> str:
+    return f"{cluster}:{instance_id}:{channel}"
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """One received message. `stale`: it was meant for a former process under this instance id."""
+
+    stream: bytes
+    entry_id: bytes
+    message: HandoffMessage
+    stale: bool
+
+
+class ChannelSender:
+    """Sends messages to other instances, from one queue by one task, so that order is kept and nobody waits.
+
+    A message whose stream does not exist, or that Redis does not take, is tried again for `timeout_s` and then
+    dropped and counted: every wait of the handoff has a deadline, which is where a lost message shows.
+    """
+
+    def __init__(self, redis: Redis, cluster: str, timeout_s: float = 2.0) -> None:
+        self._redis = redis
+        self._cluster = cluster
+        self._timeout_s = timeout_s
+        self._queue: asyncio.Queue[tuple[str, bytes, float]] = asyncio.Queue()
+        self.num_dropped = 0
+
+    def send(self, instance_id: str, channel: ChannelName, message: HandoffMessage) -> None:
+        """Queue one message."""
+        entry = (stream_key(self._cluster, instance_id, channel), encode(message), time.monotonic())
+        self._queue.put_nowait(entry)
+
+    @property
+    def num_waiting(self) -> int:
+        return self._queue.qsize()
+
+    async def run(self) -> None:
+        """Send what is queued, until cancelled."""
+        while True:
+            batch = [await self._queue.get()]
+            while len(batch) < _BATCH and not self._queue.empty():
+                batch.append(self._queue.get_nowait())
+            pause_s = 0.02
+            while batch := await self._send_batch(batch):
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.5)
+
+    async def _send_batch(self, batch: list[tuple[str, bytes, float]]) -> list[tuple[str, bytes, float]]:
+        """Send, and return those to try again."""
+        try:
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for stream, data, _ in batch:
+                    pipe.xadd(stream, {FIELD: data}, maxlen=MAX_ENTRIES, nomkstream=True)
+                results = await pipe.execute(raise_on_error=False)
+        except CONNECTION_ERRORS as error:
+            results = [error] * len(batch)
+        failed = [
+            (entry, result)
+            for entry, result in zip(batch, results, strict=True)
+            if result is None or isinstance(result, Exception)
+        ]
+        oldest_s = time.monotonic() - self._timeout_s
+        for entry, result in failed:
+            if entry[2] < oldest_s:
+                self.num_dropped += 1
+                log.warning("dropped a message", stream=entry[0], why=str(result or "no such stream"))
+        return [entry for entry, _ in failed if entry[2] >= oldest_s]
+
+
+class ChannelReader:
+    """Receives the messages on some of this instance's channels.
+
+    Wants a Redis client that does not retry by itself: after a lost connection the reader first looks for messages
+    that were on their way, which a plain repetition of the call would skip.
+    """
+
+    def __init__(self, redis: Redis, cluster: str, instance_id: str, channels: tuple[ChannelName, ...]) -> None:
+        self._redis = redis
+        self._streams = [stream_key(cluster, instance_id, channel).encode() for channel in channels]
+        self._former: dict[bytes, tuple[int, int]] = {}  # last entry meant for a former process, per stream
+        self._look_for_unacknowledged = True
+        self.num_invalid = 0
+
+    async def open(self) -> None:
+        """Create the streams. What is in them by now was meant for a former process under this id: it is stale."""
+        for stream in self._streams:
+            await self._create(stream)
+            info: dict[str, Any] = await self._redis.xinfo_stream(stream)
+            self._former[stream] = _parse_id(info["last-generated-id"])
+
+    async def run(self, handle: Callable[[Delivery], None]) -> None:
+        """Receive, handle and acknowledge, in order, until cancelled; outlives any absence of the server.
+
+        A message may come twice. `handle` must not raise.
+        """
+        pause_s = 0.0
+        while True:
+            try:
+                deliveries = await self.receive()
+                for delivery in deliveries:
+                    handle(delivery)
+                await self.acknowledge(deliveries)
+                pause_s = 0.0
+            except RedisError as error:  # away, loading, or refusing: whatever it is, it may pass
+                if not pause_s:
+                    log.warning("cannot read from the broker", error=str(error))
+                self._look_for_unacknowledged = True
+                pause_s = min(max(0.05, 2 * pause_s), 1.0)
+                await asyncio.sleep(pause_s)
+
+    async def receive(self) -> list[Delivery]:
+        """The next messages, in order; an empty list after a second without any.
+
+        Raises one of CONNECTION_ERRORS while the server is away. Streams that have vanished (the server was restarted
+        or flushed) are created again.
+        """
+        if self._look_for_unacknowledged:
+            deliveries = await self._read(dict.fromkeys(self._streams, "0"))
+            self._look_for_unacknowledged = bool(deliveries)
+            if deliveries:
+                return deliveries
+        return await self._read(dict.fromkeys(self._streams, ">"), block_ms=_BLOCK_MS)
+
+    async def acknowledge(self, deliveries: list[Delivery]) -> None:
+        """The messages have been handled: remove them."""
+        await self._remove([(delivery.stream, delivery.entry_id) for delivery in deliveries])
+
+    async def keep_alive(self) -> None:
+        """Put off the expiry of the streams, creating those that have vanished; called with the heartbeat."""
+        for stream in self._streams:
+            if not await self._redis.expire(stream, STREAM_TTL_S):
+                await self._create(stream)
+
+    async def delete(self) -> None:
+        """Remove the streams: this instance is going."""
+        await self._redis.delete(*self._streams)
+
+    async def _create(self, stream: bytes) -> None:
+        try:
+            await self._redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
+            self._former[stream] = (0, 0)  # a new stream, perhaps of another server with another clock
+        except ResponseError as error:
+            if not str(error).startswith("BUSYGROUP"):  # it exists: fine
+                raise
+        await self._redis.expire(stream, STREAM_TTL_S)
+
+    async def _read(self, streams: dict[bytes, str], block_ms: int | None = None) -> list[Delivery]:
+        try:
+            reply: Any = await self._redis.xreadgroup(GROUP, GROUP, cast(Any, streams), count=_BATCH, block=block_ms)
+        except ResponseError as error:
+            if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
+                raise
+            for stream in self._streams:
+                await self._create(stream)
+            return []
+        deliveries, invalid = [], []
+        for stream, entries in reply or []:
+            for entry_id, fields in entries:
+                delivery = self._parse(stream, entry_id, fields or {})
+                if delivery is None:
+                    invalid.append((stream, entry_id))
+                else:
+                    deliveries.append(delivery)
+        self.num_invalid += len(invalid)
+        await self._remove(invalid)
+        return deliveries
+
+    def _parse(self, stream: bytes, entry_id: bytes, fields: dict[bytes, bytes]) -> Delivery | None:
+        try:
+            message = decode_handoff(fields.get(FIELD, b""))
+        except TriptychError as error:
+            log.warning("dropped a message", stream=stream.decode(), error=error.info.message)
+            return None
+        return Delivery(stream, entry_id, message, stale=_parse_id(entry_id) <= self._former.get(stream, (0, 0)))
+
+    async def _remove(self, entries: list[tuple[bytes, bytes]]) -> None:
+        by_stream: dict[bytes, list[bytes]] = {}
+        for stream, entry_id in entries:
+            by_stream.setdefault(stream, []).append(entry_id)
+        if not by_stream:
+            return
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for stream, entry_ids in by_stream.items():
+                pipe.xack(stream, GROUP, *entry_ids)
+                pipe.xdel(stream, *entry_ids)
+            await pipe.execute(raise_on_error=False)  # after a flush there is nothing left to remove
+
+
+def _parse_id(entry_id: bytes) -> tuple[int, int]:
+    """`b"1700000000000-3"` as numbers that compare in stream order."""
+    milliseconds, _, sequence = bytes(entry_id).partition(b"-")
+    return int(milliseconds), int(sequence or 0)

@@ -1,0 +1,36 @@
+"""Child processes that never outlive us, however we die.
+
+Linux sends a chosen signal to a child when the *thread* that started it ends (PR_SET_PDEATHSIG). Whoever uses this
+starts the child from a thread that lives as long as the child should. Elsewhere than on Linux it does nothing.
+
+Run as a script, this file is the trampoline `lifetime.py PARENT_PID PROGRAM ARGS...`: it ties itself to its parent
+and becomes the program. A function run between fork and exec would do the same but is unsafe in threaded programs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel to kill this process when its parent thread ends; exit now if that has happened already."""
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:  # the parent ended before the call
+        os._exit(1)
+
+
+def tied_command(command: list[str]) -> list[str]:
+    """A command line that runs `command` tied to the calling thread."""
+    return [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid()), *command]
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[1]))
+    os.execv(sys.argv[2], sys.argv[2:])

@@ -1,0 +1,113 @@
+"""Who is alive: every instance keeps a short-lived record of itself in Redis.
+
+{cluster}:instances                the ids of all instances (a set)
+{cluster}:instance:{instance_id}   an InstanceRecord, gone RECORD_TTL_S seconds after the last heartbeat
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+from redis.asyncio import Redis
+
+from common.errors import TriptychError
+from common.messages import InstanceRecord, decode_record, encode
+from common.telemetry import get_logger
+
+RECORD_TTL_S: Final = 5
+HEARTBEAT_S: Final = 1.0
+
+log = get_logger()
+
+
+class Registry:
+    """The instances of one cluster; and, after `register`, this process's own entry among them."""
+
+    def __init__(self, redis: Redis, cluster: str) -> None:
+        self._redis = redis
+        self._cluster = cluster
+        self._index = f"{cluster}:instances"
+        self._own: InstanceRecord | None = None
+
+    async def register(self, record: InstanceRecord) -> None:
+        """Enter `record`; from now on `heartbeat` keeps it alive.
+
+        An instance that starts again under its old id takes over the entry. Raises as `heartbeat` does.
+        """
+        self._own = record
+        await self.heartbeat()
+
+    async def heartbeat(self, *, outstanding: int | None = None) -> None:
+        """Write the own record again; also what brings it back after Redis was flushed or restarted.
+
+        Raises TriptychError("unavailable") where a younger process runs under the same instance id.
+        """
+        if self._own is None:
+            raise TriptychError("internal_error", "heartbeat before register")
+        if outstanding is not None:
+            self._own = msgspec.structs.replace(self._own, outstanding=outstanding)
+        own = self._own
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.set(self._key(own.instance_id), encode(own), ex=RECORD_TTL_S, get=True)
+            pipe.sadd(self._index, own.instance_id)
+            before, _ = await pipe.execute()
+        rival = self._parse(before)
+        if rival is not None and rival.epoch > own.epoch:
+            message = f"another process has taken the instance id {own.instance_id!r}; give each its own --instance-id"
+            raise TriptychError("unavailable", message, "instance_id")
+
+    async def unregister(self) -> None:
+        """Remove the own entry, unless another process has taken it over. Safe to call twice."""
+        own, self._own = self._own, None
+        if own is None:
+            return
+        current = await self.get(own.instance_id)
+        if current is not None and current.epoch != own.epoch:
+            return
+        await self._redis.delete(self._key(own.instance_id))
+        await self._redis.srem(self._index, own.instance_id)
+
+    async def get(self, instance_id: str) -> InstanceRecord | None:
+        """One instance's record; None if it is not alive."""
+        return self._parse(await self._redis.get(self._key(instance_id)))
+
+    async def instances(self) -> dict[str, InstanceRecord]:
+        """All live instances by id. Ids whose record has expired leave the index here."""
+        members = await self._redis.smembers(self._index)
+        ids = sorted(m.decode(errors="replace") if isinstance(m, bytes) else m for m in members)
+        if not ids:
+            return {}
+        values = await self._redis.mget([self._key(instance_id) for instance_id in ids])
+        expired = [instance_id for instance_id, value in zip(ids, values, strict=True) if value is None]
+        if expired:  # one that is alive after all enters itself again with its next heartbeat
+            await self._redis.srem(self._index, *expired)
+        records = (self._parse(value) for value in values)
+        return {record.instance_id: record for record in records if record is not None}
+
+    def _key(self, instance_id: str) -> str:
+        return f"{self._cluster}:instance:{instance_id}"
+
+    def _parse(self, value: bytes | str | None) -> InstanceRecord | None:
+        if value is None:
+            return None
+        try:
+            return decode_record(value if isinstance(value, bytes) else value.encode())
+        except TriptychError as error:
+            log.warning("unreadable registry entry", cluster=self._cluster, error=error.info.message)
+            return None
+
+
+def incompatibility(one: InstanceRecord, other: InstanceRecord) -> str | None:
+    """Why two instances must not work together, naming both; None if they may."""
+    for name, ours, theirs in (
+        ("protocol version", one.protocol, other.protocol),
+        ("dtype", one.dtype, other.dtype),
+        ("model fingerprint", one.fingerprint, other.fingerprint),
+    ):
+        if ours != theirs:
+            return (
+                f"{one.instance_id} (model {one.model}) has {name} {ours}, "
+                f"{other.instance_id} (model {other.model}) has {theirs}: start both with the same model and dtype"
+            )
+    return None

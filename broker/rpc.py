@@ -1,0 +1,136 @@
+"""Requests, aborts and token streams between proxies and workers, over ZMQ.
+
+    proxy: WorkerClient (DEALER, one per worker)  <-->  worker: WorkerServer (ROUTER)
+
+Messages are single frames of MessagePack; the routing id identifies the proxy. Sending never waits: a peer that
+does not take its messages is treated as gone.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import zmq
+import zmq.asyncio
+
+from common.errors import TriptychError
+from common.messages import (
+    MAX_CONTROL_BYTES,
+    MAX_MEDIA_BYTES,
+    FromWorker,
+    ToWorker,
+    decode_from_worker,
+    decode_to_worker,
+    encode,
+)
+from common.telemetry import get_logger
+
+QUEUE_MESSAGES = 100_000
+"""Small messages that may wait for one peer before it counts as gone."""
+QUEUE_REQUESTS = 4_096
+"""Requests (with media) that may wait for one worker."""
+
+log = get_logger()
+
+
+class WorkerServer:
+    """The worker's end: takes messages from any number of proxies, answers each by its routing id."""
+
+    def __init__(self, context: zmq.asyncio.Context, host: str = "127.0.0.1") -> None:
+        """Bind a free port on `host`; `address` is the endpoint that clients on this network connect to."""
+        self._socket = context.socket(zmq.ROUTER)
+        _set_common_options(self._socket)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a proxy that is gone is an error we want to see
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a proxy that reconnects takes over its own routing id
+        self._socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
+        self._socket.setsockopt(zmq.RCVHWM, QUEUE_REQUESTS)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MEDIA_BYTES + MAX_CONTROL_BYTES)
+        self._socket.bind(f"tcp://{host}:*")
+        self.address = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        self.num_invalid = 0
+
+    async def receive(self) -> tuple[bytes, ToWorker]:
+        """The next valid message and the routing id of its proxy; anything else is counted and dropped."""
+        while True:
+            frames = await self._socket.recv_multipart(copy=False)
+            try:
+                if len(frames) != 2:
+                    raise TriptychError("invalid_request", f"a request has 1 frame, not {len(frames) - 1}")
+                return bytes(frames[0].buffer), decode_to_worker(frames[1].buffer)
+            except TriptychError as error:
+                self.num_invalid += 1
+                log.warning("dropped a message on the request socket", error=error.info.message)
+
+    async def send(self, proxy: bytes, message: FromWorker) -> bool:
+        """Send to one proxy; False if it is gone or takes nothing any more."""
+        try:
+            await self._socket.send_multipart([proxy, encode(message)], flags=zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            return False
+        return True
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+class WorkerClient:
+    """The proxy's end of the conversation with one worker.
+
+    `identity` is the proxy's own id, the same towards every worker and unique in the cluster. Connecting happens in
+    the background; messages wait (bounded) until the worker is there.
+    """
+
+    def __init__(self, context: zmq.asyncio.Context, address: str, identity: str) -> None:
+        self._socket = context.socket(zmq.DEALER)
+        _set_common_options(self._socket)
+        self._socket.setsockopt(zmq.IDENTITY, identity.encode())
+        self._socket.setsockopt(zmq.SNDHWM, QUEUE_REQUESTS)
+        self._socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_CONTROL_BYTES)
+        self._socket.connect(address)
+        self.address = address
+        self.num_invalid = 0
+
+    async def send(self, message: ToWorker) -> None:
+        """Send without waiting. Raises TriptychError("unavailable") where the worker takes nothing any more."""
+        try:
+            await self._socket.send(encode(message), flags=zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EAGAIN:
+                raise
+            message_text = f"the worker at {self.address} takes no messages ({QUEUE_REQUESTS} are waiting)"
+            raise TriptychError("unavailable", message_text) from error
+
+    async def receive(self) -> FromWorker:
+        """The next valid message from the worker; anything else is counted and dropped."""
+        while True:
+            frames = await self._socket.recv_multipart(copy=False)
+            try:
+                if len(frames) != 1:
+                    raise TriptychError("invalid_request", f"a reply has 1 frame, not {len(frames)}")
+                return decode_from_worker(frames[0].buffer)
+            except TriptychError as error:
+                self.num_invalid += 1
+                log.warning("dropped a reply", worker=self.address, error=error.info.message)
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+    async def __aenter__(self) -> WorkerClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _set_common_options(socket: zmq.asyncio.Socket) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)  # a peer whose host vanished is noticed without TCP's minutes
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)

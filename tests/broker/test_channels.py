@@ -1,0 +1,120 @@
+"""The channels: in order, at least once, acknowledged, and sound over restarts of either end and of Redis."""
+
+from __future__ import annotations
+
+import asyncio
+
+from redis.asyncio import Redis
+
+from broker.channels import ChannelReader, ChannelSender, Delivery
+from broker.embedded import EmbeddedBroker
+from broker.redis_client import connect
+from common.messages import Grant, Receipt
+from tests.broker.conftest import eventually, running
+
+
+def grant(number: int) -> Grant:
+    return Grant("r", number, 0, "granted")
+
+
+def numbers(deliveries: list[Delivery]) -> list[int]:
+    return [delivery.message.input_id for delivery in deliveries]
+
+
+async def test_messages_arrive_in_order_and_leave_an_empty_stream(redis: Redis) -> None:
+    reader = ChannelReader(redis, "c", "e0", ("allocated", "injected"))
+    sender = ChannelSender(redis, "c")
+    received: list[Delivery] = []
+    await reader.open()
+    async with running(sender.run(), reader.run(received.append)):
+        for number in range(200):
+            sender.send("e0", "allocated", grant(number))
+        sender.send("e0", "injected", Receipt("r", 0, 0, "stored"))
+        await eventually(lambda: len(received) == 201)
+        await eventually(lambda: has_length(redis, "c:e0:allocated", 0))
+    assert numbers([d for d in received if isinstance(d.message, Grant)]) == list(range(200))
+    assert not any(delivery.stale for delivery in received)
+    await reader.delete()
+    assert await redis.keys("*") == []
+
+
+async def test_a_restarted_process_gets_what_its_former_self_did_not_acknowledge_marked_stale(redis: Redis) -> None:
+    former = ChannelReader(redis, "c", "d0", ("metadata",))
+    await former.open()
+    sender = ChannelSender(redis, "c")
+    async with running(sender.run()):
+        sender.send("d0", "metadata", grant(0))
+        await eventually(lambda: sender.num_waiting == 0)
+        assert numbers(await _receive_some(former)) == [0]  # taken, not acknowledged: the process dies here
+        sender.send("d0", "metadata", grant(1))  # and this one it never saw
+        await eventually(lambda: has_length(redis, "c:d0:metadata", 2))
+        reborn = ChannelReader(redis, "c", "d0", ("metadata",))
+        await reborn.open()
+        received: list[Delivery] = []
+        async with running(reborn.run(received.append)):
+            sender.send("d0", "metadata", grant(2))
+            await eventually(lambda: len(received) == 3)
+    assert numbers(received) == [0, 1, 2]
+    assert [delivery.stale for delivery in received] == [True, True, False]
+
+
+async def test_nothing_is_created_for_an_instance_that_is_not_there(redis: Redis) -> None:
+    sender = ChannelSender(redis, "c", timeout_s=0.1)
+    async with running(sender.run()):
+        sender.send("nobody", "metadata", grant(0))
+        await eventually(lambda: sender.num_dropped == 1)
+    assert await redis.keys("*") == []
+
+
+async def test_unreadable_entries_are_counted_and_removed(redis: Redis) -> None:
+    reader = ChannelReader(redis, "c", "d0", ("metadata",))
+    await reader.open()
+    await redis.xadd("c:d0:metadata", {"m": b"\xc1 not a message"})
+    await redis.xadd("c:d0:metadata", {"other": b"field"})
+    received: list[Delivery] = []
+    async with running(reader.run(received.append)):
+        await eventually(lambda: reader.num_invalid == 2)
+    assert received == []
+    assert await redis.xlen("c:d0:metadata") == 0
+
+
+async def test_a_flush_is_survived(redis: Redis) -> None:
+    reader, sender = ChannelReader(redis, "c", "d0", ("metadata",)), ChannelSender(redis, "c")
+    await reader.open()
+    received: list[Delivery] = []
+    async with running(reader.run(received.append), sender.run()):
+        sender.send("d0", "metadata", grant(0))
+        await eventually(lambda: len(received) == 1)
+        await redis.flushall()
+        sender.send("d0", "metadata", grant(1))
+        await eventually(lambda: len(received) == 2)
+    assert not received[1].stale
+
+
+async def test_a_restart_of_redis_is_survived(monkeypatch: object) -> None:
+    first, second = EmbeddedBroker(), EmbeddedBroker()
+    url = await asyncio.to_thread(first.start)
+    client, reading = connect(url), connect(url, retries=0)
+    reader, sender = ChannelReader(reading, "c", "d0", ("metadata",)), ChannelSender(client, "c", timeout_s=10)
+    await reader.open()
+    received: list[Delivery] = []
+    async with running(reader.run(received.append), sender.run()):
+        await asyncio.to_thread(first.stop)
+        sender.send("d0", "metadata", grant(0))
+        monkeypatch.setattr("broker.embedded._free_port", lambda host: int(url.rsplit(":", 1)[1]))  # type: ignore[attr-defined]
+        assert await asyncio.to_thread(second.start) == url
+        await eventually(lambda: len(received) == 1, timeout_s=10)
+    for connection in (client, reading):
+        await connection.aclose()
+    await asyncio.to_thread(second.stop)
+
+
+async def has_length(redis: Redis, stream: str, length: int) -> bool:
+    return int(await redis.xlen(stream)) == length
+
+
+async def _receive_some(reader: ChannelReader) -> list[Delivery]:
+    async with asyncio.timeout(5):
+        while True:
+            if deliveries := await reader.receive():
+                return deliveries
