@@ -1,0 +1,52 @@
+"""Small random checkpoints of every family and what transformers answers: made once for all tests here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.model_info import BUNDLED
+from tests import tiny_models
+from tests.equality.references import Reference
+from tests.weights.fixtures import smollm2, whisper_tiny_en
+
+__all__ = ["smollm2", "whisper_tiny_en"]
+
+MAKERS = {
+    "llama": tiny_models.make_llama,
+    "qwen2": tiny_models.make_qwen2,
+    "qwen2_5_vl": tiny_models.make_qwen2_5_vl,
+    "whisper": tiny_models.make_whisper,
+}
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a tiny model by family, or of the bundled model."""
+
+    @cache
+    def make(name: str) -> Path:
+        if name == "signpost":
+            return BUNDLED / name
+        return MAKERS[name](tmp_path_factory.mktemp(name) / f"tiny-{name}")
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def reference_of(folder_of: Callable[[str], Path]) -> Callable[[str], Reference]:
+    """transformers with the same model."""
+    return cache(lambda name: Reference(folder_of(name)))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> Iterator[None]:
+    """Tiny models gain nothing from threads, and other processes of the same tests need the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

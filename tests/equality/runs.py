@@ -1,0 +1,79 @@
+"""Cases with their right answers, and ways to push them through an `LLM`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.model_info import ModelInfo
+from common.sampling_params import SamplingParams
+from engine.llm import LLM, Prompt
+
+DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request and the tokens that transformers answers it with (without the end-of-sequence token)."""
+
+    prompt: list[int]
+    expected: list[int]
+    media: list[Any] = field(default_factory=list)
+    rules: dict[str, Any] = field(default_factory=dict)
+    """Sampling fields that belong to the prompt: Whisper's suppressed and forced tokens."""
+
+
+def answer_all(
+    llm: LLM, cases: Sequence[Case], max_tokens: int, *, steps_between: int = 0, integrity: bool = True
+) -> list[list[int]]:
+    """The tokens of every case, without the end-of-sequence token and a generated prefix.
+
+    With `steps_between`, requests arrive one by one, so many steps apart: prefill meets decode in every batch.
+    Checks after every step that blocks, cache entries and slots add up, and at the end that nothing is left.
+    """
+    pending, order, answers = list(cases), [], {}
+    deadline_s, step = time.monotonic() + DEADLINE_S, 0
+    while len(answers) < len(cases):
+        while pending and (not steps_between or step >= steps_between * len(order)):
+            case = pending.pop(0)
+            order.append(llm.add(_prompt(llm.info, case), _sampling(case, max_tokens)))
+        for output in llm.step():
+            answers[output.request_id] = output.outputs[0].token_ids
+        step += 1
+        if integrity:
+            llm.decoder.check_integrity()
+        assert time.monotonic() < deadline_s, f"no end after {DEADLINE_S} s: {llm.decoder.stats()}"
+    assert llm.decoder.is_empty(), llm.decoder.stats()
+    prefixes = [len(case.rules.get("prefix_allowed", ())) for case in cases]
+    return [_strip(llm.info, answers[request_id], prefix) for request_id, prefix in zip(order, prefixes, strict=True)]
+
+
+def expected_of(cases: Sequence[Case]) -> list[list[int]]:
+    return [case.expected for case in cases]
+
+
+def kv_bytes(info: ModelInfo, num_blocks: int, block_size: int) -> int:
+    """A KV budget in fp32 of exactly so many blocks."""
+    config = info.text_config
+    layers = config.get("num_hidden_layers") or config["decoder_layers"]
+    heads = config.get("num_attention_heads") or config["decoder_attention_heads"]
+    hidden = config.get("hidden_size") or config["d_model"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    return int(2 * layers * num_blocks * block_size * kv_heads * (hidden // heads) * 4)
+
+
+def _prompt(info: ModelInfo, case: Case) -> Prompt:
+    media = {info.media_kind: case.media} if info.media_kind and case.media else {}
+    return {"prompt_token_ids": case.prompt, "multi_modal_data": media}
+
+
+def _sampling(case: Case, max_tokens: int) -> SamplingParams:
+    prefix = len(case.rules.get("prefix_allowed", ()))
+    return SamplingParams(**{**case.rules, "temperature": 0.0, "max_tokens": max_tokens + prefix})
+
+
+def _strip(info: ModelInfo, tokens: list[int], prefix: int) -> list[int]:
+    tokens = tokens[prefix:]
+    return tokens[:-1] if tokens and tokens[-1] in info.eos_token_ids else tokens

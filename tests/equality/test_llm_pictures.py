@@ -1,0 +1,111 @@
+"""Qwen2.5-VL, random and bundled: `LLM` answers what transformers answers, whatever the chunks, caches and arrivals."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from common.model_info import load_model_info
+from common.text import TextProcessor
+from engine.llm import LLM
+from launch.signpost import scenes
+from tests.equality.media import picture, png
+from tests.equality.references import Reference
+from tests.equality.runs import Case, answer_all, expected_of, kv_bytes
+
+MAX_TOKENS = 16
+CACHE_OF_TWO = 2 * 49 * 64 * 4
+"""Bytes of two of the tiny model's largest pictures (49 tokens of 64 floats)."""
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"max_num_batched_tokens": 16},
+    {"max_num_batched_tokens": 64, "block_size": 4},
+    {"encoder_cache_bytes": CACHE_OF_TWO},
+    {"encoder_cache_bytes": CACHE_OF_TWO, "max_num_batched_tokens": 16, "max_num_seqs": 3},
+    {"encoder_batch_items": 1},
+]
+
+
+def conversation(num_pictures: int, number: int) -> list[dict[str, Any]]:
+    """Text between, before and after the pictures."""
+    parts: list[dict[str, Any]] = [{"type": "text", "text": f"({number})"}] if number % 2 else []
+    for index in range(num_pictures):
+        parts += [{"type": "image"}, {"type": "text", "text": f" no. {index} "}]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": "what?"}]}]
+
+
+@pytest.fixture(scope="module")
+def tiny(folder_of: Callable[[str], Path], reference_of: Callable[[str], Reference]) -> tuple[Path, list[Case]]:
+    """Eight prompts of no, one, two and three pictures; some pictures appear more than once."""
+    folder, reference = folder_of("qwen2_5_vl"), reference_of("qwen2_5_vl")
+    text = TextProcessor(load_model_info(str(folder)))
+    cases = []
+    for number, count in enumerate([1, 2, 0, 3, 1, 1, 3, 2]):
+        images = [picture((number * 3 + index) % 7) for index in range(count)]
+        prompt = text.render_chat(conversation(count, number))
+        expected = reference.generate(prompt, MAX_TOKENS, images)
+        cases.append(Case(prompt, expected, [png(image) for image in images]))
+    return folder, cases
+
+
+@pytest.fixture(scope="module")
+def signs(folder_of: Callable[[str], Path], reference_of: Callable[[str], Reference]) -> tuple[Path, list[Case]]:
+    """The bundled model: all questions about one sign, and about one of two."""
+    folder, reference = folder_of("signpost"), reference_of("signpost")
+    text, rng = TextProcessor(load_model_info(str(folder))), random.Random(1)
+    cases = []
+    for number in range(8):
+        drawn = [scenes.render(rng, scenes.SIZES[(number * 2 + i) % 9], "test") for i in range(1 + number % 2)]
+        kind = scenes.KINDS[number // 2]
+        question = scenes.PLACED_QUESTIONS[kind][0].format(place="second") if number % 2 else scenes.QUESTIONS[kind][0]
+        parts = [*({"type": "image"} for _ in drawn), {"type": "text", "text": question}]
+        prompt = text.render_chat([{"role": "user", "content": parts}])
+        images: list[Image.Image] = [scene.image for scene in drawn]
+        cases.append(Case(prompt, reference.generate(prompt, MAX_TOKENS, images), [png(image) for image in images]))
+    return folder, cases
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("steps_between", [0, 2], ids=["at once", "staggered"])
+def test_tokens_equal_transformers(tiny: tuple[Path, list[Case]], options: dict[str, Any], steps_between: int) -> None:
+    folder, cases = tiny
+    llm = LLM(folder, **options)
+    assert answer_all(llm, cases, MAX_TOKENS, steps_between=steps_between) == expected_of(cases)
+    stats = llm.decoder.stats()
+    assert stats["encoder_cache_bytes_peak"] <= stats["encoder_cache_bytes_capacity"]
+
+
+@pytest.mark.parametrize("steps_between", [0, 1], ids=["at once", "staggered"])
+@pytest.mark.parametrize("cache_bytes", [CACHE_OF_TWO // 2, 64 * 2**20], ids=["cache of one", "roomy cache"])
+def test_tokens_equal_transformers_when_the_pool_is_too_small_for_all(
+    tiny: tuple[Path, list[Case]], cache_bytes: int, steps_between: int
+) -> None:
+    folder, cases = tiny
+    info = load_model_info(str(folder))
+    num_blocks = (3 * 49 + 90 + MAX_TOKENS) // 8 + 1
+    options = {"block_size": 8, "kv_cache_bytes": kv_bytes(info, num_blocks, 8), "encoder_cache_bytes": cache_bytes}
+    llm = LLM(folder, max_num_batched_tokens=48, **options)
+    assert answer_all(llm, cases, MAX_TOKENS, steps_between=steps_between) == expected_of(cases)
+    stats = llm.decoder.stats()
+    assert stats["preemptions_total"] > 0
+    assert stats["encoder_cache_bytes_peak"] <= cache_bytes
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 16, "block_size": 4}], ids=str)
+def test_the_bundled_model_answers_as_under_transformers(
+    signs: tuple[Path, list[Case]], options: dict[str, Any]
+) -> None:
+    folder, cases = signs
+    assert answer_all(LLM(folder, **options), cases, MAX_TOKENS, steps_between=1) == expected_of(cases)
+
+
+def test_equal_pictures_are_encoded_once(tiny: tuple[Path, list[Case]]) -> None:
+    folder, cases = tiny
+    llm = LLM(folder)
+    assert answer_all(llm, [cases[1]] * 5, MAX_TOKENS) == [cases[1].expected] * 5
+    assert llm.decoder.stats()["inputs_stored_total"] == len(cases[1].media)

@@ -1,0 +1,74 @@
+"""Whisper: `LLM` transcribes what transformers transcribes, whatever is in the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common import whisper_prompt
+from common.model_info import load_model_info
+from common.text import TextProcessor
+from engine.llm import LLM
+from tests.equality.media import recording, sound, wav
+from tests.equality.references import Reference
+from tests.equality.runs import Case, answer_all, expected_of, kv_bytes
+
+MAX_TOKENS = 20
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"max_num_batched_tokens": 2},
+    {"max_num_seqs": 2, "block_size": 7},
+    {"encoder_cache_bytes": 1500 * 64 * 4, "encoder_batch_items": 2},
+]
+LANGUAGES = (("en", "transcribe"), ("de", "translate"), ("fr", "transcribe"), (None, "transcribe"))
+
+
+@pytest.fixture(scope="module")
+def clips(folder_of: Callable[[str], Path], reference_of: Callable[[str], Reference]) -> tuple[Path, list[Case]]:
+    """Six clips in three languages, transcribed and translated, and one in a language to be detected."""
+    folder, reference = folder_of("whisper"), reference_of("whisper")
+    info = load_model_info(str(folder))
+    text = TextProcessor(info)
+    cases = []
+    for number in range(6):
+        language, task = LANGUAGES[number % 4]
+        prompt, rules = whisper_prompt.build(info, text, language=language, task=task)  # type: ignore[arg-type]
+        samples = sound(number)
+        options = {} if language is None else {"language": language, "task": task}
+        # transformers counts the tokens after language and task
+        cases.append(Case(prompt, reference.transcribe(samples, MAX_TOKENS, **options), [wav(samples)], rules))
+    return folder, cases
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("steps_between", [0, 2], ids=["at once", "staggered"])
+def test_tokens_equal_transformers(clips: tuple[Path, list[Case]], options: dict[str, Any], steps_between: int) -> None:
+    folder, cases = clips
+    llm = LLM(folder, **options)
+    assert answer_all(llm, cases, MAX_TOKENS, steps_between=steps_between) == expected_of(cases)
+
+
+def test_tokens_equal_transformers_when_the_pool_is_too_small_for_all(clips: tuple[Path, list[Case]]) -> None:
+    folder, cases = clips
+    info = load_model_info(str(folder))
+    num_blocks = 2 * (1500 // 4) + 9  # two clips with their cross-attention blocks, and few of their own
+    llm = LLM(folder, block_size=4, kv_cache_bytes=kv_bytes(info, num_blocks, 4), encoder_cache_bytes=1500 * 64 * 4)
+    assert answer_all(llm, cases, MAX_TOKENS) == expected_of(cases)
+    assert llm.decoder.stats()["preemptions_total"] > 0
+
+
+@pytest.mark.weights
+def test_a_recording_is_transcribed_as_by_transformers(whisper_tiny_en: Path) -> None:
+    reference, llm = Reference(whisper_tiny_en), LLM(whisper_tiny_en)
+    prompt, rules = whisper_prompt.build(llm.info, llm.text, language=None)
+    cases = []
+    for name in ("dashwood.flac", "amiable.wav"):
+        media, samples = recording(name)
+        cases.append(Case(prompt, reference.transcribe(samples, 60), [media], rules))
+    assert answer_all(llm, cases, 60, integrity=False) == expected_of(cases)
+    assert "leisure to consider how much there might be prudently" in llm.text.decode(cases[0].expected)
+    [completion] = llm.transcribe(cases[1].media[0]).outputs
+    assert completion.text.strip() == "He might even have been made amiable himself."
