@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypeAlias, TypedDict, cast
 
 import numpy as np
 
@@ -200,15 +200,16 @@ class LLM:
     def _parse(self, prompt: Prompt) -> tuple[list[int], list[tuple[MediaKind, bytes]]]:
         if isinstance(prompt, str):
             return self.text.encode(prompt), []
+        fields = cast(dict[str, Any], prompt)
         media: list[tuple[MediaKind, bytes]] = []
-        for kind, items in (prompt.get("multi_modal_data") or {}).items():
+        for kind, items in (fields.get("multi_modal_data") or {}).items():
             if kind != self.info.media_kind:
                 raise TriptychError("invalid_request", f"{self.info.name} takes no {kind}", "multi_modal_data")
             many = items if isinstance(items, list) else [items]
             media.extend((self.info.media_kind, _media_bytes(item)) for item in many)
-        if "prompt_token_ids" in prompt:
-            return list(prompt["prompt_token_ids"]), media
-        return self.text.encode(prompt["prompt"]), media
+        if "prompt_token_ids" in fields:
+            return list(fields["prompt_token_ids"]), media
+        return self.text.encode(fields["prompt"]), media
 
     def _offer(self, request_id: str, input_id: int) -> None:
         """Preprocess an input and offer it to the decoder, as an encoder of a cluster would."""
