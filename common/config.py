@@ -57,6 +57,7 @@ class Settings(BaseSettings):
     handoff_timeout_s: float = Field(30.0, gt=0, description="Longest wait for one step of a handoff.")
     request_timeout_s: float = Field(600.0, gt=0, description="Longest life of a request in the proxy.")
     max_inflight: int = Field(1024, ge=1, description="Requests in the proxy at once; more get 429.")
+    max_body_bytes: int = Field(128 * 2**20, ge=1, description="Largest HTTP request body.")
     max_media_bytes: int = Field(32 * 2**20, ge=1, description="Largest picture or audio file.")
     max_media_items: int = Field(16, ge=1, description="Pictures and clips in one request.")
     media_timeout_s: float = Field(10.0, gt=0, description="Longest fetch of one media URL.")
