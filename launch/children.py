@@ -1,0 +1,115 @@
+"""Child processes: each with its own process group, log file and lifeline to this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import TriptychError
+
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Command:
+    """How to start a child: its arguments, its whole environment and the file that gets its output."""
+
+    argv: list[str]
+    environment: dict[str, str]
+    log: Path
+
+
+class Child:
+    """One running child process. Terminal signals do not reach it: this process decides when it stops."""
+
+    def __init__(self, command: Command, process: asyncio.subprocess.Process) -> None:
+        self._command = command
+        self._process = process
+
+    @classmethod
+    async def start(cls, command: Command) -> Child:
+        """Start the process; its output is appended to the log.
+
+        Raises TriptychError("internal_error") where the operating system refuses.
+        """
+        try:
+            with command.log.open("ab") as log:
+                process = await asyncio.create_subprocess_exec(
+                    *command.argv,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    env=command.environment,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise TriptychError("internal_error", f"cannot start {' '.join(command.argv)}: {error}") from error
+        return cls(command, process)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process.returncode is None
+
+    async def wait(self) -> str:
+        """Wait for the end; give how it ended in words. What the process itself had started is ended, too."""
+        code = await self._process.wait()
+        await end_group(self.pid)
+        return describe_exit(code)
+
+    def terminate(self) -> None:
+        """Ask for a clean stop."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """End the process at once; `wait` ends what it had started."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    def log_tail(self, lines: int = 15) -> str:
+        """The last lines that the process wrote."""
+        return tail(self._command.log, lines)
+
+
+async def end_group(group: int, grace_s: float = 0.5) -> None:
+    """End what is left of a process group whose leader is gone: SIGTERM, then SIGKILL after a moment.
+
+    Not SIGKILL at once: Python's resource tracker lives in the group, ignores SIGTERM, and removes the semaphores
+    of a killed process from /dev/shm before it ends by itself.
+    """
+    deadline = asyncio.get_running_loop().time() + grace_s
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGTERM)
+        while asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(_POLL_S)
+            os.killpg(group, 0)
+        os.killpg(group, signal.SIGKILL)
+
+
+def describe_exit(code: int) -> str:
+    """`exit code 1`, or `killed by SIGKILL`."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+def tail(path: Path, lines: int, max_bytes: int = 16384) -> str:
+    """The last lines of a text file, reading no more than its last bytes; empty if there is no such file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - max_bytes))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-lines:])

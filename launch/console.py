@@ -1,0 +1,82 @@
+"""What `triptych serve` shows: progress while it starts, the table of instances, and what dies and comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.spinner import Spinner
+from rich.table import Table
+
+from launch.instance import Instance
+
+
+class ConsoleReporter:
+    """Tells a person at a terminal; in a log file the same lines appear without the animation."""
+
+    def __init__(self, console: Console, title: str) -> None:
+        self._console = console
+        self._title = title
+        self._live: Live | None = None
+        self._told: set[str] = set()
+
+    def waiting(self, instances: Sequence[Instance], elapsed_s: float) -> None:
+        missing = [instance.id for instance in instances if instance.state != "ready"]
+        text = f"{self._title}: waiting for {', '.join(missing)} · {elapsed_s:.1f} s"
+        if self._console.is_terminal:
+            if self._live is None:
+                self._live = Live(console=self._console, transient=True, refresh_per_second=10)
+                self._live.start()
+            self._live.update(Spinner("dots", text))
+        for instance in instances:
+            if instance.state == "ready" and instance.id not in self._told:
+                self._told.add(instance.id)
+                self._console.print(f"[green]✓[/] {instance.id} ready after {elapsed_s:.1f} s", highlight=False)
+
+    def started(self, instances: Sequence[Instance], base_url: str, elapsed_s: float) -> None:
+        self._end_live()
+        self._console.print(instance_table(instances, f"{self._title}: ready in {elapsed_s:.1f} s"))
+
+    def died(self, instance: Instance, how: str, log_tail: str, retry_in_s: float) -> None:
+        self._console.print(f"[red]✗ {instance.id} died[/] ({how}). Its last lines:", highlight=False)
+        for line in log_tail.splitlines():
+            self._console.print(f"    {escape(line)}", highlight=False, style="dim")
+        self._console.print(f"  starting it again in {retry_in_s:g} s", highlight=False)
+
+    def recovered(self, instance: Instance) -> None:
+        seconds = f"{instance.age_s:.1f} s"
+        self._console.print(
+            f"[green]✓[/] {instance.id} is back (pid {instance.pid}, ready after {seconds}, "
+            f"restart {instance.restarts})",
+            highlight=False,
+        )
+
+    def stopping(self) -> None:
+        self._end_live()
+        self._console.print("stopping (Ctrl-C again kills at once)", style="dim")
+
+    def stopped(self, killed: Sequence[str], kept_logs: str | None) -> None:
+        if killed:
+            self._console.print(f"[yellow]killed[/], did not stop in time: {', '.join(killed)}", highlight=False)
+        if kept_logs is not None:
+            self._console.print(f"logs are kept in {kept_logs}", highlight=False)
+        self._console.print("stopped", style="dim")
+
+    def _end_live(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def instance_table(instances: Sequence[Instance], title: str) -> Table:
+    """One row per instance: id, role, process, addresses, state."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in ("instance", "role", "pid", "http", "requests", "tensors", "state"):
+        table.add_column(column, overflow="fold")
+    for i in instances:
+        addresses = (address.removeprefix("tcp://") or "–" for address in (i.requests_address, i.tensor_address))
+        colour = "green" if i.state == "ready" else "yellow"
+        table.add_row(i.id, i.role, str(i.pid or "–"), i.http_address, *addresses, f"[{colour}]{i.state}[/]")
+    return table

@@ -1,0 +1,31 @@
+"""How many CPU cores there are for us, and how the workers of one host share them."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+from launch.topology import Topology
+
+_SHARE = {"prefill_decode": 2, "encoder": 1}
+
+
+def available_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Cores this process may use: its affinity, lowered by a container's CPU quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    try:
+        quota, period = cgroup.read_text().split()
+        cores = min(cores, math.ceil(int(quota) / int(period)))
+    except (OSError, ValueError):
+        pass  # no cgroup v2 here, or no quota ("max")
+    return max(1, cores)
+
+
+def split_threads(topology: Topology, cores: int) -> dict[str, int]:
+    """CPU threads of each worker of a role: decoding runs all the time, so it gets two shares to an encoder's one.
+
+    At least one each; together no more than the cores, where there are enough.
+    """
+    shares = 2 * topology.prefill_decodes + topology.encoders
+    return {role: max(1, cores * share // shares) for role, share in _SHARE.items()}

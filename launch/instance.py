@@ -1,0 +1,81 @@
+"""One instance of a local cluster as its supervisor sees it, and who tells a person about it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from common.messages import Role
+from launch.backoff import Backoff
+from launch.children import Child, Command
+
+State = Literal["starting", "ready", "restarting", "stopped"]
+
+
+@dataclass
+class Instance:
+    """A worker or the proxy: how it is started, where it is reached, and how it is doing."""
+
+    id: str
+    role: Role
+    command: Command
+    state: State = "starting"
+    child: Child | None = None
+    started_s: float = 0.0
+    restarts: int = 0
+    http_address: str = ""
+    requests_address: str = ""
+    tensor_address: str = ""
+    epoch: int | None = None
+    past_epoch: int | None = None
+    """The epoch of a former life: its registry entry outlives a killed process by a few seconds."""
+    backoff: Backoff = field(default_factory=Backoff)
+
+    @property
+    def pid(self) -> int | None:
+        return self.child.pid if self.child is not None and self.child.running else None
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the present process was started."""
+        return time.monotonic() - self.started_s
+
+
+class Reporter(Protocol):
+    """Who tells a person how the cluster is doing."""
+
+    def waiting(self, instances: Sequence[Instance], elapsed_s: float) -> None:
+        """How far the instances are; called several times a second while the cluster starts."""
+
+    def started(self, instances: Sequence[Instance], base_url: str, elapsed_s: float) -> None:
+        """The cluster answers requests."""
+
+    def died(self, instance: Instance, how: str, log_tail: str, retry_in_s: float) -> None:
+        """A process ended that should not have; it is started again in a moment."""
+
+    def recovered(self, instance: Instance) -> None:
+        """A process that had been started again is ready."""
+
+    def stopping(self) -> None:
+        """The cluster is being taken down."""
+
+    def stopped(self, killed: Sequence[str], kept_logs: str | None) -> None:
+        """Nothing runs any more. Which instances had to be killed, and the folder of logs if it was kept."""
+
+
+class SilentReporter:
+    """Tells nobody."""
+
+    def waiting(self, instances: Sequence[Instance], elapsed_s: float) -> None: ...
+
+    def started(self, instances: Sequence[Instance], base_url: str, elapsed_s: float) -> None: ...
+
+    def died(self, instance: Instance, how: str, log_tail: str, retry_in_s: float) -> None: ...
+
+    def recovered(self, instance: Instance) -> None: ...
+
+    def stopping(self) -> None: ...
+
+    def stopped(self, killed: Sequence[str], kept_logs: str | None) -> None: ...

@@ -1,0 +1,100 @@
+"""Settings as command-line options, each written once and taken by the commands that need it.
+
+An option that is not given is None, so that environment and file count.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from launch.configure import Flags
+
+_SERVING, _ENGINE, _LIMITS = "Serving", "Engine", "Logs and limits"
+
+
+def parse_bytes(text: str) -> int:
+    """A size such as `512MiB`, `2GiB` or a plain number of bytes. Raises typer.BadParameter."""
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        raise typer.BadParameter(f"{text!r} is not a size; write 512MiB, 2GiB or a number of bytes") from None
+
+
+def _option(kind: Any, panel: str, help_text: str, default: str = "", **more: Any) -> Any:
+    """The annotation of one option; `default` is what a person reads."""
+    return Annotated[
+        kind | None, typer.Option(help=help_text, show_default=default or False, rich_help_panel=panel, **more)
+    ]
+
+
+def _size(help_text: str, default: str) -> Any:
+    return _option(int, _ENGINE, help_text, default, parser=parse_bytes, metavar="SIZE")
+
+
+_OPTIONS: dict[str, Any] = {
+    "topology": _option(
+        str, _SERVING, "Instances of each role: 2e1pd is two encoders, one worker.", "1e1pd; 1pd for text only"
+    ),
+    "host": _option(str, _SERVING, "Address to listen on.", "127.0.0.1"),
+    "port": _option(int, _SERVING, "Port; 0 picks a free one.", "8000", min=0, max=65535, metavar="PORT"),
+    "broker": _option(str, _SERVING, "URL of the broker, redis://host:6379; `serve` starts one of its own without."),
+    "cluster": _option(str, _SERVING, "Key prefix in the broker: one for each cluster.", "triptych"),
+    "served_model_name": _option(str, _SERVING, "Name in the API.", "the model's own"),
+    "instance_id": _option(str, _SERVING, "Name of this process in the cluster.", "made up"),
+    "advertise_host": _option(str, _SERVING, "Address under which other hosts reach this process.", "--host"),
+    "engine.device": _option(str, _ENGINE, "Where the engine runs.", "auto", metavar="auto|cpu|cuda"),
+    "engine.dtype": _option(
+        str, _ENGINE, "auto: the checkpoint's own on CUDA, float32 on a CPU.", "auto", metavar="auto|float32|bfloat16|…"
+    ),
+    "engine.kv_cache_bytes": _size("Budget of the KV cache.", "512MiB"),
+    "engine.encoder_cache_bytes": _size("Budget of encoder outputs on a prefill-decode worker.", "64MiB"),
+    "engine.block_size": _option(int, _ENGINE, "Token slots in one KV block.", "16"),
+    "engine.max_num_seqs": _option(int, _ENGINE, "Requests that run at once.", "64"),
+    "engine.max_num_batched_tokens": _option(int, _ENGINE, "Token budget of one step.", "1024"),
+    "engine.max_model_len": _option(int, _ENGINE, "Context length.", "the model's own"),
+    "engine.encoder_batch_items": _option(int, _ENGINE, "Media items in one encoder batch.", "8"),
+    "engine.num_threads": _option(int, _ENGINE, "CPU threads of a worker.", "a share of the cores"),
+    "preprocess_workers": _option(int, _ENGINE, "Processes that preprocess media on an encoder.", "1"),
+    "max_inflight": _option(int, _LIMITS, "Requests in the proxy at once; more get 429.", "1024"),
+    "handoff_timeout_s": _option(float, _LIMITS, "Longest wait for one step of a handoff, in seconds.", "30"),
+    "request_timeout_s": _option(float, _LIMITS, "Longest life of a request, in seconds.", "600"),
+    "log_level": _option(str, _LIMITS, "What is logged.", "info", metavar="debug|info|warning|error"),
+    "log_format": _option(str, _LIMITS, "How it is logged.", "text", metavar="text|json"),
+}
+NETWORK = ("host", "port", "cluster")
+ENGINE = (*(name for name in _OPTIONS if name.startswith("engine.")), "preprocess_workers", "handoff_timeout_s")
+PROXY = ("served_model_name", "max_inflight", "request_timeout_s")
+LOGS = ("log_level", "log_format")
+
+
+def takes_settings(*settings: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator: adds an option for each of these settings to a command, which gets them as its argument `flags`."""
+    names = {setting: setting.rpartition(".")[2] for setting in settings}
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        def run(**given: Any) -> None:
+            flags: Flags = {setting: given.pop(name) for setting, name in names.items()}
+            command(flags=flags, **given)
+
+        hints = get_type_hints(command, include_extras=True)
+        own = [
+            parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+            for name, parameter in inspect.signature(command).parameters.items()
+            if name != "flags"
+        ]
+        added = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_OPTIONS[setting])
+            for setting, name in names.items()
+        ]
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *added)}
+        return run
+
+    return decorate

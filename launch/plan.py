@@ -1,0 +1,116 @@
+"""What a local cluster will consist of, decided and checked before anything starts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.errors import TriptychError
+from common.messages import Role
+from launch.children import Command
+from launch.configure import child_environment
+from launch.cpus import available_cores, split_threads
+from launch.instance import Instance
+from launch.topology import Topology, choose_topology
+
+if TYPE_CHECKING:
+    from common.config import Settings
+    from common.model_info import ModelInfo
+
+PROXY_ID = "proxy"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Settings whose model is a folder and whose port is a number, and the instances to run."""
+
+    settings: Settings
+    info: ModelInfo
+    topology: Topology
+
+    @property
+    def base_url(self) -> str:
+        """Where the OpenAI API will answer, without `/v1`."""
+        host = self.settings.host
+        wildcard = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+        return f"http://{wildcard.get(host, f'[{host}]' if ':' in host else host)}:{self.settings.port}"
+
+    def instances(self, broker_url: str, logs: Path) -> list[Instance]:
+        """All instances with their command lines; logs go to `<logs>/<instance id>.log`."""
+        threads = self.threads()
+        instances = [
+            self._instance(instance_id, role, broker_url, logs, threads[role])
+            for instance_id, role in self.topology.workers()
+        ]
+        return [*instances, self._instance(PROXY_ID, "proxy", broker_url, logs, threads["proxy"])]
+
+    def threads(self) -> dict[str, int]:
+        """CPU threads of one instance of each role."""
+        given = self.settings.engine.num_threads
+        shared = split_threads(self.topology, available_cores())
+        return {role: given or count for role, count in shared.items()} | {"proxy": 1}
+
+    def _instance(self, instance_id: str, role: Role, broker_url: str, logs: Path, threads: int) -> Instance:
+        worker = role != "proxy"
+        engine = self.settings.engine.model_copy(update={"num_threads": threads}) if worker else self.settings.engine
+        settings = self.settings.model_copy(
+            update={
+                "broker": broker_url,
+                "instance_id": instance_id,
+                "engine": engine,
+                "port": 0 if worker else self.settings.port,
+                "topology": str(self.topology),
+            }
+        )
+        argv = [sys.executable, "-m", "launch.cli", *(["worker", "--role", role] if worker else ["proxy"])]
+        argv += ["--model", settings.model, "--broker", broker_url, "--instance-id", instance_id]
+        argv += ["--host", settings.host, "--port", str(settings.port), "--follow-parent"]
+        command = Command(argv, _importable(child_environment(settings, threads)), logs / f"{instance_id}.log")
+        http_address = "" if worker else self.base_url
+        return Instance(instance_id, role, command, http_address=http_address)
+
+
+def make_plan(settings: Settings, topology: str | Topology | None = None) -> Plan:
+    """Settle model, topology and port.
+
+    Raises TriptychError: no such model, a topology that does not fit it, or a port that is taken.
+    """
+    from common.model_info import load_model_info
+
+    info = load_model_info(settings.model)
+    if not isinstance(topology, Topology):
+        topology = choose_topology(topology or settings.topology, info)
+    update: dict[str, object] = {"port": reserve_port(settings.host, settings.port)}
+    if settings.served_model_name is None:
+        update["served_model_name"] = info.name
+    update["model"] = str(info.folder)  # so that no process asks the hub again
+    return Plan(settings.model_copy(update=update), info, topology)
+
+
+def reserve_port(host: str, port: int) -> int:
+    """The port, or a free one for 0, after a look whether it can be bound.
+
+    Raises TriptychError("invalid_request") where it cannot.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
+            probe.bind(address)
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        message = f"cannot listen on {host}:{port}: {reason.lower()}; choose another --port, or 0 for a free one"
+        raise TriptychError("invalid_request", message, "port") from error
+
+
+def _importable(environment: dict[str, str]) -> dict[str, str]:
+    """Children find the packages as this process does, also from a checkout that is not installed."""
+    root = str(Path(__file__).resolve().parent.parent)
+    past = environment.get("PYTHONPATH")
+    return environment | {"PYTHONPATH": f"{root}{os.pathsep}{past}" if past else root}

@@ -1,0 +1,104 @@
+"""What the supervisor asks the broker and the instances: who is there, who is ready, what was left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import get_args
+
+import httpx
+from redis.exceptions import RedisError
+
+from broker.channels import ChannelName, stream_key
+from broker.redis_client import connect, wait_until_reachable
+from broker.registry import Registry
+from common.errors import TriptychError
+from common.messages import InstanceRecord
+from launch.instance import Instance
+from launch.plan import Plan
+
+_BROKER_TIMEOUT_S = 3.0
+
+
+class ReadinessProbe:
+    """Looks up the addresses of starting instances in the registry and asks their /ready endpoints."""
+
+    def __init__(self, broker_url: str, cluster: str) -> None:
+        self._redis = connect(broker_url)
+        self._registry = Registry(self._redis, cluster)
+        self._http = httpx.AsyncClient(timeout=2.0, trust_env=False)
+
+    async def __aenter__(self) -> ReadinessProbe:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.aclose()
+        await self._redis.aclose()
+
+    async def newly_ready(self, instances: Sequence[Instance]) -> list[Instance]:
+        """Those that were starting and are ready now, their addresses filled in."""
+        starting = [instance for instance in instances if instance.state == "starting"]
+        if not starting:
+            return []
+        try:
+            records = await self._registry.instances()
+        except (RedisError, OSError):
+            return []  # the broker is away for a moment; the next look may find it
+        for instance in starting:
+            _note_addresses(instance, records.get(instance.id))
+        return [instance for instance in starting if await self._is_ready(instance)]
+
+    async def _is_ready(self, instance: Instance) -> bool:
+        if not instance.http_address:
+            return False
+        try:
+            return (await self._http.get(f"{instance.http_address}/ready")).is_success
+        except httpx.HTTPError:
+            return False
+
+
+def _note_addresses(instance: Instance, record: InstanceRecord | None) -> None:
+    if record is None or record.epoch == instance.past_epoch:
+        return
+    instance.epoch = record.epoch
+    instance.requests_address, instance.tensor_address = record.requests_address, record.tensor_address
+    if instance.role != "proxy":  # the proxy's was given
+        address = record.http_address
+        instance.http_address = address if "://" in address else f"http://{address}"
+
+
+async def check_broker(broker_url: str, plan: Plan) -> None:
+    """Look at somebody else's broker before anything starts.
+
+    Raises TriptychError("unavailable") where it does not answer, and "invalid_request" where instances of the same
+    names already run under this cluster's prefix.
+    """
+    cluster = plan.settings.cluster
+    redis = connect(broker_url, retries=0)
+    try:
+        await wait_until_reachable(redis, _BROKER_TIMEOUT_S)
+        running = await Registry(redis, cluster).instances()
+    finally:
+        await redis.aclose()
+    taken = sorted(running.keys() & {instance_id for instance_id, _ in plan.topology.workers()})
+    if taken:
+        message = (
+            f"cluster {cluster!r} at {broker_url} already runs {', '.join(taken)}: give this one another --cluster"
+        )
+        raise TriptychError("invalid_request", message, "cluster")
+
+
+async def forget_instances(broker_url: str, cluster: str, instances: Sequence[Instance]) -> None:
+    """Remove what instances that did not stop cleanly left in the broker; nothing is left of those that did."""
+    redis = connect(broker_url, retries=0)
+    ids = [instance.id for instance in instances]
+    keys = [stream_key(cluster, instance_id, channel) for instance_id in ids for channel in get_args(ChannelName)]
+    try:
+        await redis.delete(*keys, *(f"{cluster}:instance:{instance_id}" for instance_id in ids))
+        await redis.srem(f"{cluster}:instances", *ids)
+    except (RedisError, OSError):
+        pass  # the broker is gone, and what was in it
+    finally:
+        await redis.aclose()

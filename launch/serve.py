@@ -1,0 +1,76 @@
+"""`triptych serve`: a cluster in the foreground, until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from launch.console import ConsoleReporter
+from launch.plan import Plan, make_plan
+from launch.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from common.config import Settings
+
+
+def serve(settings: Settings, start_timeout_s: float) -> int:
+    """Run a cluster until SIGINT or SIGTERM; 0 after a stop that was asked for.
+
+    Raises TriptychError where it cannot start, or cannot go on.
+    """
+    console = Console()
+    plan = make_plan(settings)
+    console.print(_announce(plan), highlight=False)
+    return asyncio.run(_serve(plan, console, start_timeout_s))
+
+
+def _announce(plan: Plan) -> str:
+    name, threads = plan.settings.served_model_name, plan.threads()
+    roles = sorted({role for _, role in plan.topology.workers()})
+    shares = ", ".join(f"{threads[role]} for each {role}" for role in roles)
+    why = "" if plan.info.media_kind else " (a text-only model: no encoder)"
+    return f"[bold]{name}[/] ({plan.info.architecture}) as [bold]{plan.topology}[/]{why}; CPU threads: {shares}"
+
+
+async def _serve(plan: Plan, console: Console, start_timeout_s: float) -> int:
+    supervisor = Supervisor(plan, ConsoleReporter(console, str(plan.topology)), start_timeout_s)
+    work = asyncio.ensure_future(_start_and_watch(supervisor, console))
+    asked_to_stop = _stop_on_signals(supervisor, work)
+    try:
+        await work
+    except asyncio.CancelledError:
+        if not asked_to_stop.is_set():
+            raise
+    return 0
+
+
+async def _start_and_watch(supervisor: Supervisor, console: Console) -> None:
+    await supervisor.start()
+    try:
+        base_url = supervisor.plan.base_url
+        console.print(f"OpenAI API at [bold]{base_url}/v1[/] · try: triptych request --url {base_url} --prompt Hello")
+        await supervisor.watch()
+    finally:
+        await supervisor.stop()
+
+
+def _stop_on_signals(supervisor: Supervisor, work: asyncio.Future[None]) -> asyncio.Event:
+    """The first signal cancels the work, which then stops the cluster; the second one kills what is left."""
+    asked = asyncio.Event()
+
+    def on_signal() -> None:
+        if asked.is_set():
+            supervisor.kill_now()
+            return
+        asked.set()
+        work.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        with contextlib.suppress(NotImplementedError):
+            loop.add_signal_handler(number, on_signal)
+    return asked

@@ -1,0 +1,187 @@
+"""Runs the processes of one local cluster: starts them together, waits for them, replaces the dead, ends them all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.errors import TriptychError
+from launch.children import Child
+from launch.instance import Instance, Reporter, SilentReporter
+from launch.plan import Plan
+
+if TYPE_CHECKING:
+    from broker.embedded import EmbeddedBroker
+
+STOP_GRACE_S = 3.0
+"""Time for a clean stop before a process is killed; with what follows, a stop stays under five seconds."""
+START_TIMEOUT_S = 300.0
+_POLL_S = 0.1
+
+
+class Supervisor:
+    """The processes of one `Plan`; everything here runs in one event loop.
+
+    `start`, then `watch` until something ends it, then `stop`; `kill_now` cuts a stop short.
+    """
+
+    def __init__(self, plan: Plan, reporter: Reporter | None = None, start_timeout_s: float = START_TIMEOUT_S) -> None:
+        self.plan = plan
+        self.instances: list[Instance] = []
+        self._reporter = reporter or SilentReporter()
+        self._start_timeout_s = start_timeout_s
+        self._broker: EmbeddedBroker | None = None
+        self._logs: Path | None = None
+        self._keepers: list[asyncio.Task[None]] = []
+        self._readiness: asyncio.Task[None] | None = None
+        self._stop = asyncio.Event()
+        self._up = False
+        self._early_end: str | None = None
+        self._failed = False
+
+    async def start(self) -> None:
+        """Start everything and return once all instances are ready.
+
+        Raises TriptychError, with nothing left running, where one ends before it is ready or the deadline passes.
+        """
+        began = time.monotonic()
+        try:
+            broker_url = await self._prepare()
+            self._keepers = [asyncio.create_task(self._keep(instance)) for instance in self.instances]
+            self._readiness = asyncio.create_task(self._watch_readiness(broker_url))
+            await self._wait_until_ready(began)
+        except BaseException as error:
+            self._failed = isinstance(error, Exception)  # and not a person's Ctrl-C
+            await self.stop()
+            raise
+        self._up = True
+        self._reporter.started(self.instances, self.plan.base_url, time.monotonic() - began)
+
+    async def watch(self) -> None:
+        """Return only by raising TriptychError("unavailable"), where the cluster cannot go on."""
+        while True:
+            await asyncio.sleep(1.0)
+            if self._broker is not None and not self._broker.running:
+                self._failed = True
+                raise TriptychError("unavailable", f"the embedded broker has ended: {self._broker.log_tail()}")
+
+    async def stop(self) -> None:
+        """End every process within five seconds; remove what the cluster had in files and in the broker."""
+        self._reporter.stopping()
+        self._stop.set()
+        killed = await self._end_processes()
+        if self._readiness is not None:
+            self._readiness.cancel()
+            await asyncio.gather(self._readiness, return_exceptions=True)
+        await self._leave_broker()
+        keep_logs = self._failed or bool(killed) or any(instance.state == "restarting" for instance in self.instances)
+        if self._logs is not None and not keep_logs:
+            shutil.rmtree(self._logs, ignore_errors=True)
+        for instance in self.instances:
+            instance.state = "stopped"
+        self._reporter.stopped(killed, str(self._logs) if self._logs and keep_logs else None)
+
+    def kill_now(self) -> None:
+        """End every process at once; `stop` goes on and cleans up."""
+        for instance in self.instances:
+            if instance.child is not None:
+                instance.child.kill()
+
+    async def _prepare(self) -> str:
+        """The broker's URL (started here unless one was given), the folder of logs, and what is going to run."""
+        from launch.readiness import check_broker
+
+        broker_url = self.plan.settings.broker
+        if broker_url is None:
+            from broker.embedded import EmbeddedBroker
+
+            self._broker = EmbeddedBroker()
+            broker_url = self._broker.start()
+        else:
+            await check_broker(broker_url, self.plan)
+        self._logs = Path(tempfile.mkdtemp(prefix="triptych-"))
+        self.instances = self.plan.instances(broker_url, self._logs)
+        return broker_url
+
+    async def _keep(self, instance: Instance) -> None:
+        """Run one instance until the cluster stops, starting it again after every end that nobody asked for."""
+        while not self._stop.is_set():
+            instance.child = child = await Child.start(instance.command)
+            instance.started_s, instance.state = time.monotonic(), "starting"
+            if self._stop.is_set():
+                child.terminate()
+            how = await child.wait()
+            if self._stop.is_set():
+                return
+            instance.state, instance.past_epoch = "restarting", instance.epoch
+            if not self._up:
+                self._early_end = f"{instance.id} ended before it was ready ({how})\n{_indent(child.log_tail())}"
+                return
+            delay_s = instance.backoff.after_life_of(instance.age_s)
+            self._reporter.died(instance, how, child.log_tail(), delay_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), delay_s)
+            instance.restarts += 1
+
+    async def _watch_readiness(self, broker_url: str) -> None:
+        """Move instances from starting to ready, at the start and after every restart."""
+        from launch.readiness import ReadinessProbe
+
+        async with ReadinessProbe(broker_url, self.plan.settings.cluster) as probe:
+            while True:
+                for instance in await probe.newly_ready(self.instances):
+                    instance.state = "ready"
+                    if self._up:
+                        self._reporter.recovered(instance)
+                await asyncio.sleep(_POLL_S if not self._up else 5 * _POLL_S)
+
+    async def _wait_until_ready(self, began: float) -> None:
+        while not all(instance.state == "ready" for instance in self.instances):
+            elapsed_s = time.monotonic() - began
+            self._reporter.waiting(self.instances, elapsed_s)
+            if self._early_end is not None:
+                raise TriptychError("unavailable", self._early_end)
+            for task in (self._readiness, *self._keepers):
+                if task is not None and task.done() and not task.cancelled() and task.exception() is not None:
+                    await task
+            if elapsed_s > self._start_timeout_s:
+                raise TriptychError("timeout", self._describe_delay())
+            await asyncio.sleep(_POLL_S)
+
+    def _describe_delay(self) -> str:
+        """Which instances were not ready in time, with the last lines of their logs."""
+        late = [instance for instance in self.instances if instance.state != "ready"]
+        names = ", ".join(instance.id for instance in late)
+        logs = [f"{i.id}:\n{_indent(i.child.log_tail())}" for i in late if i.child is not None]
+        return f"not ready within {self._start_timeout_s:g} s: {names}\n" + "\n".join(logs)
+
+    async def _end_processes(self) -> list[str]:
+        """SIGTERM to all at once, SIGKILL to those that take too long; the ids of these."""
+        keepers = [task for task in self._keepers if not task.done()]
+        for instance in self.instances:
+            if instance.child is not None:
+                instance.child.terminate()
+        late: set[asyncio.Task[None]] = set()
+        if keepers:
+            _, late = await asyncio.wait(keepers, timeout=STOP_GRACE_S)
+        killed = [i.id for i in self.instances if i.child is not None and i.child.running]
+        self.kill_now()
+        await asyncio.gather(*late, return_exceptions=True)
+        return killed
+
+    async def _leave_broker(self) -> None:
+        from launch.readiness import forget_instances
+
+        if self._broker is not None:
+            await asyncio.to_thread(self._broker.stop)
+        elif self.plan.settings.broker is not None and self.instances:
+            await forget_instances(self.plan.settings.broker, self.plan.settings.cluster, self.instances)
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines()) or "    (it wrote nothing)"
