@@ -20,6 +20,7 @@ from common.sampling_params import SamplingParams
 from engine.cache.block_manager import BlockManager
 from engine.cache.block_pool import BlockPool, IntegrityError
 from engine.cache.encoder_cache import EncoderCacheManager
+from engine.counters import encoder_computations
 from engine.device import DTYPES
 from engine.events import Event, InputMetadata, RequestFailed, TokensReady
 from engine.request import Request
@@ -323,7 +324,7 @@ class DecoderEngine:
             "inputs_granted": self.intake.num_granted,
             "last_step_tokens": self._last_step_tokens,
             "weight_bytes": self.runner.load_report.parameter_bytes,
-            "encoder_computations": 0,
+            "encoder_computations": encoder_computations.value,
         }
         totals = {**self.counters, **self.intake.counters}
         totals |= {"preemptions": self.scheduler.num_preemptions}
