@@ -59,3 +59,7 @@ class TriptychError(Exception):
     def __init__(self, code: ErrorCode, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.info = ErrorInfo(code, message, param)
+
+    def __reduce__(self) -> tuple[type[TriptychError], tuple[ErrorCode, str, str | None]]:
+        """Survives a process pool, whose results travel pickled between a parent and its own children."""
+        return type(self), (self.info.code, self.info.message, self.info.param)
