@@ -1,0 +1,127 @@
+"""`python -m launch.bench`: the command that makes docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from common.errors import TriptychError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from common.messages import Span
+    from launch.bench.measure import Schedule
+    from launch.bench.systems import System
+    from launch.bench.with_cluster import ClusterSystem
+    from launch.bench.workloads import Workload
+
+WEIGHTS = Path(__file__).resolve().parents[2] / ".cache" / "weights"
+DEFAULT_MODELS = (str(WEIGHTS / "smollm2-135m"), str(WEIGHTS / "whisper-tiny.en"), "signpost")
+HANDOFFS = 50
+
+
+def bench(
+    models: Annotated[list[str] | None, typer.Argument(help="Folders, hub ids or bundled names.")] = None,
+    in_flight: Annotated[str, typer.Option(help="Requests at once, with commas.")] = "1,8,32",
+    repetitions: Annotated[int, typer.Option(min=1, help="Turns of every system at every number in flight.")] = 3,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or auto, for every system.")] = "float32",
+    topology: Annotated[str | None, typer.Option(help="Of the cluster; 1e1pd, or 1pd for text.")] = None,
+    note: Annotated[list[str] | None, typer.Option(help="A sentence about this run, for the page.")] = None,
+    write: Annotated[Path | None, typer.Option(help="A page to write into, between its marks.")] = None,
+) -> None:
+    """Measure a cluster against LLM and against transformers' generate.
+
+    The default models are what the tests run on: `python -m tests.weights` makes the folders of SmolLM2-135M and
+    Whisper tiny.en, `signpost` is bundled. A quick look at one of them:
+
+        python -m launch.bench signpost --in-flight 1,8 --repetitions 1
+
+    The whole page, half an hour on two cores:
+
+        python -m launch.bench --write docs/benchmarks.md
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: idle threads must not spin beside workers
+    from launch.bench import report
+    from launch.bench.measure import Schedule
+
+    schedule = Schedule([int(part) for part in in_flight.split(",")], repetitions)
+    sections = [
+        section for model in models or DEFAULT_MODELS for section in _sections(model, dtype, topology, schedule)
+    ]
+    command = shlex.join(["python", "-m", "launch.bench", *(_relative(argument) for argument in sys.argv[1:])])
+    measured = report.page(sections, command, note or [], datetime.now(tz=UTC).date())
+    if write is None:
+        print(measured)
+    else:
+        report.write_into(write, measured)
+
+
+def _sections(model: str, dtype: str, topology: str | None, schedule: Schedule) -> list[str]:
+    """The table of one model, and the way of a picture through the cluster if it takes pictures."""
+    from launch.bench import report
+    from launch.bench.handoff import hops
+    from launch.bench.measure import measure
+    from launch.bench.with_cluster import ClusterSystem
+    from launch.bench.workloads import make_workload
+
+    workload = make_workload(model)
+    cluster = ClusterSystem(workload.info, dtype, topology)
+    try:
+        systems = [*_in_process_systems(workload, dtype), cluster]
+        sections = [report.table(workload, measure(workload, systems, schedule, _progress))]
+        if workload.kind != "text":
+            timelines = _handoff_timelines(workload, cluster)
+            title = f"### {workload.name}: one input on its way, {len(timelines)} requests one after the other"
+            sections.append(f"{title}\n\n{report.hop_table(hops(timelines))}")
+        return sections
+    finally:
+        cluster.close()
+
+
+def _in_process_systems(workload: Workload, dtype: str) -> Sequence[System]:
+    from engine.device import DTYPES, choose_device, choose_dtype
+    from launch.bench.with_llm import LLMSystem
+    from launch.bench.with_transformers import TransformersSystem
+    from launch.cpus import available_cores
+
+    cores = available_cores()
+    if dtype != "auto" and dtype not in DTYPES:
+        raise TriptychError("invalid_request", f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}", "dtype")
+    chosen = DTYPES[dtype] if dtype != "auto" else choose_dtype("auto", choose_device("cpu"), workload.info)
+    return [TransformersSystem(workload.info, chosen, cores), LLMSystem(workload.info, dtype, cores)]
+
+
+def _handoff_timelines(workload: Workload, cluster: ClusterSystem) -> list[list[Span]]:
+    _progress(f"{workload.name}: {HANDOFFS} requests one after the other, for the hops")
+    outcomes = [cluster.run([request])[0] for request in workload.requests(HANDOFFS, seed=7)]
+    return cluster.timelines(outcomes)
+
+
+def _relative(argument: str) -> str:
+    """Paths as a reader has them: from the top of the checkout."""
+    path = Path(argument)
+    root = Path(__file__).resolve().parents[2]
+    return str(path.relative_to(root)) if path.is_absolute() and path.is_relative_to(root) else argument
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    try:
+        typer.run(bench)
+    except TriptychError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
