@@ -1,0 +1,63 @@
+# Everything here works from a clean clone: Python 3.11 or 3.12, make and a package index are enough.
+#   make demo    start a cluster with the bundled model, ask it about pictures, show what happened
+#   make test    linters, types, import contracts and all tests
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip
+# Without a GPU the CPU build of torch is enough, and CUDA packages (gigabytes) must not come along. CUDA=1 takes them.
+CUDA ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 1)
+CONSTRAINTS := $(if $(CUDA),,-c constraints-cpu.txt)
+# Idle OpenMP threads sleep: spinning ones starve the other processes on shared cores.
+export OMP_WAIT_POLICY := PASSIVE
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint format bench clean distclean
+
+help: ## Show this list.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/demo.stamp ## Start a cluster with the bundled model and ask it about pictures.
+	@$(BIN)/triptych demo $(ARGS)
+
+test: $(VENV)/test.stamp ## Lint, check types and layers, run all tests (ARGS goes to pytest).
+	@.ci/check lint pytest -- $(ARGS)
+
+lint: $(VENV)/test.stamp ## Linter, formatter, types and import contracts only.
+	@.ci/check lint
+
+format: $(VENV)/test.stamp ## Format the code and mend what the linter can.
+	@$(BIN)/ruff check --fix-only --quiet .
+	@$(BIN)/ruff format .
+
+bench: $(VENV)/test.stamp ## Measure throughput and latency (ARGS goes to the benchmark).
+	@$(BIN)/python -m launch.bench $(ARGS)
+
+clean: ## Remove caches and build output.
+	@rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info
+	@find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## Remove the virtual environment, too.
+	@rm -rf $(VENV)
+
+# The stamps are older than pyproject.toml after it changed: then the next target installs again.
+$(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
+	@echo "installing what the demo needs into $(VENV) …"
+	@$(PIP) install --quiet $(CONSTRAINTS) -e '.[worker,broker]'
+	@touch $@
+
+$(VENV)/test.stamp: $(VENV)/torch.stamp pyproject.toml
+	@echo "installing what the tests need into $(VENV) …"
+	@$(PIP) install --quiet $(CONSTRAINTS) -e '.[worker,broker,test]'
+	@touch $(VENV)/demo.stamp $@
+
+# Looks before it leaps: where the index would send a CUDA build of torch to a machine without a GPU, say so and stop.
+$(VENV)/torch.stamp: $(BIN)/python constraints-cpu.txt
+	@$(if $(CUDA),true,$(BIN)/python .ci/check_torch.py constraints-cpu.txt)
+	@touch $@
+
+$(BIN)/python:
+	@python=$$(.ci/find_python "$(PYTHON)") && echo "making $(VENV) with $$python …" && "$$python" -m venv $(VENV)
