@@ -35,7 +35,7 @@ class InputState(enum.Enum):
     CONSUMED = "consumed"  # prefilled: its values live in the KV cache, the encoder output is released
 
 
-@dataclass
+@dataclass(eq=False)
 class RequestInput:
     """One input of one request. `start` is where its expansion begins in the expanded prompt."""
 
@@ -57,7 +57,7 @@ class RequestInput:
         return sum(count for _, count in self.metadata.layout.expansion)
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """A request with one sequence. `arrival` orders requests; `instance` names the spans."""
 

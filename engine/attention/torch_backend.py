@@ -46,6 +46,9 @@ class TorchBackend(AttentionBackend):
 
     name = "torch"
 
+    def __init__(self) -> None:
+        self._gathered: list[torch.Tensor] = []  # keys and values; kept, because fresh pages cost more than the copy
+
     def plan(self, metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> _Plan:
         num_batched = self._num_batched(metadata)
         blocks = mask = None
@@ -92,11 +95,21 @@ class TorchBackend(AttentionBackend):
         num_kv_heads = cache.shape[3]
         assert plan.batched_blocks is not None
         keys, values = (
-            cache[side].index_select(0, plan.batched_blocks).view(num, -1, num_kv_heads, head_dim).transpose(1, 2)
-            for side in (0, 1)
+            gathered.view(num, -1, num_kv_heads, head_dim).transpose(1, 2)
+            for gathered in self._gather(cache, plan.batched_blocks)
         )
         grouped = query.view(num, num_kv_heads, num_heads // num_kv_heads, head_dim)
         return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=plan.batched_mask).reshape(query.shape)
+
+    def _gather(self, cache: torch.Tensor, blocks: torch.Tensor) -> list[torch.Tensor]:
+        """Keys and values of the blocks, 2 x [len(blocks), *cache.shape[2:]]; valid until the next call."""
+        shape = (len(blocks), *cache.shape[2:])
+        size = blocks.numel() * cache[0, 0].numel()
+        if not self._gathered or self._gathered[0].numel() < size or self._gathered[0].dtype != cache.dtype:
+            self._gathered = [torch.empty(2 * size, dtype=cache.dtype, device=cache.device) for _ in (0, 1)]
+        return [
+            torch.index_select(cache[side], 0, blocks, out=self._gathered[side][:size].view(shape)) for side in (0, 1)
+        ]
 
     def _run_row(self, query: torch.Tensor, cache: torch.Tensor, row: _Row) -> torch.Tensor:
         num_queries, num_heads, head_dim = query.shape
