@@ -1,18 +1,143 @@
-"""Media in, encoder inputs out: what runs in the process pool of an encoder worker."""
+"""Media in, encoder inputs out: what runs in the process pool of an encoder worker, and in `LLM`.
 
+`init_worker` once per process, then `process` per item. What an item will be as encoder output (its tokens, its
+bytes) is known here, before the encoder has run: that is what an encoder offers.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import sys
 from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
-import numpy as np
+import numpy.typing as npt
 
+from common.errors import TriptychError
 from common.messages import InputLayout
+from common.model_info import ModelInfo, load_model_info
+from engine.media.audio import decode_audio
+from engine.media.image import decode_image
+
+ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass
 class ProcessedInput:
-    """One media item ready for the encoder; shape, dtype and size are those of the encoder's output."""
+    """One media item, ready for the encoder. `shape` [num_encoder_tokens, hidden_size], `dtype` and `size_bytes` are
+    those of the encoder's output; `arrays` are its inputs by transformers' names, without a batch dimension."""
 
-    arrays: dict[str, np.ndarray]
+    arrays: dict[str, npt.NDArray[Any]]
     layout: InputLayout
     shape: tuple[int, ...]
     dtype: str
     size_bytes: int
+
+
+class Processor(Protocol):
+    """Media of one model: bytes to the encoder's inputs, their layout and the output's shape."""
+
+    kind: str
+
+    def __call__(self, media: bytes) -> tuple[dict[str, npt.NDArray[Any]], InputLayout, tuple[int, ...]]: ...
+
+
+@dataclass(frozen=True)
+class _Worker:
+    info: ModelInfo
+    dtype: str
+    processor: Processor
+
+
+_worker: _Worker | None = None
+
+
+def init_worker(model: str, dtype: str) -> None:
+    """Load a model's processor into this process; `dtype` is that of the encoder's output, such as "float32".
+
+    Raises TriptychError where the model takes no media, ValueError where the dtype is unknown or the preprocessor's
+    settings do not fit the model.
+    """
+    global _worker
+    if dtype not in ITEM_BYTES:
+        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(ITEM_BYTES)}")
+    info = load_model_info(model)
+    if info.media_kind is None:
+        raise TriptychError("invalid_request", f"{info.name} is a text model: it takes no media", "model")
+    processor: Processor = WhisperProcessor(info) if info.family == "whisper" else Qwen2_5_VLProcessor(info)
+    _worker = _Worker(info, dtype, processor)
+    if multiprocessing.parent_process() is not None and "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)  # the pool is the parallelism; the engine beside it needs the cores
+
+
+def process(kind: str, media: bytes) -> ProcessedInput:
+    """Decode and preprocess one media item.
+
+    Raises TriptychError: "bad_media" saying what is wrong with it, "invalid_request" for a kind that the model does not
+    take.
+    """
+    if _worker is None:
+        raise RuntimeError("process was called before init_worker")
+    if kind != _worker.processor.kind:
+        message = f"{_worker.info.name} takes {_worker.processor.kind}, not {kind}"
+        raise TriptychError("invalid_request", message, "messages")
+    arrays, layout, shape = _worker.processor(media)
+    size_bytes = math.prod(shape) * ITEM_BYTES[_worker.dtype]
+    return ProcessedInput(arrays, layout, shape, _worker.dtype, size_bytes)
+
+
+class Qwen2_5_VLProcessor:
+    """Pictures of any size to patches, row by row of merged squares; the grid is that of the merged patches."""
+
+    kind = "image"
+
+    def __init__(self, info: ModelInfo) -> None:
+        # Imported by its own name: the Auto classes import every model's, and the fast one needs torchvision.
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        self._process = Qwen2VLImageProcessorPil.from_pretrained(info.folder)
+        self._hidden_size = int(info.config["vision_config"]["out_hidden_size"])
+        self._token_id = int(info.config["image_token_id"])
+        merge_size = int(info.config["vision_config"].get("spatial_merge_size", 2))
+        if self._process.merge_size != merge_size:
+            raise ValueError(
+                f"the preprocessor of {info.name} merges {self._process.merge_size} patches, its encoder {merge_size}"
+            )
+
+    def __call__(self, media: bytes) -> tuple[dict[str, npt.NDArray[Any]], InputLayout, tuple[int, ...]]:
+        image = decode_image(media)
+        try:
+            output = self._process(images=image, return_tensors="np")
+        except ValueError as error:  # an aspect ratio that no resizing can save
+            message = f"a picture of {image.width} x {image.height} pixels cannot be used: {error}"
+            raise TriptychError("bad_media", message) from error
+        time, height, width = map(int, output["image_grid_thw"][0])
+        merge = self._process.merge_size
+        grid = (time, height // merge, width // merge)
+        num_tokens = math.prod(grid)
+        arrays = {"pixel_values": output["pixel_values"], "image_grid_thw": output["image_grid_thw"][0]}
+        return arrays, InputLayout(num_tokens, [(self._token_id, num_tokens)], grid), (num_tokens, self._hidden_size)
+
+
+class WhisperProcessor:
+    """Clips of at most one window (30 s) to a log-mel spectrogram, padded to the window."""
+
+    kind = "audio"
+
+    def __init__(self, info: ModelInfo) -> None:
+        from transformers.models.whisper.feature_extraction_whisper import WhisperFeatureExtractor
+
+        self._extract = WhisperFeatureExtractor.from_pretrained(info.folder)
+        self._shape = (int(info.config["max_source_positions"]), int(info.config["d_model"]))
+        if self._extract.nb_max_frames != 2 * self._shape[0]:  # its convolutions halve the frames
+            raise ValueError(
+                f"the feature extractor of {info.name} makes {self._extract.nb_max_frames} frames, "
+                f"its encoder takes {2 * self._shape[0]}"
+            )
+
+    def __call__(self, media: bytes) -> tuple[dict[str, npt.NDArray[Any]], InputLayout, tuple[int, ...]]:
+        rate = self._extract.sampling_rate
+        samples = decode_audio(media, rate, self._extract.chunk_length)
+        features = self._extract(samples, sampling_rate=rate, return_tensors="np")["input_features"][0]
+        return {"input_features": features}, InputLayout(self._shape[0], [], None), self._shape

@@ -108,7 +108,14 @@ class DecoderModel(nn.Module, ABC):
 
 
 class EncoderModel(ABC):
-    """An encoder that takes items of many requests in one batch."""
+    """An encoder that takes items of many requests in one batch. `module` is transformers' own."""
+
+    module: nn.Module
+    layout: CheckpointLayout
+
+    @abstractmethod
+    def finish_loading(self, device: torch.device) -> None:
+        """Compute on `device` what no checkpoint holds; called once its weights are in place."""
 
     @abstractmethod
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
@@ -123,11 +130,3 @@ class LoadReport:
     read_bytes: int
     parameter_bytes: int
     seconds: float
-
-
-def dtype_from_name(name: str) -> torch.dtype:
-    """torch.float32 of "float32". Raises ValueError for a name that is not a floating-point dtype of ours."""
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name not in dtypes:
-        raise ValueError(f"dtype {name!r} is not supported; supported: {', '.join(dtypes)}")
-    return dtypes[name]

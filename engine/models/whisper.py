@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from engine.models.base import AttentionContext, CheckpointLayout, DecoderModel, DecoderSpec, Sources, Zeros
 
 DECODER_LAYOUT = CheckpointLayout(prefixes={"model.decoder.": "", "decoder.": "", "proj_out.": "proj_out."})
-ENCODER_LAYOUT = CheckpointLayout(prefixes={"model.encoder.": "", "encoder.": ""})
 
 
 class WhisperDecoder(DecoderModel):

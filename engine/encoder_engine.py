@@ -1,0 +1,120 @@
+"""The encoder worker's engine: granted items in, encoder outputs out, in batches across requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from common.config import EngineConfig
+from common.errors import ErrorInfo
+from common.model_info import ModelInfo
+from common.telemetry import get_logger
+from engine.device import choose_device, choose_dtype
+from engine.models.registry import load_encoder
+from engine.processors import ProcessedInput
+from engine.scheduler.encoder import EncoderKey, EncoderScheduler
+
+log = get_logger()
+
+
+@dataclass(frozen=True)
+class EncoderResult:
+    """One item's output [num_encoder_tokens, hidden_size] on the engine's device, or why there is none.
+
+    `start_s` and `end_s` (Unix time) are those of its batch.
+    """
+
+    key: EncoderKey
+    tensor: torch.Tensor | None
+    error: ErrorInfo | None
+    start_s: float
+    end_s: float
+
+
+class EncoderEngine:
+    """Runs the encoder of one model. Single-threaded; loads encoder weights only.
+
+    Raises TriptychError("invalid_request") for a text model or a device that there is not, CheckpointError where the
+    weights do not fit the model.
+    """
+
+    def __init__(self, info: ModelInfo, config: EngineConfig, instance: str = "engine") -> None:
+        self.device = choose_device(config.device)
+        self.dtype = choose_dtype(config.dtype, self.device, info)
+        self.encoder, self.load_report = load_encoder(info, self.device, self.dtype)
+        self._log = log.bind(engine=instance)
+        self._scheduler = EncoderScheduler(config.encoder_batch_items, config.encoder_batch_bytes)
+        self._batches = self._items = self._failures = self._last_items = 0
+        self._seconds = 0.0
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+
+    def submit(self, key: EncoderKey, item: ProcessedInput) -> None:
+        """Queue a granted item. A key that waits already is replaced."""
+        self._scheduler.add(key, item)
+
+    def cancel(self, key: EncoderKey) -> None:
+        """Forget an item that waits; unknown keys are fine, it may be done already."""
+        self._scheduler.remove(key)
+
+    def has_work(self) -> bool:
+        return len(self._scheduler) > 0
+
+    def step(self) -> list[EncoderResult]:
+        """Encode one batch. Every item of it has a result: one that fails does not fail its neighbours."""
+        batch = self._scheduler.next_batch()
+        if not batch:
+            return []
+        start_s = time.time()
+        outputs = self._encode([item for _, item in batch])
+        end_s = time.time()
+        self._batches += 1
+        self._last_items = len(batch)
+        self._items += len(batch)
+        self._seconds += end_s - start_s
+        results = []
+        for (key, _), output in zip(batch, outputs, strict=True):
+            tensor, error = (None, output) if isinstance(output, ErrorInfo) else (output, None)
+            self._failures += error is not None
+            results.append(EncoderResult(key, tensor, error, start_s, end_s))
+        return results
+
+    def stats(self) -> dict[str, float]:
+        return {
+            "encoder_queue_items": len(self._scheduler),
+            "encoder_batches_total": self._batches,
+            "encoder_items_total": self._items,
+            "encoder_failures_total": self._failures,
+            "encoder_batch_items_last": self._last_items,
+            "encoder_seconds_total": self._seconds,
+        }
+
+    def _encode(self, items: Sequence[ProcessedInput]) -> list[torch.Tensor | ErrorInfo]:
+        """An output or an error per item; after an error the items are tried one by one."""
+        try:
+            outputs = self.encoder.encode(items)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            for item, output in zip(items, outputs, strict=True):
+                _check_promise(item, output)
+            return list(outputs)
+        except Exception as error:  # whatever one item makes the model raise must not reach the others
+            if len(items) > 1:
+                self._log.warning(
+                    "encoder batch failed, trying its items one by one", items=len(items), error=str(error)
+                )
+                return [self._encode([item])[0] for item in items]
+            self._log.exception("encoder failed", shape=items[0].shape)
+            return [ErrorInfo("internal_error", f"the encoder failed on this item: {error or type(error).__name__}")]
+
+
+def _check_promise(item: ProcessedInput, output: torch.Tensor) -> None:
+    """The room that the receiver has reserved is that of `item.shape` and `item.dtype`, computed before encoding."""
+    dtype = str(output.dtype).removeprefix("torch.")
+    if tuple(output.shape) != item.shape or dtype != item.dtype:
+        raise ValueError(
+            f"its output is {tuple(output.shape)} {dtype}, the preprocessor had announced {item.shape} {item.dtype}"
+        )
