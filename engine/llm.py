@@ -130,7 +130,7 @@ class LLM:
         from common import whisper_prompt
 
         token_ids, rules = whisper_prompt.build(self.info, self.text, language=language, prompt=prompt)
-        params = SamplingParams(temperature=0.0, max_tokens=self.info.max_model_len, **rules)
+        params = SamplingParams(**{"temperature": 0.0, **rules})
         request_id = self.add({"prompt_token_ids": token_ids, "multi_modal_data": {"audio": audio}}, params)
         return self._run([request_id])[0]
 
