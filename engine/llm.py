@@ -202,11 +202,12 @@ class LLM:
             return self.text.encode(prompt), []
         fields = cast(dict[str, Any], prompt)
         media: list[tuple[MediaKind, bytes]] = []
-        for kind, items in (fields.get("multi_modal_data") or {}).items():
-            if kind != self.info.media_kind:
-                raise TriptychError("invalid_request", f"{self.info.name} takes no {kind}", "multi_modal_data")
+        for given, items in (fields.get("multi_modal_data") or {}).items():
+            kind = self.info.media_kind
+            if kind is None or given != kind:
+                raise TriptychError("invalid_request", f"{self.info.name} takes no {given}", "multi_modal_data")
             many = items if isinstance(items, list) else [items]
-            media.extend((self.info.media_kind, _media_bytes(item)) for item in many)
+            media.extend((kind, _media_bytes(item)) for item in many)
         if "prompt_token_ids" in fields:
             return list(fields["prompt_token_ids"]), media
         return self.text.encode(fields["prompt"]), media
