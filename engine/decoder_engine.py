@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import time
+import warnings
 
 import torch
 
@@ -29,6 +30,9 @@ from engine.scheduler.decoder import DecoderScheduler, ScheduledStep
 from engine.scheduler.intake import InputIntake
 
 LEASE_S = 30.0
+
+# Received tensors are views of the message they came in, and only ever read.
+warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
 
 
 class DecoderEngine:
