@@ -1,7 +1,6 @@
 """The decoder engine: what one request gets does not depend on its neighbours, chunks, blocks or luck."""
 
 import time
-from pathlib import Path
 
 import pytest
 import torch
