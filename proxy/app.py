@@ -1,0 +1,177 @@
+"""The proxy process: the OpenAI API over HTTP in front, the cluster behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+import uvicorn
+from fastapi import FastAPI
+from redis.exceptions import RedisError
+
+from broker.redis_client import connect
+from broker.registry import Registry
+from common.config import Settings
+from common.errors import TriptychError
+from common.messages import InstanceRecord
+from common.model_info import ModelInfo, load_model_info
+from common.telemetry import get_logger, setup_logging
+from common.text import TextProcessor
+from proxy import errors
+from proxy.dispatch import Dispatcher
+from proxy.exchange import Admission
+from proxy.fetch import Fetcher
+from proxy.media import MediaIntake
+from proxy.metrics import ProxyMetrics
+from proxy.middleware import CountRequests
+from proxy.routes import make_router
+from proxy.service import Service
+from proxy.timeline import Timelines
+from proxy.workers import WorkerPool
+
+GRACE_S: Final = 2
+"""How long requests may still run after the signal to stop."""
+
+log = get_logger()
+
+
+def run(settings: Settings) -> int:
+    """Serve until SIGTERM or SIGINT. Returns 0 after a clean stop, 1 where the proxy could not start."""
+    instance_id = settings.instance_id or f"proxy-{uuid.uuid4().hex[:8]}"
+    setup_logging(settings.log_level, settings.log_format, instance_id)
+    try:
+        info = load_model_info(settings.model)
+        service = make_service(settings, info, instance_id)
+        listener = bind(settings.host, settings.port)
+    except TriptychError as error:
+        log.error("cannot start", error=error.info.message)
+        return 1
+    with listener:
+        asyncio.run(_serve_until_signal(service, listener))
+    return 0
+
+
+def make_service(settings: Settings, info: ModelInfo, instance_id: str) -> Service:
+    """Everything the endpoints need, not started yet.
+
+    Raises TriptychError where the model has no tokenizer or no broker is given.
+    """
+    if settings.broker is None:
+        raise TriptychError("invalid_request", "a proxy needs --broker redis://host:port", "broker")
+    metrics, timelines = ProxyMetrics(), Timelines()
+    return Service(
+        settings=settings,
+        info=info,
+        instance_id=instance_id,
+        text=TextProcessor(info),
+        dispatcher=Dispatcher(settings, metrics, timelines),
+        metrics=metrics,
+        timelines=timelines,
+        admission=Admission(settings.max_inflight, settings.request_timeout_s, metrics),
+    )
+
+
+def make_app(service: Service, port: int) -> FastAPI:
+    """The application. While it runs, `service` has its connections and the proxy is in the registry."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with connected(service, port):
+            yield
+
+    app = FastAPI(title="Triptych", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app.include_router(make_router(service))
+    app.add_middleware(CountRequests, metrics=service.metrics)
+    errors.install(app)
+    return app
+
+
+@asynccontextmanager
+async def connected(service: Service, port: int) -> AsyncIterator[None]:
+    """Open the connections of `service` (broker, workers, media downloads), and close them again."""
+    settings = service.settings
+    assert settings.broker is not None
+    redis = connect(settings.broker)
+    fetcher = Fetcher(settings)
+    service.intake = MediaIntake(settings, fetcher, service.metrics)
+    record = _own_record(service, port)
+    service.pool = WorkerPool(Registry(redis, settings.cluster), record, service.dispatcher)
+    await service.pool.start()
+    try:
+        yield
+    finally:
+        await service.pool.close()
+        await fetcher.close()
+        with contextlib.suppress(RedisError, OSError):
+            await redis.aclose()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 picks a free one. Raises TriptychError("invalid_request") where it is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        message = f"cannot listen on {host}:{port}: {error}; choose another --port, or 0 for a free one"
+        raise TriptychError("invalid_request", message, "port") from error
+
+
+class ProxyServer(uvicorn.Server):
+    """uvicorn without its own signal handlers, which would end the process by the signal after a clean stop."""
+
+    def __init__(self, app: FastAPI, admission: Admission) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="on",
+                timeout_graceful_shutdown=GRACE_S,
+                timeout_keep_alive=30,
+                ws="none",
+                server_header=False,
+            )
+        )
+        self._admission = admission
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def stop(self) -> None:
+        """Refuse what is new, give what runs GRACE_S, then end."""
+        self._admission.closing = True
+        self.should_exit = True
+
+
+async def _serve_until_signal(service: Service, listener: socket.socket) -> None:
+    port = int(listener.getsockname()[1])
+    server = ProxyServer(make_app(service, port), service.admission)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.stop)
+    log.info("serving", model=service.model_name, host=service.settings.host, port=port)
+    await server.serve(sockets=[listener])
+    log.info("stopped")
+
+
+def _own_record(service: Service, port: int) -> InstanceRecord:
+    settings = service.settings
+    host = settings.advertise_host or settings.host
+    return InstanceRecord(
+        instance_id=service.instance_id,
+        role="proxy",
+        epoch=time.time_ns(),
+        model=service.info.name,
+        fingerprint=service.info.fingerprint,
+        dtype="",
+        http_address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+        requests_address="",
+    )

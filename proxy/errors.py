@@ -1,0 +1,83 @@
+"""Errors as OpenAI's clients know them: {"error": {"message", "type", "param", "code"}}, everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from common.errors import ErrorInfo, TriptychError
+from common.telemetry import get_logger
+
+RETRY_AFTER_S: Final = 1
+_TYPES: Final = {404: "not_found_error", 429: "rate_limit_error"}
+
+log = get_logger()
+
+
+def error_body(info: ErrorInfo, status: int | None = None) -> dict[str, Any]:
+    """The JSON of an error; also the payload of an error event in a stream."""
+    status = status or info.http_status
+    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": info.message, "type": kind, "param": info.param, "code": info.code}}
+
+
+def error_response(info: ErrorInfo, status: int | None = None, headers: dict[str, str] | None = None) -> JSONResponse:
+    headers = dict(headers or {})
+    if info.code in ("overloaded", "unavailable"):
+        headers["Retry-After"] = str(RETRY_AFTER_S)
+    return JSONResponse(error_body(info, status), status or info.http_status, headers)
+
+
+def from_validation(error: ValidationError) -> TriptychError:
+    """The first thing that pydantic found wrong, with its place and its value."""
+    first = error.errors(include_url=False)[0]
+    param = field_path(first["loc"]) or None
+    if first["type"] == "json_invalid":
+        return TriptychError("invalid_request", f"the body is not valid JSON: {first['msg']}")
+    value = first.get("input")
+    shown = f", not {_short(value)}" if first["type"] not in ("missing", "extra_forbidden") else ""
+    message = first["msg"].removeprefix("Value error, ")
+    return TriptychError("invalid_request", f"{param or 'body'}: {message}{shown}", param)
+
+
+def field_path(loc: Sequence[int | str]) -> str:
+    """("messages", 0, "content") as messages[0].content; names of union members (in capitals) are left out."""
+    path = ""
+    for part in loc:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.replace("_", "a").isidentifier() and part.islower():
+            path += f".{part}" if path else part
+    return path
+
+
+def install(app: FastAPI) -> None:
+    """Make every error of `app` an OpenAI error, unknown routes and our own bugs included."""
+
+    @app.exception_handler(TriptychError)
+    async def on_known(request: Request, error: TriptychError) -> JSONResponse:
+        request_id = getattr(request.state, "request_id", None)
+        return error_response(error.info, headers={"x-request-id": request_id} if request_id else None)
+
+    @app.exception_handler(HTTPException)
+    async def on_http(request: Request, error: HTTPException) -> JSONResponse:
+        messages = {404: f"no route {request.url.path}", 405: f"{request.method} is not allowed here"}
+        message = messages.get(error.status_code, str(error.detail))
+        code = "not_found" if error.status_code == 404 else "invalid_request"
+        headers = dict(error.headers) if error.headers else None
+        return error_response(ErrorInfo(code, message), error.status_code, headers)  # type: ignore[arg-type]
+
+    @app.exception_handler(Exception)
+    async def on_bug(request: Request, error: Exception) -> JSONResponse:
+        log.error("unexpected error", path=request.url.path, exc_info=error)
+        return error_response(ErrorInfo("internal_error", "an unexpected error in the proxy; its log has the details"))
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

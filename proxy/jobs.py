@@ -1,0 +1,70 @@
+"""One request for the cluster, after HTTP and before the wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from common.hashing import content_hash
+from common.messages import InputSlot, MediaKind
+from common.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class MediaItem:
+    """One picture or clip. `param` is where it stood in the request, for error messages."""
+
+    kind: MediaKind
+    data: bytes = field(repr=False)
+    content_hash: str
+    param: str
+
+    @classmethod
+    def of(cls, kind: MediaKind, data: bytes, param: str) -> MediaItem:
+        return cls(kind, data, content_hash(kind, data), param)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a decoder generates from: a prompt with one placeholder per media item, the items, how to sample.
+
+    `request_id` is the id on the wire: the response's own, or one by `part_id` where a response needs several jobs.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int] = field(repr=False)
+    sampling: SamplingParams
+    slots: list[InputSlot] = field(default_factory=list)
+    media: list[MediaItem] = field(default_factory=list)
+
+    def after(self, token_ids: list[int]) -> Job:
+        """The rest of this job when `token_ids` have been generated already: they become part of the prompt."""
+        done = len(token_ids)
+        sampling = self.sampling
+        rest = msgspec.structs.replace(
+            sampling,
+            max_tokens=max(1, sampling.max_tokens - done),
+            prefix_allowed=sampling.prefix_allowed[done:],
+            begin_suppress_tokens=sampling.begin_suppress_tokens if done <= len(sampling.prefix_allowed) else (),
+        )
+        prompt = self.prompt_token_ids + token_ids
+        return Job(self.request_id, prompt, rest, self.slots, self.media)
+
+
+def part_id(response_id: str, part: int) -> str:
+    """The id of one of several jobs behind one response."""
+    return f"{response_id}.{part}"
+
+
+def response_id(request_id: str) -> str:
+    """The response that a job belongs to."""
+    return request_id.partition(".")[0]
+
+
+def make_slots(media: list[MediaItem], prompt_indices: list[int] | None) -> list[InputSlot]:
+    """Input slots in order; `prompt_indices` are the placeholders, None where the prompt has none."""
+    return [
+        InputSlot(index, item.kind, item.content_hash, None if prompt_indices is None else prompt_indices[index])
+        for index, item in enumerate(media)
+    ]

@@ -1,0 +1,47 @@
+"""Several token streams as one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def merge(generators: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
+    """What all of them yield, as it comes, with the index of the one it is from. They run side by side.
+
+    The first exception of any ends the whole; by whatever way this ends, all of them are closed.
+    """
+    queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue()
+    tasks = [asyncio.create_task(_pump(index, generator, queue)) for index, generator in enumerate(generators)]
+    try:
+        running = len(tasks)
+        while running:
+            event = await queue.get()
+            if isinstance(event, BaseException):
+                raise event
+            if event is None:
+                running -= 1
+            else:
+                yield event
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for generator in generators:  # those whose task was cancelled before it began
+            await generator.aclose()
+
+
+async def _pump(
+    index: int, generator: AsyncGenerator[T], queue: asyncio.Queue[tuple[int, T] | BaseException | None]
+) -> None:
+    try:
+        async with aclosing(generator):
+            async for item in generator:
+                queue.put_nowait((index, item))
+        queue.put_nowait(None)
+    except Exception as error:  # raised again by the reader
+        queue.put_nowait(error)

@@ -1,0 +1,40 @@
+"""What the proxy counts and measures, as Prometheus sees it."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+_LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+
+
+class ProxyMetrics:
+    """One set per application, with its own registry, so that two proxies in one process do not collide."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        r = self.registry
+        self.requests = Counter("triptych_proxy_requests", "HTTP requests ended.", ["endpoint", "status"], registry=r)
+        self.inflight = Gauge("triptych_proxy_inflight", "Admitted requests that have not ended.", registry=r)
+        self.flights = Gauge("triptych_proxy_flights", "Worker requests that have not ended.", registry=r)
+        self.ttft = Histogram(
+            "triptych_proxy_time_to_first_token_seconds", "Arrival to first token.", buckets=_LATENCY_S, registry=r
+        )
+        self.tpot = Histogram(
+            "triptych_proxy_time_per_output_token_seconds", "Mean gap after the first.", buckets=_TOKEN_S, registry=r
+        )
+        self.latency = Histogram(
+            "triptych_proxy_request_latency_seconds", "Arrival to last token.", buckets=_LATENCY_S, registry=r
+        )
+        self.prompt_tokens = Counter("triptych_proxy_prompt_tokens", "Prompt tokens, media included.", registry=r)
+        self.generation_tokens = Counter("triptych_proxy_generation_tokens", "Generated tokens.", registry=r)
+        self.retries = Counter(
+            "triptych_proxy_retries", "Repeated work: why it had to be sent again.", ["reason"], registry=r
+        )
+        self.aborts = Counter("triptych_proxy_aborts", "Jobs ended before the worker was done.", registry=r)
+        self.media_bytes = Counter("triptych_proxy_media_bytes", "Bytes of media taken in.", ["kind"], registry=r)
+        self.media_items = Counter("triptych_proxy_media_items", "Media items taken in.", ["kind"], registry=r)
+        self.workers = Gauge("triptych_proxy_workers", "Workers in use.", ["role"], registry=r)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)

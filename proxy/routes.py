@@ -1,0 +1,78 @@
+"""The HTTP routes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from common.errors import TriptychError
+from proxy.chat import chat_completions
+from proxy.completions import completions
+from proxy.service import Service
+from proxy.transcriptions import transcriptions
+
+
+def make_router(service: Service) -> APIRouter:
+    """All routes of the proxy over one service."""
+    router = APIRouter()
+    limit = service.settings.max_body_bytes
+    answer = service.admission.answer
+
+    @router.post("/v1/chat/completions")
+    async def _chat(request: Request) -> Response:
+        return await answer(request, "chatcmpl", limit, lambda exchange: chat_completions(service, exchange))
+
+    @router.post("/v1/completions")
+    async def _completions(request: Request) -> Response:
+        return await answer(request, "cmpl", limit, lambda exchange: completions(service, exchange))
+
+    @router.post("/v1/audio/transcriptions")
+    async def _transcriptions(request: Request) -> Response:
+        return await answer(request, "trsc", limit, lambda exchange: transcriptions(service, exchange))
+
+    @router.get("/v1/models")
+    async def _models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(service)]}
+
+    @router.get("/v1/models/{model:path}")
+    async def _one_model(model: str) -> dict[str, Any]:
+        service.check_model(model)
+        return _model(service)
+
+    @router.get("/v1/requests/{request_id}/timeline")
+    async def _timeline(request_id: str) -> dict[str, Any]:
+        timeline = service.timelines.get(request_id)
+        if timeline is None:
+            raise TriptychError("not_found", f"no timeline of {request_id!r}: unknown or too old", "request_id")
+        return timeline
+
+    @router.get("/health")
+    async def _health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @router.get("/ready")
+    async def _ready() -> Response:
+        problem = service.not_ready()
+        if problem is None:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "unavailable", "reason": problem}, status_code=503)
+
+    @router.get("/metrics")
+    async def _metrics() -> Response:
+        service.count_workers()
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+def _model(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.model_name,
+        "object": "model",
+        "created": int(service.started_s),
+        "owned_by": "triptych",
+        "max_model_len": service.max_model_len,
+    }

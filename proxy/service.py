@@ -1,0 +1,98 @@
+"""What the endpoints share: the model, the workers, the limits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+from common.config import Settings
+from common.errors import TriptychError
+from common.messages import Span
+from common.model_info import ModelInfo
+from common.text import TextProcessor
+from proxy.dispatch import Dispatcher
+from proxy.exchange import Admission, Exchange
+from proxy.generation import Delta, Generation
+from proxy.jobs import Job, response_id
+from proxy.media import MediaIntake
+from proxy.metrics import ProxyMetrics
+from proxy.timeline import Timelines
+from proxy.workers import WorkerPool
+
+
+@dataclass
+class Service:
+    """Everything an endpoint needs. Made once, before the proxy connects."""
+
+    settings: Settings
+    info: ModelInfo
+    instance_id: str
+    text: TextProcessor
+    dispatcher: Dispatcher
+    metrics: ProxyMetrics
+    timelines: Timelines
+    admission: Admission
+    pool: WorkerPool = field(init=False)
+    """Set while the proxy is connected, as is `intake`."""
+    intake: MediaIntake = field(init=False)
+    started_s: float = field(default_factory=time.time)
+
+    @property
+    def model_name(self) -> str:
+        return self.settings.served_model_name or self.info.name
+
+    @property
+    def max_model_len(self) -> int:
+        limit = self.settings.engine.max_model_len
+        return self.info.max_model_len if limit is None else min(limit, self.info.max_model_len)
+
+    def not_ready(self) -> str | None:
+        """Why requests cannot be served now; None if they can."""
+        if not self.pool.broker_reachable:
+            return "the broker does not answer"
+        decoders = self.pool.workers("prefill_decode")
+        if not decoders:
+            return "; ".join(["no decoder worker", *self._refusals()])
+        if self.info.media_kind is not None and not any(
+            self.pool.workers("encoder", matching=decoder) for decoder in decoders
+        ):
+            return "; ".join(["no encoder worker", *self._refusals()])
+        return None
+
+    def _refusals(self) -> list[str]:
+        return [f"{name} is not used: {why}" for name, why in self.pool.refused.items()]
+
+    def count_workers(self) -> None:
+        for role in ("encoder", "prefill_decode"):
+            self.metrics.workers.labels(role).set(len(self.pool.workers(role)))
+
+    def check_model(self, model: str | None) -> None:
+        """Raises TriptychError("model_not_found") for a model that is not served here."""
+        if model is not None and model != self.model_name:
+            message = f"the model {model!r} does not exist here; this server serves {self.model_name!r}"
+            raise TriptychError("model_not_found", message, "model")
+
+    def token_limit(self, num_prompt_tokens: int, wanted: int | None, param: str) -> int:
+        """How many tokens may be generated: what was asked for, or the rest of the context.
+
+        Media are counted as one token each here; the worker, which knows their size, has the last word.
+        Raises TriptychError("context_length_exceeded") where prompt and answer cannot fit.
+        """
+        limit = self.max_model_len
+        if num_prompt_tokens >= limit or (wanted is not None and num_prompt_tokens + wanted > limit):
+            asked = "" if wanted is None else f" and {wanted} to generate"
+            message = f"the context of {limit} tokens is too short for {num_prompt_tokens} prompt tokens{asked}"
+            raise TriptychError("context_length_exceeded", f"{message}; shorten the prompt or lower max_tokens", param)
+        return wanted if wanted is not None else limit - num_prompt_tokens
+
+    def generation(self, job: Job, exchange: Exchange) -> Generation:
+        return Generation(job, self.text, self.metrics, exchange.arrival_s)
+
+    def deltas(self, generation: Generation, exchange: Exchange) -> AsyncGenerator[Delta]:
+        """Start a job; the text of it, to its end or until closed. The timeline's bar "proxy" ends here."""
+        job = generation.job
+        timeline = response_id(job.request_id)
+        if self.timelines.open(timeline):
+            self.timelines.add(timeline, [Span("proxy", self.instance_id, exchange.arrival_s, time.time())])
+        return generation.deltas(self.dispatcher.run(self.pool, job, exchange.deadline_s))
