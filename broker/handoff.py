@@ -58,9 +58,9 @@ class Handoff:
 class HandoffSender:
     """All handoffs that start at this instance."""
 
-    def __init__(self, own: InstanceRecord, channels: ChannelSender, tensors: TensorSender, timeout_s: float) -> None:
-        """`timeout_s` bounds each single wait; an offer's own deadline bounds them all."""
-        self._own = own
+    def __init__(self, channels: ChannelSender, tensors: TensorSender, timeout_s: float) -> None:
+        """`timeout_s` bounds each single wait; an offer's own deadline bounds them all. Set `own` before the first."""
+        self.own: InstanceRecord | None = None
         self._channels = channels
         self._tensors = tensors
         self._timeout_s = timeout_s
@@ -79,9 +79,11 @@ class HandoffSender:
         Raises TriptychError: "unavailable" where the receiver is gone, does not fit, or has cancelled; "timeout"
         where it did not answer in time; and whatever the receiver says where it refuses.
         """
+        if self.own is None:
+            raise TriptychError("internal_error", "an offer before this instance knows its own record")
         if receiver is None or not receiver.tensor_address:
             raise self._ended("unavailable", TriptychError("unavailable", "the receiving instance is not registered"))
-        if (why := incompatibility(self._own, receiver)) is not None:
+        if (why := incompatibility(self.own, receiver)) is not None:
             raise self._ended("incompatible", TriptychError("unavailable", f"cannot hand over: {why}"))
         key = key_of(offer)
         if key in self._handoffs:
@@ -121,9 +123,7 @@ class HandoffSender:
             if (shape, dtype, data.nbytes) != (offer.shape, offer.dtype, offer.size_bytes):
                 what = f"made {shape} {dtype}, {data.nbytes} bytes; offered {offer.shape} {offer.dtype}"
                 raise self._ended("mismatch", TriptychError("internal_error", f"the encoder {what}"))
-            header = TensorHeader(
-                *key_of(offer), self._own.instance_id, receiver.epoch, shape, dtype, size_bytes=data.nbytes
-            )
+            header = TensorHeader(*key_of(offer), offer.sender, receiver.epoch, shape, dtype, size_bytes=data.nbytes)
             handoff.state = "sent"
             handoff.mark("tensor_sent")
             await self._tensors.send(receiver.tensor_address, header, data, self._timeout_s)

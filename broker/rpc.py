@@ -8,7 +8,9 @@ does not take its messages is treated as gone.
 
 from __future__ import annotations
 
+import asyncio
 from types import TracebackType
+from typing import Any, cast
 
 import zmq
 import zmq.asyncio
@@ -61,14 +63,15 @@ class WorkerServer:
                 self.num_invalid += 1
                 log.warning("dropped a message on the request socket", error=error.info.message)
 
-    async def send(self, proxy: bytes, message: FromWorker) -> bool:
-        """Send to one proxy; False if it is gone or takes nothing any more."""
-        try:
-            await self._socket.send_multipart([proxy, encode(message)], flags=zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                raise
+    def send(self, proxy: bytes, message: FromWorker) -> bool:
+        """Send to one proxy, at once and in order; False if it is gone or takes nothing any more."""
+        # A non-blocking send of an asyncio socket is over when it returns; its future only holds the outcome.
+        sent = self._socket.send_multipart([proxy, encode(message)], flags=zmq.NOBLOCK)
+        error = cast("asyncio.Future[Any]", sent).exception()
+        if isinstance(error, zmq.ZMQError) and error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
             return False
+        if error is not None:
+            raise error
         return True
 
     def close(self) -> None:

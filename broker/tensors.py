@@ -16,7 +16,7 @@ import zmq
 import zmq.asyncio
 
 from common.errors import TriptychError
-from common.messages import TensorHeader, decode_tensor_header, encode
+from common.messages import Offer, TensorHeader, decode_tensor_header, encode
 from common.telemetry import get_logger
 
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int32": 4, "uint8": 1}
@@ -39,15 +39,15 @@ class ReceivedTensor:
     fault: str | None
 
 
-def payload_fault(header: TensorHeader, num_bytes: int) -> str | None:
-    """Why a header and a payload of `num_bytes` cannot belong together; None if they can."""
-    item_bytes = ITEM_BYTES.get(header.dtype)
+def payload_fault(message: TensorHeader | Offer, num_bytes: int) -> str | None:
+    """Why what a message says of a tensor does not fit `num_bytes` of it, or itself; None if it does."""
+    item_bytes = ITEM_BYTES.get(message.dtype)
     if item_bytes is None:
-        return f"dtype {header.dtype!r} is none of {', '.join(ITEM_BYTES)}"
-    expected = math.prod(header.shape) * item_bytes
-    if not expected == header.size_bytes == num_bytes:
-        shape = f"shape {header.shape} of {header.dtype} is {expected} bytes"
-        return f"{shape}, the header says {header.size_bytes}, {num_bytes} came"
+        return f"dtype {message.dtype!r} is none of {', '.join(ITEM_BYTES)}"
+    expected = math.prod(message.shape) * item_bytes
+    if not expected == message.size_bytes == num_bytes:
+        shape = f"shape {message.shape} of {message.dtype} is {expected} bytes"
+        return f"{shape}, the message says {message.size_bytes}, there are {num_bytes}"
     return None
 
 

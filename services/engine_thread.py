@@ -1,0 +1,159 @@
+"""The one thread that an engine lives on. It meets the asyncio loop at two queues and nowhere else:
+
+    loop  -- commands (inbound queue) -->  engine thread  -- events (outbound queue) -->  loop
+
+The thread sleeps on the inbound queue while the engine has nothing to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from common.errors import TriptychError
+from common.telemetry import get_logger
+
+log = get_logger()
+
+
+class Engine(Protocol):
+    """What both engines share."""
+
+    def has_work(self) -> bool: ...
+
+    def stats(self) -> dict[str, float]: ...
+
+
+E = TypeVar("E", bound=Engine)
+Event = TypeVar("Event")
+T = TypeVar("T")
+
+
+class EngineThread(Generic[E, Event]):
+    """Builds an engine on a thread of its own and drives it there: drain commands, step, hand out events.
+
+    `loaded` ends when the engine is built, `ended` when the thread has ended: with None after `stop`, with the
+    exception that killed it otherwise.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], E],
+        step: Callable[[E], list[Event]],
+        next_deadline_s: Callable[[E], float | None],
+        on_events: Callable[[list[Event]], None],
+    ) -> None:
+        """`step` and `next_deadline_s` (Unix time) run on the engine's thread, `on_events` on the loop's."""
+        self._build = build
+        self._step = step
+        self._next_deadline_s = next_deadline_s
+        self._on_events = on_events
+        self._loop = asyncio.get_running_loop()
+        self._inbound: queue.SimpleQueue[Callable[[E], None] | None] = queue.SimpleQueue()
+        self._outbound: deque[list[Event]] = deque()
+        self._busy_since_s: float | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.loaded: asyncio.Future[None] = self._loop.create_future()
+        self.ended: asyncio.Future[BaseException | None] = self._loop.create_future()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, command: Callable[[E], None]) -> None:
+        """Queue a command. A TriptychError that it raises is logged; anything else ends the thread."""
+        self._inbound.put(command)
+
+    async def call(self, function: Callable[[E], T], timeout_s: float) -> T:
+        """Run `function` between two steps and return what it returns. Raises TimeoutError after `timeout_s`."""
+        answer: asyncio.Future[T] = self._loop.create_future()
+
+        def command(engine: E) -> None:
+            result = function(engine)
+            self._post(lambda: None if answer.done() else answer.set_result(result))
+
+        self.submit(command)
+        async with asyncio.timeout(timeout_s):
+            return await answer
+
+    def stop(self) -> None:
+        """Ask the thread to end after the step it is in; what is queued behind is dropped."""
+        self._inbound.put(None)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread to end; blocks the caller. True if it has."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def num_waiting(self) -> int:
+        return self._inbound.qsize()
+
+    @property
+    def busy_s(self) -> float:
+        """How long the current turn (commands and step) has lasted; 0 while the thread waits."""
+        since_s = self._busy_since_s
+        return 0.0 if since_s is None else time.monotonic() - since_s
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            engine = self._build()
+            self._post(self._set_loaded)
+            while self._turn(engine):
+                pass
+        except BaseException as caught:
+            error = caught
+            log.error("the engine thread has died", exc_info=True)
+        self._post(lambda: self.ended.set_result(error))
+
+    def _turn(self, engine: E) -> bool:
+        commands = self._take(engine)
+        self._busy_since_s = time.monotonic()
+        for command in commands:
+            if command is None:
+                return False
+            try:
+                command(engine)
+            except TriptychError as error:
+                log.warning("the engine refused a command", error=error.info.message)
+        events = self._step(engine)
+        self._busy_since_s = None
+        if events:
+            self._outbound.append(events)
+            self._post(self._hand_out)
+        return True
+
+    def _take(self, engine: E) -> list[Callable[[E], None] | None]:
+        """All queued commands; waits for one, or for the engine's next deadline, if it has nothing to do."""
+        commands = []
+        with contextlib.suppress(queue.Empty):
+            if not engine.has_work():
+                deadline_s = self._next_deadline_s(engine)
+                timeout_s = None if deadline_s is None else max(0.0, deadline_s - time.time())
+                commands.append(self._inbound.get(timeout=timeout_s))
+            while True:
+                commands.append(self._inbound.get_nowait())
+        return commands
+
+    def _hand_out(self) -> None:
+        while self._outbound:
+            self._on_events(self._outbound.popleft())
+
+    def _set_loaded(self) -> None:
+        if not self.loaded.done():
+            self.loaded.set_result(None)
+
+    def _post(self, callback: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to tell
+            self._loop.call_soon_threadsafe(callback)

@@ -1,0 +1,74 @@
+"""What the shell gives to the role that it runs, and what it expects of it."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import zmq.asyncio
+
+from broker.channels import ChannelName, ChannelSender, Delivery
+from broker.registry import Registry
+from broker.rpc import WorkerServer
+from common.config import Settings
+from common.messages import FromWorker, InstanceRecord, Role, ToWorker
+from common.model_info import ModelInfo
+from services.engine_thread import EngineThread
+from services.hops import HopRecorder
+from services.metrics import WorkerMetrics
+from services.proxies import ProxyWatch
+
+
+@dataclass(frozen=True)
+class Links:
+    """The connections of one worker process, and where it notes what happens."""
+
+    settings: Settings
+    info: ModelInfo
+    instance_id: str
+    epoch: int
+    host: str
+    dtype: str
+    context: zmq.asyncio.Context
+    registry: Registry
+    channels: ChannelSender
+    server: WorkerServer
+    proxies: ProxyWatch
+    metrics: WorkerMetrics
+    hops: HopRecorder
+
+    def reply(self, request_id: str, message: FromWorker) -> None:
+        """Send to the proxy that owns the request; nobody gets it if the request is unknown."""
+        proxy = self.proxies.owner(request_id)
+        if proxy is not None and not self.server.send(proxy, message):
+            self.proxies.mark_gone(proxy)
+
+
+class RoleService(Protocol):
+    """One role of a worker. All methods are called on the loop; those without `async` return at once."""
+
+    role: ClassVar[Role]
+    channels: ClassVar[tuple[ChannelName, ...]]
+    """The channels that this role reads."""
+    tensor_address: str
+    """Where it takes tensors, as bound; empty if it takes none."""
+    thread: EngineThread[Any, Any]
+
+    async def start(self, own: InstanceRecord) -> None:
+        """The engine is loaded; get everything else ready."""
+
+    def tasks(self) -> list[Coroutine[Any, Any, None]]:
+        """What has to run as long as the worker does."""
+
+    def handle_request(self, proxy: bytes, message: ToWorker) -> None: ...
+
+    def handle_delivery(self, delivery: Delivery) -> None: ...
+
+    def abort(self, request_id: str) -> None:
+        """Free everything of a request, known or not."""
+
+    def review(self, instances: dict[str, InstanceRecord]) -> None:
+        """The registry as it is now; about once a second."""
+
+    def close(self) -> None: ...

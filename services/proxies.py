@@ -1,0 +1,56 @@
+"""Which proxy sent which request, and which proxies have fallen silent."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+SILENCE_S: Final = 10.0
+"""A proxy unheard of for so long is gone, and its requests with it; it sends a heartbeat every second."""
+_MAX_LOST: Final = 64
+
+
+class ProxyWatch:
+    """The request ids of each proxy (known by its ZMQ routing id), until they end or the proxy is gone."""
+
+    def __init__(self, silence_s: float = SILENCE_S) -> None:
+        self._silence_s = silence_s
+        self._last_heard_s: dict[bytes, float] = {}
+        self._owner: dict[str, bytes] = {}
+        self._lost: dict[bytes, list[str]] = {}  # what was dropped, in case its proxy comes back
+
+    def heard(self, proxy: bytes) -> list[str]:
+        """A sign of life. Returns the requests that were dropped since the last one: their proxy has to be told."""
+        self._last_heard_s[proxy] = time.monotonic()
+        return self._lost.pop(proxy, [])
+
+    def add(self, proxy: bytes, request_id: str) -> None:
+        self._owner[request_id] = proxy
+
+    def owner(self, request_id: str) -> bytes | None:
+        """The routing id of the proxy that answers go to; None for an ended or unknown request."""
+        return self._owner.get(request_id)
+
+    def remove(self, request_id: str) -> None:
+        self._owner.pop(request_id, None)
+
+    def mark_gone(self, proxy: bytes) -> None:
+        """Its connection does not take messages: the next `take_orphans` returns its requests."""
+        self._last_heard_s[proxy] = float("-inf")
+
+    def take_orphans(self) -> list[str]:
+        """Forget the proxies that are gone or have been silent for too long; returns the requests they leave."""
+        limit_s = time.monotonic() - self._silence_s
+        gone = {proxy for proxy, heard_s in self._last_heard_s.items() if heard_s < limit_s}
+        orphans = [request_id for request_id, proxy in self._owner.items() if proxy in gone]
+        for request_id in orphans:
+            self._lost.setdefault(self._owner.pop(request_id), []).append(request_id)
+        for proxy in gone:
+            del self._last_heard_s[proxy]
+        while len(self._lost) > _MAX_LOST:
+            del self._lost[next(iter(self._lost))]
+        return orphans
+
+    def __len__(self) -> int:
+        """Number of requests under way."""
+        return len(self._owner)

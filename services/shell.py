@@ -1,0 +1,243 @@
+"""The shell around an engine: what encoder and prefill-decode workers have in common.
+
+    HTTP (health, ready, metrics)        requests (ZMQ)      channels (Redis)      heartbeat
+              \\                               |                   |                  /
+               +------------------ one asyncio loop: the role ----------------------+
+                                    |  commands       ^  events
+                                    v                 |
+                                       engine thread
+
+Whatever part ends on its own ends the process: a worker is whole or gone, and others notice that it is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+import uuid
+from collections.abc import Callable
+from typing import Final
+
+import zmq.asyncio
+from redis.exceptions import RedisError
+
+from broker.channels import ChannelReader, ChannelSender
+from broker.redis_client import connect, wait_until_reachable
+from broker.registry import HEARTBEAT_S, Registry
+from broker.rpc import WorkerServer
+from common.config import Settings
+from common.errors import ErrorInfo, TriptychError
+from common.messages import Abort, Failed, Heartbeat, InstanceRecord
+from common.model_info import ModelInfo
+from common.telemetry import get_logger
+from services.addresses import advertised, resolve_host
+from services.hops import HopRecorder
+from services.http_server import HttpServer, make_app
+from services.links import Links, RoleService
+from services.metrics import WorkerMetrics
+from services.proxies import ProxyWatch
+
+BROKER_WAIT_S: Final = 30.0
+STUCK_S: Final = 60.0
+"""A step that lasts longer has hung."""
+STATS_WAIT_S: Final = 1.0
+JOIN_S: Final = 1.0
+
+log = get_logger()
+
+
+class Shell:
+    """One worker process, from its first socket to its last."""
+
+    def __init__(self, settings: Settings, info: ModelInfo, dtype: str, role: Callable[[Links], RoleService]) -> None:
+        """Bind the sockets and make the role. Must be called on the loop. Raises TriptychError or OSError."""
+        if settings.broker is None:
+            raise TriptychError("invalid_request", "a worker needs a broker: give --broker redis://host:port", "broker")
+        self._settings = settings
+        self._info = info
+        self._host = resolve_host(settings.host)
+        self._redis = connect(settings.broker)
+        self._reading = connect(settings.broker, retries=0)
+        self._registry = Registry(self._redis, settings.cluster)
+        self._context = zmq.asyncio.Context()
+        self._server = WorkerServer(self._context, self._host)
+        self._proxies = ProxyWatch()
+        self._last_contact_s = float("-inf")
+        self._registered = False
+        instance_id = settings.instance_id or f"worker-{uuid.uuid4().hex[:8]}"
+        self._links = Links(
+            settings=settings,
+            info=info,
+            instance_id=instance_id,
+            epoch=time.time_ns(),
+            host=self._host,
+            dtype=dtype,
+            context=self._context,
+            registry=self._registry,
+            channels=ChannelSender(self._redis, settings.cluster),
+            server=self._server,
+            proxies=self._proxies,
+            metrics=WorkerMetrics(),
+            hops=HopRecorder(),
+        )
+        self._role = role(self._links)
+        self._reader = ChannelReader(self._reading, settings.cluster, instance_id, self._role.channels)
+        app = make_app(
+            health=self.health, ready=self.ready, metrics=self._render_metrics, handoffs=self._links.hops.as_json
+        )
+        self._http = HttpServer(app, self._host, settings.port)
+        self._add_metrics()
+
+    async def run(self) -> int:
+        """Serve until SIGTERM or SIGINT (0), or until something breaks (1)."""
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        serving = asyncio.create_task(self._serve())
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        failed = serving.done()
+        for task in (serving, stopping):
+            task.cancel()
+        (error, _) = await asyncio.gather(serving, stopping, return_exceptions=True)
+        if failed:
+            self._report(error)
+        await self._close()
+        log.info("stopped", failed=failed)
+        return 1 if failed else 0
+
+    def health(self) -> str | None:
+        """Why this process should be restarted; None if it should not."""
+        thread = self._role.thread
+        if not thread.alive:
+            return "the engine thread is dead"
+        if thread.busy_s > STUCK_S:
+            return f"the engine has been in one step for {thread.busy_s:.0f} s"
+        return None
+
+    def ready(self) -> str | None:
+        """Why no request should be sent here; None if they may."""
+        if not self._role.thread.loaded.done():
+            return "the model is being loaded"
+        if not self._registered:
+            return "not registered yet"
+        if time.monotonic() - self._last_contact_s > 3 * HEARTBEAT_S:
+            return "the broker is not reachable"
+        return self.health()
+
+    async def _serve(self) -> None:
+        role = self._role
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._http.run())
+            group.create_task(self._watch_engine())
+            role.thread.start()
+            await wait_until_reachable(self._redis, BROKER_WAIT_S)
+            await role.thread.loaded
+            record = self._make_record()
+            await role.start(record)
+            await self._reader.open()
+            for coroutine in (self._links.channels.run(), self._reader.run(role.handle_delivery), *role.tasks()):
+                group.create_task(coroutine)
+            group.create_task(self._take_requests())
+            await self._registry.register(record)
+            self._registered = True
+            self._last_contact_s = time.monotonic()
+            log.info("ready", role=role.role, http=record.http_address, requests=record.requests_address)
+            group.create_task(self._beat())
+
+    async def _watch_engine(self) -> None:
+        error = await asyncio.shield(self._role.thread.ended)
+        raise error or TriptychError("internal_error", "the engine thread has stopped")
+
+    async def _take_requests(self) -> None:
+        while True:
+            proxy, message = await self._server.receive()
+            for request_id in self._proxies.heard(proxy):
+                error = ErrorInfo("unavailable", f"{self._links.instance_id} had lost its connection to the proxy")
+                self._server.send(proxy, Failed(request_id, error))
+            if isinstance(message, Abort):
+                if self._proxies.owner(message.request_id) in (None, proxy):
+                    self._abort(message.request_id)
+            elif not isinstance(message, Heartbeat):
+                self._role.handle_request(proxy, message)
+
+    def _abort(self, request_id: str) -> None:
+        self._proxies.remove(request_id)
+        self._role.abort(request_id)
+
+    async def _beat(self) -> None:
+        """Once a second: tell the registry, look around, drop what silent proxies have left."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            for request_id in self._proxies.take_orphans():
+                log.warning("request dropped: its proxy is silent", request=request_id)
+                self._role.abort(request_id)
+            try:
+                await self._registry.heartbeat(outstanding=len(self._proxies))
+                await self._reader.keep_alive()
+                self._role.review(await self._registry.instances())
+                self._last_contact_s = time.monotonic()
+            except RedisError as error:
+                log.warning("no heartbeat", error=str(error))
+
+    def _make_record(self) -> InstanceRecord:
+        settings = self._settings
+        return InstanceRecord(
+            instance_id=self._links.instance_id,
+            role=self._role.role,
+            epoch=self._links.epoch,
+            model=self._info.name,
+            fingerprint=self._info.fingerprint,
+            dtype=self._links.dtype,
+            http_address=advertised(f"http://{self._host}:{self._http.port}", settings.advertise_host),
+            requests_address=advertised(self._server.address, settings.advertise_host),
+            tensor_address=advertised(self._role.tensor_address, settings.advertise_host),
+        )
+
+    def _add_metrics(self) -> None:
+        metrics, role, channels = self._links.metrics, self._role, self._links.channels
+        metrics.gauges["requests_outstanding"] = lambda: len(self._proxies)
+        metrics.gauges["engine_busy_seconds"] = lambda: role.thread.busy_s
+        metrics.gauges["channel_messages_waiting"] = lambda: channels.num_waiting
+        metrics.tallies["dropped_messages"] = lambda: {
+            "invalid_request": self._server.num_invalid,
+            "invalid_channel": self._reader.num_invalid,
+            "undeliverable": channels.num_dropped,
+        }
+
+    async def _render_metrics(self) -> bytes:
+        """Numbers of this moment if the engine answers soon, else those of the last time."""
+        try:
+            self._links.metrics.engine_stats = await self._role.thread.call(lambda e: e.stats(), STATS_WAIT_S)
+        except TimeoutError:
+            log.warning("metrics are old: the engine is busy", busy_s=self._role.thread.busy_s)
+        return self._links.metrics.render()
+
+    def _report(self, error: BaseException | None) -> None:
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        message = error.info.message if isinstance(error, TriptychError) else repr(error)
+        log.error(
+            "this worker cannot go on", error=message, exc_info=None if isinstance(error, TriptychError) else error
+        )
+
+    async def _close(self) -> None:
+        """Leave the cluster, then let go of everything. Bounded: about two seconds at the worst."""
+        self._registered = False
+        try:
+            async with asyncio.timeout(JOIN_S):
+                await self._registry.unregister()
+                await self._reader.delete()
+        except (TimeoutError, RedisError) as error:
+            log.warning("could not sign off at the broker: the entries there expire", error=repr(error))
+        self._role.close()
+        self._role.thread.stop()
+        if not await asyncio.to_thread(self._role.thread.join, JOIN_S):
+            log.warning("the engine is still in a step; the process ends without it")
+        self._server.close()
+        self._http.close()
+        self._context.destroy(linger=0)
+        await self._redis.aclose()
+        await self._reading.aclose()
