@@ -1,0 +1,44 @@
+"""Attention over one whole sequence, without any cache: what a model's forward pass needs to be tested alone."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.model_info import load_model_info
+from engine.models.base import DecoderModel
+from engine.models.registry import load_decoder
+
+
+class DenseAttention:
+    """Implements AttentionContext for one sequence; `encoder_output` [m, hidden] for encoder-decoder models."""
+
+    def __init__(self, model: DecoderModel, encoder_output: Tensor | None = None) -> None:
+        layers = range(model.spec.num_layers)
+        self._cross = [] if encoder_output is None else [model.project_cross(i, encoder_output) for i in layers]
+
+    def self_attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return _attend(query, key, value, causal=True)
+
+    def cross_attention(self, layer: int, query: Tensor) -> Tensor:
+        return _attend(query, *self._cross[layer], causal=False)
+
+
+def decoder_of(folder: object, dtype: torch.dtype = torch.float32) -> DecoderModel:
+    return load_decoder(load_model_info(str(folder)), torch.device("cpu"), dtype)[0]
+
+
+@torch.inference_mode()
+def logits_of(
+    model: DecoderModel, input_ids: Tensor, positions: Tensor | None = None, encoder_output: Tensor | None = None
+) -> Tensor:
+    """input_ids [num_tokens] -> [num_tokens, vocab_size]"""
+    positions = torch.arange(len(input_ids)) if positions is None else positions
+    hidden = model(model.embed(input_ids), positions, DenseAttention(model, encoder_output))
+    return model.logits(hidden)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
+    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)[0].transpose(0, 1)

@@ -1,0 +1,166 @@
+"""Our decoders compute what transformers' do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLTextConfig,
+    WhisperForConditionalGeneration,
+)
+
+from engine.models.llama import QWEN2_5_VL_LAYOUT, LlamaDecoder
+from tests import tiny_models
+from tests.engine.models.dense import decoder_of, logits_of
+
+NUM_TOKENS = 40
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+@pytest.fixture
+def input_ids() -> torch.Tensor:
+    return torch.randint(0, 256, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1))
+
+
+@torch.inference_mode()
+def transformers_logits(folder: Path, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    logits: torch.Tensor = model(input_ids=input_ids[None], **inputs).logits[0]
+    return logits
+
+
+def assert_equal_logits(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+def test_llama_equals_transformers(llama: Path, input_ids: torch.Tensor) -> None:
+    assert_equal_logits(logits_of(decoder_of(llama), input_ids), transformers_logits(llama, input_ids))
+
+
+def test_qwen2_equals_transformers(qwen2: Path, input_ids: torch.Tensor) -> None:
+    assert_equal_logits(logits_of(decoder_of(qwen2), input_ids), transformers_logits(qwen2, input_ids))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"attention_bias": True, "mlp_bias": True, "head_dim": 32},
+        {"num_key_value_heads": 1, "tie_word_embeddings": False},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e4, "factor": 2.0}},
+        {"rope_parameters": LLAMA3_ROPE},
+        {"rope_parameters": YARN_ROPE},
+    ],
+    ids=["biases", "one kv head", "linear rope", "llama3 rope", "yarn rope"],
+)
+def test_llama_variants_equal_transformers(tmp_path: Path, input_ids: torch.Tensor, overrides: dict[str, Any]) -> None:
+    folder = tiny_models.make_llama(tmp_path / "model", **overrides)
+    assert_equal_logits(logits_of(decoder_of(folder), input_ids), transformers_logits(folder, input_ids))
+
+
+def test_configs_from_before_rope_parameters_are_understood(tmp_path: Path, input_ids: torch.Tensor) -> None:
+    folder = tiny_models.make_llama(tmp_path / "model", rope_parameters=LLAMA3_ROPE)
+    config = json.loads((folder / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    new = logits_of(decoder_of(folder), input_ids)
+    (folder / "config.json").write_text(json.dumps(config))
+    assert torch.equal(logits_of(decoder_of(folder), input_ids), new)
+
+
+def test_positions_need_not_begin_at_zero(llama: Path, input_ids: torch.Tensor) -> None:
+    positions = torch.arange(100, 100 + NUM_TOKENS)
+    theirs = transformers_logits(llama, input_ids, position_ids=positions[None])
+    assert_equal_logits(logits_of(decoder_of(llama), input_ids, positions), theirs)
+
+
+@torch.inference_mode()
+def test_qwen2_5_vl_turns_by_time_height_and_width(qwen2_5_vl: Path, input_ids: torch.Tensor) -> None:
+    theirs = Qwen2_5_VLForConditionalGeneration.from_pretrained(qwen2_5_vl).eval()
+    positions = torch.randint(0, 60, (3, NUM_TOKENS), generator=torch.Generator().manual_seed(2))
+    ours = decoder_of(qwen2_5_vl)
+    assert ours.spec.mrope_section == (2, 3, 3)
+    expected = theirs(input_ids=input_ids[None], position_ids=positions[:, None]).logits[0]
+    assert_equal_logits(logits_of(ours, input_ids, positions), expected)
+    flat = torch.arange(NUM_TOKENS)
+    assert torch.equal(logits_of(ours, input_ids, flat), logits_of(ours, input_ids, flat.expand(3, -1)))
+
+
+@torch.inference_mode()
+def test_whisper_equals_transformers(whisper: Path, input_ids: torch.Tensor) -> None:
+    theirs = WhisperForConditionalGeneration.from_pretrained(whisper).eval()
+    encoder_output = torch.randn(1500, 64, generator=torch.Generator().manual_seed(3))
+    ours = decoder_of(whisper)
+    assert ours.spec.has_cross_attention
+    expected = theirs(encoder_outputs=(encoder_output[None],), decoder_input_ids=input_ids[None]).logits[0]
+    assert_equal_logits(logits_of(ours, input_ids, encoder_output=encoder_output), expected)
+
+
+def test_bfloat16_is_close_to_float32(llama: Path, input_ids: torch.Tensor) -> None:
+    full = logits_of(decoder_of(llama), input_ids)
+    half = logits_of(decoder_of(llama, torch.bfloat16), input_ids)
+    assert half.dtype == torch.bfloat16
+    assert (half.float() - full).norm() < 0.05 * full.norm()
+
+
+def test_the_callers_embeddings_are_left_alone(llama: Path, whisper: Path, input_ids: torch.Tensor) -> None:
+    for folder, encoder_output in ((llama, None), (whisper, torch.zeros(1500, 64))):
+        model = decoder_of(folder)
+        table = model.get_parameter("embed_tokens.weight").clone()
+        logits_of(model, input_ids, encoder_output=encoder_output)
+        assert torch.equal(table, model.get_parameter("embed_tokens.weight"))
+
+
+def test_a_model_without_cross_attention_says_so(llama: Path) -> None:
+    with pytest.raises(TypeError, match="LlamaDecoder has no cross-attention"):
+        decoder_of(llama).project_cross(0, torch.zeros(1, 64))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope type 'dynamic'"),
+    ],
+)
+def test_what_is_not_supported_is_refused_at_load(tmp_path: Path, overrides: dict[str, Any], message: str) -> None:
+    folder = tiny_models.make_llama(tmp_path / "model", **overrides)
+    with pytest.raises(ValueError, match=message):
+        decoder_of(folder)
+
+
+def test_a_sliding_window_is_refused_unless_it_holds_every_context(tmp_path: Path) -> None:
+    window = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 64}
+    with pytest.raises(ValueError, match="sliding-window attention over 64 of 512 tokens"):
+        decoder_of(tiny_models.make_qwen2(tmp_path / "narrow", **window))
+    decoder_of(tiny_models.make_qwen2(tmp_path / "wide", **{**window, "sliding_window": 512}))
+
+
+def test_old_names_of_qwen2_5_vl_and_new_ones_lead_to_the_same_tensors() -> None:
+    for name in ("model.layers.0.mlp.up_proj.weight", "model.language_model.layers.0.mlp.up_proj.weight"):
+        assert QWEN2_5_VL_LAYOUT.local_name(name) == "layers.0.mlp.up_proj.weight"
+    for name in ("visual.merger.mlp.0.weight", "model.visual.merger.mlp.0.weight", "layers.0.rotary_emb.inv_freq"):
+        assert QWEN2_5_VL_LAYOUT.local_name(name) is None
+    assert QWEN2_5_VL_LAYOUT.local_name("lm_head.weight") == "lm_head.weight"
+
+
+def test_parameters_use_no_memory_before_they_are_loaded() -> None:
+    config = Qwen2_5_VLTextConfig(num_hidden_layers=2)  # otherwise of seven billion parameters' sizes
+    with torch.device("meta"):
+        model = LlamaDecoder(config, max_model_len=512, tied=False, layout=QWEN2_5_VL_LAYOUT)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert not model.rotary.inv_freq.is_meta
