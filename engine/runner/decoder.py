@@ -169,7 +169,7 @@ class DecoderRunner:
         if not finished:
             return []
         rows = torch.from_numpy(inputs.query_start_loc[1:][finished] - 1).to(self.device)
-        logits = self.model.logits(hidden[rows])
+        logits = self.model.logits(hidden[rows]).float()  # argmax over bfloat16 is six times slower on a CPU
         requests = [step.requests[index] for index in finished]
         tokens = self.sampler.sample(logits, requests, [seeds[request.request_id] for request in requests])
         return list(zip(requests, tokens, strict=True))
