@@ -1,0 +1,156 @@
+"""A real proxy on a real port, a real broker, and fake workers."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import AsyncOpenAI
+from redis.asyncio import Redis
+
+from broker.embedded import EmbeddedBroker
+from broker.redis_client import connect
+from common.config import Settings
+from common.messages import Abort
+from common.model_info import BUNDLED, ModelInfo, load_model_info
+from proxy.app import ProxyServer, bind, make_app, make_service
+from proxy.service import Service
+from tests.proxy.fake_workers import FakeCluster, fake_cluster
+
+
+async def eventually(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 8.0) -> None:
+    """Return once `condition()` says True; fail after `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        answer = condition()
+        if answer is True or (inspect.isawaitable(answer) and await answer):
+            return
+        assert time.monotonic() < deadline_s, "the condition did not come true in time"
+        await asyncio.sleep(0.01)
+
+
+@dataclass
+class Rig:
+    """One proxy and its fake cluster."""
+
+    service: Service
+    cluster: FakeCluster
+    base_url: str
+    client: AsyncOpenAI
+    http: httpx.AsyncClient
+
+    @property
+    def model(self) -> str:
+        return self.service.model_name
+
+    async def chat(self, content: Any = "What does the sign say?", **fields: Any) -> Any:
+        fields.setdefault("model", self.model)
+        return await self.client.chat.completions.create(messages=[{"role": "user", "content": content}], **fields)
+
+    async def wait_for_workers(self, encoders: int, decoders: int) -> None:
+        pool = self.service.pool
+        await eventually(
+            lambda: (len(pool.workers("encoder")), len(pool.workers("prefill_decode"))) == (encoders, decoders)
+        )
+
+    def assert_clean(self) -> None:
+        """Nothing is counted as under way, here or on the fake decoders."""
+        assert self.service.dispatcher.num_flights == 0
+        assert self.service.admission.inflight == 0
+        for role in ("encoder", "prefill_decode"):
+            for worker in self.service.pool.workers(role):
+                assert (worker.load.requests, worker.load.size) == (0, 0)
+        assert not any(decoder._running for decoder in self.cluster.decoders)
+
+    def aborted(self, request_id: str | None = None) -> set[str]:
+        """Workers that were told to forget the request."""
+        workers = [*self.cluster.encoders, *self.cluster.decoders]
+        return {worker.id for worker in workers if worker.of(Abort, request_id)}
+
+
+@pytest.fixture(scope="session")
+def broker_url() -> Iterator[str]:
+    with EmbeddedBroker() as url:
+        yield url
+
+
+@pytest.fixture
+async def redis(broker_url: str) -> AsyncIterator[Redis]:
+    client = connect(broker_url)
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture(scope="session")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> ModelInfo:
+    """A text-only model, as far as a proxy looks at one: JSON files and a tokenizer."""
+    folder = tmp_path_factory.mktemp("models") / "plain"
+    folder.mkdir()
+    source = BUNDLED / "signpost"
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        (folder / name).write_bytes((source / name).read_bytes())
+    config = json.loads((source / "config.json").read_text())
+    llama = {**config["text_config"], "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 128}
+    (folder / "config.json").write_text(json.dumps(llama))
+    return load_model_info(str(folder))
+
+
+@pytest.fixture(scope="session")
+def whisper_model(tmp_path_factory: pytest.TempPathFactory) -> ModelInfo:
+    from tests.tiny_models import make_whisper
+
+    return load_model_info(str(make_whisper(tmp_path_factory.mktemp("models") / "tiny-whisper")))
+
+
+@asynccontextmanager
+async def serving(
+    broker_url: str, redis: Redis, model: Path | str = "signpost", *, encoders: int = 1, decoders: int = 1, **fields: Any
+) -> AsyncIterator[Rig]:
+    """A proxy in this loop, ready, with so many fake workers."""
+    info = load_model_info(str(model))
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    settings = Settings(model=str(model), broker=broker_url, cluster=name, port=0, **fields)
+    async with fake_cluster(redis, info, name) as cluster:
+        for _ in range(encoders):
+            await cluster.add_encoder()
+        for _ in range(decoders):
+            await cluster.add_decoder()
+        service = make_service(settings, info, "proxy")
+        async with running_proxy(service) as base_url:
+            client = AsyncOpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=20)
+            async with client, httpx.AsyncClient(base_url=base_url, timeout=20) as http:
+                rig = Rig(service, cluster, base_url, client, http)
+                await rig.wait_for_workers(encoders, decoders)
+                yield rig
+    assert await redis.keys(f"{name}*") == []
+
+
+@asynccontextmanager
+async def running_proxy(service: Service) -> AsyncIterator[str]:
+    """The URL of a served application; stopped and waited for at the end."""
+    with bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        server = ProxyServer(make_app(service, port), service.admission)
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            await eventually(lambda: server.started or task.done())
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.stop()
+            await task
+
+
+@pytest.fixture
+def serve(broker_url: str, redis: Redis) -> Callable[..., Any]:
+    """`async with serve(model, encoders=..., **settings) as rig`"""
+    return lambda *args, **fields: serving(broker_url, redis, *args, **fields)

@@ -1,0 +1,244 @@
+"""Workers without engines: real sockets, real messages, a real registry, answers from a script."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import zmq.asyncio
+from redis.asyncio import Redis
+
+from broker.registry import Registry
+from broker.rpc import WorkerServer
+from common.errors import ErrorInfo
+from common.messages import (
+    Abort,
+    Encode,
+    Encoded,
+    Failed,
+    FromWorker,
+    Generate,
+    Heartbeat,
+    InputNeeded,
+    InstanceRecord,
+    Role,
+    Span,
+    Tokens,
+    ToWorker,
+)
+from common.model_info import ModelInfo
+from common.text import TextProcessor
+
+SILENT = "silent"
+
+
+@dataclass
+class FakeCluster:
+    """Encoders and decoders of one model; an encoded input reaches its decoder by a method call."""
+
+    redis: Redis
+    info: ModelInfo
+    text: TextProcessor
+    name: str
+    context: zmq.asyncio.Context
+    encoders: list[FakeEncoder] = field(default_factory=list)
+    decoders: list[FakeDecoder] = field(default_factory=list)
+
+    async def add_encoder(self) -> FakeEncoder:
+        encoder = FakeEncoder(self, "encoder", f"e{len(self.encoders)}")
+        self.encoders.append(encoder)
+        await encoder.start()
+        return encoder
+
+    async def add_decoder(self) -> FakeDecoder:
+        decoder = FakeDecoder(self, "prefill_decode", f"pd{len(self.decoders)}")
+        self.decoders.append(decoder)
+        await decoder.start()
+        return decoder
+
+    def decoder(self, instance_id: str) -> FakeDecoder | None:
+        return next((worker for worker in self.decoders if worker.id == instance_id and worker.alive), None)
+
+    async def stop(self) -> None:
+        for worker in (*self.encoders, *self.decoders):
+            await worker.die()
+
+
+class FakeWorker:
+    """Takes messages, remembers them in `received`, and handles each by `handle`."""
+
+    def __init__(self, cluster: FakeCluster, role: Role, instance_id: str) -> None:
+        self.cluster, self.role, self.id = cluster, role, instance_id
+        self.received: list[ToWorker] = []
+        self.errors: list[BaseException | None] = []
+        self.alive = False
+        self.server = WorkerServer(cluster.context)
+        self.registry = Registry(cluster.redis, cluster.name)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, **changes: str) -> None:
+        values = {"fingerprint": self.cluster.info.fingerprint, "dtype": "float32", **changes}
+        record = InstanceRecord(
+            instance_id=self.id,
+            role=self.role,
+            epoch=time.time_ns(),
+            model=self.cluster.info.name,
+            http_address="127.0.0.1:1",
+            requests_address=self.server.address,
+            **values,
+        )
+        self.alive = True
+        await self.registry.register(record)
+        self.spawn(self._beat())
+        self.spawn(self._receive())
+
+    async def die(self) -> None:
+        """As a killed process: the socket closes; the registry entry goes, too (as it would after its lifetime)."""
+        if not self.alive:
+            return
+        self.alive = False
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.server.close()
+        await self.registry.unregister()
+
+    def of(self, kind: type, request_id: str | None = None) -> list:
+        """The messages of a kind received so far, of one request or of all."""
+        return [m for m in self.received if isinstance(m, kind) and request_id in (None, m.request_id)]
+
+    def spawn(self, coroutine) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self.errors.append(task.exception())
+            traceback.print_exception(task.exception())
+
+    async def handle(self, proxy: bytes, message: ToWorker) -> None:
+        raise AssertionError
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            await self.registry.heartbeat()
+
+    async def _receive(self) -> None:
+        while True:
+            proxy, message = await self.server.receive()
+            if not isinstance(message, Heartbeat):
+                self.received.append(message)
+                self.spawn(self.handle(proxy, message))
+
+
+class FakeEncoder(FakeWorker):
+    """Encodes by doing nothing. `script` returns None (done), an error, or SILENT."""
+
+    script: Callable[[Encode], ErrorInfo | str | None] = staticmethod(lambda message: None)
+
+    async def handle(self, proxy: bytes, message: ToWorker) -> None:
+        if not isinstance(message, Encode):
+            return
+        outcome = self.script(message)
+        if outcome == SILENT:
+            return
+        if outcome is None:
+            decoder = self.cluster.decoder(message.destination)
+            assert decoder is not None
+            decoder.put_input(message.request_id, message.input_id)
+        now = time.time()
+        spans = [Span("encode", self.id, now - 0.01, now)]
+        error = outcome if isinstance(outcome, ErrorInfo) else None
+        self.server.send(
+            proxy, Encoded(message.request_id, message.input_id, message.attempt, error=error, spans=spans)
+        )
+
+
+class FakeDecoder(FakeWorker):
+    """Answers with `answer(message)` (text or token ids), one token per message, once all inputs are there.
+
+    `pause_after` tokens it waits for `resume`; `failure` is sent instead of an answer; `ask_again` inputs are asked
+    for once more before the answer.
+    """
+
+    def __init__(self, cluster: FakeCluster, role: Role, instance_id: str) -> None:
+        super().__init__(cluster, role, instance_id)
+        self.answer: Callable[[Generate], str | list[int]] = lambda message: "a red sign"
+        self.failure: ErrorInfo | None = None
+        self.pause_after: int | None = None
+        self.resume = asyncio.Event()
+        self.ask_again: list[int] = []
+        self._inputs: dict[str, set[int]] = {}
+        self._arrived = asyncio.Condition()
+        self._running: dict[str, asyncio.Task[None]] = {}
+
+    def put_input(self, request_id: str, input_id: int) -> None:
+        self._inputs.setdefault(request_id, set()).add(input_id)
+        self.spawn(self._notify())
+
+    async def _notify(self) -> None:
+        async with self._arrived:
+            self._arrived.notify_all()
+
+    async def handle(self, proxy: bytes, message: ToWorker) -> None:
+        if isinstance(message, Abort):
+            task = self._running.pop(message.request_id, None)
+            if task is not None:
+                task.cancel()
+        elif isinstance(message, Generate):
+            task = asyncio.current_task()
+            assert task is not None
+            self._running[message.request_id] = task
+            await self._generate(proxy, message)
+            self._running.pop(message.request_id, None)
+
+    async def _generate(self, proxy: bytes, message: Generate) -> None:
+        request_id = message.request_id
+        if self.failure is not None:
+            await self.reply(proxy, Failed(request_id, self.failure))
+            return
+        await self._wait_for_inputs(message)
+        for input_id in self.ask_again:
+            self._inputs[request_id].discard(input_id)
+            await self.reply(proxy, InputNeeded(request_id, input_id))
+        await self._wait_for_inputs(message)
+        answer = self.answer(message)
+        ids = self.cluster.text.encode(answer, add_special_tokens=False) if isinstance(answer, str) else answer
+        ends = len(ids) < message.sampling.max_tokens
+        ids = [*ids, self.cluster.info.eos_token_ids[0]] if ends else ids[: message.sampling.max_tokens]
+        prompt = len(message.prompt_token_ids) + 10 * len(message.inputs)
+        start = time.time()
+        for index, token in enumerate(ids):
+            if index == self.pause_after:
+                await self.resume.wait()
+            last = index == len(ids) - 1
+            finish = ("stop" if ends else "length") if last else None
+            spans = [Span("decode", self.id, start, time.time())] if last else []
+            await self.reply(proxy, Tokens(request_id, index, [token], finish, prompt, spans))
+
+    async def _wait_for_inputs(self, message: Generate) -> None:
+        wanted = {slot.input_id for slot in message.inputs}
+        async with self._arrived:
+            await self._arrived.wait_for(lambda: wanted <= self._inputs.get(message.request_id, set()))
+
+    async def reply(self, proxy: bytes, message: FromWorker) -> None:
+        self.server.send(proxy, message)
+
+
+@asynccontextmanager
+async def fake_cluster(redis: Redis, info: ModelInfo, name: str) -> AsyncIterator[FakeCluster]:
+    context = zmq.asyncio.Context()
+    cluster = FakeCluster(redis, info, TextProcessor(info), name, context)
+    try:
+        yield cluster
+    finally:
+        await cluster.stop()
+        context.destroy(linger=0)
