@@ -11,6 +11,7 @@ import torch
 
 from common.model_info import BUNDLED
 from tests import tiny_models
+from tests.equality.cases import Case, make_cases
 from tests.equality.references import Reference
 from tests.weights.fixtures import smollm2, whisper_tiny_en
 
@@ -41,6 +42,12 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 def reference_of(folder_of: Callable[[str], Path]) -> Callable[[str], Reference]:
     """transformers with the same model."""
     return cache(lambda name: Reference(folder_of(name)))
+
+
+@pytest.fixture(scope="session")
+def cases_of(reference_of: Callable[[str], Reference]) -> Callable[[str], list[Case]]:
+    """Requests for a model, with transformers' answers."""
+    return cache(lambda name: make_cases(name, reference_of(name)))
 
 
 @pytest.fixture(autouse=True, scope="session")

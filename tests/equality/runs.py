@@ -1,28 +1,16 @@
-"""Cases with their right answers, and ways to push them through an `LLM`."""
+"""Ways to push cases through an `LLM`, and what must hold while they run."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
 from engine.llm import LLM, Prompt
+from tests.equality.cases import Case
 
 DEADLINE_S = 60.0
-
-
-@dataclass(frozen=True)
-class Case:
-    """One request and the tokens that transformers answers it with (without the end-of-sequence token)."""
-
-    prompt: list[int]
-    expected: list[int]
-    media: list[Any] = field(default_factory=list)
-    rules: dict[str, Any] = field(default_factory=dict)
-    """Sampling fields that belong to the prompt: Whisper's suppressed and forced tokens."""
 
 
 def answer_all(

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from common.model_info import load_model_info
-from common.text import TextProcessor
 from engine.llm import LLM
-from launch.signpost import scenes
-from tests.equality.media import picture, png
-from tests.equality.references import Reference
-from tests.equality.runs import Case, answer_all, expected_of, kv_bytes
+from tests.equality.cases import MAX_TOKENS as LIMITS
+from tests.equality.cases import Case
+from tests.equality.runs import answer_all, expected_of, kv_bytes
 
-MAX_TOKENS = 16
+MAX_TOKENS = LIMITS["qwen2_5_vl"]
 CACHE_OF_TWO = 2 * 49 * 64 * 4
 """Bytes of two of the tiny model's largest pictures (49 tokens of 64 floats)."""
 OPTIONS: list[dict[str, Any]] = [
@@ -31,43 +27,14 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def conversation(num_pictures: int, number: int) -> list[dict[str, Any]]:
-    """Text between, before and after the pictures."""
-    parts: list[dict[str, Any]] = [{"type": "text", "text": f"({number})"}] if number % 2 else []
-    for index in range(num_pictures):
-        parts += [{"type": "image"}, {"type": "text", "text": f" no. {index} "}]
-    return [{"role": "user", "content": [*parts, {"type": "text", "text": "what?"}]}]
+@pytest.fixture(scope="module")
+def tiny(folder_of: Callable[[str], Path], cases_of: Callable[[str], list[Case]]) -> tuple[Path, list[Case]]:
+    return folder_of("qwen2_5_vl"), cases_of("qwen2_5_vl")
 
 
 @pytest.fixture(scope="module")
-def tiny(folder_of: Callable[[str], Path], reference_of: Callable[[str], Reference]) -> tuple[Path, list[Case]]:
-    """Eight prompts of no, one, two and three pictures; some pictures appear more than once."""
-    folder, reference = folder_of("qwen2_5_vl"), reference_of("qwen2_5_vl")
-    text = TextProcessor(load_model_info(str(folder)))
-    cases = []
-    for number, count in enumerate([1, 2, 0, 3, 1, 1, 3, 2]):
-        images = [picture((number * 3 + index) % 7) for index in range(count)]
-        prompt = text.render_chat(conversation(count, number))
-        expected = reference.generate(prompt, MAX_TOKENS, images)
-        cases.append(Case(prompt, expected, [png(image) for image in images]))
-    return folder, cases
-
-
-@pytest.fixture(scope="module")
-def signs(folder_of: Callable[[str], Path], reference_of: Callable[[str], Reference]) -> tuple[Path, list[Case]]:
-    """The bundled model: all questions about one sign, and about one of two."""
-    folder, reference = folder_of("signpost"), reference_of("signpost")
-    text, rng = TextProcessor(load_model_info(str(folder))), random.Random(1)
-    cases = []
-    for number in range(8):
-        drawn = [scenes.render(rng, scenes.SIZES[(number * 2 + i) % 9], "test") for i in range(1 + number % 2)]
-        kind = scenes.KINDS[number // 2]
-        question = scenes.PLACED_QUESTIONS[kind][0].format(place="second") if number % 2 else scenes.QUESTIONS[kind][0]
-        parts = [*({"type": "image"} for _ in drawn), {"type": "text", "text": question}]
-        prompt = text.render_chat([{"role": "user", "content": parts}])
-        images: list[Image.Image] = [scene.image for scene in drawn]
-        cases.append(Case(prompt, reference.generate(prompt, MAX_TOKENS, images), [png(image) for image in images]))
-    return folder, cases
+def signs(folder_of: Callable[[str], Path], cases_of: Callable[[str], list[Case]]) -> tuple[Path, list[Case]]:
+    return folder_of("signpost"), cases_of("signpost")
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -10,36 +10,25 @@ import pytest
 
 from common import whisper_prompt
 from common.model_info import load_model_info
-from common.text import TextProcessor
 from engine.llm import LLM
-from tests.equality.media import recording, sound, wav
+from tests.equality.cases import MAX_TOKENS as LIMITS
+from tests.equality.cases import Case
+from tests.equality.media import recording
 from tests.equality.references import Reference
-from tests.equality.runs import Case, answer_all, expected_of, kv_bytes
+from tests.equality.runs import answer_all, expected_of, kv_bytes
 
-MAX_TOKENS = 20
+MAX_TOKENS = LIMITS["whisper"]
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"max_num_batched_tokens": 2},
     {"max_num_seqs": 2, "block_size": 7},
     {"encoder_cache_bytes": 1500 * 64 * 4, "encoder_batch_items": 2},
 ]
-LANGUAGES = (("en", "transcribe"), ("de", "translate"), ("fr", "transcribe"), (None, "transcribe"))
 
 
 @pytest.fixture(scope="module")
-def clips(folder_of: Callable[[str], Path], reference_of: Callable[[str], Reference]) -> tuple[Path, list[Case]]:
-    """Six clips in three languages, transcribed and translated, and one in a language to be detected."""
-    folder, reference = folder_of("whisper"), reference_of("whisper")
-    info = load_model_info(str(folder))
-    text = TextProcessor(info)
-    cases = []
-    for number in range(6):
-        language, task = LANGUAGES[number % 4]
-        prompt, rules = whisper_prompt.build(info, text, language=language, task=task)  # type: ignore[arg-type]
-        samples = sound(number)
-        expected = reference.transcribe(samples, MAX_TOKENS, language=language, task=task)
-        cases.append(Case(prompt, expected, [wav(samples)], rules))
-    return folder, cases
+def clips(folder_of: Callable[[str], Path], cases_of: Callable[[str], list[Case]]) -> tuple[Path, list[Case]]:
+    return folder_of("whisper"), cases_of("whisper")
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -11,11 +11,11 @@ import pytest
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from engine.llm import LLM
-from tests.equality.media import text_prompts
-from tests.equality.references import Reference
-from tests.equality.runs import Case, answer_all, expected_of, kv_bytes
+from tests.equality.cases import MAX_TOKENS as LIMITS
+from tests.equality.cases import Case
+from tests.equality.runs import answer_all, expected_of, kv_bytes
 
-MAX_TOKENS = 24
+MAX_TOKENS = LIMITS["llama"]
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"max_num_batched_tokens": 16},
@@ -28,11 +28,9 @@ Setup = tuple[Path, list[Case]]
 
 @pytest.fixture(scope="module", params=["llama", "qwen2"])
 def text_cases(
-    request: pytest.FixtureRequest, folder_of: Callable[[str], Path], reference_of: Callable[[str], Reference]
+    request: pytest.FixtureRequest, folder_of: Callable[[str], Path], cases_of: Callable[[str], list[Case]]
 ) -> Setup:
-    reference = reference_of(request.param)
-    cases = [Case(prompt, reference.generate(prompt, MAX_TOKENS)) for prompt in text_prompts(12)]
-    return folder_of(request.param), cases
+    return folder_of(request.param), cases_of(request.param)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

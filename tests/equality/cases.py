@@ -1,0 +1,96 @@
+"""Requests of every kind with transformers' answers to them: the same ones for `LLM` and for clusters."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from PIL import Image
+
+from common import whisper_prompt
+from common.text import TextProcessor
+from launch.signpost import scenes
+from tests.equality.media import data_url, picture, png, sound, text_prompts, wav
+from tests.equality.references import Reference
+
+MAX_TOKENS = {"llama": 24, "qwen2": 24, "qwen2_5_vl": 16, "signpost": 16, "whisper": 20}
+LANGUAGES = ("en", "de", "fr", None)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request and the tokens that transformers answers it with (without the end-of-sequence token)."""
+
+    prompt: list[int]
+    expected: list[int]
+    media: list[bytes] = field(default_factory=list)
+    rules: dict[str, Any] = field(default_factory=dict)
+    """Sampling fields that belong to the prompt: Whisper's suppressed and forced tokens."""
+    http: dict[str, Any] = field(default_factory=dict)
+    """The same request in OpenAI's API: its own fields, without model, limits and sampling."""
+
+
+def make_cases(name: str, reference: Reference) -> list[Case]:
+    """The cases of a tiny family or of the bundled model."""
+    if name == "whisper":
+        return _speech_cases(reference, MAX_TOKENS[name])
+    if name == "signpost":
+        return _sign_cases(reference, MAX_TOKENS[name])
+    if name == "qwen2_5_vl":
+        return _picture_cases(reference, MAX_TOKENS[name])
+    limit = MAX_TOKENS[name]
+    return [Case(ids, reference.generate(ids, limit), http={"prompt": ids}) for ids in text_prompts(12)]
+
+
+def _picture_cases(reference: Reference, max_tokens: int) -> list[Case]:
+    """Eight prompts of no, one, two and three pictures between text; some pictures appear more than once."""
+    text, cases = TextProcessor(reference.info), []
+    for number, count in enumerate([1, 2, 0, 3, 1, 1, 3, 2]):
+        images = [picture((number * 3 + index) % 7) for index in range(count)]
+        parts: list[str | Image.Image] = [f"({number})"] if number % 2 else []
+        for index, image in enumerate(images):
+            parts += [image, f" no. {index} "]
+        cases.append(_chat_case(reference, text, [*parts, "what?"], max_tokens))
+    return cases
+
+
+def _sign_cases(reference: Reference, max_tokens: int) -> list[Case]:
+    """The bundled model: all questions about one sign, and about one of two."""
+    text, rng, cases = TextProcessor(reference.info), random.Random(1), []
+    for number in range(8):
+        sizes = [scenes.SIZES[(number * 2 + index) % len(scenes.SIZES)] for index in range(1 + number % 2)]
+        signs = [scenes.render(rng, size, "test").image for size in sizes]
+        kind = scenes.KINDS[number // 2]
+        question = scenes.PLACED_QUESTIONS[kind][0].format(place="second") if number % 2 else scenes.QUESTIONS[kind][0]
+        cases.append(_chat_case(reference, text, [*signs, question], max_tokens))
+    return cases
+
+
+def _chat_case(reference: Reference, text: TextProcessor, parts: Sequence[str | Image.Image], max_tokens: int) -> Case:
+    """One turn of text and pictures, for the engine and for OpenAI's API."""
+    images = [part for part in parts if isinstance(part, Image.Image)]
+    content = [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
+    prompt = text.render_chat([{"role": "user", "content": content}])
+    http = [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image_url", "image_url": {"url": data_url(part)}}
+        for part in parts
+    ]
+    expected = reference.generate(prompt, max_tokens, images)
+    messages = [{"role": "user", "content": http}]
+    return Case(prompt, expected, [png(image) for image in images], http={"messages": messages})
+
+
+def _speech_cases(reference: Reference, max_tokens: int) -> list[Case]:
+    """Six clips in three languages; in two the language is left to be detected."""
+    text, cases = TextProcessor(reference.info), []
+    for number in range(6):
+        language, samples = LANGUAGES[number % 4], sound(number)
+        prompt, rules = whisper_prompt.build(reference.info, text, language=language)
+        expected = reference.transcribe(samples, max_tokens, language=language, task="transcribe")
+        http = {"file": ("clip.wav", wav(samples), "audio/wav"), **({"language": language} if language else {})}
+        cases.append(Case(prompt, expected, [wav(samples)], rules, http))
+    return cases
