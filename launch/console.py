@@ -9,6 +9,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.spinner import Spinner
 from rich.table import Table
+from rich.text import Text
 
 from launch.instance import Instance
 
@@ -21,6 +22,7 @@ class ConsoleReporter:
         self._title = title
         self._live: Live | None = None
         self._told: set[str] = set()
+        self._up = False
 
     def waiting(self, instances: Sequence[Instance], elapsed_s: float) -> None:
         missing = [instance.id for instance in instances if instance.state != "ready"]
@@ -37,6 +39,8 @@ class ConsoleReporter:
 
     def started(self, instances: Sequence[Instance], base_url: str, elapsed_s: float) -> None:
         self._end_live()
+        self._up = True
+        self._console.print()
         self._console.print(instance_table(instances, f"{self._title}: ready in {elapsed_s:.1f} s"))
 
     def died(self, instance: Instance, how: str, log_tail: str, retry_in_s: float) -> None:
@@ -55,14 +59,16 @@ class ConsoleReporter:
 
     def stopping(self) -> None:
         self._end_live()
-        self._console.print("stopping (Ctrl-C again kills at once)", style="dim")
+        if self._up:
+            self._console.print("stopping (Ctrl-C again kills at once)", style="dim")
 
     def stopped(self, killed: Sequence[str], kept_logs: str | None) -> None:
         if killed:
             self._console.print(f"[yellow]killed[/], did not stop in time: {', '.join(killed)}", highlight=False)
         if kept_logs is not None:
             self._console.print(f"logs are kept in {kept_logs}", highlight=False)
-        self._console.print("stopped", style="dim")
+        if self._up:
+            self._console.print("stopped", style="dim")
 
     def _end_live(self) -> None:
         if self._live is not None:
@@ -72,11 +78,13 @@ class ConsoleReporter:
 
 def instance_table(instances: Sequence[Instance], title: str) -> Table:
     """One row per instance: id, role, process, addresses, state."""
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for column in ("instance", "role", "pid", "http", "requests", "tensors", "state"):
-        table.add_column(column, overflow="fold")
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in ("id", "role", "pid", "http", "requests", "tensors", "state"):
+        table.add_column(column, overflow="fold", header_style="dim")
     for i in instances:
-        addresses = (address.removeprefix("tcp://") or "–" for address in (i.requests_address, i.tensor_address))
-        colour = "green" if i.state == "ready" else "yellow"
-        table.add_row(i.id, i.role, str(i.pid or "–"), i.http_address, *addresses, f"[{colour}]{i.state}[/]")
+        addresses = (i.http_address, i.requests_address, i.tensor_address)
+        bare = (address.rpartition("://")[2] or "–" for address in addresses)
+        table.add_row(
+            i.id, i.role, str(i.pid or "–"), *bare, Text(i.state, "green" if i.state == "ready" else "yellow")
+        )
     return table

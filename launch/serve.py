@@ -52,7 +52,9 @@ async def _start_and_watch(supervisor: Supervisor, console: Console) -> None:
     await supervisor.start()
     try:
         base_url = supervisor.plan.base_url
-        console.print(f"OpenAI API at [bold]{base_url}/v1[/] · try: triptych request --url {base_url} --prompt Hello")
+        console.print(f"\nOpenAI API at [bold]{base_url}/v1[/] · Ctrl-C stops it · try:", highlight=False)
+        question = "What does the sign say?" if supervisor.plan.info.media_kind == "image" else "Hello"
+        console.print(f"  triptych request --url {base_url} --prompt {question!r}", highlight=False)
         await supervisor.watch()
     finally:
         await supervisor.stop()
