@@ -7,7 +7,7 @@ import contextlib
 import multiprocessing
 import os
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING
 
@@ -30,21 +30,20 @@ class PreprocessPool:
         self._arguments = (os.getpid(), model, dtype)
         self._num_workers = num_workers
         self._timeout_s = timeout_s
-        self._executor = self._start()
+        self._executor, self._warming = self._start()
         self._slots = asyncio.Semaphore(num_workers)
         self._suspects = asyncio.Lock()
         self.num_waiting = 0
         self.num_crashes = 0
 
     async def warm_up(self, timeout_s: float) -> None:
-        """Return once the processes are up and their model's processor is loaded.
+        """Return once the processes, begun when this was made, are up and have their model's processor loaded.
 
         Raises TriptychError("unavailable") where they are not within `timeout_s`.
         """
         try:
             async with asyncio.timeout(timeout_s):
-                warm = [asyncio.wrap_future(self._executor.submit(os.getpid)) for _ in range(self._num_workers)]
-                await asyncio.gather(*warm)
+                await asyncio.gather(*map(asyncio.wrap_future, self._warming))
         except (TimeoutError, BrokenProcessPool) as error:
             message = f"the preprocessing processes did not come up within {timeout_s:g} s: {error!r}"
             raise TriptychError("unavailable", message) from error
@@ -114,15 +113,17 @@ class PreprocessPool:
         log.warning("starting the preprocessing processes again", crashes=self.num_crashes)
         self._kill(broken)
         broken.shutdown(wait=False)  # what was in it ends with BrokenProcessPool
-        self._executor = self._start()
+        self._executor, self._warming = self._start()
 
-    def _start(self) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(
+    def _start(self) -> tuple[ProcessPoolExecutor, list[Future[int]]]:
+        executor = ProcessPoolExecutor(
             self._num_workers,
             mp_context=multiprocessing.get_context("spawn"),
             initializer=initialize,
             initargs=self._arguments,
         )
+        # Processes start with the first calls, and the first picture should not wait for them.
+        return executor, [executor.submit(os.getpid) for _ in range(self._num_workers)]
 
 
 def _call_on(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
