@@ -1,0 +1,180 @@
+"""Weights come straight from the files, whatever the layout; what does not fit is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from common.errors import TriptychError
+from common.model_info import load_model_info
+from engine.models.base import LoadReport
+from engine.models.checkpoint import CheckpointError
+from engine.models.registry import load_decoder, load_encoder
+from tests.engine.models.dense import decoder_of, logits_of
+
+CPU = torch.device("cpu")
+INPUT_IDS = torch.arange(20)
+Tensors = dict[str, torch.Tensor]
+
+
+def rewritten(source: Path, folder: Path, change: Callable[[Tensors], Tensors]) -> Path:
+    """A copy of a model folder with other tensors in its file."""
+    shutil.copytree(source, folder)
+    tensors = change(load_file(folder / "model.safetensors"))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def assert_loads_equal(ours: Path, original: Path) -> None:
+    assert torch.equal(logits_of(decoder_of(ours), INPUT_IDS), logits_of(decoder_of(original), INPUT_IDS))
+
+
+def load_both(folder: Path) -> tuple[LoadReport, LoadReport]:
+    info = load_model_info(str(folder))
+    return load_encoder(info, CPU, torch.float32)[1], load_decoder(info, CPU, torch.float32)[1]
+
+
+def test_shards_are_read_as_one_file_is(llama: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "sharded"
+    shutil.copytree(llama, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    AutoModelForCausalLM.from_pretrained(llama).save_pretrained(folder, max_shard_size="100KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    assert_loads_equal(folder, llama)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "whisper"])
+def test_encoder_and_decoder_share_out_the_checkpoint(family: str, request: pytest.FixtureRequest) -> None:
+    folder: Path = request.getfixturevalue(family)
+    tensors = load_file(folder / "model.safetensors")
+    encoder, decoder = load_both(folder)
+    assert set(encoder.names).isdisjoint(decoder.names)
+    assert set(encoder.names) | set(decoder.names) == set(tensors)
+    assert all("visual." in name or ".encoder." in name for name in encoder.names)
+    for report in (encoder, decoder):
+        assert report.read_bytes == sum(tensors[name].nbytes for name in report.names)
+
+
+def test_todays_names_of_qwen2_5_vl_load_as_the_older_ones(qwen2_5_vl: Path, tmp_path: Path) -> None:
+    def rename(tensors: Tensors) -> Tensors:
+        renamed = {}
+        for name, tensor in tensors.items():
+            new = name.replace("visual.", "model.visual.").replace("model.layers.", "model.language_model.layers.")
+            new = new.replace("model.embed_tokens", "model.language_model.embed_tokens")
+            renamed[new.replace("model.norm.", "model.language_model.norm.")] = tensor
+        assert set(renamed).isdisjoint(tensors)
+        return renamed
+
+    folder = rewritten(qwen2_5_vl, tmp_path / "renamed", rename)
+    assert_loads_equal(folder, qwen2_5_vl)
+    assert load_both(folder)[0].read_bytes == load_both(qwen2_5_vl)[0].read_bytes
+
+
+def test_whisper_loads_without_the_outer_prefix(whisper: Path, tmp_path: Path) -> None:
+    folder = rewritten(
+        whisper, tmp_path / "bare", lambda tensors: {name.removeprefix("model."): t for name, t in tensors.items()}
+    )
+    assert load_both(folder)[1].read_bytes == load_both(whisper)[1].read_bytes
+
+
+@pytest.mark.parametrize(("family", "head"), [("llama", "lm_head.weight"), ("whisper", "proj_out.weight")])
+def test_a_tied_head_in_the_file_is_not_read(
+    family: str, head: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    original: Path = request.getfixturevalue(family)
+    folder = rewritten(original, tmp_path / "headed", lambda tensors: {**tensors, head: torch.zeros(3, 3)})
+    report = load_decoder(load_model_info(str(folder)), CPU, torch.float32)[1]
+    assert head not in report.names
+
+
+def test_an_untied_head_is_read(qwen2: Path) -> None:
+    report = load_decoder(load_model_info(str(qwen2)), CPU, torch.float32)[1]
+    assert "lm_head.weight" in report.names
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_other_dtypes_are_converted(llama: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    folder = rewritten(llama, tmp_path / "other", lambda tensors: {name: t.to(dtype) for name, t in tensors.items()})
+    tensor = decoder_of(folder).get_parameter("layers.1.o_proj.weight")
+    original = decoder_of(llama).get_parameter("layers.1.o_proj.weight")
+    assert tensor.dtype == torch.float32
+    assert torch.equal(tensor, original.to(dtype).float())
+
+
+def test_missing_and_unexpected_tensors_are_named(llama: Path, tmp_path: Path) -> None:
+    def swap(tensors: Tensors) -> Tensors:
+        tensors["model.layers.1.self_attn.surplus.weight"] = tensors.pop("model.layers.1.self_attn.k_proj.weight")
+        return tensors
+
+    folder = rewritten(llama, tmp_path / "swapped", swap)
+    with pytest.raises(CheckpointError) as caught:
+        decoder_of(folder)
+    message = str(caught.value)
+    assert "missing layers.1.self_attn.k_proj.weight" in message
+    assert "unexpected model.layers.1.self_attn.surplus.weight" in message
+    assert str(folder) in message
+
+
+def test_a_checkpoint_of_another_size_is_refused_with_both_shapes(llama: Path, tmp_path: Path) -> None:
+    cut = rewritten(
+        llama,
+        tmp_path / "cut",
+        lambda tensors: {n: t[:, :-1] if n == "model.layers.0.mlp.down_proj.weight" else t for n, t in tensors.items()},
+    )
+    with pytest.raises(
+        CheckpointError, match=r"down_proj.weight in .* has shape \(64, 95\), the model needs \(64, 96\)"
+    ):
+        decoder_of(cut)
+    narrow = rewritten(
+        llama,
+        tmp_path / "narrow",
+        lambda tensors: {n: t[:-1] if n == "model.layers.0.mlp.up_proj.weight" else t for n, t in tensors.items()},
+    )
+    with pytest.raises(CheckpointError, match=r"up_proj.weight have 191 rows, the model needs 192"):
+        decoder_of(narrow)
+
+
+def test_integers_are_no_weights(llama: Path, tmp_path: Path) -> None:
+    folder = rewritten(llama, tmp_path / "integers", lambda tensors: {n: t.to(torch.int8) for n, t in tensors.items()})
+    with pytest.raises(CheckpointError, match="has dtype I8; supported: F32, F16, BF16, F64"):
+        decoder_of(folder)
+
+
+def test_a_cut_off_file_is_refused_before_anything_is_read(llama: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "short"
+    shutil.copytree(llama, folder)
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    for size, message in (
+        (len(content) - 1, "is cut off"),
+        (5, "not a safetensors file"),
+        (40, "not a safetensors file"),
+    ):
+        path.write_bytes(content[:size])
+        with pytest.raises(CheckpointError, match=message):
+            decoder_of(folder)
+    path.write_bytes((3).to_bytes(8, "little") + b"{]}")
+    with pytest.raises(CheckpointError, match="its header is not JSON"):
+        decoder_of(folder)
+
+
+def test_a_folder_without_weights_says_what_is_expected(llama: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "empty"
+    shutil.copytree(llama, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(CheckpointError, match=r"has neither model.safetensors nor model.safetensors.index.json"):
+        decoder_of(folder)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "../model.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"not in its folder: \.\./model.safetensors, model-1.safetensors"):
+        decoder_of(folder)
+
+
+def test_a_text_model_has_no_encoder(llama: Path) -> None:
+    with pytest.raises(TriptychError, match="is a text model"):
+        load_encoder(load_model_info(str(llama)), CPU, torch.float32)
