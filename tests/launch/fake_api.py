@@ -1,0 +1,85 @@
+"""An OpenAI server that answers by what the prompt says, and notes what it was sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+
+class FakeApi:
+    """`fail` in a prompt: HTTP 400; `cut`: the stream ends early; `hang`: no answer; else it is `the answer`."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.uploads: list[tuple[str, str, int]] = []
+        self.in_flight = self.most_in_flight = 0
+        self.hanging = threading.Event()
+        app = FastAPI()
+        app.get("/v1/models")(lambda: {"object": "list", "data": [{"id": "fake", "object": "model"}]})
+        app.post("/v1/chat/completions")(self._chat)
+        app.post("/v1/audio/transcriptions")(self._transcribe)
+        self._server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=0))
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+
+    def __enter__(self) -> FakeApi:
+        self._thread.start()
+        for _ in range(500):
+            if self._server.started:
+                break
+            self._thread.join(0.02)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join(10)
+
+    @property
+    def url(self) -> str:
+        port = self._server.servers[0].sockets[0].getsockname()[1]
+        return f"http://127.0.0.1:{port}"
+
+    async def _chat(self, request: Request) -> Response:
+        body = await request.json()
+        self.bodies.append(body)
+        content = body["messages"][0]["content"]
+        prompt = content if isinstance(content, str) else content[-1]["text"]
+        if "fail" in prompt:
+            error = {"message": "messages: this prompt asks for failure", "type": "invalid_request_error"}
+            return JSONResponse({"error": error}, status_code=400)
+        return StreamingResponse(self._stream(prompt), media_type="text/event-stream")
+
+    async def _stream(self, prompt: str) -> AsyncIterator[str]:
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        try:
+            for piece in ("the ", "answer"):
+                yield _event({"choices": [{"index": 0, "delta": {"content": piece}, "finish_reason": None}]})
+                if "cut" in prompt:
+                    return
+                if "hang" in prompt:
+                    self.hanging.set()
+                    await asyncio.sleep(60)
+                await asyncio.sleep(0.01)
+            yield _event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+            yield _event({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}})
+            yield "data: [DONE]\n\n"
+        finally:
+            self.in_flight -= 1
+
+    async def _transcribe(self, request: Request) -> Response:
+        form = await request.form()
+        upload = form["file"]
+        assert not isinstance(upload, str)
+        self.uploads.append((upload.filename or "", upload.content_type or "", len(await upload.read())))
+        return JSONResponse({"text": "spoken words", "usage": {"type": "tokens", "output_tokens": 4}})
+
+
+def _event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps({'id': 'chatcmpl-1', **body})}\n\n"
