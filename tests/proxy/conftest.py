@@ -48,6 +48,7 @@ class Rig:
     base_url: str
     client: AsyncOpenAI
     http: httpx.AsyncClient
+    server: ProxyServer
 
     @property
     def model(self) -> str:
@@ -114,7 +115,13 @@ def whisper_model(tmp_path_factory: pytest.TempPathFactory) -> ModelInfo:
 
 @asynccontextmanager
 async def serving(
-    broker_url: str, redis: Redis, model: Path | str = "signpost", *, encoders: int = 1, decoders: int = 1, **fields: Any
+    broker_url: str,
+    redis: Redis,
+    model: Path | str = "signpost",
+    *,
+    encoders: int = 1,
+    decoders: int = 1,
+    **fields: Any,
 ) -> AsyncIterator[Rig]:
     """A proxy in this loop, ready, with so many fake workers."""
     info = load_model_info(str(model))
@@ -126,25 +133,25 @@ async def serving(
         for _ in range(decoders):
             await cluster.add_decoder()
         service = make_service(settings, info, "proxy")
-        async with running_proxy(service) as base_url:
+        async with running_proxy(service) as (base_url, server):
             client = AsyncOpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=20)
             async with client, httpx.AsyncClient(base_url=base_url, timeout=20) as http:
-                rig = Rig(service, cluster, base_url, client, http)
+                rig = Rig(service, cluster, base_url, client, http, server)
                 await rig.wait_for_workers(encoders, decoders)
                 yield rig
     assert await redis.keys(f"{name}*") == []
 
 
 @asynccontextmanager
-async def running_proxy(service: Service) -> AsyncIterator[str]:
-    """The URL of a served application; stopped and waited for at the end."""
+async def running_proxy(service: Service) -> AsyncIterator[tuple[str, ProxyServer]]:
+    """The URL of a served application and its server; stopped and waited for at the end."""
     with bind("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
         server = ProxyServer(make_app(service, port), service.admission)
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             await eventually(lambda: server.started or task.done())
-            yield f"http://127.0.0.1:{port}"
+            yield f"http://127.0.0.1:{port}", server
         finally:
             server.stop()
             await task

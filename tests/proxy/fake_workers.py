@@ -184,6 +184,10 @@ class FakeDecoder(FakeWorker):
         self._inputs.setdefault(request_id, set()).add(input_id)
         self.spawn(self._notify())
 
+    async def die(self) -> None:
+        await super().die()
+        self._running.clear()
+
     async def _notify(self) -> None:
         async with self._arrived:
             self._arrived.notify_all()
@@ -209,7 +213,7 @@ class FakeDecoder(FakeWorker):
         for input_id in self.ask_again:
             self._inputs[request_id].discard(input_id)
             await self.reply(proxy, InputNeeded(request_id, input_id))
-        await self._wait_for_inputs(message)
+            await self._wait_for_inputs(message)
         answer = self.answer(message)
         ids = self.cluster.text.encode(answer, add_special_tokens=False) if isinstance(answer, str) else answer
         ends = len(ids) < message.sampling.max_tokens

@@ -1,0 +1,236 @@
+"""What clients see, and what is left behind, when something goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+
+import openai
+import pytest
+
+from common.errors import ErrorInfo
+from common.messages import Abort, Encode, Generate
+from tests.proxy.conftest import eventually
+from tests.proxy.fake_workers import SILENT, FakeDecoder
+from tests.proxy.media import image_part, picture
+
+
+async def _first(stream):
+    async for chunk in stream:
+        return chunk
+    raise AssertionError("an empty stream")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_before_the_first_token_aborts_everywhere(serve, stream):
+    async with serve() as rig:
+        rig.cluster.encoders[0].script = lambda message: SILENT
+        task = asyncio.create_task(rig.chat([image_part(picture())], stream=stream))
+        await eventually(lambda: bool(rig.cluster.encoders[0].of(Encode)))
+        task.cancel()
+        await eventually(lambda: rig.aborted() == {"e0", "pd0"})
+        await eventually(lambda: rig.service.admission.inflight == 0)
+        rig.assert_clean()
+
+
+async def test_a_client_that_leaves_a_stream_aborts_everywhere(serve):
+    async with serve() as rig:
+        rig.cluster.decoders[0].pause_after = 1
+        stream = await rig.chat([image_part(picture())], stream=True)
+        await _first(stream)
+        await stream.close()
+        await eventually(lambda: "pd0" in rig.aborted())
+        await eventually(lambda: rig.service.admission.inflight == 0 and not rig.cluster.decoders[0]._running)
+        rig.assert_clean()
+
+
+async def test_more_than_max_inflight_is_refused_before_the_body_is_looked_at(serve):
+    async with serve(max_inflight=1) as rig:
+        rig.cluster.decoders[0].pause_after = 1
+        stream = await rig.chat(stream=True)
+        await _first(stream)
+        refused = await rig.http.post("/v1/chat/completions", content=b"not even JSON")
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["code"] == "overloaded"
+        rig.cluster.decoders[0].resume.set()
+        async for _ in stream:
+            pass
+        await eventually(lambda: rig.service.admission.inflight == 0)
+        assert (await rig.chat()).choices[0].message.content == "a red sign"
+
+
+async def test_a_corrupt_picture_is_the_clients_fault_and_named(serve):
+    async with serve() as rig:
+        rig.cluster.encoders[0].script = lambda message: ErrorInfo("bad_media", "the picture is truncated")
+        with pytest.raises(openai.BadRequestError) as caught:
+            await rig.chat([{"type": "text", "text": "x"}, image_part(picture())])
+        assert caught.value.param == "messages[0].content[1].image_url.url"
+        assert "truncated" in str(caught.value)
+        await eventually(lambda: "pd0" in rig.aborted())
+        assert len(rig.cluster.encoders[0].of(Encode)) == 1
+        rig.assert_clean()
+
+
+async def test_a_failing_encoder_is_replaced_by_another(serve):
+    async with serve(encoders=2) as rig:
+        for encoder in rig.cluster.encoders:
+            encoder.script = lambda message: ErrorInfo("internal_error", "boom") if message.attempt == 0 else None
+        assert (await rig.chat([image_part(picture())])).choices[0].message.content == "a red sign"
+        assert [len(encoder.of(Encode)) for encoder in rig.cluster.encoders] == [1, 1]
+        rig.assert_clean()
+
+
+async def test_three_failed_attempts_are_the_last_word(serve):
+    async with serve() as rig:
+        rig.cluster.encoders[0].script = lambda message: ErrorInfo("internal_error", f"boom {message.attempt}")
+        with pytest.raises(openai.InternalServerError) as caught:
+            await rig.chat([image_part(picture())])
+        assert "3 attempts" in str(caught.value)
+        assert "boom 2" in str(caught.value)
+        assert [message.attempt for message in rig.cluster.encoders[0].of(Encode)] == [0, 1, 2]
+        await eventually(lambda: not rig.cluster.decoders[0]._running)
+        rig.assert_clean()
+
+
+async def test_a_dying_encoders_items_go_to_another(serve):
+    async with serve(encoders=2) as rig:
+        for encoder in rig.cluster.encoders:
+            encoder.script = lambda message: SILENT
+        task = asyncio.create_task(rig.chat([image_part(picture())]))
+        encoders = rig.cluster.encoders
+        await eventually(lambda: any(encoder.of(Encode) for encoder in encoders))
+        victim, other = encoders if encoders[0].of(Encode) else encoders[::-1]
+        other.script = lambda message: None
+        await victim.die()
+        assert (await task).choices[0].message.content == "a red sign"
+        assert [message.attempt for message in other.of(Encode)] == [1]
+        rig.assert_clean()
+
+
+async def test_an_encoder_that_says_nothing_counts_as_failed_after_its_deadline(serve):
+    async with serve(encoders=2, handoff_timeout_s=0.2) as rig:
+        for encoder in rig.cluster.encoders:
+            encoder.script = lambda message: SILENT if message.attempt == 0 else None
+        assert (await rig.chat([image_part(picture())])).choices[0].message.content == "a red sign"
+        assert sorted(len(encoder.of(Encode)) for encoder in rig.cluster.encoders) == [1, 1]
+
+
+async def test_an_input_that_the_decoder_asks_for_again_is_sent_again(serve):
+    async with serve() as rig:
+        rig.cluster.decoders[0].ask_again = [0, 0, 0, 0]
+        assert (await rig.chat([image_part(picture())])).choices[0].message.content == "a red sign"
+        assert len(rig.cluster.encoders[0].of(Encode)) >= 2
+
+
+async def test_without_workers_it_is_503_with_retry_after(serve):
+    async with serve(encoders=0, decoders=0) as rig:
+        response = await rig.http.post("/v1/completions", json={"prompt": "x"})
+        assert response.status_code == 503
+        assert "retry-after" in response.headers
+        assert response.json()["error"]["code"] == "unavailable"
+        await eventually(lambda: rig.service.pool.broker_reachable)
+        ready = await rig.http.get("/ready")
+        assert (ready.status_code, "no decoder" in ready.text) == (503, True)
+        await rig.cluster.add_decoder()
+        await rig.wait_for_workers(0, 1)
+        assert "no encoder" in (await rig.http.get("/ready")).text
+        with pytest.raises(openai.InternalServerError, match="no encoder"):
+            await rig.chat([image_part(picture())])
+        await rig.cluster.add_encoder()
+        await rig.wait_for_workers(1, 1)
+        assert (await rig.http.get("/ready")).status_code == 200
+        rig.assert_clean()
+
+
+async def test_an_incompatible_worker_is_not_used_and_says_why(serve):
+    async with serve(decoders=0) as rig:
+        stranger = FakeDecoder(rig.cluster, "prefill_decode", "stranger")
+        rig.cluster.decoders.append(stranger)
+        await stranger.start(fingerprint="something else")
+        await eventually(lambda: "stranger" in rig.service.pool.refused)
+        assert "something else" in (await rig.http.get("/ready")).json()["reason"]
+
+
+async def test_a_lost_decoder_is_replaced_and_the_stream_goes_on(serve):
+    async with serve(decoders=2) as rig:
+        ids = rig.cluster.text.encode("a red sign")
+
+        def rest(message: Generate) -> list[int]:
+            return ids[2:] if message.prompt_token_ids[-2:] == ids[:2] else ids
+
+        first, second = rig.cluster.decoders
+        for decoder in (first, second):
+            decoder.answer = rest
+        first.pause_after = 2
+        stream = await rig.chat([image_part(picture())], stream=True, max_tokens=50)
+        chunks = [await _first(stream)]
+        await eventually(lambda: rig.service.dispatcher.num_flights == 1)
+        await first.die()
+        chunks += [chunk async for chunk in stream]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "a red sign"
+        (generate,) = second.of(Generate)
+        assert generate.sampling.max_tokens == 48
+        assert {message.destination for message in rig.cluster.encoders[0].of(Encode)} == {"pd0", "pd1"}
+        rig.assert_clean()
+
+
+async def test_the_only_decoder_lost_is_an_error_event_in_a_stream(serve):
+    async with serve() as rig:
+        rig.cluster.decoders[0].pause_after = 1
+        stream = await rig.chat(stream=True)
+        await _first(stream)
+        await rig.cluster.decoders[0].die()
+        with pytest.raises(openai.APIError, match="no decoder"):
+            async for _ in stream:
+                pass
+        rig.assert_clean()
+
+
+async def test_an_error_before_the_first_token_of_a_stream_has_its_status(serve):
+    async with serve() as rig:
+        rig.cluster.decoders[0].failure = ErrorInfo("item_too_large", "the picture is over the cache budget", "x")
+        response = await rig.http.post(
+            "/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}], "stream": True}
+        )
+        assert response.status_code == 413
+        assert response.json()["error"] == {
+            "message": "the picture is over the cache budget",
+            "type": "invalid_request_error",
+            "param": "x",
+            "code": "item_too_large",
+        }
+        assert response.headers["x-request-id"].startswith("chatcmpl-")
+
+
+async def test_a_request_over_its_time_is_ended_everywhere(serve):
+    async with serve(request_timeout_s=0.3) as rig:
+        rig.cluster.decoders[0].pause_after = 0
+        with pytest.raises(openai.APIStatusError) as caught:
+            await rig.chat()
+        assert caught.value.status_code == 504
+        await eventually(lambda: rig.aborted() == {"pd0"})
+        rig.assert_clean()
+
+
+async def test_a_restarted_broker_does_not_disturb_requests(serve, redis):
+    async with serve() as rig:
+        rig.cluster.decoders[0].pause_after = 1
+        stream = await rig.chat(stream=True)
+        await _first(stream)
+        await redis.flushall()
+        await eventually(lambda: rig.service.pool.broker_reachable)
+        await rig.chat(stream=True, max_tokens=1)
+        rig.cluster.decoders[0].resume.set()
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        assert text.endswith("sign")
+
+
+async def test_stopping_the_proxy_aborts_what_runs(serve):
+    async with serve() as rig:
+        rig.cluster.decoders[0].pause_after = 1
+        stream = await rig.chat(stream=True)
+        await _first(stream)
+        decoder = rig.cluster.decoders[0]
+        aborted = asyncio.create_task(eventually(lambda: bool(decoder.of(Abort))))
+        rig.server.stop()
+        await aborted
