@@ -1,0 +1,63 @@
+"""What the documents name exists."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("common", "engine", "broker", "services", "proxy", "launch")
+DOTTED = re.compile(rf"`((?:{'|'.join(PACKAGES)})(?:\.\w+)+)`")
+LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)[^)]*\)")
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+def resolve(name: str) -> object:
+    """The module, class or function of a dotted name. Raises AttributeError or ModuleNotFoundError."""
+    parts = name.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[cut:]:
+            found = getattr(found, part)
+        return found
+    raise ModuleNotFoundError(name)
+
+
+def test_every_function_of_the_walk_exists() -> None:
+    names = DOTTED.findall((ROOT / "docs" / "one-request.md").read_text())
+    assert len(names) > 20
+    for name in names:
+        assert resolve(name) is not None
+
+
+def test_the_walk_takes_ten_steps_or_fewer() -> None:
+    steps = re.findall(r"^\d+\. ", (ROOT / "docs" / "one-request.md").read_text(), re.MULTILINE)
+    assert 0 < len(steps) <= 10
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_between_files_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_in_documents_exist(page: Path) -> None:
+    """Every `triptych …` and `make …` in a fenced block names a command or target that there is."""
+    from typer.main import get_command
+
+    from launch.cli import app
+
+    commands = set(get_command(app).commands)  # type: ignore[attr-defined]
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for block in re.findall(r"```(?:sh|bash|shell|console)?\n(.*?)```", page.read_text(), re.DOTALL):
+        for line in block.splitlines():
+            words = line.removeprefix("$ ").split()
+            if words[:1] == ["triptych"] and len(words) > 1 and not words[1].startswith("-"):
+                assert words[1] in commands, line
+            if words[:1] == ["make"] and len(words) > 1 and "=" not in words[1]:
+                assert words[1] in targets, line
