@@ -15,10 +15,10 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
-    StrictInt,
     StrictStr,
     Tag,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -234,13 +234,21 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions. A prompt is text or token ids; a list of prompts gives one choice each."""
 
-    prompt: str | list[StrictInt] | list[StrictStr] | list[list[StrictInt]]
+    prompt: Any
+
+    @field_validator("prompt")
+    @classmethod
+    def _is_text_or_tokens(cls, value: Any) -> Any:
+        entries = value if isinstance(value, list) and value and not _is_token_ids(value) else [value]
+        if all(isinstance(entry, str) or _is_token_ids(entry) for entry in entries):
+            return value
+        raise ValueError("takes text, token ids, or a list of either")
 
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts, one or several. A list of integers is one prompt."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [[token for token in self.prompt if isinstance(token, int)]]
-        return [entry for entry in self.prompt if not isinstance(entry, int)]
+        return [self.prompt] if isinstance(self.prompt, str) or _is_token_ids(self.prompt) else self.prompt
+
+
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int for token in value)

@@ -1,0 +1,199 @@
+"""The API around the answers: other endpoints, validation, OpenAI's error shape everywhere, limits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from common.messages import Generate
+from tests.proxy.conftest import eventually
+from tests.proxy.media import image_part, picture
+
+
+async def test_models_health_and_readiness(serve):
+    async with serve(served_model_name="signs") as rig:
+        assert [model.id async for model in await rig.client.models.list()] == ["signs"]
+        assert (await rig.client.models.retrieve("signs")).id == "signs"
+        assert (await rig.http.get("/health")).status_code == 200
+        await eventually(lambda: rig.service.pool.broker_reachable)
+        assert (await rig.http.get("/ready")).status_code == 200
+        with pytest.raises(openai.NotFoundError, match="'gpt-4'") as caught:
+            await rig.chat(model="gpt-4")
+        assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+
+
+async def test_unknown_routes_and_methods_have_openais_shape(serve):
+    async with serve() as rig:
+        for method, path, status in (("GET", "/nothing", 404), ("GET", "/v1/completions", 405)):
+            response = await rig.http.request(method, path)
+            assert response.status_code == status
+            assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def _chat(**fields):
+    return {"messages": [{"role": "user", "content": "hi"}], **fields}
+
+
+BAD_CHATS = (
+    (b"{", None),
+    (b"[]", None),
+    ({}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "user"}]}, "messages[0]"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": [{"type": "video", "video": "x"}]}]}, "messages[0].content[0]"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": 5}}]}]},
+        "messages[0].content[0].image_url.url",
+    ),
+    (_chat(temperature=3), "temperature"),
+    (_chat(top_p=0), "top_p"),
+    (_chat(max_tokens=0), "max_tokens"),
+    (_chat(n=2), "n"),
+    (_chat(logprobs=True), "logprobs"),
+    (_chat(tools=[{"type": "function"}]), "tools"),
+    (_chat(response_format={"type": "json_object"}), "response_format"),
+    (_chat(frequency_penalty=0.5), "frequency_penalty"),
+    (_chat(guided_json={}), "guided_json"),
+    (_chat(stop=["x"] * 17), "stop"),
+    (_chat(stop=""), "stop"),
+    (_chat(language="en"), "language"),
+    (_chat(seed="x"), "seed"),
+)
+
+
+async def test_bad_fields_are_named(serve):
+    async with serve() as rig:
+        for body, param in BAD_CHATS:
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            response = await rig.http.post("/v1/chat/completions", content=content)
+            error = response.json()["error"]
+            assert (body, response.status_code, error["param"]) == (body, 400, param)
+            assert error["type"] == "invalid_request_error"
+        assert rig.cluster.decoders[0].received == []
+        rig.assert_clean()
+
+
+async def test_unsupported_fields_that_are_switched_off_are_fine(serve):
+    async with serve() as rig:
+        answer = await rig.chat(
+            n=1,
+            logprobs=False,
+            presence_penalty=0,
+            frequency_penalty=0.0,
+            response_format={"type": "text"},
+            user="somebody",
+            extra_body={"repetition_penalty": 1.0, "min_p": 0, "best_of": None},
+        )
+        assert answer.choices[0].finish_reason == "stop"
+
+
+async def test_a_body_over_the_limit_is_413_with_and_without_a_length(serve):
+    async with serve(max_body_bytes=1000) as rig:
+        big = json.dumps(_chat(user="x" * 2000)).encode()
+
+        async def chunks():
+            yield big[:900]
+            yield big[900:]
+
+        for content in (big, chunks()):
+            response = await rig.http.post("/v1/chat/completions", content=content)
+            assert (response.status_code, response.json()["error"]["code"]) == (413, "item_too_large")
+
+
+async def test_a_placeholder_smuggled_into_text_is_refused(serve):
+    async with serve() as rig:
+        with pytest.raises(openai.BadRequestError, match="placeholders"):
+            await rig.chat("<|image_pad|>")
+        with pytest.raises(openai.BadRequestError, match="placeholder"):
+            await rig.client.completions.create(model=rig.model, prompt="<|image_pad|>")
+
+
+async def test_completions_of_text_and_of_tokens(serve):
+    async with serve() as rig:
+        answer = await rig.client.completions.create(model=rig.model, prompt="red", max_tokens=30)
+        assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("a red sign", "stop")
+        await rig.client.completions.create(model=rig.model, prompt=[5, 6, 7])
+        generate = rig.cluster.decoders[0].of(Generate)[-1]
+        assert generate.prompt_token_ids == [5, 6, 7]
+        assert generate.request_id.startswith("cmpl-")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_several_prompts_give_a_choice_each(serve, stream):
+    async with serve() as rig:
+        rig.cluster.decoders[0].answer = lambda message: f"sign {message.prompt_token_ids[0]}"
+        answer = await rig.client.completions.create(model=rig.model, prompt=[[5], [6], [7]], stream=stream)
+        texts = ["", "", ""]
+        if stream:
+            async for chunk in answer:
+                for choice in chunk.choices:
+                    texts[choice.index] += choice.text
+        else:
+            texts = [choice.text for choice in answer.choices]
+            assert answer.usage.prompt_tokens == 3
+        assert texts == ["sign 5", "sign 6", "sign 7"]
+        rig.assert_clean()
+
+
+BAD_COMPLETIONS = (
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [99999]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": "x", "echo": True}, "echo"),
+    ({"prompt": "x", "suffix": "y"}, "suffix"),
+    ({"prompt": "x", "logprobs": 0}, "logprobs"),
+    ({"prompt": "x", "best_of": 2}, "best_of"),
+    ({}, "prompt"),
+    ({"prompt": {"a": 1}}, "prompt"),
+    ({"prompt": ["x", 5]}, "prompt"),
+)
+
+
+async def test_bad_completions_are_named(serve):
+    async with serve() as rig:
+        for fields, param in BAD_COMPLETIONS:
+            response = await rig.http.post("/v1/completions", json=fields)
+            assert (fields, response.status_code, response.json()["error"]["param"]) == (fields, 400, param)
+        rig.assert_clean()
+
+
+async def test_metrics_count_what_happened(serve):
+    async with serve() as rig:
+        await rig.chat([image_part(picture())])
+        await rig.http.post("/v1/completions", content=b"{")
+        await rig.http.get("/some/path/of/a/stranger")
+        text = (await rig.http.get("/metrics")).text
+        samples = {
+            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+        def value(name: str, **labels: str) -> float:
+            return samples[f"triptych_proxy_{name}", tuple(sorted(labels.items()))]
+
+        assert value("requests_total", endpoint="/v1/chat/completions", status="200") == 1
+        assert value("requests_total", endpoint="/v1/completions", status="400") == 1
+        assert value("requests_total", endpoint="other", status="404") == 1
+        assert value("inflight") == value("flights") == 0
+        assert value("time_to_first_token_seconds_count") == 1
+        assert value("media_bytes_total", kind="image") == len(picture())
+        assert value("generation_tokens_total") > 3
+        assert value("workers", role="encoder") == 1
+
+
+def test_the_proxy_never_imports_torch():
+    code = (
+        "import sys, proxy.app, proxy.routes\n"
+        "bad = {'torch', 'transformers', 'engine', 'services'} & {name.partition('.')[0] for name in sys.modules}\n"
+        "sys.exit(', '.join(bad) or 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,183 @@
+"""Speech: uploads, languages, long recordings, and chat with a speech model."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import openai
+import pytest
+import soundfile
+
+from common import whisper_prompt
+from common.messages import Encode, Generate
+from common.text import TextProcessor
+from proxy import audio
+from tests.proxy.media import audio_part, speech
+
+
+def _upload(data: bytes) -> tuple[str, bytes]:
+    return "speech.wav", data
+
+
+async def test_a_short_clip_goes_as_it_is_and_every_format_of_answer_works(serve, whisper_model):
+    async with serve(whisper_model.folder) as rig:
+        rig.cluster.decoders[0].answer = lambda message: " well said "
+        clip = speech(2.5)
+        create = rig.client.audio.transcriptions.create
+        answer = await create(model=rig.model, file=_upload(clip), language="en")
+        assert answer.text == "well said"
+        assert rig.cluster.encoders[0].of(Encode)[0].media == clip
+        assert rig.cluster.decoders[0].of(Generate)[0].inputs[0].prompt_index is None
+        plain = await create(model=rig.model, file=_upload(clip), language="en", response_format="text")
+        assert plain.strip() == "well said"
+        verbose = await create(model=rig.model, file=_upload(clip), language="en", response_format="verbose_json")
+        assert (verbose.language, verbose.duration, verbose.text) == ("en", 2.5, "well said")
+        assert [(s.start, s.end, s.text.strip()) for s in verbose.segments] == [(0, 2.5, "well said")]
+        rig.assert_clean()
+
+
+async def test_prompts_are_those_of_transformers(serve, whisper_model):
+    async with serve(whisper_model.folder) as rig:
+        text, generation = rig.cluster.text, whisper_model.generation
+        start = generation["decoder_start_token_id"]
+        task, plain = generation["task_to_id"]["transcribe"], generation["no_timestamps_token_id"]
+        german = generation["lang_to_id"]["<|de|>"]
+        create = rig.client.audio.transcriptions.create
+        await create(model=rig.model, file=_upload(speech(1)), language="de")
+        await create(model=rig.model, file=_upload(speech(1)), language="de", prompt=" Triptych ")
+        await create(model=rig.model, file=_upload(speech(1)))
+        told, hinted, detected = rig.cluster.decoders[0].of(Generate)
+        assert told.prompt_token_ids == [start, german, task, plain]
+        hint = [generation["prev_sot_token_id"], *text.encode(" Triptych", add_special_tokens=False)]
+        assert hinted.prompt_token_ids == hint + told.prompt_token_ids
+        assert detected.prompt_token_ids == [start]
+        languages = tuple(sorted(generation["lang_to_id"].values()))
+        assert detected.sampling.prefix_allowed == (languages, (task,), (plain,))
+        limit = whisper_model.max_model_len
+        assert (told.sampling.max_tokens, detected.sampling.max_tokens) == (limit - 4, limit - 1)
+        assert told.sampling.temperature == 0
+
+
+async def test_a_detected_language_is_reported_and_its_tokens_are_not_text(serve, whisper_model):
+    async with serve(whisper_model.folder) as rig:
+        generation = whisper_model.generation
+        prefix = [
+            generation["lang_to_id"]["<|fr|>"],
+            generation["task_to_id"]["transcribe"],
+            generation["no_timestamps_token_id"],
+        ]
+        rig.cluster.decoders[0].answer = lambda message: (
+            prefix + rig.cluster.text.encode(" oui", add_special_tokens=False)
+        )
+        create = rig.client.audio.transcriptions.create
+        answer = await create(model=rig.model, file=_upload(speech(1)), response_format="verbose_json")
+        assert (answer.language, answer.text) == ("fr", "oui")
+        chat = await rig.chat([audio_part(speech(1))], max_tokens=10)
+        assert chat.choices[0].message.content == "oui"
+        assert chat.usage.completion_tokens == 5
+        assert rig.cluster.decoders[0].of(Generate)[-1].sampling.max_tokens == 13
+
+
+async def test_a_long_recording_is_cut_where_it_is_quiet_and_joined_in_order(serve, whisper_model):
+    async with serve(whisper_model.folder) as rig:
+        decoder = rig.cluster.decoders[0]
+        generation = whisper_model.generation
+        german = generation["lang_to_id"]["<|de|>"]
+
+        def answer(message: Generate) -> list[int]:
+            part = message.request_id.partition(".")[2]
+            words = rig.cluster.text.encode(f" part {part}", add_special_tokens=False)
+            forced = [german, *(allowed[0] for allowed in message.sampling.prefix_allowed[1:])]
+            return (forced if message.sampling.prefix_allowed else []) + words
+
+        decoder.answer = answer
+        create = rig.client.audio.transcriptions.create
+        verbose = await create(model=rig.model, file=_upload(speech(70)), response_format="verbose_json")
+        assert verbose.text == "part 0 part 1 part 2"
+        assert verbose.language == "de"
+        assert [s.start for s in verbose.segments] == pytest.approx([0, 26.05, 54.05], abs=0.06)
+        assert [s.end for s in verbose.segments] == pytest.approx([26.05, 54.05, 70], abs=0.06)
+        assert [bool(m.sampling.prefix_allowed) for m in decoder.of(Generate)] == [True, False, False]
+        assert all(german in m.prompt_token_ids for m in decoder.of(Generate)[1:])
+        stream = await create(model=rig.model, file=_upload(speech(70)), stream=True, language="en")
+        events = [event async for event in stream]
+        assert "".join(event.delta for event in events[:-1]) == "part 0 part 1 part 2" == events[-1].text
+        rig.assert_clean()
+
+
+BAD_FORMS = (
+    ({"language": "klingon"}, 400, "language"),
+    ({"response_format": "srt"}, 400, "response_format"),
+    ({"temperature": "hot"}, 400, "temperature"),
+    ({"model": "other"}, 404, "model"),
+    ({"chunking_strategy": "auto"}, 400, "chunking_strategy"),
+    ({"timestamp_granularities[]": "word"}, 400, "timestamp_granularities[0]"),
+    ({"stream": "true", "response_format": "verbose_json"}, 400, "response_format"),
+    ({"prompt": "<|endoftext|>"}, 400, "prompt"),
+)
+
+
+async def test_bad_fields_are_named(serve, whisper_model):
+    async with serve(whisper_model.folder) as rig:
+        for form, status, param in BAD_FORMS:
+            response = await rig.http.post("/v1/audio/transcriptions", data=form, files={"file": _upload(speech(1))})
+            assert (form, response.status_code, response.json()["error"]["param"]) == (form, status, param)
+        rig.assert_clean()
+
+
+async def test_what_is_no_recording_is_400(serve, whisper_model):
+    bad = ((b"", "empty"), (b"hello there", "no known format"), (b"RIFF\0\0\0\0WAVEfmt ", "cannot be decoded"))
+    async with serve(whisper_model.folder) as rig:
+        for data, says in bad:
+            with pytest.raises(openai.BadRequestError, match=says) as caught:
+                await rig.client.audio.transcriptions.create(model=rig.model, file=_upload(data))
+            assert caught.value.param == "file"
+        missing = await rig.http.post("/v1/audio/transcriptions", data={"model": rig.model})
+        assert missing.status_code == 400
+        broken = await rig.http.post(
+            "/v1/audio/transcriptions", content=b"x", headers={"content-type": "multipart/form-data"}
+        )
+        assert broken.status_code == 400
+        rig.assert_clean()
+
+
+async def test_a_model_without_ears_refuses_transcriptions_and_a_speech_model_refuses_text(serve, whisper_model):
+    async with serve() as rig:
+        with pytest.raises(openai.BadRequestError, match="does not take audio"):
+            await rig.client.audio.transcriptions.create(model=rig.model, file=_upload(speech(1)))
+    async with serve(whisper_model.folder) as rig:
+        with pytest.raises(openai.BadRequestError, match="needs audio"):
+            await rig.client.completions.create(model=rig.model, prompt="hello")
+        with pytest.raises(openai.BadRequestError, match="one input_audio part"):
+            await rig.chat("hello")
+
+
+def test_windows_cover_a_recording_without_gaps_in_any_container():
+    clip = speech(40, rate=8000, channels=2)
+    samples, rate = soundfile.read(io.BytesIO(clip), dtype="float32")
+    for kind, tolerance in (("WAV", 1e-3), ("FLAC", 1e-3), ("OGG", None), ("MP3", None)):
+        out = io.BytesIO()
+        soundfile.write(out, samples, rate, format=kind)
+        windows = audio.split(out.getvalue(), 12.0, "file")
+        assert [w.start for w in windows[1:]] == [w.end for w in windows[:-1]]
+        assert windows[0].start == 0
+        assert windows[-1].end == pytest.approx(len(samples), abs=3000)
+        assert all(7 <= w.end_s - w.start_s <= 12 for w in windows[:-1])
+        assert len(windows) >= 4
+        parts = [soundfile.read(io.BytesIO(audio.cut(out.getvalue(), w, "file")), dtype="float32")[0] for w in windows]
+        if tolerance is not None:
+            np.testing.assert_allclose(np.concatenate(parts), samples.mean(axis=1), atol=tolerance)
+        for part, window in zip(parts, windows, strict=True):
+            assert abs(len(part) - (window.end - window.start)) < 3000
+
+
+def test_english_only_checkpoints_have_no_language(whisper_model):
+    english = type(whisper_model)(
+        **{**vars(whisper_model), "generation": {**whisper_model.generation, "is_multilingual": False}}
+    )
+    text = TextProcessor(english)
+    ids, fields = whisper_prompt.build(english, text, language=None)
+    assert ids == [english.generation["decoder_start_token_id"], english.generation["no_timestamps_token_id"]]
+    assert fields["prefix_allowed"] == ()
+    assert whisper_prompt.build(english, text, language="en")[0] == ids
