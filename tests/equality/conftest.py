@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from broker.embedded import EmbeddedBroker
 from common.model_info import BUNDLED
 from tests import tiny_models
 from tests.equality.cases import Case, make_cases
@@ -48,6 +49,14 @@ def reference_of(folder_of: Callable[[str], Path]) -> Callable[[str], Reference]
 def cases_of(reference_of: Callable[[str], Reference]) -> Callable[[str], list[Case]]:
     """Requests for a model, with transformers' answers."""
     return cache(lambda name: make_cases(name, reference_of(name)))
+
+
+@pytest.fixture(scope="session")
+def broker_url() -> Iterator[str]:
+    """One Redis-protocol server for all clusters; each has its own key prefix."""
+    broker = EmbeddedBroker()
+    yield broker.start()
+    broker.stop()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,0 +1,208 @@
+"""A cluster of real processes with its OpenAI client, and a look at everything that it holds."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+from openai.types.chat import ChatCompletion
+from prometheus_client.parser import text_string_to_metric_families
+from redis import Redis
+
+from common.config import EngineConfig, Settings
+from common.model_info import ModelInfo, load_model_info
+from common.text import TextProcessor
+from launch.cluster import LocalCluster
+from tests.equality.cases import Case
+
+START_TIMEOUT_S = 120.0
+ANSWER_TIMEOUT_S = 120.0
+IDLE_TIMEOUT_S = 10.0
+HELD_BY_WORKERS = (
+    "requests_outstanding",
+    "requests_running",
+    "requests_waiting",
+    "kv_blocks_used",
+    "encoder_cache_references",
+    "inputs_pending",
+    "inputs_granted",
+    "encoder_items",
+    "encoder_held_bytes",
+    "handoffs_open",
+    "preprocess_waiting",
+    "channel_messages_waiting",
+    "proxy_inflight",
+    "proxy_flights",
+)
+"""Gauges that are zero where nothing is held."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client sees of an answer. `num_tokens` counts the end-of-sequence token where there was one."""
+
+    text: str
+    num_tokens: int
+    num_prompt_tokens: int
+    finish_reason: str
+    request_id: str = ""
+
+
+class Served:
+    """A running cluster. Clients are made per call: each test has an event loop of its own."""
+
+    def __init__(self, cluster: LocalCluster, redis: Redis, info: ModelInfo) -> None:
+        self.cluster, self.redis, self.info = cluster, redis, info
+        self.text = TextProcessor(info)
+        self.prefix = cluster.supervisor.plan.settings.cluster
+
+    def client(self) -> openai.AsyncOpenAI:
+        http = httpx.AsyncClient(trust_env=False, timeout=ANSWER_TIMEOUT_S, limits=httpx.Limits(max_connections=None))
+        url = f"{self.cluster.base_url}/v1"
+        return openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, http_client=http)
+
+    async def answer_all(self, cases: Sequence[Case], max_tokens: int, *, one_by_one: bool = False) -> list[Answer]:
+        """Every case at once; or each as soon as the one before it has its first token: arrivals meet decoding."""
+        async with self.client() as client:
+            if not one_by_one:
+                return list(await asyncio.gather(*(self.answer(client, case, max_tokens) for case in cases)))
+            tasks: list[asyncio.Task[Answer]] = []
+            for case in cases:
+                begun = asyncio.Event()
+                tasks.append(asyncio.create_task(self.stream(client, case, max_tokens, begun)))
+                await asyncio.wait_for(begun.wait(), ANSWER_TIMEOUT_S)
+            return list(await asyncio.gather(*tasks))
+
+    async def answer(self, client: openai.AsyncOpenAI, case: Case, max_tokens: int) -> Answer:
+        """One request, its answer in one piece."""
+        if "file" in case.http:
+            return await self._transcribe(client, case, max_tokens)
+        options: Any = {"model": self.info.name, "temperature": 0, "max_tokens": max_tokens}
+        if "prompt" in case.http:
+            completion = await client.completions.create(prompt=case.http["prompt"], **options)
+            text = completion.choices[0].text
+        else:
+            completion = await client.chat.completions.create(messages=case.http["messages"], **options)
+            assert isinstance(completion, ChatCompletion)
+            text = completion.choices[0].message.content
+        assert completion.usage is not None
+        usage = (completion.usage.completion_tokens, completion.usage.prompt_tokens)
+        return Answer(text or "", *usage, completion.choices[0].finish_reason, completion.id)
+
+    async def stream(self, client: openai.AsyncOpenAI, case: Case, max_tokens: int, begun: asyncio.Event) -> Answer:
+        """One request, its answer in pieces; `begun` is set at the first one, and at the end at the latest."""
+        try:
+            if "file" in case.http:
+                return await self._stream_transcription(client, case, max_tokens, begun)
+            return await self._stream_completion(client, case, max_tokens, begun)
+        finally:
+            begun.set()
+
+    async def _stream_completion(
+        self, client: openai.AsyncOpenAI, case: Case, max_tokens: int, begun: asyncio.Event
+    ) -> Answer:
+        options: Any = {
+            "model": self.info.name,
+            "temperature": 0,
+            "max_tokens": max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        create: Any = client.completions.create if "prompt" in case.http else client.chat.completions.create
+        text, finish, usage, request_id = "", "", (0, 0), ""
+        async for chunk in await create(**case.http, **options):
+            request_id = chunk.id
+            for choice in chunk.choices:
+                begun.set()
+                text += (choice.text if "prompt" in case.http else choice.delta.content) or ""
+                finish = choice.finish_reason or finish
+            if chunk.usage is not None:
+                usage = (chunk.usage.completion_tokens, chunk.usage.prompt_tokens)
+        return Answer(text, *usage, finish, request_id)
+
+    async def _stream_transcription(
+        self, client: openai.AsyncOpenAI, case: Case, max_tokens: int, begun: asyncio.Event
+    ) -> Answer:
+        create: Any = client.audio.transcriptions.create
+        extra = {"max_completion_tokens": max_tokens}
+        async for event in await create(model=self.info.name, **case.http, stream=True, extra_body=extra):
+            begun.set()
+            if event.type == "transcript.text.done":
+                return Answer(event.text, event.usage.output_tokens, event.usage.input_tokens, "")
+        raise AssertionError("the stream ended before the transcript did")
+
+    async def _transcribe(self, client: openai.AsyncOpenAI, case: Case, max_tokens: int) -> Answer:
+        result: Any = await client.audio.transcriptions.create(
+            model=self.info.name, **case.http, extra_body={"max_completion_tokens": max_tokens}
+        )
+        return Answer(result.text, result.usage.output_tokens, result.usage.input_tokens, "")
+
+    # --- what is held
+
+    def gauges(self, instance_id: str) -> dict[str, float]:
+        """All metrics of one instance without labels, by name without the prefix."""
+        response = httpx.get(f"{self.cluster.instances[instance_id].http_address}/metrics", trust_env=False, timeout=10)
+        families = text_string_to_metric_families(response.raise_for_status().text)
+        samples = [sample for family in families for sample in family.samples if not sample.labels]
+        return {sample.name.removeprefix("triptych_"): sample.value for sample in samples}
+
+    def held(self) -> dict[str, float]:
+        """Everything that is not zero though it should be when nothing runs: gauges, stream entries, strange keys."""
+        found: dict[str, float] = {}
+        for instance_id in self.cluster.instances:
+            gauges = self.gauges(instance_id)
+            found |= {f"{instance_id} {name}": gauges[name] for name in HELD_BY_WORKERS if gauges.get(name)}
+        for key in self.keys():
+            kind = key.rpartition(":")[2]
+            if kind in ("metadata", "allocated", "injected"):
+                found |= {f"entries of {key}": size} if (size := self.redis.xlen(key)) else {}
+            elif not (key == f"{self.prefix}:instances" or key.startswith(f"{self.prefix}:instance:")):
+                found[f"key {key}"] = 1.0
+        return found
+
+    def keys(self) -> list[str]:
+        """The cluster's keys in Redis."""
+        return sorted(key.decode() for key in self.redis.scan_iter(match=f"{self.prefix}:*"))
+
+    async def wait_until_nothing_is_held(self) -> None:
+        """Everything must come back within seconds; AssertionError with what has not."""
+        deadline_s = time.monotonic() + IDLE_TIMEOUT_S
+        while held := await asyncio.to_thread(self.held):
+            assert time.monotonic() < deadline_s, f"still held after {IDLE_TIMEOUT_S} s: {held}"
+            await asyncio.sleep(0.1)
+        decoder = self.gauges("pd0")
+        assert decoder["kv_blocks_free"] == decoder["kv_blocks_usable"]
+        assert decoder["integrity_failures"] == 0
+        assert decoder["encoder_computations"] == 0
+
+
+@contextmanager
+def serve(folder: Path, broker_url: str, cluster: str, **engine: Any) -> Iterator[Served]:
+    """A cluster for the length of a `with` block; afterwards its processes and its keys are gone."""
+    info = load_model_info(str(folder))
+    settings = Settings(
+        model=str(folder),
+        port=0,
+        broker=broker_url,
+        cluster=cluster,
+        log_level="warning",
+        engine=EngineConfig(num_threads=1, **engine),
+    )
+    redis = Redis.from_url(broker_url)
+    running = LocalCluster(settings, start_timeout_s=START_TIMEOUT_S)
+    try:
+        with running:
+            served = Served(running, redis, info)
+            processes = [instance.child for instance in running.instances.values()]
+            yield served
+        assert served.keys() == []
+        assert not any(child is not None and child.running for child in processes)
+    finally:
+        redis.close()

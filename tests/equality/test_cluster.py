@@ -1,0 +1,64 @@
+"""transformers == `LLM` == a cluster of processes, for every family: the same cases through OpenAI's API."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.llm import LLM
+from tests.equality.cases import MAX_TOKENS, Case
+from tests.equality.runs import answer_all, expected_of
+from tests.equality.served import Answer, Served, serve
+
+pytestmark = pytest.mark.cluster
+FAMILIES = ("llama", "qwen2", "qwen2_5_vl", "whisper")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def served(request: pytest.FixtureRequest, folder_of: Callable[[str], Path], broker_url: str) -> Iterator[Served]:
+    """A cluster with small chunks, so that every prompt needs several."""
+    with serve(folder_of(request.param), broker_url, request.param, max_num_batched_tokens=32) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cases(served: Served, cases_of: Callable[[str], list[Case]]) -> list[Case]:
+    return cases_of(served.prefix)
+
+
+async def test_a_mixed_batch_equals_transformers_and_llm(served: Served, cases: list[Case]) -> None:
+    max_tokens = MAX_TOKENS[served.prefix]
+    llm = LLM(served.info.folder)
+    assert answer_all(llm, cases, max_tokens) == expected_of(cases)
+    answers = await served.answer_all(cases, max_tokens)
+    assert [answer.text for answer in answers] == [_text(llm, case, max_tokens) for case in cases]
+    for case, answer in zip(cases, answers, strict=True):
+        ended = len(case.expected) < max_tokens
+        assert answer.num_tokens == len(case.expected) + ended
+        assert answer.finish_reason in ("stop" if ended else "length", "")  # transcriptions do not tell
+    await served.wait_until_nothing_is_held()
+
+
+async def test_arrivals_in_the_middle_of_decoding_change_nothing(served: Served, cases: list[Case]) -> None:
+    max_tokens = MAX_TOKENS[served.prefix]
+    together = await served.answer_all(cases, max_tokens)
+    staggered = await served.answer_all(cases, max_tokens, one_by_one=True)
+    for one, other in zip(together, staggered, strict=True):
+        assert (one.text, one.num_tokens, one.num_prompt_tokens) == (
+            other.text,
+            other.num_tokens,
+            other.num_prompt_tokens,
+        )
+    await served.wait_until_nothing_is_held()
+
+
+def _content(answer: Answer) -> tuple[str, int, int]:
+    return answer.text, answer.num_tokens, answer.num_prompt_tokens
+
+
+def _text(llm: LLM, case: Case, max_tokens: int) -> str:
+    """What a user sees of the expected tokens."""
+    text = llm.text.decode(case.expected)
+    return text.strip() if llm.info.is_encoder_decoder else text

@@ -1,0 +1,46 @@
+"""Real weights behind real processes: recorded speech and a chat, as under transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.equality.cases import Case
+from tests.equality.media import recording
+from tests.equality.references import Reference
+from tests.equality.served import serve
+
+pytestmark = [pytest.mark.cluster, pytest.mark.weights]
+RECORDINGS = ("dashwood.flac", "amiable.wav")
+QUESTIONS = ("What is the capital of France?", "Name three colours.", "Write one sentence about the sea.")
+
+
+async def test_recorded_speech_gives_the_tokens_that_transformers_gives(whisper_tiny_en: Path, broker_url: str) -> None:
+    reference = Reference(whisper_tiny_en)
+    with serve(whisper_tiny_en, broker_url, "whisper-tiny-en") as served:
+        async with served.client() as client:
+            for name in RECORDINGS:
+                media, samples = recording(name)
+                result = await client.audio.transcriptions.create(
+                    model=served.info.name, file=(name, media), response_format="verbose_json"
+                )
+                assert result.segments is not None
+                [segment] = result.segments
+                assert reference.strip(segment.tokens) == reference.transcribe(samples, 80)
+                assert result.text == served.text.decode(segment.tokens).strip()
+        await served.wait_until_nothing_is_held()
+
+
+async def test_chats_read_as_under_transformers(smollm2: Path, broker_url: str) -> None:
+    reference = Reference(smollm2)
+    with serve(smollm2, broker_url, "smollm2") as served:
+        cases = []
+        for question in QUESTIONS:
+            messages = [{"role": "user", "content": question}]
+            prompt = served.text.render_chat(messages)
+            cases.append(Case(prompt, reference.generate(prompt, 24), http={"messages": messages}))
+        answers = await served.answer_all(cases, 24)
+        assert [answer.text for answer in answers] == [served.text.decode(case.expected) for case in cases]
+        assert "Paris" in answers[0].text
+        await served.wait_until_nothing_is_held()
