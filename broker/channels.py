@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, cast
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from broker.redis_client import CONNECTION_ERRORS
+from broker.redis_client import CONNECTION_ERRORS, pass_on_cancellation
 from common.errors import TriptychError
 from common.messages import HandoffMessage, decode_handoff, encode
 from common.telemetry import get_logger
@@ -93,6 +93,7 @@ class ChannelSender:
                 for stream, data, _ in batch:
                     pipe.xadd(stream, {FIELD: data}, maxlen=MAX_ENTRIES, nomkstream=True)
                 results = await pipe.execute(raise_on_error=False)
+            pass_on_cancellation()
         except CONNECTION_ERRORS as error:
             results = [error] * len(batch)
         failed = [
@@ -128,6 +129,7 @@ class ChannelReader:
             await self._create(stream)
             info: dict[str, Any] = await self._redis.xinfo_stream(stream)
             self._former[stream] = _parse_id(info["last-generated-id"])
+        pass_on_cancellation()
 
     async def run(self, handle: Callable[[Delivery], None]) -> None:
         """Receive, handle and acknowledge, in order, until cancelled; outlives any absence of the server.
@@ -138,9 +140,11 @@ class ChannelReader:
         while True:
             try:
                 deliveries = await self.receive()
+                pass_on_cancellation()
                 for delivery in deliveries:
                     handle(delivery)
                 await self.acknowledge(deliveries)
+                pass_on_cancellation()
                 pause_s = 0.0
             except RedisError as error:  # away, loading, or refusing: whatever it is, it may pass
                 if not pause_s:

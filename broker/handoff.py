@@ -115,11 +115,11 @@ class HandoffSender:
         """
         offer, receiver = handoff.offer, handoff.receiver
         try:
+            if handoff.state != "granted":
+                raise TriptychError("internal_error", f"deliver in state {handoff.state!r}: no tensor without a grant")
             if handoff.receipt.done():  # settled while it was being computed: there is nothing to send
                 self._conclude(handoff, handoff.receipt.result())
                 return
-            if handoff.state != "granted":
-                raise TriptychError("internal_error", f"deliver in state {handoff.state!r}: no tensor without a grant")
             if (shape, dtype, data.nbytes) != (offer.shape, offer.dtype, offer.size_bytes):
                 what = f"made {shape} {dtype}, {data.nbytes} bytes; offered {offer.shape} {offer.dtype}"
                 raise self._ended("mismatch", TriptychError("internal_error", f"the encoder {what}"))

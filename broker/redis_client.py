@@ -41,6 +41,17 @@ def connect(url: str, *, retries: int = 5) -> Redis:
         ) from error
 
 
+def pass_on_cancellation() -> None:
+    """Raise CancelledError if the running task has been cancelled. Belongs after Redis calls in tasks that are.
+
+    redis-py sends commands with asyncio.wait_for, which in Python 3.11 swallows a cancellation that comes just when
+    the sending is done (python/cpython#81839).
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
 async def wait_until_reachable(redis: Redis, timeout_s: float) -> None:
     """Return once the server answers.
 
@@ -52,6 +63,7 @@ async def wait_until_reachable(redis: Redis, timeout_s: float) -> None:
             while True:
                 try:
                     await redis.ping()
+                    pass_on_cancellation()
                     return
                 except CONNECTION_ERRORS as error:
                     last = error

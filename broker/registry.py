@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 from redis.asyncio import Redis
 
+from broker.redis_client import pass_on_cancellation
 from common.errors import TriptychError
 from common.messages import InstanceRecord, decode_record, encode
 from common.telemetry import get_logger
@@ -52,6 +53,7 @@ class Registry:
             pipe.set(self._key(own.instance_id), encode(own), ex=RECORD_TTL_S, get=True)
             pipe.sadd(self._index, own.instance_id)
             before, _ = await pipe.execute()
+        pass_on_cancellation()
         rival = self._parse(before)
         if rival is not None and rival.epoch > own.epoch:
             message = f"another process has taken the instance id {own.instance_id!r}; give each its own --instance-id"
@@ -70,7 +72,9 @@ class Registry:
 
     async def get(self, instance_id: str) -> InstanceRecord | None:
         """One instance's record; None if it is not alive."""
-        return self._parse(await self._redis.get(self._key(instance_id)))
+        value = await self._redis.get(self._key(instance_id))
+        pass_on_cancellation()
+        return self._parse(value)
 
     async def instances(self) -> dict[str, InstanceRecord]:
         """All live instances by id. Ids whose record has expired leave the index here."""
@@ -82,6 +86,7 @@ class Registry:
         expired = [instance_id for instance_id, value in zip(ids, values, strict=True) if value is None]
         if expired:  # one that is alive after all enters itself again with its next heartbeat
             await self._redis.srem(self._index, *expired)
+        pass_on_cancellation()
         records = (self._parse(value) for value in values)
         return {record.instance_id: record for record in records if record is not None}
 

@@ -1,0 +1,224 @@
+"""The sender's side of a handoff: every order of messages, every refusal, every silence has its defined end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+
+import pytest
+import zmq.asyncio
+from redis.asyncio import Redis
+
+from broker.channels import ChannelReader, ChannelSender, Delivery
+from broker.handoff import Handoff, HandoffSender, key_of
+from broker.tensors import TensorReceiver, TensorSender
+from common.errors import ErrorInfo, TriptychError
+from common.messages import Grant, HandoffMessage, InputLayout, InstanceRecord, Offer, Receipt
+from tests.broker.conftest import eventually, make_record, running
+
+DATA = memoryview(bytes(range(64)))
+
+
+def make_offer(request_id: str = "r", attempt: int = 0, deadline_s: float | None = None) -> Offer:
+    layout = InputLayout(4, [(7, 4)])
+    deadline_s = time.time() + 5 if deadline_s is None else deadline_s
+    return Offer(request_id, 0, attempt, "hash", "image", [4, 8], "bfloat16", 64, layout, "e0", 1, deadline_s)
+
+
+def delivery(message: HandoffMessage, *, stale: bool = False) -> Delivery:
+    return Delivery(b"stream", b"1-0", message, stale)
+
+
+@dataclass
+class Pair:
+    """A sender, and the receiver's sockets and streams, which each test answers from as it likes."""
+
+    sender: HandoffSender
+    receiver: InstanceRecord
+    tensors: TensorReceiver
+    offers: list[Offer]
+
+    async def granted(self, offer: Offer) -> Handoff:
+        offering = asyncio.create_task(self.sender.offer(offer, self.receiver))
+        await eventually(lambda: self.sender.num_open == 1)
+        self.sender.handle(delivery(Grant(*key_of(offer), "granted", time.time() + 30)))
+        return await offering
+
+
+@pytest.fixture
+async def pair(redis: Redis, zmq_context: zmq.asyncio.Context) -> AsyncIterator[Pair]:
+    channels, tensors = ChannelSender(redis, "c"), TensorSender(zmq_context)
+    receiver = TensorReceiver(zmq_context, max_bytes=2**20)
+    reader = ChannelReader(redis, "c", "d0", ("metadata",))
+    await reader.open()
+    sender = HandoffSender(channels, tensors, timeout_s=2.0)
+    sender.own = make_record("e0")
+    offers: list[Offer] = []
+
+    def take(received: Delivery) -> None:
+        assert isinstance(received.message, Offer)
+        offers.append(received.message)
+
+    record = make_record("d0", "prefill_decode", tensor_address=receiver.address)
+    async with running(channels.run(), reader.run(take)):
+        yield Pair(sender, record, receiver, offers)
+    tensors.close()
+    receiver.close()
+
+
+async def test_offer_grant_tensor_receipt(pair: Pair) -> None:
+    offer = make_offer()
+    offering = asyncio.create_task(pair.sender.offer(offer, pair.receiver))
+    await eventually(lambda: pair.offers == [offer])
+    pair.sender.handle(delivery(Grant("r", 0, 0, "granted", time.time() + 30)))
+    handoff = await offering
+    delivering = asyncio.create_task(pair.sender.deliver(handoff, [4, 8], "bfloat16", DATA))
+    received = await pair.tensors.receive()
+    assert received.data == DATA
+    assert (received.header.sender, received.header.receiver_epoch) == ("e0", pair.receiver.epoch)
+    pair.sender.handle(delivery(Receipt("r", 0, 0, "stored")))
+    await delivering
+    assert pair.sender.num_open == 0
+    assert pair.sender.outcomes == {"stored": 1}
+    assert list(handoff.times_s) == ["offer_sent", "grant_received", "tensor_sent", "receipt_received"]
+
+
+async def test_cached_content_is_neither_computed_nor_sent(pair: Pair) -> None:
+    offering = asyncio.create_task(pair.sender.offer(make_offer(), pair.receiver))
+    await eventually(lambda: pair.sender.num_open == 1)
+    pair.sender.handle(delivery(Grant("r", 0, 0, "cached")))
+    handoff = await offering
+    assert handoff.grant.result().status == "cached"
+    assert pair.sender.num_open == 0
+    with pytest.raises(TriptychError, match="no tensor without a grant"):
+        await pair.sender.deliver(handoff, [4, 8], "bfloat16", DATA)
+
+
+async def test_a_refusal_reaches_the_caller_in_the_receivers_words(pair: Pair) -> None:
+    offering = asyncio.create_task(pair.sender.offer(make_offer(), pair.receiver))
+    await eventually(lambda: pair.sender.num_open == 1)
+    error = ErrorInfo("item_too_large", "needs 9 bytes, the whole budget is 8", "messages")
+    pair.sender.handle(delivery(Grant("r", 0, 0, "refused", error=error)))
+    with pytest.raises(TriptychError) as caught:
+        await offering
+    assert caught.value.info == error
+    assert pair.sender.outcomes == {"refused": 1}
+
+
+@pytest.mark.parametrize("status", ["expired", "cancelled", "corrupt"])
+async def test_a_tensor_that_is_not_stored_is_a_retryable_error(pair: Pair, status: str) -> None:
+    handoff = await pair.granted(make_offer())
+    delivering = asyncio.create_task(pair.sender.deliver(handoff, [4, 8], "bfloat16", DATA))
+    await pair.tensors.receive()
+    pair.sender.handle(delivery(Receipt("r", 0, 0, status)))  # type: ignore[arg-type]
+    with pytest.raises(TriptychError, match=status) as caught:
+        await delivering
+    assert caught.value.info.retryable
+    assert pair.sender.num_open == 0
+
+
+async def test_duplicates_and_strangers_change_nothing_and_are_counted(pair: Pair) -> None:
+    handoff = await pair.granted(make_offer())
+    for message in (
+        Grant("r", 0, 0, "granted", 1.0),
+        Grant("r", 0, 0, "cached"),
+        Grant("r", 0, 1, "granted"),
+        Receipt("somebody else", 0, 0, "stored"),
+        make_offer(),
+    ):
+        pair.sender.handle(delivery(message))
+    pair.sender.handle(delivery(Receipt("r", 0, 0, "stored"), stale=True))
+    assert handoff.state == "granted"
+    assert pair.sender.outcomes == {"duplicate": 2, "stray": 4}
+
+
+async def test_a_grant_taken_back_while_encoding_sends_nothing(pair: Pair) -> None:
+    handoff = await pair.granted(make_offer())
+    pair.sender.handle(delivery(Grant("r", 0, 0, "cancelled")))
+    with pytest.raises(TriptychError, match="took its grant back"):
+        await pair.sender.deliver(handoff, [4, 8], "bfloat16", DATA)
+    assert pair.sender.num_open == 0
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await pair.tensors.receive()
+
+
+async def test_what_was_not_offered_is_not_sent(pair: Pair) -> None:
+    for shape, dtype, data in (([4, 9], "bfloat16", DATA), ([4, 8], "float32", DATA), ([4, 8], "bfloat16", DATA[:-1])):
+        handoff = await pair.granted(make_offer())
+        with pytest.raises(TriptychError) as caught:
+            await pair.sender.deliver(handoff, shape, dtype, data)
+        assert caught.value.info.code == "internal_error"
+    assert pair.sender.outcomes == {"mismatch": 3}
+
+
+@pytest.mark.parametrize("silent_after", ["offer", "tensor"])
+async def test_silence_ends_at_the_deadline(pair: Pair, silent_after: str) -> None:
+    offer = make_offer(deadline_s=time.time() + 0.2)
+    started_s = time.monotonic()
+    if silent_after == "offer":
+        waiting: Awaitable[object] = pair.sender.offer(offer, pair.receiver)
+    else:
+        waiting = pair.sender.deliver(await pair.granted(offer), [4, 8], "bfloat16", DATA)
+    with pytest.raises(TriptychError, match="within") as caught:
+        await waiting
+    assert caught.value.info.code == "timeout"
+    assert time.monotonic() - started_s < 1.0
+    assert pair.sender.num_open == 0
+
+
+async def test_a_receiver_that_was_never_there_is_unavailable(pair: Pair) -> None:
+    with pytest.raises(TriptychError, match="not registered") as caught:
+        await pair.sender.offer(make_offer(), None)
+    assert caught.value.info.code == "unavailable"
+
+
+async def test_instances_that_do_not_fit_are_refused_naming_both(pair: Pair) -> None:
+    other = make_record("d9", "prefill_decode", fingerprint="beef", tensor_address="tcp://127.0.0.1:1")
+    with pytest.raises(TriptychError) as caught:
+        await pair.sender.offer(make_offer(), other)
+    assert all(word in caught.value.info.message for word in ("e0", "d9", "f00d", "beef"))
+
+
+def _restarted(record: InstanceRecord) -> dict[str, InstanceRecord]:
+    return {"d0": make_record("d0", "prefill_decode", epoch=record.epoch + 1, tensor_address=record.tensor_address)}
+
+
+def _left(_: InstanceRecord) -> dict[str, InstanceRecord]:
+    return {}
+
+
+@pytest.mark.parametrize("registry", [_restarted, _left])
+async def test_a_receiver_that_goes_or_restarts_ends_the_wait(
+    pair: Pair, registry: Callable[[InstanceRecord], dict[str, InstanceRecord]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offering = asyncio.create_task(pair.sender.offer(make_offer(), pair.receiver))
+    await eventually(lambda: pair.sender.num_open == 1)
+    pair.sender.review({"d0": pair.receiver})
+    assert not offering.done()
+    monkeypatch.setattr("broker.handoff.ABSENCE_S", 0.0)
+    pair.sender.review(registry(pair.receiver))
+    with pytest.raises(TriptychError) as caught:
+        await offering
+    assert caught.value.info.code == "unavailable"
+    assert pair.sender.outcomes == {"gone": 1}
+
+
+async def test_an_empty_registry_for_a_moment_ends_nothing(pair: Pair) -> None:
+    offering = asyncio.create_task(pair.sender.offer(make_offer(), pair.receiver))
+    await eventually(lambda: pair.sender.num_open == 1)
+    pair.sender.review({})
+    pair.sender.handle(delivery(Grant("r", 0, 0, "granted", time.time() + 30)))
+    assert (await offering).state == "granted"
+
+
+async def test_a_cancelled_caller_leaves_nothing(pair: Pair) -> None:
+    offering = asyncio.create_task(pair.sender.offer(make_offer(), pair.receiver))
+    await eventually(lambda: pair.sender.num_open == 1)
+    offering.cancel()
+    await asyncio.gather(offering, return_exceptions=True)
+    assert pair.sender.num_open == 0
+    pair.sender.handle(delivery(Grant("r", 0, 0, "granted")))  # comes too late for anybody
+    assert pair.sender.outcomes == {"stray": 1}

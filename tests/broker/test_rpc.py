@@ -1,0 +1,114 @@
+"""Requests and token streams over ZMQ: any number of proxies, hostile bytes, peers that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+
+import zmq
+import zmq.asyncio
+
+from broker.rpc import WorkerClient, WorkerServer
+from common.messages import Abort, Encode, Generate, Heartbeat, Tokens
+from common.sampling_params import SamplingParams
+from tests.broker.conftest import eventually, running
+
+
+def generate(request_id: str) -> Generate:
+    return Generate(request_id, [1, 2, 3], [], SamplingParams())
+
+
+async def test_each_proxy_gets_the_answers_to_its_own_requests(zmq_context: zmq.asyncio.Context) -> None:
+    server = WorkerServer(zmq_context)
+    clients = {name: WorkerClient(zmq_context, server.address, name) for name in ("p0", "p1")}
+    for name, client in clients.items():
+        await client.send(generate(f"request of {name}"))
+    for _ in clients:
+        proxy, message = await server.receive()
+        assert isinstance(message, Generate)
+        assert message.request_id == f"request of {proxy.decode()}"
+        for offset in range(3):
+            assert server.send(proxy, Tokens(message.request_id, offset, [offset]))
+    for name, client in clients.items():
+        for offset in range(3):
+            assert await client.receive() == Tokens(f"request of {name}", offset, [offset])
+        client.close()
+    server.close()
+
+
+async def test_media_of_many_megabytes_pass(zmq_context: zmq.asyncio.Context) -> None:
+    server = WorkerServer(zmq_context)
+    media = os.urandom(32 * 2**20)
+    async with WorkerClient(zmq_context, server.address, "p") as client:
+        await client.send(Encode("r", 0, 0, "image", "hash", media, "d0", time.time()))
+        _, message = await server.receive()
+    assert isinstance(message, Encode)
+    assert message.media == media
+    server.close()
+
+
+async def test_a_request_sent_before_the_worker_is_there_arrives(zmq_context: zmq.asyncio.Context) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    client = WorkerClient(zmq_context, f"tcp://127.0.0.1:{port}", "p")
+    await client.send(Heartbeat())
+    late = zmq_context.socket(zmq.ROUTER)
+    late.bind(f"tcp://127.0.0.1:{port}")
+    async with asyncio.timeout(5):
+        assert (await late.recv_multipart())[0] == b"p"
+    client.close()
+    late.close(linger=0)
+
+
+async def test_hostile_bytes_are_counted_and_dropped(zmq_context: zmq.asyncio.Context) -> None:
+    server = WorkerServer(zmq_context)
+    raw = zmq_context.socket(zmq.DEALER)
+    raw.connect(server.address)
+    for frames in ([b""], [os.urandom(100)], [b"\x81\xa4type\xa5abort"], [b"a", b"b", b"c"]):
+        await raw.send_multipart(frames)
+    with socket.create_connection(("127.0.0.1", int(server.address.rsplit(":", 1)[1]))) as stranger:
+        stranger.sendall(os.urandom(4096))  # not even ZMQ
+    async with WorkerClient(zmq_context, server.address, "p") as client:
+        await client.send(Abort("r"))
+        seen: list[object] = []
+
+        async def take() -> None:
+            while True:
+                seen.append((await server.receive())[1])
+
+        async with running(take()):
+            await eventually(lambda: bool(seen) and server.num_invalid >= 4)
+    assert seen == [Abort("r")]
+    raw.close(linger=0)
+    server.close()
+
+
+async def test_sending_to_a_proxy_that_is_gone_says_so(zmq_context: zmq.asyncio.Context) -> None:
+    server = WorkerServer(zmq_context)
+    client = WorkerClient(zmq_context, server.address, "p")
+    await client.send(Heartbeat())
+    proxy, _ = await server.receive()
+    assert not server.send(b"never seen", Tokens("r", 0, [1]))
+    client.close()
+    receiving = asyncio.create_task(server.receive())  # ZMQ learns of the goodbye while the socket is being read
+    await eventually(lambda: not server.send(proxy, Tokens("r", 0, [1])))
+    receiving.cancel()
+    server.close()
+
+
+async def test_a_reconnecting_proxy_takes_over_its_routing_id(zmq_context: zmq.asyncio.Context) -> None:
+    server = WorkerServer(zmq_context)
+    first = WorkerClient(zmq_context, server.address, "p")
+    await first.send(Heartbeat())
+    await server.receive()
+    second = WorkerClient(zmq_context, server.address, "p")
+    await second.send(Heartbeat())
+    proxy, _ = await server.receive()
+    assert server.send(proxy, Tokens("r", 0, [1]))
+    async with asyncio.timeout(5):
+        assert await second.receive() == Tokens("r", 0, [1])
+    for closing in (first, second, server):
+        closing.close()
