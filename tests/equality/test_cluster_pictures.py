@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Iterator
 
+import openai
 import pytest
 
 from common.model_info import BUNDLED, load_model_info
 from common.sampling_params import SamplingParams
 from common.text import TextProcessor
-from engine.llm import LLM
+from engine.llm import LLM, Prompt
 from launch.signpost import scenes
 from tests.equality.cases import MAX_TOKENS as LIMITS
 from tests.equality.cases import Case
@@ -23,12 +25,12 @@ MAX_TOKENS = LIMITS["signpost"]
 SIZE = (140, 112)
 PICTURE_BYTES = 20 * 256 * 4
 """Encoder output of a picture of that size: 20 tokens of 256 floats."""
-NUM_REQUESTS = 64
+BUDGET = 4 * PICTURE_BYTES
 
 
 @pytest.fixture(scope="module")
 def served(broker_url: str) -> Iterator[Served]:
-    with serve(BUNDLED / "signpost", broker_url, "signpost", encoder_cache_bytes=4 * PICTURE_BYTES) as cluster:
+    with serve(BUNDLED / "signpost", broker_url, "signpost", encoder_cache_bytes=BUDGET) as cluster:
         yield cluster
 
 
@@ -37,19 +39,28 @@ def llm() -> LLM:
     return LLM("signpost")
 
 
-@pytest.fixture(scope="module")
-def burst(llm: LLM) -> list[Case]:
-    """One question each about 64 different pictures; `LLM` says what is right."""
-    text, rng, cases = TextProcessor(load_model_info("signpost")), random.Random(64), []
-    for number in range(NUM_REQUESTS):
-        image = scenes.render(rng, SIZE, "test").image
-        question = scenes.QUESTIONS[scenes.KINDS[number % len(scenes.KINDS)]][0]
-        prompt = text.render_chat(
-            [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
-        )
-        parts = [{"type": "image_url", "image_url": {"url": data_url(image)}}, {"type": "text", "text": question}]
-        cases.append(Case(prompt, [], [png(image)], http={"messages": [{"role": "user", "content": parts}]}))
-    return cases
+def make_case(rng: random.Random, num_pictures: int, kind: str) -> Case:
+    """One question about pictures of equal size, never seen before; what is right is for `LLM` to say."""
+    images = [scenes.render(rng, SIZE, "test").image for _ in range(num_pictures)]
+    asked = {"type": "text", "text": scenes.QUESTIONS[kind][0]}
+    text = TextProcessor(load_model_info("signpost"))
+    prompt = text.render_chat([{"role": "user", "content": [*({"type": "image"} for _ in images), asked]}])
+    parts = [*({"type": "image_url", "image_url": {"url": data_url(image)}} for image in images), asked]
+    messages = [{"role": "user", "content": parts}]
+    return Case(prompt, [], [png(image) for image in images], http={"messages": messages})
+
+
+async def assert_equal_to_llm(served: Served, llm: LLM, cases: list[Case]) -> None:
+    """All at once through the cluster, each answer equal to the one-process run's, and nothing left behind."""
+    prompts: list[Prompt] = [
+        {"prompt_token_ids": case.prompt, "multi_modal_data": {"image": case.media}} for case in cases
+    ]
+    right = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
+    answers = await served.answer_all(cases, MAX_TOKENS)
+    assert [answer.text for answer in answers] == [output.outputs[0].text for output in right]
+    assert [answer.num_tokens for answer in answers] == [len(output.outputs[0].token_ids) for output in right]
+    assert [answer.num_prompt_tokens for answer in answers] == [output.num_prompt_tokens for output in right]
+    await served.wait_until_nothing_is_held()
 
 
 async def test_the_bundled_model_answers_as_under_transformers(
@@ -63,30 +74,49 @@ async def test_the_bundled_model_answers_as_under_transformers(
     await served.wait_until_nothing_is_held()
 
 
-async def test_64_pictures_at_once_share_a_budget_of_four(served: Served, llm: LLM, burst: list[Case]) -> None:
-    prompts = [{"prompt_token_ids": case.prompt, "multi_modal_data": {"image": case.media}} for case in burst]
-    right = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
-    before = served.gauges("pd0")["inputs_stored_total"]
-
-    answers = await served.answer_all(burst, MAX_TOKENS)
-
-    assert [answer.text for answer in answers] == [output.outputs[0].text for output in right]
-    assert [answer.num_tokens for answer in answers] == [len(output.outputs[0].token_ids) for output in right]
-    assert [answer.num_prompt_tokens for answer in answers] == [output.num_prompt_tokens for output in right]
+async def test_64_pictures_at_once_share_a_budget_of_four(served: Served, llm: LLM) -> None:
+    rng = random.Random(64)
+    burst = [make_case(rng, 1, scenes.KINDS[number % len(scenes.KINDS)]) for number in range(64)]
+    stored = served.gauges("pd0")["inputs_stored_total"]
+    await assert_equal_to_llm(served, llm, burst)
     decoder = served.gauges("pd0")
-    assert decoder["inputs_stored_total"] - before >= NUM_REQUESTS, "every picture came by a handoff"
-    assert decoder["encoder_cache_bytes_capacity"] == 4 * PICTURE_BYTES
-    assert 3 * PICTURE_BYTES < decoder["encoder_cache_bytes_peak"] <= 4 * PICTURE_BYTES
+    assert decoder["inputs_stored_total"] - stored >= 64, "every picture came by a handoff"
+    assert decoder["encoder_cache_bytes_capacity"] == BUDGET
+    assert BUDGET - PICTURE_BYTES < decoder["encoder_cache_bytes_peak"] <= BUDGET
     assert decoder["encoder_computations"] == 0, "a prefill-decode worker never computes an encoder"
-    await served.wait_until_nothing_is_held()
 
 
-async def test_every_request_has_a_timeline_from_proxy_to_last_token(served: Served, burst: list[Case]) -> None:
+async def test_requests_with_more_pictures_than_the_budget_holds_take_turns(served: Served, llm: LLM) -> None:
+    rng = random.Random(6)
+    await assert_equal_to_llm(served, llm, [make_case(rng, 6, scenes.KINDS[number % 4]) for number in range(10)])
+    assert served.gauges("pd0")["encoder_cache_bytes_peak"] <= BUDGET
+
+
+async def test_clients_that_leave_and_pictures_that_are_broken_take_nothing_from_the_others(
+    served: Served, llm: LLM
+) -> None:
+    rng = random.Random(7)
+    good, left = ([make_case(rng, 1, "colour") for _ in range(8)] for _ in range(2))
+    broken = make_case(rng, 1, "text")
+    broken.http["messages"][0]["content"][0]["image_url"]["url"] = "data:image/png;base64,aGVsbG8="
     async with served.client() as client:
-        answer = await served.answer(client, burst[0], MAX_TOKENS)
+        leaving = [asyncio.create_task(served.answer(client, case, MAX_TOKENS)) for case in left]
+        refused = asyncio.create_task(served.answer(client, broken, MAX_TOKENS))
+        staying = asyncio.create_task(assert_equal_to_llm(served, llm, good))
+        await asyncio.wait(leaving, return_when=asyncio.FIRST_COMPLETED)
+        for task in leaving:
+            task.cancel()
+        with pytest.raises(openai.BadRequestError):
+            await refused
+        await staying
+
+
+async def test_every_request_has_a_timeline_from_proxy_to_last_token(served: Served) -> None:
+    async with served.client() as client:
+        answer = await served.answer(client, make_case(random.Random(8), 1, "shape"), MAX_TOKENS)
         timeline = await client.get(f"/requests/{answer.request_id}/timeline", cast_to=dict[str, object])
     spans = timeline["spans"]
     assert isinstance(spans, list)
     stages = {span["stage"] for span in spans}
-    assert {"proxy", "preprocess", "grant", "queue", "inputs", "prefill", "decode"} <= stages
+    assert {"proxy", "preprocess", "grant", "encode", "handoff", "queue", "inputs", "prefill", "decode"} <= stages
     assert all(span["start_s"] <= span["end_s"] for span in spans)

@@ -13,7 +13,8 @@ from tests.equality.served import serve
 
 pytestmark = [pytest.mark.cluster, pytest.mark.weights]
 RECORDINGS = ("dashwood.flac", "amiable.wav")
-QUESTIONS = ("What is the capital of France?", "Name three colours.", "Write one sentence about the sea.")
+QUESTIONS = ("What is the capital of France?", "Name three colours.")
+CHAT_TOKENS = 12
 
 
 async def test_recorded_speech_gives_the_tokens_that_transformers_gives(whisper_tiny_en: Path, broker_url: str) -> None:
@@ -39,8 +40,8 @@ async def test_chats_read_as_under_transformers(smollm2: Path, broker_url: str) 
         for question in QUESTIONS:
             messages = [{"role": "user", "content": question}]
             prompt = served.text.render_chat(messages)
-            cases.append(Case(prompt, reference.generate(prompt, 24), http={"messages": messages}))
-        answers = await served.answer_all(cases, 24)
+            cases.append(Case(prompt, reference.generate(prompt, CHAT_TOKENS), http={"messages": messages}))
+        answers = await served.answer_all(cases, CHAT_TOKENS)
         assert [answer.text for answer in answers] == [served.text.decode(case.expected) for case in cases]
         assert "Paris" in answers[0].text
         await served.wait_until_nothing_is_held()
