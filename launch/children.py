@@ -79,7 +79,7 @@ class Child:
         return tail(self._command.log, lines)
 
 
-async def end_group(group: int, grace_s: float = 0.5) -> None:
+async def end_group(group: int, grace_s: float = 1.5) -> None:
     """End what is left of a process group whose leader is gone: SIGTERM, then SIGKILL after a moment.
 
     Not SIGKILL at once: Python's resource tracker lives in the group, ignores SIGTERM, and removes the semaphores

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _THUMBNAIL_COLUMNS = 32
 _KINDS = ("text", "colour", "text", "shape", "text", "circles")
-WRONG_ALLOWED = 1 / 3
+WRONG_ALLOWED = 1 / 2
 """The model is right in about 19 of 20 answers; this many wrong ones mean that something is broken."""
 
 

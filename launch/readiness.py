@@ -38,7 +38,10 @@ class ReadinessProbe:
         await self._redis.aclose()
 
     async def newly_ready(self, instances: Sequence[Instance]) -> list[Instance]:
-        """Those that were starting and are ready now, their addresses filled in."""
+        """Those that were starting and are ready now, their addresses filled in.
+
+        A worker that came back counts once the proxy can serve again, too: it may not have found the new one yet.
+        """
         starting = [instance for instance in instances if instance.state == "starting"]
         if not starting:
             return []
@@ -48,7 +51,12 @@ class ReadinessProbe:
             return []  # the broker is away for a moment; the next look may find it
         for instance in starting:
             _note_addresses(instance, records.get(instance.id))
-        return [instance for instance in starting if await self._is_ready(instance)]
+        ready = [instance for instance in starting if await self._is_ready(instance)]
+        if any(instance.restarts for instance in ready):
+            proxies = [instance for instance in instances if instance.role == "proxy"]
+            if not all([await self._is_ready(proxy) for proxy in proxies]):
+                return [instance for instance in ready if not instance.restarts]
+        return ready
 
     async def _is_ready(self, instance: Instance) -> bool:
         if not instance.http_address:
