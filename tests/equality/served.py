@@ -22,7 +22,7 @@ from common.text import TextProcessor
 from launch.cluster import LocalCluster
 from tests.equality.cases import Case
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 150.0
 ANSWER_TIMEOUT_S = 120.0
 IDLE_TIMEOUT_S = 10.0
 HELD_BY_WORKERS = (

@@ -7,19 +7,28 @@ from pathlib import Path
 
 import pytest
 
+from common.model_info import load_model_info
 from engine.llm import LLM
 from tests.equality.cases import MAX_TOKENS, Case
-from tests.equality.runs import answer_all, expected_of
+from tests.equality.runs import answer_all, expected_of, kv_bytes
 from tests.equality.served import Answer, Served, serve
 
 pytestmark = pytest.mark.cluster
 FAMILIES = ("llama", "qwen2", "qwen2_5_vl", "whisper")
+BLOCK_SIZE = 8
+NUM_BLOCKS = {"llama": 17, "qwen2": 17, "qwen2_5_vl": 32, "whisper": 2 * -(-1500 // BLOCK_SIZE) + 5}
+"""Enough for the longest request, or for two clips with their cross-attention; never for all."""
+ENCODER_CACHE_BYTES = 1500 * 64 * 4
+"""One clip, or thirty of the largest pictures."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def served(request: pytest.FixtureRequest, folder_of: Callable[[str], Path], broker_url: str) -> Iterator[Served]:
-    """A cluster with small chunks, so that every prompt needs several."""
-    with serve(folder_of(request.param), broker_url, request.param, max_num_batched_tokens=32) as cluster:
+    """A cluster under pressure: small chunks, and a KV cache too small for all requests at once."""
+    folder = folder_of(request.param)
+    kv_cache_bytes = kv_bytes(load_model_info(str(folder)), NUM_BLOCKS[request.param], BLOCK_SIZE)
+    options = {"max_num_batched_tokens": 32, "block_size": BLOCK_SIZE, "kv_cache_bytes": kv_cache_bytes}
+    with serve(folder, broker_url, request.param, encoder_cache_bytes=ENCODER_CACHE_BYTES, **options) as cluster:
         yield cluster
 
 
@@ -38,6 +47,8 @@ async def test_a_mixed_batch_equals_transformers_and_llm(served: Served, cases: 
         ended = len(case.expected) < max_tokens
         assert answer.num_tokens == len(case.expected) + ended
         assert answer.finish_reason in ("stop" if ended else "length", "")  # transcriptions do not tell
+    if not served.info.is_encoder_decoder:  # clips come one at a time out of the encoder and may never meet
+        assert served.gauges("pd0")["preemptions_total"] > 0
     await served.wait_until_nothing_is_held()
 
 
