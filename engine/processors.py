@@ -6,12 +6,14 @@ bytes) is known here, before the encoder has run: that is what an encoder offers
 
 from __future__ import annotations
 
+import json
 import math
 import multiprocessing
 import sys
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import numpy as np
 import numpy.typing as npt
 
 from common.errors import TriptychError
@@ -19,6 +21,8 @@ from common.messages import InputLayout
 from common.model_info import ModelInfo, load_model_info
 from engine.media.audio import decode_audio
 from engine.media.image import decode_image
+from engine.media.log_mel import LogMel, LogMelSettings
+from engine.media.patches import PatchSettings, picture_to_patches
 
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -88,36 +92,27 @@ def process(kind: str, media: bytes) -> ProcessedInput:
 
 
 class Qwen2_5_VLProcessor:
-    """Pictures of any size to patches, row by row of merged squares; the grid is that of the merged patches."""
+    """Pictures of any size to patches, merged squares together; the layout's grid is that of the merged patches."""
 
     kind = "image"
 
     def __init__(self, info: ModelInfo) -> None:
-        # Imported by its own name: the Auto classes import every model's, and the fast one needs torchvision.
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-        self._process = Qwen2VLImageProcessorPil.from_pretrained(info.folder)
+        self._settings = PatchSettings.from_json(_preprocessor_json(info, "image_processor"))
         self._hidden_size = int(info.config["vision_config"]["out_hidden_size"])
         self._token_id = int(info.config["image_token_id"])
         merge_size = int(info.config["vision_config"].get("spatial_merge_size", 2))
-        if self._process.merge_size != merge_size:
+        if self._settings.merge_size != merge_size:
             raise ValueError(
-                f"the preprocessor of {info.name} merges {self._process.merge_size} patches, its encoder {merge_size}"
+                f"the preprocessor of {info.name} merges {self._settings.merge_size} patches, its encoder {merge_size}"
             )
 
     def __call__(self, media: bytes) -> tuple[dict[str, npt.NDArray[Any]], InputLayout, tuple[int, ...]]:
-        image = decode_image(media)
-        try:
-            output = self._process(images=image, return_tensors="np")
-        except ValueError as error:  # an aspect ratio that no resizing can save
-            message = f"a picture of {image.width} x {image.height} pixels cannot be used: {error}"
-            raise TriptychError("bad_media", message) from error
-        time, height, width = map(int, output["image_grid_thw"][0])
-        merge = self._process.merge_size
-        grid = (time, height // merge, width // merge)
-        num_tokens = math.prod(grid)
-        arrays = {"pixel_values": output["pixel_values"], "image_grid_thw": output["image_grid_thw"][0]}
-        return arrays, InputLayout(num_tokens, [(self._token_id, num_tokens)], grid), (num_tokens, self._hidden_size)
+        patches, (time, height, width) = picture_to_patches(decode_image(media), self._settings)
+        merge = self._settings.merge_size
+        merged = (time, height // merge, width // merge)
+        num_tokens = math.prod(merged)
+        arrays = {"pixel_values": patches, "image_grid_thw": np.array((time, height, width))}
+        return arrays, InputLayout(num_tokens, [(self._token_id, num_tokens)], merged), (num_tokens, self._hidden_size)
 
 
 class WhisperProcessor:
@@ -126,18 +121,25 @@ class WhisperProcessor:
     kind = "audio"
 
     def __init__(self, info: ModelInfo) -> None:
-        from transformers.models.whisper.feature_extraction_whisper import WhisperFeatureExtractor
-
-        self._extract = WhisperFeatureExtractor.from_pretrained(info.folder)
+        self._settings = LogMelSettings.from_json(_preprocessor_json(info, "feature_extractor"))
+        self._log_mel = LogMel(self._settings)
         self._shape = (int(info.config["max_source_positions"]), int(info.config["d_model"]))
-        if self._extract.nb_max_frames != 2 * self._shape[0]:  # its convolutions halve the frames
+        num_frames = self._settings.num_frames
+        if num_frames != 2 * self._shape[0]:  # its convolutions halve the frames
             raise ValueError(
-                f"the feature extractor of {info.name} makes {self._extract.nb_max_frames} frames, "
+                f"the feature extractor of {info.name} makes {num_frames} frames, "
                 f"its encoder takes {2 * self._shape[0]}"
             )
 
     def __call__(self, media: bytes) -> tuple[dict[str, npt.NDArray[Any]], InputLayout, tuple[int, ...]]:
-        rate = self._extract.sampling_rate
-        samples = decode_audio(media, rate, self._extract.chunk_length)
-        features = self._extract(samples, sampling_rate=rate, return_tensors="np")["input_features"][0]
-        return {"input_features": features}, InputLayout(self._shape[0], [], None), self._shape
+        samples = decode_audio(media, self._settings.sampling_rate, self._settings.chunk_length)
+        return {"input_features": self._log_mel(samples)}, InputLayout(self._shape[0], [], None), self._shape
+
+
+def _preprocessor_json(info: ModelInfo, part: str) -> dict[str, Any]:
+    """preprocessor_config.json, or the part of processor_config.json where a checkpoint keeps it there."""
+    path = info.folder / "processor_config.json"
+    if info.preprocessor or not path.is_file():
+        return info.preprocessor
+    settings: dict[str, Any] = json.loads(path.read_text()).get(part) or {}
+    return settings

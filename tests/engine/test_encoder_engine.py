@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from common.config import EngineConfig
 from common.messages import InputLayout
@@ -121,7 +122,9 @@ def test_a_bad_item_fails_alone(folder: Path) -> None:
     engine = engine_of(folder)
     for number, item in enumerate([picture(seed=1), broken_picture(), picture(seed=2)]):
         engine.submit(key(number), item)
-    first, bad, last = engine.step()
+    with capture_logs() as logs:
+        first, bad, last = engine.step()
+    assert [entry["event"] for entry in logs][-1] == "encoder failed"
     for result in (first, last):
         assert result.error is None
         assert result.tensor is not None
@@ -137,6 +140,7 @@ def test_an_output_that_is_not_as_announced_is_an_error(folder: Path) -> None:
     item = picture()
     item.shape, item.dtype = (5, HIDDEN_SIZE), "bfloat16"
     engine.submit(key(0), item)
-    [result] = engine.step()
+    with capture_logs():
+        [result] = engine.step()
     assert result.error is not None
     assert "its output is (4, 64) float32, the preprocessor had announced (5, 64) bfloat16" in result.error.message
