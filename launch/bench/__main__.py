@@ -16,7 +16,6 @@ from common.errors import TriptychError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from common.messages import Span
     from launch.bench.measure import Schedule
     from launch.bench.systems import System
     from launch.bench.with_cluster import ClusterSystem
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = Path(__file__).resolve().parents[2] / ".cache" / "weights"
 DEFAULT_MODELS = (str(WEIGHTS / "smollm2-135m"), str(WEIGHTS / "whisper-tiny.en"), "signpost")
-HANDOFFS = 50
+HANDOFFS = 30
 
 
 def bench(
@@ -66,7 +65,6 @@ def bench(
 def _sections(model: str, dtype: str, topology: str | None, schedule: Schedule) -> list[str]:
     """The table of one model, and the way of a picture through the cluster if it takes pictures."""
     from launch.bench import report
-    from launch.bench.handoff import hops
     from launch.bench.measure import measure
     from launch.bench.with_cluster import ClusterSystem
     from launch.bench.workloads import make_workload
@@ -77,9 +75,8 @@ def _sections(model: str, dtype: str, topology: str | None, schedule: Schedule) 
         systems = [*_in_process_systems(workload, dtype), cluster]
         sections = [report.table(workload, measure(workload, systems, schedule, _progress))]
         if workload.kind != "text":
-            timelines = _handoff_timelines(workload, cluster)
-            title = f"### {workload.name}: one input on its way, {len(timelines)} requests one after the other"
-            sections.append(f"{title}\n\n{report.hop_table(hops(timelines))}")
+            title = f"### {workload.name}: one handoff, hop by hop; {HANDOFFS} requests one after the other"
+            sections.append(f"{title}\n\n{report.hop_table(_hops(workload, cluster))}")
         return sections
     finally:
         cluster.close()
@@ -98,10 +95,9 @@ def _in_process_systems(workload: Workload, dtype: str) -> Sequence[System]:
     return [TransformersSystem(workload.info, chosen, cores), LLMSystem(workload.info, dtype, cores)]
 
 
-def _handoff_timelines(workload: Workload, cluster: ClusterSystem) -> list[list[Span]]:
+def _hops(workload: Workload, cluster: ClusterSystem) -> dict[str, list[float]]:
     _progress(f"{workload.name}: {HANDOFFS} requests one after the other, for the hops")
-    outcomes = [cluster.run([request])[0] for request in workload.requests(HANDOFFS, seed=7)]
-    return cluster.timelines(outcomes)
+    return cluster.hops([cluster.run([request])[0] for request in workload.requests(HANDOFFS, seed=7)])
 
 
 def _relative(argument: str) -> str:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 
-from launch.bench.handoff import Hop
 from launch.bench.measure import Turn
 from launch.bench.workloads import Workload
 from launch.cpus import available_cores
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 _HEADER = (
-    "| in flight | system | requests/s | tokens/s out | tokens/s against the first row (spread) "
+    "| in flight | system | requests/s | tokens/s out | requests/s against the first row (spread) "
     "| TTFT p50 / p99, ms | latency p50 / p99, ms | answers equal to the first row's |"
 )
 
@@ -32,12 +31,13 @@ def table(workload: Workload, turns: Sequence[Turn]) -> str:
     return "\n".join(lines)
 
 
-def hop_table(hops: Sequence[Hop]) -> str:
-    """The way of one picture through the cluster."""
-    lines = ["| from | to | p50, ms | p90, ms |", "|---|---|---|---|"]
-    for hop in hops:
-        p50, p90 = np.percentile(hop.seconds, (50, 90)) * 1000
-        lines.append(f"| {hop.start} | {hop.end} | {p50:.2f} | {p90:.2f} |")
+def hop_table(hops: Mapping[str, Sequence[float]]) -> str:
+    """The way of one input through the handoff."""
+    lines = ["| hop | p50, ms | p90, ms |", "|---|---|---|"]
+    for hop, seconds in hops.items():
+        if seconds:
+            p50, p90 = np.percentile(seconds, (50, 90)) * 1000
+            lines.append(f"| {hop.replace('_', ' ').replace('->', '→')} | {p50:.2f} | {p90:.2f} |")
     return "\n".join(lines)
 
 

@@ -13,11 +13,11 @@ import httpx
 
 from common.config import EngineConfig, Settings
 from common.errors import TriptychError
-from common.messages import Span
 from common.model_info import ModelInfo
 from launch.bench.systems import Outcome
 from launch.bench.workloads import BenchRequest
 from launch.cluster import LocalCluster
+from services.hops import hop_latencies
 
 TIMEOUT_S = 300.0
 
@@ -33,43 +33,47 @@ class ClusterSystem:
         self._info = info
         self.name = f"cluster {self._cluster.supervisor.plan.topology}"
         self._cluster.start()
+        self._runner = asyncio.Runner()  # one loop and one client for all batches: connections stay open
+        self._http = httpx.AsyncClient(
+            base_url=self._cluster.base_url,
+            timeout=TIMEOUT_S,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            trust_env=False,
+        )
 
     def run(self, batch: Sequence[BenchRequest]) -> list[Outcome]:
-        return asyncio.run(self._run(batch))
+        return self._runner.run(self._run(batch))
 
-    def timelines(self, outcomes: Sequence[Outcome]) -> list[list[Span]]:
-        """The spans of answered requests: which stage ran where, from when to when."""
-        return asyncio.run(self._fetch_timelines([outcome.request_id for outcome in outcomes]))
+    def hops(self, outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
+        """Seconds of every hop of the handoffs of answered requests, by "moment -> moment"."""
+        wanted = {outcome.request_id for outcome in outcomes}
+        sides = []
+        for instance in self._cluster.instances.values():
+            if instance.role != "proxy":
+                response = httpx.get(f"{instance.http_address}/debug/handoffs", timeout=TIMEOUT_S, trust_env=False)
+                entries = response.raise_for_status().json()
+                sides.append([entry for entry in entries if entry["request_id"].partition(".")[0] in wanted])
+        return hop_latencies(sides)
 
     def close(self) -> None:
-        self._cluster.stop()
+        try:
+            self._runner.run(self._http.aclose())
+            self._runner.close()
+        finally:
+            self._cluster.stop()
 
     async def _run(self, batch: Sequence[BenchRequest]) -> list[Outcome]:
-        async with self._client() as client, asyncio.TaskGroup() as group:
-            began, began_s = time.perf_counter(), time.time()
-            tasks = [group.create_task(_send(client, request, began)) for request in batch]
-        outcomes = [task.result() for task in tasks]
-        if batch[0].kind != "audio":
-            return outcomes
-        spans = await self._fetch_timelines([outcome.request_id for outcome in outcomes])
-        return [_with_ttft(outcome, each, began_s) for outcome, each in zip(outcomes, spans, strict=True)]
-
-    async def _fetch_timelines(self, request_ids: Sequence[str]) -> list[list[Span]]:
-        async with self._client() as client:
-            found = [await client.get(f"/v1/requests/{request_id}/timeline") for request_id in request_ids]
-        return [[Span(**span) for span in response.raise_for_status().json()["spans"]] for response in found]
-
-    def _client(self) -> httpx.AsyncClient:
-        unlimited = httpx.Limits(max_connections=None)
-        return httpx.AsyncClient(base_url=self._cluster.base_url, timeout=TIMEOUT_S, limits=unlimited, trust_env=False)
+        async with asyncio.TaskGroup() as group:
+            began = time.perf_counter()
+            tasks = [group.create_task(_send(self._http, request, began)) for request in batch]
+        return [task.result() for task in tasks]
 
 
 async def _send(client: httpx.AsyncClient, request: BenchRequest, began: float) -> Outcome:
-    if request.kind == "audio":
-        return await _transcribe(client, request, began)
-    path, body = _body(request)
-    text, ttft_s, usage, request_id = "", None, 0, ""
-    async with client.stream("POST", path, json=body) as response:
+    """One streamed request: only so the time to the first token is seen."""
+    path, payload = _payload(request)
+    text, ttft_s, num_tokens = "", None, 0
+    async with client.stream("POST", path, **payload) as response:
         if response.is_error:
             raise TriptychError("unavailable", f"{path} answered {response.status_code}: {await response.aread()!r}")
         async for line in response.aiter_lines():
@@ -78,28 +82,20 @@ async def _send(client: httpx.AsyncClient, request: BenchRequest, began: float) 
             event = json.loads(line.removeprefix("data: "))
             if "error" in event:
                 raise TriptychError("unavailable", f"{path} answered {event['error']}")
-            request_id = event.get("id", request_id)
-            piece = "".join(_text_of(choice) for choice in event.get("choices", []))
+            piece = _text_of(event)
             if piece and ttft_s is None:
                 ttft_s = time.perf_counter() - began
             text += piece
-            usage = (event.get("usage") or {}).get("completion_tokens", usage)
-    return Outcome(text, usage, time.perf_counter() - began, ttft_s, request_id)
+            num_tokens = _num_tokens(event) or num_tokens
+        request_id = response.headers.get("x-request-id", "")
+    return Outcome(text, num_tokens, time.perf_counter() - began, ttft_s, request_id)
 
 
-async def _transcribe(client: httpx.AsyncClient, request: BenchRequest, began: float) -> Outcome:
-    files = {"file": ("clip.flac", request.clip, "audio/flac")}
-    form = {"model": "", "language": "en", "temperature": "0", "response_format": "json"}
-    response = await client.post("/v1/audio/transcriptions", data=form, files=files)
-    if response.is_error:
-        raise TriptychError("unavailable", f"the transcription answered {response.status_code}: {response.text}")
-    body = response.json()
-    num_tokens = int((body.get("usage") or {}).get("output_tokens", 0))
-    request_id = response.headers.get("x-request-id", "")
-    return Outcome(body["text"], num_tokens, time.perf_counter() - began, None, request_id)
-
-
-def _body(request: BenchRequest) -> tuple[str, dict[str, Any]]:
+def _payload(request: BenchRequest) -> tuple[str, dict[str, Any]]:
+    """The path and what httpx sends there."""
+    if request.kind == "audio":
+        form = {"language": "en", "temperature": "0", "stream": "true"}
+        return "/v1/audio/transcriptions", {"data": form, "files": {"file": ("clip.flac", request.clip, "audio/flac")}}
     options: dict[str, Any] = {
         "max_tokens": request.max_tokens,
         "temperature": 0,
@@ -108,19 +104,23 @@ def _body(request: BenchRequest) -> tuple[str, dict[str, Any]]:
         "ignore_eos": request.ignore_eos,
     }
     if request.kind == "text":
-        return "/v1/completions", {"prompt": request.prompt_token_ids, **options}
+        return "/v1/completions", {"json": {"prompt": request.prompt_token_ids, **options}}
     urls = ["data:image/png;base64," + base64.b64encode(data).decode() for data in request.pictures]
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     content = [*parts, {"type": "text", "text": request.question}]
-    return "/v1/chat/completions", {"messages": [{"role": "user", "content": content}], **options}
+    return "/v1/chat/completions", {"json": {"messages": [{"role": "user", "content": content}], **options}}
 
 
-def _text_of(choice: dict[str, Any]) -> str:
-    return str(choice.get("text") or (choice.get("delta") or {}).get("content") or "")
+def _text_of(event: dict[str, Any]) -> str:
+    """The new text of an event of any of the three streams."""
+    if event.get("type") == "transcript.text.delta":
+        return str(event["delta"])
+    return "".join(
+        str(choice.get("text") or (choice.get("delta") or {}).get("content") or "")
+        for choice in event.get("choices", [])
+    )
 
 
-def _with_ttft(outcome: Outcome, spans: Sequence[Span], began_s: float) -> Outcome:
-    """A transcription is not streamed: its first token is when the decoder had it."""
-    first_s = min((span.end_s for span in spans if span.stage == "prefill"), default=None)
-    ttft_s = None if first_s is None else first_s - began_s
-    return Outcome(outcome.text, outcome.num_tokens, outcome.latency_s, ttft_s, outcome.request_id)
+def _num_tokens(event: dict[str, Any]) -> int:
+    usage = event.get("usage") or {}
+    return int(usage.get("completion_tokens") or usage.get("output_tokens") or 0)

@@ -104,6 +104,7 @@ class TransformersSystem:
         return {"input_ids": ids, "attention_mask": mask}
 
     def _outcome(self, tokens: list[int], ignore_eos: bool, latency_s: float, ttft_s: float | None) -> Outcome:
+        """The end-of-sequence token counts as a token, as it does for the others, but is no part of the text."""
         ends = () if ignore_eos else self._info.eos_token_ids
-        tokens = tokens[: next((index for index, token in enumerate(tokens) if token in ends), len(tokens))]
-        return Outcome(self._text.decode(tokens), len(tokens), latency_s, ttft_s)
+        length = next((index for index, token in enumerate(tokens) if token in ends), len(tokens))
+        return Outcome(self._text.decode(tokens[:length]), min(length + 1, len(tokens)), latency_s, ttft_s)
