@@ -49,26 +49,28 @@ class Registry:
         if outstanding is not None:
             self._own = msgspec.structs.replace(self._own, outstanding=outstanding)
         own = self._own
-        async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.set(self._key(own.instance_id), encode(own), ex=RECORD_TTL_S, get=True)
-            pipe.sadd(self._index, own.instance_id)
-            before, _ = await pipe.execute()
-        pass_on_cancellation()
-        rival = self._parse(before)
+        rival = await self.get(own.instance_id)
         if rival is not None and rival.epoch > own.epoch:
+            self._own = None  # the entry is the other's
             message = f"another process has taken the instance id {own.instance_id!r}; give each its own --instance-id"
             raise TriptychError("unavailable", message, "instance_id")
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.set(self._key(own.instance_id), encode(own), ex=RECORD_TTL_S)
+            pipe.sadd(self._index, own.instance_id)
+            await pipe.execute()
+        pass_on_cancellation()
 
-    async def unregister(self) -> None:
-        """Remove the own entry, unless another process has taken it over. Safe to call twice."""
+    async def unregister(self) -> bool:
+        """Remove the own entry; False if there was none, or another process has taken it over."""
         own, self._own = self._own, None
         if own is None:
-            return
+            return False
         current = await self.get(own.instance_id)
         if current is not None and current.epoch != own.epoch:
-            return
+            return False
         await self._redis.delete(self._key(own.instance_id))
         await self._redis.srem(self._index, own.instance_id)
+        return True
 
     async def get(self, instance_id: str) -> InstanceRecord | None:
         """One instance's record; None if it is not alive."""

@@ -228,8 +228,8 @@ class Shell:
         self._registered = False
         try:
             async with asyncio.timeout(JOIN_S):
-                await self._registry.unregister()
-                await self._reader.delete()
+                if await self._registry.unregister():
+                    await self._reader.delete()
         except (TimeoutError, RedisError) as error:
             log.warning("could not sign off at the broker: the entries there expire", error=repr(error))
         self._role.close()

@@ -1,0 +1,232 @@
+"""A real encoder worker, a real prefill-decode worker and a real broker: the handoff between processes.
+
+One cluster serves all tests of this file in order; each leaves it idle, and the last one stops it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import zmq
+import zmq.asyncio
+from redis.asyncio import Redis
+
+from broker.channels import FIELD, stream_key
+from broker.redis_client import connect
+from common.messages import Abort, Encode, Encoded, Offer, TensorHeader, encode
+from engine.processors import init_worker, process
+from services.hops import hop_latencies
+from tests.broker.conftest import eventually
+from tests.services.cluster import Cluster, Proxy, cluster, sign
+
+pytestmark = pytest.mark.cluster
+COLOUR = "What colour is the sign?"
+
+
+@pytest.fixture(scope="module")
+def running_cluster(broker_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with cluster(broker_url, tmp_path_factory.mktemp("logs"), {"e0": "encoder", "d0": "prefill_decode"}) as started:
+        yield started
+
+
+@pytest.fixture
+async def proxy(running_cluster: Cluster) -> AsyncIterator[Proxy]:
+    proxy = Proxy(running_cluster)
+    yield proxy
+    await eventually(proxy.is_idle, 10.0)
+    await proxy.close()
+    lengths = running_cluster.stream_lengths()
+    assert len(lengths) == 3
+    assert not any(lengths.values()), lengths
+
+
+@pytest.fixture
+async def client(broker_url: str) -> AsyncIterator[Redis]:
+    client = connect(broker_url)
+    yield client
+    await client.aclose()
+
+
+async def ask(proxy: Proxy, request_id: str, colour: str, size: int = 112) -> str:
+    media = sign(colour, size=size)
+    await proxy.send("d0", proxy.question(request_id, [media], COLOUR))
+    await proxy.send("e0", proxy.encode(request_id, 0, media))
+    return await proxy.answer(request_id)
+
+
+async def test_a_picture_is_answered_and_every_stage_tells_its_time(proxy: Proxy) -> None:
+    assert await proxy.status("e0", "/ready") == await proxy.status("d0", "/ready") == 200
+    assert await ask(proxy, "first", "red") == "red"
+    assert await ask(proxy, "second", "blue") == "blue"
+    reply = await proxy.encoded("first")
+    assert reply.error is None
+    assert [span.stage for span in reply.spans] == ["preprocess", "grant", "encode", "handoff"]
+    assert {"queue", "inputs", "prefill", "decode"} <= {span.stage for span in proxy.tokens("first")[-1].spans}
+    decoder, encoder = await proxy.metrics("d0"), await proxy.metrics("e0")
+    assert decoder["triptych_encoder_computations"] == 0
+    assert decoder["triptych_integrity_failures"] == 0
+    assert decoder["triptych_handoffs_total{outcome=granted}"] == 2
+    assert encoder["triptych_handoffs_total{outcome=stored}"] == 2
+    assert encoder["triptych_encoder_batch_items_count"] == 2
+
+
+async def test_hops_are_told_one_by_one(proxy: Proxy) -> None:
+    import httpx
+
+    await ask(proxy, "hops", "green")
+    async with httpx.AsyncClient() as http:
+        sides = [(await http.get(f"{r.http_address}/debug/handoffs")).json() for r in proxy.records.values()]
+    latencies = hop_latencies(sides)
+    assert all(latencies.values()), latencies
+    assert all(seconds > -0.001 for values in latencies.values() for seconds in values)
+
+
+async def test_content_that_is_there_already_is_not_encoded_again(proxy: Proxy) -> None:
+    before = await proxy.metrics("e0")
+    assert await ask(proxy, "again", "red") == "red"
+    reply = await proxy.encoded("again")
+    assert "encode" not in [span.stage for span in reply.spans]
+    after = await proxy.metrics("e0")
+    assert after["triptych_encoder_items_total"] == before["triptych_encoder_items_total"]
+
+
+async def test_an_offer_may_come_before_its_request(proxy: Proxy) -> None:
+    media = sign("orange", size=140)
+    await proxy.send("e0", proxy.encode("early", 0, media))
+    await eventually(lambda: _offers_received(proxy), 10.0)
+    await proxy.send("d0", proxy.question("early", [media], COLOUR))
+    assert await proxy.answer("early") == "orange"
+
+
+async def _offers_received(proxy: Proxy) -> bool:
+    return (await proxy.metrics("e0"))["triptych_handoffs_open"] > 0
+
+
+async def test_an_abort_in_the_middle_frees_everything(proxy: Proxy) -> None:
+    media = [sign(colour, size=196 + 28 * n) for n, colour in enumerate(("red", "blue", "green", "purple"))]
+    for number in range(4):
+        request_id = f"abort-{number}"
+        await proxy.send("d0", proxy.question(request_id, media, COLOUR, max_tokens=64))
+        for input_id, item in enumerate(media):
+            await proxy.send("e0", proxy.encode(request_id, input_id, item))
+    await eventually(lambda: any(isinstance(answer, Encoded) for answer in proxy.answers))
+    for number in range(4):
+        for instance_id in ("e0", "d0"):
+            await proxy.send(instance_id, Abort(f"abort-{number}"))
+    await eventually(proxy.is_idle, 2.0)
+
+
+async def test_repeated_messages_are_harmless(proxy: Proxy, running_cluster: Cluster, client: Redis) -> None:
+    media = sign("yellow", size=168)
+    generate, encoding = proxy.question("twice", [media], COLOUR), proxy.encode("twice", 0, media)
+    offer = _offer_of(encoding)
+    await proxy.send("d0", generate, generate)
+    await proxy.send("e0", encoding, encoding, encoding)
+    stream = stream_key(running_cluster.name, "d0", "metadata")
+    for _ in range(2):
+        await client.xadd(stream, {FIELD: encode(offer)})
+    await proxy.send("d0", generate)
+    assert await proxy.answer("twice") == "yellow"
+    offsets = [message.offset for message in proxy.tokens("twice")]
+    assert offsets == sorted(set(offsets))
+    await proxy.send("e0", encoding)
+    await eventually(lambda: len(proxy.of("twice", Encoded)) >= 2)  # the reply comes again
+    assert all(reply.error is None for reply in proxy.of("twice", Encoded))
+    await proxy.send("d0", Abort("twice"))
+    await proxy.send("e0", Abort("twice"))
+
+
+def _offer_of(message: Encode) -> Offer:
+    """The offer that the encoder itself makes of an item."""
+    init_worker("signpost", "float32")
+    item = process(message.kind, message.media)
+    key = (message.request_id, message.input_id, message.attempt)
+    shape = list(item.shape)
+    return Offer(
+        *key,
+        message.content_hash,
+        message.kind,
+        shape,
+        item.dtype,
+        item.size_bytes,
+        item.layout,
+        "e0",
+        1,
+        time.time() + 5,
+    )
+
+
+async def test_bad_media_are_reported_and_leave_nothing(proxy: Proxy) -> None:
+    await proxy.send("e0", proxy.encode("bad", 0, b"no picture at all"))
+    reply = await proxy.encoded("bad")
+    assert reply.error is not None
+    assert reply.error.code == "bad_media"
+
+
+async def test_a_destination_that_does_not_exist_is_unavailable(proxy: Proxy) -> None:
+    await proxy.send("e0", proxy.encode("lost", 0, sign("red"), to="d7"))
+    reply = await proxy.encoded("lost")
+    assert reply.error is not None
+    assert reply.error.code == "unavailable"
+
+
+async def test_each_role_says_what_it_does_not_do(proxy: Proxy) -> None:
+    await proxy.send("d0", proxy.encode("wrong", 0, sign("red")))
+    reply = await proxy.encoded("wrong")
+    assert reply.error is not None
+    assert "not an encoder" in reply.error.message
+
+
+async def test_hostile_bytes_on_every_socket_change_nothing(
+    proxy: Proxy, running_cluster: Cluster, client: Redis
+) -> None:
+    header = TensorHeader("ghost", 0, 0, "e0", 1, [4, 4], "float32", 64)
+    context = zmq.asyncio.Context()
+    for record in running_cluster.records.values():
+        for address in filter(None, (record.requests_address, record.tensor_address)):
+            raw = context.socket(zmq.DEALER)
+            raw.connect(address)
+            for frames in ([os.urandom(64)], [b"", b"", b""], [encode(header), os.urandom(64)], [encode(header), b""]):
+                await raw.send_multipart(frames)
+            with socket.create_connection(("127.0.0.1", int(address.rsplit(":", 1)[1]))) as stranger:
+                stranger.sendall(os.urandom(2048))
+        with socket.create_connection(("127.0.0.1", int(record.http_address.rsplit(":", 1)[1]))) as stranger:
+            stranger.sendall(os.urandom(2048))
+    for instance_id, channel in (("d0", "metadata"), ("e0", "allocated"), ("e0", "injected")):
+        stream = stream_key(running_cluster.name, instance_id, channel)  # type: ignore[arg-type]
+        await client.xadd(stream, {FIELD: os.urandom(100)})
+        await client.xadd(stream, {"something": "else"})
+    assert await ask(proxy, "after the storm", "red", size=224) == "red"
+    assert await proxy.status("e0", "/health") == await proxy.status("d0", "/health") == 200
+    context.destroy(linger=0)
+
+
+async def test_what_a_vanished_proxy_had_asked_for_is_dropped(proxy: Proxy, running_cluster: Cluster) -> None:
+    vanishing = Proxy(running_cluster)
+    media = sign("red", size=112)
+    await vanishing.send("d0", vanishing.question("orphan", [media, media], COLOUR, max_tokens=500))
+    await eventually(lambda: _outstanding(proxy, 1.0))
+    await vanishing.send("e0", vanishing.encode("orphan", 0, media))
+    await vanishing.encoded("orphan")
+    await vanishing.close()  # its second picture never comes, and neither does a heartbeat
+    await eventually(lambda: _outstanding(proxy, 0.0), 15.0)
+
+
+async def _outstanding(proxy: Proxy, count: float) -> bool:
+    return (await proxy.metrics("d0"))["triptych_requests_outstanding"] == count
+
+
+async def test_a_flushed_broker_is_forgiven(proxy: Proxy, client: Redis) -> None:
+    await client.flushall()
+    assert await ask(proxy, "flushed", "blue", size=252) == "blue"
+
+
+async def test_they_stop_quickly_and_leave_nothing(running_cluster: Cluster) -> None:
+    statuses, seconds = running_cluster.stop()
+    assert statuses == [0, 0]
+    assert seconds < 4.0  # two at once on a loaded machine; each takes well under a second alone
+    assert running_cluster.keys() == []

@@ -1,0 +1,217 @@
+"""The shell around an engine, in this process, with a role that does nothing: ready, healthy, and every way to end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import httpx
+import pytest
+import zmq.asyncio
+from redis.asyncio import Redis
+
+from broker.channels import ChannelName, Delivery
+from broker.registry import Registry
+from broker.rpc import WorkerClient
+from common.config import Settings
+from common.errors import TriptychError
+from common.messages import Abort, Generate, InstanceRecord, Role, ToWorker
+from common.model_info import load_model_info
+from common.sampling_params import SamplingParams
+from services import shell
+from services.engine_thread import EngineThread
+from services.links import Links
+from services.shell import Shell
+from tests.broker.conftest import eventually, make_record
+
+
+class IdleEngine:
+    """An engine that has nothing to do."""
+
+    def has_work(self) -> bool:
+        return False
+
+    def stats(self) -> dict[str, float]:
+        return {"answer": 42.0, "questions_total": 7.0}
+
+
+@dataclass
+class IdleRole:
+    """A role that only notes what it is told. `may_load` holds the model back."""
+
+    links: Links
+    may_load: threading.Event
+    aborted: list[str] = field(default_factory=list)
+    role: ClassVar[Role] = "prefill_decode"
+    channels: ClassVar[tuple[ChannelName, ...]] = ("metadata",)
+    tensor_address = ""
+
+    def __post_init__(self) -> None:
+        self.thread: EngineThread[IdleEngine, Any] = EngineThread(
+            build=self._build, step=lambda _: [], next_deadline_s=lambda _: None, on_events=lambda _: None
+        )
+
+    def _build(self) -> IdleEngine:
+        self.may_load.wait(10)
+        return IdleEngine()
+
+    async def start(self, own: InstanceRecord) -> None: ...
+
+    def tasks(self) -> list[Coroutine[Any, Any, None]]:
+        return []
+
+    def handle_request(self, proxy: bytes, message: ToWorker) -> None:
+        if isinstance(message, Generate):
+            self.links.proxies.add(proxy, message.request_id)
+
+    def handle_delivery(self, delivery: Delivery) -> None: ...
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    def review(self, instances: dict[str, InstanceRecord]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Running:
+    shell: Shell
+    role: IdleRole
+    task: asyncio.Task[int]
+    registry: Registry
+
+    async def record(self) -> InstanceRecord:
+        """This worker's entry in the registry, once it is there."""
+        await eventually(self._registered)
+        found = await self.registry.get("w0")
+        assert found is not None
+        return found
+
+    async def _registered(self) -> bool:
+        return await self.registry.get("w0") is not None
+
+    async def get(self, path: str) -> httpx.Response:
+        async with httpx.AsyncClient() as http:
+            return await http.get(f"http://127.0.0.1:{self.shell._http.port}{path}")
+
+
+@asynccontextmanager
+async def worker(broker_url: str, redis: Redis, *, may_load: bool = True) -> AsyncIterator[Running]:
+    loading = threading.Event()
+    if may_load:
+        loading.set()
+    settings = Settings(broker=broker_url, cluster="c", instance_id="w0", port=0)
+    roles: list[IdleRole] = []
+
+    def make_role(links: Links) -> IdleRole:
+        roles.append(IdleRole(links, loading))
+        return roles[0]
+
+    running_shell = Shell(settings, load_model_info("signpost"), "float32", make_role)
+    task = asyncio.create_task(running_shell.run())
+    try:
+        yield Running(running_shell, roles[0], task, Registry(redis, "c"))
+    finally:
+        loading.set()
+        if not task.done():
+            os.kill(os.getpid(), signal.SIGTERM)
+        await task
+
+
+async def test_it_is_ready_once_loaded_and_registered(broker_url: str, redis: Redis) -> None:
+    async with worker(broker_url, redis, may_load=False) as running:
+        await eventually(lambda: running.role.thread.alive)
+        assert (await running.get("/health")).status_code == 200
+        waiting = await running.get("/ready")
+        assert waiting.status_code == 503
+        assert "being loaded" in waiting.json()["reason"]
+        assert await running.registry.instances() == {}
+        running.role.may_load.set()
+        record = await running.record()
+        await eventually(lambda: running.shell.ready() is None)
+        assert (await running.get("/ready")).status_code == 200
+        assert record.http_address == f"http://127.0.0.1:{running.shell._http.port}"
+        assert (record.role, record.dtype) == ("prefill_decode", "float32")
+
+
+async def test_metrics_hold_the_engines_numbers(broker_url: str, redis: Redis) -> None:
+    async with worker(broker_url, redis) as running:
+        await running.record()
+        page = (await running.get("/metrics")).text
+    assert "# TYPE triptych_answer gauge" in page
+    assert "triptych_answer 42.0" in page
+    assert "# TYPE triptych_questions_total counter" in page
+
+
+async def test_sigterm_ends_it_cleanly_and_leaves_no_key(broker_url: str, redis: Redis) -> None:
+    async with worker(broker_url, redis) as running:
+        await running.record()
+        assert len(await redis.keys("c:*")) == 3
+        os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(2):
+            assert await running.task == 0
+    assert await redis.keys("c:*") == []
+
+
+async def test_a_dead_engine_ends_the_process_with_an_error(broker_url: str, redis: Redis) -> None:
+    def die(_: IdleEngine) -> None:
+        raise ZeroDivisionError
+
+    async with worker(broker_url, redis) as running:
+        await running.record()
+        running.role.thread.submit(die)
+        async with asyncio.timeout(5):
+            assert await running.task == 1
+    assert await redis.keys("c:*") == []
+
+
+async def test_a_stuck_engine_is_not_healthy(broker_url: str, redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shell, "STUCK_S", 0.05)
+    release = threading.Event()
+    async with worker(broker_url, redis) as running:
+        await running.record()
+        running.role.thread.submit(lambda _: release.wait(5) and None)
+        await eventually(lambda: running.shell.health() is not None)
+        assert (await running.get("/health")).status_code == 503
+        release.set()
+        await eventually(lambda: running.shell.health() is None)
+
+
+async def test_a_younger_process_under_the_same_id_ends_it(broker_url: str, redis: Redis) -> None:
+    async with worker(broker_url, redis) as running:
+        record = await running.record()
+        rival = make_record("w0", "prefill_decode", epoch=record.epoch + 1)
+        await Registry(redis, "c").register(rival)
+        async with asyncio.timeout(5):
+            assert await running.task == 1
+    current = await Registry(redis, "c").get("w0")
+    assert current is not None
+    assert current.epoch == rival.epoch
+
+
+async def test_aborts_reach_the_role_but_not_for_other_proxies_requests(
+    broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context
+) -> None:
+    async with worker(broker_url, redis) as running:
+        address = (await running.record()).requests_address
+        async with WorkerClient(zmq_context, address, "p0") as owner, WorkerClient(zmq_context, address, "p1") as other:
+            await owner.send(Generate("r", [1], [], SamplingParams()))
+            await eventually(lambda: len(running.role.links.proxies) == 1)
+            await other.send(Abort("r"))
+            await other.send(Abort("unknown"))
+            await eventually(lambda: running.role.aborted == ["unknown"])
+            await owner.send(Abort("r"))
+            await eventually(lambda: running.role.aborted == ["unknown", "r"])
+            assert len(running.role.links.proxies) == 0
+
+
+async def test_a_worker_without_a_broker_says_what_to_do() -> None:
+    with pytest.raises(TriptychError, match="--broker"):
+        Shell(Settings(), load_model_info("signpost"), "float32", lambda links: IdleRole(links, threading.Event()))
