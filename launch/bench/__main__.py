@@ -30,6 +30,7 @@ def bench(
     models: Annotated[list[str] | None, typer.Argument(help="Folders, hub ids or bundled names.")] = None,
     in_flight: Annotated[str, typer.Option(help="Requests at once, with commas.")] = "1,8,32",
     repetitions: Annotated[int, typer.Option(min=1, help="Turns of every system at every number in flight.")] = 3,
+    requests: Annotated[int | None, typer.Option(min=1, help="In one turn, at least one per place in flight.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or auto, for every system.")] = "float32",
     topology: Annotated[str | None, typer.Option(help="Of the cluster; 1e1pd, or 1pd for text.")] = None,
     note: Annotated[list[str] | None, typer.Option(help="A sentence about this run, for the page.")] = None,
@@ -50,7 +51,7 @@ def bench(
     from launch.bench import report
     from launch.bench.measure import Schedule
 
-    schedule = Schedule([int(part) for part in in_flight.split(",")], repetitions)
+    schedule = Schedule([int(part) for part in in_flight.split(",")], repetitions, requests)
     sections = [
         section for model in models or DEFAULT_MODELS for section in _sections(model, dtype, topology, schedule)
     ]

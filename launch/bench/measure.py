@@ -35,9 +35,12 @@ class Schedule:
 
     in_flight: Sequence[int]
     repetitions: int
+    requests_per_turn: int | None = None
+    """What the workload thinks is enough, if not given."""
 
 
 Progress = Callable[[str], None]
+WARM_UP = 4
 
 
 def measure(workload: Workload, systems: Sequence[System], schedule: Schedule, progress: Progress) -> list[Turn]:
@@ -46,13 +49,13 @@ def measure(workload: Workload, systems: Sequence[System], schedule: Schedule, p
     """
     for system in systems:
         progress(f"{workload.name}: warming up {system.name}")
-        system.run(workload.requests(max(schedule.in_flight), seed=-1))
+        system.run(workload.requests(WARM_UP, seed=-1))
     turns = []
     for repetition in range(schedule.repetitions):
         for in_flight in schedule.in_flight:
             shift = repetition % len(systems)
             for system in [*systems[shift:], *systems[:shift]]:
-                turn = _run_turn(workload, system, in_flight, repetition)
+                turn = _run_turn(workload, system, in_flight, repetition, schedule)
                 progress(f"{workload.name}: {describe(turn)}")
                 turns.append(turn)
     return turns
@@ -66,8 +69,8 @@ def describe(turn: Turn) -> str:
     )
 
 
-def _run_turn(workload: Workload, system: System, in_flight: int, repetition: int) -> Turn:
-    waves = -(-workload.requests_per_turn // in_flight)
+def _run_turn(workload: Workload, system: System, in_flight: int, repetition: int, schedule: Schedule) -> Turn:
+    waves = -(-(schedule.requests_per_turn or workload.requests_per_turn) // in_flight)
     requests = workload.requests(waves * in_flight, seed=1000 * repetition + in_flight)
     outcomes: list[Outcome] = []
     start = time.perf_counter()
