@@ -54,6 +54,10 @@ class BlockManager:
     def get_cross_block_table(self, request_id: str) -> list[int]:
         return self._cross_tables.get(request_id, [])
 
+    def num_blocks(self, request_id: str) -> int:
+        """Blocks that a request holds, both tables."""
+        return len(self._self_tables.get(request_id, [])) + len(self._cross_tables.get(request_id, []))
+
     def free(self, request_id: str) -> None:
         """Free both tables of a request; nothing happens where it has none."""
         for tables in (self._self_tables, self._cross_tables):

@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from engine.cache.block_manager import BlockManager
-from engine.request import Request
+from engine.request import InputState, Request
 from engine.scheduler.intake import InputIntake
 
 
@@ -60,7 +60,7 @@ class DecoderScheduler:
         """True if some request could compute something now."""
         if any(request.num_computable_tokens > request.num_computed_tokens for request in self.running):
             return True
-        return len(self.running) < self.max_num_seqs and any(self._can_admit(request) for request in self.waiting)
+        return any(self._can_admit(request) for request in self.waiting)
 
     def schedule(self) -> ScheduledStep:
         """The next step; empty where nothing can run. Blocks for it are allocated."""
@@ -90,15 +90,18 @@ class DecoderScheduler:
         return True
 
     def _admit(self, chosen: dict[str, tuple[Request, int]], budget: int) -> list[Request]:
+        """Waiting requests that begin now. One whose inputs are all here goes before those that wait for theirs."""
         admitted = []
         for request in list(self.waiting):
-            if budget <= 0 or len(self.running) >= self.max_num_seqs:
+            if budget <= 0:
                 break
             wanted = min(request.num_computable_tokens, budget)
             if wanted <= 0:
                 continue  # waits for an input; others may go ahead
-            if not self.blocks.can_allocate(wanted, request.num_encoder_tokens):
-                break
+            if not self._find_place(request, wanted):
+                if request.next_missing_input is None:
+                    break  # nobody younger may take what it needs
+                continue
             self.blocks.allocate(request.request_id, wanted, request.num_encoder_tokens)
             self.waiting.remove(request)
             self.running.append(request)
@@ -107,9 +110,43 @@ class DecoderScheduler:
             budget -= wanted
         return admitted
 
+    def _find_place(self, request: Request, wanted: int) -> bool:
+        """A slot and blocks for a waiting request; running ones that only wait for an input make way for it.
+
+        They do so only where that is enough: giving way for nothing, again and again, would look like progress.
+        """
+        if not self._could_place(request, wanted):
+            return False
+        while not self._has_place(request, wanted):
+            self.preempt(max(self._stalled(), key=lambda candidate: candidate.arrival))
+        return True
+
+    def _has_place(self, request: Request, wanted: int) -> bool:
+        return len(self.running) < self.max_num_seqs and self.blocks.can_allocate(wanted, request.num_encoder_tokens)
+
+    def _could_place(self, request: Request, wanted: int) -> bool:
+        """Whether there is a place, or would be one without the stalled requests."""
+        if self._has_place(request, wanted):
+            return True
+        if request.next_missing_input is not None:
+            return False
+        stalled = self._stalled()
+        held = sum(self.blocks.num_blocks(other.request_id) for other in stalled)
+        needed = self.blocks.blocks_for(wanted) + self.blocks.blocks_for(request.num_encoder_tokens)
+        return len(self.running) - len(stalled) < self.max_num_seqs and self.blocks.pool.can_allocate(needed - held)
+
+    def _stalled(self) -> list[Request]:
+        """Running requests that wait for their first input: they lose little by giving way."""
+        return [
+            request
+            for request in self.running
+            if request.num_computable_tokens <= request.num_computed_tokens
+            and not any(item.state is InputState.CONSUMED for item in request.inputs)
+        ]
+
     def _can_admit(self, request: Request) -> bool:
         wanted = min(request.num_computable_tokens, self.token_budget)
-        return wanted > 0 and self.blocks.can_allocate(wanted, request.num_encoder_tokens)
+        return wanted > 0 and self._could_place(request, wanted)
 
     def preempt(self, request: Request) -> None:
         """Take the blocks of a running request; it waits, first in line, and is computed again from its tokens."""

@@ -299,3 +299,25 @@ def test_a_burst_through_a_cache_of_one_picture_drains(vision: ModelInfo, order:
     assert tokens == dict.fromkeys(jobs, expected)
     assert engine.stats()["encoder_cache_bytes_peak"] <= 8 * hidden * 4
     assert engine.stats()["preemptions_total"] > 0
+
+
+def test_requests_that_wait_for_pictures_do_not_keep_others_out(vision: ModelInfo) -> None:
+    """Every slot is taken by requests whose pictures never come; a text request passes all the same."""
+    engine = engine_for(vision, max_num_seqs=2)
+    for number in range(4):
+        token_ids, slots = with_pictures(vision, f"r{number}", [5])
+        engine.add_request(f"r{number}", token_ids, slots, GREEDY)
+    engine.step()
+    assert engine.stats()["requests_running"] == 2
+    engine.add_request("text", prompt(1, 8), [], GREEDY)
+    got: list[int] = []
+    while engine.has_work():
+        for event in engine.step():
+            assert isinstance(event, TokensReady)
+            got += event.token_ids
+        engine.check_integrity()
+    assert got == alone(vision, prompt(1, 8))
+    assert engine.stats()["requests_running"] == 2
+    for number in range(4):
+        engine.abort(f"r{number}")
+    assert engine.is_empty()
