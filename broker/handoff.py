@@ -159,6 +159,11 @@ class HandoffSender:
             handoff.grant.cancel()
             handoff.receipt.cancel()
 
+    def lately_seen(self, instance_id: str) -> InstanceRecord | None:
+        """An instance that was in the registry within the last ABSENCE_S seconds, as `review` saw it."""
+        record, seen_s = self._seen.get(instance_id, (None, 0.0))
+        return record if time.monotonic() - seen_s < ABSENCE_S else None
+
     def review(self, instances: dict[str, InstanceRecord]) -> None:
         """Compare with the registry: end the handoffs whose receiver has gone or has started anew.
 

@@ -121,7 +121,7 @@ class ItemPipeline:
         )
         recorder.start("grant")
         receiver = await self._links.registry.get(message.destination)
-        handoff = await self._handoffs.offer(offer, receiver)
+        handoff = await self._handoffs.offer(offer, receiver or self._handoffs.lately_seen(message.destination))
         recorder.end("grant")
         return handoff
 

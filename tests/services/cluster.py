@@ -46,10 +46,11 @@ START_S = 120.0
 Answer = TypeVar("Answer", Tokens, Encoded, Failed, InputNeeded)
 
 
-def sign(colour: str, *, size: int = 112) -> bytes:
-    """A PNG of a disc in one colour."""
+def sign(colour: str, *, mark: int = 0, size: int = 112) -> bytes:
+    """A PNG of a disc in one colour; `mark` makes another content of the same sight."""
     picture = Image.new("RGB", (size, size), "white")
     ImageDraw.Draw(picture).ellipse((size // 8, size // 8, size * 7 // 8, size * 7 // 8), fill=colour)
+    picture.putpixel((0, 0), (255, 255, 255 - mark))
     file = io.BytesIO()
     picture.save(file, "PNG")
     return file.getvalue()

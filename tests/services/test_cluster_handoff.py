@@ -51,17 +51,18 @@ async def client(broker_url: str) -> AsyncIterator[Redis]:
     await client.aclose()
 
 
-async def ask(proxy: Proxy, request_id: str, colour: str, size: int = 112) -> str:
-    media = sign(colour, size=size)
+async def ask(proxy: Proxy, request_id: str, colour: str, mark: int = 0) -> bool:
+    """Ask for the colour of a picture; True if the answer is right. The text around it is the model's business."""
+    media = sign(colour, mark=mark)
     await proxy.send("d0", proxy.question(request_id, [media], COLOUR))
     await proxy.send("e0", proxy.encode(request_id, 0, media))
-    return await proxy.answer(request_id)
+    return (await proxy.answer(request_id)).startswith(colour)
 
 
 async def test_a_picture_is_answered_and_every_stage_tells_its_time(proxy: Proxy) -> None:
     assert await proxy.status("e0", "/ready") == await proxy.status("d0", "/ready") == 200
-    assert await ask(proxy, "first", "red") == "red"
-    assert await ask(proxy, "second", "blue") == "blue"
+    assert await ask(proxy, "first", "red")
+    assert await ask(proxy, "second", "blue")
     reply = await proxy.encoded("first")
     assert reply.error is None
     assert [span.stage for span in reply.spans] == ["preprocess", "grant", "encode", "handoff"]
@@ -77,7 +78,7 @@ async def test_a_picture_is_answered_and_every_stage_tells_its_time(proxy: Proxy
 async def test_hops_are_told_one_by_one(proxy: Proxy) -> None:
     import httpx
 
-    await ask(proxy, "hops", "green")
+    assert await ask(proxy, "hops", "green")
     async with httpx.AsyncClient() as http:
         sides = [(await http.get(f"{r.http_address}/debug/handoffs")).json() for r in proxy.records.values()]
     latencies = hop_latencies(sides)
@@ -87,7 +88,7 @@ async def test_hops_are_told_one_by_one(proxy: Proxy) -> None:
 
 async def test_content_that_is_there_already_is_not_encoded_again(proxy: Proxy) -> None:
     before = await proxy.metrics("e0")
-    assert await ask(proxy, "again", "red") == "red"
+    assert await ask(proxy, "again", "red")
     reply = await proxy.encoded("again")
     assert "encode" not in [span.stage for span in reply.spans]
     after = await proxy.metrics("e0")
@@ -95,11 +96,11 @@ async def test_content_that_is_there_already_is_not_encoded_again(proxy: Proxy) 
 
 
 async def test_an_offer_may_come_before_its_request(proxy: Proxy) -> None:
-    media = sign("orange", size=140)
+    media = sign("orange", mark=1)
     await proxy.send("e0", proxy.encode("early", 0, media))
     await eventually(lambda: _offers_received(proxy), 10.0)
     await proxy.send("d0", proxy.question("early", [media], COLOUR))
-    assert await proxy.answer("early") == "orange"
+    assert (await proxy.answer("early")).startswith("orange")
 
 
 async def _offers_received(proxy: Proxy) -> bool:
@@ -121,7 +122,7 @@ async def test_an_abort_in_the_middle_frees_everything(proxy: Proxy) -> None:
 
 
 async def test_repeated_messages_are_harmless(proxy: Proxy, running_cluster: Cluster, client: Redis) -> None:
-    media = sign("yellow", size=168)
+    media = sign("yellow", mark=2)
     generate, encoding = proxy.question("twice", [media], COLOUR), proxy.encode("twice", 0, media)
     offer = _offer_of(encoding)
     await proxy.send("d0", generate, generate)
@@ -130,7 +131,7 @@ async def test_repeated_messages_are_harmless(proxy: Proxy, running_cluster: Clu
     for _ in range(2):
         await client.xadd(stream, {FIELD: encode(offer)})
     await proxy.send("d0", generate)
-    assert await proxy.answer("twice") == "yellow"
+    assert (await proxy.answer("twice")).startswith("yellow")
     offsets = [message.offset for message in proxy.tokens("twice")]
     assert offsets == sorted(set(offsets))
     await proxy.send("e0", encoding)
@@ -200,29 +201,14 @@ async def test_hostile_bytes_on_every_socket_change_nothing(
         stream = stream_key(running_cluster.name, instance_id, channel)  # type: ignore[arg-type]
         await client.xadd(stream, {FIELD: os.urandom(100)})
         await client.xadd(stream, {"something": "else"})
-    assert await ask(proxy, "after the storm", "red", size=224) == "red"
+    assert await ask(proxy, "after the storm", "red", mark=3)
     assert await proxy.status("e0", "/health") == await proxy.status("d0", "/health") == 200
     context.destroy(linger=0)
 
 
-async def test_what_a_vanished_proxy_had_asked_for_is_dropped(proxy: Proxy, running_cluster: Cluster) -> None:
-    vanishing = Proxy(running_cluster)
-    media = sign("red", size=112)
-    await vanishing.send("d0", vanishing.question("orphan", [media, media], COLOUR, max_tokens=500))
-    await eventually(lambda: _outstanding(proxy, 1.0))
-    await vanishing.send("e0", vanishing.encode("orphan", 0, media))
-    await vanishing.encoded("orphan")
-    await vanishing.close()  # its second picture never comes, and neither does a heartbeat
-    await eventually(lambda: _outstanding(proxy, 0.0), 15.0)
-
-
-async def _outstanding(proxy: Proxy, count: float) -> bool:
-    return (await proxy.metrics("d0"))["triptych_requests_outstanding"] == count
-
-
 async def test_a_flushed_broker_is_forgiven(proxy: Proxy, client: Redis) -> None:
     await client.flushall()
-    assert await ask(proxy, "flushed", "blue", size=252) == "blue"
+    assert await ask(proxy, "flushed", "blue", mark=4)
 
 
 async def test_they_stop_quickly_and_leave_nothing(running_cluster: Cluster) -> None:

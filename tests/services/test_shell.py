@@ -21,7 +21,7 @@ from broker.registry import Registry
 from broker.rpc import WorkerClient
 from common.config import Settings
 from common.errors import TriptychError
-from common.messages import Abort, Generate, InstanceRecord, Role, ToWorker
+from common.messages import Abort, Failed, Generate, Heartbeat, InstanceRecord, Role, ToWorker
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from services import shell
@@ -210,6 +210,22 @@ async def test_aborts_reach_the_role_but_not_for_other_proxies_requests(
             await owner.send(Abort("r"))
             await eventually(lambda: running.role.aborted == ["unknown", "r"])
             assert len(running.role.links.proxies) == 0
+
+
+async def test_what_a_silent_proxy_had_asked_for_is_dropped_and_it_learns_of_it_on_its_return(
+    broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context
+) -> None:
+    async with worker(broker_url, redis) as running:
+        running.shell._proxies._silence_s = 0.1
+        address = (await running.record()).requests_address
+        async with WorkerClient(zmq_context, address, "p0") as proxy:
+            await proxy.send(Generate("r", [1], [], SamplingParams()))
+            await eventually(lambda: running.role.aborted == ["r"])
+            await proxy.send(Heartbeat())
+            async with asyncio.timeout(5):
+                failed = await proxy.receive()
+    assert isinstance(failed, Failed)
+    assert (failed.request_id, failed.error.code) == ("r", "unavailable")
 
 
 async def test_a_worker_without_a_broker_says_what_to_do() -> None:
