@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import TriptychError
 
 _POLL_S = 0.02
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True)
@@ -88,10 +91,44 @@ async def end_group(group: int, grace_s: float = 1.5) -> None:
     deadline = asyncio.get_running_loop().time() + grace_s
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGTERM)
-        while asyncio.get_running_loop().time() < deadline:
+        while _has_living(group):
+            if asyncio.get_running_loop().time() > deadline:
+                os.killpg(group, signal.SIGKILL)
+                return
             await asyncio.sleep(_POLL_S)
-            os.killpg(group, 0)
-        os.killpg(group, signal.SIGKILL)
+
+
+def _has_living(group: int) -> bool:
+    """Whether a process of the group still runs. Raises ProcessLookupError where there is none at all.
+
+    Signal 0 counts zombies, too, which a container's first process may never collect: those are collected here where
+    they are ours (`adopt_orphans`), and not counted where /proc tells.
+    """
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-group, os.WNOHANG)[0]:
+            pass
+    os.killpg(group, 0)
+    try:
+        return any(_is_living_member(entry, group) for entry in os.listdir("/proc") if entry.isdigit())
+    except OSError:
+        return True  # no /proc on this system
+
+
+def _is_living_member(pid: str, group: int) -> bool:
+    try:
+        state, _, of_group = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:3]
+    except (OSError, ValueError):
+        return False  # it has just ended
+    return int(of_group) == group and state not in "ZX"
+
+
+def adopt_orphans() -> None:
+    """Let what a killed child leaves behind become children of this process, so that it can collect their ends.
+
+    Only where the whole process is ours, as in `triptych serve`. Does nothing elsewhere than on Linux.
+    """
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def describe_exit(code: int) -> str:

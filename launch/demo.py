@@ -15,6 +15,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from launch.children import adopt_orphans
 from launch.client import ApiClient, ClientOptions, Job, Media, Outcome
 from launch.cluster import LocalCluster
 from launch.console import ConsoleReporter
@@ -50,6 +51,7 @@ class Question:
 def run_demo(settings: Settings, pictures: int, seed: int) -> int:
     """Run it; 1 if a request failed or too many answers are wrong, else 0. Raises TriptychError as a cluster does."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: the cluster is taken down
+    adopt_orphans()
     console = Console()
     questions = draw_questions(random.Random(seed), pictures)
     with LocalCluster(settings, reporter=ConsoleReporter(console, "demo")) as cluster:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from launch.children import adopt_orphans
 from launch.console import ConsoleReporter
 from launch.plan import Plan, make_plan
 from launch.supervisor import Supervisor
@@ -25,6 +26,7 @@ def serve(settings: Settings, start_timeout_s: float) -> int:
     console = Console()
     plan = make_plan(settings)
     console.print(_announce(plan), highlight=False)
+    adopt_orphans()
     return asyncio.run(_serve(plan, console, start_timeout_s))
 
 

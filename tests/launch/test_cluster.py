@@ -16,7 +16,7 @@ from broker.embedded import EmbeddedBroker
 from launch.client import ClientOptions
 from launch.request import run_requests
 from tests.launch.serving import Serving
-from tests.launch.waiting import alive, descendants, eventually
+from tests.launch.waiting import alive, descendants, eventually, shared_memory_of
 from tests.tiny_models import make_llama
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -61,12 +61,12 @@ def refuses_connections(port: int) -> bool:
 def test_a_cluster_lives_loses_a_worker_and_leaves_nothing(serve: Serve, broker_url: str, tmp_path: Path) -> None:
     picture = tmp_path / "picture.png"
     Image.new("RGB", (84, 56), "blue").save(picture)
-    shared_memory = set(os.listdir("/dev/shm"))
     serving = serve("signpost", "--broker", broker_url, "--cluster", "life")
     serving.wait_until("OpenAI API at")
     assert "ready in" in serving.output
     assert ask(serving.base_url, picture) == 0
 
+    shared_memory = shared_memory_of(descendants(serving.process.pid))
     os.kill(serving.pid_of("e0"), signal.SIGKILL)
     serving.wait_until("e0 died (killed by SIGKILL). Its last lines:", 10)
     serving.wait_until("e0 is back")
@@ -75,6 +75,7 @@ def test_a_cluster_lives_loses_a_worker_and_leaves_nothing(serve: Serve, broker_
     assert ask(serving.base_url, picture) == 0
 
     below = descendants(serving.process.pid)
+    shared_memory |= shared_memory_of(below)
     serving.interrupt()
     took_s = eventually(lambda: serving.process.poll() is not None, 10, "the end of the cluster")
     assert took_s < 5
@@ -83,7 +84,7 @@ def test_a_cluster_lives_loses_a_worker_and_leaves_nothing(serve: Serve, broker_
     assert [pid for pid in below if alive(pid)] == []
     assert refuses_connections(serving.port)
     assert list(serving.temporary.iterdir()) == []
-    eventually(lambda: set(os.listdir("/dev/shm")) <= shared_memory, 10, "clean shared memory")
+    assert [path for path in shared_memory if path.exists()] == []
     with redis.Redis.from_url(broker_url) as client:
         assert client.keys("life*") == []
 

@@ -45,3 +45,15 @@ def descendants(pid: int) -> set[int]:
         found.update(children)
         waiting.extend(children)
     return found
+
+
+def shared_memory_of(pids: set[int]) -> set[Path]:
+    """The files in /dev/shm that these processes have mapped: segments and semaphores."""
+    found: set[Path] = set()
+    for pid in pids:
+        try:
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        except OSError:
+            continue
+        found.update(Path("/dev/shm" + line.partition("/dev/shm")[2]) for line in lines if "/dev/shm/" in line)
+    return found
