@@ -103,7 +103,7 @@ async def connected(service: Service, port: int) -> AsyncIterator[None]:
     service.intake = MediaIntake(settings, fetcher, service.metrics)
     record = _own_record(service, port)
     service.pool = WorkerPool(Registry(redis, settings.cluster), record, service.dispatcher)
-    await service.pool.start()
+    service.pool.start()
     try:
         yield
     finally:

@@ -11,7 +11,8 @@ from proxy.flight import Flight, TokenBatch
 from proxy.jobs import Job, response_id
 from proxy.metrics import ProxyMetrics
 from proxy.timeline import Timelines
-from proxy.workers import Worker, WorkerPool
+from proxy.worker import Worker
+from proxy.workers import WorkerPool
 
 
 class Dispatcher:

@@ -62,6 +62,8 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(TriptychError)
     async def on_known(request: Request, error: TriptychError) -> JSONResponse:
         request_id = getattr(request.state, "request_id", None)
+        if error.info.http_status >= 500:
+            log.warning("request failed", request=request_id, code=error.info.code, error=error.info.message)
         return error_response(error.info, headers={"x-request-id": request_id} if request_id else None)
 
     @app.exception_handler(HTTPException)

@@ -14,7 +14,8 @@ from proxy.items import ItemSender
 from proxy.jobs import Job
 from proxy.metrics import ProxyMetrics
 from proxy.router import pick_decoder
-from proxy.workers import Worker, WorkerPool
+from proxy.worker import Worker
+from proxy.workers import WorkerPool
 
 log = get_logger()
 
@@ -91,6 +92,8 @@ class Flight:
     async def _next_event(self) -> tuple[Worker, FromWorker | None]:
         """The next event; meanwhile the deadlines of the items and of the whole job are kept."""
         while True:
+            if not self._events.empty():  # usual while tokens stream; a timer for each would cost more than the rest
+                return self._events.get_nowait()
             now_s = time.time()
             if now_s >= self._deadline_s:
                 raise TriptychError("timeout", "the request did not end within the server's request_timeout_s")

@@ -87,6 +87,12 @@ class Generation:
         """Tokens that the prompt format forced (Whisper's language, task): generated, but not the answer's."""
         return min(len(self.job.sampling.prefix_allowed), len(self.token_ids))
 
+    @property
+    def text_token_ids(self) -> list[int]:
+        """The tokens of the answer: without a forced prefix and without the end of sequence."""
+        ends = self.text.info.eos_token_ids
+        return [token for token in self.token_ids[self._num_forced :] if token not in ends]
+
     def _visible(self, batch: TokenBatch) -> list[int]:
         """The tokens of a batch without the one that stopped it."""
         sampling = self.job.sampling

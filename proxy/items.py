@@ -11,7 +11,8 @@ from common.messages import Abort, Encode, InputSlot
 from proxy.jobs import Job, MediaItem
 from proxy.metrics import ProxyMetrics
 from proxy.router import pick_encoder
-from proxy.workers import Worker, WorkerPool
+from proxy.worker import Worker
+from proxy.workers import WorkerPool
 
 MAX_ATTEMPTS: Final = 3
 DEADLINE_GRACE_S: Final = 1.0

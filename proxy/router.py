@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from common.hashing import rendezvous_score
-from proxy.workers import Worker
+from proxy.worker import Worker
 
 LOAD_FACTOR: Final = 1.25
 """An encoder may hold this much more than the mean before its items go elsewhere."""

@@ -50,15 +50,12 @@ def make_router(service: Service) -> APIRouter:
         return timeline
 
     @router.get("/health")
-    async def _health() -> dict[str, str]:
-        return {"status": "ok"}
+    async def _health() -> Response:
+        return _verdict(service.pool.failure)
 
     @router.get("/ready")
     async def _ready() -> Response:
-        problem = service.not_ready()
-        if problem is None:
-            return JSONResponse({"status": "ok"})
-        return JSONResponse({"status": "unavailable", "reason": problem}, status_code=503)
+        return _verdict(service.not_ready())
 
     @router.get("/metrics")
     async def _metrics() -> Response:
@@ -66,6 +63,12 @@ def make_router(service: Service) -> APIRouter:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     return router
+
+
+def _verdict(problem: str | None) -> Response:
+    if problem is None:
+        return JSONResponse({"status": "ok"})
+    return JSONResponse({"status": "unavailable", "reason": problem}, status_code=503)
 
 
 def _model(service: Service) -> dict[str, Any]:

@@ -49,6 +49,10 @@ class Service:
 
     def not_ready(self) -> str | None:
         """Why requests cannot be served now; None if they can."""
+        if self.admission.closing:
+            return "shutting down"
+        if self.pool.failure is not None:
+            return self.pool.failure
         if not self.pool.broker_reachable:
             return "the broker does not answer"
         decoders = self.pool.workers("prefill_decode")

@@ -88,7 +88,6 @@ class Speech:
             await asyncio.shield(self._language_known)
         async with self._places:
             generation = await self._generation(index, window, num_windows, prompt if index == 0 else None)
-            self.segments[index].token_ids = generation.token_ids
             try:
                 async with aclosing(self._service.deltas(generation, self._exchange)) as deltas:
                     async for delta in deltas:
@@ -96,6 +95,7 @@ class Speech:
                         yield delta
             finally:
                 self.usage.add(generation.usage)
+                self.segments[index].token_ids = generation.text_token_ids
 
     async def _generation(self, index: int, window: audio.Window, num_windows: int, prompt: str | None) -> Generation:
         info, text = self._service.info, self._service.text

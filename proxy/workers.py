@@ -5,49 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from dataclasses import dataclass, field
-from typing import Final, Protocol
+from collections.abc import Coroutine
+from typing import Any, Final, Protocol
 
+import zmq
 import zmq.asyncio
 from redis.exceptions import RedisError
 
 from broker.registry import HEARTBEAT_S, RECORD_TTL_S, Registry, incompatibility
-from broker.rpc import WorkerClient
 from common.errors import TriptychError
-from common.messages import FromWorker, Heartbeat, InstanceRecord, Role, ToWorker
+from common.messages import FromWorker, Heartbeat, InstanceRecord, Role
 from common.telemetry import get_logger
+from proxy.worker import WatchedClient, Worker
 
 POLL_S: Final = 0.5
+ABSENCE_S: Final = 2.0
+"""A worker that has not been in the registry for so long is gone."""
 
 log = get_logger()
-
-
-@dataclass
-class Load:
-    """What this proxy has under way on one worker: requests (items on an encoder) and their tokens (bytes)."""
-
-    requests: int = 0
-    size: int = 0
-
-
-@dataclass(eq=False)
-class Worker:
-    """One life of one worker process; a restarted worker is another `Worker`."""
-
-    record: InstanceRecord
-    client: WorkerClient
-    load: Load = field(default_factory=Load)
-    gone: bool = False
-
-    @property
-    def instance_id(self) -> str:
-        return self.record.instance_id
-
-    async def send(self, message: ToWorker) -> None:
-        """Send without waiting. Raises TriptychError("unavailable") where the worker takes nothing any more."""
-        if self.gone:
-            raise TriptychError("unavailable", f"{self.instance_id} is gone")
-        await self.client.send(message)
 
 
 class Listener(Protocol):
@@ -70,26 +45,30 @@ class WorkerPool:
         self._listener = listener
         self._context = zmq.asyncio.Context()
         self._workers: dict[str, Worker] = {}
-        self._receivers: dict[Worker, asyncio.Task[None]] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._listeners: dict[Worker, list[asyncio.Task[None]]] = {}
+        self._lost: dict[tuple[str, int], float] = {}  # whose connection broke: until when they count as dead
+        self._tasks: set[asyncio.Task[None]] = set()
         self._refused: dict[str, str] = {}
-        self._forgotten_until_s = 0.0
+        self.failure: str | None = None
+        """Why this pool does not work any more; None while it does."""
         self._last_poll_s = float("-inf")
 
-    async def start(self) -> None:
-        """Look once, then keep looking; returns at once where the broker is not there yet."""
-        self._tasks = [asyncio.create_task(self._watch_registry()), asyncio.create_task(self._send_heartbeats())]
+    def start(self) -> None:
+        """Begin to look for workers, and go on until `close`. The broker need not be there yet."""
+        self._background(self._watch_registry())
+        self._background(self._send_heartbeats())
 
     async def close(self) -> None:
         """Stop, close every connection and leave the registry."""
-        for task in (*self._tasks, *self._receivers.values()):
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, *self._receivers.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for worker in self._workers.values():
             worker.gone = True
             worker.client.close()
         self._workers.clear()
-        self._receivers.clear()
+        self._listeners.clear()
         self._context.term()
         with contextlib.suppress(RedisError, TriptychError, TimeoutError):
             async with asyncio.timeout(1.0):  # without a broker the entry expires by itself
@@ -105,13 +84,17 @@ class WorkerPool:
         return dict(self._refused)
 
     def workers(self, role: Role, *, matching: Worker | None = None) -> list[Worker]:
-        """Live workers of a role; with `matching`, only those that may work with that one."""
-        return [
+        """Live workers of a role; with `matching`, only those that may work with that one.
+
+        Those that have just left the registry are named only where there are no others: they may be stopping.
+        """
+        found = [
             worker
             for worker in self._workers.values()
             if worker.record.role == role
             and (matching is None or incompatibility(worker.record, matching.record) is None)
         ]
+        return [worker for worker in found if worker.missing_since_s is None] or found
 
     async def _watch_registry(self) -> None:
         registered = False
@@ -137,24 +120,30 @@ class WorkerPool:
 
     async def _apply(self, found: dict[str, InstanceRecord]) -> None:
         """Connect to what is new, drop what is gone or has been restarted."""
-        alone = set(found) <= {self.own.instance_id}
-        if alone and self._workers and self._forgotten_until_s == 0.0:
-            # Everybody at once: more likely the broker lost its memory than all of them died. They enter
-            # themselves again with their next heartbeat; believe it only after a record's lifetime.
-            self._forgotten_until_s = time.monotonic() + RECORD_TTL_S
-        if not alone:
-            self._forgotten_until_s = 0.0
-        believe = time.monotonic() >= self._forgotten_until_s
         for worker in list(self._workers.values()):
             record = found.get(worker.instance_id)
-            if (record is None and believe) or (record is not None and record.epoch != worker.record.epoch):
+            if record is None:
+                await self._note_missing(worker)
+            elif record.epoch != worker.record.epoch:
                 await self._drop(worker)
-            elif record is not None:
-                worker.record = record
+            else:
+                worker.record, worker.missing_since_s = record, None
+        now_s = time.monotonic()
+        self._lost = {life: until_s for life, until_s in self._lost.items() if until_s > now_s}
         for record in found.values():
-            if record.role != "proxy" and record.instance_id not in self._workers:
+            known = record.instance_id in self._workers or (record.instance_id, record.epoch) in self._lost
+            if record.role != "proxy" and not known:
                 self._consider(record)
         self._refused = {name: why for name, why in self._refused.items() if name in found}
+
+    async def _note_missing(self, worker: Worker) -> None:
+        """Believe an absence only after a while: where the broker lost its memory, the living enter themselves again
+        with their next heartbeat, and the dead are known by their connections anyway."""
+        now_s = time.monotonic()
+        if worker.missing_since_s is None:
+            worker.missing_since_s = now_s
+        elif now_s - worker.missing_since_s > ABSENCE_S:
+            await self._drop(worker)
 
     def _consider(self, record: InstanceRecord) -> None:
         why = self._incompatible(record)
@@ -164,10 +153,13 @@ class WorkerPool:
             self._refused[record.instance_id] = why
             return
         self._refused.pop(record.instance_id, None)
-        client = WorkerClient(self._context, record.requests_address, self.own.instance_id)
+        client = WatchedClient(self._context, record.requests_address, self.own.instance_id)
         worker = Worker(record, client)
         self._workers[record.instance_id] = worker
-        self._receivers[worker] = asyncio.create_task(self._receive(worker))
+        self._listeners[worker] = [
+            self._background(self._receive(worker)),
+            self._background(self._watch_connection(worker)),
+        ]
         log.info("worker found", worker=record.instance_id, role=record.role, address=record.requests_address)
 
     def _incompatible(self, record: InstanceRecord) -> str | None:
@@ -180,15 +172,36 @@ class WorkerPool:
         return None
 
     async def _drop(self, worker: Worker) -> None:
+        if worker.gone:
+            return
         log.warning("worker gone", worker=worker.instance_id, role=worker.record.role)
         worker.gone = True
         del self._workers[worker.instance_id]
-        receiver = self._receivers.pop(worker)
-        receiver.cancel()
-        await asyncio.gather(receiver, return_exceptions=True)
+        for task in self._listeners.pop(worker):
+            if task is not asyncio.current_task():
+                task.cancel()
         worker.client.close()
         await self._listener.on_gone(worker)
 
     async def _receive(self, worker: Worker) -> None:
         while True:
             await self._listener.on_message(worker, await worker.client.receive())
+
+    async def _watch_connection(self, worker: Worker) -> None:
+        """A lost connection means a dead process, until its entry has outlived the lifetime of a dead one's."""
+        await worker.client.lost()
+        self._lost[worker.life] = time.monotonic() + RECORD_TTL_S + POLL_S
+        await self._drop(worker)
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Make a bug in a background task visible: without it the proxy would only look alive."""
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self.failure = repr(task.exception())
+            log.error("background task failed", exc_info=task.exception())

@@ -96,8 +96,8 @@ class FakeWorker:
         self.spawn(self._beat())
         self.spawn(self._receive())
 
-    async def die(self) -> None:
-        """As a killed process: the socket closes; the registry entry goes, too (as it would after its lifetime)."""
+    async def die(self, *, leave_entry: bool = False) -> None:
+        """As a killed process: the socket closes at once. Its registry entry goes, too, or is left to expire."""
         if not self.alive:
             return
         self.alive = False
@@ -106,7 +106,8 @@ class FakeWorker:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self.server.close()
-        await self.registry.unregister()
+        if not leave_entry:
+            await self.registry.unregister()
 
     def of(self, kind: type, request_id: str | None = None) -> list:
         """The messages of a kind received so far, of one request or of all."""
@@ -184,8 +185,8 @@ class FakeDecoder(FakeWorker):
         self._inputs.setdefault(request_id, set()).add(input_id)
         self.spawn(self._notify())
 
-    async def die(self) -> None:
-        await super().die()
+    async def die(self, *, leave_entry: bool = False) -> None:
+        await super().die(leave_entry=leave_entry)
         self._running.clear()
 
     async def _notify(self) -> None:

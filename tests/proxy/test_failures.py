@@ -107,6 +107,54 @@ async def test_a_dying_encoders_items_go_to_another(serve):
         rig.assert_clean()
 
 
+async def test_a_killed_encoder_is_noticed_long_before_its_registry_entry_expires(serve, redis):
+    async with serve(encoders=2) as rig:
+        encoders = rig.cluster.encoders
+        for encoder in encoders:
+            encoder.script = lambda message: SILENT
+        task = asyncio.create_task(rig.chat([image_part(picture())]))
+        await eventually(lambda: any(encoder.of(Encode) for encoder in encoders))
+        victim, other = encoders if encoders[0].of(Encode) else encoders[::-1]
+        other.script = lambda message: None
+        await victim.die(leave_entry=True)
+        await asyncio.wait_for(task, 2.0)
+        assert victim.id in await rig.cluster.encoders[0].registry.instances()
+        assert [worker.instance_id for worker in rig.service.pool.workers("encoder")] == [other.id]
+        await victim.registry.unregister()
+        rig.assert_clean()
+
+
+async def test_many_requests_with_every_kind_of_end_leave_nothing_behind(serve):
+    async with serve(encoders=2, decoders=2) as rig:
+        for encoder in rig.cluster.encoders:
+            encoder.script = lambda message: (
+                ErrorInfo("bad_media", "bad") if message.media == picture("black") else None
+            )
+        for decoder in rig.cluster.decoders:
+            decoder.answer = lambda message: "a long sentence about a red sign " * 3
+        kinds = {
+            "plain": lambda: rig.chat(),
+            "pictures": lambda: rig.chat([image_part(picture("red")), image_part(picture("blue"))]),
+            "corrupt": lambda: rig.chat([image_part(picture("black")), image_part(picture("red"))]),
+            "stop": lambda: rig.chat(stop=["sentence"]),
+            "length": lambda: rig.chat(max_tokens=3),
+            "left": lambda: asyncio.wait_for(rig.chat([image_part(picture())]), 0.02),
+            "left stream": lambda: _leave(rig),
+        }
+        outcomes = await asyncio.gather(*(make() for make in kinds.values() for _ in range(6)), return_exceptions=True)
+        failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        assert all(isinstance(error, openai.BadRequestError | TimeoutError) for error in failed), failed
+        await eventually(lambda: rig.service.admission.inflight == 0)
+        await eventually(lambda: not any(decoder._running for decoder in rig.cluster.decoders))
+        rig.assert_clean()
+
+
+async def _leave(rig):
+    stream = await rig.chat(stream=True)
+    await _first(stream)
+    await stream.close()
+
+
 async def test_an_encoder_that_says_nothing_counts_as_failed_after_its_deadline(serve):
     async with serve(encoders=2, handoff_timeout_s=0.2) as rig:
         for encoder in rig.cluster.encoders:
