@@ -15,10 +15,10 @@ export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format bench clean distclean
+.PHONY: help demo test lint format bench compose-test clean distclean
 
 help: ## Show this list.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/demo.stamp ## Start a cluster with the bundled model and ask it about pictures.
 	@$(BIN)/triptych demo $(ARGS)
@@ -36,6 +36,9 @@ format: $(VENV)/test.stamp ## Format the code and mend what the linter can.
 bench: $(VENV)/test.stamp ## Measure throughput and latency (ARGS goes to the benchmark).
 	@$(BIN)/python -m tests.weights >/dev/null
 	@$(BIN)/python -m launch.bench $(ARGS)
+
+compose-test: ## Build the images, run the cluster in containers, ask it, take it down.
+	@python=$$(.ci/find_python "$(PYTHON)") && PYTHON="$$python" launch/compose/test.sh
 
 clean: ## Remove caches and build output.
 	@rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info

@@ -20,7 +20,7 @@ class Serving:
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.temporary = folder / "tmp"
-        self.temporary.mkdir()
+        self.temporary.mkdir(parents=True)
         self._log = folder / "serve.log"
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]

@@ -29,7 +29,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
     started: list[Serving] = []
 
     def start(*arguments: str) -> Serving:
-        started.append(Serving(tmp_path, *arguments))
+        started.append(Serving(tmp_path / str(len(started)), *arguments))
         return started[-1]
 
     yield start
@@ -89,24 +89,20 @@ def test_a_cluster_lives_loses_a_worker_and_leaves_nothing(serve: Serve, broker_
         assert client.keys("life*") == []
 
 
-def test_names_that_run_already_in_the_broker_are_refused(serve: Serve, broker_url: str, tiny_llama: Path) -> None:
+def test_names_that_run_already_are_refused_and_all_ends_with_the_supervisor(
+    serve: Serve, broker_url: str, tiny_llama: Path
+) -> None:
     arguments = (str(tiny_llama), "--broker", broker_url, "--cluster", "twice")
     first = serve(*arguments)
     first.wait_until("OpenAI API at")
-    (first.temporary.parent / "second").mkdir()
-    second = Serving(first.temporary.parent / "second", *arguments)
+    second = serve(*arguments)
     assert second.process.wait(30) == 2
     assert "cluster 'twice'" in second.output
     assert "already runs pd0" in second.output
-    assert first.process.poll() is None
 
-
-def test_everything_ends_with_the_supervisor_even_after_sigkill(serve: Serve, tiny_llama: Path) -> None:
-    serving = serve(str(tiny_llama))
-    serving.wait_until("OpenAI API at")
-    below = descendants(serving.process.pid)
-    assert len(below) >= 3  # the broker, a worker, the proxy
-    serving.process.kill()
+    below = descendants(first.process.pid)
+    assert len(below) >= 2  # a worker, the proxy
+    first.process.send_signal(signal.SIGKILL)
     eventually(lambda: not any(alive(pid) for pid in below), 5, "the end of all processes")
 
 
