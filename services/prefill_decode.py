@@ -27,6 +27,7 @@ from common.messages import (
     Offer,
     Receipt,
     Role,
+    TensorHeader,
     Tokens,
     ToWorker,
 )
@@ -49,7 +50,7 @@ from engine.events import (
 from services.engine_thread import EngineThread
 from services.links import Links
 
-MAX_SENDERS: Final = 20_000
+MAX_OFFERS: Final = 20_000
 ALIGNMENT_BYTES: Final = 8
 
 log = get_logger()
@@ -66,7 +67,7 @@ class PrefillDecodeService:
         config = links.settings.engine
         self._tensors = TensorReceiver(links.context, links.host, max_bytes=config.encoder_cache_bytes)
         self.tensor_address = self._tensors.address
-        self._senders: OrderedDict[Key, str] = OrderedDict()  # who offered what, until it is settled
+        self._offers: OrderedDict[Key, Offer] = OrderedDict()  # what was offered, until it is settled
         self._arrived_s: dict[str, float] = {}  # requests without a token yet
         self._outcomes: Counter[str] = Counter()
         self._idle_checks = IdleCheck()
@@ -134,10 +135,10 @@ class PrefillDecodeService:
             self._answer_offer(offer.sender, Grant(*key, "refused", error=ErrorInfo("invalid_request", fault)))
             return
         self._links.hops.mark(key, "offer_received")
-        self._senders[key] = offer.sender
-        self._senders.move_to_end(key)
-        while len(self._senders) > MAX_SENDERS:
-            self._senders.popitem(last=False)
+        self._offers[key] = offer
+        self._offers.move_to_end(key)
+        while len(self._offers) > MAX_OFFERS:
+            self._offers.popitem(last=False)
         metadata = InputMetadata(tuple(offer.shape), offer.dtype, offer.size_bytes, offer.layout, offer.content_hash)
         self.thread.submit(lambda engine: engine.offer(*key, metadata, offer.deadline_s))
 
@@ -147,18 +148,18 @@ class PrefillDecodeService:
 
     def _take_tensor(self, received: ReceivedTensor) -> None:
         header, key = received.header, key_of(received.header)
-        sender = self._senders.get(key)
-        if sender is not None and sender != header.sender:
+        offer = self._offers.get(key)
+        if offer is not None and offer.sender != header.sender:
             self._outcomes["stray"] += 1
-            return
-        if sender is None or header.receiver_epoch != self._links.epoch:
+        elif offer is None or header.receiver_epoch != self._links.epoch:
             self._answer_tensor(header.sender, Receipt(*key, "cancelled"))
-            return
-        self._links.hops.mark(key, "tensor_received")
-        if received.fault is not None:  # the engine finds the same, and releases the room
-            log.warning("a tensor is not what its header says", sender=sender, fault=received.fault)
-        data, shape, dtype = aligned(received.data), tuple(header.shape), header.dtype
-        self.thread.submit(lambda engine: engine.deliver_bytes(*key, shape, dtype, data))
+        elif (fault := received.fault or _difference(header, offer)) is not None:
+            log.warning("a tensor is not what was offered", sender=header.sender, fault=fault)
+            self._answer_tensor(header.sender, Receipt(*key, "corrupt"))
+        else:
+            self._links.hops.mark(key, "tensor_received")
+            data, shape, dtype = aligned(received.data), tuple(header.shape), header.dtype
+            self.thread.submit(lambda engine: engine.deliver_bytes(*key, shape, dtype, data))
 
     def _answer_offer(self, sender: str | None, grant: Grant) -> None:
         self._outcomes[grant.status] += 1
@@ -214,9 +215,10 @@ class PrefillDecodeService:
         key = event.request_id, event.input_id, event.attempt
         if isinstance(event, InputGranted):
             self._mark_hop(key, "offer_received", "granted")
-            self._answer_offer(self._senders.get(key), Grant(*key, "granted", event.lease_until_s))
+            self._answer_offer(self._sender(key), Grant(*key, "granted", event.lease_until_s))
             return
-        sender = self._senders.pop(key, None)
+        sender = self._sender(key)
+        self._offers.pop(key, None)
         if isinstance(event, InputStored):
             self._mark_hop(key, "tensor_received", "stored")
             self._answer_tensor(sender, Receipt(*key, "stored"))
@@ -228,6 +230,10 @@ class PrefillDecodeService:
             self._answer_offer(sender, Grant(*key, "refused", error=event.error))
         else:
             self._answer_offer(sender, Grant(*key, "cancelled"))
+
+    def _sender(self, key: Key) -> str | None:
+        offer = self._offers.get(key)
+        return None if offer is None else offer.sender
 
     def _mark_hop(self, key: Key, start: str, end: str) -> None:
         self._links.hops.mark(key, end)
@@ -255,6 +261,13 @@ class IdleCheck:
                 self.num_failures += 1
                 log.error("the engine's books do not add up", error=str(error))
         return events
+
+
+def _difference(header: TensorHeader, offer: Offer) -> str | None:
+    """What a tensor's header says other than its offer did; None if nothing."""
+    if (header.shape, header.dtype, header.size_bytes) == (offer.shape, offer.dtype, offer.size_bytes):
+        return None
+    return f"offered {offer.shape} {offer.dtype}, came {header.shape} {header.dtype}"
 
 
 def aligned(data: memoryview) -> memoryview:

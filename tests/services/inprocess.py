@@ -1,0 +1,158 @@
+"""A worker in the test's own process, and scripted peers for it: what they say is up to the test."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq.asyncio
+from redis.asyncio import Redis
+
+from broker.channels import ChannelName, ChannelReader, ChannelSender, Delivery
+from broker.registry import Registry
+from broker.rpc import WorkerClient
+from broker.tensors import ReceivedTensor, TensorReceiver, TensorSender
+from common.config import EngineConfig, Settings
+from common.messages import FromWorker, Grant, HandoffMessage, InstanceRecord, Offer, Receipt, Role
+from common.model_info import load_model_info
+from services.links import Links, RoleService
+from services.shell import Shell
+from tests.broker.conftest import eventually, running
+
+CLUSTER = "c"
+R = TypeVar("R", bound=RoleService)
+M = TypeVar("M", bound=FromWorker)
+
+
+class InProcess(Generic[R]):
+    """A worker `w0`, with a proxy's connection to it; answers are collected in `answers`."""
+
+    def __init__(self, shell: Shell, role: R, task: asyncio.Task[int], redis: Redis) -> None:
+        self.shell, self.role, self.task = shell, role, task
+        self.registry = Registry(redis, CLUSTER)
+        self.answers: list[FromWorker] = []
+        self.proxy: WorkerClient
+
+    async def record(self) -> InstanceRecord:
+        """This worker's entry in the registry, once it is there."""
+        await eventually(self._registered, 60.0)
+        found = await self.registry.get("w0")
+        assert found is not None
+        return found
+
+    async def _registered(self) -> bool:
+        assert not self.task.done(), "the worker has ended"
+        return await self.registry.get("w0") is not None
+
+    async def collect(self) -> None:
+        while True:
+            self.answers.append(await self.proxy.receive())
+
+    def of(self, kind: type[M], request_id: str) -> list[M]:
+        return [answer for answer in self.answers if isinstance(answer, kind) and answer.request_id == request_id]
+
+    async def one(self, kind: type[M], request_id: str) -> M:
+        """The first answer of a kind about a request, once it is there."""
+        await eventually(lambda: bool(self.of(kind, request_id)), 20.0)
+        return self.of(kind, request_id)[0]
+
+    def gauge(self, name: str) -> float:
+        return self.shell._links.metrics.gauges[name]()
+
+    def tally(self, name: str) -> dict[str, int]:
+        return dict(self.shell._links.metrics.tallies[name]())
+
+
+@asynccontextmanager
+async def in_process(
+    broker_url: str,
+    redis: Redis,
+    context: zmq.asyncio.Context,
+    role: Callable[[Links], R],
+    *,
+    engine: dict[str, Any] | None = None,
+    **settings: Any,
+) -> AsyncIterator[InProcess[R]]:
+    """Run a worker for the length of the block; it must end cleanly."""
+    config = EngineConfig(num_threads=1, kv_cache_bytes=16 * 2**20, **(engine or {}))
+    values = {"broker": broker_url, "cluster": CLUSTER, "instance_id": "w0", "port": 0, "engine": config} | settings
+    roles: list[R] = []
+
+    def make(links: Links) -> R:
+        roles.append(role(links))
+        return roles[0]
+
+    shell = Shell(Settings(**values), load_model_info("signpost"), "float32", make)
+    task = asyncio.create_task(shell.run())
+    worker = InProcess(shell, roles[0], task, redis)
+    try:
+        address = (await worker.record()).requests_address
+        async with WorkerClient(context, address, "proxy") as worker.proxy, running(worker.collect()):
+            yield worker
+    finally:
+        if not task.done():
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert await task == 0
+
+
+class Peer:
+    """The other side of a handoff under test: an instance that does only what it is told."""
+
+    def __init__(self, redis: Redis, context: zmq.asyncio.Context, worker: InstanceRecord, role: Role) -> None:
+        self.instance_id = "peer"
+        self._registry = Registry(redis, CLUSTER)
+        self._channels = ChannelSender(redis, CLUSTER)
+        names: tuple[ChannelName, ...] = ("metadata",) if role == "prefill_decode" else ("allocated", "injected")
+        self._reader = ChannelReader(redis, CLUSTER, self.instance_id, names)
+        self._receiver = TensorReceiver(context, max_bytes=2**26)
+        self.tensors = TensorSender(context)
+        self.received: list[HandoffMessage] = []
+        self.record = msgspec.structs.replace(
+            worker, instance_id=self.instance_id, role=role, epoch=7, tensor_address=self._receiver.address
+        )
+
+    @asynccontextmanager
+    async def alive(self) -> AsyncIterator[Peer]:
+        await self._reader.open()
+        await self._registry.register(self.record)
+        async with running(self._channels.run(), self._reader.run(self._take), self._beat()):
+            yield self
+        await self._registry.unregister()
+        await self._reader.delete()
+        self._receiver.close()
+        self.tensors.close()
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            await self._registry.heartbeat()
+
+    def _take(self, delivery: Delivery) -> None:
+        self.received.append(delivery.message)
+
+    async def message(self, kind: type[Offer] | type[Grant] | type[Receipt], request_id: str, count: int = 1) -> Any:
+        """The `count`-th message of a kind about a request, once it is there."""
+
+        def found() -> list[HandoffMessage]:
+            return [m for m in self.received if isinstance(m, kind) and m.request_id == request_id]
+
+        await eventually(lambda: len(found()) >= count, 20.0)
+        return found()[count - 1]
+
+    def send(self, channel: ChannelName, *messages: HandoffMessage) -> None:
+        for message in messages:
+            self._channels.send("w0", channel, message)
+
+    def grant(self, offer: Offer, **changes: Any) -> None:
+        values = {"status": "granted", "lease_until_s": time.time() + 30} | changes
+        self.send("allocated", Grant(offer.request_id, offer.input_id, offer.attempt, **values))
+
+    async def tensor(self) -> ReceivedTensor:
+        async with asyncio.timeout(10):
+            return await self._receiver.receive()

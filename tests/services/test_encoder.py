@@ -1,0 +1,173 @@
+"""The encoder worker against a receiver that answers as each test wants: every stage's end leaves nothing behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+import zmq.asyncio
+from redis.asyncio import Redis
+
+from common.errors import ErrorInfo, TriptychError
+from common.hashing import content_hash
+from common.messages import Abort, Encode, Encoded, Failed, Generate, Offer, Receipt
+from common.model_info import load_model_info
+from common.sampling_params import SamplingParams
+from services.encoder import EncoderService
+from tests.broker.conftest import eventually
+from tests.services.cluster import sign
+from tests.services.inprocess import InProcess, Peer, in_process
+
+HOLDS = (
+    "encoder_items",
+    "encoder_items_computing",
+    "encoder_held_bytes",
+    "handoffs_open",
+    "preprocess_waiting",
+    "requests_outstanding",
+)
+
+
+@dataclasses.dataclass
+class Setting:
+    worker: InProcess[EncoderService]
+    peer: Peer
+
+    async def encode(self, request_id: str, media: bytes = b"", *, attempt: int = 0, timeout_s: float = 20.0) -> None:
+        media = media or sign("red")
+        digest = content_hash("image", media)
+        deadline_s = time.time() + timeout_s
+        await self.worker.proxy.send(Encode(request_id, 0, attempt, "image", digest, media, "peer", deadline_s))
+
+    async def offer(self, request_id: str, count: int = 1) -> Offer:
+        offer = await self.peer.message(Offer, request_id, count)
+        assert isinstance(offer, Offer)
+        return offer
+
+    async def reply(self, request_id: str) -> Encoded:
+        return await self.worker.one(Encoded, request_id)
+
+    async def abort(self, request_id: str) -> None:
+        await self.worker.proxy.send(Abort(request_id))
+        await eventually(self.is_idle)
+
+    def is_idle(self) -> bool:
+        return not any(self.worker.gauge(name) for name in HOLDS)
+
+    async def num_encoded(self) -> float:
+        stats = await self.worker.role.thread.call(lambda engine: engine.stats(), 5.0)
+        assert stats["encoder_queue_items"] == 0
+        return stats["encoder_items_total"]
+
+
+@pytest.fixture
+async def setting(broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context) -> AsyncIterator[Setting]:
+    async with (
+        in_process(
+            broker_url, redis, zmq_context, EncoderService, engine={"max_waiting": 4}, handoff_timeout_s=5.0
+        ) as worker,
+        Peer(redis, zmq_context, await worker.record(), "prefill_decode").alive() as peer,
+    ):
+        setting = Setting(worker, peer)
+        yield setting
+        await eventually(setting.is_idle)
+    assert await redis.keys("*") == []
+
+
+async def test_the_offer_leaves_before_anything_is_computed_and_the_tensor_is_what_was_offered(
+    setting: Setting,
+) -> None:
+    await setting.encode("r")
+    offer = await setting.offer("r")
+    assert await setting.num_encoded() == 0
+    assert offer.size_bytes == offer.shape[0] * offer.shape[1] * 4
+    assert (offer.sender, offer.dtype) == ("w0", "float32")
+    setting.peer.grant(offer)
+    tensor = await setting.peer.tensor()
+    assert tensor.fault is None
+    assert (tensor.header.shape, tensor.header.receiver_epoch) == (offer.shape, setting.peer.record.epoch)
+    setting.peer.send("injected", Receipt("r", 0, 0, "stored"))
+    reply = await setting.reply("r")
+    assert reply.error is None
+    assert [span.stage for span in reply.spans] == ["preprocess", "grant", "encode", "handoff"]
+    assert all(span.start_s <= span.end_s for span in reply.spans)
+
+
+async def test_cached_and_refused_items_are_never_computed(setting: Setting) -> None:
+    await setting.encode("cached")
+    setting.peer.grant(await setting.offer("cached"), status="cached")
+    assert (await setting.reply("cached")).error is None
+    error = ErrorInfo("item_too_large", "needs 9 bytes of a budget of 8", "messages")
+    await setting.encode("refused")
+    setting.peer.grant(await setting.offer("refused"), status="refused", error=error)
+    assert (await setting.reply("refused")).error == error
+    assert await setting.num_encoded() == 0
+    assert setting.worker.tally("handoffs") == {"cached": 1, "refused": 1}
+
+
+async def test_a_receiver_that_never_answers_costs_no_more_than_the_deadline(setting: Setting) -> None:
+    await setting.encode("silent", timeout_s=0.5)
+    reply = await setting.reply("silent")
+    assert reply.error is not None
+    assert reply.error.code == "timeout"
+    await setting.encode("too late", timeout_s=-1.0)
+    late = await setting.reply("too late")
+    assert late.error is not None
+    assert late.error.code == "timeout"
+
+
+async def test_a_newer_attempt_replaces_an_older_one(setting: Setting) -> None:
+    await setting.encode("r", attempt=0)
+    old = await setting.offer("r")
+    await setting.encode("r", attempt=1)
+    new = await setting.offer("r", count=2)
+    setting.peer.grant(old)
+    setting.peer.grant(new, status="cached")
+    reply = await setting.reply("r")
+    assert reply.attempt == 1
+    assert len(setting.worker.answers) == 1
+    await eventually(lambda: setting.worker.tally("handoffs").get("stray") == 1)
+
+
+async def test_more_items_than_the_queue_holds_are_refused_as_overload(setting: Setting) -> None:
+    for number in range(5):
+        await setting.encode(f"r{number}")
+    reply = await setting.reply("r4")
+    assert reply.error is not None
+    assert reply.error.code == "overloaded"
+    assert "limit is 4" in reply.error.message
+    for number in range(4):
+        await setting.worker.proxy.send(Abort(f"r{number}"))
+    await eventually(setting.is_idle)
+    assert len(setting.worker.answers) == 1
+
+
+@pytest.mark.parametrize("stage", ["preprocess", "grant", "encode", "receipt"])
+async def test_an_abort_frees_the_item_at_every_stage(setting: Setting, stage: str) -> None:
+    await setting.encode("r")
+    if stage != "preprocess":
+        offer = await setting.offer("r")
+        if stage != "grant":
+            setting.peer.grant(offer)
+        if stage == "encode":
+            await eventually(lambda: setting.worker.gauge("encoder_items_computing") == 1)
+        if stage == "receipt":
+            await setting.peer.tensor()
+    await setting.abort("r")
+    assert setting.worker.answers == []
+    assert await setting.num_encoded() <= 1
+
+
+async def test_what_an_encoder_does_not_do_is_said(setting: Setting) -> None:
+    await setting.worker.proxy.send(Generate("r", [1], [], SamplingParams()))
+    failed = await setting.worker.one(Failed, "r")
+    assert "is an encoder" in failed.error.message
+
+
+async def test_a_text_model_needs_no_encoder(setting: Setting) -> None:
+    links = setting.worker.shell._links
+    text = dataclasses.replace(load_model_info("signpost"), family="llama")
+    with pytest.raises(TriptychError, match="takes no media"):
+        EncoderService(dataclasses.replace(links, info=text))

@@ -1,0 +1,197 @@
+"""The prefill-decode worker against a scripted encoder: what it grants, what it refuses, what it ignores."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq.asyncio
+from redis.asyncio import Redis
+
+from broker.channels import FIELD, GROUP, stream_key
+from common.hashing import content_hash
+from common.messages import (
+    Abort,
+    Generate,
+    Grant,
+    InputSlot,
+    Offer,
+    Receipt,
+    TensorHeader,
+    Tokens,
+    encode,
+)
+from common.model_info import load_model_info
+from common.sampling_params import SamplingParams
+from common.text import TextProcessor
+from engine.processors import init_worker, process
+from services.prefill_decode import ALIGNMENT_BYTES, PrefillDecodeService, aligned
+from tests.broker.conftest import eventually
+from tests.services.cluster import sign
+from tests.services.inprocess import CLUSTER, InProcess, Peer, in_process
+
+
+@dataclass
+class Setting:
+    worker: InProcess[PrefillDecodeService]
+    peer: Peer
+
+    def offer(self, request_id: str, **changes: Any) -> Offer:
+        return msgspec.structs.replace(make_offer(request_id), **changes)
+
+    async def generate(self, request_id: str, max_tokens: int = 4) -> Generate:
+        text = TextProcessor(load_model_info("signpost"))
+        content = [{"type": "image"}, {"type": "text", "text": "What colour is the sign?"}]
+        ids = text.render_chat([{"role": "user", "content": content}])
+        slot = InputSlot(0, "image", content_hash("image", sign("red")), text.placeholder_indices(ids, 1)[0])
+        message = Generate(request_id, ids, [slot], SamplingParams(max_tokens=max_tokens, temperature=0.0))
+        await self.worker.proxy.send(message)
+        return message
+
+    async def granted(self, request_id: str) -> Offer:
+        """A request with a granted input."""
+        offer = self.offer(request_id)
+        await self.generate(request_id)
+        self.peer.send("metadata", offer)
+        assert (await self.peer.message(Grant, request_id)).status == "granted"
+        return offer
+
+    async def deliver(self, offer: Offer, data: bytes = b"", **changes: Any) -> None:
+        record = await self.worker.record()
+        key = (offer.request_id, offer.input_id, offer.attempt)
+        header = TensorHeader(*key, "peer", record.epoch, offer.shape, offer.dtype, offer.size_bytes)
+        header = msgspec.structs.replace(header, **changes)
+        await self.peer.tensors.send(record.tensor_address, header, memoryview(data or bytes(offer.size_bytes)), 5.0)
+
+    async def receipt(self, request_id: str) -> str:
+        return str((await self.peer.message(Receipt, request_id)).status)
+
+    async def is_idle(self) -> bool:
+        return await self.worker.role.thread.call(lambda engine: engine.is_empty(), 5.0)
+
+
+def make_offer(request_id: str) -> Offer:
+    init_worker("signpost", "float32")
+    media = sign("red")
+    item = process("image", media)
+    digest, shape = content_hash("image", media), list(item.shape)
+    deadline_s = time.time() + 20
+    return Offer(
+        request_id, 0, 0, digest, "image", shape, item.dtype, item.size_bytes, item.layout, "peer", 7, deadline_s
+    )
+
+
+@pytest.fixture
+async def setting(broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context) -> AsyncIterator[Setting]:
+    async with (
+        in_process(broker_url, redis, zmq_context, PrefillDecodeService) as worker,
+        Peer(redis, zmq_context, await worker.record(), "encoder").alive() as peer,
+    ):
+        setting = Setting(worker, peer)
+        yield setting
+        await eventually(setting.is_idle)
+        assert worker.gauge("integrity_failures") == 0
+        assert worker.gauge("requests_outstanding") == 0
+    assert await redis.keys("*") == []
+
+
+async def test_offer_grant_tensor_receipt_tokens(setting: Setting) -> None:
+    offer = await setting.granted("r")
+    await setting.deliver(offer)
+    assert await setting.receipt("r") == "stored"
+    await eventually(lambda: any(message.finish_reason for message in setting.worker.of(Tokens, "r")))
+    assert setting.worker.tally("handoffs") == {"granted": 1, "receipt_stored": 1}
+
+
+async def test_a_repeated_offer_gets_the_same_answer_and_a_repeated_request_none(setting: Setting) -> None:
+    offer = await setting.granted("r")
+    await setting.generate("r")
+    setting.peer.send("metadata", offer)
+    assert (await setting.peer.message(Grant, "r", count=2)).status == "granted"
+    await setting.deliver(offer)
+    await setting.deliver(offer)
+    await eventually(lambda: any(message.finish_reason for message in setting.worker.of(Tokens, "r")))
+    offsets = [message.offset for message in setting.worker.of(Tokens, "r")]
+    assert offsets == list(range(len(offsets)))
+    assert setting.worker.tally("handoffs")["duplicate_request"] == 1
+
+
+async def test_offers_to_a_former_process_are_cancelled(
+    broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context
+) -> None:
+    stream = stream_key(CLUSTER, "w0", "metadata")
+    await redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
+    await redis.xadd(stream, {FIELD: encode(make_offer("taken"))})
+    await redis.xreadgroup(GROUP, GROUP, {stream: ">"})
+    await redis.xadd(stream, {FIELD: encode(make_offer("never seen"))})
+    answers = stream_key(CLUSTER, "peer", "allocated")
+    await redis.xgroup_create(answers, GROUP, id="0", mkstream=True)
+
+    async def answered() -> bool:
+        return int(await redis.xlen(answers)) == 2
+
+    async with in_process(broker_url, redis, zmq_context, PrefillDecodeService) as worker:
+        await eventually(answered)
+        assert worker.tally("handoffs") == {"cancelled": 2}
+        assert await redis.xlen(stream) == 0
+
+
+async def test_a_tensor_for_a_former_process_or_for_nobody_is_cancelled(setting: Setting) -> None:
+    offer = await setting.granted("r")
+    await setting.deliver(offer, receiver_epoch=1)
+    assert await setting.receipt("r") == "cancelled"
+    await setting.deliver(setting.offer("nobody"))
+    assert await setting.receipt("nobody") == "cancelled"
+    await setting.worker.proxy.send(Abort("r"))
+
+
+async def test_a_tensor_from_somebody_else_changes_nothing(setting: Setting) -> None:
+    offer = await setting.granted("r")
+    await setting.deliver(offer, sender="impostor")
+    await eventually(lambda: setting.worker.tally("handoffs").get("stray") == 1)
+    await setting.deliver(offer)
+    assert await setting.receipt("r") == "stored"
+    await eventually(lambda: any(message.finish_reason for message in setting.worker.of(Tokens, "r")))
+
+
+async def test_a_tensor_that_is_not_what_was_offered_is_corrupt_and_the_next_attempt_welcome(setting: Setting) -> None:
+    offer = await setting.granted("r")
+    await setting.deliver(offer, b"far too short")
+    assert await setting.receipt("r") == "corrupt"
+    await setting.deliver(offer, bytes(offer.size_bytes // 2), dtype="bfloat16", size_bytes=offer.size_bytes // 2)
+    assert (await setting.peer.message(Receipt, "r", count=2)).status == "corrupt"
+    again = setting.offer("r", attempt=1)
+    setting.peer.send("metadata", again)
+    assert (await setting.peer.message(Grant, "r", count=2)).attempt == 1
+    await setting.deliver(again)
+    await eventually(lambda: any(message.finish_reason for message in setting.worker.of(Tokens, "r")))
+
+
+async def test_an_offer_whose_numbers_do_not_add_up_is_refused(setting: Setting) -> None:
+    setting.peer.send("metadata", setting.offer("r", size_bytes=5))
+    grant = await setting.peer.message(Grant, "r")
+    assert grant.status == "refused"
+    assert "5" in grant.error.message
+
+
+async def test_an_abort_frees_the_room_and_cancels_what_comes_later(setting: Setting) -> None:
+    offer = await setting.granted("r")
+    await setting.worker.proxy.send(Abort("r"))
+    await eventually(setting.is_idle)
+    await setting.deliver(offer)
+    assert await setting.receipt("r") == "cancelled"
+    setting.peer.send("metadata", setting.offer("r", attempt=1))
+    assert (await setting.peer.message(Grant, "r", count=2)).status == "cancelled"
+
+
+def test_tensors_lie_at_even_addresses() -> None:
+    buffer = bytearray(range(256)) * 4
+    for offset in range(ALIGNMENT_BYTES):
+        data = aligned(memoryview(buffer)[offset : offset + 512])
+        assert np.frombuffer(data, np.uint8).__array_interface__["data"][0] % ALIGNMENT_BYTES == 0
+        assert bytes(data) == bytes(buffer[offset : offset + 512])
