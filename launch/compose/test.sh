@@ -2,7 +2,7 @@
 # `make compose-test`: build the images, bring a cluster up with the bundled model, ask it, take it down.
 # Uses the Docker engine that answers; where none does, starts Debian's in namespaces of its own (root, Debian).
 #   BASE_IMAGE    what the images start from (default python:3.11-slim; with our own engine, a Debian made here)
-#   PYTHON        Python 3.11 or newer for pip (default python3)
+#   PYTHON        Python 3.11 or 3.12 with its venv module (default python3)
 # Downloads stay in .cache/compose for the next run; everything else is gone at the end, also after a failure.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -12,7 +12,7 @@ mkdir -p "$cache"
 scratch=$(mktemp -d "$cache/run.XXXXXX")
 project=triptych-compose-test
 encoders=2 pictures=24
-export TRIPTYCH_TAG=compose-test TRIPTYCH_PUBLISH=127.0.0.1:0 TRIPTYCH_MODEL=signpost TRIPTYCH_START_PERIOD=120s
+export TRIPTYCH_TAG=compose-test TRIPTYCH_PUBLISH=127.0.0.1:0 TRIPTYCH_MODEL=signpost TRIPTYCH_START_PERIOD=300s
 began=$SECONDS
 
 die() { echo "compose-test: $*" >&2; exit 1; }
@@ -84,8 +84,11 @@ assert not any(modules.find_spec(name) for name in ("torch", "transformers")), "
 print("the proxy image holds neither torch nor transformers")'
 
 step "up, with $encoders encoders"
-compose up --detach --no-build --wait --wait-timeout 240 --scale "encoder=$encoders" --quiet-pull 2>&1 | grep -v Creat
+compose up --detach --no-build --wait --wait-timeout 360 --scale "encoder=$encoders" --quiet-pull 2>&1 | grep -v Creat
 compose ps --format 'table {{.Name}}\t{{.Service}}\t{{.Status}}'
+# shellcheck disable=SC2016
+compose exec -T encoder sh -c 'echo "an encoder runs as user $(id -u) with capabilities $(sed -n "s/CapEff:.//p" /proc/1/status)"
+    ! touch /app/x 2>/dev/null && echo "and cannot write to its image"'
 
 step "health endpoints"
 inside python -m launch.compose.endpoints "encoder=$encoders" prefill_decode=1 proxy=1
@@ -97,14 +100,18 @@ for path in ("/health", "/ready", "/metrics", "/v1/models"):
         print(f"from the host: {path} {answer.status}")
 PYTHON
 
-step "parallel client: $pictures pictures"
-inside sh -c "python -m launch.compose.pictures /tmp/signs $pictures && triptych request /tmp/signs/*.png \
-    --prompt 'What does the sign say?' --parallel 8 --url http://proxy:8000" | tee "$scratch/answers.txt"
-right=$(sed -nE 's/.*✓ ([^.]+)\.png: ([^ ]+) .*/\1 \2/p' "$scratch/answers.txt" | awk '$1 == $2' | wc -l)
-echo "$right of $pictures answers right"
-[ $((3 * right)) -ge $((2 * pictures)) ] || die "so many wrong answers mean that something is broken"
+step "parallel client: two questions about each of $pictures pictures, 8 in flight"
+inside sh -c "python -m launch.compose.pictures /tmp/signs $pictures && for question in 'What does the sign say?' \
+    'What colour is the sign?'; do triptych request /tmp/signs/*.png --prompt \"\$question\" --parallel 8 \
+    --url http://proxy:8000 || exit 1; done" | tee "$scratch/answers.txt"
+# Each file is named after what is right: colour-text.png.
+sed -nE 's/.*✓ ([^-]+)-([^.]+)\.png: ([^ ]+) .*/\1 \2 \3/p' "$scratch/answers.txt" >"$scratch/answers.tsv"
+right=$(awk '$1 == $3 || $2 == $3' "$scratch/answers.tsv" | wc -l)
+colours=$(awk '$1 == $3' "$scratch/answers.tsv" | wc -l)
+echo "$right of $((2 * pictures)) answers right, $colours of $pictures colours"
+[ $((10 * colours)) -ge $((9 * pictures)) ] || die "so many wrong colours mean that something is broken"
 
 step "an encoder dies and is started again"
 kill_encoder
-compose up --detach --no-build --wait --wait-timeout 120 --scale "encoder=$encoders" >/dev/null 2>&1
+compose up --detach --no-build --wait --wait-timeout 360 --scale "encoder=$encoders" >/dev/null 2>&1
 inside python -m launch.compose.endpoints "encoder=$encoders" prefill_decode=1 proxy=1
