@@ -40,9 +40,6 @@ bench: $(VENV)/test.stamp ## Measure throughput and latency (ARGS goes to the be
 compose-test: ## Build the images, run the cluster in containers, ask it, take it down.
 	@python=$$(.ci/find_python "$(PYTHON)") && PYTHON="$$python" launch/compose/test.sh
 
-compose-test: ## Build the containers, run a cluster in them, ask it, take it down (Docker, or root on Debian).
-	@PYTHON=$(PYTHON) launch/compose/test.sh
-
 clean: ## Remove caches and build output.
 	@rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info
 	@find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
