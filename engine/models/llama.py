@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.models.base import AttentionContext, CheckpointLayout, DecoderModel, DecoderSpec, Sources
+from engine.models.config import TextConfig
 from engine.models.rotary import Rotary, rotate
 
 LLAMA_LAYOUT = CheckpointLayout(
@@ -37,33 +36,28 @@ _CHECKPOINT_PARTS = {
 class LlamaDecoder(DecoderModel):
     """A pre-norm decoder with grouped-query attention, rotary positions and a gated MLP.
 
-    `config` is transformers' configuration of the text model. Linear layers that read the same input are fused.
-    Raises ValueError for what this file does not compute: sliding windows, other activations, partial rotation.
+    Linear layers that read the same input are fused.
     """
 
-    def __init__(self, config: Any, *, max_model_len: int, tied: bool, layout: CheckpointLayout) -> None:
+    def __init__(self, config: TextConfig, *, max_model_len: int, layout: CheckpointLayout) -> None:
         super().__init__()
-        _check_supported(config, max_model_len)
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        section = config.rope_parameters.get("mrope_section")
         self.spec = DecoderSpec(
-            num_layers=config.num_hidden_layers,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=head_dim,
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
             has_cross_attention=False,
-            mrope_section=None if section is None else (section[0], section[1], section[2]),
+            mrope_section=config.mrope_section,
             max_model_len=max_model_len,
         )
         self.layout = layout
-        self.tied = tied
-        self.rotary = Rotary(config, head_dim)
+        self.rotary = Rotary(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(LlamaLayer(config, self.spec, index) for index in range(self.spec.num_layers))
+        self.layers = nn.ModuleList(LlamaLayer(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = None if tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = None if config.tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return F.embedding(input_ids, self.embed_tokens.weight)
@@ -91,19 +85,18 @@ class LlamaDecoder(DecoderModel):
 class LlamaLayer(nn.Module):
     """Attention and MLP, each behind a norm and beside a residual."""
 
-    def __init__(self, config: Any, spec: DecoderSpec, index: int) -> None:
+    def __init__(self, config: TextConfig, index: int) -> None:
         super().__init__()
         self.index = index
-        self.heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-        self.head_dim = spec.head_dim
+        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        self.head_dim = config.head_dim
         hidden_size, eps = config.hidden_size, config.rms_norm_eps
-        qkv_bias, o_bias, mlp_bias = _biases(config)
         self.input_layernorm = RMSNorm(hidden_size, eps)
-        self.qkv_proj = nn.Linear(hidden_size, sum(self.heads) * spec.head_dim, bias=qkv_bias)
-        self.o_proj = nn.Linear(spec.num_heads * spec.head_dim, hidden_size, bias=o_bias)
+        self.qkv_proj = nn.Linear(hidden_size, sum(self.heads) * config.head_dim, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, hidden_size, bias=config.o_bias)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps)
-        self.gate_up_proj = nn.Linear(hidden_size, 2 * config.intermediate_size, bias=mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, hidden_size, bias=mlp_bias)
+        self.gate_up_proj = nn.Linear(hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, hidden_size, bias=config.mlp_bias)
 
     def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], attention: AttentionContext) -> Tensor:
         # The sums reuse the fresh output of a projection; `hidden` itself may be the caller's embeddings.
@@ -132,19 +125,3 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
-
-
-def _biases(config: Any) -> tuple[bool, bool, bool]:
-    """Whether the projections to q/k/v, from attention, and of the MLP have biases."""
-    if config.model_type == "llama":
-        return config.attention_bias, config.attention_bias, config.mlp_bias
-    return True, False, False
-
-
-def _check_supported(config: Any, max_model_len: int) -> None:
-    if config.hidden_act not in ("silu", "swish"):
-        raise ValueError(f"activation {config.hidden_act!r} is not supported; supported: silu")
-    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ())
-    window = getattr(config, "sliding_window", None)
-    if sliding and window is not None and window < max_model_len:
-        raise ValueError(f"sliding-window attention over {window} of {max_model_len} tokens is not supported")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from transformers import AutoConfig
 
 from common.errors import TriptychError
 from common.model_info import ModelInfo
 from engine.models.base import DecoderModel, EncoderModel, LoadReport, Sources
+from engine.models.config import is_tied, read_text_config
 from engine.models.llama import LLAMA_LAYOUT, QWEN2_5_VL_LAYOUT, LlamaDecoder
 from engine.models.loader import load_weights
 from engine.models.whisper import WhisperDecoder
@@ -21,12 +19,10 @@ def load_decoder(info: ModelInfo, device: torch.device, dtype: torch.dtype) -> t
     Raises CheckpointError where the weights do not fit the configuration, ValueError for a configuration with
     something that is not supported (both name it).
     """
-    config = AutoConfig.from_pretrained(info.folder)
-    tied = bool(config.tie_word_embeddings)
     with torch.device("meta"):
-        model = _build_decoder(info, config, tied)
-    unused = ("lm_head.weight", "proj_out.weight") if tied else ()
-    report = load_weights(model, model.sources(), model.layout, info, device, dtype, unused=unused)
+        model = _build_decoder(info)
+    tied_heads = tuple({"lm_head.weight", "proj_out.weight"} - dict(model.named_parameters()).keys())
+    report = load_weights(model, model.sources(), model.layout, info, device, dtype, unused=tied_heads)
     return model, report
 
 
@@ -37,7 +33,9 @@ def load_encoder(info: ModelInfo, device: torch.device, dtype: torch.dtype) -> t
     """
     if info.media_kind is None:
         raise TriptychError("invalid_request", f"{info.name} is a text model: it has no encoder", "model")
-    # Imported here: only encoders need transformers' models, which are slow to import.
+    # Imported here: only encoders need transformers, which is slow to import.
+    from transformers import AutoConfig
+
     from engine.models.encoders import Qwen2_5_VLEncoder, WhisperEncoder
 
     config = AutoConfig.from_pretrained(info.folder)
@@ -49,9 +47,9 @@ def load_encoder(info: ModelInfo, device: torch.device, dtype: torch.dtype) -> t
     return encoder, report
 
 
-def _build_decoder(info: ModelInfo, config: Any, tied: bool) -> DecoderModel:
+def _build_decoder(info: ModelInfo) -> DecoderModel:
     if info.family == "whisper":
-        return WhisperDecoder(config, max_model_len=info.max_model_len, tied=tied)
+        tied = is_tied(info, default=True)
+        return WhisperDecoder(info.config, max_model_len=info.max_model_len, tied=tied)
     layout = QWEN2_5_VL_LAYOUT if info.family == "qwen2_5_vl" else LLAMA_LAYOUT
-    text_config = config.get_text_config(decoder=True)
-    return LlamaDecoder(text_config, max_model_len=info.max_model_len, tied=tied, layout=layout)
+    return LlamaDecoder(read_text_config(info), max_model_len=info.max_model_len, layout=layout)

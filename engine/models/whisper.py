@@ -13,32 +13,36 @@ DECODER_LAYOUT = CheckpointLayout(prefixes={"model.decoder.": "", "decoder.": ""
 
 
 class WhisperDecoder(DecoderModel):
-    """`config` is transformers' WhisperConfig. Positions count from 0 and are added inside `forward`."""
+    """`config` is the model's config.json. Positions count from 0 and are added inside `forward`.
 
-    def __init__(self, config: Any, *, max_model_len: int, tied: bool) -> None:
+    Raises ValueError for an activation that is not computed here.
+    """
+
+    def __init__(self, config: dict[str, Any], *, max_model_len: int, tied: bool) -> None:
         super().__init__()
-        if config.activation_function != "gelu":
-            raise ValueError(f"activation {config.activation_function!r} is not supported; supported: gelu")
+        activation = config.get("activation_function", "gelu")
+        if activation != "gelu":
+            raise ValueError(f"activation {activation!r} is not supported; supported: gelu")
+        hidden_size, num_heads, vocab_size = config["d_model"], config["decoder_attention_heads"], config["vocab_size"]
         self.spec = DecoderSpec(
-            num_layers=config.decoder_layers,
-            num_heads=config.decoder_attention_heads,
-            num_kv_heads=config.decoder_attention_heads,
-            head_dim=config.d_model // config.decoder_attention_heads,
-            hidden_size=config.d_model,
-            vocab_size=config.vocab_size,
+            num_layers=config["decoder_layers"],
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_dim=hidden_size // num_heads,
+            hidden_size=hidden_size,
+            vocab_size=vocab_size,
             has_cross_attention=True,
             mrope_section=None,
             max_model_len=max_model_len,
         )
         self.layout = DECODER_LAYOUT
-        self.tied = tied
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
-        self.embed_positions = nn.Embedding(config.max_target_positions, config.d_model)
+        self.embed_tokens = nn.Embedding(vocab_size, hidden_size)
+        self.embed_positions = nn.Embedding(config["max_target_positions"], hidden_size)
         self.layers = nn.ModuleList(
-            WhisperLayer(self.spec, config.decoder_ffn_dim, index) for index in range(self.spec.num_layers)
+            WhisperLayer(self.spec, config["decoder_ffn_dim"], index) for index in range(self.spec.num_layers)
         )
-        self.layer_norm = nn.LayerNorm(config.d_model)
-        self.proj_out = None if tied else nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.layer_norm = nn.LayerNorm(hidden_size)
+        self.proj_out = None if tied else nn.Linear(hidden_size, vocab_size, bias=False)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return F.embedding(input_ids, self.embed_tokens.weight)

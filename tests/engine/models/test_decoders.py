@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,11 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Qwen2_5_VLForConditionalGeneration,
-    Qwen2_5_VLTextConfig,
     WhisperForConditionalGeneration,
 )
 
+from common.model_info import load_model_info
+from engine.models.config import read_text_config
 from engine.models.llama import QWEN2_5_VL_LAYOUT, LlamaDecoder
 from tests import tiny_models
 from tests.engine.models.dense import decoder_of, logits_of
@@ -80,6 +84,19 @@ def test_configs_from_before_rope_parameters_are_understood(tmp_path: Path, inpu
     new = logits_of(decoder_of(folder), input_ids)
     (folder / "config.json").write_text(json.dumps(config))
     assert torch.equal(logits_of(decoder_of(folder), input_ids), new)
+
+
+def test_flat_configs_of_qwen2_5_vl_are_understood(qwen2_5_vl: Path, tmp_path: Path, input_ids: torch.Tensor) -> None:
+    folder = tmp_path / "flat"
+    shutil.copytree(qwen2_5_vl, folder)
+    config = json.loads((folder / "config.json").read_text())
+    text = config.pop("text_config")
+    section = text.pop("rope_parameters")["mrope_section"]
+    old = {"rope_theta": 1e4, "rope_scaling": {"type": "mrope", "mrope_section": section}}
+    (folder / "config.json").write_text(json.dumps({**text, **config, **old}))
+    positions = torch.arange(3 * NUM_TOKENS).view(3, NUM_TOKENS)
+    expected = logits_of(decoder_of(qwen2_5_vl), input_ids, positions)
+    assert torch.equal(logits_of(decoder_of(folder), input_ids, positions), expected)
 
 
 def test_positions_need_not_begin_at_zero(llama: Path, input_ids: torch.Tensor) -> None:
@@ -158,9 +175,19 @@ def test_old_names_of_qwen2_5_vl_and_new_ones_lead_to_the_same_tensors() -> None
     assert QWEN2_5_VL_LAYOUT.local_name("lm_head.weight") == "lm_head.weight"
 
 
-def test_parameters_use_no_memory_before_they_are_loaded() -> None:
-    config = Qwen2_5_VLTextConfig(num_hidden_layers=2)  # otherwise of seven billion parameters' sizes
+def test_a_model_uses_no_memory_before_it_is_loaded(qwen2_5_vl: Path) -> None:
+    config = read_text_config(load_model_info(str(qwen2_5_vl)))
     with torch.device("meta"):
-        model = LlamaDecoder(config, max_model_len=512, tied=False, layout=QWEN2_5_VL_LAYOUT)
-    assert all(parameter.is_meta for parameter in model.parameters())
-    assert not model.rotary.inv_freq.is_meta
+        model = LlamaDecoder(config, max_model_len=512, layout=QWEN2_5_VL_LAYOUT)
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    cosines, _ = model.rotary(torch.arange(2), torch.float32)
+    assert not cosines.is_meta
+
+
+def test_a_decoder_loads_without_transformers(llama: Path) -> None:
+    program = (
+        "import sys, torch; from common.model_info import load_model_info; from engine.models import registry;"
+        "registry.load_decoder(load_model_info(sys.argv[1]), torch.device('cpu'), torch.float32);"
+        "assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program, str(llama)], check=True, timeout=120)
