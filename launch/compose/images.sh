@@ -15,10 +15,13 @@ make_wheels() { # an image that holds nothing but the wheels the builds need, as
     local python=$cache/venv/bin/python
     "$python" "$here/requirements.py" pyproject.toml worker broker build-system >"$scratch/requirements.txt"
     echo async-timeout >>"$scratch/requirements.txt" # redis wants it on Python 3.11.2, which is Debian's
-    "$python" .ci/check_torch.py constraints-cpu.txt || die "the wheels of the worker would bring CUDA along"
-    "$python" -m pip download --quiet --disable-pip-version-check --only-binary=:all: --python-version 3.11 \
-        --constraint constraints-cpu.txt --dest "$scratch/wheels" --requirement "$scratch/requirements.txt" \
-        >"$scratch/pip.log" 2>&1 || { cat "$scratch/pip.log" >&2; die "pip could not download the wheels"; }
+    if ! { "$python" .ci/check_torch.py constraints-cpu.txt &&
+        "$python" -m pip download --quiet --disable-pip-version-check --only-binary=:all: --python-version 3.11 \
+            --constraint constraints-cpu.txt --dest "$scratch/wheels" --requirement "$scratch/requirements.txt"
+    } >"$scratch/pip.log" 2>&1; then
+        cat "$scratch/pip.log" >&2
+        die "pip could not download the wheels"
+    fi
     tar -C "$scratch/wheels" -c . | docker import - "triptych-wheels:$TRIPTYCH_TAG" >/dev/null
     echo "$(find "$scratch/wheels" -name '*.whl' | wc -l) wheels, $(du -sh "$scratch/wheels" | cut -f 1)"
     rm -r "$scratch/wheels"

@@ -31,7 +31,7 @@ cleanup() {
     step "take it down"
     if docker info >/dev/null 2>&1; then
         if [ $status != 0 ] && [ -n "${compose_binary[*]:-}" ]; then compose ps -a; compose logs --no-color --tail 20; fi >&2
-        [ -n "${compose_binary[*]:-}" ] && compose down --volumes --remove-orphans --timeout 10
+        [ -n "${compose_binary[*]:-}" ] && compose --progress quiet down --volumes --remove-orphans --timeout 10
         echo "containers left: $(docker ps -aq --filter "label=com.docker.compose.project=$project" | wc -l)"
         images_remove
     fi
@@ -43,6 +43,10 @@ cleanup() {
 trap cleanup EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
+
+up() { # returns once all are healthy
+    compose --progress quiet up --detach --no-build --wait --wait-timeout 360 --scale "encoder=$encoders"
+}
 
 inside() { # run a program of the proxy's image in the cluster's network
     compose --progress quiet run --rm --no-deps --no-TTY --entrypoint "$1" proxy "${@:2}"
@@ -84,8 +88,10 @@ assert not any(modules.find_spec(name) for name in ("torch", "transformers")), "
 print("the proxy image holds neither torch nor transformers")'
 
 step "up, with $encoders encoders"
-compose up --detach --no-build --wait --wait-timeout 360 --scale "encoder=$encoders" --quiet-pull 2>&1 | grep -v Creat
-compose ps --format 'table {{.Name}}\t{{.Service}}\t{{.Status}}'
+up
+compose ps --format 'table {{.Name}}\t{{.Status}}'
+echo "started in this order:"
+compose ps --quiet | xargs docker inspect --format '  {{slice .State.StartedAt 11 19}} {{slice .Name 1}}' | sort
 # shellcheck disable=SC2016
 compose exec -T encoder sh -c 'echo "an encoder runs as user $(id -u) with capabilities $(sed -n "s/CapEff:.//p" /proc/1/status)"
     ! touch /app/x 2>/dev/null && echo "and cannot write to its image"'
@@ -101,9 +107,15 @@ for path in ("/health", "/ready", "/metrics", "/v1/models"):
 PYTHON
 
 step "parallel client: two questions about each of $pictures pictures, 8 in flight"
-inside sh -c "python -m launch.compose.pictures /tmp/signs $pictures && for question in 'What does the sign say?' \
-    'What colour is the sign?'; do triptych request /tmp/signs/*.png --prompt \"\$question\" --parallel 8 \
-    --url http://proxy:8000 || exit 1; done" | tee "$scratch/answers.txt"
+install --directory --mode 777 "$scratch/signs"
+compose --progress quiet run --rm --no-deps --no-TTY --volume "$scratch/signs:/signs" --entrypoint python proxy \
+    -m launch.compose.pictures /signs "$pictures"
+signs=("$scratch"/signs/*.png)
+for question in "What does the sign say?" "What colour is the sign?"; do
+    echo "$question"
+    compose --progress quiet run --rm --no-deps --no-TTY --volume "$scratch/signs:/signs:ro" proxy \
+        request "${signs[@]/#*\///signs/}" --prompt "$question" --parallel 8 --url http://proxy:8000
+done | tee "$scratch/answers.txt"
 # Each file is named after what is right: colour-text.png.
 sed -nE 's/.*✓ ([^-]+)-([^.]+)\.png: ([^ ]+) .*/\1 \2 \3/p' "$scratch/answers.txt" >"$scratch/answers.tsv"
 right=$(awk '$1 == $3 || $2 == $3' "$scratch/answers.tsv" | wc -l)
@@ -113,5 +125,5 @@ echo "$right of $((2 * pictures)) answers right, $colours of $pictures colours"
 
 step "an encoder dies and is started again"
 kill_encoder
-compose up --detach --no-build --wait --wait-timeout 360 --scale "encoder=$encoders" >/dev/null 2>&1
+up
 inside python -m launch.compose.endpoints "encoder=$encoders" prefill_decode=1 proxy=1
