@@ -301,7 +301,7 @@ class DecoderEngine:
 
     def is_empty(self) -> bool:
         """True if no request, reservation, reference or block is held."""
-        return not self._requests and self.intake.is_empty() and self.blocks.pool.num_used == 0
+        return not self._requests and self.intake.is_empty() and self.blocks.num_used == 0
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless blocks, cache entries and slots add up."""
@@ -317,8 +317,9 @@ class DecoderEngine:
             "requests_running": len(self.scheduler.running),
             "requests_waiting": len(self.scheduler.waiting),
             "kv_blocks_usable": self.blocks.pool.num_usable,
-            "kv_blocks_free": self.blocks.pool.num_free,
-            "kv_blocks_used": self.blocks.pool.num_used,
+            "kv_blocks_free": self.blocks.num_free,
+            "kv_blocks_used": self.blocks.num_used,
+            "kv_blocks_cached": self.blocks.num_cached,
             "kv_block_bytes": self.runner.block_bytes,
             "encoder_cache_bytes_capacity": self.cache.capacity_bytes,
             "encoder_cache_bytes_used": self.cache.used_bytes,
@@ -331,6 +332,6 @@ class DecoderEngine:
             "encoder_computations": encoder_computations.value,
         }
         totals = {**self.counters, **self.intake.counters}
-        totals |= {"preemptions": self.scheduler.num_preemptions}
+        totals |= {"preemptions": self.scheduler.num_preemptions, "cross_table_hits": self.blocks.cross_hits}
         totals |= {"encoder_cache_evictions": self.cache.evictions, "encoder_cache_hits": self.cache.hits}
         return gauges | {f"{name}_total": float(value) for name, value in totals.items()}

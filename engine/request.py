@@ -153,6 +153,13 @@ class Request:
         return sum(item.metadata.layout.num_encoder_tokens for item in self.inputs if item.metadata is not None)
 
     @property
+    def encoder_content(self) -> str:
+        """What the cross-attention reads: content and length; empty for a decoder-only model."""
+        if not self.is_encoder_decoder:
+            return ""
+        return "+".join([*(item.slot.content_hash for item in self.inputs), str(self.num_encoder_tokens)])
+
+    @property
     def num_computable_tokens(self) -> int:
         """How far the sequence can be computed now: up to the first input that is still missing."""
         for item in self.inputs:

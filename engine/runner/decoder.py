@@ -68,8 +68,9 @@ class DecoderRunner:
     ) -> list[tuple[Request, int]]:
         """Run one step; returns the sampled token of every request whose last known token was computed."""
         for request in step.admitted:
-            if self.spec.has_cross_attention:
+            if blocks.needs_writing(request.request_id):
                 self._write_cross(request, blocks, cache)
+                blocks.mark_written(request.request_id)
         for request in step.requests:
             table = blocks.get_block_table(request.request_id)
             self.buffers.update(request.slot_index, request.token_ids, table, request.num_computed_tokens)
@@ -114,7 +115,7 @@ class DecoderRunner:
                     embeddings[torch.from_numpy(rows[begin:end] + offset).to(self.device)] = output
 
     def _write_cross(self, request: Request, blocks: BlockManager, cache: EncoderCacheManager) -> None:
-        """Project the encoder output to each layer's cross keys and values, once per request."""
+        """Project the encoder output to each layer's cross keys and values, once per content."""
         outputs = [cache.get(item.metadata.content_hash) for item in request.inputs if item.metadata is not None]
         encoder_output = torch.cat([output.to(self.device, self.dtype) for output in outputs])
         table = torch.tensor(blocks.get_cross_block_table(request.request_id), device=self.device)

@@ -102,7 +102,7 @@ class DecoderScheduler:
                 if request.next_missing_input is None:
                     break  # nobody younger may take what it needs
                 continue
-            self.blocks.allocate(request.request_id, wanted, request.num_encoder_tokens)
+            self.blocks.allocate(request.request_id, wanted, request.num_encoder_tokens, request.encoder_content)
             self.waiting.remove(request)
             self.running.append(request)
             admitted.append(request)
@@ -122,7 +122,9 @@ class DecoderScheduler:
         return True
 
     def _has_place(self, request: Request, wanted: int) -> bool:
-        return len(self.running) < self.max_num_seqs and self.blocks.can_allocate(wanted, request.num_encoder_tokens)
+        return len(self.running) < self.max_num_seqs and self.blocks.can_allocate(
+            wanted, request.num_encoder_tokens, request.encoder_content
+        )
 
     def _could_place(self, request: Request, wanted: int) -> bool:
         """Whether there is a place, or would be one without the stalled requests."""
@@ -131,9 +133,9 @@ class DecoderScheduler:
         if request.next_missing_input is not None:
             return False
         stalled = self._stalled()
-        held = sum(self.blocks.num_blocks(other.request_id) for other in stalled)
-        needed = self.blocks.blocks_for(wanted) + self.blocks.blocks_for(request.num_encoder_tokens)
-        return len(self.running) - len(stalled) < self.max_num_seqs and self.blocks.pool.can_allocate(needed - held)
+        held = sum(self.blocks.releasable_blocks(other.request_id) for other in stalled)
+        needed = self.blocks.missing_blocks(wanted, request.num_encoder_tokens, request.encoder_content)
+        return len(self.running) - len(stalled) < self.max_num_seqs and needed <= self.blocks.num_free + held
 
     def _stalled(self) -> list[Request]:
         """Running requests that wait for their first input: they lose little by giving way."""
