@@ -66,7 +66,3 @@ def _limit_threads(num_threads: int | None) -> None:
             os.environ[name] = str(num_threads)
     if "torch" in sys.modules:
         log.debug("torch was imported before the worker started: OpenMP settings may come too late")
-
-
-if __name__ == "__main__":  # python -m services.worker encoder; settings come from the environment (TRIPTYCH_*)
-    sys.exit(run(Settings(), "encoder" if sys.argv[1:] == ["encoder"] else "prefill_decode"))

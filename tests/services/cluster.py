@@ -99,7 +99,10 @@ def cluster(url: str, logs: Path, roles: dict[str, Role], model: str = "signpost
             }
             with paths[instance_id].open("wb") as log:
                 processes[instance_id] = subprocess.Popen(
-                    [sys.executable, "-m", "services.worker", role], env=environment, stderr=log, stdout=log
+                    [sys.executable, "-m", "launch.cli", "worker", "--role", role],
+                    env=environment,
+                    stderr=log,
+                    stdout=log,
                 )
         yield Cluster(url, name, processes, _wait_for_records(url, name, processes, paths), paths)
     finally:

@@ -106,6 +106,7 @@ class Peer:
 
     def __init__(self, redis: Redis, context: zmq.asyncio.Context, worker: InstanceRecord, role: Role) -> None:
         self.instance_id = "peer"
+        self.redis = redis
         self._registry = Registry(redis, CLUSTER)
         self._channels = ChannelSender(redis, CLUSTER)
         names: tuple[ChannelName, ...] = ("metadata",) if role == "prefill_decode" else ("allocated", "injected")

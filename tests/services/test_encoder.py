@@ -6,10 +6,12 @@ import dataclasses
 import time
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 import zmq.asyncio
 from redis.asyncio import Redis
 
+from broker.registry import Registry
 from common.errors import ErrorInfo, TriptychError
 from common.hashing import content_hash
 from common.messages import Abort, Encode, Encoded, Failed, Generate, Offer, Receipt
@@ -18,7 +20,7 @@ from common.sampling_params import SamplingParams
 from services.encoder import EncoderService
 from tests.broker.conftest import eventually
 from tests.services.cluster import sign
-from tests.services.inprocess import InProcess, Peer, in_process
+from tests.services.inprocess import CLUSTER, InProcess, Peer, in_process
 
 HOLDS = (
     "encoder_items",
@@ -35,11 +37,11 @@ class Setting:
     worker: InProcess[EncoderService]
     peer: Peer
 
-    async def encode(self, request_id: str, media: bytes = b"", *, attempt: int = 0, timeout_s: float = 20.0) -> None:
-        media = media or sign("red")
+    async def encode(self, request_id: str, *, attempt: int = 0, timeout_s: float = 20.0, to: str = "peer") -> None:
+        media = sign("red")
         digest = content_hash("image", media)
         deadline_s = time.time() + timeout_s
-        await self.worker.proxy.send(Encode(request_id, 0, attempt, "image", digest, media, "peer", deadline_s))
+        await self.worker.proxy.send(Encode(request_id, 0, attempt, "image", digest, media, to, deadline_s))
 
     async def offer(self, request_id: str, count: int = 1) -> Offer:
         offer = await self.peer.message(Offer, request_id, count)
@@ -105,6 +107,17 @@ async def test_cached_and_refused_items_are_never_computed(setting: Setting) -> 
     assert (await setting.reply("refused")).error == error
     assert await setting.num_encoded() == 0
     assert setting.worker.tally("handoffs") == {"cached": 1, "refused": 1}
+
+
+async def test_a_receiver_of_another_model_gets_nothing(setting: Setting) -> None:
+    other = msgspec.structs.replace(setting.peer.record, instance_id="stranger", fingerprint="beef")
+    registry = Registry(setting.peer.redis, CLUSTER)
+    await registry.register(other)
+    await setting.encode("r", to="stranger")
+    error = (await setting.reply("r")).error
+    await registry.unregister()
+    assert error is not None
+    assert all(word in error.message for word in ("w0", "stranger", "beef", setting.peer.record.fingerprint))
 
 
 async def test_a_receiver_that_never_answers_costs_no_more_than_the_deadline(setting: Setting) -> None:
