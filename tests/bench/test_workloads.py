@@ -8,6 +8,7 @@ import pytest
 
 from common.errors import TriptychError
 from launch.bench.measure import Schedule, measure
+from launch.bench.systems import System
 from launch.bench.with_llm import LLMSystem
 from launch.bench.with_transformers import TransformersSystem
 from launch.bench.workloads import TOKENS_IN, make_workload
@@ -47,7 +48,10 @@ def test_llm_and_transformers_answer_a_measured_turn_alike() -> None:
     import torch
 
     workload = make_workload("signpost")
-    systems = [TransformersSystem(workload.info, torch.float32, 1), LLMSystem(workload.info, "float32", 1)]
+    systems: list[System] = [
+        TransformersSystem(workload.info, torch.float32, 1),
+        LLMSystem(workload.info, "float32", 1),
+    ]
     turns = measure(workload, systems, Schedule([1, 3], repetitions=1, requests_per_turn=3), lambda _: None)
     assert [(turn.system, turn.in_flight, len(turn.outcomes)) for turn in turns] == [
         (system.name, in_flight, 3) for in_flight in (1, 3) for system in systems

@@ -67,7 +67,7 @@ class Reference:
         placeholder = self.info.placeholder_token_id
         ids = [token for token in prompt for _ in range(next(counts) if token == placeholder else 1)]
         input_ids = torch.tensor([ids])
-        return {**pixels, "input_ids": input_ids, "mm_token_type_ids": (input_ids == placeholder).long()}
+        return {**pixels, "input_ids": input_ids, "mm_token_type_ids": input_ids.eq(placeholder or 0).long()}
 
     def strip(self, tokens: list[int]) -> list[int]:
         """Without the end-of-sequence token and what pads the row after it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
@@ -21,7 +22,8 @@ def answer_all(
     With `steps_between`, requests arrive one by one, so many steps apart: prefill meets decode in every batch.
     Checks after every step that blocks, cache entries and slots add up, and at the end that nothing is left.
     """
-    pending, order, answers = list(cases), [], {}
+    pending, order = list(cases), list[str]()
+    answers: dict[str, list[int]] = {}
     deadline_s, step = time.monotonic() + DEADLINE_S, 0
     while len(answers) < len(cases):
         while pending and (not steps_between or step >= steps_between * len(order)):
@@ -53,7 +55,7 @@ def kv_bytes(info: ModelInfo, num_blocks: int, block_size: int) -> int:
 
 
 def _prompt(info: ModelInfo, case: Case) -> Prompt:
-    media = {info.media_kind: case.media} if info.media_kind and case.media else {}
+    media: dict[str, Any] = {info.media_kind: case.media} if info.media_kind and case.media else {}
     return {"prompt_token_ids": case.prompt, "multi_modal_data": media}
 
 

@@ -64,9 +64,9 @@ class Served:
         self.prefix = cluster.supervisor.plan.settings.cluster
 
     def client(self) -> openai.AsyncOpenAI:
-        http = httpx.AsyncClient(trust_env=False, timeout=ANSWER_TIMEOUT_S, limits=httpx.Limits(max_connections=None))
-        url = f"{self.cluster.base_url}/v1"
-        return openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, http_client=http)
+        local = openai.DefaultAsyncHttpxClient(trust_env=False)  # a proxy from the environment cannot reach us
+        url, timeout = f"{self.cluster.base_url}/v1", ANSWER_TIMEOUT_S
+        return openai.AsyncOpenAI(base_url=url, api_key="none", timeout=timeout, max_retries=0, http_client=local)
 
     async def answer_all(self, cases: Sequence[Case], max_tokens: int, *, one_by_one: bool = False) -> list[Answer]:
         """Every case at once; or each as soon as the one before it has its first token: arrivals meet decoding."""
