@@ -109,6 +109,7 @@ async def connected(service: Service, port: int) -> AsyncIterator[None]:
     finally:
         await service.pool.close()
         await fetcher.close()
+        service.audio_threads.shutdown(wait=False, cancel_futures=True)
         with contextlib.suppress(RedisError, OSError):
             await redis.aclose()
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Final
 
 from common.config import Settings
-from common.messages import Encoded, FromWorker
+from common.errors import TriptychError
+from common.messages import Abort, Encoded, Failed, FromWorker, InputNeeded, Tokens
 from proxy.flight import Flight, TokenBatch
 from proxy.jobs import Job, response_id
 from proxy.metrics import ProxyMetrics
 from proxy.timeline import Timelines
 from proxy.worker import Worker
 from proxy.workers import WorkerPool
+
+_REMEMBERED: Final = 1024
+"""Ended jobs that a worker has been told of, so that it is told once."""
 
 
 class Dispatcher:
@@ -23,6 +30,7 @@ class Dispatcher:
         self._metrics = metrics
         self._timelines = timelines
         self._flights: dict[str, Flight] = {}
+        self._disowned: OrderedDict[str, None] = OrderedDict()
 
     @property
     def num_flights(self) -> int:
@@ -53,6 +61,19 @@ class Dispatcher:
         flight = self._flights.get(message.request_id)
         if flight is not None:
             flight.post(worker, message)
+        elif not isinstance(message, Encoded | Failed):
+            await self._disown(worker, message)
+
+    async def _disown(self, worker: Worker, message: Tokens | InputNeeded) -> None:
+        """Stop a worker that is still at a job that has ended here: its abort may have been lost with a connection."""
+        over = isinstance(message, Tokens) and message.finish_reason is not None
+        if over or message.request_id in self._disowned:
+            return
+        self._disowned[message.request_id] = None
+        while len(self._disowned) > _REMEMBERED:
+            self._disowned.popitem(last=False)
+        with contextlib.suppress(TriptychError):  # it takes nothing: our silence will tell it
+            await worker.send(Abort(message.request_id))
 
     async def on_gone(self, worker: Worker) -> None:
         for flight in list(self._flights.values()):

@@ -114,7 +114,7 @@ class ItemSender:
         """Send everything again, for another decoder."""
         for item in self._items:
             self._release(item)
-            await self._again(item, decoder, "decoder_gone")
+            await self._send(item, decoder)
 
     def release_all(self) -> None:
         for item in self._items:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
 
 from common.config import Settings
 from common.errors import TriptychError
@@ -19,6 +23,9 @@ from proxy.media import MediaIntake
 from proxy.metrics import ProxyMetrics
 from proxy.timeline import Timelines
 from proxy.workers import WorkerPool
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass
@@ -37,6 +44,8 @@ class Service:
     """Set while the proxy is connected, as is `intake`."""
     intake: MediaIntake = field(init=False)
     started_s: float = field(default_factory=time.time)
+    audio_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "audio"))
+    """Apart from the loop's own threads, so that hours of audio do not hold up everybody's tokenising."""
 
     @property
     def model_name(self) -> str:
@@ -46,6 +55,11 @@ class Service:
     def max_model_len(self) -> int:
         limit = self.settings.engine.max_model_len
         return self.info.max_model_len if limit is None else min(limit, self.info.max_model_len)
+
+    async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run work on audio in a thread."""
+        call = functools.partial(function, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self.audio_threads, call)
 
     def not_ready(self) -> str | None:
         """Why requests cannot be served now; None if they can."""

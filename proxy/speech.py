@@ -65,7 +65,7 @@ class Speech:
             self.language = language or "en"
             self._language_known.set_result(None)
         window_s = float(self._service.info.preprocessor.get("chunk_length", 30))
-        windows = await asyncio.to_thread(audio.split, self._item.data, window_s, self._item.param)
+        windows = await self._service.in_thread(audio.split, self._item.data, window_s, self._item.param)
         self.segments = [Segment(window.start_s, window.end_s) for window in windows]
         parts = [self._window(index, window, len(windows), prompt) for index, window in enumerate(windows)]
         finish: Finish = "stop"
@@ -104,7 +104,7 @@ class Speech:
             fields["max_tokens"] = min(fields["max_tokens"], self._token_limit + len(fields["prefix_allowed"]))
         item, request_id = self._item, self._exchange.id
         if num_windows > 1:
-            item = await asyncio.to_thread(_cut_item, item, window)
+            item = await self._service.in_thread(_cut_item, item, window)
             request_id = part_id(request_id, index)
         sampling = msgspec.structs.replace(self._sampling, **fields)
         job = Job(request_id, prompt_ids, sampling, make_slots([item], None), [item])

@@ -41,6 +41,9 @@ class WorkerPool:
 
     def __init__(self, registry: Registry, own: InstanceRecord, listener: Listener) -> None:
         self.own = own
+        # New at every start: were it the same, workers would take this process for the one before it, and keep that
+        # one's requests.
+        self._identity = f"{own.instance_id}@{own.epoch}"
         self._registry = registry
         self._listener = listener
         self._context = zmq.asyncio.Context()
@@ -153,7 +156,7 @@ class WorkerPool:
             self._refused[record.instance_id] = why
             return
         self._refused.pop(record.instance_id, None)
-        client = WatchedClient(self._context, record.requests_address, self.own.instance_id)
+        client = WatchedClient(self._context, record.requests_address, self._identity)
         worker = Worker(record, client)
         self._workers[record.instance_id] = worker
         self._listeners[worker] = [

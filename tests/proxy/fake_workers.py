@@ -74,6 +74,7 @@ class FakeWorker:
     def __init__(self, cluster: FakeCluster, role: Role, instance_id: str) -> None:
         self.cluster, self.role, self.id = cluster, role, instance_id
         self.received: list[ToWorker] = []
+        self.proxies: list[bytes] = []
         self.errors: list[BaseException | None] = []
         self.alive = False
         self.server = WorkerServer(cluster.context)
@@ -137,6 +138,7 @@ class FakeWorker:
             proxy, message = await self.server.receive()
             if not isinstance(message, Heartbeat):
                 self.received.append(message)
+                self.proxies.append(proxy)
                 self.spawn(self.handle(proxy, message))
 
 

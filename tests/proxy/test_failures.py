@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from common.errors import ErrorInfo
-from common.messages import Abort, Encode, Generate
+from common.messages import Abort, Encode, Generate, Tokens
 from tests.proxy.conftest import eventually
 from tests.proxy.fake_workers import SILENT, FakeDecoder
 from tests.proxy.media import image_part, picture
@@ -220,6 +220,20 @@ async def test_a_lost_decoder_is_replaced_and_the_stream_goes_on(serve):
         assert generate.sampling.max_tokens == 48
         assert {message.destination for message in rig.cluster.encoders[0].of(Encode)} == {"pd0", "pd1"}
         rig.assert_clean()
+
+
+async def test_a_worker_at_a_job_that_nobody_knows_any_more_is_told_once(serve):
+    async with serve() as rig:
+        decoder = rig.cluster.decoders[0]
+        decoder.pause_after = 1
+        await _leave(rig)
+        await eventually(lambda: len(decoder.of(Abort)) == 1)
+        (abort,) = decoder.of(Abort)
+        for index in (1, 2):
+            decoder.server.send(decoder.proxies[-1], Tokens(abort.request_id, index, [5]))
+        await eventually(lambda: len(decoder.of(Abort)) == 2)
+        await rig.chat(max_tokens=1)
+        assert [message.request_id for message in decoder.of(Abort)] == [abort.request_id] * 2
 
 
 async def test_the_only_decoder_lost_is_an_error_event_in_a_stream(serve):

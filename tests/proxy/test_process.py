@@ -1,0 +1,63 @@
+"""The proxy as a process: it starts, serves, stops by a signal, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+import uuid
+
+import httpx
+
+from broker.registry import Registry
+from tests.proxy.conftest import eventually
+
+CODE = """
+import sys
+from common.config import Settings
+from proxy.app import run
+code = run(Settings(model="signpost", broker=sys.argv[1], cluster=sys.argv[2], port=int(sys.argv[3])))
+loaded = {"torch", "transformers"} & set(sys.modules)
+sys.exit(f"loaded {loaded}" if loaded else code)
+"""
+
+
+async def _start(*arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-c", CODE, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+
+
+async def test_a_proxy_registers_serves_and_stops_cleanly_by_a_signal(broker_url, redis):
+    cluster = f"test-{uuid.uuid4().hex[:8]}"
+    process = await _start(broker_url, cluster, "0")
+    try:
+        registry = Registry(redis, cluster)
+
+        async def registered() -> bool:
+            return bool(await registry.instances())
+
+        await eventually(registered, timeout_s=30)
+        (record,) = (await registry.instances()).values()
+        assert record.role == "proxy"
+        async with httpx.AsyncClient(base_url=f"http://{record.http_address}") as http:
+            assert (await http.get("/health")).status_code == 200
+            assert "no decoder" in (await http.get("/ready")).text
+        process.send_signal(signal.SIGTERM)
+        _, errors = await asyncio.wait_for(process.communicate(), 10)
+        assert process.returncode == 0, errors.decode()
+        assert await redis.keys(f"{cluster}*") == []
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def test_a_taken_port_is_said_and_ends_the_process(broker_url):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        process = await _start(broker_url, "nobody", port)
+        _, errors = await asyncio.wait_for(process.communicate(), 30)
+        assert process.returncode == 1
+        assert f"cannot listen on 127.0.0.1:{port}" in errors.decode()
