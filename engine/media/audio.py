@@ -14,7 +14,7 @@ from common.errors import TriptychError
 
 SAMPLING_RATES: Final = (1_000, 400_000)
 """Lowest and highest sampling rate in Hz: the header of a file could claim any number."""
-MAX_CHANNELS: Final = 32
+MAX_CHANNELS: Final = 8
 
 
 def decode_audio(media: bytes, sampling_rate: int, max_seconds: float) -> npt.NDArray[np.float32]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import warnings
 from typing import Final
@@ -28,7 +29,8 @@ def decode_image(media: bytes) -> Image.Image:
             image = Image.open(io.BytesIO(media), formats=FORMATS)
         _check_size(image)
         image.load()
-        return _to_rgb(_upright(image))
+        _turn_upright(image)
+        return _to_rgb(image)
     except TriptychError:
         raise
     except UnidentifiedImageError as error:
@@ -46,19 +48,17 @@ def _check_size(image: Image.Image) -> None:
         raise TriptychError("bad_media", message)
 
 
-def _upright(image: Image.Image) -> Image.Image:
-    try:
-        return ImageOps.exif_transpose(image)
-    except Exception:  # damaged EXIF fails in many ways, and the picture is good without it
-        return image
+def _turn_upright(image: Image.Image) -> None:
+    with contextlib.suppress(Exception):  # damaged EXIF fails in many ways, and the picture is good without it
+        ImageOps.exif_transpose(image, in_place=True)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):  # 16 bits per pixel, which `convert` would clip at 255
         image = Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).clip(0, 255).astype(np.uint8))
     if "A" in image.getbands() or "transparency" in image.info:
-        layer = image.convert("RGBA")
+        layer = image if image.mode == "RGBA" else image.convert("RGBA")
         canvas = Image.new("RGB", layer.size, "white")
         canvas.paste(layer, mask=layer.getchannel("A"))
         return canvas
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")  # no copy: it may be hundreds of megabytes
