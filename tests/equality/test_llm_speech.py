@@ -48,6 +48,16 @@ def test_tokens_equal_transformers_when_the_pool_is_too_small_for_all(clips: tup
     assert llm.decoder.stats()["preemptions_total"] > 0
 
 
+@pytest.mark.parametrize("num_blocks", [4000, 2 * (1500 // 4) + 9], ids=["roomy pool", "tight pool"])
+def test_requests_over_the_same_audio_answer_as_if_alone(clips: tuple[Path, list[Case]], num_blocks: int) -> None:
+    folder, cases = clips
+    info = load_model_info(str(folder))
+    repeated = [cases[0], cases[1], cases[0], cases[2], cases[0], cases[1]]
+    llm = LLM(folder, block_size=4, kv_cache_bytes=kv_bytes(info, num_blocks, 4))
+    assert answer_all(llm, repeated, MAX_TOKENS, steps_between=1) == expected_of(repeated)
+    assert llm.decoder.stats()["cross_table_hits_total"] > 0
+
+
 @pytest.mark.weights
 def test_a_recording_is_transcribed_as_by_transformers(whisper_tiny_en: Path) -> None:
     reference, llm = Reference(whisper_tiny_en), LLM(whisper_tiny_en)
