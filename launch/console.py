@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -12,6 +13,16 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.instance import Instance
+
+FILE_WIDTH = 160
+
+
+def make_console() -> Console:
+    """The terminal; or a file or pipe, with lines as long as they need to be, for a tool that reads them."""
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = FILE_WIDTH
+    return console
 
 
 class ConsoleReporter:

@@ -18,7 +18,7 @@ from rich.text import Text
 from launch.children import adopt_orphans
 from launch.client import ApiClient, ClientOptions, Job, Media, Outcome
 from launch.cluster import LocalCluster
-from launch.console import ConsoleReporter
+from launch.console import ConsoleReporter, make_console
 from launch.latency import latency_table, summary
 from launch.signpost.scenes import QUESTIONS, SIZES, render
 from launch.thumbnail import thumbnail
@@ -52,7 +52,7 @@ def run_demo(settings: Settings, pictures: int, seed: int) -> int:
     """Run it; 1 if a request failed or too many answers are wrong, else 0. Raises TriptychError as a cluster does."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: the cluster is taken down
     adopt_orphans()
-    console = Console()
+    console = make_console()
     questions = draw_questions(random.Random(seed), pictures)
     with LocalCluster(settings, reporter=ConsoleReporter(console, "demo")) as cluster:
         console.print(f"\nasking about {pictures} freshly drawn pictures, all at once …")

@@ -13,6 +13,7 @@ from rich.console import Console
 from common.errors import TriptychError
 from launch.answers import AnswerView
 from launch.client import ApiClient, ClientOptions, Job, Outcome, load_media
+from launch.console import make_console
 from launch.latency import latency_table, summary
 
 EXIT_INTERRUPTED = 130
@@ -55,7 +56,7 @@ def run_requests(
 
 
 async def _run(jobs: list[Job], options: ClientOptions, parallel: int, *, live: bool) -> int:
-    console, outcomes, interrupted = Console(), list[Outcome](), False
+    console, outcomes, interrupted = make_console(), list[Outcome](), False
     async with ApiClient(options) as client:
         model = await client.connect()
         began = time.perf_counter()

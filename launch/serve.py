@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from launch.children import adopt_orphans
-from launch.console import ConsoleReporter
+from launch.console import ConsoleReporter, make_console
 from launch.plan import Plan, make_plan
 from launch.supervisor import Supervisor
 
@@ -23,7 +23,7 @@ def serve(settings: Settings, start_timeout_s: float) -> int:
 
     Raises TriptychError where it cannot start, or cannot go on.
     """
-    console = Console()
+    console = make_console()
     plan = make_plan(settings)
     console.print(_announce(plan), highlight=False)
     adopt_orphans()

@@ -111,22 +111,31 @@ class Supervisor:
     async def _keep(self, instance: Instance) -> None:
         """Run one instance until the cluster stops, starting it again after every end that nobody asked for."""
         while not self._stop.is_set():
-            instance.child = child = await Child.start(instance.command)
-            instance.started_s, instance.state = time.monotonic(), "starting"
-            if self._stop.is_set():
-                child.terminate()
-            how = await child.wait()
+            how = await self._run_once(instance)
             if self._stop.is_set():
                 return
             instance.state, instance.past_epoch = "restarting", instance.epoch
+            last_lines = instance.child.log_tail() if instance.child is not None else ""
             if not self._up:
-                self._early_end = f"{instance.id} ended before it was ready ({how})\n{_indent(child.log_tail())}"
+                self._early_end = f"{instance.id} ended before it was ready ({how})\n{_indent(last_lines)}"
                 return
             delay_s = instance.backoff.after_life_of(instance.age_s)
-            self._reporter.died(instance, how, child.log_tail(), delay_s)
+            self._reporter.died(instance, how, last_lines, delay_s)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), delay_s)
             instance.restarts += 1
+
+    async def _run_once(self, instance: Instance) -> str:
+        """Run the process of an instance from start to end; how it ended."""
+        instance.started_s = time.monotonic()
+        try:
+            instance.child = await Child.start(instance.command)
+        except TriptychError as error:  # no memory or no process slots: it may work a little later
+            return error.info.message
+        instance.state = "starting"
+        if self._stop.is_set():
+            instance.child.terminate()
+        return await instance.child.wait()
 
     async def _watch_readiness(self, broker_url: str) -> None:
         """Move instances from starting to ready, at the start and after every restart."""
