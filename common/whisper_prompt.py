@@ -42,7 +42,7 @@ def build(
     Raises TriptychError("invalid_request") naming the field for an unknown language, or for a language or task that
     an English-only checkpoint does not have.
     """
-    start = int(info.generation.get("decoder_start_token_id", info.config["decoder_start_token_id"]))
+    start = int({**info.config, **info.generation}["decoder_start_token_id"])
     known = _language_and_task(info, language, task)
     no_timestamps = _no_timestamps(info, text)
     limit = info.max_model_len
