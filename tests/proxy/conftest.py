@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -22,10 +21,11 @@ from broker.embedded import EmbeddedBroker
 from broker.redis_client import connect
 from common.config import Settings
 from common.messages import Abort
-from common.model_info import BUNDLED, ModelInfo, load_model_info
+from common.model_info import ModelInfo, load_model_info
 from proxy.app import ProxyServer, bind, make_app, make_service
 from proxy.service import Service
 from tests.proxy.fake_workers import FakeCluster, fake_cluster
+from tests.proxy.models import make_speech_model, make_text_model
 
 
 async def eventually(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 8.0) -> None:
@@ -94,23 +94,12 @@ async def redis(broker_url: str) -> AsyncIterator[Redis]:
 
 @pytest.fixture(scope="session")
 def text_model(tmp_path_factory: pytest.TempPathFactory) -> ModelInfo:
-    """A text-only model, as far as a proxy looks at one: JSON files and a tokenizer."""
-    folder = tmp_path_factory.mktemp("models") / "plain"
-    folder.mkdir()
-    source = BUNDLED / "signpost"
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
-        (folder / name).write_bytes((source / name).read_bytes())
-    config = json.loads((source / "config.json").read_text())
-    llama = {**config["text_config"], "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 128}
-    (folder / "config.json").write_text(json.dumps(llama))
-    return load_model_info(str(folder))
+    return load_model_info(str(make_text_model(tmp_path_factory.mktemp("models") / "plain")))
 
 
 @pytest.fixture(scope="session")
 def whisper_model(tmp_path_factory: pytest.TempPathFactory) -> ModelInfo:
-    from tests.tiny_models import make_whisper
-
-    return load_model_info(str(make_whisper(tmp_path_factory.mktemp("models") / "tiny-whisper")))
+    return load_model_info(str(make_speech_model(tmp_path_factory.mktemp("models") / "tiny-whisper")))
 
 
 @asynccontextmanager
