@@ -34,6 +34,7 @@ STREAM_TTL_S: Final = 60
 """How long the streams of an instance that died without a goodbye stay in Redis."""
 _BLOCK_MS: Final = 1000
 _BATCH: Final = 64
+_RETRY_S: Final = 0.05
 
 log = get_logger()
 
@@ -52,8 +53,15 @@ class Delivery:
     stale: bool
 
 
+@dataclass(frozen=True)
+class _Entry:
+    stream: str
+    data: bytes
+    queued_s: float
+
+
 class ChannelSender:
-    """Sends messages to other instances, from one queue by one task, so that order is kept and nobody waits.
+    """Sends messages to other instances, in order, from one queue by one task, so that nobody waits.
 
     A message whose stream does not exist, or that Redis does not take, is tried again for `timeout_s` and then
     dropped and counted: every wait of the handoff has a deadline, which is where a lost message shows.
@@ -63,13 +71,13 @@ class ChannelSender:
         self._redis = redis
         self._cluster = cluster
         self._timeout_s = timeout_s
-        self._queue: asyncio.Queue[tuple[str, bytes, float]] = asyncio.Queue()
+        self._queue: asyncio.Queue[_Entry] = asyncio.Queue()
         self.num_dropped = 0
 
     def send(self, instance_id: str, channel: ChannelName, message: HandoffMessage) -> None:
         """Queue one message."""
-        entry = (stream_key(self._cluster, instance_id, channel), encode(message), time.monotonic())
-        self._queue.put_nowait(entry)
+        stream = stream_key(self._cluster, instance_id, channel)
+        self._queue.put_nowait(_Entry(stream, encode(message), time.monotonic()))
 
     @property
     def num_waiting(self) -> int:
@@ -82,31 +90,32 @@ class ChannelSender:
             while len(batch) < _BATCH and not self._queue.empty():
                 batch.append(self._queue.get_nowait())
             pause_s = 0.02
-            while batch := await self._send_batch(batch):
+            while not await self._send_batch(batch):
+                batch = [entry for entry in batch if not self._expired(entry, "no broker")]
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, 0.5)
 
-    async def _send_batch(self, batch: list[tuple[str, bytes, float]]) -> list[tuple[str, bytes, float]]:
-        """Send, and return those to try again."""
+    async def _send_batch(self, batch: list[_Entry]) -> bool:
+        """Send in one round trip; False if Redis is away. What has no stream now is queued again for later."""
         try:
             async with self._redis.pipeline(transaction=False) as pipe:
-                for stream, data, _ in batch:
-                    pipe.xadd(stream, {FIELD: data}, maxlen=MAX_ENTRIES, nomkstream=True)
+                for entry in batch:
+                    pipe.xadd(entry.stream, {FIELD: entry.data}, maxlen=MAX_ENTRIES, nomkstream=True)
                 results = await pipe.execute(raise_on_error=False)
             pass_on_cancellation()
-        except CONNECTION_ERRORS as error:
-            results = [error] * len(batch)
-        failed = [
-            (entry, result)
-            for entry, result in zip(batch, results, strict=True)
-            if result is None or isinstance(result, Exception)
-        ]
-        oldest_s = time.monotonic() - self._timeout_s
-        for entry, result in failed:
-            if entry[2] < oldest_s:
-                self.num_dropped += 1
-                log.warning("dropped a message", stream=entry[0], why=str(result or "no such stream"))
-        return [entry for entry, _ in failed if entry[2] >= oldest_s]
+        except CONNECTION_ERRORS:
+            return False
+        for entry, result in zip(batch, results, strict=True):
+            if isinstance(result, Exception | None) and not self._expired(entry, str(result or "no such stream")):
+                asyncio.get_running_loop().call_later(_RETRY_S, self._queue.put_nowait, entry)
+        return True
+
+    def _expired(self, entry: _Entry, why: str) -> bool:
+        if time.monotonic() - entry.queued_s < self._timeout_s:
+            return False
+        self.num_dropped += 1
+        log.warning("dropped a message", stream=entry.stream, why=why)
+        return True
 
 
 class ChannelReader:

@@ -9,11 +9,12 @@ from common.errors import TriptychError
 
 
 def resolve_host(host: str) -> str:
-    """A numeric address to bind to. Raises TriptychError("invalid_request") where the name means nothing here."""
+    """A numeric IPv4 address to bind to. Raises TriptychError("invalid_request") where the name has none here."""
     try:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        return str(socket.getaddrinfo(host, None, family=socket.AF_INET, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
-        raise TriptychError("invalid_request", f"cannot listen on host {host!r}: {error}", "host") from error
+        message = f"cannot listen on host {host!r}: {error}; give an IPv4 address or a name of this machine"
+        raise TriptychError("invalid_request", message, "host") from error
 
 
 def advertised(endpoint: str, advertise_host: str | None) -> str:

@@ -7,6 +7,7 @@ proxy) frees whatever the item holds at that point.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Coroutine
@@ -105,10 +106,10 @@ class EncoderService:
             return
         for older in [k for k in self._items if k[:2] == key[:2] and k[2] < key[2]]:
             self._items[older].cancel()
-        overload = self._overload(len(message.media))
-        if overload is not None:
-            self._outcomes["overloaded"] += 1
-            self._links.server.send(proxy, Encoded(*key, ErrorInfo("overloaded", overload)))
+        refusal = self._refusal(message)
+        if refusal is not None:
+            self._outcomes[refusal.code] += 1
+            self._links.server.send(proxy, Encoded(*key, refusal))
             return
         self._links.proxies.add(proxy, message.request_id)
         task = self._items[key] = asyncio.create_task(self._run(key, message))
@@ -147,17 +148,22 @@ class EncoderService:
         self._links.metrics.batch_items.observe(len(outcomes))
         self._pipeline.settle(outcomes)
 
-    def _overload(self, num_bytes: int) -> str | None:
+    def _refusal(self, message: Encode) -> ErrorInfo | None:
+        """Why an item is not even begun; None if it is."""
         limit, held = self._links.settings.engine.max_waiting, self._pipeline.held_bytes
+        if not math.isfinite(message.deadline_s):
+            return ErrorInfo("invalid_request", f"deadline_s is {message.deadline_s}, not a time", "deadline_s")
         if len(self._items) >= limit:
-            return f"{len(self._items)} items are under way on this encoder, the limit is {limit}: try again later"
-        if held + num_bytes > MAX_HELD_BYTES:
-            return f"this encoder holds {held} bytes of media, the limit is {MAX_HELD_BYTES}: try again later"
+            what = f"{len(self._items)} items are under way on this encoder, the limit is {limit}"
+            return ErrorInfo("overloaded", f"{what}: try again later")
+        if held + len(message.media) > MAX_HELD_BYTES:
+            what = f"this encoder holds {held} bytes of media, the limit is {MAX_HELD_BYTES}"
+            return ErrorInfo("overloaded", f"{what}: try again later")
         return None
 
     def _add_metrics(self) -> None:
         metrics = self._links.metrics
-        metrics.gauges["encoder_items"] = lambda: len(self._items)
+        metrics.gauges["encoder_items_open"] = lambda: len(self._items)
         metrics.gauges["encoder_items_computing"] = lambda: self._pipeline.num_computing
         metrics.gauges["encoder_held_bytes"] = lambda: self._pipeline.held_bytes
         metrics.gauges["handoffs_open"] = lambda: self._handoffs.num_open

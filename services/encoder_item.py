@@ -120,8 +120,8 @@ class ItemPipeline:
             deadline_s=min(message.deadline_s, time.time() + self._links.settings.handoff_timeout_s),
         )
         recorder.start("grant")
-        receiver = await self._links.registry.get(message.destination)
-        handoff = await self._handoffs.offer(offer, receiver or self._handoffs.lately_seen(message.destination))
+        receiver = self._handoffs.lately_seen(message.destination)
+        handoff = await self._handoffs.offer(offer, receiver or await self._links.registry.get(message.destination))
         recorder.end("grant")
         return handoff
 

@@ -39,7 +39,7 @@ class EngineThread(Generic[E, Event]):
     """Builds an engine on a thread of its own and drives it there: drain commands, step, hand out events.
 
     `loaded` ends when the engine is built, `ended` when the thread has ended: with None after `stop`, with the
-    exception that killed it otherwise.
+    exception that killed it, or that `on_events` raised, otherwise.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class EngineThread(Generic[E, Event]):
         self._inbound: queue.SimpleQueue[Callable[[E], None] | None] = queue.SimpleQueue()
         self._outbound: deque[list[Event]] = deque()
         self._busy_since_s: float | None = None
+        self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.loaded: asyncio.Future[None] = self._loop.create_future()
         self.ended: asyncio.Future[BaseException | None] = self._loop.create_future()
@@ -82,7 +83,8 @@ class EngineThread(Generic[E, Event]):
             return await answer
 
     def stop(self) -> None:
-        """Ask the thread to end after the step it is in; what is queued behind is dropped."""
+        """Ask the thread to end after the step it is in; commands queued behind and later events are dropped."""
+        self._stopping = True
         self._inbound.put(None)
 
     def join(self, timeout_s: float) -> bool:
@@ -115,7 +117,7 @@ class EngineThread(Generic[E, Event]):
         except BaseException as caught:
             error = caught
             log.error("the engine thread has died", exc_info=True)
-        self._post(lambda: self.ended.set_result(error))
+        self._post(lambda: self._set_ended(error))
 
     def _turn(self, engine: E) -> bool:
         commands = self._take(engine)
@@ -147,12 +149,20 @@ class EngineThread(Generic[E, Event]):
         return commands
 
     def _hand_out(self) -> None:
-        while self._outbound:
-            self._on_events(self._outbound.popleft())
+        while self._outbound and not self._stopping:
+            try:
+                self._on_events(self._outbound.popleft())
+            except Exception as error:  # events are lost: their requests would hang, so this counts as the end
+                log.error("handling the engine's events failed", exc_info=True)
+                self._set_ended(error)
 
     def _set_loaded(self) -> None:
         if not self.loaded.done():
             self.loaded.set_result(None)
+
+    def _set_ended(self, error: BaseException | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(error)
 
     def _post(self, callback: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to tell

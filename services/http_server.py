@@ -50,7 +50,7 @@ class HttpServer:
 
     def __init__(self, app: FastAPI, host: str, port: int) -> None:
         """Bind now, so that the port is known; 0 picks a free one. Raises OSError where it is taken."""
-        self._socket = socket.create_server((host, port), family=_family(host), backlog=128)
+        self._socket = socket.create_server((host, port), backlog=128)
         self.port = int(self._socket.getsockname()[1])
         config = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1, ws="none"
@@ -72,10 +72,6 @@ class _QuietServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _verdict(problem: str | None) -> Response:

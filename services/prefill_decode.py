@@ -5,6 +5,7 @@ It translates between messages and the engine's commands and events; every decis
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Coroutine
@@ -131,6 +132,8 @@ class PrefillDecodeService:
             self._answer_offer(offer.sender, Grant(*key, "cancelled"))
             return
         fault = payload_fault(offer, offer.size_bytes)
+        if not math.isfinite(offer.deadline_s):
+            fault = f"deadline_s is {offer.deadline_s}, not a time"
         if fault is not None:
             self._answer_offer(offer.sender, Grant(*key, "refused", error=ErrorInfo("invalid_request", fault)))
             return

@@ -66,6 +66,19 @@ async def test_nothing_is_created_for_an_instance_that_is_not_there(redis: Redis
     assert await redis.keys("*") == []
 
 
+async def test_a_missing_receiver_does_not_hold_up_the_others(redis: Redis) -> None:
+    reader, sender = ChannelReader(redis, "c", "d0", ("metadata",)), ChannelSender(redis, "c", timeout_s=30)
+    await reader.open()
+    received: list[Delivery] = []
+    async with running(sender.run(), reader.run(received.append)):
+        sender.send("nobody", "metadata", grant(0))
+        sender.send("d0", "metadata", grant(1))
+        await eventually(lambda: numbers(received) == [1], timeout_s=1.0)
+        late = ChannelReader(redis, "c", "nobody", ("metadata",))
+        await late.open()
+        assert numbers(await _receive_some(late)) == [0]
+
+
 async def test_unreadable_entries_are_counted_and_removed(redis: Redis) -> None:
     reader = ChannelReader(redis, "c", "d0", ("metadata",))
     await reader.open()

@@ -227,7 +227,7 @@ DECODER_HOLDS = (
     "channel_messages_waiting",
 )
 ENCODER_HOLDS = (
-    "encoder_items",
+    "encoder_items_open",
     "encoder_items_computing",
     "encoder_held_bytes",
     "encoder_queue_items",

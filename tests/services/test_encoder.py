@@ -23,7 +23,7 @@ from tests.services.cluster import sign
 from tests.services.inprocess import CLUSTER, InProcess, Peer, in_process
 
 HOLDS = (
-    "encoder_items",
+    "encoder_items_open",
     "encoder_items_computing",
     "encoder_held_bytes",
     "handoffs_open",

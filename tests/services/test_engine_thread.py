@@ -72,9 +72,9 @@ async def test_an_idle_engine_is_left_alone() -> None:
     before = await harness.thread.call(lambda engine: engine.num_steps, 1.0)
     with pytest.raises(TimeoutError):  # nothing happens meanwhile
         async with asyncio.timeout(0.1):
-            await harness.thread.ended
+            await asyncio.shield(harness.thread.ended)
     assert await harness.thread.call(lambda engine: engine.num_steps, 1.0) == before + 1
-    assert harness.thread.busy_s == 0.0
+    await eventually(lambda: harness.thread.busy_s == 0.0)
     harness.thread.stop()
     await asyncio.to_thread(harness.thread.join, 1.0)
 
@@ -112,6 +112,19 @@ async def test_a_dead_engine_says_why() -> None:
     assert isinstance(await asyncio.shield(harness.thread.ended), ZeroDivisionError)
     await asyncio.to_thread(harness.thread.join, 1.0)
     assert not harness.thread.alive
+
+
+async def test_events_that_cannot_be_handled_count_as_the_end() -> None:
+    def refuse(_: list[str]) -> None:
+        raise ZeroDivisionError
+
+    harness = Harness()
+    harness.thread._on_events = refuse
+    harness.thread.start()
+    harness.put("word")
+    assert isinstance(await asyncio.shield(harness.thread.ended), ZeroDivisionError)
+    harness.thread.stop()
+    assert await asyncio.to_thread(harness.thread.join, 1.0)
 
 
 async def test_a_long_step_shows() -> None:
