@@ -2,7 +2,7 @@
 
 Usage: python -m launch.compose.endpoints encoder=2 prefill_decode=1 proxy=1
 The broker comes from the environment, as for any process of the cluster. Exits with 1 if an instance is missing or
-one of its answers is wrong.
+one of its answers is wrong, or if a prefill-decode worker has computed an encoder.
 """
 
 from __future__ import annotations
@@ -52,9 +52,18 @@ async def _ask(client: httpx.AsyncClient, record: InstanceRecord, endpoint: str)
         return f"/{endpoint}: {error!r}"
     if answer.status_code != 200:
         return f"/{endpoint}={answer.status_code} {answer.text}"
-    if endpoint == "metrics" and "\n# TYPE " not in f"\n{answer.text}":
-        return f"/{endpoint}=200 without a metric"
+    if endpoint == "metrics" and (problem := _wrong_metrics(record, answer.text)):
+        return f"/{endpoint}: {problem}"
     return f"/{endpoint}={answer.status_code}"
+
+
+def _wrong_metrics(record: InstanceRecord, text: str) -> str | None:
+    lines = text.splitlines()
+    if not any(line.startswith("# TYPE ") for line in lines):
+        return "not Prometheus' format"
+    if record.role == "prefill_decode" and "triptych_encoder_computations 0.0" not in lines:
+        return "it has computed an encoder: triptych_encoder_computations is not 0"
+    return None
 
 
 def main(arguments: list[str]) -> int:

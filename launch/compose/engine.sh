@@ -31,12 +31,14 @@ engine_environment() { # for the commands that come out of the packages
 engine_start() { # sets DOCKER_HOST and engine_pid; the images live in $scratch
     [ "$(id -u)" = 0 ] || die "no Docker engine answers, and only root can start one: start Docker, or run this as root"
     engine_packages
-    export DOCKER_HOST="unix://$scratch/docker.sock" PATH="$cache/engine/usr/bin:$PATH"
+    engine_socket=$(mktemp -d)/docker.sock # a short path: that of a socket may have 107 characters
+    export DOCKER_HOST="unix://$engine_socket" PATH="$cache/engine/usr/bin:$PATH"
     [ -e /opt/containerd ] && engine_opt=kept || engine_opt=
-    # If this script dies without a word, so does unshare, and with it the first process of the PID namespace.
+    # In a session of its own, Ctrl-C does not reach it. If this script dies without a word, so does unshare, and with
+    # it the first process of the PID namespace.
     ( engine_environment
-      exec setpriv --pdeathsig KILL unshare --fork --kill-child --pid --mount --mount-proc --net --ipc --uts \
-          "$BASH" -c "$(declare -f engine_inside); engine_inside '$scratch'" ) >"$scratch/dockerd.log" 2>&1 &
+      exec setsid setpriv --pdeathsig KILL unshare --fork --kill-child --pid --mount --mount-proc --net --ipc --uts \
+          "$BASH" -c "$(declare -f engine_inside); engine_inside '$scratch' '$engine_socket'" ) >"$scratch/dockerd.log" 2>&1 &
     engine_shell=$!
     local waited=0
     until docker info >/dev/null 2>&1; do
@@ -54,12 +56,12 @@ from_host() { # run a command where published ports are reached
     "$@"
 }
 
-engine_inside() { # the first process in the namespaces
+engine_inside() { # SCRATCH SOCKET: the first process in the namespaces
     ip link set lo up
     mount -t tmpfs tmpfs /run
     echo '{"deprecated-key-path": "'"$1"'/key.json"}' >"$1/daemon.json"
-    exec dockerd --config-file "$1/daemon.json" --host "unix://$1/docker.sock" --data-root "$1/data" \
-        --exec-root "$1/exec" --pidfile "$1/dockerd.pid" --cgroup-parent /triptych-compose-test
+    exec dockerd --config-file "$1/daemon.json" --host "unix://$2" --data-root "$1/data" \
+        --exec-root /run/docker --pidfile /run/docker.pid --cgroup-parent /triptych-compose-test
 }
 
 engine_stop() {
@@ -70,6 +72,7 @@ engine_stop() {
     local watchdog=$!
     wait "$engine_shell" 2>/dev/null || true
     kill "$watchdog" 2>/dev/null || true
+    rm -rf "${engine_socket%/*}"
     # What containerd makes outside of its folders.
     [ "$engine_opt" ] || rmdir /opt/containerd/* /opt/containerd
     find /sys/fs/cgroup -depth -type d -path '*/triptych-compose-test*' -exec rmdir {} + 2>/dev/null || true

@@ -9,6 +9,9 @@ cd "$(dirname "$0")/../.."
 here=launch/compose
 cache=$PWD/.cache/compose
 mkdir -p "$cache"
+exec 9>"$cache/lock"
+flock --nonblock 9 || { echo "compose-test: another one is running" >&2; exit 1; }
+rm -rf "$cache"/run.* # of a run that was killed
 scratch=$(mktemp -d "$cache/run.XXXXXX")
 project=triptych-compose-test
 encoders=2 pictures=24
@@ -33,7 +36,7 @@ cleanup() {
         if [ $status != 0 ] && [ -n "${compose_binary[*]:-}" ]; then compose ps -a; compose logs --no-color --tail 20; fi >&2
         [ -n "${compose_binary[*]:-}" ] && compose --progress quiet down --volumes --remove-orphans --timeout 10
         echo "containers left: $(docker ps -aq --filter "label=com.docker.compose.project=$project" | wc -l)"
-        images_remove
+        [ "${own_engine:-1}" = 1 ] || images_remove # our own engine's go with $scratch
     fi
     engine_stop
     rm -rf "$scratch"
