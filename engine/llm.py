@@ -28,7 +28,16 @@ from common.text import Detokenizer, TextProcessor
 from engine import processors
 from engine.decoder_engine import DecoderEngine
 from engine.encoder_engine import EncoderEngine
-from engine.events import Event, InputGranted, InputLost, InputMetadata, InputRefused, RequestFailed, TokensReady
+from engine.events import (
+    Event,
+    InputCached,
+    InputGranted,
+    InputLost,
+    InputMetadata,
+    InputRefused,
+    RequestFailed,
+    TokensReady,
+)
 
 FAR_FUTURE_S = 1e12
 
@@ -80,6 +89,7 @@ class _Live:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     attempts: dict[int, int] = field(default_factory=dict)
+    processed: dict[int, processors.ProcessedInput] = field(default_factory=dict)  # offered, not granted yet
 
 
 class LLM:
@@ -217,7 +227,7 @@ class LLM:
         live = self._live[request_id]
         kind, data = live.media[input_id]
         attempt = live.attempts[input_id] = live.attempts.get(input_id, -1) + 1
-        item = processors.process(kind, data)
+        item = live.processed[input_id] = processors.process(kind, data)
         metadata = InputMetadata(tuple(item.shape), item.dtype, item.size_bytes, item.layout, content_hash(kind, data))
         self.decoder.offer(request_id, input_id, attempt, metadata, FAR_FUTURE_S)
 
@@ -227,8 +237,10 @@ class LLM:
             return None
         if isinstance(event, InputGranted):
             assert self.encoder is not None
-            item = processors.process(*live.media[event.input_id])
+            item = live.processed.pop(event.input_id)
             self.encoder.submit((event.request_id, event.input_id, event.attempt), item)
+        elif isinstance(event, InputCached):
+            live.processed.pop(event.input_id, None)
         elif isinstance(event, InputLost):
             self._offer(event.request_id, event.input_id)
         elif isinstance(event, InputRefused | RequestFailed):
