@@ -12,6 +12,8 @@ from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from common.errors import TriptychError
+
 Check = Callable[[], str | None]
 """Why not; None if all is well."""
 
@@ -49,8 +51,15 @@ class HttpServer:
     """uvicorn in the running loop, without its signal handlers: the shell has its own."""
 
     def __init__(self, app: FastAPI, host: str, port: int) -> None:
-        """Bind now, so that the port is known; 0 picks a free one. Raises OSError where it is taken."""
-        self._socket = socket.create_server((host, port), backlog=128)
+        """Bind now, so that the port is known; 0 picks a free one.
+
+        Raises TriptychError("invalid_request") where the port cannot be had.
+        """
+        try:
+            self._socket = socket.create_server((host, port), backlog=128)
+        except OSError as error:
+            message = f"cannot listen on {host}:{port}: {error.strerror}; give another --port, or 0 for a free one"
+            raise TriptychError("invalid_request", message, "port") from error
         self.port = int(self._socket.getsockname()[1])
         config = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1, ws="none"

@@ -57,6 +57,9 @@ class Shell:
         self._settings = settings
         self._info = info
         self._host = resolve_host(settings.host)
+        hops = HopRecorder()
+        app = make_app(health=self.health, ready=self.ready, metrics=self._render_metrics, handoffs=hops.as_json)
+        self._http = HttpServer(app, self._host, settings.port)  # first: nothing is open yet if the port is taken
         self._redis = connect(settings.broker)
         self._reading = connect(settings.broker, retries=0)
         self._registry = Registry(self._redis, settings.cluster)
@@ -79,14 +82,10 @@ class Shell:
             server=self._server,
             proxies=self._proxies,
             metrics=WorkerMetrics(),
-            hops=HopRecorder(),
+            hops=hops,
         )
         self._role = role(self._links)
         self._reader = ChannelReader(self._reading, settings.cluster, instance_id, self._role.channels)
-        app = make_app(
-            health=self.health, ready=self.ready, metrics=self._render_metrics, handoffs=self._links.hops.as_json
-        )
-        self._http = HttpServer(app, self._host, settings.port)
         self._add_metrics()
 
     async def run(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import threading
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
@@ -226,6 +227,14 @@ async def test_what_a_silent_proxy_had_asked_for_is_dropped_and_it_learns_of_it_
                 failed = await proxy.receive()
     assert isinstance(failed, Failed)
     assert (failed.request_id, failed.error.code) == ("r", "unavailable")
+
+
+async def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings = Settings(broker="redis://127.0.0.1:1", port=port)
+        with pytest.raises(TriptychError, match=f"127.0.0.1:{port}.*give another --port"):
+            Shell(settings, load_model_info("signpost"), "float32", lambda links: IdleRole(links, threading.Event()))
 
 
 async def test_a_worker_without_a_broker_says_what_to_do() -> None:
