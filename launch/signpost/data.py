@@ -18,6 +18,7 @@ from launch.signpost.scenes import KINDS, PLACED_QUESTIONS, PLACES, QUESTIONS, S
 
 PATCH = 14
 IGNORED = -100
+SMALL_TYPE = 18
 LABELS = {"character": 37, "second": 37, "index": 5, "circles": 4, "shape": 5, "colour": 9}
 """What is predicted at each patch, and how many classes it has; class 0 is 'nothing here'."""
 
@@ -243,7 +244,13 @@ class Encoder:
         return self._cache[text]
 
     def conversations(
-        self, rng: random.Random, pictures: list[list[Scene]], split: Split, follow_ups: bool, turns: int = 4
+        self,
+        rng: random.Random,
+        pictures: list[list[Scene]],
+        split: Split,
+        follow_ups: bool,
+        turns: int = 4,
+        always_text: bool = False,
     ) -> Conversations:
         """Ask several questions about the pictures of each conversation.
 
@@ -255,8 +262,11 @@ class Encoder:
                 questions share the tokens of the pictures, see nothing of one another and have the positions that
                 they would have alone.
             turns: how many questions.
+            always_text: the text of every picture is among them.
         """
-        built = [self._sequence(rng, list(group), split, follow_ups, turns) for group in zip(*pictures, strict=True)]
+        groups = [list(group) for group in zip(*pictures, strict=True)]
+        asked = [_pick_questions(rng, len(group), turns, always_text) for group in groups]
+        built = [self._sequence(rng, *each, split, follow_ups) for each in zip(groups, asked, strict=True)]
         sizes = [group[0].image.size for group in pictures]
         starts, start = [], 0
         for place, size in enumerate(sizes):
@@ -269,7 +279,7 @@ class Encoder:
         return self.encode("<|im_start|>user\n<|vision_start|>" if place == 0 else "<|vision_end|><|vision_start|>")
 
     def _sequence(
-        self, rng: random.Random, group: list[Scene], split: Split, follow_ups: bool, turns: int
+        self, rng: random.Random, group: list[Scene], asked: list[tuple[int, str]], split: Split, follow_ups: bool
     ) -> _Sequence:
         sequence = _Sequence()
         for place, scene in enumerate(group):
@@ -277,8 +287,7 @@ class Encoder:
             sequence.add_picture(self.pad, scene.image.size)
         sequence.add(self.encode("<|vision_end|>"), 0)
         base = sequence.next_position
-        asked = [(place, kind) for place in range(len(group)) for kind in KINDS]
-        for turn, (place, kind) in enumerate(rng.sample(asked, min(turns, len(asked)))):
+        for turn, (place, kind) in enumerate(asked):
             segment = 0 if follow_ups else turn + 1
             if not follow_ups:
                 sequence.next_position = base
@@ -312,6 +321,15 @@ class Encoder:
         return out
 
 
+def _pick_questions(rng: random.Random, pictures: int, turns: int, always_text: bool) -> list[tuple[int, str]]:
+    """Places and kinds to ask about, in random order."""
+    every = [(place, kind) for place in range(pictures) for kind in KINDS]
+    rng.shuffle(every)
+    if always_text:
+        every.sort(key=lambda question: question[1] != "text")
+    return rng.sample(every[:turns], min(turns, len(every)))
+
+
 def _question(rng: random.Random, kind: str, place: int, pictures: int, split: Split) -> str:
     wordings = QUESTIONS[kind] if pictures == 1 else PLACED_QUESTIONS[kind]
     wording = rng.choice(wordings) if split == "train" else wordings[0]
@@ -327,13 +345,19 @@ def attention_mask(segments: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def training_conversations(
-    rng: random.Random, encoder: Encoder, count: int, two_share: float, follow_up_share: float
+    rng: random.Random, encoder: Encoder, count: int, two_share: float, follow_up_share: float, small_share: float
 ) -> Conversations:
-    """A batch of the training split: one picture each, or two, with separate questions or follow-ups."""
+    """A batch of the training split: one picture each, or two, with separate questions or follow-ups.
+
+    A share of the batches has small type alone. Where there is such a share, reading weighs more as well: one
+    question fewer is asked, and the text always.
+    """
     follow_ups = rng.random() < follow_up_share
     if rng.random() < two_share:
         sizes, count, turns = [rng.choice(_SMALL_SIZES) for _ in PLACES], count * 3 // 5, 5
     else:
         sizes, turns = [rng.choice(_SMALL_SIZES if rng.random() < 0.5 else scenes.SIZES)], 4
-    drawn = [[scenes.render(rng, size) for _ in range(count)] for size in sizes]
-    return encoder.conversations(rng, drawn, "train", follow_ups, turns)
+    max_type = SMALL_TYPE if rng.random() < small_share else scenes.MAX_TYPE
+    drawn = [[scenes.render(rng, size, max_type=max_type) for _ in range(count)] for size in sizes]
+    focus = small_share > 0
+    return encoder.conversations(rng, drawn, "train", follow_ups, turns - focus, always_text=focus)

@@ -224,11 +224,12 @@ def render(
     faces: tuple[Face, ...] = FACES,
     max_circles: int = MAX_CIRCLES,
     max_others: int = 2,
+    max_type: int = MAX_TYPE,
 ) -> Scene:
-    """Draw a picture of a size (width, height) with a sign of the split."""
+    """Draw a picture of a size (width, height) with a sign of the split, in type of 14 px to `max_type`."""
     image = _background(rng, size)
     colour, shape = _pick_pair(rng, split)
-    text, kind, sign = _fit_sign(rng, size, colour, shape, split, faces)
+    text, kind, sign = _fit_sign(rng, size, (colour, shape), split, faces, max_type)
     centre, box = _place_sign(rng, size, sign.layer.size)
     image.paste(sign.layer, (int(box[0]), int(box[1])), sign.layer)
     circles = _scatter(rng, image, box, max_circles, max_others)
@@ -264,14 +265,19 @@ def _pick_pair(rng: random.Random, split: Split) -> tuple[str, str]:
 
 
 def _fit_sign(
-    rng: random.Random, size: tuple[int, int], colour: str, shape: str, split: Split, faces: tuple[Face, ...]
+    rng: random.Random,
+    size: tuple[int, int],
+    pair: tuple[str, str],
+    split: Split,
+    faces: tuple[Face, ...],
+    max_type: int,
 ) -> tuple[str, str, _Sign]:
     """Draw signs until one fits the picture."""
     while True:
         text, kind = pick_text(rng, split)
-        face, type_size = rng.choice(faces), rng.randint(MIN_TYPE, MAX_TYPE)
+        face, type_size = rng.choice(faces), rng.randint(MIN_TYPE, max_type)
         while type_size >= MIN_TYPE:
-            sign = _draw_sign(rng, text, colour, shape, face, type_size)
+            sign = _draw_sign(rng, text, *pair, face, type_size)
             if sign.layer.width <= size[0] - 2 and sign.layer.height <= size[1] * 0.66:
                 return text, kind, sign
             type_size -= 3

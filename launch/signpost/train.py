@@ -1,16 +1,19 @@
-"""Train signpost from scratch, on one CPU core, in three stages.
+"""Train signpost from scratch, on one CPU core, in four stages.
 
-    python -m launch.signpost.train letters --minutes 13 --state run/letters.pt
-    python -m launch.signpost.train scenes --minutes 25 --start run/letters.pt --state run/scenes.pt
-    python -m launch.signpost.train answers --minutes 65 --start run/scenes.pt --state run/answers.pt --folder signpost
+    python -m launch.signpost.train letters --minutes 15 --state run/letters.pt
+    python -m launch.signpost.train scenes --minutes 26 --start run/letters.pt --state run/scenes.pt
+    python -m launch.signpost.train answers --minutes 50 --start run/scenes.pt --state run/answers.pt
+    python -m launch.signpost.train reading --minutes 27 --two-share 0.25 --start run/answers.pt \\
+        --state run/reading.pt --folder signpost
 
 `letters` trains the vision tower alone to name the character at each patch of pictures full of text; `scenes` adds
 crowded sign scenes, with circles, shapes and colours to name; `answers` trains the whole model on conversations,
-with the same labels at the patches beside the answers. Trained on answers from the start, a model of this size does
-not learn to read within the hour.
+with the same labels at the patches beside the answers; `reading` goes on with more small type and more questions
+about the text while the learning rate falls. Trained on answers from the start, a model of this size does not learn
+to read within the hour.
 
 A stage lasts for `--minutes`, or, to repeat a run whatever the machine's speed, for `--steps`, which its log names.
-Another process draws the pictures; none is shown twice.
+Another process draws the pictures; none is shown twice. The model card says how the bundled weights were made.
 """
 
 from __future__ import annotations
@@ -50,12 +53,29 @@ class Stage:
     tower_scale: float
     decay_share: float
     answers: bool
+    end_scale: float = 0.02
+    small_type_share: float = 0.0
 
 
 STAGES = {
     "letters": Stage(dense_share=1.0, learning_rate=2e-3, tower_scale=1.0, decay_share=0.3, answers=False),
     "scenes": Stage(dense_share=0.6, learning_rate=2e-3, tower_scale=1.0, decay_share=0.4, answers=False),
-    "answers": Stage(dense_share=0.0, learning_rate=1.5e-3, tower_scale=0.5, decay_share=0.5, answers=True),
+    "answers": Stage(
+        dense_share=0.0,
+        learning_rate=1.5e-3,
+        tower_scale=0.5,
+        decay_share=0.27,
+        end_scale=0.63,
+        answers=True,
+    ),
+    "reading": Stage(
+        dense_share=0.0,
+        learning_rate=1e-3,
+        tower_scale=0.7,
+        decay_share=1.0,
+        answers=True,
+        small_type_share=0.5,
+    ),
 }
 
 
@@ -85,7 +105,7 @@ def produce(queue: Queue[PatchBatch | Conversations], arguments: argparse.Namesp
     encoder = Encoder(make_tokenizer())
     while True:
         if stage.answers:
-            shares = arguments.two_share, arguments.follow_up_share
+            shares = arguments.two_share, arguments.follow_up_share, stage.small_type_share
             queue.put(data.training_conversations(rng, encoder, arguments.batch, *shares))
         elif rng.random() < stage.dense_share:
             queue.put(data.dense_patches(rng, arguments.patches))
@@ -252,10 +272,10 @@ def save_state(trainer: Trainer, path: Path) -> None:
     os.replace(partial, path)
 
 
-def rate_scale(step: int, progress: float, decay_share: float) -> float:
-    """Warm up over 50 steps; fall linearly to 2 % over the last share of the stage."""
-    decay = 1.0 if progress < 1 - decay_share else max(0.02, (1 - progress) / decay_share)
-    return min(1.0, (step + 1) / 50) * decay
+def rate_scale(step: int, progress: float, stage: Stage) -> float:
+    """Warm up over 50 steps; fall linearly to the stage's end over its last share."""
+    left = min(1.0, (1 - progress) / stage.decay_share)
+    return min(1.0, (step + 1) / 50) * (stage.end_scale + (1 - stage.end_scale) * left)
 
 
 def run_stage(arguments: argparse.Namespace, trainer: Trainer, batches: Iterator[PatchBatch | Conversations]) -> None:
@@ -284,7 +304,7 @@ def run_stage(arguments: argparse.Namespace, trainer: Trainer, batches: Iterator
         if progress >= 1:
             return
         batch = next(batches)
-        for name, value in trainer.step(batch, rate_scale(step, progress, trainer.stage.decay_share)).items():
+        for name, value in trainer.step(batch, rate_scale(step, progress, trainer.stage)).items():
             seen[name].append(value)
         pictures += len(batch.patches) if isinstance(batch, PatchBatch) else len(batch.ids) * len(batch.pictures)
         step += 1
