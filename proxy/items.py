@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 from typing import Final
@@ -15,7 +16,12 @@ from proxy.worker import Worker
 from proxy.workers import WorkerPool
 
 MAX_ATTEMPTS: Final = 3
-DEADLINE_GRACE_S: Final = 1.0
+"""Failures in a row after which an item cannot be encoded."""
+MAX_WAITS: Final = 10
+"""Waits in a row that ended without room or result: in a burst that is nobody's fault, and it must drain."""
+BACKOFF_S: Final = 0.25
+"""Before a second attempt on the same encoder, doubled before a third; another encoder is asked at once."""
+DEADLINE_GRACE_S: Final = 2.0
 """The encoder answers at its deadline; only then do we count it as silent."""
 
 
@@ -24,7 +30,8 @@ class _Item:
     slot: InputSlot
     media: MediaItem
     attempt: int = -1
-    failures: int = 0  # in a row; what has been in place once may be asked for again later
+    failures: int = 0  # in a row, as are the waits; what has been in place once may be asked for again later
+    waits: int = 0
     encoder: Worker | None = None  # who has it now; None when in place
     deadline_s: float = float("inf")
     failed_on: set[str] = field(default_factory=set)
@@ -34,7 +41,8 @@ class _Item:
 class ItemSender:
     """Sends the items of one job to encoders, again where it must be. All its methods run on one loop.
 
-    Every failure is counted against the item; after MAX_ATTEMPTS in a row the job fails with the last error.
+    Every failure is counted against the item; after MAX_ATTEMPTS in a row, or MAX_WAITS waits for a busy cluster, the
+    job fails with the last error.
     """
 
     def __init__(self, job: Job, pool: WorkerPool, metrics: ProxyMetrics, handoff_timeout_s: float) -> None:
@@ -68,9 +76,12 @@ class ItemSender:
             return  # about an attempt that has been given up
         self._release(item)
         if error is None:
-            item.failures, item.replaced = 0, False
+            item.failures, item.waits, item.replaced = 0, 0, False
             item.failed_on.clear()
-        elif error.code in ("unavailable", "timeout", "overloaded", "internal_error"):
+        elif error.code == "timeout":
+            await self._wait_again(item, error, decoder, "encoder_busy")
+            item.replaced = True
+        elif error.code in ("unavailable", "overloaded", "internal_error"):
             await self._retry(item, worker, error, decoder, "encoder_error")
         else:
             raise TriptychError(error.code, error.message, item.media.param)
@@ -88,9 +99,8 @@ class ItemSender:
             await self._again(item, decoder, "input_needed")
             return
         self._release(item)
-        lost = ErrorInfo("timeout", f"{worker.instance_id} did not deliver in time", item.media.param)
-        await self._retry(item, worker, lost, decoder, "input_needed")
-        item.replaced = False
+        late = ErrorInfo("timeout", f"{worker.instance_id} did not deliver in time", item.media.param)
+        await self._wait_again(item, late, decoder, "input_needed")
 
     async def on_gone(self, worker: Worker, decoder: Worker) -> None:
         """Give the items of a lost encoder to others. Raises where there is none."""
@@ -131,10 +141,17 @@ class ItemSender:
         item.failures += 1
         item.failed_on.add(worker.instance_id)
         if item.failures >= MAX_ATTEMPTS:
-            message = f"{item.media.param} could not be encoded in {item.failures} attempts; the last: {error.message}"
-            raise TriptychError(error.code, message, item.media.param)
+            raise _given_up(item, item.failures, error)
+        if all(other.instance_id in item.failed_on for other in self._pool.workers("encoder", matching=decoder)):
+            await asyncio.sleep(BACKOFF_S * item.failures)  # it has just failed there: give it a moment to recover
         await self._again(item, decoder, reason)
         item.replaced = True
+
+    async def _wait_again(self, item: _Item, error: ErrorInfo, decoder: Worker, reason: str) -> None:
+        item.waits += 1
+        if item.waits >= MAX_WAITS:
+            raise _given_up(item, item.waits, error)
+        await self._again(item, decoder, reason)
 
     async def _again(self, item: _Item, decoder: Worker, reason: str) -> None:
         self._metrics.retries.labels(reason).inc()
@@ -180,3 +197,8 @@ class ItemSender:
             item.encoder.load.requests -= 1
             item.encoder.load.size -= len(item.media.data)
             item.encoder = None
+
+
+def _given_up(item: _Item, times: int, last: ErrorInfo) -> TriptychError:
+    message = f"{item.media.param} could not be encoded in {times} attempts; the last: {last.message}"
+    return TriptychError(last.code, message, item.media.param)

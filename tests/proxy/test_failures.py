@@ -92,6 +92,18 @@ async def test_three_failed_attempts_are_the_last_word(serve):
         rig.assert_clean()
 
 
+async def test_a_busy_cluster_is_waited_for_longer_than_a_failing_one(serve):
+    async with serve() as rig:
+        encoder = rig.cluster.encoders[0]
+        encoder.script = lambda message: ErrorInfo("timeout", "no room yet") if message.attempt < 8 else None
+        assert (await rig.chat([image_part(picture())])).choices[0].message.content == "a red sign"
+        encoder.script = lambda message: ErrorInfo("timeout", "no room yet")
+        with pytest.raises(openai.APIStatusError, match="10 attempts") as caught:
+            await rig.chat([image_part(picture())])
+        assert caught.value.status_code == 504
+        rig.assert_clean()
+
+
 async def test_a_dying_encoders_items_go_to_another(serve):
     async with serve(encoders=2) as rig:
         for encoder in rig.cluster.encoders:
