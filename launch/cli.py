@@ -115,7 +115,9 @@ def worker(
 
 
 @app.command()
-@takes_settings("broker", "instance_id", *NETWORK, *PROXY, "handoff_timeout_s", *LOGS)
+@takes_settings(
+    "broker", "instance_id", *NETWORK, "advertise_host", *PROXY, "engine.max_model_len", "handoff_timeout_s", *LOGS
+)
 def proxy(flags: Flags, model: Model = None, follow_parent: FollowParent = False) -> None:
     """Run the OpenAI API alone, as a container or another host runs it. Needs no torch.
 
@@ -163,7 +165,7 @@ def request(
     from launch.client import ClientOptions
     from launch.request import run_requests
 
-    options = ClientOptions(url.rstrip("/"), model, max_tokens, temperature, timeout)
+    options = ClientOptions(url.rstrip("/").removesuffix("/v1"), model, max_tokens, temperature, timeout)
     raise typer.Exit(
         run_requests(files or [], prompt, options, parallel=parallel, repeat=repeat, live=stream, together=together)
     )

@@ -26,15 +26,15 @@ def parse_bytes(text: str) -> int:
         raise typer.BadParameter(f"{text!r} is not a size; write 512MiB, 2GiB or a number of bytes") from None
 
 
-def _option(kind: Any, panel: str, help_text: str, default: str = "", **more: Any) -> Any:
+def _option(kind: Any, panel: str, help_text: str, default: str = "", names: tuple[str, ...] = (), **more: Any) -> Any:
     """The annotation of one option; `default` is what a person reads."""
     return Annotated[
-        kind | None, typer.Option(help=help_text, show_default=default or False, rich_help_panel=panel, **more)
+        kind | None, typer.Option(*names, help=help_text, show_default=default or False, rich_help_panel=panel, **more)
     ]
 
 
-def _size(help_text: str, default: str) -> Any:
-    return _option(int, _ENGINE, help_text, default, parser=parse_bytes, metavar="SIZE")
+def _size(panel: str, help_text: str, default: str) -> Any:
+    return _option(int, panel, help_text, default, parser=parse_bytes, metavar="SIZE")
 
 
 _OPTIONS: dict[str, Any] = {
@@ -52,8 +52,8 @@ _OPTIONS: dict[str, Any] = {
     "engine.dtype": _option(
         str, _ENGINE, "auto: the checkpoint's own on CUDA, float32 on a CPU.", "auto", metavar="auto|float32|bfloat16|…"
     ),
-    "engine.kv_cache_bytes": _size("Budget of the KV cache.", "512MiB"),
-    "engine.encoder_cache_bytes": _size("Budget of encoder outputs on a prefill-decode worker.", "64MiB"),
+    "engine.kv_cache_bytes": _size(_ENGINE, "Budget of the KV cache.", "512MiB"),
+    "engine.encoder_cache_bytes": _size(_ENGINE, "Budget of encoder outputs on a prefill-decode worker.", "64MiB"),
     "engine.block_size": _option(int, _ENGINE, "Token slots in one KV block.", "16"),
     "engine.max_num_seqs": _option(int, _ENGINE, "Requests that run at once.", "64"),
     "engine.max_num_batched_tokens": _option(int, _ENGINE, "Token budget of one step.", "1024"),
@@ -62,6 +62,11 @@ _OPTIONS: dict[str, Any] = {
     "engine.num_threads": _option(int, _ENGINE, "CPU threads of a worker.", "a share of the cores"),
     "preprocess_workers": _option(int, _ENGINE, "Processes that preprocess media on an encoder.", "1"),
     "max_inflight": _option(int, _LIMITS, "Requests in the proxy at once; more get 429.", "1024"),
+    "max_media_bytes": _size(_LIMITS, "Largest picture or audio file.", "32MiB"),
+    "max_media_items": _option(int, _LIMITS, "Pictures and clips in one request.", "16"),
+    "allow_private_media_urls": _option(
+        bool, _LIMITS, "Let media URLs point into private networks.", "no", ("--allow-private-media-urls",)
+    ),
     "handoff_timeout_s": _option(float, _LIMITS, "Longest wait for one step of a handoff, in seconds.", "30"),
     "request_timeout_s": _option(float, _LIMITS, "Longest life of a request, in seconds.", "600"),
     "log_level": _option(str, _LIMITS, "What is logged.", "info", metavar="debug|info|warning|error"),
@@ -69,7 +74,14 @@ _OPTIONS: dict[str, Any] = {
 }
 NETWORK = ("host", "port", "cluster")
 ENGINE = (*(name for name in _OPTIONS if name.startswith("engine.")), "preprocess_workers", "handoff_timeout_s")
-PROXY = ("served_model_name", "max_inflight", "request_timeout_s")
+PROXY = (
+    "served_model_name",
+    "max_inflight",
+    "request_timeout_s",
+    "max_media_bytes",
+    "max_media_items",
+    "allow_private_media_urls",
+)
 LOGS = ("log_level", "log_format")
 
 
