@@ -143,6 +143,12 @@ class DecoderEngine:
         """When `step` has to be called again even if nothing comes (Unix time)."""
         return self.intake.next_deadline_s()
 
+    def answer(self) -> list[Event]:
+        """What can be told without a forward pass: grants, receipts, ends of leases. Encoders wait for these."""
+        self.intake.expire(time.time())
+        self.intake.grant()
+        return self._take_events()
+
     def step(self) -> list[Event]:
         """Expire, grant, schedule, run one forward pass, and return what happened."""
         self._dirty = False
@@ -157,6 +163,9 @@ class DecoderEngine:
             self._return_slots()
             self._dirty = True
         self._last_step_tokens = sum(step.num_tokens)
+        return self._take_events()
+
+    def _take_events(self) -> list[Event]:
         events, self.intake.events = self.intake.events, []
         return events
 

@@ -48,10 +48,15 @@ class EngineThread(Generic[E, Event]):
         step: Callable[[E], list[Event]],
         next_deadline_s: Callable[[E], float | None],
         on_events: Callable[[list[Event]], None],
+        answer: Callable[[E], list[Event]] | None = None,
     ) -> None:
-        """`step` and `next_deadline_s` (Unix time) run on the engine's thread, `on_events` on the loop's."""
+        """`step` and `next_deadline_s` (Unix time) run on the engine's thread, `on_events` on the loop's.
+
+        `answer`, if given, runs between commands and step: what it returns goes out before the step computes.
+        """
         self._build = build
         self._step = step
+        self._answer = answer
         self._next_deadline_s = next_deadline_s
         self._on_events = on_events
         self._loop = asyncio.get_running_loop()
@@ -129,12 +134,16 @@ class EngineThread(Generic[E, Event]):
                 command(engine)
             except TriptychError as error:
                 log.warning("the engine refused a command", error=error.info.message)
-        events = self._step(engine)
+        if self._answer is not None:
+            self._send_out(self._answer(engine))
+        self._send_out(self._step(engine))
         self._busy_since_s = None
+        return True
+
+    def _send_out(self, events: list[Event]) -> None:
         if events:
             self._outbound.append(events)
             self._post(self._hand_out)
-        return True
 
     def _take(self, engine: E) -> list[Callable[[E], None] | None]:
         """All queued commands; waits for one, or for the engine's next deadline, if it has nothing to do."""

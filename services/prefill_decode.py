@@ -77,6 +77,7 @@ class PrefillDecodeService:
             step=self._idle_checks.step,
             next_deadline_s=lambda engine: engine.next_deadline_s(),
             on_events=self._handle_events,
+            answer=lambda engine: engine.answer(),
         )
         links.metrics.tallies["handoffs"] = lambda: self._outcomes
         links.metrics.gauges["integrity_failures"] = lambda: self._idle_checks.num_failures

@@ -60,7 +60,12 @@ class DecoderScheduler:
         """True if some request could compute something now."""
         if any(request.num_computable_tokens > request.num_computed_tokens for request in self.running):
             return True
-        return any(self._can_admit(request) for request in self.waiting)
+        for request in self.waiting:  # the same order and the same end as in _admit: else the engine would spin
+            if self._can_admit(request):
+                return True
+            if request.num_computable_tokens > 0 and request.next_missing_input is None:
+                return False
+        return False
 
     def schedule(self) -> ScheduledStep:
         """The next step; empty where nothing can run. Blocks for it are allocated."""

@@ -219,7 +219,7 @@ class InputIntake:
             self.events.append(InputStored(request_id, input_id, attempt))  # sent twice: the first one counts
         elif item.state is not InputState.GRANTED or item.attempt != attempt:
             self._reject(request_id, input_id, attempt, "expired")
-        elif item.metadata is None or tuple(tensor.shape) != item.metadata.shape:
+        elif item.metadata is None or _is_not(tensor, item.metadata):
             self._reject(request_id, input_id, attempt, "corrupt")
         else:
             del self._granted[request_id, input_id]
@@ -295,6 +295,10 @@ class InputIntake:
 
 def _grant_order(pair: tuple[Request, RequestInput]) -> tuple[int, int]:
     return pair[0].arrival, pair[1].slot.input_id
+
+
+def _is_not(tensor: torch.Tensor, metadata: InputMetadata) -> bool:
+    return tuple(tensor.shape) != metadata.shape or str(tensor.dtype).removeprefix("torch.") != metadata.dtype
 
 
 def _no_such_input(input_id: int) -> ErrorInfo:
