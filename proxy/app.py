@@ -54,14 +54,13 @@ def run(settings: Settings) -> int:
         log.error("cannot start", error=error.info.message)
         return 1
     with listener:
-        asyncio.run(_serve_until_signal(service, listener))
-    return 0
+        return 0 if asyncio.run(_serve_until_signal(service, listener)) else 1
 
 
 def make_service(settings: Settings, info: ModelInfo, instance_id: str) -> Service:
     """Everything the endpoints need, not started yet.
 
-    Raises TriptychError where the model has no tokenizer or no broker is given.
+    Raises TriptychError where the model has no tokenizer, or the broker is not given or its URL is none.
     """
     if settings.broker is None:
         raise TriptychError("invalid_request", "a proxy needs --broker redis://host:port", "broker")
@@ -70,6 +69,7 @@ def make_service(settings: Settings, info: ModelInfo, instance_id: str) -> Servi
         settings=settings,
         info=info,
         instance_id=instance_id,
+        redis=connect(settings.broker),
         text=TextProcessor(info),
         dispatcher=Dispatcher(settings, metrics, timelines),
         metrics=metrics,
@@ -97,12 +97,10 @@ def make_app(service: Service, port: int) -> FastAPI:
 async def connected(service: Service, port: int) -> AsyncIterator[None]:
     """Open the connections of `service` (broker, workers, media downloads), and close them again."""
     settings = service.settings
-    assert settings.broker is not None
-    redis = connect(settings.broker)
     fetcher = Fetcher(settings)
     service.intake = MediaIntake(settings, fetcher, service.metrics)
     record = _own_record(service, port)
-    service.pool = WorkerPool(Registry(redis, settings.cluster), record, service.dispatcher)
+    service.pool = WorkerPool(Registry(service.redis, settings.cluster), record, service.dispatcher)
     service.pool.start()
     try:
         yield
@@ -111,7 +109,7 @@ async def connected(service: Service, port: int) -> AsyncIterator[None]:
         await fetcher.close()
         service.audio_threads.shutdown(wait=False, cancel_futures=True)
         with contextlib.suppress(RedisError, OSError):
-            await redis.aclose()
+            await service.redis.aclose()
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -152,7 +150,8 @@ class ProxyServer(uvicorn.Server):
         self.should_exit = True
 
 
-async def _serve_until_signal(service: Service, listener: socket.socket) -> None:
+async def _serve_until_signal(service: Service, listener: socket.socket) -> bool:
+    """Returns False where the application did not start; uvicorn has logged why."""
     port = int(listener.getsockname()[1])
     server = ProxyServer(make_app(service, port), service.admission)
     loop = asyncio.get_running_loop()
@@ -161,11 +160,13 @@ async def _serve_until_signal(service: Service, listener: socket.socket) -> None
     log.info("serving", model=service.model_name, host=service.settings.host, port=port)
     await server.serve(sockets=[listener])
     log.info("stopped")
+    return server.started
 
 
 def _own_record(service: Service, port: int) -> InstanceRecord:
     settings = service.settings
-    host = settings.advertise_host or settings.host
+    everywhere = settings.host in ("0.0.0.0", "::")
+    host = settings.advertise_host or (socket.gethostname() if everywhere else settings.host)
     return InstanceRecord(
         instance_id=service.instance_id,
         role="proxy",

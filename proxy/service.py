@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
+from redis.asyncio import Redis
+
 from common.config import Settings
 from common.errors import TriptychError
 from common.messages import Span
@@ -35,6 +37,7 @@ class Service:
     settings: Settings
     info: ModelInfo
     instance_id: str
+    redis: Redis
     text: TextProcessor
     dispatcher: Dispatcher
     metrics: ProxyMetrics

@@ -54,6 +54,13 @@ async def test_a_proxy_registers_serves_and_stops_cleanly_by_a_signal(broker_url
             await process.wait()
 
 
+async def test_a_broker_url_that_is_none_ends_the_process_with_a_hint():
+    process = await _start("localhost:6379", "nobody", "0")
+    _, errors = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == 1
+    assert "try redis://" in errors.decode()
+
+
 async def test_a_taken_port_is_said_and_ends_the_process(broker_url):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
