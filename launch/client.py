@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,21 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from common.errors import TriptychError
-
-MEDIA_TYPES = {
-    ".png": "image/png",
-    ".jpg": "image/jpeg",
-    ".jpeg": "image/jpeg",
-    ".webp": "image/webp",
-    ".gif": "image/gif",
-    ".bmp": "image/bmp",
-    ".wav": "audio/wav",
-    ".flac": "audio/flac",
-    ".mp3": "audio/mpeg",
-    ".ogg": "audio/ogg",
-    ".opus": "audio/ogg",
-    ".m4a": "audio/mp4",
-}
+from launch.media import Media
 
 
 @dataclass(frozen=True)
@@ -41,19 +25,6 @@ class ClientOptions:
     max_tokens: int
     temperature: float
     timeout_s: float
-
-
-@dataclass(frozen=True)
-class Media:
-    """A picture or a clip, as it goes on the wire."""
-
-    name: str
-    type: str
-    data: bytes
-
-    @property
-    def data_url(self) -> str:
-        return f"data:{self.type};base64,{base64.b64encode(self.data).decode()}"
 
 
 @dataclass(frozen=True)
@@ -173,21 +144,47 @@ class ApiClient:
                 _take_event(event, outcome, on_text)
 
     async def _transcribe(self, job: Job, outcome: Outcome, on_text: OnText) -> None:
+        """Streamed where the server can; one that cannot answers in one piece."""
         clip = job.media[0]
-        form = {"model": self._model, "temperature": str(self._options.temperature), "response_format": "json"}
+        form = {"model": self._model, "temperature": str(self._options.temperature), "stream": "true"}
         if job.prompt:
             form["prompt"] = job.prompt
-        response = await self._http.post(
-            "/v1/audio/transcriptions", data=form, files={"file": (clip.name, clip.data, clip.type)}
-        )
-        outcome.request_id = response.headers.get("x-request-id")
-        if not response.is_success:
-            outcome.error = _describe(response, response.content)
-            return
-        body = response.json()
-        outcome.text = str(body["text"])
-        outcome.completion_tokens = (body.get("usage") or {}).get("output_tokens")
-        on_text(outcome.text)
+        files = {"file": (clip.name, clip.data, clip.type)}
+        async with self._http.stream("POST", "/v1/audio/transcriptions", data=form, files=files) as response:
+            outcome.request_id = response.headers.get("x-request-id")
+            if not response.is_success:
+                outcome.error = _describe(response, await response.aread())
+            elif response.headers.get("content-type", "").startswith("text/event-stream"):
+                outcome.error = "the stream ended before the answer did"
+                async for event in _events(response):
+                    _take_transcript(event, outcome, on_text)
+            else:
+                body = json.loads(await response.aread())
+                outcome.text, outcome.completion_tokens = str(body["text"]), _output_tokens(body)
+                on_text(outcome.text)
+
+
+def _take_transcript(event: dict[str, Any], outcome: Outcome, on_text: OnText) -> None:
+    if "error" in event:
+        outcome.error = str(event["error"].get("message", event["error"]))
+    elif event.get("type") == "transcript.text.delta":
+        _take_text(event["delta"], outcome, on_text)
+    elif event.get("type") == "transcript.text.done":
+        outcome.text, outcome.error = str(event["text"]), None
+        outcome.completion_tokens = _output_tokens(event)
+
+
+def _output_tokens(body: dict[str, Any]) -> int | None:
+    return (body.get("usage") or {}).get("output_tokens")
+
+
+def _take_text(text: str, outcome: Outcome, on_text: OnText) -> None:
+    if not text:
+        return
+    if outcome.ttft_s is None:
+        outcome.ttft_s = time.perf_counter() - outcome.began
+    outcome.text += text
+    on_text(text)
 
 
 def _take_event(event: dict[str, Any], outcome: Outcome, on_text: OnText) -> None:
@@ -196,12 +193,7 @@ def _take_event(event: dict[str, Any], outcome: Outcome, on_text: OnText) -> Non
         return
     outcome.request_id = event.get("id", outcome.request_id)
     for choice in event.get("choices", []):
-        text = choice.get("delta", {}).get("content") or ""
-        if text and outcome.ttft_s is None:
-            outcome.ttft_s = time.perf_counter() - outcome.began
-        outcome.text += text
-        if text:
-            on_text(text)
+        _take_text(choice.get("delta", {}).get("content") or "", outcome, on_text)
         if choice.get("finish_reason"):
             outcome.error = None
     if event.get("usage"):
@@ -226,18 +218,3 @@ def _describe(response: httpx.Response, body: bytes) -> str:
     except (ValueError, KeyError, TypeError):
         message = body.decode(errors="replace")[:200] or response.reason_phrase
     return f"HTTP {response.status_code}: {message}"
-
-
-def load_media(path: Path) -> Media:
-    """A picture or audio file, known by its suffix.
-
-    Raises TriptychError("invalid_request") where it is neither, or cannot be read.
-    """
-    media_type = MEDIA_TYPES.get(path.suffix.lower())
-    if media_type is None:
-        known = " ".join(MEDIA_TYPES)
-        raise TriptychError("invalid_request", f"{path}: neither a picture nor audio by its suffix; known: {known}")
-    try:
-        return Media(path.name, media_type, path.read_bytes())
-    except OSError as error:
-        raise TriptychError("invalid_request", f"cannot read {path}: {error.strerror}") from error

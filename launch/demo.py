@@ -16,10 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.children import adopt_orphans
-from launch.client import ApiClient, ClientOptions, Job, Media, Outcome
+from launch.client import ApiClient, ClientOptions, Job, Outcome
 from launch.cluster import LocalCluster
 from launch.console import ConsoleReporter, make_console
 from launch.latency import latency_table, summary
+from launch.media import Media
 from launch.signpost.scenes import QUESTIONS, SIZES, render
 from launch.thumbnail import thumbnail
 from launch.timeline import timeline_table

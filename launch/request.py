@@ -12,9 +12,10 @@ from rich.console import Console
 
 from common.errors import TriptychError
 from launch.answers import AnswerView
-from launch.client import ApiClient, ClientOptions, Job, Outcome, load_media
+from launch.client import ApiClient, ClientOptions, Job, Outcome
 from launch.console import make_console
 from launch.latency import latency_table, summary
+from launch.media import load_media
 
 EXIT_INTERRUPTED = 130
 

@@ -78,7 +78,12 @@ class FakeApi:
         upload = form["file"]
         assert not isinstance(upload, str)
         self.uploads.append((upload.filename or "", upload.content_type or "", len(await upload.read())))
-        return JSONResponse({"text": "spoken words", "usage": {"type": "tokens", "output_tokens": 4}})
+        done = {"text": "spoken words", "usage": {"type": "tokens", "output_tokens": 4}}
+        if "one piece" in form.get("prompt", ""):
+            return JSONResponse(done)
+        events = [{"type": "transcript.text.delta", "delta": piece} for piece in ("spoken", " words")]
+        stream = [_event(event) for event in (*events, {"type": "transcript.text.done", **done})]
+        return StreamingResponse(iter(stream), media_type="text/event-stream")
 
 
 def _event(body: dict[str, Any]) -> str:

@@ -13,8 +13,9 @@ import pytest
 from PIL import Image
 
 from common.errors import TriptychError
-from launch.client import ClientOptions, Job, Outcome, load_media
+from launch.client import ClientOptions, Job, Outcome
 from launch.latency import latency_table, summary
+from launch.media import load_media
 from launch.request import make_jobs, run_requests
 from tests.launch.fake_api import FakeApi
 
@@ -73,11 +74,14 @@ def test_together_puts_all_pictures_into_one_request(api: FakeApi, pictures: lis
     assert [part["type"] for part in body["messages"][0]["content"]] == ["image_url", "image_url", "text"]
 
 
-def test_audio_goes_to_the_transcriptions(api: FakeApi, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("prompt", ["", "answer in one piece"], ids=["streamed", "in one piece"])
+def test_audio_goes_to_the_transcriptions(
+    api: FakeApi, prompt: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "speech.flac").write_bytes(b"fLaC" + bytes(100))
-    assert request(api, [tmp_path / "speech.flac"], "") == 0
+    assert request(api, [tmp_path / "speech.flac"], prompt) == 0
     assert api.uploads == [("speech.flac", "audio/flac", 104)]
-    assert "spoken words" in capsys.readouterr().out
+    assert "✓ speech.flac: spoken words " in capsys.readouterr().out
 
 
 def test_no_more_than_parallel_requests_are_in_flight(api: FakeApi) -> None:
