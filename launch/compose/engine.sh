@@ -33,7 +33,6 @@ engine_start() { # sets DOCKER_HOST and engine_pid; the images live in $scratch
     engine_packages
     engine_socket=$(mktemp -d)/docker.sock # a short path: that of a socket may have 107 characters
     export DOCKER_HOST="unix://$engine_socket" PATH="$cache/engine/usr/bin:$PATH"
-    [ -e /opt/containerd ] && engine_opt=kept || engine_opt=
     # In a session of its own, Ctrl-C does not reach it. If this script dies without a word, so does unshare, and with
     # it the first process of the PID namespace.
     ( engine_environment
@@ -59,6 +58,7 @@ from_host() { # run a command where published ports are reached
 engine_inside() { # SCRATCH SOCKET: the first process in the namespaces
     ip link set lo up
     mount -t tmpfs tmpfs /run
+    [[ $1 == /opt/* ]] || mount -t tmpfs tmpfs /opt # containerd makes a folder there
     echo '{"deprecated-key-path": "'"$1"'/key.json"}' >"$1/daemon.json"
     exec dockerd --config-file "$1/daemon.json" --host "unix://$2" --data-root "$1/data" \
         --exec-root /run/docker --pidfile /run/docker.pid --cgroup-parent /triptych-compose-test
@@ -66,15 +66,13 @@ engine_inside() { # SCRATCH SOCKET: the first process in the namespaces
 
 engine_stop() {
     [ -n "${engine_shell:-}" ] || return 0
-    kill -TERM "$engine_pid" 2>/dev/null || true
-    # dockerd ends its containers within 10 s; whatever is left then dies with the namespace.
-    ( sleep 20 && kill -KILL "$engine_shell" ) 2>/dev/null &
-    local watchdog=$!
+    local waited=0
+    kill -TERM "${engine_pid:-$engine_shell}" 2>/dev/null || true
+    # dockerd ends its containers within 10 s; whatever is left after 20 s dies with the namespace.
+    while kill -0 "$engine_shell" 2>/dev/null && [ $((waited += 1)) -le 100 ]; do sleep 0.2; done
+    kill -KILL "$engine_shell" 2>/dev/null || true
     wait "$engine_shell" 2>/dev/null || true
-    kill "$watchdog" 2>/dev/null || true
     rm -rf "${engine_socket%/*}"
-    # What containerd makes outside of its folders.
-    [ "$engine_opt" ] || rmdir /opt/containerd/* /opt/containerd
     find /sys/fs/cgroup -depth -type d -path '*/triptych-compose-test*' -exec rmdir {} + 2>/dev/null || true
     engine_shell=
 }
