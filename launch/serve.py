@@ -8,6 +8,7 @@ import signal
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 
 from launch.children import adopt_orphans
 from launch.console import ConsoleReporter, make_console
@@ -16,6 +17,12 @@ from launch.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from common.config import Settings
+
+_EXAMPLES = {
+    "image": 'picture.png --prompt "What is in the picture?"',
+    "audio": "speech.flac",
+    None: '--prompt "Name three colours."',
+}
 
 
 def serve(settings: Settings, start_timeout_s: float) -> int:
@@ -31,7 +38,7 @@ def serve(settings: Settings, start_timeout_s: float) -> int:
 
 
 def _announce(plan: Plan) -> str:
-    name, threads = plan.settings.served_model_name, plan.threads()
+    name, threads = escape(str(plan.settings.served_model_name)), plan.threads()
     roles = sorted({role for _, role in plan.topology.workers()})
     shares = ", ".join(f"{threads[role]} for each {role}" for role in roles)
     why = "" if plan.info.media_kind else " (a text-only model: no encoder)"
@@ -53,10 +60,9 @@ async def _serve(plan: Plan, console: Console, start_timeout_s: float) -> int:
 async def _start_and_watch(supervisor: Supervisor, console: Console) -> None:
     await supervisor.start()
     try:
-        base_url = supervisor.plan.base_url
+        plan, base_url = supervisor.plan, supervisor.plan.base_url
         console.print(f"\nOpenAI API at [bold]{base_url}/v1[/] · Ctrl-C stops it · try:", highlight=False)
-        question = "What does the sign say?" if supervisor.plan.info.media_kind == "image" else "Hello"
-        console.print(f"  triptych request --url {base_url} --prompt {question!r}", highlight=False)
+        console.print(f"  triptych request {_EXAMPLES[plan.info.media_kind]} --url {base_url}", highlight=False)
         await supervisor.watch()
     finally:
         await supervisor.stop()
@@ -64,16 +70,20 @@ async def _start_and_watch(supervisor: Supervisor, console: Console) -> None:
 
 def _stop_on_signals(supervisor: Supervisor, work: asyncio.Future[None]) -> asyncio.Event:
     """The first signal cancels the work, which then stops the cluster; the second one kills what is left."""
-    asked = asyncio.Event()
+    asked, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def on_signal() -> None:
-        if asked.is_set():
-            supervisor.kill_now()
-            return
         asked.set()
-        work.cancel()
+        if supervisor.stopping:
+            supervisor.kill_now()
+        else:
+            cancel()
 
-    loop = asyncio.get_running_loop()
+    def cancel() -> None:
+        if not supervisor.stopping and not work.done():
+            work.cancel()
+            loop.call_later(0.2, cancel)  # redis-py may swallow one
+
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         with contextlib.suppress(NotImplementedError):
             loop.add_signal_handler(number, on_signal)

@@ -44,6 +44,11 @@ class Supervisor:
         self._early_end: str | None = None
         self._failed = False
 
+    @property
+    def stopping(self) -> bool:
+        """Whether the end has begun: from then on only `kill_now` makes it come sooner."""
+        return self._stop.is_set()
+
     async def start(self) -> None:
         """Start everything and return once all instances are ready.
 
@@ -142,7 +147,7 @@ class Supervisor:
         from launch.readiness import ReadinessProbe
 
         async with ReadinessProbe(broker_url, self.plan.settings.cluster) as probe:
-            while True:
+            while not self._stop.is_set():  # redis-py may swallow a cancellation
                 for instance in await probe.newly_ready(self.instances):
                     instance.state = "ready"
                     if self._up:
