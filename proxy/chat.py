@@ -33,7 +33,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> AsyncGenerat
             async for event in _stream(service, exchange, body, deltas, usage):
                 yield event
         else:
-            yield await _collect(service, exchange, deltas, usage)
+            yield await _collect(service, exchange, body, deltas, usage)
 
 
 def collect_media(messages: list[Message], kind: MediaKind | None, model: str) -> list[MediaSource]:
@@ -104,16 +104,21 @@ def _transcribe(
     return speech.deltas(body.language, "\n".join(filter(None, texts)) or None), speech.usage
 
 
-async def _collect(service: Service, exchange: Exchange, deltas: AsyncGenerator[Delta], usage: Usage) -> Json:
+async def _collect(
+    service: Service, exchange: Exchange, body: ChatRequest, deltas: AsyncGenerator[Delta], usage: Usage
+) -> Json:
     text, finish = "", None
+    token_ids: list[int] = []
     async for delta in deltas:
         text += delta.text
+        token_ids += delta.token_ids
         finish = delta.finish_reason
     choice = {
         "index": 0,
         "message": {"role": "assistant", "content": text, "refusal": None},
         "logprobs": None,
         "finish_reason": finish,
+        **body.told(token_ids),
     }
     return Json({**_head(service, exchange, "chat.completion"), "choices": [choice], "usage": usage.to_json()})
 
@@ -125,13 +130,14 @@ async def _stream(
     extra: dict[str, Any] = {"usage": None} if body.wants_usage_event else {}
     role: dict[str, str] = {"role": "assistant"}
     async for delta in deltas:
+        told = body.told(delta.token_ids)
         if role or delta.text:
             choice = {"index": 0, "delta": {**role, "content": delta.text}, "logprobs": None, "finish_reason": None}
-            yield Sse({**head, "choices": [choice], **extra})
-            role = {}
+            yield Sse({**head, "choices": [{**choice, **told}], **extra})
+            role, told = {}, body.told(())
         if delta.finish_reason is not None:
             last = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": delta.finish_reason}
-            yield Sse({**head, "choices": [last], **extra})
+            yield Sse({**head, "choices": [{**last, **told}], **extra})
     if body.wants_usage_event:
         yield Sse({**head, "choices": [], "usage": usage.to_json()})
     yield Sse(None)

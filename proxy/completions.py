@@ -29,7 +29,7 @@ async def completions(service: Service, exchange: Exchange) -> AsyncGenerator[Pa
             async for event in _stream(service, exchange, body, generations, merged):
                 yield event
         else:
-            yield await _collect(service, exchange, generations, merged)
+            yield await _collect(service, exchange, body, generations, merged)
 
 
 async def _make_generations(service: Service, exchange: Exchange, body: CompletionRequest) -> list[Generation]:
@@ -66,6 +66,7 @@ async def _token_ids(service: Service, prompt: str | list[int]) -> list[int]:
 async def _collect(
     service: Service,
     exchange: Exchange,
+    body: CompletionRequest,
     generations: list[Generation],
     merged: AsyncGenerator[tuple[int, Delta]],
 ) -> Json:
@@ -73,6 +74,8 @@ async def _collect(
     async for index, delta in merged:
         choices[index]["text"] += delta.text
         choices[index]["finish_reason"] = delta.finish_reason
+    for choice, generation in zip(choices, generations, strict=True):
+        choice.update(body.told(generation.token_ids))
     return Json({**_head(service, exchange), "choices": choices, "usage": _usage(generations)})
 
 
@@ -86,7 +89,8 @@ async def _stream(
     head = _head(service, exchange)
     extra: dict[str, Any] = {"usage": None} if body.wants_usage_event else {}
     async for index, delta in merged:
-        yield Sse({**head, "choices": [_choice(index, delta.text, delta.finish_reason)], **extra})
+        choice = {**_choice(index, delta.text, delta.finish_reason), **body.told(delta.token_ids)}
+        yield Sse({**head, "choices": [choice], **extra})
     if body.wants_usage_event:
         yield Sse({**head, "choices": [], "usage": _usage(generations)})
     yield Sse(None)

@@ -18,10 +18,14 @@ Finish = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Delta:
-    """New text of a job; the last one carries why it ended."""
+    """New text of a job, and the tokens generated since the delta before; the last one carries why it ended.
+
+    Tokens and text need not match piece by piece: text is held back while a character or a stop string may go on.
+    """
 
     text: str
     finish_reason: Finish | None = None
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass
@@ -59,7 +63,7 @@ class Generation:
         """Text as it becomes known. Ends after a delta with a finish reason; a stop string closes `batches`."""
         detokenizer = Detokenizer(self.text, self.job.sampling.stop)
         self.usage.prompt_tokens = len(self.job.prompt_token_ids)
-        first_s = 0.0
+        first_s, num_told = 0.0, 0
         try:
             async with aclosing(batches):
                 async for batch in batches:
@@ -71,7 +75,8 @@ class Generation:
                     if detokenizer.stopped:
                         finish = "stop"
                     if text or finish is not None:
-                        yield Delta(text, finish)
+                        fresh, num_told = tuple(self.token_ids[num_told:]), len(self.token_ids)
+                        yield Delta(text, finish, fresh)
                     if finish is not None:
                         break
         finally:

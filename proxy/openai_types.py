@@ -8,6 +8,7 @@ the value that means "off".
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import (
@@ -98,7 +99,11 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """What chat and text completion share."""
+    """What chat and text completion share.
+
+    `return_token_ids` is vLLM's extension: every choice, or every choice of a streamed chunk, has its generated tokens
+    in `token_ids`, the end of sequence or other token that stopped it included.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -113,6 +118,7 @@ class GenerationRequest(BaseModel):
     stop: str | list[str] | None = None
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(None, max_length=64)
     ignore_eos: bool = False
+    return_token_ids: bool = False
 
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> GenerationRequest:
@@ -143,6 +149,10 @@ class GenerationRequest(BaseModel):
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def told(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        """The field of a choice that tells its tokens, if they were asked for."""
+        return {"token_ids": list(token_ids)} if self.return_token_ids else {}
 
     @property
     def wants_usage_event(self) -> bool:

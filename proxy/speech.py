@@ -70,16 +70,19 @@ class Speech:
         parts = [self._window(index, window, len(windows), prompt) for index, window in enumerate(windows)]
         finish: Finish = "stop"
         begun = False
+        untold: tuple[int, ...] = ()
         async with aclosing(_in_order(merge(parts), len(parts))) as ordered:
             async for index, delta in ordered:
                 text = delta.text if begun else delta.text.lstrip()
                 begun = begun or bool(text)
                 self.segments[index].text += text
+                untold += delta.token_ids
                 if delta.finish_reason == "length":
                     finish = "length"
                 if text:
-                    yield Delta(text)
-        yield Delta("", finish)
+                    yield Delta(text, token_ids=untold)
+                    untold = ()
+        yield Delta("", finish, untold)
 
     async def _window(
         self, index: int, window: audio.Window, num_windows: int, prompt: str | None
