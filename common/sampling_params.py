@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from common.errors import TriptychError
+
+
+MIN_TEMPERATURE: Final = 1e-5
+"""Below this, dividing logits by the temperature overflows: it means greedy."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +36,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0 or self.top_k == 1
+        return self.temperature < MIN_TEMPERATURE or self.top_k == 1
 
     def validate(self) -> SamplingParams:
         """Return self, or raise TriptychError("invalid_request") naming the field and the value."""

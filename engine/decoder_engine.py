@@ -27,6 +27,7 @@ from engine.events import Event, InputMetadata, RequestFailed, TokensReady
 from engine.request import Request
 from engine.runner.decoder import DecoderRunner
 from engine.scheduler.decoder import DecoderScheduler, ScheduledStep
+from engine.scheduler.expectation import InputExpectation
 from engine.scheduler.intake import InputIntake
 
 LEASE_S = 30.0
@@ -51,13 +52,18 @@ class DecoderEngine:
         self.runner = DecoderRunner(info, config)
         self.cache = EncoderCacheManager(config.encoder_cache_bytes)
         self.blocks = BlockManager(BlockPool(self.runner.num_blocks), config.block_size)
-        self.intake = InputIntake(self.cache, self.runner.spec.hidden_size, lease_s)
+        self.intake = InputIntake(self.cache, self._expectation(), lease_s)
         self.scheduler = DecoderScheduler(self.blocks, self.intake, config.max_num_seqs, config.max_num_batched_tokens)
         self.counters = {"steps": 0, "prompt_tokens": 0, "generated_tokens": 0, "requests": 0, "requests_failed": 0}
         self._requests: dict[str, Request] = {}
         self._seeds: dict[str, int] = {}
         self._dirty = False
         self._last_step_tokens = 0
+
+    def _expectation(self) -> InputExpectation:
+        spec, info = self.runner.spec, self.info
+        max_rows = int(info.config["max_source_positions"]) if info.is_encoder_decoder else self.runner.max_model_len
+        return InputExpectation(spec.hidden_size, spec.vocab_size, max_rows, info.placeholder_token_id)
 
     # --- in
 
@@ -159,7 +165,12 @@ class DecoderEngine:
         if step.requests:
             self._run(step)
             self.intake.grant()
-        elif self.intake.num_granted == 0 and (self.intake.take_back() or self.scheduler.yield_blocks()):
+            if self.intake.take_back(only_blocked=True):
+                self.intake.grant()
+            self._dirty = self._dirty or self.intake.is_stuck  # if nothing runs next time, the branch below decides
+        elif self.intake.take_back(only_blocked=False) or (
+            self.intake.num_granted == 0 and self.scheduler.yield_blocks()
+        ):
             self._return_slots()
             self._dirty = True
         self._last_step_tokens = sum(step.num_tokens)

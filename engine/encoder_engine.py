@@ -12,6 +12,7 @@ from common.config import EngineConfig
 from common.errors import ErrorInfo
 from common.model_info import ModelInfo
 from common.telemetry import get_logger
+from engine.counters import encoder_computations
 from engine.device import choose_device, choose_dtype
 from engine.models.registry import load_encoder
 from engine.processors import ProcessedInput
@@ -83,6 +84,7 @@ class EncoderEngine:
         return results
 
     def stats(self) -> dict[str, float]:
+        """Gauges and counters of this moment; `encoder_computations` counts the whole process."""
         return {
             "encoder_queue_items": len(self._scheduler),
             "encoder_batches_total": self._batches,
@@ -90,6 +92,7 @@ class EncoderEngine:
             "encoder_failures_total": self._failures,
             "encoder_batch_items_last": self._last_items,
             "encoder_seconds_total": self._seconds,
+            "encoder_computations": encoder_computations.value,
         }
 
     def _encode(self, items: Sequence[ProcessedInput]) -> list[torch.Tensor | ErrorInfo]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -102,13 +103,15 @@ class LLM:
         self.info = load_model_info(str(model))
         self.config = EngineConfig(**options)
         self.text = TextProcessor(self.info)
-        self.decoder = DecoderEngine(self.info, self.config, "llm")
+        # In one process nobody gets lost: grants do not run out, however slow the encoder is.
+        self.decoder = DecoderEngine(self.info, self.config, "llm", lease_s=math.inf)
         self.encoder = EncoderEngine(self.info, self.config, "llm") if self.info.media_kind else None
         if self.encoder is not None:
             dtype = str(self.decoder.runner.dtype).removeprefix("torch.")
             processors.init_worker(str(self.info.folder), dtype)
         self._live: dict[str, _Live] = {}
         self._ids = itertools.count()
+        self._outputs: list[RequestOutput] = []  # finished, not returned yet
 
     # --- whole batches
 
@@ -118,10 +121,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts; outputs are in their order. Raises the TriptychError of the first that fails."""
-        if isinstance(prompts, str | dict):
-            prompts = [prompts]
-        params = self._params_for(sampling_params, len(prompts))
-        return self._run([self.add(prompt, one) for prompt, one in zip(prompts, params, strict=True)])
+        many = [prompts] if isinstance(prompts, str | dict) else list(prompts)
+        return self._run(self._add_all(many, self._params_for(sampling_params, len(many))))
 
     def chat(
         self,
@@ -133,7 +134,7 @@ class LLM:
             conversations = [conversations]
         params = self._params_for(sampling_params, len(conversations))
         prompts = [self._render(messages) for messages in conversations]
-        return self._run([self.add(prompt, one) for prompt, one in zip(prompts, params, strict=True)])
+        return self._run(self._add_all(prompts, params))
 
     def transcribe(self, audio: Any, *, language: str | None = None, prompt: str | None = None) -> RequestOutput:
         """Speech to text with a Whisper model; a clip of at most one window (30 s)."""
@@ -143,6 +144,18 @@ class LLM:
         params = SamplingParams(**{"temperature": 0.0, **rules})
         request_id = self.add({"prompt_token_ids": token_ids, "multi_modal_data": {"audio": audio}}, params)
         return self._run([request_id])[0]
+
+    def _add_all(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[str]:
+        """All of them, or none."""
+        request_ids: list[str] = []
+        try:
+            for prompt, one in zip(prompts, params, strict=True):
+                request_ids.append(self.add(prompt, one))
+        except BaseException:
+            for request_id in request_ids:
+                self.abort(request_id)
+            raise
+        return request_ids
 
     def _params_for(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
@@ -194,17 +207,36 @@ class LLM:
 
     def abort(self, request_id: str) -> None:
         """Drop a request; unknown ids are fine."""
-        if self._live.pop(request_id, None) is not None:
-            self.decoder.abort(request_id)
+        live = self._live.pop(request_id, None)
+        if live is None:
+            return
+        self.decoder.abort(request_id)
+        if self.encoder is not None:
+            for input_id, attempt in live.attempts.items():
+                self.encoder.cancel((request_id, input_id, attempt))
 
     def step(self) -> list[RequestOutput]:
-        """One step of each engine; returns the requests that have finished. Raises the error of one that failed."""
-        outputs = [output for event in self.decoder.step() if (output := self._handle(event)) is not None]
+        """One step of each engine; returns the requests that have finished.
+
+        Raises the TriptychError of a request that failed; it is gone then, the others go on with the next step.
+        """
+        errors: list[TriptychError] = []
+        for event in self.decoder.step():
+            try:
+                self._handle(event)
+            except TriptychError as error:
+                errors.append(error)
+                self.abort(event.request_id)
         if self.encoder is not None and self.encoder.has_work():
             for result in self.encoder.step():
-                if result.tensor is None:
-                    raise TriptychError("internal_error", f"the encoder failed: {result.error}")
-                self.decoder.deliver(*result.key, result.tensor)
+                if result.tensor is not None:
+                    self.decoder.deliver(*result.key, result.tensor)
+                else:
+                    errors.append(TriptychError("internal_error", f"the encoder failed: {result.error}"))
+                    self.abort(result.key[0])
+        if errors:
+            raise errors[0]
+        outputs, self._outputs = self._outputs, []
         return outputs
 
     def _parse(self, prompt: Prompt) -> tuple[list[int], list[tuple[MediaKind, bytes]]]:
@@ -231,10 +263,10 @@ class LLM:
         metadata = InputMetadata(tuple(item.shape), item.dtype, item.size_bytes, item.layout, content_hash(kind, data))
         self.decoder.offer(request_id, input_id, attempt, metadata, FAR_FUTURE_S)
 
-    def _handle(self, event: Event) -> RequestOutput | None:
+    def _handle(self, event: Event) -> None:
         live = self._live.get(event.request_id)
         if live is None:
-            return None
+            return
         if isinstance(event, InputGranted):
             assert self.encoder is not None
             item = live.processed.pop(event.input_id)
@@ -242,14 +274,15 @@ class LLM:
         elif isinstance(event, InputCached):
             live.processed.pop(event.input_id, None)
         elif isinstance(event, InputLost):
+            if self.encoder is not None:
+                self.encoder.cancel((event.request_id, event.input_id, live.attempts[event.input_id]))
             self._offer(event.request_id, event.input_id)
         elif isinstance(event, InputRefused | RequestFailed):
             raise TriptychError(event.error.code, event.error.message, event.error.param)
         elif isinstance(event, TokensReady):
-            return self._take_tokens(live, event)
-        return None
+            self._take_tokens(live, event)
 
-    def _take_tokens(self, live: _Live, event: TokensReady) -> RequestOutput | None:
+    def _take_tokens(self, live: _Live, event: TokensReady) -> None:
         live.token_ids.extend(event.token_ids)
         reason = event.finish_reason
         if len(live.token_ids) > live.hidden_prefix:
@@ -257,11 +290,13 @@ class LLM:
         if live.detokenizer.stopped:
             reason = "stop"
         if reason is None:
-            return None
+            return
         self.abort(event.request_id)
         completion = CompletionOutput(0, live.text, live.token_ids, reason)
         prompt = live.prompt_token_ids
-        return RequestOutput(event.request_id, prompt, event.num_prompt_tokens, [completion], event.spans)
+        self._outputs.append(
+            RequestOutput(event.request_id, prompt, event.num_prompt_tokens, [completion], event.spans)
+        )
 
 
 def _media_bytes(item: Any) -> bytes:

@@ -73,7 +73,9 @@ class PrefillDecodeService:
         self._outcomes: Counter[str] = Counter()
         self._idle_checks = IdleCheck()
         self.thread: EngineThread[DecoderEngine, Event] = EngineThread(
-            build=lambda: DecoderEngine(links.info, config, links.instance_id),
+            build=lambda: DecoderEngine(
+                links.info, config, links.instance_id, lease_s=links.settings.handoff_timeout_s
+            ),
             step=self._idle_checks.step,
             next_deadline_s=lambda engine: engine.next_deadline_s(),
             on_events=self._handle_events,

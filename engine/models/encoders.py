@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from transformers.models.whisper.modeling_whisper import WhisperEncoder as WhisperEncoderModule
 
+from engine.counters import encoder_computations
 from engine.models.base import CheckpointLayout, EncoderModel
 from engine.processors import ProcessedInput
 
@@ -33,6 +34,7 @@ class Qwen2_5_VLEncoder(EncoderModel):
 
     @torch.inference_mode()
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
+        encoder_computations.add(len(items))
         weight = next(self.module.parameters())
         pixels = np.concatenate([item.arrays["pixel_values"] for item in items])
         grids = np.stack([item.arrays["image_grid_thw"] for item in items])
@@ -56,6 +58,7 @@ class WhisperEncoder(EncoderModel):
 
     @torch.inference_mode()
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
+        encoder_computations.add(len(items))
         weight = next(self.module.parameters())
         features = torch.from_numpy(np.stack([item.arrays["input_features"] for item in items]))
         output = self.module(features.to(weight.device, weight.dtype))

@@ -31,6 +31,7 @@ from engine.events import (
     InputStored,
 )
 from engine.request import InputState, Request, RequestInput
+from engine.scheduler.expectation import InputExpectation
 
 MAX_ENDED = 8192
 """Ended requests remembered, so that a late offer is answered as cancelled."""
@@ -41,11 +42,12 @@ MAX_EARLY_OFFERS = 8192
 class InputIntake:
     """Inputs of all requests of one engine. Events are appended to `events`; the engine hands them out."""
 
-    def __init__(self, cache: EncoderCacheManager, hidden_size: int, lease_s: float) -> None:
+    def __init__(self, cache: EncoderCacheManager, expectation: InputExpectation, lease_s: float) -> None:
+        """A grant lasts `lease_s`; offers that do not meet `expectation` are refused."""
         self.cache = cache
         self.events: list[Event] = []
         self.counters = {"leases_expired": 0, "inputs_revoked": 0, "inputs_stored": 0, "inputs_rejected": 0}
-        self._hidden_size = hidden_size
+        self._expectation = expectation
         self._lease_s = lease_s
         self._requests: dict[str, Request] = {}
         self._early: OrderedDict[tuple[str, int], tuple[int, InputMetadata, float]] = OrderedDict()
@@ -70,8 +72,7 @@ class InputIntake:
             return
         self._pending = [pair for pair in self._pending if pair[0] is not request]
         for item in request.inputs:
-            if item.state is InputState.OFFERED:
-                self.events.append(InputCancelled(request.request_id, item.slot.input_id, item.attempt))
+            self._cancel(request, item)
             self._drop(request, item)
 
     def forget(self, request_id: str) -> None:
@@ -126,12 +127,9 @@ class InputIntake:
             )
         if metadata.content_hash != item.slot.content_hash:
             return ErrorInfo("invalid_request", f"input {item.slot.input_id} is offered with another content hash")
-        if metadata.shape != (metadata.layout.num_encoder_tokens, self._hidden_size):
-            return ErrorInfo(
-                "invalid_request",
-                f"input {item.slot.input_id} has shape {list(metadata.shape)}, expected "
-                f"[{metadata.layout.num_encoder_tokens}, {self._hidden_size}]: do both serve the same model?",
-            )
+        fault = self._expectation.fault(metadata)
+        if fault is not None:
+            return ErrorInfo("invalid_request", f"input {item.slot.input_id}: {fault}")
         known = item.metadata
         if known is not None and known.layout != metadata.layout:
             return ErrorInfo("invalid_request", f"input {item.slot.input_id} is offered again with another layout")
@@ -140,6 +138,7 @@ class InputIntake:
     def _accept(
         self, request: Request, item: RequestInput, attempt: int, metadata: InputMetadata, deadline_s: float
     ) -> None:
+        self._cancel(request, item)
         self._drop(request, item)
         self._pending = [pair for pair in self._pending if pair[1] is not item]
         item.attempt, item.metadata, item.deadline_s = attempt, metadata, deadline_s
@@ -180,32 +179,36 @@ class InputIntake:
     def num_granted(self) -> int:
         return len(self._granted)
 
-    def take_back(self) -> bool:
-        """Nothing can run and nothing is on its way: make room for the oldest offer, at the youngest holders' cost.
+    @property
+    def is_stuck(self) -> bool:
+        """True if offers wait for room and nothing is on its way that would make some."""
+        return bool(self._pending) and not self._granted
 
-        Returns False where there was nothing to take back.
+    def take_back(self, *, only_blocked: bool) -> bool:
+        """The oldest offer found no room, and nothing is on its way: make room, at the cost of the youngest holders.
+
+        `only_blocked` spares inputs that the prefill will reach by itself, and takes those that stand behind a
+        missing one of their request. Returns False where there was nothing to take back.
         """
         if self._granted or not self._pending:
             return False
         request, item = self._pending[0]
         assert item.metadata is not None
-        holders = [
-            (holder, held)
-            for holder in self._requests.values()
-            for held in holder.inputs
-            if held.state is InputState.READY
-        ]
-        holders.sort(key=_grant_order, reverse=True)
         revoked = 0
-        for holder, held in holders:
-            if self.cache.can_reserve(item.metadata.size_bytes) or _grant_order((holder, held)) < _grant_order(
-                (request, item)
-            ):
+        for holder, held in sorted(self._ready_inputs(), key=_grant_order, reverse=True):
+            oldest_first = _grant_order((holder, held)) < _grant_order((request, item))
+            if oldest_first or self.cache.can_reserve(item.metadata.size_bytes):
                 break
+            if only_blocked and not _is_blocked(holder, held):
+                continue
             self._lose(holder, held)
             revoked += 1
         self.counters["inputs_revoked"] += revoked
         return revoked > 0
+
+    def _ready_inputs(self) -> list[tuple[Request, RequestInput]]:
+        requests = self._requests.values()
+        return [(holder, item) for holder in requests for item in holder.inputs if item.state is InputState.READY]
 
     # --- tensors
 
@@ -269,13 +272,18 @@ class InputIntake:
             self._lose(self._requests[request_id], self._granted[request_id, input_id])
         for request, item in [pair for pair in self._pending if pair[1].deadline_s <= now_s]:
             self._pending.remove((request, item))
-            self.events.append(InputCancelled(request.request_id, item.slot.input_id, item.attempt))
             self._lose(request, item)
         for key in [key for key, (_, _, deadline_s) in self._early.items() if deadline_s <= now_s]:
             attempt, _, _ = self._early.pop(key)
             self.events.append(InputCancelled(*key, attempt))
 
+    def _cancel(self, request: Request, item: RequestInput) -> None:
+        """Tell the sender of an unfinished handoff that it need not go on."""
+        if item.state in (InputState.OFFERED, InputState.GRANTED):
+            self.events.append(InputCancelled(request.request_id, item.slot.input_id, item.attempt))
+
     def _lose(self, request: Request, item: RequestInput) -> None:
+        self._cancel(request, item)
         self._drop(request, item)
         item.state = InputState.MISSING
         self.events.append(InputLost(request.request_id, item.slot.input_id))
@@ -295,6 +303,11 @@ class InputIntake:
 
 def _grant_order(pair: tuple[Request, RequestInput]) -> tuple[int, int]:
     return pair[0].arrival, pair[1].slot.input_id
+
+
+def _is_blocked(request: Request, item: RequestInput) -> bool:
+    """True if the prefill cannot reach this input before another one has come."""
+    return item.start is None or item.start >= request.num_computable_tokens
 
 
 def _is_not(tensor: torch.Tensor, metadata: InputMetadata) -> bool:

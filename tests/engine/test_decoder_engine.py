@@ -321,3 +321,33 @@ def test_requests_that_wait_for_pictures_do_not_keep_others_out(vision: ModelInf
     for number in range(4):
         engine.abort(f"r{number}")
     assert engine.is_empty()
+
+
+@pytest.mark.parametrize("neighbour", ["prefix only", "always decoding"])
+def test_an_early_picture_gets_in_although_later_ones_hold_the_room(vision: ModelInfo, neighbour: str) -> None:
+    """Pictures 1 and 2 fill the cache before picture 0 is offered, beside a neighbour that keeps the engine busy."""
+    hidden = int(vision.text_config["hidden_size"])
+    engine = engine_for(vision, encoder_cache_bytes=6 * hidden * 4)
+    token_ids, slots = with_pictures(vision, "late", [3, 3, 3])
+    engine.add_request("late", token_ids, slots, GREEDY)
+    for number in (1, 2):
+        offer(engine, vision, slots[number], "late", 3)
+    engine.step()
+    for number in (1, 2):
+        engine.deliver("late", number, 0, rows(vision, number, 3))
+    engine.step()
+    if neighbour == "prefix only":
+        busy_ids, busy_slots = with_pictures(vision, "busy", [3])
+        engine.add_request("busy", busy_ids, busy_slots, GREEDY)
+    else:
+        endless = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)
+        engine.add_request("busy", prompt(5, 8), [], endless)
+    offer(engine, vision, slots[0], "late", 3)
+    granted: list[Event] = []
+    for _ in range(20):
+        if not engine.has_work():
+            break
+        granted += [event for event in engine.step() if isinstance(event, InputGranted)]
+        engine.check_integrity()
+    assert [(event.request_id, event.input_id) for event in granted] == [("late", 0)]
+    assert engine.stats()["inputs_revoked_total"] == 1

@@ -20,6 +20,7 @@ from engine.events import (
     InputStored,
 )
 from engine.request import InputState, Request
+from engine.scheduler.expectation import InputExpectation
 from engine.scheduler.intake import InputIntake
 
 HIDDEN = 4
@@ -40,7 +41,9 @@ class Desk:
 
     def __init__(self, budget_rows: int, lease_s: float = FAR_S) -> None:
         self.cache = EncoderCacheManager(budget_rows * HIDDEN * 4)
-        self.intake = InputIntake(self.cache, HIDDEN, lease_s)
+        self.intake = InputIntake(
+            self.cache, InputExpectation(HIDDEN, vocab_size=20, max_rows=50, placeholder=PAD), lease_s
+        )
         self.requests: dict[str, Request] = {}
 
     def request(self, name: str, *hashes: str) -> Request:
@@ -109,6 +112,40 @@ def test_an_item_over_the_whole_budget_is_refused_with_both_numbers() -> None:
     assert "64" in event.error.message
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        InputLayout(3, [(PAD, 4)]),
+        InputLayout(3, [(PAD, 5), (PAD, -2)]),
+        InputLayout(3, [(PAD, 3), (99, 1)]),
+        InputLayout(3, [(PAD, 3), (1, 10**9)]),
+        InputLayout(3, []),
+        InputLayout(3, [(PAD, 3)], (1, 2, 2)),
+        InputLayout(0, []),
+    ],
+    ids=["too many", "negative", "unknown token", "endless", "none", "other grid", "nothing"],
+)
+def test_an_offer_that_does_not_fit_the_model_is_refused(layout: InputLayout) -> None:
+    desk = Desk(4)
+    request = desk.request("a", "h0")
+    rows = layout.num_encoder_tokens
+    offered = InputMetadata((rows, HIDDEN), "float32", rows * HIDDEN * 4, layout, "h0")
+    desk.intake.offer("a", 0, 0, offered, FAR_S)
+    [event] = desk.events()
+    assert isinstance(event, InputRefused)
+    assert event.error.code == "invalid_request"
+    assert request.token_ids == [1]
+
+
+def test_ending_a_request_tells_the_encoder_that_holds_its_grant() -> None:
+    desk = Desk(4)
+    request = desk.request("a", "h0")
+    desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
+    desk.events()
+    desk.intake.end_request(request)
+    assert desk.events() == [InputCancelled("a", 0, 0)]
+
+
 def test_equal_content_is_sent_once() -> None:
     desk = Desk(4)
     desk.request("a", "h0")
@@ -129,7 +166,7 @@ def test_who_waited_for_equal_content_gets_a_grant_when_the_first_is_aborted() -
         desk.intake.offer(name, 0, 0, metadata(3), FAR_S)
     desk.events()
     desk.intake.end_request(first)
-    assert kinds(desk.events()) == [(InputGranted, "b")]
+    assert kinds(desk.events()) == [(InputCancelled, "a"), (InputGranted, "b")]
     desk.intake.deliver("a", 0, 0, tensor(3))
     assert desk.events() == [InputRejected("a", 0, 0, "cancelled")]
 
@@ -152,7 +189,7 @@ def test_a_lease_that_runs_out_gives_its_room_back_and_asks_again() -> None:
     desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
     desk.events()
     desk.intake.expire(FAR_S / 2)
-    assert desk.events() == [InputLost("a", 0)]
+    assert desk.events() == [InputCancelled("a", 0, 0), InputLost("a", 0)]
     assert desk.cache.used_bytes == 0
     desk.intake.deliver("a", 0, 0, tensor(3))
     assert desk.events() == [InputRejected("a", 0, 0, "expired")]
@@ -194,7 +231,7 @@ def test_later_pictures_that_came_first_make_room_for_the_next_one() -> None:
         desk.intake.deliver("a", number, 0, tensor(2))
     desk.intake.offer("a", 0, 0, metadata(2), FAR_S)
     desk.events()
-    assert desk.intake.take_back()
+    assert desk.intake.take_back(only_blocked=False)
     assert kinds(desk.events()) == [(InputLost, "a"), (InputGranted, "a")]
     assert [item.state for item in request.inputs] == [InputState.GRANTED, InputState.READY, InputState.MISSING]
 
@@ -239,7 +276,7 @@ def test_any_burst_drains_within_its_budget(seed: int) -> None:
         elif desk.intake.num_granted:
             desk.intake.expire(FAR_S * 2)
         elif not runnable and not events:
-            assert desk.intake.take_back(), "nothing moves"
+            assert desk.intake.take_back(only_blocked=False), "nothing moves"
         if runnable:
             desk.consume(rng.choice(runnable))
         assert desk.cache.used_bytes <= desk.cache.capacity_bytes

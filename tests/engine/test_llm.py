@@ -1,0 +1,61 @@
+"""LLM: one request that fails takes nothing from the others."""
+
+import pytest
+
+from common.errors import TriptychError
+from common.sampling_params import SamplingParams
+from engine.llm import LLM
+from tests import tiny_models
+from tests.engine.models.media import encoded, noise
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    path = tmp_path_factory.mktemp("vision")
+    tiny_models.make_qwen2_5_vl(path)
+    hidden = 4 * int(LLM(path).info.text_config["hidden_size"])
+    return LLM(path, encoder_cache_bytes=hidden * 20)
+
+
+def with_picture(llm: LLM, size: tuple[int, int]) -> dict[str, object]:
+    token_ids = [5, llm.info.placeholder_token_id or 0, 6]
+    return {"prompt_token_ids": token_ids, "multi_modal_data": {"image": encoded(noise(*size))}}
+
+
+def run(llm: LLM, request_ids: list[str]) -> tuple[dict[str, list[int]], list[str]]:
+    tokens: dict[str, list[int]] = {}
+    errors = []
+    while len(tokens) + len(errors) < len(request_ids):
+        try:
+            tokens |= {output.request_id: output.outputs[0].token_ids for output in llm.step()}
+        except TriptychError as error:
+            errors.append(error.info.code)
+    return tokens, errors
+
+
+def test_a_request_that_fails_leaves_its_neighbours_whole(llm: LLM) -> None:
+    small, text = with_picture(llm, (56, 56)), {"prompt_token_ids": [5, 6, 7]}
+    expected = [output.outputs[0].token_ids for output in llm.generate([small, text], GREEDY)]  # type: ignore[list-item]
+    large = with_picture(llm, (196, 196))
+    ids = [llm.add(prompt, GREEDY) for prompt in (small, large, text)]  # type: ignore[arg-type]
+    tokens, errors = run(llm, ids)
+    assert errors == ["item_too_large"]
+    assert [tokens[ids[0]], tokens[ids[2]]] == expected
+    assert llm.decoder.is_empty()
+    assert llm.encoder is not None
+    assert not llm.encoder.has_work()
+
+
+def test_a_batch_with_a_bad_prompt_leaves_nothing_behind(llm: LLM) -> None:
+    broken = {"prompt_token_ids": [5, 6], "multi_modal_data": {"image": encoded(noise(56, 56))}}
+    with pytest.raises(TriptychError, match="0 media placeholders for 1"):
+        llm.generate([{"prompt_token_ids": [5, 6, 7]}, broken], GREEDY)  # type: ignore[list-item]
+    assert llm.decoder.is_empty()
+
+
+def test_pictures_are_counted_where_they_are_computed(llm: LLM) -> None:
+    before = llm.decoder.stats()["encoder_computations"]
+    llm.generate([with_picture(llm, (84, 56))], GREEDY)  # type: ignore[list-item]
+    assert llm.decoder.stats()["encoder_computations"] == before + 1
