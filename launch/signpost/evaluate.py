@@ -134,10 +134,14 @@ def _groups(scene: Scene, kind: str) -> list[str]:
     groups = [kind]
     if kind == "text":
         groups += [f"text, {len(scene.answers['text'])} characters", f"text, {scene.text_kind}", f"text, {scene.face}"]
-        groups.append("text, type of 14 to 17 px" if scene.type_size < 18 else "text, type of 18 px and more")
+        groups.append(f"text, type of {_type_range(scene.type_size)}")
     elif scene.unseen_pair and kind in ("colour", "shape"):
         groups.append(f"{kind}, unseen pair")
     return groups
+
+
+def _type_range(size: int) -> str:
+    return next((f"{low} and {low + 1} px" for low in (14, 16) if size < low + 2), "18 px and more")
 
 
 def evaluate_follow_ups(model: Signpost, drawn: Sequence[Scene], rng: random.Random) -> Hits:
