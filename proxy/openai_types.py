@@ -75,6 +75,8 @@ _OFF: Final[dict[str, tuple[Any, ...]]] = {
     "add_special_tokens": (None, False),
 }
 """Unsupported fields and the values that mean that they are not used."""
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""What fits the wire: bigger integers are refused here, where the field can be named."""
 _OFF_LOOP_BYTES: Final = 256 * 2**10
 """Bodies above this are parsed in a thread."""
 
@@ -113,10 +115,10 @@ class GenerationRequest(BaseModel):
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    seed: Seed | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(None, max_length=64)
+    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = Field(None, max_length=64)
     ignore_eos: bool = False
     return_token_ids: bool = False
 

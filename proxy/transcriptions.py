@@ -17,6 +17,7 @@ from common.sampling_params import SamplingParams
 from proxy.errors import from_validation
 from proxy.exchange import Exchange, Json, Payload, Plain, Sse
 from proxy.generation import Delta
+from proxy.openai_types import Seed
 from proxy.service import Service
 from proxy.speech import Segment, Speech
 
@@ -35,7 +36,7 @@ class TranscriptionForm(BaseModel):
     temperature: float = Field(0.0, ge=0, le=2)
     timestamp_granularities: list[Literal["segment"]] = []
     stream: bool = False
-    seed: int | None = None
+    seed: Seed | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
 
 

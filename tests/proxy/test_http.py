@@ -64,6 +64,10 @@ BAD_CHATS = (
     (_chat(stop=""), "stop"),
     (_chat(language="en"), "language"),
     (_chat(seed="x"), "seed"),
+    (_chat(seed=2**70), "seed"),
+    (_chat(top_k=2**70), "top_k"),
+    (_chat(stop_token_ids=[5, 2**70]), "stop_token_ids[1]"),
+    (_chat(stop_token_ids=[-1]), "stop_token_ids[0]"),
 )
 
 
@@ -153,6 +157,10 @@ BAD_COMPLETIONS = (
     ({}, "prompt"),
     ({"prompt": {"a": 1}}, "prompt"),
     ({"prompt": ["x", 5]}, "prompt"),
+    ({"prompt": [2**70]}, "prompt"),
+    ({"prompt": "x", "seed": -(2**70)}, "seed"),
+    ({"prompt": "x", "top_k": 2**70}, "top_k"),
+    ({"prompt": "x", "max_tokens": 2**70}, "prompt"),
 )
 
 

@@ -110,6 +110,7 @@ BAD_FORMS = (
     ({"language": "klingon"}, 400, "language"),
     ({"response_format": "srt"}, 400, "response_format"),
     ({"temperature": "hot"}, 400, "temperature"),
+    ({"seed": str(2**70)}, 400, "seed"),
     ({"model": "other"}, 404, "model"),
     ({"chunking_strategy": "auto"}, 400, "chunking_strategy"),
     ({"timestamp_granularities[]": "word"}, 400, "timestamp_granularities[0]"),
