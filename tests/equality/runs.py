@@ -37,7 +37,7 @@ def answer_all(
         assert time.monotonic() < deadline_s, f"no end after {DEADLINE_S} s: {llm.decoder.stats()}"
     assert llm.decoder.is_empty(), llm.decoder.stats()
     prefixes = [len(case.rules.get("prefix_allowed", ())) for case in cases]
-    return [_strip(llm.info, answers[request_id], prefix) for request_id, prefix in zip(order, prefixes, strict=True)]
+    return [strip(llm.info, answers[request_id], prefix) for request_id, prefix in zip(order, prefixes, strict=True)]
 
 
 def expected_of(cases: Sequence[Case]) -> list[list[int]]:
@@ -64,6 +64,7 @@ def _sampling(case: Case, max_tokens: int) -> SamplingParams:
     return SamplingParams(**{**case.rules, "temperature": 0.0, "max_tokens": max_tokens + prefix})
 
 
-def _strip(info: ModelInfo, tokens: list[int], prefix: int) -> list[int]:
+def strip(info: ModelInfo, tokens: list[int], prefix: int = 0) -> list[int]:
+    """Without so many tokens of a generated prefix, and without the end-of-sequence token if it is the last one."""
     tokens = tokens[prefix:]
     return tokens[:-1] if tokens and tokens[-1] in info.eos_token_ids else tokens

@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 import openai
-from openai.types.chat import ChatCompletion
 from prometheus_client.parser import text_string_to_metric_families
 from redis import Redis
 
@@ -21,11 +20,12 @@ from common.model_info import ModelInfo, load_model_info
 from common.text import TextProcessor
 from launch.cluster import LocalCluster
 from tests.equality.cases import Case
+from tests.equality.runs import strip
 
 START_TIMEOUT_S = 150.0
 ANSWER_TIMEOUT_S = 120.0
 IDLE_TIMEOUT_S = 10.0
-HELD_BY_WORKERS = (
+HELD = (
     "requests_outstanding",
     "requests_running",
     "requests_waiting",
@@ -33,25 +33,35 @@ HELD_BY_WORKERS = (
     "encoder_cache_references",
     "inputs_pending",
     "inputs_granted",
-    "encoder_items",
-    "encoder_held_bytes",
-    "handoffs_open",
-    "preprocess_waiting",
     "channel_messages_waiting",
     "proxy_inflight",
     "proxy_flights",
 )
-"""Gauges that are zero where nothing is held."""
+"""Gauges that are zero where nothing is held; each is found on some instance."""
+HELD_BY_ENCODERS = (
+    "encoder_items_open",
+    "encoder_items_computing",
+    "encoder_queue_items",
+    "encoder_held_bytes",
+    "handoffs_open",
+    "preprocess_waiting",
+)
+"""The same; a text model's cluster has none of them."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client sees of an answer. `num_tokens` counts the end-of-sequence token where there was one."""
+    """What a client sees of an answer. `num_tokens` counts the end-of-sequence token, `token_ids` are without it.
+
+    None is what the API does not tell: of a transcription why it ended, of a streamed one its tokens, of one in one
+    piece how many there were.
+    """
 
     text: str
-    num_tokens: int
-    num_prompt_tokens: int
-    finish_reason: str
+    token_ids: list[int] | None
+    num_tokens: int | None
+    num_prompt_tokens: int | None
+    finish_reason: str | None
     request_id: str = ""
 
 
@@ -84,17 +94,12 @@ class Served:
         """One request, its answer in one piece."""
         if "file" in case.http:
             return await self._transcribe(client, case, max_tokens)
-        options: Any = {"model": self.info.name, "temperature": 0, "max_tokens": max_tokens}
-        if "prompt" in case.http:
-            completion = await client.completions.create(prompt=case.http["prompt"], **options)
-            text = completion.choices[0].text
-        else:
-            completion = await client.chat.completions.create(messages=case.http["messages"], **options)
-            assert isinstance(completion, ChatCompletion)
-            text = completion.choices[0].message.content
-        assert completion.usage is not None
+        create, options = self._completion(client, case, max_tokens)
+        completion = await create(**options)
+        [choice] = completion.choices
+        text = choice.text if "prompt" in case.http else choice.message.content
         usage = (completion.usage.completion_tokens, completion.usage.prompt_tokens)
-        return Answer(text or "", *usage, completion.choices[0].finish_reason, completion.id)
+        return Answer(text or "", strip(self.info, choice.token_ids), *usage, choice.finish_reason, completion.id)
 
     async def stream(self, client: openai.AsyncOpenAI, case: Case, max_tokens: int, begun: asyncio.Event) -> Answer:
         """One request, its answer in pieces; `begun` is set at the first one, and at the end at the latest."""
@@ -108,24 +113,26 @@ class Served:
     async def _stream_completion(
         self, client: openai.AsyncOpenAI, case: Case, max_tokens: int, begun: asyncio.Event
     ) -> Answer:
-        options: Any = {
-            "model": self.info.name,
-            "temperature": 0,
-            "max_tokens": max_tokens,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        create: Any = client.completions.create if "prompt" in case.http else client.chat.completions.create
-        text, finish, usage, request_id = "", "", (0, 0), ""
-        async for chunk in await create(**case.http, **options):
+        create, options = self._completion(client, case, max_tokens)
+        text, finish, usage, request_id = "", None, (0, 0), ""
+        token_ids: list[int] = []
+        async for chunk in await create(**options, stream=True, stream_options={"include_usage": True}):
             request_id = chunk.id
             for choice in chunk.choices:
                 begun.set()
                 text += (choice.text if "prompt" in case.http else choice.delta.content) or ""
+                token_ids += choice.token_ids
                 finish = choice.finish_reason or finish
             if chunk.usage is not None:
                 usage = (chunk.usage.completion_tokens, chunk.usage.prompt_tokens)
-        return Answer(text, *usage, finish, request_id)
+        return Answer(text, strip(self.info, token_ids), *usage, finish, request_id)
+
+    def _completion(self, client: openai.AsyncOpenAI, case: Case, max_tokens: int) -> tuple[Any, dict[str, Any]]:
+        """The call of OpenAI's client for a case of text or pictures, and its arguments."""
+        options = {"model": self.info.name, "temperature": 0, "max_tokens": max_tokens}
+        options["extra_body"] = {"return_token_ids": True}
+        create = client.completions.create if "prompt" in case.http else client.chat.completions.create
+        return create, {**case.http, **options}
 
     async def _stream_transcription(
         self, client: openai.AsyncOpenAI, case: Case, max_tokens: int, begun: asyncio.Event
@@ -135,14 +142,14 @@ class Served:
         async for event in await create(model=self.info.name, **case.http, stream=True, extra_body=extra):
             begun.set()
             if event.type == "transcript.text.done":
-                return Answer(event.text, event.usage.output_tokens, event.usage.input_tokens, "")
+                return Answer(event.text, None, event.usage.output_tokens, event.usage.input_tokens, None)
         raise AssertionError("the stream ended before the transcript did")
 
     async def _transcribe(self, client: openai.AsyncOpenAI, case: Case, max_tokens: int) -> Answer:
-        result: Any = await client.audio.transcriptions.create(
-            model=self.info.name, **case.http, extra_body={"max_completion_tokens": max_tokens}
-        )
-        return Answer(result.text, result.usage.output_tokens, result.usage.input_tokens, "")
+        create: Any = client.audio.transcriptions.create
+        extra = {"max_completion_tokens": max_tokens}
+        result = await create(model=self.info.name, **case.http, response_format="verbose_json", extra_body=extra)
+        return Answer(result.text, [token for part in result.segments for token in part.tokens], None, None, None)
 
     # --- what is held
 
@@ -156,9 +163,11 @@ class Served:
     def held(self) -> dict[str, float]:
         """Everything that is not zero though it should be when nothing runs: gauges, stream entries, strange keys."""
         found: dict[str, float] = {}
-        for instance_id in self.cluster.instances:
-            gauges = self.gauges(instance_id)
-            found |= {f"{instance_id} {name}": gauges[name] for name in HELD_BY_WORKERS if gauges.get(name)}
+        gauges = {instance_id: self.gauges(instance_id) for instance_id in self.cluster.instances}
+        for name in (*HELD, *(HELD_BY_ENCODERS if self.info.media_kind is not None else ())):
+            values = {instance_id: numbers[name] for instance_id, numbers in gauges.items() if name in numbers}
+            assert values, f"no instance has a gauge {name}"
+            found |= {f"{instance_id} {name}": value for instance_id, value in values.items() if value}
         for key in self.keys():
             kind = key.rpartition(":")[2]
             if kind in ("metadata", "allocated", "injected"):

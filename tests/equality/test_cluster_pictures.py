@@ -17,7 +17,7 @@ from launch.signpost import scenes
 from tests.equality.cases import MAX_TOKENS as LIMITS
 from tests.equality.cases import Case
 from tests.equality.media import data_url, png
-from tests.equality.runs import answer_all, expected_of
+from tests.equality.runs import answer_all, expected_of, strip
 from tests.equality.served import Served, serve
 
 pytestmark = pytest.mark.cluster
@@ -57,6 +57,9 @@ async def assert_equal_to_llm(served: Served, llm: LLM, cases: list[Case]) -> No
     ]
     right = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
     answers = await served.answer_all(cases, MAX_TOKENS)
+    assert [answer.token_ids for answer in answers] == [
+        strip(llm.info, output.outputs[0].token_ids) for output in right
+    ]
     assert [answer.text for answer in answers] == [output.outputs[0].text for output in right]
     assert [answer.num_tokens for answer in answers] == [len(output.outputs[0].token_ids) for output in right]
     assert [answer.num_prompt_tokens for answer in answers] == [output.num_prompt_tokens for output in right]
@@ -70,6 +73,7 @@ async def test_the_bundled_model_answers_as_under_transformers(
     assert answer_all(llm, cases, MAX_TOKENS) == expected_of(cases)
     for one_by_one in (False, True):
         answers = await served.answer_all(cases, MAX_TOKENS, one_by_one=one_by_one)
+        assert [answer.token_ids for answer in answers] == expected_of(cases)
         assert [answer.text for answer in answers] == [llm.text.decode(case.expected) for case in cases]
     await served.wait_until_nothing_is_held()
 

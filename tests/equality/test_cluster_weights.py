@@ -9,6 +9,7 @@ import pytest
 from tests.equality.cases import Case
 from tests.equality.media import recording
 from tests.equality.references import Reference
+from tests.equality.runs import expected_of
 from tests.equality.served import serve
 
 pytestmark = [pytest.mark.cluster, pytest.mark.weights]
@@ -42,6 +43,7 @@ async def test_chats_read_as_under_transformers(smollm2: Path, broker_url: str) 
             prompt = served.text.render_chat(messages)
             cases.append(Case(prompt, reference.generate(prompt, CHAT_TOKENS), http={"messages": messages}))
         answers = await served.answer_all(cases, CHAT_TOKENS)
+        assert [answer.token_ids for answer in answers] == expected_of(cases)
         assert [answer.text for answer in answers] == [served.text.decode(case.expected) for case in cases]
         assert "Paris" in answers[0].text
         await served.wait_until_nothing_is_held()
