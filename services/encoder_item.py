@@ -11,10 +11,11 @@ from typing import Any
 
 import msgspec
 import torch
+from redis.exceptions import RedisError
 
 from broker.handoff import Handoff, HandoffSender, Key
 from common.errors import TriptychError
-from common.messages import Encode, Offer, Span
+from common.messages import Encode, InstanceRecord, Offer, Span
 from common.telemetry import SpanRecorder
 from engine.encoder_engine import EncoderEngine, EncoderResult
 from engine.processors import ProcessedInput
@@ -120,10 +121,17 @@ class ItemPipeline:
             deadline_s=min(message.deadline_s, time.time() + self._links.settings.handoff_timeout_s),
         )
         recorder.start("grant")
-        receiver = self._handoffs.lately_seen(message.destination)
-        handoff = await self._handoffs.offer(offer, receiver or await self._links.registry.get(message.destination))
+        handoff = await self._handoffs.offer(offer, await self._receiver(message.destination))
         recorder.end("grant")
         return handoff
+
+    async def _receiver(self, instance_id: str) -> InstanceRecord | None:
+        """Who gets the output; None if it is not registered. Raises TriptychError("unavailable") without a broker."""
+        try:
+            return self._handoffs.lately_seen(instance_id) or await self._links.registry.get(instance_id)
+        except RedisError as error:
+            message = f"the broker does not answer, and {instance_id} cannot be looked up: {error}"
+            raise TriptychError("unavailable", message) from error
 
     async def _encode(self, key: Key, item: ProcessedInput) -> Encoding:
         done: asyncio.Future[Encoding] = asyncio.get_running_loop().create_future()

@@ -11,6 +11,7 @@ import pytest
 import zmq.asyncio
 from redis.asyncio import Redis
 
+from broker.redis_client import connect
 from broker.registry import Registry
 from common.errors import ErrorInfo, TriptychError
 from common.hashing import content_hash
@@ -118,6 +119,17 @@ async def test_a_receiver_of_another_model_gets_nothing(setting: Setting) -> Non
     await registry.unregister()
     assert error is not None
     assert all(word in error.message for word in ("w0", "stranger", "beef", setting.peer.record.fingerprint))
+
+
+async def test_a_receiver_that_cannot_be_looked_up_may_be_asked_for_again(setting: Setting) -> None:
+    pipeline = setting.worker.role._pipeline
+    async with connect("redis://127.0.0.1:1", retries=0) as nobody:
+        pipeline._links = dataclasses.replace(pipeline._links, registry=Registry(nobody, CLUSTER))
+        await setting.encode("r", to="never seen")
+        error = (await setting.reply("r")).error
+    assert error is not None
+    assert error.code == "unavailable"
+    assert error.message.startswith("the broker does not answer")
 
 
 async def test_a_receiver_that_never_answers_costs_no_more_than_the_deadline(setting: Setting) -> None:
