@@ -6,6 +6,7 @@ share of 0.95 may come out some percent lower, so 0.9 is asked here.
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -52,6 +53,16 @@ def test_folder_is_small_and_ordinary() -> None:
     assert AutoImageProcessor.from_pretrained(FOLDER, backend="pil").merge_size == 2
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     assert tokenizer.decode(tokenizer("Crème brûlée? 12").input_ids) == "Crème brûlée? 12"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_card_states_the_evaluation_and_it_reached_the_goal(kind: str) -> None:
+    figures = json.loads((FOLDER / "evaluation.json").read_text())
+    names = ("one picture", "one picture, built-in face alone", "follow-up questions", "one of two pictures")
+    card = next(line for line in (FOLDER / "README.md").read_text().splitlines() if line.startswith(f"| {kind} |"))
+    for name in names:
+        assert figures[name][kind]["exact"] >= 0.95
+        assert f"{figures[name][kind]['exact'] * 100:.1f} % (n={figures[name][kind]['n']})" in card
 
 
 @pytest.mark.parametrize("kind", KINDS)
