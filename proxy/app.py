@@ -43,7 +43,7 @@ log = get_logger()
 
 
 def run(settings: Settings) -> int:
-    """Serve until SIGTERM or SIGINT. Returns 0 after a clean stop, 1 where the proxy could not start."""
+    """Serve until SIGTERM or SIGINT. Returns 0 after a clean stop, 1 where the proxy could not start or go on."""
     instance_id = settings.instance_id or f"proxy-{uuid.uuid4().hex[:8]}"
     setup_logging(settings.log_level, settings.log_format, instance_id)
     try:
@@ -100,7 +100,7 @@ async def connected(service: Service, port: int) -> AsyncIterator[None]:
     fetcher = Fetcher(settings)
     service.intake = MediaIntake(settings, fetcher, service.metrics)
     record = _own_record(service, port)
-    service.pool = WorkerPool(Registry(service.redis, settings.cluster), record, service.dispatcher)
+    service.pool = WorkerPool(Registry(service.redis, settings.cluster), record, service.dispatcher, service.on_failure)
     service.pool.start()
     try:
         yield
@@ -151,16 +151,17 @@ class ProxyServer(uvicorn.Server):
 
 
 async def _serve_until_signal(service: Service, listener: socket.socket) -> bool:
-    """Returns False where the application did not start; uvicorn has logged why."""
+    """Returns False where the application did not start or could not go on; the log says why."""
     port = int(listener.getsockname()[1])
     server = ProxyServer(make_app(service, port), service.admission)
+    service.on_failure = server.stop
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)
     log.info("serving", model=service.model_name, host=service.settings.host, port=port)
     await server.serve(sockets=[listener])
     log.info("stopped")
-    return server.started
+    return server.started and service.pool.failure is None
 
 
 def _own_record(service: Service, port: int) -> InstanceRecord:

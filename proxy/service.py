@@ -46,6 +46,8 @@ class Service:
     pool: WorkerPool = field(init=False)
     """Set while the proxy is connected, as is `intake`."""
     intake: MediaIntake = field(init=False)
+    on_failure: Callable[[], None] = lambda: None
+    """Called when the connection to the cluster cannot go on (`pool.failure`): another process should be started."""
     started_s: float = field(default_factory=time.time)
     audio_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "audio"))
     """Apart from the loop's own threads, so that hours of audio do not hold up everybody's tokenising."""

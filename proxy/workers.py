@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Final, Protocol
 
 import zmq
@@ -37,10 +37,14 @@ class WorkerPool:
     """Keeps one connection per live, compatible worker, and this proxy's own entry in the registry.
 
     `own` is the proxy's record; workers whose model fingerprint or protocol differ from it are not used.
+    `on_failure` is called when the pool cannot go on; `failure` then says why.
     """
 
-    def __init__(self, registry: Registry, own: InstanceRecord, listener: Listener) -> None:
+    def __init__(
+        self, registry: Registry, own: InstanceRecord, listener: Listener, on_failure: Callable[[], None]
+    ) -> None:
         self.own = own
+        self._on_failure = on_failure
         # New at every start: were it the same, workers would take this process for the one before it, and keep that
         # one's requests.
         self._identity = f"{own.instance_id}@{own.epoch}"
@@ -100,6 +104,7 @@ class WorkerPool:
         return [worker for worker in found if worker.missing_since_s is None] or found
 
     async def _watch_registry(self) -> None:
+        """Raises TriptychError("unavailable") where another process has taken this one's instance id."""
         registered = False
         while True:
             try:
@@ -110,7 +115,7 @@ class WorkerPool:
                     registered = True
                 await self._apply(await self._registry.instances())
                 self._last_poll_s = time.monotonic()
-            except (RedisError, OSError, TriptychError) as error:  # the workers stay: they may well be there
+            except (RedisError, OSError) as error:  # the workers stay: they may well be there
                 log.warning("cannot read the registry", error=str(error))
             await asyncio.sleep(POLL_S)
 
@@ -205,6 +210,13 @@ class WorkerPool:
     def _ended(self, task: asyncio.Task[None]) -> None:
         """Make a bug in a background task visible: without it the proxy would only look alive."""
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self.failure = repr(task.exception())
-            log.error("background task failed", exc_info=task.exception())
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            return
+        if isinstance(error, TriptychError):
+            self.failure = error.info.message
+            log.error("this proxy cannot go on", error=self.failure)
+        else:
+            self.failure = repr(error)
+            log.error("background task failed", exc_info=error)
+        self._on_failure()

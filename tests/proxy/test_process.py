@@ -9,6 +9,7 @@ import sys
 import uuid
 
 import httpx
+import msgspec
 
 from broker.registry import Registry
 from tests.proxy.conftest import eventually
@@ -52,6 +53,29 @@ async def test_a_proxy_registers_serves_and_stops_cleanly_by_a_signal(broker_url
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+async def test_a_proxy_whose_id_another_process_has_taken_ends_and_says_so(broker_url, redis):
+    cluster = f"test-{uuid.uuid4().hex[:8]}"
+    process = await _start(broker_url, cluster, "0")
+    registry = Registry(redis, cluster)
+    try:
+
+        async def registered() -> bool:
+            return bool(await registry.instances())
+
+        await eventually(registered, timeout_s=30)
+        (record,) = (await registry.instances()).values()
+        await registry.register(msgspec.structs.replace(record, epoch=record.epoch + 1))
+        _, errors = await asyncio.wait_for(process.communicate(), 15)
+        assert process.returncode == 1
+        assert f"has taken the instance id '{record.instance_id}'" in errors.decode()
+        assert await registry.get(record.instance_id) is not None, "the entry is the other's"
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        await registry.unregister()
 
 
 async def test_a_broker_url_that_is_none_ends_the_process_with_a_hint():
