@@ -8,7 +8,6 @@ import msgspec
 
 from common.errors import TriptychError
 
-
 MIN_TEMPERATURE: Final = 1e-5
 """Below this, dividing logits by the temperature overflows: it means greedy."""
 
