@@ -81,8 +81,9 @@ class WorkerServer:
 class WorkerClient:
     """The proxy's end of the conversation with one worker.
 
-    `identity` is the proxy's own id, the same towards every worker and unique in the cluster. Connecting happens in
-    the background; messages wait (bounded) until the worker is there.
+    `identity` is by what the worker knows this connection and whose requests are whose: unique in the cluster, and
+    never used again, or the worker would keep what was asked for on a connection that has been given up.
+    Connecting happens in the background; messages wait (bounded) until the worker is there.
     """
 
     def __init__(self, context: zmq.asyncio.Context, address: str, identity: str) -> None:
@@ -118,8 +119,9 @@ class WorkerClient:
                 self.num_invalid += 1
                 log.warning("dropped a reply", worker=self.address, error=error.info.message)
 
-    def close(self) -> None:
-        self._socket.close(linger=0)
+    def close(self, linger_ms: int = 0) -> None:
+        """Does not wait; what was sent last still has `linger_ms` to leave."""
+        self._socket.close(linger=linger_ms)
 
     async def __aenter__(self) -> WorkerClient:
         return self

@@ -75,6 +75,9 @@ class Dispatcher:
         with contextlib.suppress(TriptychError):  # it takes nothing: our silence will tell it
             await worker.send(Abort(message.request_id))
 
+    def requests_at(self, worker: Worker) -> list[str]:
+        return [request_id for request_id, flight in self._flights.items() if flight.uses(worker)]
+
     async def on_gone(self, worker: Worker) -> None:
         for flight in list(self._flights.values()):
             flight.post(worker, None)

@@ -55,6 +55,10 @@ class Flight:
         """Hand over a worker's message; None says that the worker is gone."""
         self._events.put_nowait((worker, message))
 
+    def uses(self, worker: Worker) -> bool:
+        """Whether the job has something under way on that worker."""
+        return worker is self._decoder or self._items.use(worker)
+
     async def batches(self) -> AsyncGenerator[TokenBatch]:
         """Run the job; yields its tokens as they come.
 

@@ -130,6 +130,10 @@ class ItemSender:
         for item in self._items:
             self._release(item)
 
+    def use(self, worker: Worker) -> bool:
+        """Whether an item is under way on that encoder."""
+        return any(item.encoder is worker for item in self._items)
+
     def abort_targets(self) -> list[tuple[Worker, Abort]]:
         """Aborts for every encoder that has been used and is still there."""
         return [(worker, Abort(self._job.request_id)) for worker in self._used if not worker.gone]

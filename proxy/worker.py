@@ -59,7 +59,7 @@ class WatchedClient(WorkerClient):
         """Return once the connection, which had been there, is lost."""
         await self._monitor.recv_multipart()
 
-    def close(self) -> None:
+    def close(self, linger_ms: int = 0) -> None:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
-        super().close()
+        super().close(linger_ms)

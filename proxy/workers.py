@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, Protocol
@@ -14,13 +15,15 @@ from redis.exceptions import RedisError
 
 from broker.registry import HEARTBEAT_S, RECORD_TTL_S, Registry, incompatibility
 from common.errors import TriptychError
-from common.messages import FromWorker, Heartbeat, InstanceRecord, Role
+from common.messages import Abort, FromWorker, Heartbeat, InstanceRecord, Role
 from common.telemetry import get_logger
 from proxy.worker import WatchedClient, Worker
 
 POLL_S: Final = 0.5
 ABSENCE_S: Final = 2.0
 """A worker that has not been in the registry for so long is gone."""
+LAST_WORDS_MS: Final = 200
+"""How long the aborts to a worker that is given up may take to leave."""
 
 log = get_logger()
 
@@ -29,6 +32,9 @@ class Listener(Protocol):
     """Who is told what the workers say, and that one is gone."""
 
     async def on_message(self, worker: Worker, message: FromWorker) -> None: ...
+
+    def requests_at(self, worker: Worker) -> list[str]:
+        """What that worker has been asked to do and is not known to have done."""
 
     async def on_gone(self, worker: Worker) -> None: ...
 
@@ -45,9 +51,9 @@ class WorkerPool:
     ) -> None:
         self.own = own
         self._on_failure = on_failure
-        # New at every start: were it the same, workers would take this process for the one before it, and keep that
-        # one's requests.
-        self._identity = f"{own.instance_id}@{own.epoch}"
+        # New at every start and for every connection: were it the same, workers would take this one for the one before
+        # it, and keep what was asked for there.
+        self._identities = (f"{own.instance_id}@{own.epoch}.{number}" for number in itertools.count())
         self._registry = registry
         self._listener = listener
         self._context = zmq.asyncio.Context()
@@ -161,7 +167,7 @@ class WorkerPool:
             self._refused[record.instance_id] = why
             return
         self._refused.pop(record.instance_id, None)
-        client = WatchedClient(self._context, record.requests_address, self._identity)
+        client = WatchedClient(self._context, record.requests_address, next(self._identities))
         worker = Worker(record, client)
         self._workers[record.instance_id] = worker
         self._listeners[worker] = [
@@ -183,12 +189,15 @@ class WorkerPool:
         if worker.gone:
             return
         log.warning("worker gone", worker=worker.instance_id, role=worker.record.role)
+        with contextlib.suppress(TriptychError):  # it may be alive, and only the registry have lost it
+            for request_id in self._listener.requests_at(worker):
+                await worker.send(Abort(request_id))
         worker.gone = True
         del self._workers[worker.instance_id]
         for task in self._listeners.pop(worker):
             if task is not asyncio.current_task():
                 task.cancel()
-        worker.client.close()
+        worker.client.close(LAST_WORDS_MS)
         await self._listener.on_gone(worker)
 
     async def _receive(self, worker: Worker) -> None:

@@ -234,6 +234,24 @@ async def test_a_lost_decoder_is_replaced_and_the_stream_goes_on(serve):
         rig.assert_clean()
 
 
+async def test_a_live_worker_that_is_given_up_is_told_and_found_again_under_a_new_name(serve):
+    async with serve() as rig:
+        encoder, decoder = rig.cluster.encoders[0], rig.cluster.decoders[0]
+        encoder.script = lambda message: SILENT
+        task = asyncio.create_task(rig.chat([image_part(picture())]))
+        await eventually(lambda: bool(encoder.of(Encode)))
+        for worker in rig.service.pool.workers("encoder") + rig.service.pool.workers("prefill_decode"):
+            await rig.service.pool._drop(worker)  # as after a gap in the registry
+        with pytest.raises(openai.InternalServerError, match=r"no (en|de)coder"):
+            await task
+        await eventually(lambda: bool(decoder.of(Abort)) and bool(encoder.of(Abort)))
+        await rig.wait_for_workers(1, 1)
+        encoder.script = lambda message: None
+        assert (await rig.chat([image_part(picture())])).choices[0].message.content == "a red sign"
+        assert len(set(decoder.proxies)) == len(set(encoder.proxies)) == 2
+        rig.assert_clean()
+
+
 async def test_a_worker_at_a_job_that_nobody_knows_any_more_is_told_once(serve):
     async with serve() as rig:
         decoder = rig.cluster.decoders[0]
