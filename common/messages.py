@@ -204,7 +204,7 @@ class Receipt(msgspec.Struct, frozen=True, tag="receipt"):
 class InstanceRecord(msgspec.Struct, frozen=True):
     """What an instance says of itself in the registry. `epoch` is new at every start.
 
-    Instances work together only when `fingerprint` (model, weights, dtype) and `protocol` are equal.
+    Instances work together only when `fingerprint` (configuration and weights), `dtype` and `protocol` are equal.
     """
 
     instance_id: Id

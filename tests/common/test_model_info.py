@@ -1,0 +1,58 @@
+"""The fingerprint of a model: equal for equal files, another for other weights, cheap for big ones."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from common.model_info import BUNDLED, load_model_info
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the bundled model that may be changed."""
+    return Path(shutil.copytree(BUNDLED / "signpost", tmp_path / "signpost"))
+
+
+def fingerprint(folder: Path) -> str:
+    return load_model_info(str(folder)).fingerprint
+
+
+def test_equal_files_have_the_bundled_models_fingerprint(folder: Path) -> None:
+    assert fingerprint(folder) == load_model_info("signpost").fingerprint
+
+
+@pytest.mark.parametrize("at", [0.02, 0.5, 0.9])
+def test_a_megabyte_of_zeros_anywhere_in_the_weights_shows(folder: Path, at: float) -> None:
+    before, weights = fingerprint(folder), folder / "model.safetensors"
+    with weights.open("r+b") as file:
+        file.seek(int(at * weights.stat().st_size))
+        file.write(bytes(2**20))
+    assert fingerprint(folder) != before
+
+
+def test_one_byte_at_the_end_or_in_a_small_file_shows(folder: Path) -> None:
+    (folder / "small.safetensors").write_bytes(bytes(300_000))
+    before = fingerprint(folder)
+    (folder / "small.safetensors").write_bytes(bytes(150_000) + b"x" + bytes(149_999))
+    changed = fingerprint(folder)
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)
+        file.seek(-1, 2)
+        file.write(bytes([last[0] ^ 1]))
+    assert len({before, changed, fingerprint(folder)}) == 3
+
+
+def test_other_configuration_shows(folder: Path) -> None:
+    before, config = fingerprint(folder), folder / "config.json"
+    config.write_text(config.read_text().replace('"rope_theta"', '"rope_phi"'))
+    assert fingerprint(folder) != before
+
+
+def test_a_file_of_many_gigabytes_is_not_read_as_a_whole(folder: Path) -> None:
+    with (folder / "big.safetensors").open("wb") as file:
+        file.truncate(2**40)  # takes no room; reading it would outlast any test
+    assert fingerprint(folder) != load_model_info("signpost").fingerprint
