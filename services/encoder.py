@@ -167,7 +167,7 @@ class EncoderService:
         metrics.gauges["encoder_items_computing"] = lambda: self._pipeline.num_computing
         metrics.gauges["encoder_held_bytes"] = lambda: self._pipeline.held_bytes
         metrics.gauges["handoffs_open"] = lambda: self._handoffs.num_open
-        metrics.gauges["preprocess_waiting"] = lambda: self._pool.num_waiting
+        metrics.gauges["preprocess_waiting"] = lambda: self._pipeline.num_waiting
         metrics.gauges["preprocess_crashes_total"] = lambda: self._pool.num_crashes
         metrics.tallies["encodes"] = lambda: self._outcomes
         metrics.tallies["handoffs"] = lambda: self._handoffs.outcomes

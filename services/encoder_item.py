@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -22,6 +22,11 @@ from engine.processors import ProcessedInput
 from services.engine_thread import EngineThread
 from services.links import Links
 from services.preprocess import PreprocessPool
+from services.room import Place, Room
+
+MAX_ARRAY_BYTES: Final = 512 * 2**20
+"""Preprocessed arrays that may wait for grants: those of a picture of a megapixel have some 24 MB. Items that find no
+room wait with their media only."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,18 @@ class ItemPipeline:
         self._thread = thread
         self._handoffs = handoffs
         self._computing: dict[Key, asyncio.Future[Encoding]] = {}
-        self.held_bytes = 0
+        self._room = Room(MAX_ARRAY_BYTES, links.settings.preprocess_workers)
+        self._media_bytes = 0
+
+    @property
+    def held_bytes(self) -> int:
         """Media and preprocessed arrays of all items under way."""
+        return self._media_bytes + self._room.held_bytes
+
+    @property
+    def num_waiting(self) -> int:
+        """Items that wait for memory or for a process to preprocess them."""
+        return self._room.num_waiting + self._pool.num_waiting
 
     @property
     def num_computing(self) -> int:
@@ -71,18 +86,25 @@ class ItemPipeline:
         However this ends, cancellation included, nothing of the item is left in handoffs or engine.
         Raises TriptychError saying why the input is not in place.
         """
+        place: Place | None = None
         try:
             with self._holding(len(message.media)):
+                recorder.start("preprocess")
+                place = await self._room.enter()
                 item = await self._preprocess(key, message, recorder)
+                place.weigh(sum(array.nbytes for array in item.arrays.values()))
                 message = msgspec.structs.replace(message, media=b"")
-            with self._holding(sum(array.nbytes for array in item.arrays.values())):
-                handoff = await self._offer(message, item, recorder)
-                if handoff.grant.result().status == "cached":
-                    return
-                encoding = await self._encode(key, item)
+            handoff = await self._offer(message, item, recorder)
+            if handoff.grant.result().status == "cached":
+                return
+            encoding = await self._encode(key, item)
+            del item
+            place.leave()
             recorder.spans.append(Span("encode", recorder.instance, encoding.start_s, encoding.end_s))
             await self._deliver(key, handoff, encoding, recorder)
         finally:
+            if place is not None:
+                place.leave()
             self._handoffs.close(key)
             if self._computing.pop(key, None) is not None:
                 self._thread.submit(lambda engine: engine.cancel(key))
@@ -99,7 +121,6 @@ class ItemPipeline:
                 waiting.set_result(outcome)
 
     async def _preprocess(self, key: Key, message: Encode, recorder: SpanRecorder) -> ProcessedInput:
-        recorder.start("preprocess")
         item = await self._pool.process(message.kind, message.media)
         recorder.end("preprocess")
         self._links.hops.mark(key, "preprocessed")
@@ -155,11 +176,11 @@ class ItemPipeline:
 
     @contextmanager
     def _holding(self, num_bytes: int) -> Iterator[None]:
-        self.held_bytes += num_bytes
+        self._media_bytes += num_bytes
         try:
             yield
         finally:
-            self.held_bytes -= num_bytes
+            self._media_bytes -= num_bytes
 
 
 def _outcome_of(result: EncoderResult) -> Encoding | TriptychError:

@@ -19,6 +19,7 @@ from common.messages import Abort, Encode, Encoded, Failed, Generate, Offer, Rec
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from services.encoder import EncoderService
+from services.room import Room
 from tests.broker.conftest import eventually
 from tests.services.cluster import sign
 from tests.services.inprocess import CLUSTER, InProcess, Peer, in_process
@@ -167,6 +168,22 @@ async def test_more_items_than_the_queue_holds_are_refused_as_overload(setting: 
         await setting.worker.proxy.send(Abort(f"r{number}"))
     await eventually(setting.is_idle)
     assert len(setting.worker.answers) == 1
+
+
+async def test_an_item_that_finds_no_room_is_not_preprocessed_before_there_is_some(setting: Setting) -> None:
+    setting.worker.role._pipeline._room = Room(limit_bytes=1, max_unweighed=1)
+    await setting.encode("first")
+    first = await setting.offer("first")
+    await setting.encode("impatient", timeout_s=0.3)
+    await setting.encode("second")
+    late = await setting.reply("impatient")
+    assert late.error is not None
+    assert late.error.code == "timeout"
+    await eventually(lambda: setting.worker.gauge("preprocess_waiting") == 1)
+    assert [offer.request_id for offer in setting.peer.received if isinstance(offer, Offer)] == ["first"]
+    setting.peer.grant(first, status="cached")
+    setting.peer.grant(await setting.offer("second"), status="cached")
+    assert (await setting.reply("second")).error is None
 
 
 @pytest.mark.parametrize("stage", ["preprocess", "grant", "encode", "receipt"])
