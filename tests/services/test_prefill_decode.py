@@ -167,7 +167,10 @@ async def test_a_tensor_that_is_not_what_was_offered_is_corrupt_and_the_next_att
     assert (await setting.peer.message(Receipt, "r", count=2)).status == "corrupt"
     again = setting.offer("r", attempt=1)
     setting.peer.send("metadata", again)
-    assert (await setting.peer.message(Grant, "r", count=2)).attempt == 1
+    replaced = await setting.peer.message(Grant, "r", count=2)
+    assert (replaced.attempt, replaced.status) == (0, "cancelled")
+    granted = await setting.peer.message(Grant, "r", count=3)
+    assert (granted.attempt, granted.status) == (1, "granted")
     await setting.deliver(again)
     await eventually(lambda: any(message.finish_reason for message in setting.worker.of(Tokens, "r")))
 
