@@ -14,10 +14,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 from common.errors import TriptychError
 from common.telemetry import get_logger
+
+_MAX_WAIT_S: Final = 3600.0
+"""Longest sleep without a look at the engine; much longer ones (centuries) are more than the queue can wait."""
 
 log = get_logger()
 
@@ -151,7 +154,7 @@ class EngineThread(Generic[E, Event]):
         with contextlib.suppress(queue.Empty):
             if not engine.has_work():
                 deadline_s = self._next_deadline_s(engine)
-                timeout_s = None if deadline_s is None else max(0.0, deadline_s - time.time())
+                timeout_s = None if deadline_s is None else min(max(0.0, deadline_s - time.time()), _MAX_WAIT_S)
                 commands.append(self._inbound.get(timeout=timeout_s))
             while True:
                 commands.append(self._inbound.get_nowait())

@@ -65,6 +65,19 @@ async def test_commands_run_in_order_on_the_engines_thread_and_events_come_back_
     assert await asyncio.to_thread(harness.thread.join, 1.0)
 
 
+async def test_a_deadline_in_a_thousand_years_is_slept_towards() -> None:
+    harness = Harness()
+    harness.engine.deadline_s = time.time() + 1e12
+    harness.thread.start()
+    await harness.thread.loaded
+    harness.put("still there")
+    await eventually(lambda: harness.events == ["still there"])
+    harness.put("again")
+    await eventually(lambda: harness.events == ["still there", "again"])
+    harness.thread.stop()
+    assert await harness.thread.ended is None
+
+
 async def test_an_idle_engine_is_left_alone() -> None:
     harness = Harness()
     harness.thread.start()
