@@ -20,7 +20,6 @@ MEDIA_TYPES = {
     ".mp3": "audio/mpeg",
     ".ogg": "audio/ogg",
     ".opus": "audio/ogg",
-    ".m4a": "audio/mp4",
 }
 
 

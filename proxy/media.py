@@ -26,14 +26,12 @@ _IMAGE_MAGIC: Final = (
     (b"GIF87a", "gif"),
     (b"GIF89a", "gif"),
     (b"BM", "bmp"),
-    (b"II*\0", "tiff"),
-    (b"MM\0*", "tiff"),
 )
 _AUDIO_MAGIC: Final = ((b"fLaC", "flac"), (b"OggS", "ogg"), (b"ID3", "mp3"), (b".snd", "au"), (b"caff", "caf"))
 _CONTAINERS: Final = {b"RIFF": {b"WEBP": "webp", b"WAVE": "wav"}, b"RF64": {b"WAVE": "wav"}, b"FORM": {b"AIFF": "aiff"}}
 _CONTAINER_KINDS: Final[dict[str, MediaKind]] = {"webp": "image", "wav": "audio", "aiff": "audio"}
 _EXPECTED: Final = {
-    "image": "a picture (JPEG, PNG, WebP, GIF, BMP, TIFF)",
+    "image": "a picture (JPEG, PNG, WebP, GIF, BMP)",
     "audio": "audio (WAV, MP3, FLAC, Ogg, AIFF)",
 }
 _OFF_LOOP_BYTES: Final = 256 * 2**10

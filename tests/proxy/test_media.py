@@ -172,5 +172,6 @@ def test_sniffing_knows_its_formats():
     assert sniff(b"\xff\xfb\x90\x00") == ("audio", "mp3")
     assert sniff(b"RIFF\0\0\0\0WEBPVP8 ") == ("image", "webp")
     assert sniff(b"RIFF\0\0\0\0AVI LIST") is None
+    assert sniff(b"II*\0") is sniff(b"MM\0*") is None, "TIFF: the encoder would refuse it"
     assert sniff(base64.b64encode(picture())) is None
     assert sniff(b"") is None
