@@ -22,6 +22,7 @@ STOP_GRACE_S = 3.0
 """Time for a clean stop before a process is killed; with what follows, a stop stays under five seconds."""
 START_TIMEOUT_S = 300.0
 _POLL_S = 0.1
+_WATCH_S = 1.0
 
 
 class Supervisor:
@@ -70,7 +71,10 @@ class Supervisor:
     async def watch(self) -> None:
         """Return only by raising TriptychError("unavailable"), where the cluster cannot go on."""
         while True:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(_WATCH_S)
+            if (error := self._failure()) is not None:
+                self._failed = True
+                raise TriptychError("unavailable", f"the processes are looked after no more: {error!r}") from error
             if self._broker is not None and not self._broker.running:
                 self._failed = True
                 raise TriptychError("unavailable", f"the embedded broker has ended: {self._broker.log_tail()}")
@@ -160,12 +164,17 @@ class Supervisor:
             self._reporter.waiting(self.instances, elapsed_s)
             if self._early_end is not None:
                 raise TriptychError("unavailable", self._early_end)
-            for task in (self._readiness, *self._keepers):
-                if task is not None and task.done() and not task.cancelled() and task.exception() is not None:
-                    await task
+            if (error := self._failure()) is not None:
+                raise error
             if elapsed_s > self._start_timeout_s:
                 raise TriptychError("timeout", self._describe_delay())
             await asyncio.sleep(_POLL_S)
+
+    def _failure(self) -> BaseException | None:
+        """What has ended one of the tasks that keep the cluster up: a mistake of ours, and nothing runs it again."""
+        tasks = (self._readiness, *self._keepers)
+        ended = [task for task in tasks if task is not None and task.done() and not task.cancelled()]
+        return next(filter(None, (task.exception() for task in ended)), None)
 
     def _describe_delay(self) -> str:
         """Which instances were not ready in time, with the last lines of their logs."""

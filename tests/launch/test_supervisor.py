@@ -1,0 +1,39 @@
+"""What the supervisor says when it cannot look after its processes any more."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.config import Settings
+from common.errors import TriptychError
+from launch import supervisor as module
+from launch.children import Command
+from launch.instance import Instance
+from launch.plan import make_plan
+from launch.supervisor import Supervisor
+
+
+async def test_a_mistake_in_what_keeps_a_process_running_ends_the_watch_and_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_WATCH_S", 0.01)
+    supervisor = Supervisor(make_plan(Settings(model="signpost", port=0, broker="redis://127.0.0.1:1"), None))
+    ended = Command([sys.executable, "-c", ""], dict(os.environ), tmp_path / "e0.log")
+    instance = Instance("e0", "encoder", ended)
+    supervisor._up = True
+
+    def died(*_: object) -> None:
+        raise ZeroDivisionError("a mistake in a reporter")
+
+    monkeypatch.setattr(supervisor._reporter, "died", died, raising=False)
+    supervisor._keepers = [asyncio.create_task(supervisor._keep(instance))]
+    with pytest.raises(TriptychError, match="a mistake in a reporter") as caught:
+        async with asyncio.timeout(20):
+            await supervisor.watch()
+    assert caught.value.info.code == "unavailable"
+    await supervisor.stop()
