@@ -52,8 +52,8 @@ def triptych(
       triptych serve signpost
       triptych request picture.png --prompt "What does the sign say?"
 
-    Every setting is a flag (--port 9000), an environment variable (TRIPTYCH_PORT=9000) or a line of triptych.toml
-    (port = 9000); flags win over the environment, the environment over the file.
+    Every setting is an environment variable (TRIPTYCH_PORT=9000) or a line of triptych.toml (port = 9000), the common
+    ones are flags (--port 9000); flags win over the environment, the environment over the file.
     """
 
 
