@@ -112,8 +112,13 @@ class PrefillDecodeService:
         self.thread.submit(lambda engine: engine.abort(request_id))
 
     def _generate(self, proxy: bytes, message: Generate) -> None:
-        if self._links.proxies.owner(message.request_id) is not None:
+        owner = self._links.proxies.owner(message.request_id)
+        if owner is not None:
             self._outcomes["duplicate_request"] += 1
+            if owner != proxy:  # it came on a connection that has been given up: on this one, nothing would ever come
+                where = f"{self._links.instance_id} is still at an earlier attempt of this request"
+                error = ErrorInfo("unavailable", f"{where}, which ends in seconds: try again")
+                self._links.server.send(proxy, Failed(message.request_id, error))
             return
         self._links.proxies.add(proxy, message.request_id)
         self._arrived_s[message.request_id] = time.monotonic()

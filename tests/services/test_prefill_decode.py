@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -14,9 +15,11 @@ import zmq.asyncio
 from redis.asyncio import Redis
 
 from broker.channels import FIELD, GROUP, stream_key
+from broker.rpc import WorkerClient
 from common.hashing import content_hash
 from common.messages import (
     Abort,
+    Failed,
     Generate,
     Grant,
     InputSlot,
@@ -119,6 +122,22 @@ async def test_a_repeated_offer_gets_the_same_answer_and_a_repeated_request_none
     offsets = [message.offset for message in setting.worker.of(Tokens, "r")]
     assert offsets == list(range(len(offsets)))
     assert setting.worker.tally("handoffs")["duplicate_request"] == 1
+
+
+async def test_a_request_that_comes_again_on_another_connection_is_told_that_it_still_runs(
+    setting: Setting, zmq_context: zmq.asyncio.Context
+) -> None:
+    message = await setting.generate("r")
+    await eventually(lambda: setting.worker.gauge("requests_outstanding") == 1)
+    address = (await setting.worker.record()).requests_address
+    async with WorkerClient(zmq_context, address, "the same proxy, anew") as again, asyncio.timeout(10):
+        await again.send(message)
+        failed = await again.receive()
+    assert isinstance(failed, Failed)
+    assert failed.error.code == "unavailable"
+    await setting.worker.proxy.send(Abort("r"))
+    await eventually(lambda: setting.worker.gauge("requests_outstanding") == 0)
+    assert setting.worker.answers == []
 
 
 async def test_offers_to_a_former_process_are_cancelled(
