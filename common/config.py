@@ -33,7 +33,9 @@ class EngineConfig(BaseModel):
     max_model_len: int | None = Field(None, ge=1, description="Context length; the model's own if not given.")
     max_waiting: int = Field(4096, ge=1, description="Requests that may wait; more are refused as overloaded.")
     encoder_batch_items: int = Field(8, ge=1, description="Items in one encoder batch.")
-    encoder_batch_bytes: int = Field(64 * 2**20, ge=1, description="Output bytes of one encoder batch.")
+    encoder_batch_bytes: int | None = Field(
+        None, ge=1, description="Output bytes of one encoder batch; if not given, 2 MiB on a CPU and 64 MiB on CUDA."
+    )
     num_threads: int | None = Field(None, ge=1, description="CPU threads of the engine.")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
@@ -19,6 +20,9 @@ from engine.processors import ProcessedInput
 from engine.scheduler.encoder import EncoderKey, EncoderScheduler
 
 log = get_logger()
+
+DEFAULT_BATCH_BYTES: Final = {"cpu": 2 * 2**20, "cuda": 64 * 2**20}
+"""A CPU gains nothing from large batches, and whoever waits for the first output of one waits for the last."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,8 @@ class EncoderEngine:
         self.dtype = choose_dtype(config.dtype, self.device, info)
         self.encoder, self.load_report = load_encoder(info, self.device, self.dtype)
         self._log = log.bind(engine=instance)
-        self._scheduler = EncoderScheduler(config.encoder_batch_items, config.encoder_batch_bytes)
+        batch_bytes = config.encoder_batch_bytes or DEFAULT_BATCH_BYTES[self.device.type]
+        self._scheduler = EncoderScheduler(config.encoder_batch_items, batch_bytes)
         self._batches = self._items = self._failures = self._last_items = 0
         self._seconds = 0.0
         if config.num_threads is not None:

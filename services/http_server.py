@@ -57,6 +57,7 @@ class HttpServer:
         """
         try:
             self._socket = socket.create_server((host, port), backlog=128)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as error:
             message = f"cannot listen on {host}:{port}: {error.strerror}; give another --port, or 0 for a free one"
             raise TriptychError("invalid_request", message, "port") from error
