@@ -25,6 +25,7 @@ from engine.counters import encoder_computations
 from engine.device import DTYPES
 from engine.events import Event, InputMetadata, RequestFailed, TokensReady
 from engine.request import Request
+from engine.request_check import RequestCheck
 from engine.runner.decoder import DecoderRunner
 from engine.scheduler.decoder import DecoderScheduler, ScheduledStep
 from engine.scheduler.expectation import InputExpectation
@@ -54,6 +55,7 @@ class DecoderEngine:
         self.blocks = BlockManager(BlockPool(self.runner.num_blocks), config.block_size)
         self.intake = InputIntake(self.cache, self._expectation(), lease_s)
         self.scheduler = DecoderScheduler(self.blocks, self.intake, config.max_num_seqs, config.max_num_batched_tokens)
+        self._limits = RequestCheck(info, self.runner.spec.vocab_size, self.runner.max_model_len)
         self.counters = {"steps": 0, "prompt_tokens": 0, "generated_tokens": 0, "requests": 0, "requests_failed": 0}
         self._requests: dict[str, Request] = {}
         self._seeds: dict[str, int] = {}
@@ -76,7 +78,8 @@ class DecoderEngine:
         self._dirty = True
         self.counters["requests"] += 1
         try:
-            self._check(prompt_token_ids, inputs, sampling)
+            self._check_load()
+            self._limits.check(prompt_token_ids, inputs, sampling)
         except TriptychError as error:
             self.intake.forget(request_id)
             self._emit_failure(request_id, error.info)
@@ -241,81 +244,19 @@ class DecoderEngine:
             self.runner.buffers.release_slot(request.slot_index)
             request.slot_index = -1
 
+    def _check_load(self) -> None:
+        if len(self._requests) >= self.config.max_waiting + self.config.max_num_seqs:
+            raise TriptychError("overloaded", f"{len(self._requests)} requests are waiting or running: try again later")
+
     def _emit_failure(self, request_id: str, error: ErrorInfo) -> None:
         self.counters["requests_failed"] += 1
         self.intake.events.append(RequestFailed(request_id, error))
 
-    # --- what cannot be served
-
-    def _check(self, prompt: list[int], inputs: list[InputSlot], sampling: SamplingParams) -> None:
-        sampling.validate()
-        if len(self._requests) >= self.config.max_waiting + self.config.max_num_seqs:
-            raise TriptychError("overloaded", f"{len(self._requests)} requests are waiting or running: try again later")
-        if not prompt:
-            raise TriptychError("invalid_request", "the prompt is empty", "prompt")
-        vocab_size = self.runner.spec.vocab_size
-        bad = next((token for token in prompt if not 0 <= token < vocab_size), None)
-        if bad is not None:
-            raise TriptychError(
-                "invalid_request", f"token id {bad} is outside the vocabulary of {vocab_size}", "prompt"
-            )
-        self._check_special_tokens(sampling, vocab_size)
-        if len(prompt) >= self.runner.max_model_len:
-            raise self._too_long(len(prompt))
-        self._check_inputs(prompt, inputs)
-
-    def _check_special_tokens(self, sampling: SamplingParams, vocab_size: int) -> None:
-        named = [*sampling.suppress_tokens, *sampling.begin_suppress_tokens]
-        named += [token for allowed in sampling.prefix_allowed for token in allowed]
-        bad = next((token for token in named if not 0 <= token < vocab_size), None)
-        if bad is not None or not all(sampling.prefix_allowed):
-            raise TriptychError(
-                "invalid_request", f"token id {bad} in a sampling rule is outside the vocabulary of {vocab_size}"
-            )
-
-    def _check_inputs(self, prompt: list[int], inputs: list[InputSlot]) -> None:
-        if self.info.is_encoder_decoder:
-            if len(inputs) != 1 or inputs[0].prompt_index is not None:
-                raise TriptychError(
-                    "invalid_request", f"{self.info.name} takes exactly one {self.info.media_kind}, got {len(inputs)}"
-                )
-            return
-        placeholder = self.info.placeholder_token_id
-        if inputs and placeholder is None:
-            raise TriptychError("invalid_request", f"{self.info.name} takes no media, got {len(inputs)} items")
-        indices = [item.prompt_index for item in inputs]
-        expected = [index for index, token in enumerate(prompt) if token == placeholder]
-        if indices != expected or [item.input_id for item in inputs] != list(range(len(inputs))):
-            raise TriptychError(
-                "invalid_request", f"inputs stand at {indices}, but the prompt has placeholders at {expected}"
-            )
-
-    def _too_long(self, num_tokens: int) -> TriptychError:
-        return TriptychError(
-            "context_length_exceeded",
-            f"the prompt has {num_tokens} tokens (media included), the context length is {self.runner.max_model_len} "
-            "and at least one token has to be generated: shorten the prompt or send smaller or fewer media",
-            "messages",
-        )
-
     def _fail_what_never_fits(self, request: Request) -> None:
-        """End a request whose prompt, as far as it is known, is too long for the context or for the KV cache."""
-        length = len(request.token_ids)
-        if length >= self.runner.max_model_len:
-            error = self._too_long(length).info
-        elif not self.blocks.fits_ever(length + 1, request.num_encoder_tokens):
-            capacity = self.blocks.pool.num_usable * self.blocks.block_size
-            needed = length + 1 + request.num_encoder_tokens
-            error = ErrorInfo(
-                "context_length_exceeded",
-                f"the request needs KV cache for {needed} tokens, the whole pool holds {capacity}: shorten it, or "
-                "serve with a larger --kv-cache-bytes",
-                "messages",
-            )
-        else:
-            return
-        self._end(request)
-        self._emit_failure(request.request_id, error)
+        error = self._limits.never_fits(request, self.blocks)
+        if error is not None:
+            self._end(request)
+            self._emit_failure(request.request_id, error)
 
     # --- how it is doing
 

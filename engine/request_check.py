@@ -1,0 +1,82 @@
+"""What a request must be for the engine to take it: everything is checked before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.errors import ErrorInfo, TriptychError
+from common.messages import InputSlot
+from common.model_info import ModelInfo
+from common.sampling_params import SamplingParams
+from engine.cache.block_manager import BlockManager
+from engine.request import Request
+
+
+@dataclass(frozen=True)
+class RequestCheck:
+    """The limits of one engine. Lengths are in tokens, the expanded media included."""
+
+    info: ModelInfo
+    vocab_size: int
+    max_model_len: int
+
+    def check(self, prompt: list[int], inputs: list[InputSlot], sampling: SamplingParams) -> None:
+        """Raise TriptychError naming the value and the rule where a new request cannot be served."""
+        sampling.validate()
+        if not prompt:
+            raise TriptychError("invalid_request", "the prompt is empty", "prompt")
+        bad = self._outside_vocabulary(prompt)
+        if bad is not None:
+            message = f"token id {bad} is outside the vocabulary of {self.vocab_size}"
+            raise TriptychError("invalid_request", message, "prompt")
+        self._check_rules(sampling)
+        if len(prompt) >= self.max_model_len:
+            raise TriptychError("context_length_exceeded", self._too_long(len(prompt)), "messages")
+        self._check_inputs(prompt, inputs)
+
+    def never_fits(self, request: Request, blocks: BlockManager) -> ErrorInfo | None:
+        """Why a request, as far as its prompt is known, can never run here; None if it can."""
+        length = len(request.token_ids)
+        if length >= self.max_model_len:
+            return ErrorInfo("context_length_exceeded", self._too_long(length), "messages")
+        if blocks.fits_ever(length + 1, request.num_encoder_tokens):
+            return None
+        message = (
+            f"the request needs KV cache for {length + 1 + request.num_encoder_tokens} tokens, the whole pool holds "
+            f"{blocks.pool.num_usable * blocks.block_size}: shorten it, or serve with a larger --kv-cache-bytes"
+        )
+        return ErrorInfo("context_length_exceeded", message, "messages")
+
+    def _outside_vocabulary(self, token_ids: list[int]) -> int | None:
+        return next((token for token in token_ids if not 0 <= token < self.vocab_size), None)
+
+    def _check_rules(self, sampling: SamplingParams) -> None:
+        if not all(sampling.prefix_allowed):
+            raise TriptychError("invalid_request", "prefix_allowed has a position at which no token is allowed")
+        named = [*sampling.suppress_tokens, *sampling.begin_suppress_tokens]
+        named += [token for allowed in sampling.prefix_allowed for token in allowed]
+        bad = self._outside_vocabulary(named)
+        if bad is not None:
+            message = f"token id {bad} in a sampling rule is outside the vocabulary of {self.vocab_size}"
+            raise TriptychError("invalid_request", message)
+
+    def _check_inputs(self, prompt: list[int], inputs: list[InputSlot]) -> None:
+        name, placeholder = self.info.name, self.info.placeholder_token_id
+        if self.info.is_encoder_decoder:
+            if len(inputs) != 1 or inputs[0].prompt_index is not None:
+                message = f"{name} takes exactly one {self.info.media_kind}, got {len(inputs)}"
+                raise TriptychError("invalid_request", message)
+            return
+        if inputs and placeholder is None:
+            raise TriptychError("invalid_request", f"{name} takes no media, got {len(inputs)} items")
+        indices = [item.prompt_index for item in inputs]
+        expected = [index for index, token in enumerate(prompt) if token == placeholder]
+        if indices != expected or [item.input_id for item in inputs] != list(range(len(inputs))):
+            message = f"inputs stand at {indices}, but the prompt has placeholders at {expected}"
+            raise TriptychError("invalid_request", message)
+
+    def _too_long(self, num_tokens: int) -> str:
+        return (
+            f"the prompt has {num_tokens} tokens (media included), the context length is {self.max_model_len} and at "
+            "least one token has to be generated: shorten the prompt or send smaller or fewer media"
+        )
