@@ -7,6 +7,7 @@ One thread drives it. It knows no network: `LLM` drives it in one process, a wor
 
 from __future__ import annotations
 
+import math
 import random
 import time
 import warnings
@@ -133,9 +134,7 @@ class DecoderEngine:
     ) -> None:
         """The same from raw bytes, which are not copied: they must stay as they are until the request has ended."""
         torch_dtype = DTYPES.get(dtype)
-        size = 1
-        for extent in shape:
-            size *= extent
+        size = math.prod(shape)
         if torch_dtype is None or size * torch_dtype.itemsize != len(data) or size == 0:
             tensor = torch.empty(0)  # not what any grant says: rejected as corrupt
         else:
@@ -154,15 +153,13 @@ class DecoderEngine:
 
     def answer(self) -> list[Event]:
         """What can be told without a forward pass: grants, receipts, ends of leases. Encoders wait for these."""
-        self.intake.expire(time.time())
-        self.intake.grant()
+        self._settle_inputs()
         return self._take_events()
 
     def step(self) -> list[Event]:
         """Expire, grant, schedule, run one forward pass, and return what happened."""
         self._dirty = False
-        self.intake.expire(time.time())
-        self.intake.grant()
+        self._settle_inputs()
         step = self.scheduler.schedule()
         self._return_slots()
         if step.requests:
@@ -178,6 +175,10 @@ class DecoderEngine:
             self._dirty = True
         self._last_step_tokens = sum(step.num_tokens)
         return self._take_events()
+
+    def _settle_inputs(self) -> None:
+        self.intake.expire(time.time())
+        self.intake.grant()
 
     def _take_events(self) -> list[Event]:
         events, self.intake.events = self.intake.events, []

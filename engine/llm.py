@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import itertools
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -314,13 +313,3 @@ def _media_bytes(item: Any) -> bytes:
     else:
         item.save(buffer, format="PNG")
     return buffer.getvalue()
-
-
-def run_until_idle(llm: LLM, timeout_s: float = 60.0) -> list[RequestOutput]:
-    """Step until nothing is left. Raises TimeoutError where that takes too long."""
-    deadline_s, outputs = time.monotonic() + timeout_s, []
-    while not llm.decoder.is_empty():
-        outputs += llm.step()
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"not idle after {timeout_s} s: {llm.decoder.stats()}")
-    return outputs

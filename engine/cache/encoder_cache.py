@@ -44,10 +44,6 @@ class EncoderCacheManager:
         return self.capacity_bytes - self.used_bytes
 
     @property
-    def num_entries(self) -> int:
-        return len(self._entries)
-
-    @property
     def num_references(self) -> int:
         return sum(len(entry.references) for entry in self._entries.values())
 
@@ -111,10 +107,6 @@ class EncoderCacheManager:
         else:
             self._unreferenced[content_hash] = None
             self._unreferenced_bytes += entry.size_bytes
-
-    def clear_unreferenced(self) -> None:
-        while self._unreferenced:
-            self._evict_oldest()
 
     def _evict_oldest(self) -> None:
         content_hash, _ = self._unreferenced.popitem(last=False)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -36,17 +34,6 @@ def zmq_context() -> Iterator[zmq.asyncio.Context]:
     context = zmq.asyncio.Context()
     yield context
     context.destroy(linger=0)
-
-
-async def eventually(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 5.0) -> None:
-    """Return once `condition()`, a function or a coroutine function, says True; fail after `timeout_s`."""
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        answer = condition()
-        if answer is True or (inspect.isawaitable(answer) and await answer):
-            return
-        assert time.monotonic() < deadline_s, "the condition did not come true in time"
-        await asyncio.sleep(0.01)
 
 
 @asynccontextmanager

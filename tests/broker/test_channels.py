@@ -10,7 +10,8 @@ from broker.channels import ChannelReader, ChannelSender, Delivery
 from broker.embedded import EmbeddedBroker
 from broker.redis_client import connect
 from common.messages import Grant, Receipt
-from tests.broker.conftest import eventually, running
+from tests.broker.conftest import running
+from tests.eventually import eventually
 
 
 def grant(number: int) -> Grant:

@@ -16,7 +16,8 @@ from broker.handoff import Handoff, HandoffSender, key_of
 from broker.tensors import TensorReceiver, TensorSender
 from common.errors import ErrorInfo, TriptychError
 from common.messages import Grant, HandoffMessage, InputLayout, InstanceRecord, Offer, Receipt
-from tests.broker.conftest import eventually, make_record, running
+from tests.broker.conftest import make_record, running
+from tests.eventually import eventually
 
 DATA = memoryview(bytes(range(64)))
 

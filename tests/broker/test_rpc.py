@@ -13,7 +13,8 @@ import zmq.asyncio
 from broker.rpc import WorkerClient, WorkerServer
 from common.messages import Abort, Encode, Generate, Heartbeat, Tokens
 from common.sampling_params import SamplingParams
-from tests.broker.conftest import eventually, running
+from tests.broker.conftest import running
+from tests.eventually import eventually
 
 
 def generate(request_id: str) -> Generate:

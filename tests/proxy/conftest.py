@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
-import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +23,11 @@ from common.messages import Abort
 from common.model_info import ModelInfo, load_model_info
 from proxy.app import ProxyServer, bind, make_app, make_service
 from proxy.service import Service
+from tests import eventually as waiting
 from tests.proxy.fake_workers import FakeCluster, fake_cluster
 from tests.proxy.models import make_speech_model, make_text_model
 
-
-async def eventually(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 8.0) -> None:
-    """Return once `condition()` says True; fail after `timeout_s`."""
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        answer = condition()
-        if answer is True or (inspect.isawaitable(answer) and await answer):
-            return
-        assert time.monotonic() < deadline_s, "the condition did not come true in time"
-        await asyncio.sleep(0.01)
+eventually = partial(waiting.eventually, timeout_s=8.0)
 
 
 @dataclass

@@ -40,7 +40,7 @@ from common.messages import (
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from common.text import TextProcessor
-from tests.broker.conftest import eventually
+from tests.eventually import eventually
 
 START_S = 120.0
 Answer = TypeVar("Answer", Tokens, Encoded, Failed, InputNeeded)

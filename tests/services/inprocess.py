@@ -23,7 +23,8 @@ from common.messages import FromWorker, Grant, HandoffMessage, InstanceRecord, O
 from common.model_info import load_model_info
 from services.links import Links, RoleService
 from services.shell import Shell
-from tests.broker.conftest import eventually, running
+from tests.broker.conftest import running
+from tests.eventually import eventually
 
 CLUSTER = "c"
 R = TypeVar("R", bound=RoleService)

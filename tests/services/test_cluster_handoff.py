@@ -20,7 +20,7 @@ from broker.redis_client import connect
 from common.messages import Abort, Encode, Encoded, Offer, TensorHeader, encode
 from engine.processors import init_worker, process
 from services.hops import hop_latencies
-from tests.broker.conftest import eventually
+from tests.eventually import eventually
 from tests.services.cluster import Cluster, Proxy, cluster, sign
 
 pytestmark = pytest.mark.cluster

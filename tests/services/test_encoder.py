@@ -20,7 +20,7 @@ from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from services.encoder import EncoderService
 from services.room import Room
-from tests.broker.conftest import eventually
+from tests.eventually import eventually
 from tests.services.cluster import sign
 from tests.services.inprocess import CLUSTER, InProcess, Peer, in_process
 

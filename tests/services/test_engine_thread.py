@@ -11,7 +11,7 @@ import pytest
 
 from common.errors import TriptychError
 from services.engine_thread import EngineThread
-from tests.broker.conftest import eventually
+from tests.eventually import eventually
 
 
 @dataclass

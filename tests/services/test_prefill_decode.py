@@ -34,7 +34,7 @@ from common.sampling_params import SamplingParams
 from common.text import TextProcessor
 from engine.processors import init_worker, process
 from services.prefill_decode import ALIGNMENT_BYTES, PrefillDecodeService, aligned
-from tests.broker.conftest import eventually
+from tests.eventually import eventually
 from tests.services.cluster import sign
 from tests.services.inprocess import CLUSTER, InProcess, Peer, in_process
 

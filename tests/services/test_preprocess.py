@@ -14,7 +14,7 @@ import pytest
 from common.errors import TriptychError
 from services import preprocess
 from services.preprocess import PreprocessPool
-from tests.broker.conftest import eventually
+from tests.eventually import eventually
 
 
 def fake_process(kind: str, media: bytes) -> object:

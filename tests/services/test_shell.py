@@ -29,7 +29,8 @@ from services import shell
 from services.engine_thread import EngineThread
 from services.links import Links
 from services.shell import Shell
-from tests.broker.conftest import eventually, make_record
+from tests.broker.conftest import make_record
+from tests.eventually import eventually
 
 
 class IdleEngine:
