@@ -15,15 +15,15 @@ from typing import Annotated, Final, Literal, TypeAlias, TypeVar
 import msgspec
 
 from common.errors import ErrorInfo, TriptychError
+from common.families import MediaKind as MediaKind
 from common.sampling_params import SamplingParams
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 MAX_CONTROL_BYTES: Final = 16 * 2**20
 """Cap of a message without media."""
 MAX_MEDIA_BYTES: Final = 64 * 2**20
 """Cap of one media item on the wire."""
 
-MediaKind = Literal["image", "audio"]
 Role = Literal["encoder", "prefill_decode", "proxy"]
 FinishReason = Literal["stop", "length", "abort"]
 Id = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -55,13 +55,26 @@ class InputSlot(msgspec.Struct, frozen=True):
 # --- proxy -> worker
 
 
+class Resumed(msgspec.Struct, frozen=True):
+    """One sequence of a request that another instance had begun: its number, and the tokens it had generated."""
+
+    index: Count
+    token_ids: list[Count]
+
+
 class Generate(msgspec.Struct, frozen=True, tag="generate"):
-    """A request for a prefill-decode worker. Its inputs arrive separately, by handoff."""
+    """A request for a prefill-decode worker. Its inputs arrive separately, by handoff.
+
+    Lower `priority` goes first. With `resumed`, only these sequences are generated, each from where it stood:
+    offsets, limits, penalties and random draws go on as if the request had never moved.
+    """
 
     request_id: Id
     prompt_token_ids: list[Count]
     inputs: list[InputSlot]
     sampling: SamplingParams
+    priority: int = 0
+    resumed: list[Resumed] = []
 
 
 class Encode(msgspec.Struct, frozen=True, tag="encode"):
@@ -90,10 +103,26 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
 # --- worker -> proxy
 
 
-class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
-    """The next tokens of a request. The last one carries `finish_reason`, the prompt's true length and the spans.
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """Log-probability of one token (natural logarithm, before temperature, after nothing else).
 
-    `offset` is the number of tokens sent before these, so that a repeated message is recognised.
+    `rank` counts from 1, the likeliest token; `top` are the likeliest tokens with theirs, the likeliest first.
+    """
+
+    token_id: Count
+    logprob: float
+    rank: Count
+    top: list[tuple[int, float]] = []
+
+
+class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
+    """The next tokens of sequence `index` of a request; a sequence's last message carries `finish_reason`.
+
+    `offset` is the number of tokens of the sequence sent before these, so that a repeated message is recognised.
+    The request's last message has `done` and carries the prompt's true length, how much of it was found in the prefix
+    cache, and the spans. `logprobs` has one entry per token where they were asked for; `prompt_logprobs` comes once,
+    with the first message, None for the prompt's first token and for tokens of media. Beams come as a whole at the
+    end, best first, with `score`.
     """
 
     request_id: Id
@@ -102,6 +131,12 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
     finish_reason: FinishReason | None = None
     num_prompt_tokens: Count = 0
     spans: list[Span] = []
+    index: Count = 0
+    done: bool = False
+    num_cached_tokens: Count = 0
+    logprobs: list[TokenLogprob] = []
+    prompt_logprobs: list[TokenLogprob | None] = []
+    score: float | None = None
 
 
 class Encoded(msgspec.Struct, frozen=True, tag="encoded"):

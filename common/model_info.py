@@ -6,22 +6,15 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from common.errors import TriptychError
+from common.families import Family, MediaKind, find_family
 
 _END_BYTES: Final = 64 * 2**10
 _SAMPLE_BYTES: Final = 4 * 2**10
 _NUM_SAMPLES: Final = 64
 BUNDLED = Path(__file__).parent / "bundled"
-Family = Literal["llama", "qwen2", "qwen2_5_vl", "whisper"]
-
-_ARCHITECTURES: dict[str, Family] = {
-    "LlamaForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
-    "WhisperForConditionalGeneration": "whisper",
-}
 
 
 def resolve_model(model: str) -> Path:
@@ -69,19 +62,26 @@ class ModelInfo:
 
     @property
     def is_encoder_decoder(self) -> bool:
-        return self.family == "whisper"
+        return self.family.is_encoder_decoder
 
     @property
-    def media_kind(self) -> Literal["image", "audio"] | None:
+    def has_cross_attention(self) -> bool:
+        return self.family.cross_attention
+
+    @property
+    def media_kind(self) -> MediaKind | None:
         """The kind of media that the encoder takes; None for a text-only model."""
-        kinds: dict[str, Literal["image", "audio"]] = {"qwen2_5_vl": "image", "whisper": "audio"}
-        return kinds.get(self.family)
+        return self.family.media_kind
 
     @property
     def max_model_len(self) -> int:
-        if self.family == "whisper":
-            return int(self.config["max_target_positions"])
-        return int(self.text_config["max_position_embeddings"])
+        return int(self.text_config[self.family.decoder_length])
+
+    @property
+    def max_encoder_tokens(self) -> int:
+        """Rows of one input's encoder output at most."""
+        key = self.family.encoder_length
+        return int(self.config[key]) if key else self.max_model_len
 
     @property
     def vocab_size(self) -> int:
@@ -90,7 +90,7 @@ class ModelInfo:
     @property
     def placeholder_token_id(self) -> int | None:
         """The token that stands for one media item in a rendered prompt; None where the prompt has none."""
-        return int(self.config["image_token_id"]) if self.family == "qwen2_5_vl" else None
+        return int(self.config[self.family.placeholder]) if self.family.placeholder else None
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -121,16 +121,11 @@ def load_model_info(model: str) -> ModelInfo:
     folder = resolve_model(model)
     config = json.loads((folder / "config.json").read_text())
     architecture = (config.get("architectures") or ["(none given)"])[0]
-    if architecture not in _ARCHITECTURES:
-        known = ", ".join(sorted(_ARCHITECTURES))
-        raise TriptychError(
-            "model_not_found", f"architecture {architecture} is not supported; supported: {known}", "model"
-        )
     return ModelInfo(
         folder=folder,
         name=folder.name if Path(model).exists() else model,
         architecture=architecture,
-        family=_ARCHITECTURES[architecture],
+        family=find_family(architecture),
         config=config,
         generation=_read_json(folder / "generation_config.json"),
         preprocessor=_read_json(folder / "preprocessor_config.json"),

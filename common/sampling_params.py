@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -12,19 +12,72 @@ MIN_TEMPERATURE: Final = 1e-5
 """Below this, dividing logits by the temperature overflows: it means greedy."""
 
 
+class Grammar(msgspec.Struct, frozen=True):
+    """What the output has to match: a JSON schema, a regular expression, a context-free grammar (Lark or GBNF), one of
+    some strings (`choice`, a JSON list), or any JSON object (`json_object`, no text)."""
+
+    kind: Literal["json_schema", "json_object", "regex", "grammar", "choice"]
+    text: str = ""
+
+
+class TimestampRules(msgspec.Struct, frozen=True):
+    """Whisper's rules for timestamps (Radford et al., 2022, decoding.py): they come in pairs and never go back.
+
+    Ids from `first_token_id` on are timestamps; `no_timestamps_token_id` never appears. `max_initial_index` bounds the
+    first timestamp, in steps of 20 ms.
+    """
+
+    first_token_id: int
+    no_timestamps_token_id: int
+    max_initial_index: int | None = None
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one request; the names and meanings are those of vLLM and OpenAI.
 
-    `stop` strings are applied by whoever faces the user (`LLM`, the proxy); everything else by the worker.
-    `prefix_allowed[i]`, if given, lists the only token ids allowed as the i-th generated token: forced tokens are
-    lists of one, Whisper's language detection is the list of its language tokens.
-    `suppress_tokens` never appear; `begin_suppress_tokens` do not appear as the first token after the prefix.
+    `stop` strings and `bad_words` are handled by whoever faces the user (`LLM`, the proxy; the latter become
+    `bad_words_ids`); everything else by the worker.
+
+    n                     sequences of the request, generated independently of each other
+    beam_width            beam search with so many beams instead of sampling; the `n` best are returned
+    length_penalty        a beam's score is its log-probability / length ** length_penalty
+    early_stopping        stop as soon as `beam_width` beams have ended
+    min_tokens            tokens before which no end-of-sequence or stop token may appear
+    top_p, top_k, min_p   keep the nucleus; the k likeliest (0: all); those at least min_p times as likely as the best
+    repetition_penalty    divides (or multiplies, where negative) the logits of tokens of the prompt and the output
+    presence_penalty, frequency_penalty   subtracted once, or per occurrence, from the logits of output tokens
+    no_repeat_ngram_size  n-grams of this size appear at most once (0: off), those of the decoder prompt counted
+    logit_bias            added to the logits of token ids
+    allowed_token_ids     if given, the only ones that may appear
+    bad_words_ids         token sequences that never appear
+    logprobs              how many of the likeliest tokens are reported at each output token (0: the sampled one alone)
+    prompt_logprobs       the same for the tokens of the prompt
+    forced_eos_token_id   the token that a sequence which reaches `max_tokens` ends with
+    prefix_allowed[i]     the only token ids allowed as the i-th generated token: forced tokens are lists of one,
+                          Whisper's language detection is the list of its language tokens
+    suppress_tokens never appear; `begin_suppress_tokens` do not appear as the first token after the prefix.
     """
 
+    n: int = 1
+    beam_width: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool = False
     max_tokens: int = 16
+    min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -32,10 +85,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     suppress_tokens: tuple[int, ...] = ()
     begin_suppress_tokens: tuple[int, ...] = ()
     prefix_allowed: tuple[tuple[int, ...], ...] = ()
+    forced_eos_token_id: int | None = None
+    timestamps: TimestampRules | None = None
+    grammar: Grammar | None = None
 
     @property
     def greedy(self) -> bool:
         return self.temperature < MIN_TEMPERATURE or self.top_k == 1
+
+    @property
+    def uses_beams(self) -> bool:
+        return self.beam_width > 1
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that run at once."""
+        return max(self.n, self.beam_width)
 
     def validate(self) -> SamplingParams:
         """Return self, or raise TriptychError("invalid_request") naming the field and the value."""

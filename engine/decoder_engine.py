@@ -11,12 +11,13 @@ import math
 import random
 import time
 import warnings
+from collections.abc import Sequence
 
 import torch
 
 from common.config import EngineConfig
 from common.errors import ErrorInfo, TriptychError
-from common.messages import FinishReason, InputSlot
+from common.messages import FinishReason, InputSlot, Resumed
 from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
 from engine.cache.block_manager import BlockManager
@@ -65,13 +66,19 @@ class DecoderEngine:
 
     def _expectation(self) -> InputExpectation:
         spec, info = self.runner.spec, self.info
-        max_rows = int(info.config["max_source_positions"]) if info.is_encoder_decoder else self.runner.max_model_len
-        return InputExpectation(spec.hidden_size, spec.vocab_size, max_rows, info.placeholder_token_id)
+        max_rows = info.max_encoder_tokens if info.is_encoder_decoder else self.runner.max_model_len
+        return InputExpectation(spec.encoder_width, spec.vocab_size, max_rows, info.placeholder_token_id)
 
     # --- in
 
     def add_request(
-        self, request_id: str, prompt_token_ids: list[int], inputs: list[InputSlot], sampling: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        inputs: list[InputSlot],
+        sampling: SamplingParams,
+        priority: int = 0,
+        resumed: Sequence[Resumed] = (),
     ) -> None:
         """Take a request. What is wrong with it comes as a RequestFailed event; a known id is ignored."""
         if request_id in self._requests:
@@ -209,7 +216,10 @@ class DecoderEngine:
         offset, reason = request.num_output_tokens - 1, self._finish_reason(request, token_id)
         spans = request.finish_spans() if reason else []
         num_prompt_tokens = request.num_prompt_tokens or 0
-        self.intake.events.append(TokensReady(request.request_id, offset, [token_id], reason, num_prompt_tokens, spans))
+        done = reason is not None
+        self.intake.events.append(
+            TokensReady(request.request_id, offset, [token_id], reason, num_prompt_tokens, spans, done=done)
+        )
         if reason is not None:
             self._end(request)
 

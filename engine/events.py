@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from common.errors import ErrorInfo
-from common.messages import FinishReason, InputLayout, Span
+from common.messages import FinishReason, InputLayout, Span, TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class InputLost:
 
 @dataclass(frozen=True)
 class TokensReady:
-    """New tokens; the last event of a request carries a finish reason, the prompt's true length and the spans."""
+    """New tokens of sequence `index`; fields as in `common.messages.Tokens`. The request's last event has `done`."""
 
     request_id: str
     offset: int
@@ -95,6 +95,12 @@ class TokensReady:
     finish_reason: FinishReason | None = None
     num_prompt_tokens: int = 0
     spans: list[Span] = field(default_factory=list)
+    index: int = 0
+    done: bool = False
+    num_cached_tokens: int = 0
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    score: float | None = None
 
 
 @dataclass(frozen=True)

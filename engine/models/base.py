@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,11 @@ from engine.processors import ProcessedInput
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """The sizes by which the engine lays out caches and checks requests. `max_model_len` is in tokens."""
+    """The sizes by which the engine lays out caches and checks requests. `max_model_len` is in tokens.
+
+    Layers of self-attention and of cross-attention are counted apart: a block of the KV cache belongs to one kind, so
+    both kinds use the first of `num_caches` tensors. `encoder_width` is the row width of what the encoder sends.
+    """
 
     num_layers: int
     num_heads: int
@@ -23,22 +27,64 @@ class DecoderSpec:
     head_dim: int
     hidden_size: int
     vocab_size: int
-    has_cross_attention: bool
-    mrope_section: tuple[int, int, int] | None
     max_model_len: int
+    num_cross_layers: int = 0
+    mrope_section: tuple[int, int, int] | None = None
+    encoder_hidden_size: int | None = None
+
+    @property
+    def has_cross_attention(self) -> bool:
+        return self.num_cross_layers > 0
+
+    @property
+    def num_caches(self) -> int:
+        return max(self.num_layers, self.num_cross_layers)
+
+    @property
+    def encoder_width(self) -> int:
+        """Columns of an encoder output; more than `hidden_size` where deeper layers get a share of it (Qwen3-VL)."""
+        return self.encoder_hidden_size or self.hidden_size
+
+
+PositionBias: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""An additive attention bias by position: (query positions [q], key positions [k]) -> [num_heads, q, k] (T5).
+
+Asked once per request and step; the layers share what it returns, so a model passes the same object in every layer."""
+
+
+@dataclass(frozen=True)
+class SplicedRows:
+    """The encoder outputs of one step: `outputs` [k, encoder_width] belong to rows `rows` [k] of the batch."""
+
+    rows: Tensor
+    outputs: Tensor
 
 
 class AttentionContext(Protocol):
     """Attention as a model sees it during one forward pass: where keys and values live is not its business."""
 
-    def self_attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Write key and value to the cache, then attend causally within each sequence, at scale 1 / sqrt(head_dim).
+    def self_attention(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None = None,
+        bias: PositionBias | None = None,
+    ) -> Tensor:
+        """Write key and value to the cache, then attend causally within each sequence.
 
         query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim] -> as query.
+        `scale` is 1 / sqrt(head_dim) if not given; `bias` is added to the scaled scores.
         """
 
-    def cross_attention(self, layer: int, query: Tensor) -> Tensor:
-        """Attend to all encoder rows of each token's request; query [num_tokens, num_heads, head_dim] -> the same."""
+    def cross_attention(self, layer: int, query: Tensor, *, scale: float | None = None) -> Tensor:
+        """Attend to the encoder rows that each token may see, by default all of its request.
+
+        query [num_tokens, num_heads, head_dim] -> the same. `layer` counts cross-attention layers. A token that sees
+        no row gets zeros.
+        """
 
 
 @dataclass(frozen=True)
@@ -88,11 +134,18 @@ class DecoderModel(nn.Module, ABC):
         """[num_tokens] -> [num_tokens, hidden_size]"""
 
     @abstractmethod
-    def forward(self, embeddings: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
+    def forward(
+        self,
+        embeddings: Tensor,
+        positions: Tensor,
+        attention: AttentionContext,
+        spliced: SplicedRows | None = None,
+    ) -> Tensor:
         """Hidden states after the final norm.
 
         embeddings [num_tokens, hidden_size], positions int64 [num_tokens] or, with M-RoPE, [3, num_tokens] (time,
-        height, width) -> [num_tokens, hidden_size].
+        height, width) -> [num_tokens, hidden_size]. `spliced` are the step's encoder outputs, whose first
+        `hidden_size` columns stand in `embeddings` already; None where there are none.
         """
 
     @abstractmethod
@@ -120,6 +173,11 @@ class EncoderModel(ABC):
     @abstractmethod
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
         """One output [num_encoder_tokens, hidden_size] per item, equal to what the item alone would give."""
+
+
+def own_memory(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs that do not keep the whole batch alive as long as one of them is."""
+    return list(outputs) if len(outputs) == 1 else [output.clone() for output in outputs]
 
 
 @dataclass(frozen=True)

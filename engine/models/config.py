@@ -45,7 +45,7 @@ def read_text_config(info: ModelInfo) -> TextConfig:
     _check_windows(json, info.max_model_len)
     num_heads = int(json["num_attention_heads"])
     rope = _rope(json)
-    llama = info.family == "llama"
+    llama = info.family.name == "llama"
     return TextConfig(
         vocab_size=int(json["vocab_size"]),
         hidden_size=int(json["hidden_size"]),
@@ -57,7 +57,7 @@ def read_text_config(info: ModelInfo) -> TextConfig:
         rms_norm_eps=float(json.get("rms_norm_eps", 1e-6)),
         max_position_embeddings=int(json["max_position_embeddings"]),
         rope=rope,
-        mrope_section=_three(rope.get("mrope_section", _MROPE_SECTION)) if info.family == "qwen2_5_vl" else None,
+        mrope_section=_three(rope.get("mrope_section", _MROPE_SECTION)) if info.family.name == "qwen2_5_vl" else None,
         qkv_bias=bool(json.get("attention_bias", False)) if llama else True,
         o_bias=llama and bool(json.get("attention_bias", False)),
         mlp_bias=llama and bool(json.get("mlp_bias", False)),

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.models.base import AttentionContext, CheckpointLayout, DecoderModel, DecoderSpec, Sources
-from engine.models.config import TextConfig
+from common.model_info import ModelInfo
+from engine.models.base import AttentionContext, CheckpointLayout, DecoderModel, DecoderSpec, Sources, SplicedRows
+from engine.models.config import TextConfig, read_text_config
 from engine.models.rotary import Rotary, rotate
 
 LLAMA_LAYOUT = CheckpointLayout(
@@ -33,6 +34,12 @@ _CHECKPOINT_PARTS = {
 }
 
 
+def build(info: ModelInfo) -> LlamaDecoder:
+    """The decoder of a model folder. Raises ValueError for a configuration with something that is not computed here."""
+    layout = QWEN2_5_VL_LAYOUT if info.media_kind else LLAMA_LAYOUT
+    return LlamaDecoder(read_text_config(info), max_model_len=info.max_model_len, layout=layout)
+
+
 class LlamaDecoder(DecoderModel):
     """A pre-norm decoder with grouped-query attention, rotary positions and a gated MLP.
 
@@ -48,7 +55,6 @@ class LlamaDecoder(DecoderModel):
             head_dim=config.head_dim,
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
-            has_cross_attention=False,
             mrope_section=config.mrope_section,
             max_model_len=max_model_len,
         )
@@ -62,7 +68,13 @@ class LlamaDecoder(DecoderModel):
     def embed(self, input_ids: Tensor) -> Tensor:
         return F.embedding(input_ids, self.embed_tokens.weight)
 
-    def forward(self, embeddings: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
+    def forward(
+        self,
+        embeddings: Tensor,
+        positions: Tensor,
+        attention: AttentionContext,
+        spliced: SplicedRows | None = None,
+    ) -> Tensor:
         rotation = self.rotary(positions, embeddings.dtype)
         hidden = embeddings
         for layer in self.layers:

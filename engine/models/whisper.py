@@ -7,9 +7,24 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.models.base import AttentionContext, CheckpointLayout, DecoderModel, DecoderSpec, Sources, Zeros
+from common.model_info import ModelInfo
+from engine.models.base import (
+    AttentionContext,
+    CheckpointLayout,
+    DecoderModel,
+    DecoderSpec,
+    Sources,
+    SplicedRows,
+    Zeros,
+)
+from engine.models.config import is_tied
 
 DECODER_LAYOUT = CheckpointLayout(prefixes={"model.decoder.": "", "decoder.": "", "proj_out.": "proj_out."})
+
+
+def build(info: ModelInfo) -> WhisperDecoder:
+    """The decoder of a model folder."""
+    return WhisperDecoder(info.config, max_model_len=info.max_model_len, tied=is_tied(info, default=True))
 
 
 class WhisperDecoder(DecoderModel):
@@ -31,9 +46,8 @@ class WhisperDecoder(DecoderModel):
             head_dim=hidden_size // num_heads,
             hidden_size=hidden_size,
             vocab_size=vocab_size,
-            has_cross_attention=True,
-            mrope_section=None,
             max_model_len=max_model_len,
+            num_cross_layers=config["decoder_layers"],
         )
         self.layout = DECODER_LAYOUT
         self.embed_tokens = nn.Embedding(vocab_size, hidden_size)
@@ -47,7 +61,13 @@ class WhisperDecoder(DecoderModel):
     def embed(self, input_ids: Tensor) -> Tensor:
         return F.embedding(input_ids, self.embed_tokens.weight)
 
-    def forward(self, embeddings: Tensor, positions: Tensor, attention: AttentionContext) -> Tensor:
+    def forward(
+        self,
+        embeddings: Tensor,
+        positions: Tensor,
+        attention: AttentionContext,
+        spliced: SplicedRows | None = None,
+    ) -> Tensor:
         hidden = embeddings + F.embedding(positions, self.embed_positions.weight)
         for layer in self.layers:
             hidden = layer(hidden, attention)

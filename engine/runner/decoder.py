@@ -38,7 +38,7 @@ class DecoderRunner:
         self.num_blocks = self._count_blocks(config)
         shape = (2, self.num_blocks, self.block_size, self.spec.num_kv_heads, self.spec.head_dim)
         # Zeros, not empty: padding reads block 0, and 0 * NaN would be NaN.
-        self.caches = [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(self.spec.num_layers)]
+        self.caches = [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(self.spec.num_caches)]
         self.buffers = InputBuffers(config.max_num_seqs, self.max_model_len, self.block_size)
         self.backend = choose_backend(self.device)
         self.sampler = Sampler()
@@ -46,14 +46,14 @@ class DecoderRunner:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
-        slots = 2 * self.spec.num_layers * self.block_size
+        slots = 2 * self.spec.num_caches * self.block_size
         return slots * self.spec.num_kv_heads * self.spec.head_dim * self.dtype.itemsize
 
     def _count_blocks(self, config: EngineConfig) -> int:
         """Blocks within the budget, and no more than all sequences at full length could use."""
         per_sequence = -(-self.max_model_len // self.block_size)
         if self.spec.has_cross_attention:
-            per_sequence += -(-int(self.info.config["max_source_positions"]) // self.block_size)
+            per_sequence += -(-self.info.max_encoder_tokens // self.block_size)
         affordable = config.kv_cache_bytes // self.block_bytes
         if affordable < 1:
             raise TriptychError(
@@ -121,7 +121,7 @@ class DecoderRunner:
         table = torch.tensor(blocks.get_cross_block_table(request.request_id), device=self.device)
         steps = torch.arange(len(encoder_output), device=self.device)
         slots = table[steps // self.block_size] * self.block_size + steps % self.block_size
-        for layer, kv_cache in enumerate(self.caches):
+        for layer, kv_cache in enumerate(self.caches[: self.spec.num_cross_layers]):
             key, value = self.model.project_cross(layer, encoder_output)
             self.backend.write(kv_cache, key, value, slots)
 

@@ -36,7 +36,7 @@ class Reference:
     def __init__(self, folder: Path | str) -> None:
         self.info = load_model_info(str(folder))
         logging.set_verbosity_error()
-        self.model: Any = _LOADERS[self.info.family].from_pretrained(self.info.folder, dtype=torch.float32).eval()
+        self.model: Any = _LOADERS[self.info.family.name].from_pretrained(self.info.folder, dtype=torch.float32).eval()
         self._processor: Any = None
 
     @torch.inference_mode()

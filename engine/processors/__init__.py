@@ -9,20 +9,17 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
+import pkgutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-import numpy as np
 import numpy.typing as npt
 
 from common.errors import TriptychError
 from common.messages import InputLayout
 from common.model_info import ModelInfo, load_model_info
-from engine.media.audio import decode_audio
-from engine.media.image import decode_image
-from engine.media.log_mel import LogMel, LogMelSettings
-from engine.media.patches import PatchSettings, picture_to_patches
 
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -69,8 +66,8 @@ def init_worker(model: str, dtype: str) -> None:
     info = load_model_info(model)
     if info.media_kind is None:
         raise TriptychError("invalid_request", f"{info.name} is a text model: it takes no media", "model")
-    processor: Processor = WhisperProcessor(info) if info.family == "whisper" else Qwen2_5_VLProcessor(info)
-    _worker = _Worker(info, dtype, processor)
+    build: Callable[[ModelInfo], Processor] = pkgutil.resolve_name(info.family.processor)
+    _worker = _Worker(info, dtype, build(info))
     if multiprocessing.parent_process() is not None and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)  # the pool is the parallelism; the engine beside it needs the cores
 
@@ -91,52 +88,7 @@ def process(kind: str, media: bytes) -> ProcessedInput:
     return ProcessedInput(arrays, layout, shape, _worker.dtype, size_bytes)
 
 
-class Qwen2_5_VLProcessor:
-    """Pictures of any size to patches, merged squares together; the layout's grid is that of the merged patches."""
-
-    kind = "image"
-
-    def __init__(self, info: ModelInfo) -> None:
-        self._settings = PatchSettings.from_json(_preprocessor_json(info, "image_processor"))
-        self._hidden_size = int(info.config["vision_config"]["out_hidden_size"])
-        self._token_id = int(info.config["image_token_id"])
-        merge_size = int(info.config["vision_config"].get("spatial_merge_size", 2))
-        if self._settings.merge_size != merge_size:
-            raise ValueError(
-                f"the preprocessor of {info.name} merges {self._settings.merge_size} patches, its encoder {merge_size}"
-            )
-
-    def __call__(self, media: bytes) -> tuple[dict[str, npt.NDArray[Any]], InputLayout, tuple[int, ...]]:
-        patches, (time, height, width) = picture_to_patches(decode_image(media), self._settings)
-        merge = self._settings.merge_size
-        merged = (time, height // merge, width // merge)
-        num_tokens = math.prod(merged)
-        arrays = {"pixel_values": patches, "image_grid_thw": np.array((time, height, width))}
-        return arrays, InputLayout(num_tokens, [(self._token_id, num_tokens)], merged), (num_tokens, self._hidden_size)
-
-
-class WhisperProcessor:
-    """Clips of at most one window (30 s) to a log-mel spectrogram, padded to the window."""
-
-    kind = "audio"
-
-    def __init__(self, info: ModelInfo) -> None:
-        self._settings = LogMelSettings.from_json(_preprocessor_json(info, "feature_extractor"))
-        self._log_mel = LogMel(self._settings)
-        self._shape = (int(info.config["max_source_positions"]), int(info.config["d_model"]))
-        num_frames = self._settings.num_frames
-        if num_frames != 2 * self._shape[0]:  # its convolutions halve the frames
-            raise ValueError(
-                f"the feature extractor of {info.name} makes {num_frames} frames, "
-                f"its encoder takes {2 * self._shape[0]}"
-            )
-
-    def __call__(self, media: bytes) -> tuple[dict[str, npt.NDArray[Any]], InputLayout, tuple[int, ...]]:
-        samples = decode_audio(media, self._settings.sampling_rate, self._settings.chunk_length)
-        return {"input_features": self._log_mel(samples)}, InputLayout(self._shape[0], [], None), self._shape
-
-
-def _preprocessor_json(info: ModelInfo, part: str) -> dict[str, Any]:
+def preprocessor_json(info: ModelInfo, part: str) -> dict[str, Any]:
     """preprocessor_config.json, or the part of processor_config.json where a checkpoint keeps it there."""
     path = info.folder / "processor_config.json"
     if info.preprocessor or not path.is_file():

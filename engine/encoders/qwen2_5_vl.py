@@ -1,4 +1,4 @@
-"""The encoders: transformers' own modules, fed with the items of many requests at once."""
+"""Qwen2.5-VL's vision tower: transformers' own module, fed with the pictures of many requests at once."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
-from transformers.models.whisper.modeling_whisper import WhisperEncoder as WhisperEncoderModule
 
 from engine.counters import encoder_computations
-from engine.models.base import CheckpointLayout, EncoderModel
+from engine.models.base import CheckpointLayout, EncoderModel, own_memory
 from engine.processors import ProcessedInput
 
 
@@ -42,29 +41,4 @@ class Qwen2_5_VLEncoder(EncoderModel):
             torch.from_numpy(pixels).to(weight.device, weight.dtype), grid_thw=torch.from_numpy(grids).to(weight.device)
         )
         merged = torch.split(output.pooler_output, (grids.prod(-1) // self._merge_unit).tolist())
-        return _own_memory(merged)
-
-
-class WhisperEncoder(EncoderModel):
-    """Clips, each padded to one window, stacked."""
-
-    layout = CheckpointLayout(prefixes={"model.encoder.": "", "encoder.": ""})
-
-    def __init__(self, config: Any) -> None:
-        self.module: nn.Module = WhisperEncoderModule(config)
-
-    def finish_loading(self, device: torch.device) -> None:
-        pass
-
-    @torch.inference_mode()
-    def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
-        encoder_computations.add(len(items))
-        weight = next(self.module.parameters())
-        features = torch.from_numpy(np.stack([item.arrays["input_features"] for item in items]))
-        output = self.module(features.to(weight.device, weight.dtype))
-        return _own_memory(output.last_hidden_state.unbind(0))
-
-
-def _own_memory(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs that do not keep the whole batch alive as long as one of them is."""
-    return list(outputs) if len(outputs) == 1 else [output.clone() for output in outputs]
+        return own_memory(merged)

@@ -1,0 +1,1 @@
+"""The encoders, one file per family: transformers' own modules, run in encoder workers only."""

@@ -1,0 +1,35 @@
+"""Whisper's encoder: transformers' own module, fed with the clips of many requests at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.models.whisper.modeling_whisper import WhisperEncoder as WhisperEncoderModule
+
+from engine.counters import encoder_computations
+from engine.models.base import CheckpointLayout, EncoderModel, own_memory
+from engine.processors import ProcessedInput
+
+
+class WhisperEncoder(EncoderModel):
+    """Clips, each padded to one window, stacked."""
+
+    layout = CheckpointLayout(prefixes={"model.encoder.": "", "encoder.": ""})
+
+    def __init__(self, config: Any) -> None:
+        self.module: nn.Module = WhisperEncoderModule(config)
+
+    def finish_loading(self, device: torch.device) -> None:
+        pass
+
+    @torch.inference_mode()
+    def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
+        encoder_computations.add(len(items))
+        weight = next(self.module.parameters())
+        features = torch.from_numpy(np.stack([item.arrays["input_features"] for item in items]))
+        output = self.module(features.to(weight.device, weight.dtype))
+        return own_memory(output.last_hidden_state.unbind(0))
