@@ -33,7 +33,7 @@ LANGUAGES = ("en", "de", "fr")
 FIRST_SPECIAL = 256
 """Ids below are bytes; the special tokens of a family follow in the order above."""
 
-_CHAT_TEMPLATE = (
+CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
     "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
@@ -44,23 +44,23 @@ _CHAT_TEMPLATE = (
 
 def make_llama(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
     """Llama: grouped-query attention, tied embeddings, as SmolLM2 has them. `overrides` go to the config."""
-    config = LlamaConfig(**{**_text_config(tie_word_embeddings=True), **overrides})
-    _save(LlamaForCausalLM(config), folder, seed)
-    _save_generation(folder, eos_token_id=FIRST_SPECIAL + 2, pad_token_id=FIRST_SPECIAL, bos_token_id=FIRST_SPECIAL)
-    return _save_chat_tokenizer(folder, CHAT_SPECIALS)
+    config = LlamaConfig(**{**text_config(tie_word_embeddings=True), **overrides})
+    save_random(LlamaForCausalLM(config), folder, seed)
+    save_generation(folder, eos_token_id=FIRST_SPECIAL + 2, pad_token_id=FIRST_SPECIAL, bos_token_id=FIRST_SPECIAL)
+    return save_chat_tokenizer(folder, CHAT_SPECIALS)
 
 
 def make_qwen2(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
     """Qwen2: biases on q, k and v, an output head of its own. `overrides` go to the config."""
-    config = Qwen2Config(**{**_text_config(tie_word_embeddings=False), **overrides})
-    _save(Qwen2ForCausalLM(config), folder, seed)
-    _save_generation(folder, eos_token_id=[FIRST_SPECIAL + 2, FIRST_SPECIAL], pad_token_id=FIRST_SPECIAL)
-    return _save_chat_tokenizer(folder, CHAT_SPECIALS)
+    config = Qwen2Config(**{**text_config(tie_word_embeddings=False), **overrides})
+    save_random(Qwen2ForCausalLM(config), folder, seed)
+    save_generation(folder, eos_token_id=[FIRST_SPECIAL + 2, FIRST_SPECIAL], pad_token_id=FIRST_SPECIAL)
+    return save_chat_tokenizer(folder, CHAT_SPECIALS)
 
 
 def make_qwen2_5_vl(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
     """Qwen2.5-VL: dynamic resolution, window attention, M-RoPE. Pictures of up to 196 x 196 pixels: 49 tokens."""
-    text = _text_config(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]})
+    text = text_config(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]})
     vision = {
         "depth": 3,
         "hidden_size": 32,
@@ -80,13 +80,13 @@ def make_qwen2_5_vl(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
         vision_start_token_id=ids["<|vision_start|>"],
         vision_end_token_id=ids["<|vision_end|>"],
     )
-    _save(Qwen2_5_VLForConditionalGeneration(config), folder, seed)
-    _save_generation(folder, eos_token_id=ids["<|im_end|>"], pad_token_id=ids["<|endoftext|>"])
-    _write_json(
+    save_random(Qwen2_5_VLForConditionalGeneration(config), folder, seed)
+    save_generation(folder, eos_token_id=ids["<|im_end|>"], pad_token_id=ids["<|endoftext|>"])
+    write_json(
         folder / "preprocessor_config.json",
         {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 28 * 28, "max_pixels": 196 * 196},
     )
-    return _save_chat_tokenizer(folder, VISION_SPECIALS)
+    return save_chat_tokenizer(folder, VISION_SPECIALS)
 
 
 def make_whisper(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
@@ -111,9 +111,9 @@ def make_whisper(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
         "begin_suppress_tokens": None,
     }
     model = WhisperForConditionalGeneration(WhisperConfig(**{**settings, **overrides}))
-    _save(model, folder, seed, quiet_tokens=slice(ids["<|0.00|>"], None))
-    _save_generation(folder, **_whisper_generation(ids))
-    _write_json(
+    save_random(model, folder, seed, quiet_tokens=slice(ids["<|0.00|>"], None))
+    save_generation(folder, **_whisper_generation(ids))
+    write_json(
         folder / "preprocessor_config.json",
         {
             "feature_extractor_type": "WhisperFeatureExtractor",
@@ -124,12 +124,13 @@ def make_whisper(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
             "chunk_length": 30,
         },
     )
-    _byte_tokenizer(tokens, first_plain="<|0.00|>").save(str(folder / "tokenizer.json"))
-    _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    byte_tokenizer(tokens, first_plain="<|0.00|>").save(str(folder / "tokenizer.json"))
+    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
     return folder
 
 
-def _text_config(**more: Any) -> dict[str, Any]:
+def text_config(**more: Any) -> dict[str, Any]:
+    """The sizes of a tiny text decoder, by transformers' names."""
     return {
         "vocab_size": FIRST_SPECIAL + 16,
         "hidden_size": 64,
@@ -176,7 +177,7 @@ def _whisper_generation(ids: dict[str, int]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _save(model: PreTrainedModel, folder: Path, seed: int, *, quiet_tokens: slice | None = None) -> None:
+def save_random(model: PreTrainedModel, folder: Path, seed: int, *, quiet_tokens: slice | None = None) -> None:
     """Fill the model from its own generator, so that no other code's random numbers matter, and save it.
 
     `quiet_tokens` get small embeddings: they rarely win, but they can.
@@ -200,21 +201,23 @@ def _save(model: PreTrainedModel, folder: Path, seed: int, *, quiet_tokens: slic
     model.save_pretrained(folder)
 
 
-def _save_generation(folder: Path, **settings: Any) -> None:
+def save_generation(folder: Path, **settings: Any) -> None:
+    """Write generation_config.json."""
     GenerationConfig(**settings).save_pretrained(folder)
 
 
-def _save_chat_tokenizer(folder: Path, specials: tuple[str, ...]) -> Path:
-    _byte_tokenizer(specials).save(str(folder / "tokenizer.json"))
-    _write_json(
+def save_chat_tokenizer(folder: Path, specials: tuple[str, ...]) -> Path:
+    """Write a byte tokenizer with `specials` and a chat template; the end of a turn ends an answer."""
+    byte_tokenizer(specials).save(str(folder / "tokenizer.json"))
+    write_json(
         folder / "tokenizer_config.json",
         {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
     )
-    (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     return folder
 
 
-def _byte_tokenizer(added: list[str] | tuple[str, ...], first_plain: str | None = None) -> Tokenizer:
+def byte_tokenizer(added: list[str] | tuple[str, ...], first_plain: str | None = None) -> Tokenizer:
     """One token per byte, then `added`; those from `first_plain` on are not special (Whisper's timestamps)."""
     vocab = {symbol: index for index, symbol in enumerate(_byte_symbols())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -233,5 +236,5 @@ def _byte_symbols() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(stand_ins)) for byte in range(256)]
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True))

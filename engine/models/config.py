@@ -13,11 +13,17 @@ from common.model_info import ModelInfo
 
 _MROPE_SECTION = (16, 24, 24)
 """Qwen2.5-VL's, where its config.json does not say."""
+_QWEN3_HEAD_DIM = 128
+"""Qwen3's, where its config.json does not say: its heads need not add up to the hidden size."""
 
 
 @dataclass(frozen=True)
 class TextConfig:
-    """Sizes and switches of a Llama-like decoder. `rope` holds `rope_type`, `rope_theta` and what that type needs."""
+    """Sizes and switches of a Llama-like decoder.
+
+    `rope` holds `rope_type`, `rope_theta` and what that type needs. `qk_norm` is a norm of each head of the queries and
+    of the keys, before they are rotated.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -33,6 +39,7 @@ class TextConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
+    qk_norm: bool
     tied: bool
 
 
@@ -45,7 +52,10 @@ def read_text_config(info: ModelInfo) -> TextConfig:
     _check_windows(json, info.max_model_len)
     num_heads = int(json["num_attention_heads"])
     rope = _rope(json)
-    llama = info.family.name == "llama"
+    kind = str(json.get("model_type") or info.family.name)
+    qwen2, qwen3 = kind.startswith("qwen2"), kind.startswith("qwen3")
+    biased = bool(json.get("attention_bias", False)) and not qwen2
+    head_dim = json.get("head_dim") or (_QWEN3_HEAD_DIM if qwen3 else int(json["hidden_size"]) // num_heads)
     return TextConfig(
         vocab_size=int(json["vocab_size"]),
         hidden_size=int(json["hidden_size"]),
@@ -53,14 +63,15 @@ def read_text_config(info: ModelInfo) -> TextConfig:
         num_layers=int(json["num_hidden_layers"]),
         num_heads=num_heads,
         num_kv_heads=int(json.get("num_key_value_heads") or num_heads),
-        head_dim=int(json.get("head_dim") or json["hidden_size"] // num_heads),
+        head_dim=int(head_dim),
         rms_norm_eps=float(json.get("rms_norm_eps", 1e-6)),
         max_position_embeddings=int(json["max_position_embeddings"]),
         rope=rope,
         mrope_section=_three(rope.get("mrope_section", _MROPE_SECTION)) if info.family.name == "qwen2_5_vl" else None,
-        qkv_bias=bool(json.get("attention_bias", False)) if llama else True,
-        o_bias=llama and bool(json.get("attention_bias", False)),
-        mlp_bias=llama and bool(json.get("mlp_bias", False)),
+        qkv_bias=biased or qwen2,
+        o_bias=biased,
+        mlp_bias=bool(json.get("mlp_bias", False)),
+        qk_norm=qwen3,
         tied=is_tied(info, default=False),
     )
 

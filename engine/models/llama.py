@@ -1,4 +1,5 @@
-"""Llama, Qwen2 and the text decoder of Qwen2.5-VL: one architecture, with and without biases and M-RoPE."""
+"""Llama, Qwen2, Qwen3 and the text decoder of Qwen2.5-VL: one architecture, with and without biases, norms of
+queries and keys, and M-RoPE."""
 
 from __future__ import annotations
 
@@ -28,6 +29,8 @@ QWEN2_5_VL_LAYOUT = CheckpointLayout(
 )
 _CHECKPOINT_PARTS = {
     "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "q_norm": ("self_attn.q_norm",),
+    "k_norm": ("self_attn.k_norm",),
     "o_proj": ("self_attn.o_proj",),
     "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
     "down_proj": ("mlp.down_proj",),
@@ -105,6 +108,8 @@ class LlamaLayer(nn.Module):
         hidden_size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(hidden_size, eps)
         self.qkv_proj = nn.Linear(hidden_size, sum(self.heads) * config.head_dim, bias=config.qkv_bias)
+        self.q_norm = RMSNorm(config.head_dim, eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, eps) if config.qk_norm else None
         self.o_proj = nn.Linear(config.num_heads * config.head_dim, hidden_size, bias=config.o_bias)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps)
         self.gate_up_proj = nn.Linear(hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
@@ -120,7 +125,10 @@ class LlamaLayer(nn.Module):
     def _attend(self, normed: Tensor, rotation: tuple[Tensor, Tensor], attention: AttentionContext) -> Tensor:
         num_tokens, (num_heads, num_kv_heads, _) = len(normed), self.heads
         qkv = self.qkv_proj(normed).view(num_tokens, sum(self.heads), self.head_dim)
-        query_key = rotate(qkv[:, : num_heads + num_kv_heads], *rotation)
+        query_key = qkv[:, : num_heads + num_kv_heads]
+        if self.q_norm is not None and self.k_norm is not None:
+            query_key = torch.cat((self.q_norm(qkv[:, :num_heads]), self.k_norm(query_key[:, num_heads:])), dim=1)
+        query_key = rotate(query_key, *rotation)
         query, key = query_key[:, :num_heads], query_key[:, num_heads:]
         attended = attention.self_attention(self.index, query, key, qkv[:, num_heads + num_kv_heads :])
         output: Tensor = self.o_proj(attended.reshape(num_tokens, -1))

@@ -14,6 +14,7 @@ from common.model_info import BUNDLED
 from tests import tiny_models
 from tests.equality.cases import Case, make_cases
 from tests.equality.references import Reference
+from tests.tiny import text
 from tests.weights.fixtures import smollm2, whisper_tiny_en
 
 __all__ = ["smollm2", "whisper_tiny_en"]
@@ -21,6 +22,7 @@ __all__ = ["smollm2", "whisper_tiny_en"]
 MAKERS = {
     "llama": tiny_models.make_llama,
     "qwen2": tiny_models.make_qwen2,
+    "qwen3": text.make_qwen3,
     "qwen2_5_vl": tiny_models.make_qwen2_5_vl,
     "whisper": tiny_models.make_whisper,
 }

@@ -25,6 +25,7 @@ SAMPLE_RATE = 16_000
 _LOADERS = {
     "llama": AutoModelForCausalLM,
     "qwen2": AutoModelForCausalLM,
+    "qwen3": AutoModelForCausalLM,
     "qwen2_5_vl": AutoModelForImageTextToText,
     "whisper": AutoModelForSpeechSeq2Seq,
 }

@@ -51,7 +51,8 @@ def kv_bytes(info: ModelInfo, num_blocks: int, block_size: int) -> int:
     heads = config.get("num_attention_heads") or config["decoder_attention_heads"]
     hidden = config.get("hidden_size") or config["d_model"]
     kv_heads = config.get("num_key_value_heads") or heads
-    return int(2 * layers * num_blocks * block_size * kv_heads * (hidden // heads) * 4)
+    head_dim = config.get("head_dim") or hidden // heads
+    return int(2 * layers * num_blocks * block_size * kv_heads * head_dim * 4)
 
 
 def _prompt(info: ModelInfo, case: Case) -> Prompt:

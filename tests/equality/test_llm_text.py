@@ -1,4 +1,4 @@
-"""Llama and Qwen2: `LLM` generates what transformers' greedy `generate` generates, however it is batched."""
+"""Text models: `LLM` generates what transformers' greedy `generate` generates, however it is batched."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIONS: list[dict[str, Any]] = [
 Setup = tuple[Path, list[Case]]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2"])
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
 def text_cases(
     request: pytest.FixtureRequest, folder_of: Callable[[str], Path], cases_of: Callable[[str], list[Case]]
 ) -> Setup:
