@@ -37,6 +37,9 @@ class EngineConfig(BaseModel):
         None, ge=1, description="Output bytes of one encoder batch; if not given, 2 MiB on a CPU and 64 MiB on CUDA."
     )
     num_threads: int | None = Field(None, ge=1, description="CPU threads of the engine.")
+    attention_backend: str = Field(
+        "auto", description="Name of the attention backend; auto chooses by device, dtype and phase."
+    )
 
 
 class Settings(BaseSettings):

@@ -60,6 +60,7 @@ _OPTIONS: dict[str, Any] = {
     "engine.max_model_len": _option(int, _ENGINE, "Context length.", "the model's own"),
     "engine.encoder_batch_items": _option(int, _ENGINE, "Media items in one encoder batch.", "8"),
     "engine.num_threads": _option(int, _ENGINE, "CPU threads of a worker.", "a share of the cores"),
+    "engine.attention_backend": _option(str, _ENGINE, "Attention backend.", "auto: by device, dtype and phase"),
     "preprocess_workers": _option(int, _ENGINE, "Processes that preprocess media on an encoder.", "1"),
     "max_inflight": _option(int, _LIMITS, "Requests in the proxy at once; more get 429.", "1024"),
     "max_media_bytes": _size(_LIMITS, "Largest picture or audio file.", "32MiB"),

@@ -1,22 +1,29 @@
-"""The seam between what attention computes and how: a backend plans once per step and runs once per layer."""
+"""The seam between what attention computes and how: a backend plans once per step and runs once per layer.
+
+Three kinds of attention, one interface:
+
+    self     paged, causal      keys of this step are written first, then every query sees the past of its request
+    cross    paged, not causal  keys were written when the request began; every query sees all, or its key range
+    encoder  ragged, no cache   sequences laid end to end, each sees itself in both directions
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from common.errors import TriptychError
 from engine.attention.metadata import AttentionMetadata
+from engine.models.base import PositionBias
 
 
 class AttentionBackend(ABC):
-    """Paged attention over one layer's cache, [2, num_blocks, block_size, num_kv_heads, head_dim] (keys, values).
+    """Attention over one layer's cache, [2, num_blocks, block_size, num_kv_heads, head_dim] (keys, values).
 
-    Causal self-attention and bidirectional cross-attention differ only in `metadata.causal` and in that the keys of
-    cross-attention are written beforehand. `plan` does the host work that all layers share.
+    `plan` does the host work that all layers share. All backends share the layout of the cache, so that two of them
+    can serve the two phases of one batch.
     """
 
     name: str
@@ -26,31 +33,44 @@ class AttentionBackend(ABC):
         """Whatever `run` needs for this step; called once, used by every layer."""
 
     @abstractmethod
-    def run(self, query: torch.Tensor, cache: torch.Tensor, plan: Any) -> torch.Tensor:
-        """query [num_tokens, num_heads, head_dim] -> the same shape. Scale is 1 / sqrt(head_dim)."""
+    def run(
+        self,
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        plan: Any,
+        *,
+        scale: float | None = None,
+        bias: PositionBias | None = None,
+        window: int | None = None,
+    ) -> torch.Tensor:
+        """query [num_tokens, num_heads, head_dim] -> the same shape.
+
+        `scale` is 1 / sqrt(head_dim) if not given. `bias` is added to the scaled scores. With a `window`, a query of
+        causal attention sees the last `window` keys, its own included (Mistral, Jiang et al., 2023).
+        """
+
+    @abstractmethod
+    def plan_ragged(self, lengths: Sequence[int]) -> Any:
+        """What `run_ragged` needs for sequences of these lengths, laid end to end; called once, used by every layer."""
+
+    @abstractmethod
+    def run_ragged(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        plan: Any,
+        *,
+        scale: float | None = None,
+        bias: PositionBias | None = None,
+    ) -> torch.Tensor:
+        """Encoder attention: every token sees all tokens of its own sequence.
+
+        query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim] -> as query.
+        """
 
     def write(self, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Put key and value, [num_tokens, num_kv_heads, head_dim], into their slots."""
         flat = cache.view(2, -1, *cache.shape[3:])
         flat[0].index_copy_(0, slot_mapping, key)
         flat[1].index_copy_(0, slot_mapping, value)
-
-
-def _torch_backend() -> AttentionBackend:
-    from engine.attention.torch_backend import TorchBackend
-
-    return TorchBackend()
-
-
-BACKENDS: Final[dict[str, Callable[[], AttentionBackend]]] = {"torch": _torch_backend}
-"""Every backend by name. The FlashInfer one registers here as `flashinfer`."""
-
-
-def choose_backend(device: torch.device, name: str | None = None) -> AttentionBackend:
-    """The backend for a device. Raises TriptychError for a name that there is not."""
-    if name is not None and name not in BACKENDS:
-        raise TriptychError(
-            "invalid_request", f"no attention backend {name!r}; there are: {', '.join(sorted(BACKENDS))}"
-        )
-    preferred = "flashinfer" if device.type == "cuda" and "flashinfer" in BACKENDS else "torch"
-    return BACKENDS[name or preferred]()

@@ -6,11 +6,15 @@ import torch
 
 from engine.attention.backend import AttentionBackend
 from engine.attention.metadata import AttentionMetadata
+from engine.models.base import PositionBias
 
 
 class PagedAttentionContext:
-    """Plans of one step, shared by all layers. `caches[layer]` serves self- and cross-attention alike: a block
-    belongs to one of them, and its number leads into the same tensor."""
+    """Plans of one step, shared by all layers. Implements `AttentionContext`.
+
+    `caches[layer]` serves self- and cross-attention alike, each counting its own layers: a block belongs to one of
+    them, and its number leads into the same tensor.
+    """
 
     def __init__(
         self,
@@ -27,12 +31,22 @@ class PagedAttentionContext:
         self._self_plan = backend.plan(self_metadata, block_size, dtype)
         self._cross_plan = backend.plan(cross_metadata, block_size, dtype) if cross_metadata is not None else None
 
-    def self_attention(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def self_attention(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float | None = None,
+        bias: PositionBias | None = None,
+        window: int | None = None,
+    ) -> torch.Tensor:
         """Write this step's keys and values, then attend causally. Shapes: [num_tokens, heads, head_dim]."""
         cache = self._caches[layer]
         self._backend.write(cache, key, value, self._slot_mapping)
-        return self._backend.run(query, cache, self._self_plan)
+        return self._backend.run(query, cache, self._self_plan, scale=scale, bias=bias, window=window)
 
-    def cross_attention(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-        """Attend to the encoder's keys, all of them. Shape: [num_tokens, num_heads, head_dim]."""
-        return self._backend.run(query, self._caches[layer], self._cross_plan)
+    def cross_attention(self, layer: int, query: torch.Tensor, *, scale: float | None = None) -> torch.Tensor:
+        """Attend to the encoder's keys that each token may see. Shape: [num_tokens, num_heads, head_dim]."""
+        return self._backend.run(query, self._caches[layer], self._cross_plan, scale=scale)

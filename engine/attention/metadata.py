@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+from engine.inputs import IntArray
 
 
 @dataclass(frozen=True)
@@ -14,10 +16,13 @@ class AttentionMetadata:
     Requests with a single query token (decodes) come first, `num_decodes` of them.
 
     query_start_loc  [num_requests + 1] on the host: tokens of request i are query_start_loc[i] .. [i + 1]
-    seq_lens         [num_requests] on the host: keys that request i attends to, those of this step included
+    seq_lens         [num_requests] on the host: keys that request i attends to, those of this step included; 0 is
+                     allowed for cross-attention (a request without an input): its tokens get zeros
     block_table      [num_requests, max_blocks] on the device
     slot_mapping     [num_tokens] on the device: where each token's key and value are written; None for cross-attention,
                      whose blocks are read-only
+    key_ranges       [num_tokens, 2] on the host, for cross-attention: token t sees keys key_ranges[t, 0] .. [t, 1] of
+                     its request; None where all tokens see all of them. A token with an empty range gets zeros.
     """
 
     query_start_loc: list[int]
@@ -27,7 +32,29 @@ class AttentionMetadata:
     slot_mapping: torch.Tensor | None
     causal: bool
     num_decodes: int
+    key_ranges: IntArray | None = None
 
     @property
     def num_requests(self) -> int:
         return len(self.seq_lens)
+
+    def decodes(self) -> AttentionMetadata:
+        """The part of the requests with a single query token: tokens 0 .. num_decodes."""
+        return self._part(0, self.num_decodes)
+
+    def prefills(self) -> AttentionMetadata:
+        """The part of the others: tokens num_decodes .. num_tokens, counted from 0 again."""
+        return self._part(self.num_decodes, self.num_requests)
+
+    def _part(self, begin: int, end: int) -> AttentionMetadata:
+        first, last = self.query_start_loc[begin], self.query_start_loc[end]
+        return replace(
+            self,
+            query_start_loc=[start - first for start in self.query_start_loc[begin : end + 1]],
+            seq_lens=self.seq_lens[begin:end],
+            block_table=self.block_table[begin:end],
+            block_lists=self.block_lists[begin:end],
+            slot_mapping=None if self.slot_mapping is None else self.slot_mapping[first:last],
+            num_decodes=min(self.num_decodes, end) - begin,
+            key_ranges=None if self.key_ranges is None else self.key_ranges[first:last],
+        )

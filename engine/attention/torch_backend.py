@@ -1,4 +1,4 @@
-"""Paged attention in plain PyTorch: the CPU's backend (fp32 and bf16), and the reference for the others.
+"""Paged attention in plain PyTorch: the reference for the other backends, and what runs where they cannot.
 
 Decodes are one batch: their blocks are gathered into [num_decodes, max_len] keys, and the query heads of a group become
 the query length, so keys are never repeated. Prefills and cross-attention run request by request: there the scores
@@ -7,14 +7,17 @@ dominate, and consecutive blocks are read as a slice, without a copy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
 
 from engine.attention.backend import AttentionBackend
 from engine.attention.metadata import AttentionMetadata
+from engine.attention.visible import Visible, causal_keys, keys_in_ranges
+from engine.models.base import PositionBias
 
 GATHER_WASTE = 2.0
 """Decodes are gathered together while padding costs less than this factor; longer ones run alone."""
@@ -22,23 +25,38 @@ GATHER_WASTE = 2.0
 
 @dataclass(frozen=True)
 class _Row:
-    """One request that runs alone: its tokens, its keys, and which future they may not see."""
+    """One request that runs alone: its tokens, which keys they see, and the blocks in which these lie."""
 
     start: int
     end: int
-    seq_len: int
+    visible: Visible
     blocks: slice | torch.Tensor
-    mask: torch.Tensor | None  # [num_queries, seq_len], added to the scores
-    causal: bool  # True where a plain lower triangle is enough
+    offset: int  # of the first visible key within the blocks
+    mask: torch.Tensor | None  # broadcasts to [1, num_heads, num_queries, num_keys]
+
+
+@dataclass(frozen=True)
+class _Masked:
+    """What depends on bias and window: made by the first layer that asks for it, shared by the others."""
+
+    batched: torch.Tensor | None  # broadcasts to [num_batched, num_kv_heads, heads per group, max_len]
+    rows: list[_Row]
 
 
 @dataclass(frozen=True)
 class _Plan:
+    metadata: AttentionMetadata
+    block_size: int
+    dtype: torch.dtype
     num_batched: int
     batched_blocks: torch.Tensor | None  # [num_batched * max_blocks]
-    batched_mask: torch.Tensor | None  # [num_batched, 1, 1, max_len]
-    rows: list[_Row]
-    slot_mapping: torch.Tensor | None
+    masked: dict[tuple[PositionBias | None, int | None], _Masked] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _RaggedPlan:
+    starts: list[int]
+    biases: dict[tuple[PositionBias, int], torch.Tensor] = field(default_factory=dict)
 
 
 class TorchBackend(AttentionBackend):
@@ -50,56 +68,51 @@ class TorchBackend(AttentionBackend):
         self._gathered: list[torch.Tensor] = []  # keys and values; kept, because fresh pages cost more than the copy
 
     def plan(self, metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> _Plan:
-        num_batched = self._num_batched(metadata)
-        blocks = mask = None
+        num_batched = _num_batched(metadata)
+        blocks = None
         if num_batched:
-            lens = metadata.seq_lens[:num_batched]
-            max_blocks = -(-max(lens) // block_size)
+            max_blocks = -(-max(metadata.seq_lens[:num_batched]) // block_size)
             blocks = metadata.block_table[:num_batched, :max_blocks].reshape(-1)
-            mask = _length_mask(lens, max_blocks * block_size, dtype, blocks.device)
-        rows = [
-            self._plan_row(metadata, index, block_size, dtype) for index in range(num_batched, metadata.num_requests)
-        ]
-        return _Plan(num_batched, blocks, mask, rows, metadata.slot_mapping)
+        return _Plan(metadata, block_size, dtype, num_batched, blocks)
 
-    def _num_batched(self, metadata: AttentionMetadata) -> int:
-        """Decodes to gather together: all of them, or none where slices are cheaper or padding would dominate."""
-        if not metadata.causal or metadata.num_decodes < 2:
-            return 0
-        lens = metadata.seq_lens[: metadata.num_decodes]
-        return metadata.num_decodes if max(lens) * len(lens) <= GATHER_WASTE * sum(lens) + 1024 else 0
-
-    def _plan_row(self, metadata: AttentionMetadata, index: int, block_size: int, dtype: torch.dtype) -> _Row:
-        start, end = metadata.query_start_loc[index], metadata.query_start_loc[index + 1]
-        num_queries, seq_len = end - start, metadata.seq_lens[index]
-        num_blocks = -(-seq_len // block_size)
-        ids = metadata.block_lists[index][:num_blocks]
-        consecutive = ids[-1] - ids[0] == num_blocks - 1 and all(b - a == 1 for a, b in pairwise(ids))
-        device = metadata.block_table.device
-        blocks = slice(ids[0], ids[-1] + 1) if consecutive else torch.tensor(ids, device=device)
-        causal = metadata.causal and num_queries > 1
-        square = num_queries == seq_len
-        mask = None if not causal or square else _causal_mask(num_queries, seq_len, dtype, device)
-        return _Row(start, end, seq_len, blocks, mask, causal and square)
-
-    def run(self, query: torch.Tensor, cache: torch.Tensor, plan: _Plan) -> torch.Tensor:
+    def run(
+        self,
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        plan: _Plan,
+        *,
+        scale: float | None = None,
+        bias: PositionBias | None = None,
+        window: int | None = None,
+    ) -> torch.Tensor:
+        masked = plan.masked.get((bias, window))
+        if masked is None:
+            masked = plan.masked[bias, window] = _mask(plan, bias, window, num_kv_heads=cache.shape[3])
         out = torch.empty_like(query)
         if plan.num_batched:
-            out[: plan.num_batched] = self._run_batched(query[: plan.num_batched], cache, plan)
-        for row in plan.rows:
-            out[row.start : row.end] = self._run_row(query[row.start : row.end], cache, row)
+            queries = query[: plan.num_batched]
+            out[: plan.num_batched] = self._run_batched(queries, cache, plan.batched_blocks, masked.batched, scale)
+        for row in masked.rows:
+            out[row.start : row.end] = _run_row(query[row.start : row.end], cache, row, scale)
         return out
 
-    def _run_batched(self, query: torch.Tensor, cache: torch.Tensor, plan: _Plan) -> torch.Tensor:
+    def _run_batched(
+        self,
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        blocks: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        scale: float | None,
+    ) -> torch.Tensor:
         num, num_heads, head_dim = query.shape
         num_kv_heads = cache.shape[3]
-        assert plan.batched_blocks is not None
+        assert blocks is not None
         keys, values = (
-            gathered.view(num, -1, num_kv_heads, head_dim).transpose(1, 2)
-            for gathered in self._gather(cache, plan.batched_blocks)
+            gathered.view(num, -1, num_kv_heads, head_dim).transpose(1, 2) for gathered in self._gather(cache, blocks)
         )
-        grouped = query.view(num, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=plan.batched_mask).reshape(query.shape)
+        grouped = query.reshape(num, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+        return attended.reshape(query.shape)
 
     def _gather(self, cache: torch.Tensor, blocks: torch.Tensor) -> list[torch.Tensor]:
         """Keys and values of the blocks, 2 x [len(blocks), *cache.shape[2:]]; valid until the next call."""
@@ -111,36 +124,118 @@ class TorchBackend(AttentionBackend):
             torch.index_select(cache[side], 0, blocks, out=self._gathered[side][:size].view(shape)) for side in (0, 1)
         ]
 
-    def _run_row(self, query: torch.Tensor, cache: torch.Tensor, row: _Row) -> torch.Tensor:
-        num_queries, num_heads, head_dim = query.shape
-        num_kv_heads = cache.shape[3]
-        # [seq_len, num_kv_heads, head_dim] -> [1, num_kv_heads, seq_len, head_dim]
-        keys, values = (
-            cache[side, row.blocks].view(-1, num_kv_heads, head_dim)[: row.seq_len].transpose(0, 1)[None]
-            for side in (0, 1)
-        )
-        if num_queries == 1:
-            grouped = query.view(1, num_kv_heads, num_heads // num_kv_heads, head_dim)
-            return F.scaled_dot_product_attention(grouped, keys, values).reshape(query.shape)
-        out = F.scaled_dot_product_attention(
-            query.transpose(0, 1)[None],
-            keys,
-            values,
-            attn_mask=row.mask,
-            is_causal=row.causal,
-            enable_gqa=num_heads != num_kv_heads,
-        )
-        return out[0].transpose(0, 1)
+    def plan_ragged(self, lengths: Sequence[int]) -> _RaggedPlan:
+        return _RaggedPlan([0, *accumulate(lengths)])
+
+    def run_ragged(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        plan: _RaggedPlan,
+        *,
+        scale: float | None = None,
+        bias: PositionBias | None = None,
+    ) -> torch.Tensor:
+        out = torch.empty_like(query)
+        for start, end in pairwise(plan.starts):
+            mask = None
+            if bias is not None:
+                mask = plan.biases.get((bias, end - start))
+                if mask is None:
+                    positions = torch.arange(end - start, device=query.device)
+                    mask = plan.biases[bias, end - start] = bias(positions, positions).to(query.dtype)
+            queries, keys, values = (x[start:end].transpose(0, 1)[None] for x in (query, key, value))
+            gqa = query.shape[1] != key.shape[1]
+            attended = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=gqa
+            )
+            out[start:end] = attended[0].transpose(0, 1)
+        return out
 
 
-def _length_mask(lens: list[int], max_len: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[len(lens), 1, 1, max_len]: 0 for keys that exist, -inf for padding."""
-    beyond = torch.arange(max_len)[None] >= torch.tensor(lens)[:, None]
-    mask = torch.zeros(len(lens), max_len, dtype=dtype).masked_fill_(beyond, float("-inf"))
-    return mask[:, None, None].to(device)
+def _num_batched(metadata: AttentionMetadata) -> int:
+    """Decodes to gather together: all of them, or none where slices are cheaper or padding would dominate."""
+    if not metadata.causal or metadata.num_decodes < 2:
+        return 0
+    lens = metadata.seq_lens[: metadata.num_decodes]
+    return metadata.num_decodes if max(lens) * len(lens) <= GATHER_WASTE * sum(lens) + 1024 else 0
 
 
-def _causal_mask(num_queries: int, seq_len: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[num_queries, seq_len]: the last num_queries rows of a lower triangle."""
-    future = torch.arange(seq_len)[None] > torch.arange(seq_len - num_queries, seq_len)[:, None]
-    return torch.zeros(num_queries, seq_len, dtype=dtype).masked_fill_(future, float("-inf")).to(device)
+def _mask(plan: _Plan, bias: PositionBias | None, window: int | None, num_kv_heads: int) -> _Masked:
+    batched = None
+    if plan.batched_blocks is not None:
+        lens = torch.tensor(plan.metadata.seq_lens[: plan.num_batched])
+        max_len = plan.batched_blocks.numel() // plan.num_batched * plan.block_size
+        batched = _batched_mask(lens, max_len, plan, bias, window, num_kv_heads)
+    rows = [
+        _plan_row(plan, index, bias, window, num_kv_heads)
+        for index in range(plan.num_batched, plan.metadata.num_requests)
+    ]
+    return _Masked(batched, rows)
+
+
+def _batched_mask(
+    lens: torch.Tensor, max_len: int, plan: _Plan, bias: PositionBias | None, window: int | None, num_kv_heads: int
+) -> torch.Tensor:
+    """0 or the bias for keys that exist and are within the window, -inf for the others."""
+    keys, device = torch.arange(max_len), plan.metadata.block_table.device
+    hidden = keys[None] >= lens[:, None]
+    if window is not None:
+        hidden |= keys[None] < lens[:, None] - window
+    if bias is None:
+        mask = torch.zeros(len(lens), max_len, dtype=plan.dtype).masked_fill_(hidden, float("-inf"))
+        return mask[:, None, None].to(device)
+    values = bias((lens - 1).to(device), keys.to(device)).to(plan.dtype)  # [num_heads, num_batched, max_len]
+    values = values.masked_fill(hidden.to(device), float("-inf")).transpose(0, 1)
+    return values.reshape(len(lens), num_kv_heads, -1, max_len)
+
+
+def _plan_row(plan: _Plan, index: int, bias: PositionBias | None, window: int | None, num_kv_heads: int) -> _Row:
+    metadata, block_size = plan.metadata, plan.block_size
+    start, end = metadata.query_start_loc[index], metadata.query_start_loc[index + 1]
+    seq_len, device = metadata.seq_lens[index], metadata.block_table.device
+    if metadata.causal:
+        visible = causal_keys(end - start, seq_len, window)
+    else:
+        ranges = None if metadata.key_ranges is None else metadata.key_ranges[start:end]
+        visible = keys_in_ranges(end - start, seq_len, ranges)
+    mask = visible.additive_mask(plan.dtype, device)
+    if bias is not None:
+        queries = torch.arange(seq_len - (end - start), seq_len, device=device)
+        mask = visible.biased_mask(bias, queries, plan.dtype, device)[None]
+        if end - start == 1:
+            mask = mask.view(1, num_kv_heads, -1, mask.shape[-1])
+    first_block, last_block = visible.first // block_size, -(-visible.last // block_size)
+    ids = metadata.block_lists[index][first_block:last_block]
+    consecutive = all(b - a == 1 for a, b in pairwise(ids))
+    blocks = slice(ids[0], ids[-1] + 1) if ids and consecutive else torch.tensor(ids, dtype=torch.int64, device=device)
+    return _Row(start, end, visible, blocks, visible.first - first_block * block_size, mask)
+
+
+def _run_row(query: torch.Tensor, cache: torch.Tensor, row: _Row, scale: float | None) -> torch.Tensor:
+    num_queries, num_heads, head_dim = query.shape
+    num_kv_heads, visible = cache.shape[3], row.visible
+    if visible.num_keys == 0:
+        return torch.zeros_like(query)
+    # [num_keys, num_kv_heads, head_dim] -> [1, num_kv_heads, num_keys, head_dim]
+    keys, values = (
+        cache[side, row.blocks]
+        .view(-1, num_kv_heads, head_dim)[row.offset : row.offset + visible.num_keys]
+        .transpose(0, 1)[None]
+        for side in (0, 1)
+    )
+    if num_queries == 1:
+        grouped = query.reshape(1, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=row.mask, scale=scale).view(query.shape)
+    out = F.scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        keys,
+        values,
+        attn_mask=row.mask,
+        is_causal=visible.triangular and row.mask is None,
+        enable_gqa=num_heads != num_kv_heads,
+        scale=scale,
+    )
+    out = out[0].transpose(0, 1)
+    return out if visible.blind is None else out.masked_fill(visible.blind.to(out.device)[:, None, None], 0)

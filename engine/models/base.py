@@ -72,11 +72,13 @@ class AttentionContext(Protocol):
         *,
         scale: float | None = None,
         bias: PositionBias | None = None,
+        window: int | None = None,
     ) -> Tensor:
         """Write key and value to the cache, then attend causally within each sequence.
 
         query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim] -> as query.
-        `scale` is 1 / sqrt(head_dim) if not given; `bias` is added to the scaled scores.
+        `scale` is 1 / sqrt(head_dim) if not given; `bias` is added to the scaled scores. With a `window`, a token sees
+        the last `window` tokens, itself included.
         """
 
     def cross_attention(self, layer: int, query: Tensor, *, scale: float | None = None) -> Tensor:

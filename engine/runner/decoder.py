@@ -11,9 +11,9 @@ import torch
 from common.config import EngineConfig
 from common.errors import TriptychError
 from common.model_info import ModelInfo
-from engine.attention.backend import choose_backend
 from engine.attention.context import PagedAttentionContext
 from engine.attention.metadata import AttentionMetadata
+from engine.attention.select import choose_backend
 from engine.cache.block_manager import BlockManager
 from engine.cache.encoder_cache import EncoderCacheManager
 from engine.device import choose_device, choose_dtype
@@ -40,7 +40,7 @@ class DecoderRunner:
         # Zeros, not empty: padding reads block 0, and 0 * NaN would be NaN.
         self.caches = [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(self.spec.num_caches)]
         self.buffers = InputBuffers(config.max_num_seqs, self.max_model_len, self.block_size)
-        self.backend = choose_backend(self.device)
+        self.backend = choose_backend(self.device, self.dtype, config.attention_backend)
         self.sampler = Sampler()
 
     @property

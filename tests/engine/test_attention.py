@@ -1,83 +1,301 @@
-"""Paged attention equals dense masked attention, on random shapes."""
+"""Paged and ragged attention equal dense masked attention, on random shapes: the document's block-diagonal and causal
+rules, with grouped heads, scales, position biases, sliding windows and key ranges."""
+
+from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from itertools import accumulate
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from engine.attention.backend import choose_backend
+from common.errors import TriptychError
+from engine.attention import select
+from engine.attention.backend import AttentionBackend
+from engine.attention.context import PagedAttentionContext
 from engine.attention.metadata import AttentionMetadata
+from engine.attention.phased import PhasedBackend
+from engine.attention.select import BACKENDS, choose_backend
+from engine.attention.torch_backend import TorchBackend
 from engine.cache.block_pool import BlockPool
+from engine.models.base import PositionBias
+
+NUM_BLOCKS = 400
+CPU = torch.device("cpu")
 
 
-def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> torch.Tensor:
-    """softmax(QK^T / sqrt(d)) V for one sequence; the queries are the last tokens of the keys where causal."""
+def dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
+    """softmax(Q K^T * scale + mask) V over all sequences at once, in float64; a row without any key gives zeros.
+
+    query [num_tokens, num_heads, head_dim], key and value [num_keys, num_kv_heads, head_dim],
+    mask [num_heads or 1, num_tokens, num_keys].
+    """
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1).transpose(0, 1).double() for x in (key, value))
-    scores = query.transpose(0, 1).double() @ key.transpose(1, 2) / math.sqrt(query.shape[2])
-    if causal:
-        past = key.shape[1] - query.shape[0]
-        future = torch.arange(key.shape[1])[None] > torch.arange(query.shape[0])[:, None] + past
-        scores.masked_fill_(future, float("-inf"))
-    return (scores.softmax(-1) @ value).transpose(0, 1)
+    scale = scale or 1 / math.sqrt(query.shape[2])
+    scores = query.transpose(0, 1).double() @ key.transpose(1, 2) * scale + mask
+    return (scores.softmax(-1).nan_to_num(0.0) @ value).transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`lens` are (queries, keys) of each request, those with one query first."""
+
+    lens: list[tuple[int, int]]
+    block_size: int
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    causal: bool
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_kv_heads * self.group
+
+    @property
+    def query_starts(self) -> list[int]:
+        return [0, *accumulate(queries for queries, _ in self.lens)]
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> tuple[list[tuple[int, int]], int, int, int, int, bool]:
-    causal = draw(st.booleans())
+def shapes(draw: st.DrawFn, causal: bool | None = None) -> Shape:
+    is_causal = draw(st.booleans()) if causal is None else causal
     lens = []
     for _ in range(draw(st.integers(1, 5))):
         num_queries = draw(st.one_of(st.just(1), st.integers(1, 20)))
         past = draw(st.integers(0, 60))
-        lens.append((num_queries, num_queries + past if causal else draw(st.integers(1, 60))))
+        lens.append((num_queries, num_queries + past if is_causal else past))
     lens.sort(key=lambda pair: pair[0] != 1)
-    num_kv_heads = draw(st.sampled_from([1, 2, 3]))
-    return lens, draw(st.integers(1, 8)), num_kv_heads, draw(st.sampled_from([1, 2, 3])), 8, causal
+    heads = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 3, 4]))
+    return Shape(lens, draw(st.sampled_from([1, 3, 8, 16])), *heads, draw(st.sampled_from([8, 32, 64])), is_causal)
 
 
-@settings(deadline=None, max_examples=60)
-@given(batches(), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 2**32 - 1))
-def test_paged_equals_dense(
-    batch: tuple[list[tuple[int, int]], int, int, int, int, bool], dtype: torch.dtype, seed: int
-) -> None:
-    lens, block_size, num_kv_heads, groups, head_dim, causal = batch
-    generator = torch.Generator().manual_seed(seed)
-    pool = BlockPool(400)
-    cache = torch.zeros(2, 400, block_size, num_kv_heads, head_dim, dtype=dtype)
-    backend = choose_backend(torch.device("cpu"))
-    queries, expected, tables, slots, new_keys, new_values = [], [], [], [], [], []
-    for num_queries, seq_len in lens:
-        key, value = (torch.randn(seq_len, num_kv_heads, head_dim, generator=generator).to(dtype) for _ in range(2))
-        query = torch.randn(num_queries, num_kv_heads * groups, head_dim, generator=generator).to(dtype)
-        table = pool.allocate(-(-seq_len // block_size))
-        table = [table[i] for i in torch.randperm(len(table), generator=generator).tolist()]
-        slot = torch.tensor([table[i // block_size] * block_size + i % block_size for i in range(seq_len)])
-        past = seq_len - num_queries if causal else seq_len
-        backend.write(cache, key[:past], value[:past], slot[:past])
-        slots.append(slot[past:])
-        new_keys.append(key[past:])
-        new_values.append(value[past:])
-        queries.append(query)
-        tables.append(table)
-        expected.append(dense(query, key, value, causal))
-    backend.write(cache, torch.cat(new_keys), torch.cat(new_values), torch.cat(slots))
-    starts = [0]
-    for num_queries, _ in lens:
-        starts.append(starts[-1] + num_queries)
-    padded = torch.zeros(len(tables), max(map(len, tables)), dtype=torch.int64)
-    for row, table in enumerate(tables):
-        padded[row, : len(table)] = torch.tensor(table)
-    num_decodes = sum(1 for num_queries, _ in lens if num_queries == 1)
-    metadata = AttentionMetadata(
-        starts, [s for _, s in lens], padded, tables, torch.cat(slots) if causal else None, causal, num_decodes
-    )
-    out = backend.run(torch.cat(queries), cache, backend.plan(metadata, block_size, dtype))
+class Paged:
+    """Random tensors of a shape: laid end to end for the dense reference, and in shuffled blocks of a cache."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, seed: int) -> None:
+        self.shape, self.dtype = shape, dtype
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(count: int, heads: int) -> Tensor:
+            return torch.randn(count, heads, shape.head_dim, generator=generator).to(dtype)
+
+        self.query = random(shape.query_starts[-1], shape.num_heads)
+        num_keys = sum(keys for _, keys in shape.lens)
+        self.key, self.value = random(num_keys, shape.num_kv_heads), random(num_keys, shape.num_kv_heads)
+        pool = BlockPool(NUM_BLOCKS)
+        self.tables: list[list[int]] = []
+        slots: list[Tensor] = []
+        is_new: list[bool] = []
+        for queries, keys in shape.lens:
+            table = pool.allocate(-(-keys // shape.block_size))
+            if seed % 2 == 0:  # else they are consecutive, which backends may use
+                table = [table[i] for i in torch.randperm(len(table), generator=generator).tolist()]
+            self.tables.append(table)
+            steps = range(keys)
+            slots.append(
+                torch.tensor([table[i // shape.block_size] * shape.block_size + i % shape.block_size for i in steps])
+            )
+            is_new += [shape.causal and i >= keys - queries for i in steps]
+        self.slots, self.is_new = torch.cat(slots).long(), torch.tensor(is_new, dtype=torch.bool)
+        # Old values of blocks that are used again must not show: they are large, not zero.
+        self.cache = torch.full((2, NUM_BLOCKS, shape.block_size, shape.num_kv_heads, shape.head_dim), 50.0).to(dtype)
+
+    def metadata(self, key_ranges: np.ndarray | None = None) -> AttentionMetadata:
+        padded = torch.zeros(len(self.tables), max(map(len, self.tables)), dtype=torch.int64)
+        for row, table in enumerate(self.tables):
+            padded[row, : len(table)] = torch.tensor(table)
+        return AttentionMetadata(
+            query_start_loc=self.shape.query_starts,
+            seq_lens=[keys for _, keys in self.shape.lens],
+            block_table=padded,
+            block_lists=self.tables,
+            slot_mapping=self.slots[self.is_new] if self.shape.causal else None,
+            causal=self.shape.causal,
+            num_decodes=sum(1 for queries, _ in self.shape.lens if queries == 1),
+            key_ranges=key_ranges,
+        )
+
+    def allowed(self, window: int | None = None, key_ranges: np.ndarray | None = None) -> Tensor:
+        """[num_tokens, num_keys]: block-diagonal, and within a block causal, windowed or ranged."""
+        blocks = []
+        for index, (queries, keys) in enumerate(self.shape.lens):
+            query, key = torch.arange(keys - queries, keys)[:, None], torch.arange(keys)[None]
+            block = torch.ones(queries, keys, dtype=torch.bool)
+            if self.shape.causal:
+                block &= key <= query
+            if window is not None:
+                block &= key > query - window
+            if key_ranges is not None:
+                start = self.shape.query_starts[index]
+                ranges = torch.from_numpy(key_ranges[start : start + queries])
+                block &= (key >= ranges[:, :1]) & (key < ranges[:, 1:])
+            blocks.append(block)
+        return torch.block_diag(*blocks).bool()
+
+    def mask(self, allowed: Tensor, bias: PositionBias | None = None) -> Tensor:
+        mask = torch.zeros(allowed.shape, dtype=torch.float64).masked_fill(~allowed, float("-inf"))[None]
+        if bias is None:
+            return mask
+        query_positions = torch.cat([torch.arange(keys - queries, keys) for queries, keys in self.shape.lens])
+        key_positions = torch.cat([torch.arange(keys) for _, keys in self.shape.lens])
+        return mask + bias(query_positions, key_positions).double()
+
+    def attend(
+        self,
+        backend: AttentionBackend,
+        *,
+        scale: float | None = None,
+        bias: PositionBias | None = None,
+        window: int | None = None,
+        key_ranges: np.ndarray | None = None,
+    ) -> Tensor:
+        old = ~self.is_new
+        backend.write(self.cache, self.key[old], self.value[old], self.slots[old])
+        metadata = self.metadata(key_ranges)
+        if not self.shape.causal:
+            nothing = AttentionMetadata([0], [], metadata.block_table[:0], [], self.slots[:0], True, 0)
+            context = PagedAttentionContext(backend, [self.cache], nothing, metadata)
+            return context.cross_attention(0, self.query, scale=scale)
+        context = PagedAttentionContext(backend, [self.cache], metadata)
+        new = self.key[self.is_new], self.value[self.is_new]
+        return context.self_attention(0, self.query, *new, scale=scale, bias=bias, window=window)
+
+
+def distance_bias(num_heads: int) -> PositionBias:
+    """Falls with the distance, differently for each head (as in ALiBi, Press et al., 2022)."""
+
+    def bias(query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        slopes = torch.arange(1, num_heads + 1)[:, None, None] * 0.05
+        return -slopes * (query_positions[:, None] - key_positions[None]).abs()
+
+    return bias
+
+
+def backends() -> list[AttentionBackend]:
+    return [TorchBackend(), PhasedBackend(TorchBackend(), TorchBackend()), choose_backend(CPU)]
+
+
+def assert_equal(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
-    torch.testing.assert_close(out.double(), torch.cat(expected), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+SEEDS = st.integers(0, 2**32 - 1)
+SCALES = st.sampled_from([None, 1.0, 0.3])
+WINDOWS = st.sampled_from([None, 1, 3, 17, 1000])
+
+
+@pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
+@settings(deadline=None, max_examples=60)
+@given(shapes(), DTYPES, SEEDS, SCALES)
+def test_paged_equals_dense(
+    backend: AttentionBackend, shape: Shape, dtype: torch.dtype, seed: int, scale: float | None
+) -> None:
+    paged = Paged(shape, dtype, seed)
+    expected = dense(paged.query, paged.key, paged.value, paged.mask(paged.allowed()), scale)
+    assert_equal(paged.attend(backend, scale=scale), expected, dtype)
+
+
+@pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
+@settings(deadline=None, max_examples=60)
+@given(shapes(causal=True), DTYPES, SEEDS, WINDOWS, st.booleans())
+def test_biases_and_windows_equal_dense(
+    backend: AttentionBackend, shape: Shape, dtype: torch.dtype, seed: int, window: int | None, biased: bool
+) -> None:
+    paged = Paged(shape, dtype, seed)
+    bias = distance_bias(shape.num_heads) if biased else None
+    expected = dense(paged.query, paged.key, paged.value, paged.mask(paged.allowed(window), bias))
+    assert_equal(paged.attend(backend, bias=bias, window=window), expected, dtype)
+
+
+@pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
+@settings(deadline=None, max_examples=60)
+@given(shapes(causal=False), DTYPES, SEEDS)
+def test_each_token_sees_its_own_range_of_keys(
+    backend: AttentionBackend, shape: Shape, dtype: torch.dtype, seed: int
+) -> None:
+    paged = Paged(shape, dtype, seed)
+    random = np.random.default_rng(seed)
+    pieces = [np.sort(random.integers(0, keys + 1, (queries, 2)), axis=1) for queries, keys in shape.lens]
+    key_ranges = np.concatenate(pieces)  # about one in `keys` of them is empty
+    expected = dense(paged.query, paged.key, paged.value, paged.mask(paged.allowed(key_ranges=key_ranges)))
+    got = paged.attend(backend, key_ranges=key_ranges)
+    assert_equal(got, expected, dtype)
+    assert not got[torch.from_numpy(key_ranges[:, 0] == key_ranges[:, 1])].any()
+
+
+@pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=4), DTYPES, SEEDS, SCALES, st.booleans())
+def test_encoder_attention_is_block_diagonal(
+    backend: AttentionBackend, lengths: list[int], dtype: torch.dtype, seed: int, scale: float | None, biased: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    total, num_heads = sum(lengths), 4
+    query = torch.randn(total, num_heads, 16, generator=generator).to(dtype)
+    key, value = (torch.randn(total, 2, 16, generator=generator).to(dtype) for _ in range(2))
+    allowed = torch.block_diag(*(torch.ones(n, n) for n in lengths)).bool()
+    mask = torch.zeros(total, total, dtype=torch.float64).masked_fill(~allowed, float("-inf"))[None]
+    bias = distance_bias(num_heads) if biased else None
+    if bias is not None:
+        positions = torch.cat([torch.arange(n) for n in lengths])
+        mask = mask + bias(positions, positions).double()
+    got = backend.run_ragged(query, key, value, backend.plan_ragged(lengths), scale=scale, bias=bias)
+    assert_equal(got, dense(query, key, value, mask, scale), dtype)
+
+
+def test_a_bias_is_evaluated_once_for_all_layers() -> None:
+    calls: list[tuple[int, int]] = []
+    inner = distance_bias(2)
+
+    def counting(query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        calls.append((len(query_positions), len(key_positions)))
+        return inner(query_positions, key_positions)
+
+    shape = Shape([(1, 7), (4, 9)], 4, 2, 1, 8, causal=True)
+    paged = Paged(shape, torch.float32, 0)
+    context = PagedAttentionContext(TorchBackend(), [paged.cache] * 3, paged.metadata())
+    new = paged.key[paged.is_new], paged.value[paged.is_new]
+    for layer in range(3):
+        context.self_attention(layer, paged.query, *new, bias=counting)
+    assert len(calls) == len(shape.lens)
 
 
 def test_an_unknown_backend_is_refused_by_name() -> None:
-    with pytest.raises(Exception, match="no attention backend 'magic'; there are: torch"):
-        choose_backend(torch.device("cpu"), "magic")
+    with pytest.raises(TriptychError, match=r"no attention backend 'magic'; there are: auto, .*torch"):
+        choose_backend(CPU, name="magic")
+
+
+def test_a_backend_that_cannot_serve_the_dtype_is_refused() -> None:
+    with pytest.raises(TriptychError, match=r"'torch' does not serve torch\.float64 on cpu"):
+        choose_backend(CPU, torch.float64, "torch")
+
+
+def test_a_named_backend_serves_both_phases() -> None:
+    assert isinstance(choose_backend(CPU, torch.bfloat16, "torch"), TorchBackend)
+
+
+def test_phases_may_differ_and_what_cannot_run_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> AttentionBackend:
+        raise select.BackendUnavailableError("no compiler")
+
+    cpu, half = frozenset({"cpu"}), frozenset({torch.bfloat16})
+    entries = {
+        "absent": select.BackendEntry(missing, cpu, half),
+        "decoder": select.BackendEntry(TorchBackend, cpu, half, frozenset({"decode"})),
+        "torch": BACKENDS["torch"],
+    }
+    monkeypatch.setattr(select, "BACKENDS", entries)
+    chosen = choose_backend(CPU, torch.bfloat16)
+    assert isinstance(chosen, PhasedBackend)
+    assert chosen.prefill is not chosen.decode
+    assert isinstance(choose_backend(CPU, torch.float32), TorchBackend)
+    with pytest.raises(TriptychError, match="'absent': no compiler"):
+        choose_backend(CPU, torch.bfloat16, "absent")

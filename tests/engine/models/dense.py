@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.model_info import load_model_info
-from engine.models.base import DecoderModel
+from engine.models.base import DecoderModel, PositionBias
 from engine.models.registry import load_decoder
 
 
@@ -18,11 +18,25 @@ class DenseAttention:
         layers = range(model.spec.num_layers)
         self._cross = [] if encoder_output is None else [model.project_cross(i, encoder_output) for i in layers]
 
-    def self_attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return _attend(query, key, value, causal=True)
+    def self_attention(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None = None,
+        bias: PositionBias | None = None,
+        window: int | None = None,
+    ) -> Tensor:
+        positions = torch.arange(len(query))
+        mask = torch.zeros(1, len(query), len(query)) if bias is None else bias(positions, positions)
+        behind = positions[:, None] - positions[None]
+        hidden = (behind < 0) if window is None else (behind < 0) | (behind >= window)
+        return _attend(query, key, value, scale, mask.masked_fill(hidden, float("-inf")).to(query.dtype))
 
-    def cross_attention(self, layer: int, query: Tensor) -> Tensor:
-        return _attend(query, *self._cross[layer], causal=False)
+    def cross_attention(self, layer: int, query: Tensor, *, scale: float | None = None) -> Tensor:
+        return _attend(query, *self._cross[layer], scale, None)
 
 
 def decoder_of(folder: object, dtype: torch.dtype = torch.float32) -> DecoderModel:
@@ -39,6 +53,7 @@ def logits_of(
     return model.logits(hidden)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None, mask: Tensor | None) -> Tensor:
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)[0].transpose(0, 1)
+    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    return attended[0].transpose(0, 1)

@@ -1,0 +1,76 @@
+"""Two backends for one batch: one for its decodes, one for its prefills."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.attention.backend import AttentionBackend
+from engine.attention.metadata import AttentionMetadata
+from engine.models.base import PositionBias
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Either part is None where it is empty."""
+
+    num_decodes: int
+    decode: Any
+    prefill: Any
+
+
+class PhasedBackend(AttentionBackend):
+    """Requests with one query token go to `decode`, the others to `prefill`; encoders belong to `prefill`."""
+
+    def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
+        self.prefill, self.decode = prefill, decode
+        self.name = f"{prefill.name}+{decode.name}"
+
+    def plan(self, metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> _Plan:
+        num_decodes, num_requests = metadata.num_decodes, metadata.num_requests
+        decode = self.decode.plan(metadata.decodes(), block_size, dtype) if num_decodes else None
+        prefill = self.prefill.plan(metadata.prefills(), block_size, dtype) if num_decodes < num_requests else None
+        return _Plan(num_decodes, decode, prefill)
+
+    def run(
+        self,
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        plan: _Plan,
+        *,
+        scale: float | None = None,
+        bias: PositionBias | None = None,
+        window: int | None = None,
+    ) -> torch.Tensor:
+        if plan.prefill is None:
+            return self.decode.run(query, cache, plan.decode, scale=scale, bias=bias, window=window)
+        if plan.decode is None:
+            return self.prefill.run(query, cache, plan.prefill, scale=scale, bias=bias, window=window)
+        decodes, prefills = query[: plan.num_decodes], query[plan.num_decodes :]
+        return torch.cat(
+            (
+                self.decode.run(decodes, cache, plan.decode, scale=scale, bias=bias, window=window),
+                self.prefill.run(prefills, cache, plan.prefill, scale=scale, bias=bias, window=window),
+            )
+        )
+
+    def plan_ragged(self, lengths: Sequence[int]) -> Any:
+        return self.prefill.plan_ragged(lengths)
+
+    def run_ragged(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        plan: Any,
+        *,
+        scale: float | None = None,
+        bias: PositionBias | None = None,
+    ) -> torch.Tensor:
+        return self.prefill.run_ragged(query, key, value, plan, scale=scale, bias=bias)
+
+    def write(self, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        self.decode.write(cache, key, value, slot_mapping)

@@ -1,0 +1,103 @@
+"""Which backend serves a device, a dtype and a phase."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+
+from common.errors import TriptychError
+from common.telemetry import get_logger
+from engine.attention.backend import AttentionBackend
+from engine.attention.phased import PhasedBackend
+
+Phase = Literal["prefill", "decode"]
+PHASES: Final[tuple[Phase, ...]] = ("prefill", "decode")
+
+log = get_logger()
+
+
+class BackendUnavailableError(Exception):
+    """A backend that would fit cannot run here (a compiler or a package is missing); the message says what."""
+
+
+@dataclass(frozen=True)
+class BackendEntry:
+    """A backend and what it serves. `make` raises BackendUnavailableError where it cannot run."""
+
+    make: Callable[[], AttentionBackend]
+    devices: frozenset[str]
+    dtypes: frozenset[torch.dtype]
+    phases: frozenset[Phase] = frozenset(PHASES)
+
+    def serves(self, device: torch.device, dtype: torch.dtype) -> bool:
+        return device.type in self.devices and dtype in self.dtypes
+
+
+def _torch_backend() -> AttentionBackend:
+    from engine.attention.torch_backend import TorchBackend
+
+    return TorchBackend()
+
+
+BACKENDS: Final[dict[str, BackendEntry]] = {
+    "torch": BackendEntry(
+        _torch_backend,
+        devices=frozenset({"cpu", "cuda"}),
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+    ),
+}
+"""Every backend by name, in order of preference: the first that serves device, dtype and phase is taken."""
+
+
+def choose_backend(device: torch.device, dtype: torch.dtype = torch.float32, name: str = "auto") -> AttentionBackend:
+    """The backend for a device and a dtype, one for each phase where two are best; the choice is logged.
+
+    With a `name` it serves every phase that it can, and the rest is chosen. Raises TriptychError("invalid_request")
+    for a name that there is not, or that cannot serve this device and dtype.
+    """
+    made = {} if name == "auto" else {name: _make_named(name, device, dtype)}
+    order = [*made, *(other for other in BACKENDS if other not in made)]
+    chosen = {phase: _choose(phase, device, dtype, order, made) for phase in PHASES}
+    names = {phase: backend.name for phase, backend in chosen.items()}
+    log.info("attention backend", **names, device=device.type, dtype=str(dtype).removeprefix("torch."))
+    prefill, decode = chosen["prefill"], chosen["decode"]
+    return prefill if prefill is decode else PhasedBackend(prefill, decode)
+
+
+def _make_named(name: str, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    entry = BACKENDS.get(name)
+    if entry is None:
+        names = ", ".join(["auto", *sorted(BACKENDS)])
+        raise TriptychError(
+            "invalid_request", f"no attention backend {name!r}; there are: {names}", "attention_backend"
+        )
+    if not entry.serves(device, dtype):
+        raise TriptychError(
+            "invalid_request",
+            f"attention backend {name!r} does not serve {dtype} on {device.type}; leave it at auto",
+            "attention_backend",
+        )
+    try:
+        return entry.make()
+    except BackendUnavailableError as error:
+        raise TriptychError("invalid_request", f"attention backend {name!r}: {error}", "attention_backend") from error
+
+
+def _choose(
+    phase: Phase, device: torch.device, dtype: torch.dtype, order: list[str], made: dict[str, AttentionBackend]
+) -> AttentionBackend:
+    """The first backend in `order` that serves a phase; `made` keeps those that were made for another one."""
+    for name in order:
+        entry = BACKENDS[name]
+        if phase not in entry.phases or not entry.serves(device, dtype):
+            continue
+        try:
+            if name not in made:
+                made[name] = entry.make()
+            return made[name]
+        except BackendUnavailableError as error:
+            log.warning("attention backend not available", backend=name, reason=str(error))
+    raise TriptychError("invalid_request", f"no attention backend serves {dtype} on {device.type}")

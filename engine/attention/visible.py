@@ -1,0 +1,81 @@
+"""Which keys the tokens of one request may see: causal, within a window, or each token its own range."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.inputs import IntArray
+from engine.models.base import PositionBias
+
+
+@dataclass(frozen=True)
+class Visible:
+    """Keys `first` .. `last` are seen by some token; `hidden` [num_queries, num_keys] is True for pairs that are not.
+
+    `hidden` is None where every token sees all of them. `triangular` says that it is a plain lower triangle. `blind`
+    [num_queries] marks tokens that see nothing; None where there are none.
+    """
+
+    first: int
+    last: int
+    hidden: torch.Tensor | None = None
+    triangular: bool = False
+    blind: torch.Tensor | None = None
+
+    @property
+    def num_keys(self) -> int:
+        return self.last - self.first
+
+    def additive_mask(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+        """[num_queries, num_keys]: 0 or -inf; None where nothing is hidden or the triangle is enough."""
+        if self.hidden is None or self.triangular:
+            return None
+        return torch.zeros(self.hidden.shape, dtype=dtype).masked_fill_(self.hidden, float("-inf")).to(device)
+
+    def biased_mask(
+        self, bias: PositionBias, query_positions: torch.Tensor, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """[num_heads, num_queries, num_keys]: the bias, and -inf for hidden pairs."""
+        mask = bias(query_positions, torch.arange(self.first, self.last, device=device)).to(dtype)
+        return mask if self.hidden is None else mask.masked_fill(self.hidden.to(device), float("-inf"))
+
+
+def causal_keys(num_queries: int, seq_len: int, window: int | None) -> Visible:
+    """The queries are the last tokens of the keys; each sees itself and what came before, as far as the window goes.
+
+    keys     0 1 2 3 4 5      num_queries 2, seq_len 6, window 3
+    query 4      x x x .
+    query 5        x x x
+             first = 2
+    """
+    past = seq_len - num_queries
+    first = 0 if window is None else max(0, past - window + 1)
+    if num_queries == 1:
+        return Visible(first, seq_len)
+    queries, keys = torch.arange(past, seq_len)[:, None], torch.arange(first, seq_len)[None]
+    hidden = keys > queries
+    narrow = window is not None and window < seq_len
+    if narrow:
+        assert window is not None
+        hidden |= keys <= queries - window
+    return Visible(first, seq_len, hidden, triangular=past == 0 and not narrow)
+
+
+def keys_in_ranges(num_queries: int, seq_len: int, ranges: IntArray | None) -> Visible:
+    """Each token sees the keys of its range, [num_queries, 2]; without ranges all tokens see all keys."""
+    if ranges is None:
+        return Visible(0, seq_len)
+    starts, ends = ranges[:, 0], ranges[:, 1]
+    empty = ends <= starts
+    if empty.all():
+        return Visible(0, 0)
+    first, last = int(starts[~empty].min()), int(ends[~empty].max())
+    if not empty.any() and (starts == first).all() and (ends == last).all():
+        return Visible(first, last)
+    keys = torch.arange(first, last)[None]
+    hidden = (keys < torch.from_numpy(starts)[:, None]) | (keys >= torch.from_numpy(ends)[:, None])
+    blind = torch.from_numpy(empty)
+    hidden[blind] = False  # a softmax over nothing would be NaN; these rows become zeros
+    return Visible(first, last, hidden, blind=blind if empty.any() else None)
