@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from common.errors import TriptychError
 from common.families import Family, MediaKind, find_family
+from common.text_defaults import text_defaults
 
 _END_BYTES: Final = 64 * 2**10
 _SAMPLE_BYTES: Final = 4 * 2**10
@@ -56,9 +57,9 @@ class ModelInfo:
 
     @property
     def text_config(self) -> dict[str, Any]:
-        """The decoder's part of the config; older checkpoints keep it at the top."""
+        """The decoder's part of the config, defaults filled in; older checkpoints keep it at the top."""
         nested: dict[str, Any] = self.config.get("text_config") or {}
-        return {**self.config, **nested}
+        return {**text_defaults(self.config), **self.config, **nested}
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -75,7 +76,9 @@ class ModelInfo:
 
     @property
     def max_model_len(self) -> int:
-        return int(self.text_config[self.family.decoder_length])
+        default = self.family.default_length
+        given = self.text_config.get(self.family.decoder_length) if default is not None else None
+        return int(given or default or self.text_config[self.family.decoder_length])
 
     @property
     def max_encoder_tokens(self) -> int:
