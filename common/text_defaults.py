@@ -16,6 +16,8 @@ _LLAMA: Final = {
     "intermediate_size": 11_008,
     "max_position_embeddings": 2048,
     "rope_theta": 1e4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 _QWEN2: Final = {
     **_LARGE_7B,
@@ -35,6 +37,8 @@ _QWEN2_VL: Final = {
     "max_position_embeddings": 32_768,
     "rms_norm_eps": 1e-5,
     "rope_theta": 1e6,
+    "bos_token_id": 151_643,
+    "eos_token_id": 151_645,
 }
 TEXT_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "llama": _LLAMA,
