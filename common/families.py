@@ -28,6 +28,9 @@ class Family:
     placeholder         key of the token that stands for one media item in a prompt; empty where prompts have none
     decoder_length      key of the longest decoder sequence, in tokens
     encoder_length      key of the longest encoder output of one input, in rows; empty: as long as the context
+    default_length      tokens of the longest sequence where `decoder_length` is not in config.json
+    prompt_bos          key of the token that follows the decoder start token in a default decoder prompt, where
+                        generation_config.json forces no first token
     """
 
     name: str
@@ -41,6 +44,8 @@ class Family:
     placeholder: str = ""
     decoder_length: str = "max_position_embeddings"
     encoder_length: str = ""
+    default_length: int | None = None
+    prompt_bos: str = ""
 
 
 FAMILIES: Final[tuple[Family, ...]] = (
@@ -57,6 +62,24 @@ FAMILIES: Final[tuple[Family, ...]] = (
         placeholder="image_token_id",
     ),
     Family(
+        "llava",
+        ("LlavaForConditionalGeneration",),
+        decoder="engine.models.llama:build",
+        encoder="engine.encoders.llava:LlavaEncoder",
+        processor="engine.processors.llava:LlavaProcessor",
+        media_kind="image",
+        placeholder="image_token_index",
+    ),
+    Family(
+        "idefics3",
+        ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
+        decoder="engine.models.llama:build",
+        encoder="engine.encoders.idefics3:Idefics3Encoder",
+        processor="engine.processors.idefics3:Idefics3Processor",
+        media_kind="image",
+        placeholder="image_token_id",
+    ),
+    Family(
         "whisper",
         ("WhisperForConditionalGeneration",),
         decoder="engine.models.whisper:build",
@@ -67,6 +90,39 @@ FAMILIES: Final[tuple[Family, ...]] = (
         cross_attention=True,
         decoder_length="max_target_positions",
         encoder_length="max_source_positions",
+    ),
+    Family(
+        "bart",
+        ("BartForConditionalGeneration",),
+        decoder="engine.models.bart:build",
+        encoder="engine.encoders.bart:BartEncoder",
+        processor="engine.processors.text:TextTokensProcessor",
+        media_kind="text",
+        is_encoder_decoder=True,
+        cross_attention=True,
+        prompt_bos="bos_token_id",
+    ),
+    Family(
+        "mbart",
+        ("MBartForConditionalGeneration",),
+        decoder="engine.models.bart:build",
+        encoder="engine.encoders.bart:MBartEncoder",
+        processor="engine.processors.text:TextTokensProcessor",
+        media_kind="text",
+        is_encoder_decoder=True,
+        cross_attention=True,
+    ),
+    Family(
+        "t5",
+        ("T5ForConditionalGeneration",),
+        decoder="engine.models.t5:build",
+        encoder="engine.encoders.t5:T5Encoder",
+        processor="engine.processors.text:TextTokensProcessor",
+        media_kind="text",
+        is_encoder_decoder=True,
+        cross_attention=True,
+        decoder_length="n_positions",
+        default_length=512,  # what T5 was trained on; its relative positions know no limit
     ),
 )
 

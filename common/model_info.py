@@ -76,9 +76,8 @@ class ModelInfo:
 
     @property
     def max_model_len(self) -> int:
-        default = self.family.default_length
-        given = self.text_config.get(self.family.decoder_length) if default is not None else None
-        return int(given or default or self.text_config[self.family.decoder_length])
+        config, key, default = self.text_config, self.family.decoder_length, self.family.default_length
+        return default if default is not None and config.get(key) is None else int(config[key])
 
     @property
     def max_encoder_tokens(self) -> int:

@@ -1,0 +1,282 @@
+"""The prompt formats: what a user may write, and what the encoder and the decoder get of it.
+
+The formats and the rules of encoder-decoder models are those of the document "vLLM encoder/decoder infrastructure
+overview": a single prompt is the encoder's, and the decoder begins with its start token.
+
+    decoder-only        prompt                               -> decoder
+    encoder-decoder     prompt                               -> encoder, default decoder prompt   -> decoder
+                        {encoder_prompt, decoder_prompt}     -> encoder, decoder start + prompt   -> decoder
+    of audio (Whisper)  {prompt, multi_modal_data: {audio}}  -> audio to the encoder, prompt      -> decoder
+
+Never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypedDict, cast
+
+import msgspec
+import numpy as np
+
+from common.errors import TriptychError
+from common.model_info import ModelInfo
+from common.sampling_params import SamplingParams
+from common.text import TextProcessor
+
+
+class TextPrompt(TypedDict, total=False):
+    """`prompt` text; `multi_modal_data` like {"image": [...]} or {"audio": ...}, one item per placeholder."""
+
+    prompt: str
+    multi_modal_data: dict[str, Any]
+
+
+class TokensPrompt(TypedDict, total=False):
+    """The same with token ids, under either name; each media item has one placeholder token in them."""
+
+    prompt_token_ids: list[int]
+    prompt_tokens: list[int]
+    multi_modal_data: dict[str, Any]
+
+
+SingletonPrompt: TypeAlias = str | list[int] | TextPrompt | TokensPrompt
+
+
+class ExplicitEncoderDecoderPrompt(TypedDict, total=False):
+    """A prompt for each half of an encoder-decoder model. Without `decoder_prompt` the decoder gets its default."""
+
+    encoder_prompt: SingletonPrompt
+    decoder_prompt: SingletonPrompt | None
+
+
+Prompt: TypeAlias = SingletonPrompt | ExplicitEncoderDecoderPrompt
+
+
+@dataclass(frozen=True)
+class ParsedPrompt:
+    """A prompt of either kind of model. `prompt` and `prompt_token_ids` are the decoder's, the latter as processed.
+
+    Texts are None where token ids were given, or nothing; `encoder_prompt_token_ids` is None where the model has no
+    encoder of text. `multi_modal_data` are the media items by kind, as they were given.
+    """
+
+    prompt_token_ids: list[int]
+    prompt: str | None = None
+    encoder_prompt_token_ids: list[int] | None = None
+    encoder_prompt: str | None = None
+    multi_modal_data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Singleton:
+    """One prompt, tokenised; `token_ids` is None for a prompt of media alone."""
+
+    token_ids: list[int] | None
+    text: str | None
+    media: dict[str, Any]
+
+
+def is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """Whether this is one prompt and not several: a list of numbers is a prompt, any other list is of prompts."""
+    if isinstance(prompts, str | dict):
+        return True
+    return len(prompts) > 0 and all(isinstance(token, int) for token in prompts)
+
+
+def parse_prompt(prompt: Prompt, info: ModelInfo, text: TextProcessor) -> ParsedPrompt:
+    """What a prompt in any of the formats means to a model.
+
+    Raises TriptychError: "invalid_request" for another format, for an encoder prompt where the model has no encoder
+    or none where it has one, and for token ids outside the vocabulary; "context_length_exceeded" for an encoder prompt
+    that is too long. The decoder prompt's length is for the engine to check, which knows how long media are.
+    """
+    is_pair = isinstance(prompt, dict) and ("encoder_prompt" in prompt or "decoder_prompt" in prompt)
+    if not info.is_encoder_decoder:
+        if is_pair:
+            message = f"{info.name} is a decoder-only model and takes no encoder prompt: give the text as the prompt"
+            raise TriptychError("invalid_request", message, "encoder_prompt")
+        one = _parse_singleton(cast(SingletonPrompt, prompt), text, "prompt")
+        if one.token_ids is None:
+            raise _bad_format(prompt, "prompt")
+        return ParsedPrompt(one.token_ids, one.text, multi_modal_data=one.media)
+    encoder: SingletonPrompt | None
+    decoder: SingletonPrompt | None
+    if is_pair:
+        pair = cast(ExplicitEncoderDecoderPrompt, prompt)
+        encoder, decoder = pair.get("encoder_prompt"), pair.get("decoder_prompt")
+    else:
+        encoder, decoder = cast(SingletonPrompt, prompt), None
+    if info.media_kind != "text":
+        return _parse_media_pair(encoder, decoder, info, text, is_pair=is_pair)
+    return _parse_text_pair(encoder, decoder, info, text)
+
+
+def decoder_start_token_id(info: ModelInfo) -> int:
+    """The token that every decoder prompt begins with, <DEC>.
+
+    Raises TriptychError("invalid_request") where neither generation_config.json nor config.json names one.
+    """
+    for key in ("decoder_start_token_id", "bos_token_id"):
+        for settings in (info.generation, info.config):
+            if settings.get(key) is not None:
+                return int(settings[key])
+    message = f"{info.name} has no decoder_start_token_id in generation_config.json or config.json: add it there"
+    raise TriptychError("invalid_request", message, "model")
+
+
+def default_decoder_prompt(info: ModelInfo) -> list[int]:
+    """What the decoder begins with where the user says nothing: <DEC>, and the first token that it must go on with.
+
+    That is the forced one of generation_config.json (mBART's target language), else <BOS> for BART; T5 has none.
+    """
+    forced = _rule(info, "forced_bos_token_id")
+    if forced is None and info.family.prompt_bos:
+        forced = info.config.get(info.family.prompt_bos)
+    return [decoder_start_token_id(info)] + ([] if forced is None else [int(forced)])
+
+
+def preprocess_decoder_prompt(info: ModelInfo, token_ids: Sequence[int] | None) -> list[int]:
+    """A decoder prompt as the decoder gets it: the default one for None, else with <DEC> before it unless it is there.
+
+    Whisper's begins with earlier text at times (<|startofprev|>), so that its start token counts wherever it stands.
+    """
+    if token_ids is None:
+        return default_decoder_prompt(info)
+    start = decoder_start_token_id(info)
+    present = start in token_ids if info.media_kind == "audio" else list(token_ids[:1]) == [start]
+    return [*token_ids] if present else [start, *token_ids]
+
+
+def with_checkpoint_rules(info: ModelInfo, params: SamplingParams) -> SamplingParams:
+    """The parameters, with the checkpoint's own rules of generation where they say nothing: the token that a sequence
+    of full length ends with, and how long a repetition may be. `transformers` applies both by default."""
+    rules: dict[str, Any] = {}
+    forced_eos, ngram_size = _rule(info, "forced_eos_token_id"), _rule(info, "no_repeat_ngram_size")
+    if forced_eos is not None and params.forced_eos_token_id is None:
+        rules["forced_eos_token_id"] = int(forced_eos[0] if isinstance(forced_eos, list) else forced_eos)
+    if ngram_size and not params.no_repeat_ngram_size:
+        rules["no_repeat_ngram_size"] = int(ngram_size)
+    return msgspec.structs.replace(params, **rules) if rules else params
+
+
+def check_encoder_prompt(info: ModelInfo, token_ids: Sequence[int]) -> None:
+    """Raise TriptychError for token ids that the encoder cannot take: none, too many, or outside the vocabulary."""
+    if not token_ids:
+        raise TriptychError("invalid_request", "the encoder prompt is empty", "encoder_prompt")
+    bad = next((token for token in token_ids if not 0 <= token < info.vocab_size), None)
+    if bad is not None:
+        message = f"token id {bad} of the encoder prompt is outside the vocabulary of {info.vocab_size}"
+        raise TriptychError("invalid_request", message, "encoder_prompt")
+    if len(token_ids) > info.max_encoder_tokens:
+        message = (
+            f"the encoder prompt has {len(token_ids)} tokens, the encoder of {info.name} takes at most "
+            f"{info.max_encoder_tokens}: shorten it"
+        )
+        raise TriptychError("context_length_exceeded", message, "encoder_prompt")
+
+
+def encode_tokens(token_ids: Sequence[int]) -> bytes:
+    """Token ids as an input of kind "text": little-endian uint32. They must have been checked."""
+    return np.asarray(token_ids, "<u4").tobytes()
+
+
+def decode_tokens(media: bytes) -> list[int]:
+    """The token ids of an input of kind "text". Raises TriptychError("bad_media") for a size that cannot be."""
+    if len(media) % 4:
+        raise TriptychError("bad_media", f"{len(media)} bytes are no token ids: they have four bytes each")
+    token_ids: list[int] = np.frombuffer(media, "<u4").tolist()
+    return token_ids
+
+
+def _parse_text_pair(
+    encoder: SingletonPrompt | None, decoder: SingletonPrompt | None, info: ModelInfo, text: TextProcessor
+) -> ParsedPrompt:
+    source = None if encoder is None else _parse_singleton(encoder, text, "encoder_prompt")
+    target = None if decoder is None else _parse_singleton(decoder, text, "decoder_prompt")
+    for one in (source, target):
+        if one is not None and one.media:
+            message = f"{info.name} takes text, no {', '.join(one.media)}"
+            raise TriptychError("invalid_request", message, "multi_modal_data")
+    if source is None or source.token_ids is None:
+        message = f"{info.name} is an encoder-decoder model and needs an encoder prompt: a text or token ids"
+        raise TriptychError("invalid_request", message, "encoder_prompt")
+    check_encoder_prompt(info, source.token_ids)
+    return ParsedPrompt(
+        preprocess_decoder_prompt(info, None if target is None else target.token_ids),
+        None if target is None else target.text,
+        source.token_ids,
+        source.text,
+    )
+
+
+def _parse_media_pair(
+    encoder: SingletonPrompt | None,
+    decoder: SingletonPrompt | None,
+    info: ModelInfo,
+    text: TextProcessor,
+    *,
+    is_pair: bool,
+) -> ParsedPrompt:
+    """The encoder gets a clip, beside which a single prompt's text is the decoder's."""
+    source = None if encoder is None else _parse_singleton(encoder, text, "encoder_prompt", special_tokens=False)
+    if source is None or not source.media:
+        message = f"{info.name} needs {info.media_kind} as its encoder prompt: give it as multi_modal_data"
+        raise TriptychError("invalid_request", message, "encoder_prompt")
+    if not is_pair:
+        target: _Singleton | None = source
+    elif source.token_ids:
+        message = f"the encoder of {info.name} takes {info.media_kind}, no text: give that as decoder_prompt"
+        raise TriptychError("invalid_request", message, "encoder_prompt")
+    else:
+        target = None if decoder is None else _parse_singleton(decoder, text, "decoder_prompt", special_tokens=False)
+    token_ids = None if target is None else target.token_ids
+    return ParsedPrompt(
+        preprocess_decoder_prompt(info, token_ids),
+        None if target is None else target.text,
+        multi_modal_data=source.media,
+    )
+
+
+def _parse_singleton(
+    prompt: SingletonPrompt, text: TextProcessor, param: str, *, special_tokens: bool = True
+) -> _Singleton:
+    if isinstance(prompt, str):
+        return _Singleton(text.encode(prompt, add_special_tokens=special_tokens), prompt, {})
+    if isinstance(prompt, list):
+        return _Singleton(_token_ids(prompt, param), None, {})
+    if not isinstance(prompt, dict):
+        raise _bad_format(prompt, param)
+    fields = cast(dict[str, Any], prompt)
+    media: dict[str, Any] = fields.get("multi_modal_data") or {}
+    for key in ("prompt_token_ids", "prompt_tokens"):
+        if fields.get(key) is not None:
+            return _Singleton(_token_ids(fields[key], param), None, media)
+    if isinstance(fields.get("prompt"), str):
+        return _Singleton(text.encode(fields["prompt"], add_special_tokens=special_tokens), fields["prompt"], media)
+    if not media:
+        raise _bad_format(prompt, param)
+    return _Singleton(None, None, media)
+
+
+def _token_ids(value: Any, param: str) -> list[int]:
+    token_ids = list(value)
+    wrong = next((token for token in token_ids if not isinstance(token, int)), None)
+    if wrong is not None:
+        raise TriptychError("invalid_request", f"token ids are integers, not {type(wrong).__name__} ({wrong!r})", param)
+    return token_ids
+
+
+def _rule(info: ModelInfo, key: str) -> Any:
+    """A rule of generation; config.json is where it stood before there was generation_config.json."""
+    return (info.generation or info.config).get(key)
+
+
+def _bad_format(prompt: Any, param: str) -> TriptychError:
+    given = f"a dict of {', '.join(map(str, prompt)) or 'nothing'}" if isinstance(prompt, dict) else f"{prompt!r:.80}"
+    message = (
+        "a prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`; encoder-decoder "
+        f"models take a dict with `encoder_prompt` and `decoder_prompt` of these, too; not {given}"
+    )
+    return TriptychError("invalid_request", message, param)

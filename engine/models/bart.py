@@ -1,0 +1,176 @@
+"""BART's decoder (Lewis et al., 2019) with its norms after each residual, and mBART's (Liu et al., 2020), before."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.model_info import ModelInfo
+from engine.models.activations import activation
+from engine.models.base import (
+    AttentionContext,
+    CheckpointLayout,
+    DecoderModel,
+    DecoderSpec,
+    Sources,
+    SplicedRows,
+    Zeros,
+)
+from engine.models.checkpoint import Checkpoint
+from engine.models.config import is_tied
+
+POSITION_OFFSET = 2
+"""Rows of the position table before that of position 0: a padding row and the one after it, never used."""
+
+DECODER_LAYOUT = CheckpointLayout(
+    prefixes={
+        "model.decoder.": "",
+        "decoder.": "",
+        "model.shared.": "embed_tokens.",
+        "shared.": "embed_tokens.",
+        "lm_head.": "lm_head.",
+        "final_logits_bias": "final_logits_bias",
+    },
+    ignored=("decoder.version",),  # written by the first converters
+)
+_CHECKPOINT_PARTS = {
+    "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_out_proj": ("self_attn.out_proj",),
+    "cross_q_proj": ("encoder_attn.q_proj",),
+    "cross_kv_proj": ("encoder_attn.k_proj", "encoder_attn.v_proj"),
+    "cross_out_proj": ("encoder_attn.out_proj",),
+}
+
+
+def build(info: ModelInfo) -> BartDecoder:
+    """The decoder of a model folder. Raises ValueError for an activation that is not computed here."""
+    with Checkpoint(info.folder) as checkpoint:
+        has_bias = "final_logits_bias" in checkpoint.entries
+    return BartDecoder(info, pre_norm=info.family.name == "mbart", has_logits_bias=has_bias)
+
+
+class BartDecoder(DecoderModel):
+    """Learned positions, added in `forward`, and a norm over the sum; cross-attention to the encoder's tokens.
+
+    With `pre_norm` (mBART) each block is normed before it instead of after its residual, and the last one after it.
+    `has_logits_bias` says whether the checkpoint holds the bias of the output head; it is zero otherwise.
+    """
+
+    def __init__(self, info: ModelInfo, *, pre_norm: bool, has_logits_bias: bool) -> None:
+        super().__init__()
+        config = info.config
+        hidden_size, num_heads, vocab_size = config["d_model"], config["decoder_attention_heads"], config["vocab_size"]
+        self.spec = DecoderSpec(
+            num_layers=config["decoder_layers"],
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_dim=hidden_size // num_heads,
+            hidden_size=hidden_size,
+            vocab_size=vocab_size,
+            max_model_len=info.max_model_len,
+            num_cross_layers=config["decoder_layers"],
+        )
+        self.layout = DECODER_LAYOUT
+        self.scale = math.sqrt(hidden_size) if config.get("scale_embedding") else 1.0
+        self._has_logits_bias = has_logits_bias
+        tied = is_tied(info, default=True)
+        self.embed_tokens = nn.Embedding(vocab_size, hidden_size)
+        self.embed_positions = nn.Embedding(config["max_position_embeddings"] + POSITION_OFFSET, hidden_size)
+        self.layernorm_embedding = nn.LayerNorm(hidden_size)
+        act = config.get("activation_function", "gelu")
+        self.layers = nn.ModuleList(
+            BartLayer(self.spec, config["decoder_ffn_dim"], act, index, pre_norm=pre_norm)
+            for index in range(self.spec.num_layers)
+        )
+        self.layer_norm = nn.LayerNorm(hidden_size) if pre_norm else None
+        self.lm_head = None if tied else nn.Linear(hidden_size, vocab_size, bias=False)
+        self.final_logits_bias = nn.Parameter(torch.empty(1, vocab_size))
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        embeddings = F.embedding(input_ids, self.embed_tokens.weight)
+        return embeddings if self.scale == 1.0 else embeddings.mul_(self.scale)
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        positions: Tensor,
+        attention: AttentionContext,
+        spliced: SplicedRows | None = None,
+    ) -> Tensor:
+        hidden = embeddings + F.embedding(positions + POSITION_OFFSET, self.embed_positions.weight)
+        hidden = self.layernorm_embedding(hidden)
+        for layer in self.layers:
+            hidden = layer(hidden, attention)
+        output: Tensor = hidden if self.layer_norm is None else self.layer_norm(hidden)
+        return output
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        return F.linear(hidden, head.weight).add_(self.final_logits_bias)
+
+    def project_cross(self, layer: int, encoder_output: Tensor) -> tuple[Tensor, Tensor]:
+        key_value = self.layers[layer].get_submodule("cross_kv_proj")(encoder_output)
+        key, value = key_value.view(len(encoder_output), 2, self.spec.num_kv_heads, self.spec.head_dim).unbind(1)
+        return key, value
+
+    def sources(self) -> Sources:
+        sources: Sources = {}
+        for name, _ in self.named_parameters():
+            leaf = name.split(".")[-2] if "." in name else name
+            sources[name] = tuple(name.replace(leaf, part) for part in _CHECKPOINT_PARTS.get(leaf, (leaf,)))
+        if not self._has_logits_bias:
+            sources["final_logits_bias"] = (Zeros(1),)
+        return sources
+
+
+class BartLayer(nn.Module):
+    """Self-attention, cross-attention and MLP, each beside a residual and with a norm before or after it."""
+
+    def __init__(self, spec: DecoderSpec, ffn_dim: int, act: str, index: int, *, pre_norm: bool) -> None:
+        super().__init__()
+        self.index, self.pre_norm, self.act = index, pre_norm, activation(act)
+        self.heads = (spec.num_heads, spec.head_dim)
+        size = spec.hidden_size
+        self.self_attn_layer_norm = nn.LayerNorm(size)
+        self.qkv_proj = nn.Linear(size, 3 * size)
+        self.self_out_proj = nn.Linear(size, size)
+        self.encoder_attn_layer_norm = nn.LayerNorm(size)
+        self.cross_q_proj = nn.Linear(size, size)
+        self.cross_kv_proj = nn.Linear(size, 2 * size)
+        self.cross_out_proj = nn.Linear(size, size)
+        self.final_layer_norm = nn.LayerNorm(size)
+        self.fc1 = nn.Linear(size, ffn_dim)
+        self.fc2 = nn.Linear(ffn_dim, size)
+
+    def forward(self, hidden: Tensor, attention: AttentionContext) -> Tensor:
+        blocks = (
+            (self.self_attn_layer_norm, self._attend_self),
+            (self.encoder_attn_layer_norm, self._attend_cross),
+            (self.final_layer_norm, self._mlp),
+        )
+        for norm, block in blocks:
+            # A block's output is fresh memory; `hidden` may be the caller's.
+            if self.pre_norm:
+                hidden = block(norm(hidden), attention).add_(hidden)
+            else:
+                hidden = norm(block(hidden, attention).add_(hidden))
+        return hidden
+
+    def _attend_self(self, hidden: Tensor, attention: AttentionContext) -> Tensor:
+        qkv = self.qkv_proj(hidden).view(len(hidden), 3, *self.heads)
+        attended = attention.self_attention(self.index, *qkv.unbind(1))
+        output: Tensor = self.self_out_proj(attended.reshape(len(hidden), -1))
+        return output
+
+    def _attend_cross(self, hidden: Tensor, attention: AttentionContext) -> Tensor:
+        query = self.cross_q_proj(hidden).view(len(hidden), *self.heads)
+        attended = attention.cross_attention(self.index, query)
+        output: Tensor = self.cross_out_proj(attended.reshape(len(hidden), -1))
+        return output
+
+    def _mlp(self, hidden: Tensor, _: AttentionContext) -> Tensor:
+        output: Tensor = self.fc2(self.act(self.fc1(hidden)))
+        return output
