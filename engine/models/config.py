@@ -11,8 +11,10 @@ from typing import Any
 
 from common.model_info import ModelInfo
 
-_MROPE_SECTION = (16, 24, 24)
-"""Qwen2.5-VL's, where its config.json does not say."""
+_MROPE_SECTIONS = {"qwen2_vl": (16, 24, 24), "qwen2_5_vl": (16, 24, 24), "qwen3_vl": (24, 20, 20)}
+"""Families whose positions have three axes: how many frequencies each turns where config.json does not say."""
+_SLIDING_WINDOW, _MAX_WINDOW_LAYERS = 4096, 28
+"""transformers' defaults where a config.json does not say; null means no window."""
 _QWEN3_HEAD_DIM = 128
 """Qwen3's, where its config.json does not say: its heads need not add up to the hidden size."""
 
@@ -22,7 +24,8 @@ class TextConfig:
     """Sizes and switches of a Llama-like decoder.
 
     `rope` holds `rope_type`, `rope_theta` and what that type needs. `qk_norm` is a norm of each head of the queries and
-    of the keys, before they are rotated.
+    of the keys, before they are rotated. `windows` is how many tokens each layer sees, its own included; None for all. `mrope_interleaved`: time, height and width take turns along the frequencies
+    instead of taking a section each.
     """
 
     vocab_size: int
@@ -36,22 +39,24 @@ class TextConfig:
     max_position_embeddings: int
     rope: dict[str, Any]
     mrope_section: tuple[int, int, int] | None
+    mrope_interleaved: bool
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    windows: tuple[int | None, ...]
     tied: bool
 
 
 def read_text_config(info: ModelInfo) -> TextConfig:
-    """Raises ValueError for what is not computed here: sliding windows, other activations, partial rotation."""
+    """Raises ValueError for what is not computed here: other activations, partial rotation."""
     json = info.text_config
     activation = json.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ValueError(f"activation {activation!r} is not supported; supported: silu")
-    _check_windows(json, info.max_model_len)
     num_heads = int(json["num_attention_heads"])
     rope = _rope(json)
+    mrope_section = _MROPE_SECTIONS.get(info.family.name)
     kind = str(json.get("model_type") or info.family.name)
     qwen2, qwen3 = kind.startswith("qwen2"), kind.startswith("qwen3")
     biased = bool(json.get("attention_bias", False)) and not qwen2
@@ -67,17 +72,25 @@ def read_text_config(info: ModelInfo) -> TextConfig:
         rms_norm_eps=float(json.get("rms_norm_eps", 1e-6)),
         max_position_embeddings=int(json["max_position_embeddings"]),
         rope=rope,
-        mrope_section=_three(rope.get("mrope_section", _MROPE_SECTION)) if info.family.name == "qwen2_5_vl" else None,
+        mrope_section=mrope_section and _three(rope.get("mrope_section", mrope_section)),
+        mrope_interleaved=info.family.name == "qwen3_vl",
         qkv_bias=biased or qwen2,
         o_bias=biased,
         mlp_bias=bool(json.get("mlp_bias", False)),
         qk_norm=qwen3,
+        windows=_windows(json, kind, info.max_model_len),
         tied=is_tied(info, default=False),
     )
 
 
 def is_tied(info: ModelInfo, *, default: bool) -> bool:
-    """Whether the output head is the embedding; the outermost configuration decides."""
+    """Whether the output head is the embedding; the outermost configuration decides.
+
+    But not of Qwen2-VL and Qwen2.5-VL, which older versions of transformers saved with a word of it in the text part.
+    """
+    if info.family.name in ("qwen2_vl", "qwen2_5_vl"):
+        nested = info.config.get("text_config") or {}
+        return bool(info.config.get("tie_word_embeddings") or nested.get("tie_word_embeddings"))
     return bool(info.config.get("tie_word_embeddings", default))
 
 
@@ -96,14 +109,21 @@ def _rope(json: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_windows(json: dict[str, Any], max_model_len: int) -> None:
-    window = json.get("sliding_window") if json.get("use_sliding_window") else None
+def _windows(json: dict[str, Any], kind: str, max_model_len: int) -> tuple[int | None, ...]:
+    """How many tokens each layer sees, its own included; None for all."""
+    num_layers = int(json["num_hidden_layers"])
+    if kind.startswith("mistral"):
+        sliding = [True] * num_layers
+    elif kind.startswith("qwen") and json.get("use_sliding_window"):
+        first = int(json.get("max_window_layers", _MAX_WINDOW_LAYERS))
+        default = ["sliding_attention" if index >= first else "full_attention" for index in range(num_layers)]
+        sliding = [layer_type == "sliding_attention" for layer_type in json.get("layer_types") or default]
+    else:
+        sliding = [False] * num_layers
+    window = json.get("sliding_window", _SLIDING_WINDOW)
     if window is None or window >= max_model_len:
-        return
-    first = int(json.get("max_window_layers", 0))
-    layer_types = json.get("layer_types") or ["sliding_attention"] * (int(json["num_hidden_layers"]) - first)
-    if "sliding_attention" in layer_types:
-        raise ValueError(f"sliding-window attention over {window} of {max_model_len} tokens is not supported")
+        return (None,) * num_layers
+    return tuple(int(window) if slides else None for slides in sliding)
 
 
 def _three(section: Any) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""Llama, Qwen2, Qwen3 and the text decoder of Qwen2.5-VL: one architecture, with and without biases, norms of
+"""Llama, Mistral, Qwen2, Qwen3 and the text decoder of Qwen2.5-VL: one architecture, with and without biases, norms of
 queries and keys, and M-RoPE."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ QWEN2_5_VL_LAYOUT = CheckpointLayout(
         "lm_head.": "lm_head.",
         "language_model.lm_head.": "lm_head.",
     },
-    others=("model.visual.",),
+    others=("model.visual.", "model.audio_tower.", "model.multi_modal_projector."),
     ignored=("rotary_emb.inv_freq",),
 )
 _CHECKPOINT_PARTS = {
@@ -105,6 +105,7 @@ class LlamaLayer(nn.Module):
         self.index = index
         self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         self.head_dim = config.head_dim
+        self.window = config.windows[index]
         hidden_size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(hidden_size, eps)
         self.qkv_proj = nn.Linear(hidden_size, sum(self.heads) * config.head_dim, bias=config.qkv_bias)
@@ -130,7 +131,8 @@ class LlamaLayer(nn.Module):
             query_key = torch.cat((self.q_norm(qkv[:, :num_heads]), self.k_norm(query_key[:, num_heads:])), dim=1)
         query_key = rotate(query_key, *rotation)
         query, key = query_key[:, :num_heads], query_key[:, num_heads:]
-        attended = attention.self_attention(self.index, query, key, qkv[:, num_heads + num_kv_heads :])
+        value = qkv[:, num_heads + num_kv_heads :]
+        attended = attention.self_attention(self.index, query, key, value, window=self.window)
         output: Tensor = self.o_proj(attended.reshape(num_tokens, -1))
         return output
 

@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al., 2021), one-dimensional or in M-RoPE's three sections (Qwen2-VL, 2024)."""
+"""Rotary positions (Su et al., 2021), of one axis or of M-RoPE's three (Qwen2-VL, 2024)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Rotary:
     def __init__(self, config: TextConfig) -> None:
         with torch.device("cpu"):  # also while the model around it is built without memory
             self._inv_freq, self._scaling = _frequencies(config)
-            self._axis = None if config.mrope_section is None else _axis_of_frequency(config.mrope_section)
+            self._axis = _axis_of_frequency(config)
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines, and sines with the sign of `rotate`: positions [n] or [3, n] -> 2 x [n, 1, head_dim]."""
@@ -66,6 +66,16 @@ def _frequencies(config: TextConfig) -> tuple[Tensor, float]:
     return frequencies, float(scaling)
 
 
-def _axis_of_frequency(mrope_section: tuple[int, int, int]) -> Tensor:
-    """For each frequency, which of (time, height, width) turns it."""
-    return torch.arange(3).repeat_interleave(torch.tensor(mrope_section))
+def _axis_of_frequency(config: TextConfig) -> Tensor | None:
+    """For each frequency, which of (time, height, width) turns it; None where positions have one axis.
+
+    (4, 2, 2) in sections: t t t t h h w w; interleaved (Qwen3-VL), whatever is left over being time: t h w t h w t t.
+    """
+    if config.mrope_section is None:
+        return None
+    if not config.mrope_interleaved:
+        return torch.arange(3).repeat_interleave(torch.tensor(config.mrope_section))
+    axes = torch.zeros(config.head_dim // 2, dtype=torch.long)
+    for axis in (1, 2):
+        axes[axis : 3 * config.mrope_section[axis] : 3] = axis
+    return axes

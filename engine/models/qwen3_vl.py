@@ -1,0 +1,51 @@
+"""The text decoder of Qwen3-VL: Qwen3, whose first layers are told once more what stands in the pictures.
+
+An encoder output has 1 + k times the hidden size of columns: the first part replaces embeddings, part k is added to
+the hidden states of the same tokens behind layer k (DeepStack, Meng et al., 2024).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from common.model_info import ModelInfo
+from engine.models.base import AttentionContext, SplicedRows
+from engine.models.config import read_text_config
+from engine.models.llama import QWEN2_5_VL_LAYOUT, LlamaDecoder
+
+
+def build(info: ModelInfo) -> Qwen3VLDecoder:
+    """The decoder of a model folder. Raises ValueError for a configuration with something that is not computed here."""
+    num_deepstack = len(info.config["vision_config"]["deepstack_visual_indexes"])
+    return Qwen3VLDecoder(info, num_deepstack)
+
+
+class Qwen3VLDecoder(LlamaDecoder):
+    """Qwen3's layers with interleaved M-RoPE; the first `num_deepstack` of them add to the tokens of pictures."""
+
+    def __init__(self, info: ModelInfo, num_deepstack: int) -> None:
+        config = read_text_config(info)
+        if num_deepstack > config.num_layers:
+            raise ValueError(f"{num_deepstack} deep-stacked outputs for a decoder of {config.num_layers} layers")
+        super().__init__(config, max_model_len=info.max_model_len, layout=QWEN2_5_VL_LAYOUT)
+        self.num_deepstack = num_deepstack
+        self.spec = replace(self.spec, encoder_hidden_size=(1 + num_deepstack) * config.hidden_size)
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        positions: Tensor,
+        attention: AttentionContext,
+        spliced: SplicedRows | None = None,
+    ) -> Tensor:
+        rotation = self.rotary(positions, embeddings.dtype)
+        deepstack = [] if spliced is None else spliced.outputs.chunk(1 + self.num_deepstack, dim=-1)[1:]
+        hidden = embeddings
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden, rotation, attention)
+            if spliced is not None and index < len(deepstack):
+                hidden.index_add_(0, spliced.rows, deepstack[index])
+        normed: Tensor = self.norm(hidden)
+        return normed
