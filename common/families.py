@@ -52,6 +52,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     Family("llama", ("LlamaForCausalLM",), decoder="engine.models.llama:build"),
     Family("qwen2", ("Qwen2ForCausalLM",), decoder="engine.models.llama:build"),
     Family("qwen3", ("Qwen3ForCausalLM",), decoder="engine.models.llama:build"),
+    Family("mistral", ("MistralForCausalLM",), decoder="engine.models.llama:build"),
     Family(
         "qwen2_5_vl",
         ("Qwen2_5_VLForConditionalGeneration",),

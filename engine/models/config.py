@@ -24,8 +24,8 @@ class TextConfig:
     """Sizes and switches of a Llama-like decoder.
 
     `rope` holds `rope_type`, `rope_theta` and what that type needs. `qk_norm` is a norm of each head of the queries and
-    of the keys, before they are rotated. `windows` is how many tokens each layer sees, its own included; None for all. `mrope_interleaved`: time, height and width take turns along the frequencies
-    instead of taking a section each.
+    of the keys, before they are rotated. `mrope_interleaved`: time, height and width take turns along the frequencies
+    instead of taking a section each. `windows`: how many tokens each layer sees, its own included; None for all.
     """
 
     vocab_size: int

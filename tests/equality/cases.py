@@ -15,7 +15,7 @@ from launch.signpost import scenes
 from tests.equality.media import data_url, picture, png, sound, text_prompts, wav
 from tests.equality.references import Reference
 
-MAX_TOKENS = {"llama": 24, "qwen2": 24, "qwen3": 24, "qwen2_5_vl": 16, "signpost": 16, "whisper": 20}
+MAX_TOKENS = {"llama": 24, "qwen2": 24, "qwen3": 24, "mistral": 24, "qwen2_5_vl": 16, "signpost": 16, "whisper": 20}
 LANGUAGES = ("en", "de", "fr", None)
 
 

@@ -23,6 +23,7 @@ MAKERS = {
     "llama": tiny_models.make_llama,
     "qwen2": tiny_models.make_qwen2,
     "qwen3": text.make_qwen3,
+    "mistral": text.make_mistral,
     "qwen2_5_vl": tiny_models.make_qwen2_5_vl,
     "whisper": tiny_models.make_whisper,
 }

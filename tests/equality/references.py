@@ -26,6 +26,7 @@ _LOADERS = {
     "llama": AutoModelForCausalLM,
     "qwen2": AutoModelForCausalLM,
     "qwen3": AutoModelForCausalLM,
+    "mistral": AutoModelForCausalLM,
     "qwen2_5_vl": AutoModelForImageTextToText,
     "whisper": AutoModelForSpeechSeq2Seq,
 }

@@ -26,7 +26,7 @@ OPTIONS: list[dict[str, Any]] = [
 Setup = tuple[Path, list[Case]]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "mistral"])
 def text_cases(
     request: pytest.FixtureRequest, folder_of: Callable[[str], Path], cases_of: Callable[[str], list[Case]]
 ) -> Setup:

@@ -160,13 +160,6 @@ def test_what_is_not_supported_is_refused_at_load(tmp_path: Path, overrides: dic
         decoder_of(folder)
 
 
-def test_a_sliding_window_is_refused_unless_it_holds_every_context(tmp_path: Path) -> None:
-    window = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 64}
-    with pytest.raises(ValueError, match="sliding-window attention over 64 of 512 tokens"):
-        decoder_of(tiny_models.make_qwen2(tmp_path / "narrow", **window))
-    decoder_of(tiny_models.make_qwen2(tmp_path / "wide", **{**window, "sliding_window": 512}))
-
-
 def test_old_names_of_qwen2_5_vl_and_new_ones_lead_to_the_same_tensors() -> None:
     for name in ("model.layers.0.mlp.up_proj.weight", "model.language_model.layers.0.mlp.up_proj.weight"):
         assert QWEN2_5_VL_LAYOUT.local_name(name) == "layers.0.mlp.up_proj.weight"

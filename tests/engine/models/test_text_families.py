@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from common.model_info import load_model_info
+from engine.models.config import read_text_config
 from tests.engine.models.dense import decoder_of, logits_of
 from tests.engine.models.test_decoders import assert_equal_logits, transformers_logits
-from tests.tiny.text import make_qwen3
+from tests.tiny.text import make_mistral, make_qwen3
+from tests.tiny_models import make_qwen2
 
 
 @pytest.fixture
@@ -21,8 +26,42 @@ def input_ids() -> torch.Tensor:
 @pytest.mark.parametrize(
     "overrides",
     [{}, {"attention_bias": True, "tie_word_embeddings": False}, {"head_dim": 16, "num_key_value_heads": 4}],
-    ids=["as published", "biases", "without groups"],
+    ids=["as published", "biases", "a head for each"],
 )
 def test_qwen3_equals_transformers(tmp_path: Path, input_ids: torch.Tensor, overrides: dict[str, Any]) -> None:
     folder = make_qwen3(tmp_path / "model", **overrides)
     assert_equal_logits(logits_of(decoder_of(folder), input_ids), transformers_logits(folder, input_ids))
+
+
+@pytest.mark.parametrize("sliding_window", [None, 1, 16, 40, 512])
+def test_mistral_equals_transformers(tmp_path: Path, input_ids: torch.Tensor, sliding_window: int | None) -> None:
+    folder = make_mistral(tmp_path / "model", sliding_window=sliding_window)
+    assert_equal_logits(logits_of(decoder_of(folder), input_ids), transformers_logits(folder, input_ids))
+
+
+def test_a_window_changes_what_mistral_computes(tmp_path: Path, input_ids: torch.Tensor) -> None:
+    narrow, wide = (
+        logits_of(decoder_of(make_mistral(tmp_path / str(window), sliding_window=window)), input_ids)
+        for window in (16, 512)
+    )
+    torch.testing.assert_close(narrow[:16], wide[:16])
+    assert not torch.allclose(narrow[16:], wide[16:])
+
+
+@pytest.mark.parametrize("make", [make_qwen2, make_qwen3])
+def test_windows_of_the_upper_layers_of_qwen_equal_transformers(
+    tmp_path: Path, input_ids: torch.Tensor, make: Callable[..., Path]
+) -> None:
+    folder = make(tmp_path / "model", use_sliding_window=True, max_window_layers=1, sliding_window=8)
+    assert_equal_logits(logits_of(decoder_of(folder), input_ids), transformers_logits(folder, input_ids))
+
+
+def test_what_a_config_does_not_say_about_windows_is_as_in_transformers(tmp_path: Path) -> None:
+    folder = make_mistral(tmp_path / "model", max_position_embeddings=8192)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    del config["sliding_window"]
+    path.write_text(json.dumps(config))
+    assert read_text_config(load_model_info(str(folder))).windows == (4096,) * 3
+    path.write_text(json.dumps({**config, "sliding_window": None}))
+    assert read_text_config(load_model_info(str(folder))).windows == (None,) * 3
