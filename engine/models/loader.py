@@ -49,8 +49,13 @@ def load_weights(
 
 
 def _local_names(checkpoint: Checkpoint, layout: CheckpointLayout) -> dict[str, str]:
-    """The checkpoint's name of each tensor of the module, by local name."""
-    local = ((layout.local_name(name), name) for name in checkpoint.entries)
+    """The checkpoint's name of each tensor of the module, by local name; of several that of the earlier prefix."""
+    prefixes = tuple(layout.prefixes)
+
+    def rank(name: str) -> int:
+        return next((index for index, prefix in enumerate(prefixes) if name.startswith(prefix)), len(prefixes))
+
+    local = ((layout.local_name(name), name) for name in sorted(checkpoint.entries, key=rank, reverse=True))
     return {ours: name for ours, name in local if ours is not None}
 
 
