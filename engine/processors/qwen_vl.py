@@ -22,12 +22,16 @@ class QwenVLProcessor:
 
     def __init__(self, info: ModelInfo) -> None:
         self._settings = PatchSettings.from_json(preprocessor_json(info, "image_processor"))
-        self._hidden_size = int(info.config["vision_config"]["out_hidden_size"])
+        vision = info.config["vision_config"]
+        num_deepstack = len(vision.get("deepstack_visual_indexes") or ())  # Qwen3-VL's further outputs
+        self._width = (1 + num_deepstack) * int(info.text_config["hidden_size"])
         self._token_id = int(info.config["image_token_id"])
-        merge_size = int(info.config["vision_config"].get("spatial_merge_size", 2))
-        if self._settings.merge_size != merge_size:
+        ours = (self._settings.patch_size, self._settings.merge_size)
+        tower = (int(vision.get("patch_size", ours[0])), int(vision.get("spatial_merge_size", 2)))
+        if ours != tower:
             raise ValueError(
-                f"the preprocessor of {info.name} merges {self._settings.merge_size} patches, its encoder {merge_size}"
+                f"the preprocessor of {info.name} makes patches of {ours[0]} pixels and merges squares of {ours[1]}, "
+                f"its encoder takes {tower[0]} and {tower[1]}"
             )
 
     def __call__(self, media: bytes) -> tuple[dict[str, npt.NDArray[Any]], InputLayout, tuple[int, ...]]:
@@ -36,4 +40,4 @@ class QwenVLProcessor:
         merged = (time, height // merge, width // merge)
         num_tokens = math.prod(merged)
         arrays = {"pixel_values": patches, "image_grid_thw": np.array((time, height, width))}
-        return arrays, InputLayout(num_tokens, [(self._token_id, num_tokens)], merged), (num_tokens, self._hidden_size)
+        return arrays, InputLayout(num_tokens, [(self._token_id, num_tokens)], merged), (num_tokens, self._width)

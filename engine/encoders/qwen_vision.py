@@ -1,0 +1,49 @@
+"""What the vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL have in common: pictures of any sizes in one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from engine.counters import encoder_computations
+from engine.models.base import CheckpointLayout, EncoderModel, own_memory
+from engine.processors import ProcessedInput
+
+
+class QwenVisionEncoder(EncoderModel):
+    """Pictures laid end to end; the tower attends within each (and within its windows, where it has some) by itself."""
+
+    layout = CheckpointLayout(prefixes={"visual.": "", "model.visual.": ""})
+    tower: type[nn.Module]
+    """transformers' own class."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config.vision_config
+        self.module: nn.Module = self.tower(self._config)
+        self._merge_unit = self._config.spatial_merge_size**2
+
+    def finish_loading(self, device: torch.device) -> None:
+        # Its rotary frequencies are in no checkpoint: computed anew, on real memory.
+        with torch.device("cpu"):
+            rotary = type(self.module.get_submodule("rotary_pos_emb"))(self._config)
+        self.module.register_module("rotary_pos_emb", rotary.to(device))
+
+    @torch.inference_mode()
+    def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
+        encoder_computations.add(len(items))
+        weight = next(self.module.parameters())
+        pixels = np.concatenate([item.arrays["pixel_values"] for item in items])
+        grids = np.stack([item.arrays["image_grid_thw"] for item in items])
+        output = self.module(
+            torch.from_numpy(pixels).to(weight.device, weight.dtype), grid_thw=torch.from_numpy(grids).to(weight.device)
+        )
+        return own_memory(torch.split(self.rows_of(output), (grids.prod(-1) // self._merge_unit).tolist()))
+
+    def rows_of(self, output: Any) -> Tensor:
+        """What the decoder gets of the tower's output, [num_tokens, encoder_width] over all pictures."""
+        rows: Tensor = output.pooler_output
+        return rows

@@ -1,0 +1,56 @@
+"""Clips for Qwen2-Audio: log-mel spectrograms of one window, and how much of it is the clip."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from common.errors import TriptychError
+from common.messages import InputLayout
+from common.model_info import ModelInfo
+from engine.media.audio import decode_audio
+from engine.media.log_mel import LogMel, LogMelSettings
+from engine.processors import preprocessor_json
+
+
+class Qwen2AudioProcessor:
+    """Clips of at most one window (30 s); a placeholder becomes a token per four frames (40 ms) of the clip."""
+
+    kind = "audio"
+
+    def __init__(self, info: ModelInfo) -> None:
+        self._settings = LogMelSettings.from_json(preprocessor_json(info, "feature_extractor"))
+        self._log_mel = LogMel(self._settings)
+        self._token_id = int(info.config["audio_token_index"])
+        self._hidden_size = int(info.text_config["hidden_size"])
+        num_frames, window = (
+            self._settings.num_frames,
+            int(info.config["audio_config"].get("max_source_positions", 1500)),
+        )
+        if num_frames != 2 * window:  # its convolutions halve the frames
+            raise ValueError(
+                f"the feature extractor of {info.name} makes {num_frames} frames, its encoder takes {2 * window}"
+            )
+
+    def __call__(self, media: bytes) -> tuple[dict[str, npt.NDArray[Any]], InputLayout, tuple[int, ...]]:
+        settings = self._settings
+        samples = decode_audio(media, settings.sampling_rate, settings.chunk_length)
+        num_frames = min(-(-len(samples) // settings.hop_length), settings.num_frames)
+        num_tokens = num_output_tokens(num_frames)
+        if num_tokens < 1:
+            seconds, frame_s = len(samples) / settings.sampling_rate, settings.hop_length / settings.sampling_rate
+            message = f"the clip is {seconds:.3f} s long; it must be longer than {2 * frame_s:g} s"
+            raise TriptychError("bad_media", message)
+        mask = (np.arange(settings.num_frames) < num_frames).astype(np.int64)
+        arrays: dict[str, npt.NDArray[Any]] = {"input_features": self._log_mel(samples), "feature_attention_mask": mask}
+        return arrays, InputLayout(num_tokens, [(self._token_id, num_tokens)], None), (num_tokens, self._hidden_size)
+
+
+def num_output_tokens(num_frames: int) -> int:
+    """Rows that the encoder makes of so many frames: a convolution takes every second, pooling every second of those.
+
+    0 for a clip of less than three frames.
+    """
+    return max(((num_frames - 1) // 2 + 1) // 2, 0)
