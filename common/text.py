@@ -8,14 +8,20 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError
+from jinja2.ext import Extension
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from common.errors import TriptychError
 from common.model_info import ModelInfo
+
+_PROBE = "a plain string"
 
 
 class TextProcessor:
@@ -35,6 +41,7 @@ class TextProcessor:
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self._template, self._specials = _load_chat_template(info)
+        self._takes_parts_only = self._template is not None and not self._shows_plain_strings()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
@@ -53,11 +60,33 @@ class TextProcessor:
             message = f"{self.info.name} has no chat template: use /v1/completions"
             raise TriptychError("invalid_request", message, "messages")
         try:
-            text = self._template.render(messages=messages, add_generation_prompt=True, **self._specials)
+            text = self._render(messages)
         except (TemplateError, TypeError, ValueError) as error:
             message = f"the chat template refused the messages: {error}"
             raise TriptychError("invalid_request", message, "messages") from error
-        return self.encode(text, add_special_tokens=False)
+        # Templates of text models write the first token themselves. Those of some models with media (LLaVA) leave it
+        # to the tokenizer, as transformers' processors do unless it is there.
+        begins = bool(self._specials["bos_token"]) and text.startswith(self._specials["bos_token"])
+        return self.encode(text, add_special_tokens=self.info.media_kind is not None and not begins)
+
+    def _render(self, messages: list[dict[str, Any]]) -> str:
+        if self._takes_parts_only:
+            messages = [
+                {**message, "content": [{"type": "text", "text": message["content"]}]}
+                if isinstance(message.get("content"), str)
+                else message
+                for message in messages
+            ]
+        assert self._template is not None
+        return str(self._template.render(messages=messages, add_generation_prompt=True, **self._specials))
+
+    def _shows_plain_strings(self) -> bool:
+        """Whether a message that is one string comes out of the template: some loop over parts and find none in it."""
+        self._takes_parts_only = False
+        try:
+            return _PROBE in self._render([{"role": "user", "content": _PROBE}])
+        except (TemplateError, TypeError, ValueError):  # of this conversation, for whatever reason: no sign of parts
+            return True
 
     def placeholder_indices(self, token_ids: Sequence[int], num_inputs: int) -> list[int]:
         """Where the media items stand in a prompt.
@@ -76,11 +105,22 @@ class TextProcessor:
 
 
 class Detokenizer:
-    """Incremental text of one growing token sequence; holds back half characters and possible stop strings."""
+    """Incremental text of one growing token sequence; holds back half characters and possible stop strings.
 
-    def __init__(self, text: TextProcessor, stop: Sequence[str] = (), *, skip_special_tokens: bool = True) -> None:
+    Stop strings count after the first `min_tokens` tokens only.
+    """
+
+    def __init__(
+        self,
+        text: TextProcessor,
+        stop: Sequence[str] = (),
+        *,
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+    ) -> None:
         self._text = text
         self._stop = tuple(stop)
+        self._min_tokens = min_tokens
         self._skip = skip_special_tokens
         self._ids: list[int] = []
         self._prefix = 0  # tokens before this are settled; those from here to _read give context to the next ones
@@ -94,11 +134,12 @@ class Detokenizer:
             return ""
         self._ids.extend(token_ids)
         self._pending += self._decode_new(final)
-        for stop in self._stop:
+        stops = self._stop if len(self._ids) > self._min_tokens else ()
+        for stop in stops:
             at = self._pending.find(stop)
             if at >= 0:
                 self._pending, self.stopped = self._pending[:at], True
-        hold = 0 if final or self.stopped else self._possible_stop_suffix()
+        hold = 0 if final or self.stopped or not stops else self._possible_stop_suffix()
         cut = len(self._pending) - hold
         out, self._pending = self._pending[:cut], self._pending[cut:]
         return out
@@ -120,11 +161,24 @@ class Detokenizer:
         return 0
 
 
+class _GenerationBlock(Extension):
+    """`{% generation %}` marks the assistant's words for training; here they are words like any other."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 def _load_chat_template(info: ModelInfo) -> tuple[Any, dict[str, str]]:
     """The compiled chat template (None if the model has none) and the special tokens that templates refer to."""
-    config_path, template_path = info.folder / "tokenizer_config.json", info.folder / "chat_template.jinja"
-    config: dict[str, Any] = json.loads(config_path.read_text()) if config_path.is_file() else {}
-    source = template_path.read_text() if template_path.is_file() else config.get("chat_template")
+    config = _read_json(info.folder / "tokenizer_config.json")
+    template_path = info.folder / "chat_template.jinja"
+    # Models with media used to keep it in a file beside the tokenizer's.
+    source = _read_json(info.folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+    if template_path.is_file():
+        source = template_path.read_text()
     if isinstance(source, list):  # several named templates
         source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
     specials = {}
@@ -134,7 +188,7 @@ def _load_chat_template(info: ModelInfo) -> tuple[Any, dict[str, str]]:
     if source is None:
         return None, specials
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
     )
     environment.globals["raise_exception"] = _raise_template_error
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
@@ -144,3 +198,8 @@ def _load_chat_template(info: ModelInfo) -> tuple[Any, dict[str, str]]:
 
 def _raise_template_error(message: str) -> NoReturn:
     raise TemplateError(message)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return content

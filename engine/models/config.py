@@ -86,9 +86,9 @@ def read_text_config(info: ModelInfo) -> TextConfig:
 def is_tied(info: ModelInfo, *, default: bool) -> bool:
     """Whether the output head is the embedding; the outermost configuration decides.
 
-    But not of Qwen2-VL and Qwen2.5-VL, which older versions of transformers saved with a word of it in the text part.
+    But not of Qwen2-VL, Qwen2.5-VL and LLaVA: older versions of transformers saved it in the text part alone.
     """
-    if info.family.name in ("qwen2_vl", "qwen2_5_vl"):
+    if info.family.name in ("qwen2_vl", "qwen2_5_vl", "llava"):
         nested = info.config.get("text_config") or {}
         return bool(info.config.get("tie_word_embeddings") or nested.get("tie_word_embeddings"))
     return bool(info.config.get("tie_word_embeddings", default))

@@ -16,15 +16,23 @@ LLAMA_LAYOUT = CheckpointLayout(
     prefixes={"model.": "", "lm_head.": "lm_head."},
     ignored=("rotary_emb.inv_freq",),
 )
-QWEN2_5_VL_LAYOUT = CheckpointLayout(
+MULTIMODAL_LAYOUT = CheckpointLayout(
     prefixes={
         "model.language_model.": "",
         "language_model.model.": "",
+        "model.text_model.": "",
         "model.": "",
         "lm_head.": "lm_head.",
         "language_model.lm_head.": "lm_head.",
     },
-    others=("model.visual.", "model.audio_tower.", "model.multi_modal_projector."),
+    others=(
+        "model.visual.",
+        "model.vision_tower.",
+        "model.vision_model.",
+        "model.audio_tower.",
+        "model.multi_modal_projector.",
+        "model.connector.",
+    ),
     ignored=("rotary_emb.inv_freq",),
 )
 _CHECKPOINT_PARTS = {
@@ -39,7 +47,7 @@ _CHECKPOINT_PARTS = {
 
 def build(info: ModelInfo) -> LlamaDecoder:
     """The decoder of a model folder. Raises ValueError for a configuration with something that is not computed here."""
-    layout = QWEN2_5_VL_LAYOUT if info.media_kind else LLAMA_LAYOUT
+    layout = MULTIMODAL_LAYOUT if info.media_kind else LLAMA_LAYOUT
     return LlamaDecoder(read_text_config(info), max_model_len=info.max_model_len, layout=layout)
 
 

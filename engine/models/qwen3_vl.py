@@ -13,7 +13,7 @@ from torch import Tensor
 from common.model_info import ModelInfo
 from engine.models.base import AttentionContext, SplicedRows
 from engine.models.config import read_text_config
-from engine.models.llama import QWEN2_5_VL_LAYOUT, LlamaDecoder
+from engine.models.llama import MULTIMODAL_LAYOUT, LlamaDecoder
 
 
 def build(info: ModelInfo) -> Qwen3VLDecoder:
@@ -29,7 +29,7 @@ class Qwen3VLDecoder(LlamaDecoder):
         config = read_text_config(info)
         if num_deepstack > config.num_layers:
             raise ValueError(f"{num_deepstack} deep-stacked outputs for a decoder of {config.num_layers} layers")
-        super().__init__(config, max_model_len=info.max_model_len, layout=QWEN2_5_VL_LAYOUT)
+        super().__init__(config, max_model_len=info.max_model_len, layout=MULTIMODAL_LAYOUT)
         self.num_deepstack = num_deepstack
         self.spec = replace(self.spec, encoder_hidden_size=(1 + num_deepstack) * config.hidden_size)
 

@@ -19,7 +19,7 @@ from transformers import (
 
 from common.model_info import load_model_info
 from engine.models.config import read_text_config
-from engine.models.llama import QWEN2_5_VL_LAYOUT, LlamaDecoder
+from engine.models.llama import MULTIMODAL_LAYOUT, LlamaDecoder
 from tests import tiny_models
 from tests.engine.models.dense import decoder_of, logits_of
 
@@ -162,16 +162,16 @@ def test_what_is_not_supported_is_refused_at_load(tmp_path: Path, overrides: dic
 
 def test_old_names_of_qwen2_5_vl_and_new_ones_lead_to_the_same_tensors() -> None:
     for name in ("model.layers.0.mlp.up_proj.weight", "model.language_model.layers.0.mlp.up_proj.weight"):
-        assert QWEN2_5_VL_LAYOUT.local_name(name) == "layers.0.mlp.up_proj.weight"
+        assert MULTIMODAL_LAYOUT.local_name(name) == "layers.0.mlp.up_proj.weight"
     for name in ("visual.merger.mlp.0.weight", "model.visual.merger.mlp.0.weight", "layers.0.rotary_emb.inv_freq"):
-        assert QWEN2_5_VL_LAYOUT.local_name(name) is None
-    assert QWEN2_5_VL_LAYOUT.local_name("lm_head.weight") == "lm_head.weight"
+        assert MULTIMODAL_LAYOUT.local_name(name) is None
+    assert MULTIMODAL_LAYOUT.local_name("lm_head.weight") == "lm_head.weight"
 
 
 def test_a_model_uses_no_memory_before_it_is_loaded(qwen2_5_vl: Path) -> None:
     config = read_text_config(load_model_info(str(qwen2_5_vl)))
     with torch.device("meta"):
-        model = LlamaDecoder(config, max_model_len=512, layout=QWEN2_5_VL_LAYOUT)
+        model = LlamaDecoder(config, max_model_len=512, layout=MULTIMODAL_LAYOUT)
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     cosines, _ = model.rotary(torch.arange(2), torch.float32)
     assert not cosines.is_meta

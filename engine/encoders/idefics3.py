@@ -1,0 +1,54 @@
+"""Idefics3's and SmolVLM's vision tower and connector: transformers' own modules, fed with pieces of many pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.models.idefics3.modeling_idefics3 import Idefics3Connector, Idefics3VisionTransformer
+from transformers.models.smolvlm.modeling_smolvlm import SmolVLMConnector, SmolVLMVisionTransformer
+
+from engine.counters import encoder_computations
+from engine.models.base import CheckpointLayout, EncoderModel, own_memory
+from engine.processors import ProcessedInput
+
+_CLASSES: Final = {
+    "idefics3": (Idefics3VisionTransformer, Idefics3Connector),
+    "smolvlm": (SmolVLMVisionTransformer, SmolVLMConnector),
+}
+_WIDEST_BYTES: Final = 64 * 2**20
+"""Of the widest intermediate tensor: a large picture has 17 pieces of 1024 patches, and several of these live."""
+
+
+class Idefics3Encoder(EncoderModel):
+    """Pieces of all pictures, stacked. Every piece is a full square, so that there is nothing to mask."""
+
+    layout = CheckpointLayout(prefixes={"model.vision_model.": "vision_model.", "model.connector.": "connector."})
+
+    def __init__(self, config: Any) -> None:
+        tower, connector = _CLASSES[config.model_type]
+        vision = config.vision_config
+        self._tower: Any = tower._from_config(vision)
+        self._connector: Any = connector(config)
+        self._patch_size, self._width = int(vision.patch_size), int(vision.intermediate_size)
+        self.module: nn.Module = nn.ModuleDict({"vision_model": self._tower, "connector": self._connector})
+
+    def finish_loading(self, device: torch.device) -> None:
+        pass
+
+    @torch.inference_mode()
+    def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
+        encoder_computations.add(len(items))
+        weight = next(self.module.parameters())
+        pixels = torch.from_numpy(np.concatenate([item.arrays["pixel_values"] for item in items]))
+        parts = torch.split(pixels.to(weight.device, weight.dtype), self._pieces_at_once(pixels.shape[-1], weight))
+        features = torch.cat([self._connector(self._tower(part).last_hidden_state) for part in parts])
+        outputs = torch.split(features, [len(item.arrays["pixel_values"]) for item in items])
+        return own_memory([output.flatten(0, 1) for output in outputs])
+
+    def _pieces_at_once(self, piece_size: int, weight: Tensor) -> int:
+        piece_bytes = (piece_size // self._patch_size) ** 2 * self._width * weight.itemsize
+        return max(1, _WIDEST_BYTES // piece_bytes)

@@ -1,0 +1,54 @@
+"""LLaVA's vision tower and projector: transformers' own modules, fed with the pictures of many requests at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel
+from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
+
+from engine.counters import encoder_computations
+from engine.models.base import CheckpointLayout, EncoderModel, own_memory
+from engine.processors import ProcessedInput
+
+
+class LlavaEncoder(EncoderModel):
+    """Pictures of one size, stacked: CLIP or SigLIP, then the projection of some of its layers' hidden states."""
+
+    def __init__(self, config: Any) -> None:
+        layers = config.vision_feature_layer
+        self._layers: list[int] = [layers] if isinstance(layers, int) else list(layers)
+        self._first_row = 1 if config.vision_feature_select_strategy == "default" else 0
+        self._tower: Any = AutoModel.from_config(config.vision_config)
+        self._projector = LlavaMultiModalProjector(config)
+        self.module: nn.Module = nn.ModuleDict({"tower": self._tower, "projector": self._projector})
+        self.layout = _layout(inner="vision_model." if hasattr(self._tower, "vision_model") else "")
+
+    def finish_loading(self, device: torch.device) -> None:
+        # Row numbers 0, 1, ... of its position embedding are in no checkpoint.
+        for module in self._tower.modules():
+            if "position_ids" in dict(module.named_buffers(recurse=False)):
+                module.position_ids = torch.arange(module.position_ids.shape[-1], device=device)[None]
+
+    @torch.inference_mode()
+    def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
+        encoder_computations.add(len(items))
+        weight = next(self.module.parameters())
+        pixels = torch.from_numpy(np.stack([item.arrays["pixel_values"] for item in items]))
+        states = self._tower(pixels.to(weight.device, weight.dtype), output_hidden_states=True).hidden_states
+        features = torch.cat([states[layer][:, self._first_row :] for layer in self._layers], dim=-1)
+        return own_memory(self._projector(features).unbind(0))
+
+
+def _layout(inner: str) -> CheckpointLayout:
+    """`inner` is the level between tower and layers that checkpoints have, and modules in some versions."""
+    prefixes = {}
+    for outer in ("", "model."):
+        prefixes[f"{outer}vision_tower."] = f"tower.{inner}"
+        prefixes[f"{outer}vision_tower.vision_model."] = f"tower.{inner}"
+        prefixes[f"{outer}multi_modal_projector."] = "projector."
+    return CheckpointLayout(prefixes=prefixes, ignored=("embeddings.position_ids",))
