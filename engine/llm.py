@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias, TypedDict, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -23,6 +23,17 @@ from common.errors import TriptychError
 from common.hashing import content_hash
 from common.messages import FinishReason, InputSlot, MediaKind, Span
 from common.model_info import load_model_info
+from common.prompts import (
+    ExplicitEncoderDecoderPrompt,
+    ParsedPrompt,
+    Prompt,
+    TextPrompt,
+    TokensPrompt,
+    encode_tokens,
+    is_single,
+    parse_prompt,
+    with_checkpoint_rules,
+)
 from common.sampling_params import SamplingParams
 from common.text import Detokenizer, TextProcessor
 from engine import processors
@@ -39,24 +50,17 @@ from engine.events import (
     TokensReady,
 )
 
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "ExplicitEncoderDecoderPrompt",
+    "Prompt",
+    "RequestOutput",
+    "TextPrompt",
+    "TokensPrompt",
+]
+
 FAR_FUTURE_S = 1e12
-
-
-class TextPrompt(TypedDict, total=False):
-    """`prompt` text; `multi_modal_data` like {"image": [...]} or {"audio": ...}, one item per placeholder."""
-
-    prompt: str
-    multi_modal_data: dict[str, Any]
-
-
-class TokensPrompt(TypedDict, total=False):
-    """The same with token ids; each media item has one placeholder token in them."""
-
-    prompt_token_ids: list[int]
-    multi_modal_data: dict[str, Any]
-
-
-Prompt: TypeAlias = str | TextPrompt | TokensPrompt
 
 
 @dataclass(frozen=True)
@@ -71,18 +75,25 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A finished request. `num_prompt_tokens` counts the media too; `prompt_token_ids` has one placeholder each."""
+    """A finished request. `num_prompt_tokens` counts the media too; `prompt_token_ids` has one placeholder each.
+
+    Of an encoder-decoder model `prompt_token_ids` is the decoder prompt as it was processed, and the encoder prompt
+    stands beside it; texts are None where none was given.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
     num_prompt_tokens: int
     outputs: list[CompletionOutput]
     spans: list[Span]
+    prompt: str | None = None
+    encoder_prompt: str | None = None
+    encoder_prompt_token_ids: list[int] | None = None
 
 
 @dataclass
 class _Live:
-    prompt_token_ids: list[int]
+    prompt: ParsedPrompt
     media: list[tuple[MediaKind, bytes]]
     detokenizer: Detokenizer
     hidden_prefix: int  # generated tokens that belong to the prompt (Whisper's language detection)
@@ -120,7 +131,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts; outputs are in their order. Raises the TriptychError of the first that fails."""
-        many = [prompts] if isinstance(prompts, str | dict) else list(prompts)
+        many = [cast(Prompt, prompts)] if is_single(prompts) else cast(list[Prompt], list(prompts))
         return self._run(self._add_all(many, self._params_for(sampling_params, len(many))))
 
     def chat(
@@ -187,7 +198,8 @@ class LLM:
 
     def add(self, prompt: Prompt, params: SamplingParams) -> str:
         """Queue one prompt, return its request id. Raises TriptychError for what is wrong with its media."""
-        token_ids, media = self._parse(prompt)
+        parsed, media = self._parse(prompt)
+        token_ids, params = parsed.prompt_token_ids, with_checkpoint_rules(self.info, params)
         request_id = f"llm-{next(self._ids)}"
         if self.info.is_encoder_decoder:
             indices: list[int | None] = [None] * len(media)
@@ -198,7 +210,7 @@ class LLM:
             for number, ((kind, data), index) in enumerate(zip(media, indices, strict=True))
         ]
         hidden = len(params.prefix_allowed)
-        self._live[request_id] = _Live(token_ids, media, Detokenizer(self.text, params.stop), hidden)
+        self._live[request_id] = _Live(parsed, media, Detokenizer(self.text, params.stop), hidden)
         self.decoder.add_request(request_id, token_ids, slots, params)
         for slot in slots:
             self._offer(request_id, slot.input_id)
@@ -238,20 +250,17 @@ class LLM:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _parse(self, prompt: Prompt) -> tuple[list[int], list[tuple[MediaKind, bytes]]]:
-        if isinstance(prompt, str):
-            return self.text.encode(prompt), []
-        fields = cast(dict[str, Any], prompt)
+    def _parse(self, prompt: Prompt) -> tuple[ParsedPrompt, list[tuple[MediaKind, bytes]]]:
+        parsed = parse_prompt(prompt, self.info, self.text)
+        if parsed.encoder_prompt_token_ids is not None:
+            return parsed, [("text", encode_tokens(parsed.encoder_prompt_token_ids))]
         media: list[tuple[MediaKind, bytes]] = []
-        for given, items in (fields.get("multi_modal_data") or {}).items():
-            kind = self.info.media_kind
-            if kind is None or given != kind:
+        for given, items in parsed.multi_modal_data.items():
+            kind, many = self.info.media_kind, items if isinstance(items, list) else [items]
+            if many and (kind is None or given != kind):
                 raise TriptychError("invalid_request", f"{self.info.name} takes no {given}", "multi_modal_data")
-            many = items if isinstance(items, list) else [items]
-            media.extend((kind, _media_bytes(item)) for item in many)
-        if "prompt_token_ids" in fields:
-            return list(fields["prompt_token_ids"]), media
-        return self.text.encode(fields["prompt"]), media
+            media.extend((given, _media_bytes(item)) for item in many)
+        return parsed, media
 
     def _offer(self, request_id: str, input_id: int) -> None:
         """Preprocess an input and offer it to the decoder, as an encoder of a cluster would."""
@@ -292,9 +301,18 @@ class LLM:
             return
         self.abort(event.request_id)
         completion = CompletionOutput(0, live.text, live.token_ids, reason)
-        prompt = live.prompt_token_ids
+        prompt = live.prompt
         self._outputs.append(
-            RequestOutput(event.request_id, prompt, event.num_prompt_tokens, [completion], event.spans)
+            RequestOutput(
+                event.request_id,
+                prompt.prompt_token_ids,
+                event.num_prompt_tokens,
+                [completion],
+                event.spans,
+                prompt.prompt,
+                prompt.encoder_prompt,
+                prompt.encoder_prompt_token_ids,
+            )
         )
 
 

@@ -191,9 +191,7 @@ def save_random(model: PreTrainedModel, folder: Path, seed: int, *, quiet_tokens
             parameter.copy_(0.1 * noise)
         elif "embed_positions" in name:
             parameter.copy_(0.3 * noise)
-        elif (
-            "embed_tokens" in name or "shared" in name
-        ):  # small beside what the layers add, or tied heads repeat the last token
+        elif "embed_tokens" in name or "shared" in name:  # small, or tied heads repeat the last token
             parameter.copy_(0.15 * noise)
         else:  # attention over 1500 near-equal frames needs sharper scores to depend on the frames
             gain = 4.0 if "encoder_attn.q_proj" in name or "encoder_attn.k_proj" in name else 2.0
