@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 from PIL import Image
 
 from common import whisper_prompt
@@ -16,7 +19,12 @@ from tests.equality.media import data_url, picture, png, sound, text_prompts, wa
 from tests.equality.references import Reference
 
 MAX_TOKENS = {"llama": 24, "qwen2": 24, "qwen3": 24, "mistral": 24, "qwen2_5_vl": 16, "signpost": 16, "whisper": 20}
+MAX_TOKENS |= {"qwen2_vl": 16, "qwen3_vl": 16, "qwen2_audio": 16}
+MAX_TOKENS |= {"llava": 16, "llava_siglip": 16, "idefics3": 16, "smolvlm": 16}
+PICTURE_FAMILIES = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "llava", "llava_siglip", "idefics3", "smolvlm")
 LANGUAGES = ("en", "de", "fr", None)
+Part: TypeAlias = str | Image.Image | npt.NDArray[np.float32]
+"""Of a message: text, a picture or a clip."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +46,10 @@ def make_cases(name: str, reference: Reference) -> list[Case]:
         return _speech_cases(reference, MAX_TOKENS[name])
     if name == "signpost":
         return _sign_cases(reference, MAX_TOKENS[name])
-    if name == "qwen2_5_vl":
+    if name in PICTURE_FAMILIES:
         return _picture_cases(reference, MAX_TOKENS[name])
+    if name == "qwen2_audio":
+        return _clip_cases(reference, MAX_TOKENS[name])
     limit = MAX_TOKENS[name]
     return [Case(ids, reference.generate(ids, limit), http={"prompt": ids}) for ids in text_prompts(12)]
 
@@ -49,7 +59,7 @@ def _picture_cases(reference: Reference, max_tokens: int) -> list[Case]:
     text, cases = TextProcessor(reference.info), []
     for number, count in enumerate([1, 2, 0, 3, 1, 1, 3, 2]):
         images = [picture((number * 3 + index) % 7) for index in range(count)]
-        parts: list[str | Image.Image] = [f"({number})"] if number % 2 else []
+        parts: list[Part] = [f"({number})"] if number % 2 else []
         for index, image in enumerate(images):
             parts += [image, f" no. {index} "]
         cases.append(_chat_case(reference, text, [*parts, "what?"], max_tokens))
@@ -68,20 +78,43 @@ def _sign_cases(reference: Reference, max_tokens: int) -> list[Case]:
     return cases
 
 
-def _chat_case(reference: Reference, text: TextProcessor, parts: Sequence[str | Image.Image], max_tokens: int) -> Case:
-    """One turn of text and pictures, for the engine and for OpenAI's API."""
-    images = [part for part in parts if isinstance(part, Image.Image)]
-    content = [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
+def _clip_cases(reference: Reference, max_tokens: int) -> list[Case]:
+    """Eight prompts of no, one, two and three clips between text; some clips appear more than once."""
+    text, cases = TextProcessor(reference.info), []
+    for number, count in enumerate([1, 2, 0, 3, 1, 1, 3, 2]):
+        parts: list[Part] = [f"({number})"] if number % 2 else []
+        for index in range(count):
+            parts += [sound((number * 3 + index) % 7), f" no. {index} "]
+        cases.append(_chat_case(reference, text, [*parts, "what?"], max_tokens))
+    return cases
+
+
+def _chat_case(reference: Reference, text: TextProcessor, parts: Sequence[Part], max_tokens: int) -> Case:
+    """One turn of text, pictures and clips, for the engine and for OpenAI's API."""
+    media = [part for part in parts if not isinstance(part, str)]
+    content = [_template_part(part) for part in parts]
     prompt = text.render_chat([{"role": "user", "content": content}])
-    http = [
-        {"type": "text", "text": part}
-        if isinstance(part, str)
-        else {"type": "image_url", "image_url": {"url": data_url(part)}}
-        for part in parts
-    ]
-    expected = reference.generate(prompt, max_tokens, images)
-    messages = [{"role": "user", "content": http}]
-    return Case(prompt, expected, [png(image) for image in images], http={"messages": messages})
+    expected = reference.generate(prompt, max_tokens, media)
+    messages = [{"role": "user", "content": [_http_part(part) for part in parts]}]
+    return Case(prompt, expected, [_media_bytes(item) for item in media], http={"messages": messages})
+
+
+def _template_part(part: Part) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    return {"type": "image" if isinstance(part, Image.Image) else "audio"}
+
+
+def _http_part(part: Part) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if isinstance(part, Image.Image):
+        return {"type": "image_url", "image_url": {"url": data_url(part)}}
+    return {"type": "input_audio", "input_audio": {"data": base64.b64encode(wav(part)).decode(), "format": "wav"}}
+
+
+def _media_bytes(item: Image.Image | npt.NDArray[np.float32]) -> bytes:
+    return png(item) if isinstance(item, Image.Image) else wav(item)
 
 
 def _speech_cases(reference: Reference, max_tokens: int) -> list[Case]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from common.model_info import BUNDLED
 from tests import tiny_models
 from tests.equality.cases import Case, make_cases
 from tests.equality.references import Reference
-from tests.tiny import text
+from tests.tiny import qwen, text
 from tests.weights.fixtures import smollm2, whisper_tiny_en
 
 __all__ = ["smollm2", "whisper_tiny_en"]
@@ -25,6 +25,13 @@ MAKERS = {
     "qwen3": text.make_qwen3,
     "mistral": text.make_mistral,
     "qwen2_5_vl": tiny_models.make_qwen2_5_vl,
+    "qwen2_vl": qwen.make_qwen2_vl,
+    "qwen3_vl": qwen.make_qwen3_vl,
+    "qwen2_audio": qwen.make_qwen2_audio,
+    "llava": llava.make_llava,
+    "llava_siglip": partial(llava.make_llava, siglip=True),
+    "idefics3": llava.make_idefics3,
+    "smolvlm": partial(llava.make_idefics3, smolvlm=True),
     "whisper": tiny_models.make_whisper,
 }
 

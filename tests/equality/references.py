@@ -16,10 +16,12 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSpeechSeq2Seq,
+    Qwen2AudioForConditionalGeneration,
 )
 from transformers.utils import logging
 
 from common.model_info import load_model_info
+from tests.equality import processors
 
 SAMPLE_RATE = 16_000
 _LOADERS = {
@@ -28,6 +30,11 @@ _LOADERS = {
     "qwen3": AutoModelForCausalLM,
     "mistral": AutoModelForCausalLM,
     "qwen2_5_vl": AutoModelForImageTextToText,
+    "qwen2_vl": AutoModelForImageTextToText,
+    "qwen3_vl": AutoModelForImageTextToText,
+    "qwen2_audio": Qwen2AudioForConditionalGeneration,
+    "llava": AutoModelForImageTextToText,
+    "idefics3": AutoModelForImageTextToText,
     "whisper": AutoModelForSpeechSeq2Seq,
 }
 
@@ -42,9 +49,12 @@ class Reference:
         self._processor: Any = None
 
     @torch.inference_mode()
-    def generate(self, prompt: Sequence[int], max_tokens: int, images: Sequence[Image.Image] = ()) -> list[int]:
-        """The tokens that follow a prompt with one placeholder token per picture."""
-        inputs = self._expand(list(prompt), images) if images else {"input_ids": torch.tensor([list(prompt)])}
+    def generate(
+        self, prompt: Sequence[int], max_tokens: int, media: Sequence[Image.Image | npt.NDArray[np.float32]] = ()
+    ) -> list[int]:
+        """The tokens that follow a prompt with one placeholder token per picture or clip."""
+        expand = self._expand_clips if self.info.media_kind == "audio" else self._expand
+        inputs = expand(list(prompt), media) if media else {"input_ids": torch.tensor([list(prompt)])}
         mask = torch.ones_like(inputs["input_ids"])
         out = self.model.generate(**inputs, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False)
         return self.strip(out[0, inputs["input_ids"].shape[1] :].tolist())
@@ -59,17 +69,40 @@ class Reference:
             self.model.generate(features, do_sample=False, max_new_tokens=max_tokens, **options)[0].tolist()
         )
 
-    def _expand(self, prompt: list[int], images: Sequence[Image.Image]) -> dict[str, torch.Tensor]:
+    def _expand(self, prompt: list[int], images: Sequence[Any]) -> dict[str, torch.Tensor]:
         """Put as many placeholders as the picture has tokens where the prompt has one."""
+        if self.info.family.name in processors.FAMILIES:
+            self._processor = self._processor or processors.make_processor(self.info)
+            return processors.expand(self._processor, self.info, prompt, images)
         if self._processor is None:
             self._processor = AutoImageProcessor.from_pretrained(self.info.folder, backend="pil")
         pixels = self._processor(images=list(images), return_tensors="pt")
         merged = self._processor.merge_size**2
-        counts = iter((pixels["image_grid_thw"].prod(-1) // merged).tolist())
-        placeholder = self.info.placeholder_token_id
-        ids = [token for token in prompt for _ in range(next(counts) if token == placeholder else 1)]
-        input_ids = torch.tensor([ids])
-        return {**pixels, "input_ids": input_ids, "mm_token_type_ids": input_ids.eq(placeholder or 0).long()}
+        input_ids = self._repeat(prompt, (pixels["image_grid_thw"].prod(-1) // merged).tolist())
+        kinds = input_ids.eq(self.info.placeholder_token_id or 0).long()
+        return {**pixels, "input_ids": input_ids, "mm_token_type_ids": kinds}
+
+    def _expand_clips(self, prompt: list[int], clips: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """The same for Qwen2-Audio; its tower tells how many rows it makes of a clip."""
+        if self._processor is None:
+            self._processor = AutoFeatureExtractor.from_pretrained(self.info.folder)
+        features = self._processor(
+            list(clips), sampling_rate=SAMPLE_RATE, return_attention_mask=True, return_tensors="pt"
+        )
+        mask = features.attention_mask
+        _, counts = self.model.model.audio_tower._get_feat_extract_output_lengths(mask.sum(-1))
+        return {
+            "input_features": features.input_features,
+            "feature_attention_mask": mask,
+            "input_ids": self._repeat(prompt, counts.tolist()),
+        }
+
+    def _repeat(self, prompt: list[int], counts: Sequence[int]) -> torch.Tensor:
+        """[1, num_tokens]: each placeholder as often as its item has rows."""
+        remaining, placeholder = iter(counts), self.info.placeholder_token_id
+        return torch.tensor(
+            [[token for token in prompt for _ in range(next(remaining) if token == placeholder else 1)]]
+        )
 
     def strip(self, tokens: list[int]) -> list[int]:
         """Without the end-of-sequence token and what pads the row after it."""

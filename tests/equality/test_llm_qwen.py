@@ -1,0 +1,54 @@
+"""Qwen2-VL, Qwen3-VL and Qwen2-Audio: `LLM` answers what transformers answers, however requests are batched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.model_info import load_model_info
+from engine.llm import LLM
+from tests.equality.cases import MAX_TOKENS, Case
+from tests.equality.runs import answer_all, expected_of, kv_bytes
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"max_num_batched_tokens": 16, "block_size": 4, "encoder_batch_items": 1},
+    {"max_num_batched_tokens": 64, "max_num_seqs": 3, "encoder_cache_bytes": 2 * 125 * 64 * 4 * 3},
+]
+Setup = tuple[Path, list[Case], int]
+
+
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen3_vl", "qwen2_audio"])
+def setup(
+    request: pytest.FixtureRequest, folder_of: Callable[[str], Path], cases_of: Callable[[str], list[Case]]
+) -> Setup:
+    return folder_of(request.param), cases_of(request.param), MAX_TOKENS[request.param]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("steps_between", [0, 2], ids=["at once", "staggered"])
+def test_tokens_equal_transformers(setup: Setup, options: dict[str, Any], steps_between: int) -> None:
+    folder, cases, max_tokens = setup
+    llm = LLM(folder, **options)
+    assert answer_all(llm, cases, max_tokens, steps_between=steps_between) == expected_of(cases)
+
+
+def test_tokens_equal_transformers_when_the_pool_is_too_small_for_all(setup: Setup) -> None:
+    folder, cases, max_tokens = setup
+    num_blocks = (3 * 100 + 120 + max_tokens) // 8 + 1
+    pool = kv_bytes(load_model_info(str(folder)), num_blocks, 8)
+    llm = LLM(folder, max_num_batched_tokens=48, block_size=8, kv_cache_bytes=pool)
+    assert answer_all(llm, cases, max_tokens, steps_between=1) == expected_of(cases)
+    assert llm.decoder.stats()["preemptions_total"] > 0
+
+
+def test_answers_depend_on_what_is_seen_or_heard(setup: Setup) -> None:
+    """Otherwise equality would prove nothing."""
+    folder, cases, max_tokens = setup
+    one = [case for case in cases if len(case.media) == 1]
+    swapped = Case(one[0].prompt, [], one[1].media)
+    assert one[0].media != one[1].media
+    assert answer_all(LLM(folder), [swapped], max_tokens) != [one[0].expected]
