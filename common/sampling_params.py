@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final, Literal
 
 import msgspec
@@ -10,6 +11,10 @@ from common.errors import TriptychError
 
 MIN_TEMPERATURE: Final = 1e-5
 """Below this, dividing logits by the temperature overflows: it means greedy."""
+MAX_LOGPROBS: Final = 20
+"""Likeliest tokens reported at one position, as in OpenAI's API."""
+MAX_SEQUENCES: Final = 128
+"""Sequences of one request."""
 
 
 class Grammar(msgspec.Struct, frozen=True):
@@ -43,7 +48,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     length_penalty        a beam's score is its log-probability / length ** length_penalty
     early_stopping        stop as soon as `beam_width` beams have ended
     min_tokens            tokens before which no end-of-sequence or stop token may appear
-    top_p, top_k, min_p   keep the nucleus; the k likeliest (0: all); those at least min_p times as likely as the best
+    top_p, top_k, min_p   keep the nucleus; the k likeliest (0, -1: all); what is min_p times as likely as the best
     repetition_penalty    divides (or multiplies, where negative) the logits of tokens of the prompt and the output
     presence_penalty, frequency_penalty   subtracted once, or per occurrence, from the logits of output tokens
     no_repeat_ngram_size  n-grams of this size appear at most once (0: off), those of the decoder prompt counted
@@ -104,14 +109,36 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def validate(self) -> SamplingParams:
         """Return self, or raise TriptychError("invalid_request") naming the field and the value."""
+        biases = self.logit_bias.values()
         checks = (
+            ("n", 1 <= self.n <= MAX_SEQUENCES, f"must be between 1 and {MAX_SEQUENCES}"),
+            ("beam_width", 1 <= self.beam_width <= MAX_SEQUENCES, f"must be between 1 and {MAX_SEQUENCES}"),
+            ("n", not self.uses_beams or self.n <= self.beam_width, "must be at most beam_width"),
+            ("length_penalty", math.isfinite(self.length_penalty), "must be a number"),
             ("max_tokens", self.max_tokens >= 1, "must be at least 1"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"must be 0 to max_tokens={self.max_tokens}"),
             ("temperature", 0.0 <= self.temperature <= 2.0, "must be between 0 and 2"),
             ("top_p", 0.0 < self.top_p <= 1.0, "must be above 0 and at most 1"),
-            ("top_k", self.top_k >= 0, "must be 0 (off) or positive"),
+            ("top_k", self.top_k >= -1, "must be 0 or -1 (off) or positive"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "must be between 0 and 1"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty <= 1e3, "must be above 0 and at most 1000"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "must be between -2 and 2"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "must be between -2 and 2"),
+            ("no_repeat_ngram_size", self.no_repeat_ngram_size >= 0, "must be 0 (off) or positive"),
+            ("logit_bias", all(-100.0 <= bias <= 100.0 for bias in biases), "takes values between -100 and 100"),
+            ("bad_words", all(self.bad_words), "takes non-empty strings"),
+            ("bad_words_ids", all(self.bad_words_ids), "takes non-empty token sequences"),
+            ("prefix_allowed", all(self.prefix_allowed), "needs at least one token at every position"),
+            ("logprobs", _is_count(self.logprobs), f"must be between 0 and {MAX_LOGPROBS}"),
+            ("prompt_logprobs", _is_count(self.prompt_logprobs), f"must be between 0 and {MAX_LOGPROBS}"),
+            ("seed", self.seed is None or -(2**63) <= self.seed < 2**64, "must fit into 64 bits"),
             ("stop", len(self.stop) <= 16 and all(self.stop), "takes at most 16 non-empty strings"),
         )
         for name, good, rule in checks:
             if not good:
-                raise TriptychError("invalid_request", f"{name} {rule}, not {getattr(self, name)!r}", name)
+                raise TriptychError("invalid_request", f"{name} {rule}, not {getattr(self, name)!r:.200}", name)
         return self
+
+
+def _is_count(count: int | None) -> bool:
+    return count is None or 0 <= count <= MAX_LOGPROBS

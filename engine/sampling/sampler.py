@@ -3,63 +3,149 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
-from engine.request import Request
+from common.errors import TriptychError
+from common.messages import TokenLogprob
+from common.model_info import ModelInfo
+from common.sampling_params import SamplingParams
+from engine.sampling import rules
+from engine.sampling.draw import draw, uniform
+from engine.sampling.logprobs import describe_tokens
+from engine.sampling.sequence import Sampled, SampledSequence
 
-_MIX = 0x9E3779B97F4A7C15  # odd, so that (seed, position) -> generator seed keeps neighbours apart
-_MASK = (1 << 63) - 1
+if TYPE_CHECKING:
+    from engine.sampling.grammar import GrammarCompiler
+
+
+class _Seeded:
+    """A request with one sequence as the sampler sees it, until requests have sequences."""
+
+    def __init__(self, request: Any, seed: int) -> None:
+        self.token_ids: list[int] = request.token_ids
+        self.num_prompt_tokens: int = request.num_prompt_tokens
+        self.num_output_tokens: int = request.num_output_tokens
+        self.sampling: SamplingParams = request.sampling
+        self.seed = seed
+        self.sampler_state: object | None = None
 
 
 class Sampler:
-    """Greedy and random choice. What a request draws depends on its seed and its position alone, never on the batch,
-    so another instance that takes a request over goes on with the same tokens."""
+    """Greedy and random choice under each sequence's rules.
 
-    def __init__(self) -> None:
-        self._generator = torch.Generator(device="cpu")
+    What a sequence draws depends on its seed and its position alone, never on the batch, so another instance that
+    takes a request over goes on with the same tokens.
+    """
 
-    def sample(self, logits: torch.Tensor, requests: Sequence[Request], seeds: Sequence[int]) -> list[int]:
-        """logits [num_requests, vocab_size] (changed in place) -> one token id per request."""
-        for row, request in enumerate(requests):
-            _apply_rules(logits[row], request)
-        tokens: list[int] = logits.argmax(dim=-1).tolist()
-        for row, request in enumerate(requests):
-            if not request.sampling.greedy:
-                tokens[row] = self._draw(logits[row].float().cpu(), request, seeds[row])
+    def __init__(self, info: ModelInfo | None = None, vocab_size: int = 2**31) -> None:
+        assert info is not None or vocab_size == 2**31
+        self._info: ModelInfo = info  # type: ignore[assignment]
+        ends = tuple(token for token in info.eos_token_ids if token < vocab_size) if info is not None else ()
+        self._vocabulary = rules.Vocabulary(vocab_size, ends)
+        self._grammars: GrammarCompiler | None = None
+
+    @overload
+    def sample(self, logits: torch.Tensor, sequences: Sequence[SampledSequence]) -> list[Sampled]: ...
+    @overload
+    def sample(self, logits: torch.Tensor, sequences: Sequence[Any], seeds: Sequence[int]) -> list[int]: ...
+    def sample(
+        self, logits: torch.Tensor, sequences: Sequence[Any], seeds: Sequence[int] | None = None
+    ) -> list[Sampled] | list[int]:
+        """logits [num_sequences, vocab_size], float32 (may be changed in place) -> the next token of each."""
+        if seeds is not None:
+            seeded = [_Seeded(request, seed) for request, seed in zip(sequences, seeds, strict=True)]
+            return [sampled.token_id for sampled in self.sample(logits, seeded)]
+        states = [self._state(sequence) for sequence in sequences]
+        if all(state.is_plain for state in states):
+            return [Sampled(token) for token in logits.argmax(dim=-1).tolist()]
+        reported = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
+        raw = logits[reported] if reported else None  # a copy: the rules write into the logits
+        if any(state.has_rules for state in states):
+            rules.apply_rules(logits, sequences, states, self._vocabulary)
+            self._revive(logits)
+        tokens = self._choose(logits, sequences)
+        sampled = [
+            Sampled(token, error=state.grammar.error if state.grammar is not None else None)
+            for token, state in zip(tokens, states, strict=True)
+        ]
+        if raw is not None:
+            counts = [sequences[row].sampling.logprobs or 0 for row in reported]
+            described = describe_tokens(raw, [tokens[row] for row in reported], counts)
+            for row, logprob in zip(reported, described, strict=True):
+                sampled[row] = sampled[row]._replace(logprob=logprob)
+        return sampled
+
+    def apply_rules(self, scores: torch.Tensor, sequences: Sequence[SampledSequence]) -> None:
+        """The rules alone, in place, on scores [num_sequences, vocab_size]: log-probabilities, in beam search."""
+        states = [self._state(sequence) for sequence in sequences]
+        rules.apply_rules(scores, sequences, states, self._vocabulary)
+
+    def prompt_logprobs(self, logits: torch.Tensor, next_token_ids: Sequence[int], count: int) -> list[TokenLogprob]:
+        """What the model thought of a prompt: logits [num_tokens, vocab_size] and the token that followed each."""
+        return describe_tokens(logits, next_token_ids, [count] * len(next_token_ids))
+
+    def check(self, sampling: SamplingParams) -> None:
+        """Raise TriptychError("invalid_request") naming the field where a request's rules cannot be followed here."""
+        for name, token_ids in _named_tokens(sampling).items():
+            bad = next((token for token in token_ids if not 0 <= token < self._vocabulary.size), None)
+            if bad is not None:
+                message = f"token id {bad} in {name} is outside the vocabulary of {self._vocabulary.size}"
+                raise TriptychError("invalid_request", message, name)
+        if sampling.timestamps is not None and not self._vocabulary.eos_token_ids:
+            message = f"{self._info.name} has no end-of-sequence token: timestamps need one"
+            raise TriptychError("invalid_request", message, "timestamps")
+        if sampling.grammar is not None:
+            self._compiler().start(sampling.grammar)
+
+    def _choose(self, scores: torch.Tensor, sequences: Sequence[SampledSequence]) -> list[int]:
+        random = [row for row, sequence in enumerate(sequences) if not sequence.sampling.greedy]
+        if len(random) < len(sequences):
+            tokens: list[int] = scores.argmax(dim=-1).tolist()
+        else:
+            tokens = [0] * len(sequences)
+        if random:
+            chosen = [sequences[row] for row in random]
+            uniforms = [uniform(sequence.seed, sequence.num_output_tokens) for sequence in chosen]
+            rows = scores if len(random) == len(sequences) else scores[random]
+            for row, token in zip(random, draw(rows, [one.sampling for one in chosen], uniforms), strict=True):
+                tokens[row] = token
         return tokens
 
-    def _draw(self, logits: torch.Tensor, request: Request, seed: int) -> int:
-        """Exponential race: argmax of p / e with e ~ Exp(1) draws from p (the Gumbel-max trick without logarithms)."""
-        params = request.sampling
-        probabilities = torch.softmax(_keep_likeliest(logits / params.temperature, params.top_k, params.top_p), dim=-1)
-        self._generator.manual_seed((seed ^ (request.num_output_tokens + 1) * _MIX) & _MASK)
-        noise = torch.empty_like(probabilities).exponential_(generator=self._generator)
-        return int((probabilities / noise).argmax())
+    def _revive(self, scores: torch.Tensor) -> None:
+        """A sequence whose rules contradict each other ends, if it can; token 0 would mean nothing."""
+        for row in (scores.amax(dim=-1) == -torch.inf).nonzero().squeeze(1).tolist():
+            scores[row, list(self._vocabulary.eos_token_ids[:1]) or [0]] = 0.0
+
+    def _state(self, sequence: SampledSequence) -> rules.SequenceState:
+        state = sequence.sampler_state
+        if not isinstance(state, rules.SequenceState):
+            wanted = sequence.sampling.grammar
+            grammar = self._compiler().start(wanted) if wanted is not None else None
+            state = rules.SequenceState(sequence.sampling, self._vocabulary, grammar)
+            sequence.sampler_state = state
+        return state
+
+    def _compiler(self) -> GrammarCompiler:
+        if self._grammars is None:
+            from engine.sampling.grammar import GrammarCompiler
+
+            self._grammars = GrammarCompiler(self._info, self._vocabulary.size)
+        return self._grammars
 
 
-def _apply_rules(logits: torch.Tensor, request: Request) -> None:
-    """Forced, allowed and suppressed tokens of one sequence; logits [vocab_size] in place."""
-    params, position = request.sampling, request.num_output_tokens
-    if position < len(params.prefix_allowed):
-        allowed = torch.tensor(params.prefix_allowed[position], device=logits.device)
-        kept = logits[allowed]
-        logits.fill_(float("-inf"))
-        logits[allowed] = kept
-        return
-    if params.suppress_tokens:
-        logits[torch.tensor(params.suppress_tokens, device=logits.device)] = float("-inf")
-    if params.begin_suppress_tokens and position == len(params.prefix_allowed):
-        logits[torch.tensor(params.begin_suppress_tokens, device=logits.device)] = float("-inf")
-
-
-def _keep_likeliest(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """logits [vocab_size] with everything outside top-k and the nucleus (Holtzman et al., 2020) at -inf."""
-    if 0 < top_k < logits.shape[-1]:
-        threshold = logits.topk(top_k).values[-1]
-        logits = logits.masked_fill(logits < threshold, float("-inf"))
-    if top_p < 1.0:
-        ordered, order = logits.sort(descending=True)
-        before = ordered.softmax(dim=-1).cumsum(dim=-1) - ordered.softmax(dim=-1)
-        logits = logits.index_fill(0, order[before >= top_p], float("-inf"))
-    return logits
+def _named_tokens(sampling: SamplingParams) -> dict[str, list[int]]:
+    """Every token id that a rule names, by field."""
+    timestamps, forced = sampling.timestamps, sampling.forced_eos_token_id
+    return {
+        "logit_bias": list(sampling.logit_bias),
+        "allowed_token_ids": list(sampling.allowed_token_ids),
+        "bad_words_ids": [token for sequence in sampling.bad_words_ids for token in sequence],
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "suppress_tokens": list(sampling.suppress_tokens),
+        "begin_suppress_tokens": list(sampling.begin_suppress_tokens),
+        "prefix_allowed": [token for allowed in sampling.prefix_allowed for token in allowed],
+        "forced_eos_token_id": [] if forced is None else [forced],
+        "timestamps": [timestamps.first_token_id, timestamps.no_timestamps_token_id] if timestamps else [],
+    }

@@ -1,0 +1,137 @@
+"""Constrained output: which tokens may follow, by a JSON schema, a regular expression, a grammar or a list of choices.
+
+The grammars are those of llguidance, which computes each step's mask when it is needed. Loaded at the first
+constrained request; the tokenizer is read without transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from typing import Final
+
+import llguidance
+import numpy as np
+import numpy.typing as npt
+
+from common.errors import ErrorInfo, TriptychError
+from common.model_info import ModelInfo
+from common.sampling_params import Grammar
+
+MAX_TEXT_BYTES: Final = 64 * 2**10
+"""Cap of a grammar's text."""
+MAX_CACHED: Final = 32
+"""Compiled grammars kept for further requests, the least recently used go first."""
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+class GrammarMatcher:
+    """Where one sequence stands in its grammar."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+
+    def advance(self, token_id: int) -> None:
+        """Take a token that was generated. After the end of the grammar, tokens no longer count."""
+        if not self._matcher.is_stopped():
+            self._matcher.consume_token(token_id)
+
+    def allowed(self) -> BoolArray:
+        """Which tokens may come next, [vocab_size]; end-of-sequence tokens where the grammar may end."""
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        # A model may have more logits than its tokenizer has tokens, or fewer: unpackbits pads and cuts.
+        return np.unpackbits(mask, count=self._vocab_size, bitorder="little").view(np.bool_)
+
+    def copy(self) -> GrammarMatcher:
+        return GrammarMatcher(self._matcher.deep_copy(), self._vocab_size)
+
+    @property
+    def error(self) -> ErrorInfo | None:
+        """Why the sequence cannot go on: a limit of the library was hit, or a token did not fit."""
+        if not self._matcher.is_error():
+            return None
+        message = f"the output cannot follow the grammar any further: {_first_line(self._matcher.get_error())}"
+        return ErrorInfo("invalid_request", message, "grammar")
+
+
+class GrammarCompiler:
+    """Grammars of one model's tokenizer.
+
+    What a hostile grammar can cost is bounded: its text by MAX_TEXT_BYTES, and by llguidance its size (500,000
+    symbols), its nesting, the building of the lexer (20 ms), each step (some 20 ms) and the states of the lexer, which
+    hold memory (50,000, about 20 MB). A grammar over a limit is refused; where one is hit only while generating, the
+    request fails.
+    """
+
+    def __init__(self, info: ModelInfo, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._tokenizer = _load_tokenizer(info, vocab_size)
+        self._limits = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+        self._compiled: OrderedDict[Grammar, GrammarMatcher] = OrderedDict()
+
+    def start(self, grammar: Grammar) -> GrammarMatcher:
+        """A matcher at the beginning of the grammar.
+
+        Raises TriptychError("invalid_request") saying what is wrong with the grammar, or that nothing matches it.
+        """
+        if grammar not in self._compiled:
+            self._compiled[grammar] = self._compile(grammar)
+            if len(self._compiled) > MAX_CACHED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        return self._compiled[grammar].copy()
+
+    def _compile(self, grammar: Grammar) -> GrammarMatcher:
+        size = len(grammar.text.encode())
+        if size > MAX_TEXT_BYTES:
+            raise _refused(grammar, f"{size} bytes are over the limit of {MAX_TEXT_BYTES}")
+        matcher = llguidance.LLMatcher(self._tokenizer, _to_llguidance(grammar), log_level=0, limits=self._limits)
+        started = GrammarMatcher(matcher, self._vocab_size)
+        if matcher.is_error():
+            raise _refused(grammar, matcher.get_error().strip())
+        if not started.allowed().any() or matcher.is_error():
+            raise _refused(grammar, f"no output can match it ({_first_line(matcher.get_error()) or 'nothing allowed'})")
+        return started
+
+
+def _to_llguidance(grammar: Grammar) -> str:
+    if grammar.kind == "json_object":
+        return llguidance.grammar_from("json_schema", '{"type": "object"}')
+    if grammar.kind == "choice":
+        _check_choices(grammar)
+    try:
+        return llguidance.grammar_from(grammar.kind, grammar.text)
+    except (ValueError, RecursionError) as error:
+        raise _refused(grammar, str(error)) from error
+
+
+def _check_choices(grammar: Grammar) -> None:
+    try:
+        choices = json.loads(grammar.text)
+    except (ValueError, RecursionError) as error:
+        raise _refused(grammar, f"not a JSON list of strings: {error}") from error
+    if not (isinstance(choices, list) and choices and all(isinstance(choice, str) and choice for choice in choices)):
+        raise _refused(grammar, "it must be a JSON list of at least one string, none of them empty")
+
+
+def _refused(grammar: Grammar, why: str) -> TriptychError:
+    return TriptychError("invalid_request", f"the {grammar.kind} of the request was refused: {why[:500]}", "grammar")
+
+
+def _first_line(text: str) -> str:
+    return text.strip().split("\n", 1)[0]
+
+
+def _load_tokenizer(info: ModelInfo, vocab_size: int) -> llguidance.LLTokenizer:
+    path = info.folder / "tokenizer.json"
+    eos_token_ids = [token for token in info.eos_token_ids if token < vocab_size]
+    if not path.is_file() or not eos_token_ids:
+        missing = "end-of-sequence token" if path.is_file() else "tokenizer.json"
+        raise TriptychError("invalid_request", f"{info.name} has no {missing}: it cannot follow a grammar", "grammar")
+    try:
+        return llguidance.LLTokenizer(path.read_text(), eos_token=eos_token_ids)
+    except ValueError as error:
+        message = f"the tokenizer of {info.name} cannot follow a grammar: {error}"
+        raise TriptychError("invalid_request", message, "grammar") from error

@@ -1,0 +1,84 @@
+"""What a sequence has said so far, kept up token by token, for the rules that look back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+
+
+class TokenCounts:
+    """Which tokens occurred, and how often among the generated ones. One append is O(1)."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._index: dict[int, int] = {}
+        self._ids: IntArray = np.zeros(64, np.int64)
+        self._counts: FloatArray = np.zeros(64, np.float32)
+
+    def append(self, token_id: int, *, is_output: bool) -> None:
+        # A placeholder of media may have an id for which the model has no logit.
+        if token_id >= self._vocab_size:
+            return
+        index = self._index.setdefault(token_id, len(self._index))
+        if index == len(self._ids):
+            self._ids, self._counts = _doubled(self._ids), _doubled(self._counts)
+        self._ids[index] = token_id
+        self._counts[index] += is_output
+
+    @property
+    def seen(self) -> IntArray:
+        """Ids of the prompt and the output, each once."""
+        return self._ids[: len(self._index)]
+
+    @property
+    def generated(self) -> tuple[IntArray, FloatArray]:
+        """Ids of the output, each once, and how often they occur."""
+        counts = self._counts[: len(self._index)]
+        occurring = counts > 0
+        return self.seen[occurring], counts[occurring]
+
+
+class NGrams:
+    """The n-grams of a sequence: which tokens followed its last n - 1 tokens earlier (Paulus et al., 2017)."""
+
+    def __init__(self, size: int, vocab_size: int) -> None:
+        self._size, self._vocab_size = size, vocab_size
+        self._followers: dict[tuple[int, ...], list[int]] = {}
+        self._tail: deque[int] = deque(maxlen=size - 1)
+
+    def append(self, token_id: int) -> None:
+        if len(self._tail) == self._size - 1 and token_id < self._vocab_size:
+            self._followers.setdefault(tuple(self._tail), []).append(token_id)
+        self._tail.append(token_id)
+
+    def completing(self) -> list[int]:
+        """The tokens that would complete an n-gram for the second time."""
+        return self._followers.get(tuple(self._tail), [])
+
+
+class BadWords:
+    """Token sequences that must not appear: the last token of each is forbidden wherever the others stand before it."""
+
+    def __init__(self, sequences: Iterable[Sequence[int]], eos_token_ids: Sequence[int]) -> None:
+        self._single: list[int] = []
+        self._by_end: dict[int, list[tuple[list[int], int]]] = {}
+        for *before, last in sequences:
+            if before:
+                self._by_end.setdefault(before[-1], []).append((before, last))
+            elif last not in eos_token_ids:  # a sequence that cannot end would be worse than a bad word
+                self._single.append(last)
+
+    def completing(self, token_ids: list[int]) -> list[int]:
+        longer = self._by_end.get(token_ids[-1], ()) if token_ids else ()
+        return self._single + [last for before, last in longer if token_ids[-len(before) :] == before]
+
+
+def _doubled(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return np.concatenate([array, np.zeros_like(array)])

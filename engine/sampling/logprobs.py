@@ -1,0 +1,28 @@
+"""Log-probabilities as they are reported: of the model's own logits, before temperature, penalties and masks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from common.messages import TokenLogprob
+
+
+def describe_tokens(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprob]:
+    """Natural log-softmax of token_ids[i] in row i of logits [num_rows, vocab_size], with the counts[i] likeliest.
+
+    The rank is one more than the number of tokens that are likelier: 1 for the likeliest, also where it is not alone.
+    """
+    if not token_ids:
+        return []
+    normaliser = logits.logsumexp(dim=-1, keepdim=True)
+    chosen = logits.gather(1, torch.tensor(token_ids, device=logits.device).unsqueeze(1))
+    ranks = ((logits > chosen).sum(dim=-1) + 1).tolist()
+    logprobs = (chosen - normaliser).squeeze(1).tolist()
+    top = logits.topk(min(max(counts), logits.shape[-1]))
+    top_ids, top_logprobs = top.indices.tolist(), (top.values - normaliser).tolist()
+    return [
+        TokenLogprob(token, logprobs[row], ranks[row], list(zip(top_ids[row], top_logprobs[row], strict=True))[:count])
+        for row, (token, count) in enumerate(zip(token_ids, counts, strict=True))
+    ]

@@ -1,0 +1,233 @@
+"""What changes a model's scores before a token is chosen: biases, penalties, forbidden, allowed and forced tokens.
+
+The order is that of transformers' `generate`, where it has the rule:
+
+    logit bias -> repetition -> frequency and presence -> forbidden tokens (n-grams, bad words, min_tokens, suppressed)
+    -> allowed ids -> timestamps -> grammar
+
+A forced token (a prefix, or the end at the last token) stands instead of all of them. The rules that name single
+tokens become one indexed operation over the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from common.sampling_params import SamplingParams
+from engine.sampling.history import BadWords, FloatArray, IntArray, NGrams, TokenCounts
+from engine.sampling.sequence import SampledSequence
+from engine.sampling.timestamps import apply_timestamp_rules
+
+if TYPE_CHECKING:  # at run time it is loaded with the first grammar
+    from engine.sampling.grammar import GrammarMatcher
+
+_RULES: Final = (
+    "min_tokens",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "no_repeat_ngram_size",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words_ids",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "prefix_allowed",
+    "forced_eos_token_id",
+    "timestamps",
+    "grammar",
+)
+_NO_RULES: Final = SamplingParams()
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What the rules have to know of a model's tokens."""
+
+    size: int
+    eos_token_ids: tuple[int, ...]
+
+
+class SequenceState:
+    """The rules of one sequence and what they remember of its tokens: all of it follows from the sequence."""
+
+    def __init__(self, params: SamplingParams, vocabulary: Vocabulary, grammar: GrammarMatcher | None = None) -> None:
+        self.has_rules = any(getattr(params, name) != getattr(_NO_RULES, name) for name in _RULES)
+        self.is_plain = params.greedy and not self.has_rules and params.logprobs is None
+        self.grammar = grammar
+        self.counts = TokenCounts(vocabulary.size) if _has_penalty(params) else None
+        self.ngrams = NGrams(params.no_repeat_ngram_size, vocabulary.size) if params.no_repeat_ngram_size else None
+        self.bad_words = BadWords(params.bad_words_ids, vocabulary.eos_token_ids) if params.bad_words_ids else None
+        self.suppressed = _to_ids(params.suppress_tokens)
+        self.begin_suppressed = _to_ids(params.begin_suppress_tokens)
+        self.ends = _to_ids((*vocabulary.eos_token_ids, *params.stop_token_ids)) if params.min_tokens else _to_ids(())
+        self.biased = _to_ids(tuple(params.logit_bias))
+        self.biases = np.array(list(params.logit_bias.values()), np.float32)
+        self._num_seen = 0
+
+    def catch_up(self, sequence: SampledSequence) -> None:
+        """Take note of the tokens that came since the last call."""
+        begin, self._num_seen = self._num_seen, len(sequence.token_ids)
+        if self.counts is None and self.ngrams is None and self.grammar is None:
+            return
+        num_prompt = sequence.num_prompt_tokens
+        grammar_begin = num_prompt + len(sequence.sampling.prefix_allowed)
+        for position in range(begin, self._num_seen):
+            token_id = sequence.token_ids[position]
+            if self.counts is not None:
+                self.counts.append(token_id, is_output=position >= num_prompt)
+            if self.ngrams is not None:
+                self.ngrams.append(token_id)
+            if self.grammar is not None and position >= grammar_begin:
+                self.grammar.advance(token_id)
+
+    def forbidden(self, sequence: SampledSequence) -> list[IntArray]:
+        """Ids of the tokens that must not come next."""
+        params, position = sequence.sampling, sequence.num_output_tokens
+        parts = [self.suppressed]
+        if position == len(params.prefix_allowed):
+            parts.append(self.begin_suppressed)
+        if position < params.min_tokens:
+            parts.append(self.ends)
+        if self.ngrams is not None:
+            parts.append(np.array(self.ngrams.completing(), np.int64))
+        if self.bad_words is not None:
+            parts.append(np.array(self.bad_words.completing(sequence.token_ids), np.int64))
+        return [part for part in parts if len(part)]
+
+
+class _Row(NamedTuple):
+    number: int
+    sequence: SampledSequence
+    state: SequenceState
+
+
+def apply_rules(
+    scores: torch.Tensor,
+    sequences: Sequence[SampledSequence],
+    states: Sequence[SequenceState],
+    vocabulary: Vocabulary,
+) -> None:
+    """Apply each sequence's rules to its row of scores [num_sequences, vocab_size], in place.
+
+    Scores are logits, or log-probabilities in beam search. A row may be left without any token above -inf.
+    """
+    rows = []
+    for row in map(_Row, range(len(sequences)), sequences, states):
+        if not row.state.has_rules:
+            continue
+        forced = _forced_ids(row.sequence)
+        if forced:
+            _force(scores[row.number], forced)
+        else:
+            row.state.catch_up(row.sequence)
+            rows.append(row)
+    _add_biases(scores, rows)
+    _penalise_repetition(scores, rows)
+    _penalise_output(scores, rows)
+    _forbid(scores, rows)
+    for index, sequence, state in rows:
+        params = sequence.sampling
+        if params.allowed_token_ids:
+            _keep(scores[index], params.allowed_token_ids)
+        if params.timestamps is not None:
+            begin = sequence.num_prompt_tokens + len(params.prefix_allowed)
+            eos_token_id = vocabulary.eos_token_ids[0]
+            apply_timestamp_rules(scores[index], sequence.token_ids[begin:], params.timestamps, eos_token_id)
+        if state.grammar is not None:
+            _follow(scores[index], state.grammar)
+
+
+def _has_penalty(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+
+
+def _to_ids(token_ids: Sequence[int]) -> IntArray:
+    return np.array(token_ids, np.int64)
+
+
+def _forced_ids(sequence: SampledSequence) -> tuple[int, ...]:
+    """The only tokens that may come next, whatever else is said; empty where the choice is free."""
+    params, position = sequence.sampling, sequence.num_output_tokens
+    if params.forced_eos_token_id is not None and position == params.max_tokens - 1:
+        return (params.forced_eos_token_id,)
+    return params.prefix_allowed[position] if position < len(params.prefix_allowed) else ()
+
+
+def _force(row: torch.Tensor, token_ids: Sequence[int]) -> None:
+    """A choice of several keeps its scores; a single token gets 0, so that it costs a beam nothing."""
+    _keep(row, token_ids)
+    if len(token_ids) == 1 or bool(row.amax() == -torch.inf):
+        row[torch.tensor(token_ids, device=row.device)] = 0.0
+
+
+def _keep(row: torch.Tensor, token_ids: Sequence[int]) -> None:
+    index = torch.tensor(token_ids, device=row.device)
+    kept = row[index]
+    row.fill_(-torch.inf)
+    row[index] = kept
+
+
+def _follow(row: torch.Tensor, grammar: GrammarMatcher) -> None:
+    """Leave what the grammar allows; where other rules forbid all of that, the grammar wins."""
+    allowed = grammar.allowed()
+    if grammar.error is not None:
+        return
+    mask = torch.from_numpy(allowed).to(row.device)
+    row.masked_fill_(~mask, -torch.inf)
+    if bool(row.amax() == -torch.inf):
+        row.masked_fill_(mask, 0.0)
+
+
+def _add_biases(scores: torch.Tensor, rows: Sequence[_Row]) -> None:
+    named = [(row.number, row.state.biased, row.state.biases) for row in rows if len(row.state.biased)]
+    if named:
+        where = _locate(scores, [(index, ids) for index, ids, _ in named])
+        scores[where] += _values(scores, [values for _, _, values in named])
+
+
+def _penalise_repetition(scores: torch.Tensor, rows: Sequence[_Row]) -> None:
+    """Keskar et al., 2019: what has occurred gets a positive score divided, a negative one multiplied."""
+    named = []
+    for index, sequence, state in rows:
+        penalty = sequence.sampling.repetition_penalty
+        if penalty != 1.0 and state.counts is not None:
+            named.append((index, state.counts.seen, np.full(len(state.counts.seen), penalty, np.float32)))
+    if named:
+        where = _locate(scores, [(index, ids) for index, ids, _ in named])
+        values, penalties = scores[where], _values(scores, [values for _, _, values in named])
+        scores[where] = torch.where(values < 0, values * penalties, values / penalties)
+
+
+def _penalise_output(scores: torch.Tensor, rows: Sequence[_Row]) -> None:
+    named = []
+    for index, sequence, state in rows:
+        params = sequence.sampling
+        if state.counts is not None and (params.frequency_penalty != 0.0 or params.presence_penalty != 0.0):
+            ids, counts = state.counts.generated
+            named.append((index, ids, params.frequency_penalty * counts + np.float32(params.presence_penalty)))
+    if named:
+        where = _locate(scores, [(index, ids) for index, ids, _ in named])
+        scores[where] -= _values(scores, [values for _, _, values in named])
+
+
+def _forbid(scores: torch.Tensor, rows: Sequence[_Row]) -> None:
+    named = [(row.number, ids) for row in rows for ids in row.state.forbidden(row.sequence)]
+    if named:
+        scores[_locate(scores, named)] = -torch.inf
+
+
+def _locate(scores: torch.Tensor, named: Sequence[tuple[int, IntArray]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row and column of every named token."""
+    rows = np.repeat([index for index, _ in named], [len(ids) for _, ids in named])
+    columns = np.concatenate([ids for _, ids in named])
+    return torch.from_numpy(rows).to(scores.device), torch.from_numpy(columns).to(scores.device)
+
+
+def _values(scores: torch.Tensor, parts: Sequence[FloatArray]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(parts)).to(scores.device, scores.dtype)
