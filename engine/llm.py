@@ -139,7 +139,10 @@ class LLM:
         conversations: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of messages) or several; parts {"type": "image", "image": ...} are media."""
+        """Answer one conversation (a list of messages) or several.
+
+        Parts {"type": "image", "image": ...} and {"type": "audio", "audio": ...} are media.
+        """
         if conversations and isinstance(conversations[0], dict):
             conversations = [conversations]
         params = self._params_for(sampling_params, len(conversations))
@@ -173,16 +176,18 @@ class LLM:
         return list(params)
 
     def _render(self, messages: Sequence[dict[str, Any]]) -> TokensPrompt:
-        media: list[Any] = []
+        media: dict[str, list[Any]] = {}
         rendered = []
         for message in messages:
             content = message["content"]
             if not isinstance(content, str):
-                media.extend(part["image"] for part in content if part["type"] == "image")
+                for part in content:
+                    if part["type"] in ("image", "audio"):
+                        media.setdefault(part["type"], []).append(part[part["type"]])
                 content = [{k: v for k, v in part.items() if k in ("type", "text")} for part in content]
             rendered.append({**message, "content": content})
         token_ids = self.text.render_chat(rendered)
-        return {"prompt_token_ids": token_ids, "multi_modal_data": {"image": media}}
+        return {"prompt_token_ids": token_ids, "multi_modal_data": media}
 
     def _run(self, request_ids: list[str]) -> list[RequestOutput]:
         finished: dict[str, RequestOutput] = {}
@@ -259,7 +264,7 @@ class LLM:
             kind, many = self.info.media_kind, items if isinstance(items, list) else [items]
             if many and (kind is None or given != kind):
                 raise TriptychError("invalid_request", f"{self.info.name} takes no {given}", "multi_modal_data")
-            media.extend((given, _media_bytes(item)) for item in many)
+            media.extend((cast(MediaKind, given), _media_bytes(item)) for item in many)
         return parsed, media
 
     def _offer(self, request_id: str, input_id: int) -> None:
