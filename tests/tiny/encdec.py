@@ -32,12 +32,17 @@ FIRST_LANGUAGE = FIRST_BYTE + 256
 LANGUAGES = ("en_XX", "de_DE", "fr_XX")
 VOCAB_SIZE = FIRST_LANGUAGE + 5  # a little more than the tokenizer has, as in published checkpoints
 
+_BART_GAINS = {"encoder_attn.q_proj": 0.125, "encoder_attn.out_proj": 0.1, "fc2.weight": 2.0, "embed_positions": 4.0}
+_MBART_GAINS = {"encoder_attn.q_proj": 0.125, "encoder_attn.out_proj": 0.5, "fc2.weight": 4.0, "embed_positions": 3.0}
+_T5_GAINS = {"Attention.q": 0.2, "EncDecAttention.o": 0.3, "DenseReluDense.wo": 3.0}
+
 
 def make_bart(folder: Path, *, seed: int = 0, generation: dict[str, Any] | None = None, **overrides: Any) -> Path:
     """BART: norms after the residuals, a tied head with a bias. `generation` goes to generation_config.json."""
     model = BartForConditionalGeneration(BartConfig(**{**_bart_config(), **overrides}))
-    model.final_logits_bias.copy_(0.5 * torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed + 1)))
-    _save(model, folder, seed)
+    model.final_logits_bias.copy_(0.1 * torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed + 1)))
+    model.final_logits_bias[0, EOS] += 1.0  # some answers end before they must
+    _save(model, folder, seed, _BART_GAINS)
     ids = {"bos_token_id": BOS, "pad_token_id": PAD, "eos_token_id": EOS, "decoder_start_token_id": EOS}
     save_generation(folder, **{**ids, **(generation or {})})
     return _save_tokenizer(folder, ("<s>", "<pad>", "</s>"), "<s> $A </s>")
@@ -46,7 +51,7 @@ def make_bart(folder: Path, *, seed: int = 0, generation: dict[str, Any] | None 
 def make_mbart(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
     """mBART-50: norms before the blocks and a last one, scaled embeddings; answers are in German."""
     settings = {**_bart_config(), "scale_embedding": True, "activation_function": "relu", **overrides}
-    _save(MBartForConditionalGeneration(MBartConfig(**settings)), folder, seed)
+    _save(MBartForConditionalGeneration(MBartConfig(**settings)), folder, seed, _MBART_GAINS)
     save_generation(
         folder,
         bos_token_id=BOS,
@@ -60,7 +65,7 @@ def make_mbart(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
 
 def make_t5(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
     """T5: relu, a tied head behind a scale, heads that do not add up to the hidden size."""
-    _save(T5ForConditionalGeneration(T5Config(**{**_t5_config(), **overrides})), folder, seed)
+    _save(T5ForConditionalGeneration(T5Config(**{**_t5_config(), **overrides})), folder, seed, _T5_GAINS)
     save_generation(folder, pad_token_id=T5_PAD, eos_token_id=T5_EOS, decoder_start_token_id=T5_PAD)
     return _save_tokenizer(folder, ("<pad>", "</s>", "<unk>"), "$A </s>")
 
@@ -80,15 +85,15 @@ def make_flan_t5(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
     return folder
 
 
-def _save(model: PreTrainedModel, folder: Path, seed: int) -> None:
-    """Random weights whose attention looks at a few tokens, not at one: sums in another order must not change it."""
+def _save(model: PreTrainedModel, folder: Path, seed: int, gains: dict[str, float]) -> None:
+    """Random weights, the decoder's scaled by `gains`, so that it listens to its own tokens more than to the encoder,
+    and its attention looks at several tokens: sums in another order must not change what comes out."""
     save_random(model, folder, seed)
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
-        if name.endswith("encoder_attn.q_proj.weight"):
-            tensor /= 8
-        elif name.endswith("Attention.q.weight"):  # T5's attention does not scale
-            tensor /= model.config.d_kv**0.5
+        for part, gain in gains.items():
+            if "decoder." in name and part in name:
+                tensor *= gain
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
