@@ -108,6 +108,16 @@ FAMILIES: Final[tuple[Family, ...]] = (
         placeholder="audio_token_index",
     ),
     Family(
+        "mllama",
+        ("MllamaForConditionalGeneration",),
+        decoder="engine.models.mllama:build",
+        encoder="engine.encoders.mllama:MllamaEncoder",
+        processor="engine.processors.mllama:MllamaProcessor",
+        media_kind="image",
+        cross_attention=True,
+        placeholder="image_token_index",
+    ),
+    Family(
         "whisper",
         ("WhisperForConditionalGeneration",),
         decoder="engine.models.whisper:build",

@@ -172,11 +172,13 @@ class InputLayout(msgspec.Struct, frozen=True):
     `num_encoder_tokens` rows come out of the encoder; `expansion` (runs of token id, count) replaces the placeholder
     token in the prompt. The two counts are separate facts: a model may put separator tokens into the expansion.
     `grid` is the (time, height, width) patch grid after merging, for models with 3-D rotary positions.
+    `num_visible_tokens` is how many of the rows, the first ones, the text behind the input sees; None for all of them.
     """
 
     num_encoder_tokens: Count
     expansion: list[tuple[int, int]]
     grid: tuple[int, int, int] | None = None
+    num_visible_tokens: Count | None = None
 
 
 class Offer(msgspec.Struct, frozen=True, tag="offer"):

@@ -53,6 +53,20 @@ TEXT_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "qwen3": {**_QWEN2, "head_dim": 128},
     "qwen2_vl_text": _QWEN2_VL,
     "qwen2_5_vl_text": _QWEN2_VL,
+    "mllama_text_model": {
+        **_LLAMA,
+        "vocab_size": 128_256,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38],
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5e5,
+        "bos_token_id": 128_000,
+        "eos_token_id": 128_001,
+        "pad_token_id": 128_004,
+    },
     "qwen3_vl_text": {**_QWEN2, "head_dim": 128, "max_position_embeddings": 128_000, "rope_theta": 5e5},
 }
 """By `model_type` of the decoder."""

@@ -187,6 +187,8 @@ def save_random(model: PreTrainedModel, folder: Path, seed: int, *, quiet_tokens
         noise = torch.randn(parameter.shape, generator=generator)
         if "norm" in name or "ln_q" in name:
             parameter.copy_(0.1 * noise + (1.0 if name.endswith("weight") else 0.0))
+        elif parameter.numel() == 1:  # a gate, wide enough that what it lets through matters
+            parameter.copy_(0.1 * noise + 0.7)
         elif parameter.ndim == 1:
             parameter.copy_(0.1 * noise)
         elif "embed_positions" in name:

@@ -28,6 +28,8 @@ class PagedAttentionContext:
         block_size, dtype = caches[0].shape[2], caches[0].dtype
         assert self_metadata.slot_mapping is not None
         self._slot_mapping = self_metadata.slot_mapping
+        self.has_cross = cross_metadata is not None
+        self.after_input = None if cross_metadata is None else cross_metadata.after_input
         self._self_plan = backend.plan(self_metadata, block_size, dtype)
         self._cross_plan = backend.plan(cross_metadata, block_size, dtype) if cross_metadata is not None else None
 

@@ -23,6 +23,8 @@ class AttentionMetadata:
                      whose blocks are read-only
     key_ranges       [num_tokens, 2] on the host, for cross-attention: token t sees keys key_ranges[t, 0] .. [t, 1] of
                      its request; None where all tokens see all of them. A token with an empty range gets zeros.
+    after_input      [num_tokens] on the device, for cross-attention: whether an input stands at a token or before it;
+                     None where one does for all of them
     """
 
     query_start_loc: list[int]
@@ -33,6 +35,7 @@ class AttentionMetadata:
     causal: bool
     num_decodes: int
     key_ranges: IntArray | None = None
+    after_input: torch.Tensor | None = None
 
     @property
     def num_requests(self) -> int:
@@ -57,4 +60,5 @@ class AttentionMetadata:
             slot_mapping=None if self.slot_mapping is None else self.slot_mapping[first:last],
             num_decodes=min(self.num_decodes, end) - begin,
             key_ranges=None if self.key_ranges is None else self.key_ranges[first:last],
+            after_input=None if self.after_input is None else self.after_input[first:last],
         )

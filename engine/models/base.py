@@ -19,6 +19,7 @@ class DecoderSpec:
 
     Layers of self-attention and of cross-attention are counted apart: a block of the KV cache belongs to one kind, so
     both kinds use the first of `num_caches` tensors. `encoder_width` is the row width of what the encoder sends.
+    Of `num_embeddings` token ids a prompt may have, the first `vocab_size` can be generated.
     """
 
     num_layers: int
@@ -31,6 +32,7 @@ class DecoderSpec:
     num_cross_layers: int = 0
     mrope_section: tuple[int, int, int] | None = None
     encoder_hidden_size: int | None = None
+    extra_embeddings: int = 0
 
     @property
     def has_cross_attention(self) -> bool:
@@ -39,6 +41,10 @@ class DecoderSpec:
     @property
     def num_caches(self) -> int:
         return max(self.num_layers, self.num_cross_layers)
+
+    @property
+    def num_embeddings(self) -> int:
+        return self.vocab_size + self.extra_embeddings
 
     @property
     def encoder_width(self) -> int:
@@ -61,7 +67,17 @@ class SplicedRows:
 
 
 class AttentionContext(Protocol):
-    """Attention as a model sees it during one forward pass: where keys and values live is not its business."""
+    """Attention as a model sees it during one forward pass: where keys and values live is not its business.
+
+    `has_cross` is False where no token of the step has encoder rows to read. `after_input` [num_tokens], bool, tells
+    which tokens are placeholders of inputs or stand behind one; None where all do.
+    """
+
+    @property
+    def has_cross(self) -> bool: ...
+
+    @property
+    def after_input(self) -> Tensor | None: ...
 
     def self_attention(
         self,

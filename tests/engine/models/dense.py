@@ -15,8 +15,11 @@ class DenseAttention:
     """Implements AttentionContext for one sequence; `encoder_output` [m, hidden] for encoder-decoder models."""
 
     def __init__(self, model: DecoderModel, encoder_output: Tensor | None = None) -> None:
-        layers = range(model.spec.num_layers)
+        layers = range(model.spec.num_cross_layers)
         self._cross = [] if encoder_output is None else [model.project_cross(i, encoder_output) for i in layers]
+
+        self.has_cross = encoder_output is not None
+        self.after_input: Tensor | None = None
 
     def self_attention(
         self,

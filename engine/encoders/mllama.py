@@ -1,0 +1,58 @@
+"""Mllama's vision model and projector: transformers' own modules, fed with the pictures of many requests at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.mllama.modeling_mllama import MllamaVisionModel
+
+from engine.counters import encoder_computations
+from engine.models.base import CheckpointLayout, EncoderModel, own_memory
+from engine.processors import ProcessedInput
+
+
+class MllamaEncoder(EncoderModel):
+    """Pictures of up to `max_num_tiles` tiles, filled up with black ones.
+
+    The tiles that a picture does not have are computed and sent too: the vision model lets real tiles look at them, and
+    the decoder lets the text before the first picture do so.
+    """
+
+    layout = CheckpointLayout(
+        prefixes={
+            f"{outer}{module}.": f"{module}."
+            for outer in ("", "model.")
+            for module in ("vision_model", "multi_modal_projector")
+        }
+    )
+
+    def __init__(self, config: Any) -> None:
+        self._max_tiles = int(config.vision_config.max_num_tiles)
+        self._vision: Any = MllamaVisionModel(config.vision_config)
+        self._projector = nn.Linear(config.vision_config.vision_output_dim, config.text_config.hidden_size)
+        self.module: nn.Module = nn.ModuleDict({"vision_model": self._vision, "multi_modal_projector": self._projector})
+
+    def finish_loading(self, device: torch.device) -> None:
+        pass
+
+    @torch.inference_mode()
+    def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
+        encoder_computations.add(len(items))
+        weight = self._projector.weight
+        tiles = [torch.from_numpy(item.arrays["pixel_values"]) for item in items]
+        pixels = torch.zeros(len(items), 1, self._max_tiles, *tiles[0].shape[1:])
+        present = torch.zeros(len(items), 1, self._max_tiles, dtype=torch.long)
+        for index, part in enumerate(tiles):
+            pixels[index, 0, : len(part)] = part
+            present[index, 0, : len(part)] = 1
+        ids = torch.tensor([[int(item.arrays["aspect_ratio_ids"])] for item in items])
+        states = self._vision(
+            pixel_values=pixels.to(weight.device, weight.dtype),
+            aspect_ratio_ids=ids.to(weight.device),
+            aspect_ratio_mask=present.to(weight.device),
+        ).last_hidden_state
+        # [pictures, 1, tiles, rows per tile, features] -> [pictures, rows, hidden_size]
+        return own_memory(self._projector(states).flatten(1, 3).unbind(0))

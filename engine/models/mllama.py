@@ -1,0 +1,157 @@
+"""Mllama's text decoder (Llama 3.2 Vision): Llama with gated layers of cross-attention to pictures between its own."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.model_info import ModelInfo
+from engine.models.base import AttentionContext, CheckpointLayout, DecoderModel, DecoderSpec, Sources, SplicedRows
+from engine.models.config import TextConfig, read_text_config
+from engine.models.llama import LlamaLayer, RMSNorm
+from engine.models.rotary import Rotary
+
+EXTRA_EMBEDDINGS = 8
+"""Tokens that are read but never generated, the picture's placeholder first."""
+_LAYOUT = CheckpointLayout(
+    prefixes={
+        "model.language_model.": "",
+        "language_model.model.": "",
+        "lm_head.": "lm_head.",
+        "language_model.lm_head.": "lm_head.",
+    },
+    ignored=("rotary_emb.inv_freq",),
+)
+_SELF_PARTS = {
+    "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o_proj": ("self_attn.o_proj",),
+    "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "down_proj": ("mlp.down_proj",),
+}
+_CROSS_PARTS = {
+    **{name: (f"cross_attn.{name}",) for name in ("q_proj", "q_norm", "k_norm", "o_proj")},
+    "kv_proj": ("cross_attn.k_proj", "cross_attn.v_proj"),
+    "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "down_proj": ("mlp.down_proj",),
+}
+
+
+def build(info: ModelInfo) -> MllamaDecoder:
+    """The decoder of a model folder. Raises ValueError for a configuration with something that is not computed here."""
+    config = read_text_config(info)
+    cross_layers = frozenset(int(index) for index in info.text_config["cross_attention_layers"])
+    outside = sorted(index for index in cross_layers if not 0 <= index < config.num_layers)
+    if outside or len(cross_layers) == config.num_layers:
+        raise ValueError(
+            f"cross_attention_layers {sorted(cross_layers)} of {config.num_layers} layers are not supported: "
+            "expected layer numbers, and not all of them"
+        )
+    return MllamaDecoder(config, cross_layers, max_model_len=info.max_model_len)
+
+
+class MllamaDecoder(DecoderModel):
+    """Layers stand in one list, as in the checkpoint; caches count those of either kind from 0."""
+
+    layout = _LAYOUT
+
+    def __init__(self, config: TextConfig, cross_layers: frozenset[int], *, max_model_len: int) -> None:
+        super().__init__()
+        self.spec = DecoderSpec(
+            num_layers=config.num_layers - len(cross_layers),
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            max_model_len=max_model_len,
+            num_cross_layers=len(cross_layers),
+            extra_embeddings=EXTRA_EMBEDDINGS,
+        )
+        self.rotary = Rotary(config)
+        self.embed_tokens = nn.Embedding(self.spec.num_embeddings, config.hidden_size)
+        self.layers = nn.ModuleList()
+        self.cross_layers: list[CrossLayer] = []
+        for index in range(config.num_layers):
+            if index in cross_layers:
+                self.cross_layers.append(CrossLayer(config, len(self.cross_layers)))
+                self.layers.append(self.cross_layers[-1])
+            else:
+                self.layers.append(LlamaLayer(config, index - len(self.cross_layers)))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return F.embedding(input_ids, self.embed_tokens.weight)
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        positions: Tensor,
+        attention: AttentionContext,
+        spliced: SplicedRows | None = None,
+    ) -> Tensor:
+        rotation = self.rotary(positions, embeddings.dtype)
+        hidden = embeddings
+        for layer in self.layers:
+            if not isinstance(layer, CrossLayer):
+                hidden = layer(hidden, rotation, attention)
+            elif attention.has_cross:
+                hidden = layer(hidden, attention)
+        normed: Tensor = self.norm(hidden)
+        return normed
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.lm_head.weight)
+
+    def project_cross(self, layer: int, encoder_output: Tensor) -> tuple[Tensor, Tensor]:
+        return self.cross_layers[layer].project(encoder_output)
+
+    def sources(self) -> Sources:
+        sources: Sources = {}
+        crossing = tuple(f"layers.{i}." for i, layer in enumerate(self.layers) if isinstance(layer, CrossLayer))
+        for name, _ in self.named_parameters():
+            leaf = name.split(".")[-2]
+            parts = (_CROSS_PARTS if name.startswith(crossing) else _SELF_PARTS).get(leaf, (leaf,))
+            sources[name] = tuple(name.replace(leaf, part) for part in parts)
+        return sources
+
+
+class CrossLayer(nn.Module):
+    """Cross-attention and MLP, each behind a norm, opened by a gate and beside a residual.
+
+    A token that no input stands before or at passes through the attention, but not through the MLP.
+    """
+
+    def __init__(self, config: TextConfig, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.heads, self.kv_heads = (config.num_heads, config.head_dim), (config.num_kv_heads, config.head_dim)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps)
+        self.q_proj = nn.Linear(size, config.num_heads * config.head_dim, bias=False)
+        self.kv_proj = nn.Linear(size, 2 * config.num_kv_heads * config.head_dim, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, eps)
+        self.k_norm = RMSNorm(config.head_dim, eps)
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, size, bias=False)
+        self.cross_attn_attn_gate = nn.Parameter(torch.empty(1))
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.gate_up_proj = nn.Linear(size, 2 * config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, size, bias=False)
+        self.cross_attn_mlp_gate = nn.Parameter(torch.empty(1))
+
+    def project(self, encoder_output: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values: [m, hidden_size] -> 2 x [m, num_kv_heads, head_dim]."""
+        key, value = self.kv_proj(encoder_output).view(len(encoder_output), 2, *self.kv_heads).unbind(1)
+        return self.k_norm(key), value
+
+    def forward(self, hidden: Tensor, attention: AttentionContext) -> Tensor:
+        num_tokens = len(hidden)
+        query = self.q_norm(self.q_proj(self.input_layernorm(hidden)).view(num_tokens, *self.heads))
+        attended = self.o_proj(attention.cross_attention(self.index, query).reshape(num_tokens, -1))
+        hidden = hidden + self.cross_attn_attn_gate.tanh() * attended
+        gate, up = self.gate_up_proj(self.post_attention_layernorm(hidden)).chunk(2, dim=-1)
+        output: Tensor = self.down_proj(F.silu(gate).mul_(up))
+        if attention.after_input is not None:
+            output = output * attention.after_input[:, None]
+        return hidden + self.cross_attn_mlp_gate.tanh() * output
