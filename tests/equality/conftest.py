@@ -14,7 +14,7 @@ from common.model_info import BUNDLED
 from tests import tiny_models
 from tests.equality.cases import Case, make_cases
 from tests.equality.references import Reference
-from tests.tiny import qwen, text
+from tests.tiny import llava, qwen, text
 from tests.weights.fixtures import smollm2, whisper_tiny_en
 
 __all__ = ["smollm2", "whisper_tiny_en"]
