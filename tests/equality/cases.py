@@ -13,6 +13,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from common import whisper_prompt
+from common.prompts import preprocess_decoder_prompt
 from common.text import TextProcessor
 from launch.signpost import scenes
 from tests.equality.media import data_url, picture, png, sound, text_prompts, wav
@@ -20,8 +21,10 @@ from tests.equality.references import Reference
 
 MAX_TOKENS = {"llama": 24, "qwen2": 24, "qwen3": 24, "mistral": 24, "qwen2_5_vl": 16, "signpost": 16, "whisper": 20}
 MAX_TOKENS |= {"qwen2_vl": 16, "qwen3_vl": 16, "qwen2_audio": 16}
+MAX_TOKENS |= {"bart": 24, "mbart": 24, "t5": 24, "flan_t5": 24}
 MAX_TOKENS |= {"llava": 16, "llava_siglip": 16, "idefics3": 16, "smolvlm": 16}
 PICTURE_FAMILIES = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "llava", "llava_siglip", "idefics3", "smolvlm")
+ENCODER_DECODER_FAMILIES = ("bart", "mbart", "t5", "flan_t5")
 LANGUAGES = ("en", "de", "fr", None)
 Part: TypeAlias = str | Image.Image | npt.NDArray[np.float32]
 """Of a message: text, a picture or a clip."""
@@ -38,6 +41,9 @@ class Case:
     """Sampling fields that belong to the prompt: Whisper's suppressed and forced tokens."""
     http: dict[str, Any] = field(default_factory=dict)
     """The same request in OpenAI's API: its own fields, without model, limits and sampling."""
+    encoder_prompt: list[int] | None = None
+    decoder_prompt: list[int] | None = None
+    """Of an encoder-decoder model of text, as the user gives it; None for the default that `prompt` says, too."""
 
 
 def make_cases(name: str, reference: Reference) -> list[Case]:
@@ -50,8 +56,22 @@ def make_cases(name: str, reference: Reference) -> list[Case]:
         return _picture_cases(reference, MAX_TOKENS[name])
     if name == "qwen2_audio":
         return _clip_cases(reference, MAX_TOKENS[name])
+    if name in ENCODER_DECODER_FAMILIES:
+        return _encoder_decoder_cases(reference, MAX_TOKENS[name])
     limit = MAX_TOKENS[name]
     return [Case(ids, reference.generate(ids, limit), http={"prompt": ids}) for ids in text_prompts(12)]
+
+
+def _encoder_decoder_cases(reference: Reference, max_tokens: int) -> list[Case]:
+    """Twelve encoder prompts, two of them the same; a third of the decoder prompts is given, and long at times."""
+    cases = []
+    for number, encoder_prompt in enumerate([*text_prompts(11), text_prompts(11)[1]]):
+        given = None if number % 3 else text_prompts(11)[-number or 1]
+        prompt = preprocess_decoder_prompt(reference.info, given)
+        expected = reference.translate(encoder_prompt, prompt, max_tokens)
+        http = {"prompt": encoder_prompt, **({} if given is None else {"extra_body": {"decoder_prompt": given}})}
+        cases.append(Case(prompt, expected, http=http, encoder_prompt=encoder_prompt, decoder_prompt=given))
+    return cases
 
 
 def _picture_cases(reference: Reference, max_tokens: int) -> list[Case]:

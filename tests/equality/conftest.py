@@ -14,7 +14,7 @@ from common.model_info import BUNDLED
 from tests import tiny_models
 from tests.equality.cases import Case, make_cases
 from tests.equality.references import Reference
-from tests.tiny import llava, qwen, text
+from tests.tiny import encdec, llava, qwen, text
 from tests.weights.fixtures import smollm2, whisper_tiny_en
 
 __all__ = ["smollm2", "whisper_tiny_en"]
@@ -33,6 +33,10 @@ MAKERS = {
     "idefics3": llava.make_idefics3,
     "smolvlm": partial(llava.make_idefics3, smolvlm=True),
     "whisper": tiny_models.make_whisper,
+    "bart": encdec.make_bart,
+    "mbart": encdec.make_mbart,
+    "t5": encdec.make_t5,
+    "flan_t5": encdec.make_flan_t5,
 }
 
 

@@ -15,6 +15,7 @@ from transformers import (
     AutoImageProcessor,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     Qwen2AudioForConditionalGeneration,
 )
@@ -36,6 +37,9 @@ _LOADERS = {
     "llava": AutoModelForImageTextToText,
     "idefics3": AutoModelForImageTextToText,
     "whisper": AutoModelForSpeechSeq2Seq,
+    "bart": AutoModelForSeq2SeqLM,
+    "mbart": AutoModelForSeq2SeqLM,
+    "t5": AutoModelForSeq2SeqLM,
 }
 
 
@@ -58,6 +62,14 @@ class Reference:
         mask = torch.ones_like(inputs["input_ids"])
         out = self.model.generate(**inputs, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False)
         return self.strip(out[0, inputs["input_ids"].shape[1] :].tolist())
+
+    @torch.inference_mode()
+    def translate(self, encoder_prompt: Sequence[int], prompt: Sequence[int], max_tokens: int) -> list[int]:
+        """The tokens that follow a decoder prompt, its start token included, over an encoder prompt."""
+        ids, start = torch.tensor([list(encoder_prompt)]), torch.tensor([list(prompt)])
+        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": max_tokens, "do_sample": False}
+        out = self.model.generate(ids, decoder_input_ids=start, **options)
+        return self.strip(out[0, len(prompt) :].tolist())
 
     @torch.inference_mode()
     def transcribe(self, samples: npt.NDArray[np.float32], max_tokens: int, **options: Any) -> list[int]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import pkgutil
 import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
 from engine.llm import LLM, Prompt
+from engine.models.base import DecoderSpec
 from tests.equality.cases import Case
 
 DEADLINE_S = 60.0
@@ -46,16 +50,14 @@ def expected_of(cases: Sequence[Case]) -> list[list[int]]:
 
 def kv_bytes(info: ModelInfo, num_blocks: int, block_size: int) -> int:
     """A KV budget in fp32 of exactly so many blocks."""
-    config = info.text_config
-    layers = config.get("num_hidden_layers") or config["decoder_layers"]
-    heads = config.get("num_attention_heads") or config["decoder_attention_heads"]
-    hidden = config.get("hidden_size") or config["d_model"]
-    kv_heads = config.get("num_key_value_heads") or heads
-    head_dim = config.get("head_dim") or hidden // heads
-    return int(2 * layers * num_blocks * block_size * kv_heads * head_dim * 4)
+    with torch.device("meta"):
+        spec: DecoderSpec = pkgutil.resolve_name(info.family.decoder)(info).spec
+    return 2 * spec.num_caches * num_blocks * block_size * spec.num_kv_heads * spec.head_dim * 4
 
 
 def _prompt(info: ModelInfo, case: Case) -> Prompt:
+    if case.encoder_prompt is not None:
+        return {"encoder_prompt": case.encoder_prompt, "decoder_prompt": case.decoder_prompt}
     media: dict[str, Any] = {info.media_kind: case.media} if info.media_kind and case.media else {}
     return {"prompt_token_ids": case.prompt, "multi_modal_data": media}
 

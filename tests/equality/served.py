@@ -130,7 +130,7 @@ class Served:
     def _completion(self, client: openai.AsyncOpenAI, case: Case, max_tokens: int) -> tuple[Any, dict[str, Any]]:
         """The call of OpenAI's client for a case of text or pictures, and its arguments."""
         options = {"model": self.info.name, "temperature": 0, "max_tokens": max_tokens}
-        options["extra_body"] = {"return_token_ids": True}
+        options["extra_body"] = {"return_token_ids": True, **case.http.get("extra_body", {})}
         create = client.completions.create if "prompt" in case.http else client.chat.completions.create
         return create, {**case.http, **options}
 
