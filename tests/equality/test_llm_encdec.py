@@ -16,6 +16,7 @@ from engine.counters import encoder_computations
 from engine.llm import LLM
 from tests.equality.cases import ENCODER_DECODER_FAMILIES, Case
 from tests.equality.cases import MAX_TOKENS as LIMITS
+from tests.equality.media import text_prompts
 from tests.equality.references import Reference
 from tests.equality.runs import answer_all, expected_of, kv_bytes
 from tests.tiny import encdec
@@ -143,3 +144,24 @@ def test_what_cannot_be_served_is_refused_and_leaves_nothing(
     assert caught.value.info.code == code
     assert llm.decoder.is_empty()
     llm.decoder.check_integrity()
+
+
+def test_the_rules_of_the_checkpoint_are_those_of_transformers(tmp_path: Path) -> None:
+    """As bart-large-cnn has them: <BOS> first, <EOS> last, and no three tokens twice."""
+    rules = {"forced_bos_token_id": encdec.BOS, "forced_eos_token_id": encdec.EOS, "no_repeat_ngram_size": 3}
+    folder = encdec.make_bart(tmp_path / "bart", generation=rules)
+    llm, reference = LLM(folder, max_num_batched_tokens=16), Reference(folder)
+    prompts: list[Any] = [*text_prompts(6), {"encoder_prompt": [9, 8, 7], "decoder_prompt": [5, 6, 7, 5, 6]}]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
+    for output in outputs:
+        theirs = reference.model.generate(
+            torch.tensor([output.encoder_prompt_token_ids]),
+            attention_mask=torch.ones(1, len(output.encoder_prompt_token_ids or []), dtype=torch.long),
+            decoder_input_ids=torch.tensor([output.prompt_token_ids]),
+            max_new_tokens=MAX_TOKENS,
+            do_sample=False,
+        )[0].tolist()
+        assert theirs[len(output.prompt_token_ids) :] == output.outputs[0].token_ids
+        assert output.outputs[0].token_ids[-1] == encdec.EOS
+    unruled = LLM(encdec.make_bart(tmp_path / "plain")).generate(prompts, SamplingParams(temperature=0, max_tokens=24))
+    assert [output.outputs[0].token_ids for output in unruled] != [output.outputs[0].token_ids for output in outputs]
