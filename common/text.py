@@ -18,6 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from common.chat_templates import DEFAULT_CHAT_TEMPLATES
 from common.errors import TriptychError
 from common.model_info import ModelInfo
 
@@ -52,8 +53,8 @@ class TextProcessor:
     def render_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn.
 
-        `messages` are {"role", "content"}; content is a string or parts {"type": "text", "text"} and
-        {"type": "image"}. Each image leaves one placeholder token.
+        `messages` are {"role", "content"}; content is a string or parts {"type": "text", "text"}, {"type": "image"}
+        and {"type": "audio"}. Each picture and clip leaves one placeholder token.
         Raises TriptychError("invalid_request") where the model has no chat template or the template refuses.
         """
         if self._template is None:
@@ -181,6 +182,9 @@ def _load_chat_template(info: ModelInfo) -> tuple[Any, dict[str, str]]:
         source = template_path.read_text()
     if isinstance(source, list):  # several named templates
         source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
+    placeholder, default = DEFAULT_CHAT_TEMPLATES.get(info.family.name, ("", None))
+    if default is not None and placeholder not in (source or ""):
+        source = default
     specials = {}
     for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
         value = config.get(name)
