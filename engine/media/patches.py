@@ -14,8 +14,8 @@ import numpy.typing as npt
 from PIL import Image
 
 from common.errors import TriptychError
+from engine.media.normalize import CLIP_MEAN, CLIP_STD, values_of_bytes
 
-_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _MAX_ASPECT_RATIO = 200
 
 
@@ -28,8 +28,8 @@ class PatchSettings:
     merge_size: int = 2
     min_pixels: int = 56 * 56
     max_pixels: int = 28 * 28 * 1280
-    image_mean: tuple[float, ...] = _CLIP_MEAN
-    image_std: tuple[float, ...] = _CLIP_STD
+    image_mean: tuple[float, ...] = CLIP_MEAN
+    image_std: tuple[float, ...] = CLIP_STD
     rescale_factor: float = 1 / 255
     resample: int = Image.Resampling.BICUBIC
 
@@ -43,7 +43,7 @@ class PatchSettings:
         known = {name: json[name] for name in cls.__dataclass_fields__ if json.get(name) is not None}
         known.setdefault("min_pixels", size.get("shortest_edge", cls.min_pixels))
         known.setdefault("max_pixels", size.get("longest_edge", cls.max_pixels))
-        return cls(**{**known, "image_mean": tuple(known.get("image_mean", _CLIP_MEAN))})
+        return cls(**{**known, "image_mean": tuple(known.get("image_mean", CLIP_MEAN))})
 
 
 def picture_to_patches(
@@ -62,7 +62,8 @@ def picture_to_patches(
     squares = resized.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
     squares = squares.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3, patch * patch)
     patches = np.empty((rows * columns, 3, settings.temporal_patch_size, patch * patch), dtype=np.float32)
-    for channel, values in enumerate(_value_of_byte(settings)):
+    tables = values_of_bytes(settings.image_mean, settings.image_std, settings.rescale_factor)
+    for channel, values in enumerate(tables):
         patches[:, channel] = values[squares[:, channel]][:, None]  # a still picture fills every frame
     return patches.reshape(rows * columns, -1), (1, rows, columns)
 
@@ -84,11 +85,3 @@ def target_size(width: int, height: int, settings: PatchSettings) -> tuple[int, 
         new_height = math.ceil(height * grow / side) * side
         new_width = math.ceil(width * grow / side) * side
     return new_width, new_height
-
-
-def _value_of_byte(settings: PatchSettings) -> npt.NDArray[np.float32]:
-    """[3, 256]: what each of the 256 values of a channel becomes."""
-    scaled = (np.arange(256, dtype=np.float64) * settings.rescale_factor).astype(np.float32)
-    mean, std = (np.array(values, dtype=np.float32)[:, None] for values in (settings.image_mean, settings.image_std))
-    values: npt.NDArray[np.float32] = (scaled - mean) / std
-    return values
