@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from common.errors import TriptychError
 from common.model_info import load_model_info
+from common.sampling_params import SamplingParams
 from engine.llm import LLM
 from tests.equality.cases import MAX_TOKENS, Case
-from tests.equality.runs import answer_all, expected_of, kv_bytes
+from tests.equality.runs import answer_all, expected_of, kv_bytes, strip
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -52,3 +54,27 @@ def test_answers_depend_on_what_is_seen_or_heard(setup: Setup) -> None:
     swapped = Case(one[0].prompt, [], one[1].media)
     assert one[0].media != one[1].media
     assert answer_all(LLM(folder), [swapped], max_tokens) != [one[0].expected]
+
+
+def test_a_conversation_gives_the_same_answer(setup: Setup) -> None:
+    folder, cases, max_tokens = setup
+    llm, conversations = LLM(folder), []
+    for case in cases:
+        media = iter(case.media)
+        [message] = case.http["messages"]
+        content = [part if part["type"] == "text" else _media_part(llm, next(media)) for part in message["content"]]
+        conversations.append([{"role": "user", "content": content}])
+    outputs = llm.chat(conversations, SamplingParams(temperature=0.0, max_tokens=max_tokens))
+    assert [strip(llm.info, output.outputs[0].token_ids) for output in outputs] == expected_of(cases)
+
+
+def test_media_of_another_kind_are_refused(setup: Setup) -> None:
+    llm = LLM(setup[0])
+    other = "image" if llm.info.media_kind == "audio" else "audio"
+    with pytest.raises(TriptychError, match=f"takes no {other}"):
+        llm.chat([{"role": "user", "content": [{"type": other, other: b""}]}])
+
+
+def _media_part(llm: LLM, media: bytes) -> dict[str, Any]:
+    kind = str(llm.info.media_kind)
+    return {"type": kind, kind: media}
