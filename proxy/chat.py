@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 from common.errors import TriptychError
-from common.messages import MediaKind
+from common.messages import MediaKind, TokenLogprob
+from proxy.choices import Choice, best
 from proxy.exchange import Exchange, Json, Payload, Sse
-from proxy.generation import Delta, Usage
+from proxy.generation import Delta, Generation, Usage
 from proxy.jobs import Job, MediaItem, make_slots
+from proxy.logprobs import LogprobShapes
 from proxy.media import MediaSource
-from proxy.openai_types import AudioPart, ChatRequest, ImagePart, Message, TextPart, parse
+from proxy.messages import AudioPart, AudioUrlPart, ImagePart, Message, TextPart
+from proxy.openai_types import ChatRequest, parse
 from proxy.service import Service
 from proxy.speech import Speech
 
@@ -22,18 +26,35 @@ async def chat_completions(service: Service, exchange: Exchange) -> AsyncGenerat
     """The answer to one chat request, whole or as a stream."""
     body = await parse(ChatRequest, exchange)
     service.check_model(body.model)
+    if service.info.media_kind == "text":
+        message = f"{service.model_name} is an encoder-decoder model of text and holds no conversations"
+        raise TriptychError("invalid_request", f"{message}: use /v1/completions", "model")
     sources = collect_media(body.messages, service.info.media_kind, service.model_name)
     media = await service.intake.load(sources)
-    if service.info.is_encoder_decoder:
-        deltas, usage = _transcribe(service, exchange, body, media)
+    if service.transcribes:
+        answer = _transcribe(service, exchange, body, media)
     else:
-        deltas, usage = await _generate(service, exchange, body, media)
-    async with aclosing(deltas):
+        answer = await _generate(service, exchange, body, media)
+    async with aclosing(answer.deltas):
         if body.stream:
-            async for event in _stream(service, exchange, body, deltas, usage):
+            async for event in _stream(answer, body):
                 yield event
         else:
-            yield await _collect(service, exchange, body, deltas, usage)
+            yield await _collect(answer, body)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """An answer under way. `generation` is None where it comes from several jobs, as a transcription's may."""
+
+    head: dict[str, Any]
+    shapes: LogprobShapes
+    deltas: AsyncGenerator[Delta]
+    usage: Usage
+    generation: Generation | None = None
+
+    def logprobs(self, body: ChatRequest, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        return None if body.num_logprobs is None else self.shapes.chat(entries)
 
 
 def collect_media(messages: list[Message], kind: MediaKind | None, model: str) -> list[MediaSource]:
@@ -49,6 +70,8 @@ def collect_media(messages: list[Message], kind: MediaKind | None, model: str) -
                 sources.append(MediaSource("image", f"{where}.image_url.url", url=part.image_url.url))
             elif isinstance(part, AudioPart):
                 sources.append(MediaSource("audio", f"{where}.input_audio.data", data=part.input_audio.data))
+            elif isinstance(part, AudioUrlPart):
+                sources.append(MediaSource("audio", f"{where}.audio_url.url", url=part.audio_url.url))
     for source in sources:
         if source.kind != kind:
             takes = f"{kind} input only" if kind else "text only"
@@ -66,19 +89,23 @@ def template_messages(messages: list[Message], with_media: bool) -> list[dict[st
         if not isinstance(message.content, list):
             content = message.content or ""
         elif with_media:
-            content = [
-                {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
-                for part in message.content
-            ]
+            content = [_template_part(part) for part in message.content]
         else:
             content = "\n".join(part.text for part in message.content if isinstance(part, TextPart))
         rendered.append({"role": role, "content": content})
     return rendered
 
 
-async def _generate(
-    service: Service, exchange: Exchange, body: ChatRequest, media: list[MediaItem]
-) -> tuple[AsyncGenerator[Delta], Usage]:
+def _template_part(part: TextPart | ImagePart | AudioPart | AudioUrlPart) -> dict[str, str]:
+    """One part as templates look for it: by its type, or by a key that is called like the kind of media."""
+    if isinstance(part, TextPart):
+        return {"type": "text", "text": part.text}
+    if isinstance(part, ImagePart):
+        return {"type": "image"}
+    return {"type": "audio", "audio": ""}
+
+
+async def _generate(service: Service, exchange: Exchange, body: ChatRequest, media: list[MediaItem]) -> _Answer:
     if body.language is not None:
         message = f"language is for speech models, {service.model_name} is none"
         raise TriptychError("invalid_request", message, "language")
@@ -86,62 +113,76 @@ async def _generate(
     prompt = await asyncio.to_thread(service.text.render_chat, messages)
     slots = make_slots(media, service.text.placeholder_indices(prompt, len(media)))
     limit = service.token_limit(len(prompt), body.token_limit, "messages")
-    job = Job(exchange.id, prompt, body.sampling(limit), slots, media)
-    generation = service.generation(job, exchange)
-    return service.deltas(generation, exchange), generation.usage
+    sampling = body.sampling(service.text, limit)
+    job = Job(exchange.id, prompt, sampling, slots, media, body.priority or 0, body.fields)
+    generation = service.generation(job, exchange, body)
+    deltas = service.deltas(generation, exchange)
+    return _Answer(_head(service, exchange, body), service.shapes(body), deltas, generation.usage, generation)
 
 
-def _transcribe(
-    service: Service, exchange: Exchange, body: ChatRequest, media: list[MediaItem]
-) -> tuple[AsyncGenerator[Delta], Usage]:
+def _transcribe(service: Service, exchange: Exchange, body: ChatRequest, media: list[MediaItem]) -> _Answer:
     """A speech model in a conversation: it writes down the one clip; text beside it is the hint of what came before."""
     if len(media) != 1:
-        message = f"{service.model_name} transcribes one input_audio part per request, not {len(media)}"
+        message = f"{service.model_name} transcribes one clip (input_audio or audio_url) per request, not {len(media)}"
         raise TriptychError("invalid_request", message, "messages")
-    sampling = body.sampling(service.max_model_len, default_temperature=0.0)
-    speech = Speech(service, exchange, media[0], sampling, body.token_limit)
+    for name, used in (("n", body.num_choices > 1 or body.picks_best), ("prompt_logprobs", body.prompt_logprobs)):
+        if used:
+            message = f"{name} is not available for a speech model: a clip has one transcript"
+            raise TriptychError("invalid_request", message, name)
+    sampling = body.sampling(service.text, service.max_model_len, default_temperature=0.0)
+    speech = Speech(service, exchange, media[0], sampling, body.token_limit, priority=body.priority or 0)
     texts = [message["content"] for message in template_messages(body.messages, with_media=False)]
-    return speech.deltas(body.language, "\n".join(filter(None, texts)) or None), speech.usage
+    deltas = speech.deltas(body.language, "\n".join(filter(None, texts)) or None)
+    return _Answer(_head(service, exchange, body), service.shapes(body), deltas, speech.usage)
 
 
-async def _collect(
-    service: Service, exchange: Exchange, body: ChatRequest, deltas: AsyncGenerator[Delta], usage: Usage
-) -> Json:
-    text, finish = "", None
-    token_ids: list[int] = []
-    async for delta in deltas:
-        text += delta.text
-        token_ids += delta.token_ids
-        finish = delta.finish_reason
-    choice = {
-        "index": 0,
-        "message": {"role": "assistant", "content": text, "refusal": None},
-        "logprobs": None,
-        "finish_reason": finish,
-        **body.told(token_ids),
-    }
-    return Json({**_head(service, exchange, "chat.completion"), "choices": [choice], "usage": usage.to_json()})
+async def _collect(answer: _Answer, body: ChatRequest) -> Json:
+    choices = [Choice() for _ in range(body.width if body.picks_best else body.num_choices)]
+    async for delta in answer.deltas:
+        choices[delta.index].add(delta)
+    value = {**answer.head, "choices": _choices(answer, body, best(choices, body.num_choices))}
+    if body.prompt_logprobs is not None and answer.generation is not None:
+        value["prompt_logprobs"] = answer.shapes.prompt(answer.generation.prompt_logprobs)
+    return Json({**value, "usage": answer.usage.to_json()})
 
 
-async def _stream(
-    service: Service, exchange: Exchange, body: ChatRequest, deltas: AsyncGenerator[Delta], usage: Usage
-) -> AsyncGenerator[Payload]:
-    head = _head(service, exchange, "chat.completion.chunk")
-    extra: dict[str, Any] = {"usage": None} if body.wants_usage_event else {}
-    role: dict[str, str] = {"role": "assistant"}
-    async for delta in deltas:
-        told = body.told(delta.token_ids)
+def _choices(answer: _Answer, body: ChatRequest, choices: Sequence[Choice]) -> list[dict[str, Any]]:
+    return [
+        {
+            "index": index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": answer.logprobs(body, choice.logprobs),
+            "finish_reason": choice.finish_reason,
+            **body.told(choice.token_ids),
+            **({"score": choice.score} if body.use_beam_search else {}),
+        }
+        for index, choice in enumerate(choices)
+    ]
+
+
+async def _stream(answer: _Answer, body: ChatRequest) -> AsyncGenerator[Payload]:
+    begun: set[int] = set()
+    async for delta in answer.deltas:
+        role: dict[str, str] = {} if delta.index in begun else {"role": "assistant"}
+        rest = {"logprobs": answer.logprobs(body, delta.logprobs), **body.told(delta.token_ids)}
         if role or delta.text:
-            choice = {"index": 0, "delta": {**role, "content": delta.text}, "logprobs": None, "finish_reason": None}
-            yield Sse({**head, "choices": [{**choice, **told}], **extra})
-            role, told = {}, body.told(())
+            begun.add(delta.index)
+            yield _chunk(answer, body, delta.index, {**role, "content": delta.text}, None, rest)
+            rest = {"logprobs": None, **body.told(())}
         if delta.finish_reason is not None:
-            last = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": delta.finish_reason}
-            yield Sse({**head, "choices": [{**last, **told}], **extra})
+            yield _chunk(answer, body, delta.index, {}, delta.finish_reason, rest)
     if body.wants_usage_event:
-        yield Sse({**head, "choices": [], "usage": usage.to_json()})
+        yield Sse({**answer.head, "choices": [], "usage": answer.usage.to_json()})
     yield Sse(None)
 
 
-def _head(service: Service, exchange: Exchange, kind: str) -> dict[str, Any]:
+def _chunk(
+    answer: _Answer, body: ChatRequest, index: int, delta: dict[str, str], finish: str | None, rest: dict[str, Any]
+) -> Sse:
+    choice = {"index": index, "delta": delta, "finish_reason": finish, **rest}
+    return Sse({**answer.head, "choices": [choice], **body.chunk_usage(answer.usage)})
+
+
+def _head(service: Service, exchange: Exchange, body: ChatRequest) -> dict[str, Any]:
+    kind = "chat.completion.chunk" if body.stream else "chat.completion"
     return {"id": exchange.id, "object": kind, "created": int(exchange.arrival_s), "model": service.model_name}

@@ -2,109 +2,151 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any, Final
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from common.errors import TriptychError
+from common.messages import TokenLogprob
+from proxy.choices import Choice, best
 from proxy.exchange import Exchange, Json, Payload, Sse
 from proxy.generation import Delta, Generation, Usage
-from proxy.jobs import Job, part_id
+from proxy.logprobs import CompletionLogprobs, LogprobShapes, joined
 from proxy.merge import merge
-from proxy.openai_types import CompletionRequest, parse
+from proxy.openai_types import CompletionRequest, Prompt, parse
+from proxy.prompts import make_jobs
 from proxy.service import Service
-
-MAX_PROMPTS: Final = 128
 
 
 async def completions(service: Service, exchange: Exchange) -> AsyncGenerator[Payload]:
-    """One choice per prompt, whole or as one stream of all of them."""
+    """`n` choices per prompt, whole or as one stream of all of them."""
     body = await parse(CompletionRequest, exchange)
     service.check_model(body.model)
-    generations = await _make_generations(service, exchange, body)
-    merged = merge([service.deltas(generation, exchange) for generation in generations])
+    jobs = await make_jobs(service, exchange, body)
+    shapes, prompts = service.shapes(body), body.prompts
+    answers = [
+        _Answer(body, shapes, service.generation(job, exchange, body), _echo(service, body, prompt))
+        for job, prompt in zip(jobs, prompts, strict=True)
+    ]
+    head = _head(service, exchange)
+    merged = merge([service.deltas(answer.generation, exchange) for answer in answers])
     async with aclosing(merged):
         if body.stream:
-            async for event in _stream(service, exchange, body, generations, merged):
+            async for event in _stream(head, body, answers, merged):
                 yield event
         else:
-            yield await _collect(service, exchange, body, generations, merged)
+            yield await _collect(head, body, answers, merged)
 
 
-async def _make_generations(service: Service, exchange: Exchange, body: CompletionRequest) -> list[Generation]:
-    if service.info.is_encoder_decoder:
-        message = f"{service.model_name} needs audio: use /v1/audio/transcriptions or /v1/chat/completions"
-        raise TriptychError("invalid_request", message, "model")
-    prompts = body.prompts
-    if not 1 <= len(prompts) <= MAX_PROMPTS:
-        raise TriptychError("invalid_request", f"prompt takes 1 to {MAX_PROMPTS} prompts, not {len(prompts)}", "prompt")
-    generations = []
-    for index, prompt in enumerate(prompts):
-        ids = await _token_ids(service, prompt)
-        job_id = exchange.id if len(prompts) == 1 else part_id(exchange.id, index)
-        job = Job(job_id, ids, body.sampling(service.token_limit(len(ids), body.max_tokens, "prompt")))
-        generations.append(service.generation(job, exchange))
-    return generations
+@dataclass
+class _Answer:
+    """The choices of one prompt. `echo` is the prompt's text where it is part of the answer."""
 
+    body: CompletionRequest
+    shapes: LogprobShapes
+    generation: Generation
+    echo: str
+    _logprobs: dict[int, CompletionLogprobs] = field(default_factory=dict)
+    _begun: set[int] = field(default_factory=set)
 
-async def _token_ids(service: Service, prompt: str | list[int]) -> list[int]:
-    """A prompt as token ids. Raises TriptychError("invalid_request") where it is empty or none of this model's."""
-    ids = await asyncio.to_thread(service.text.encode, prompt) if isinstance(prompt, str) else prompt
-    if not ids:
-        raise TriptychError("invalid_request", "the prompt is empty", "prompt")
-    wrong = next((token for token in ids if not 0 <= token < service.info.vocab_size), None)
-    if wrong is not None:
-        message = f"token id {wrong} is not in the vocabulary of {service.info.vocab_size}"
-        raise TriptychError("invalid_request", message, "prompt")
-    if service.info.placeholder_token_id in ids:
-        message = "the prompt contains a media placeholder; send media with /v1/chat/completions"
-        raise TriptychError("invalid_request", message, "prompt")
-    return ids
+    @property
+    def usage(self) -> Usage:
+        return replace(self.generation.usage, completion_tokens=0) if self._only_echo else self.generation.usage
+
+    @property
+    def _only_echo(self) -> bool:
+        return self.body.max_tokens == 0
+
+    def told(self, delta: Delta) -> Delta:
+        """What the client is told of a delta: nothing but its end where only the prompt was asked for."""
+        if not self._only_echo:
+            return delta
+        return Delta("", None if delta.finish_reason is None else "length", index=delta.index)
+
+    def logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        """The next log-probabilities of a choice; the prompt's come first if it is echoed."""
+        if self.body.logprobs is None:
+            return None
+        first = index not in self._logprobs
+        pieces = self._logprobs.setdefault(index, CompletionLogprobs(self.shapes))
+        if not (first and self.body.echo):
+            return pieces.add(entries)
+        prompt, known = self.generation.job.prompt_token_ids, self.generation.prompt_logprobs
+        known = known if len(known) == len(prompt) else [None] * len(prompt)
+        return joined([pieces.add_prompt(prompt, known), pieces.add(entries)])
+
+    def begins(self, index: int) -> bool:
+        """Whether nothing of a choice has been told yet."""
+        begun = index in self._begun
+        self._begun.add(index)
+        return not begun
+
+    def prompt_logprobs(self) -> dict[str, Any]:
+        if self.body.prompt_logprobs is None:
+            return {}
+        return {"prompt_logprobs": self.shapes.prompt(self.generation.prompt_logprobs)}
 
 
 async def _collect(
-    service: Service,
-    exchange: Exchange,
+    head: dict[str, Any],
     body: CompletionRequest,
-    generations: list[Generation],
+    answers: list[_Answer],
     merged: AsyncGenerator[tuple[int, Delta]],
 ) -> Json:
-    choices = [_choice(index, "", None) for index in range(len(generations))]
-    async for index, delta in merged:
-        choices[index]["text"] += delta.text
-        choices[index]["finish_reason"] = delta.finish_reason
-    for choice, generation in zip(choices, generations, strict=True):
-        choice.update(body.told(generation.token_ids))
-    return Json({**_head(service, exchange), "choices": choices, "usage": _usage(generations)})
+    width = body.width if body.picks_best else body.num_choices
+    found = [[Choice() for _ in range(width)] for _ in answers]
+    async for number, delta in merged:
+        found[number][delta.index].add(answers[number].told(delta))
+    choices = []
+    for number, answer in enumerate(answers):
+        for rank, one in enumerate(best(found[number], body.num_choices)):
+            choice = _choice(
+                number * body.num_choices + rank,
+                answer.echo + one.text,
+                one.finish_reason,
+                answer.logprobs(rank, one.logprobs),
+            )
+            score = {"score": one.score} if body.use_beam_search else {}
+            choices.append({**choice, **answer.prompt_logprobs(), **body.told(one.token_ids), **score})
+    return Json({**head, "choices": choices, "usage": _usage(answers).to_json()})
 
 
 async def _stream(
-    service: Service,
-    exchange: Exchange,
+    head: dict[str, Any],
     body: CompletionRequest,
-    generations: list[Generation],
+    answers: list[_Answer],
     merged: AsyncGenerator[tuple[int, Delta]],
 ) -> AsyncGenerator[Payload]:
-    head = _head(service, exchange)
-    extra: dict[str, Any] = {"usage": None} if body.wants_usage_event else {}
-    async for index, delta in merged:
-        choice = {**_choice(index, delta.text, delta.finish_reason), **body.told(delta.token_ids)}
-        yield Sse({**head, "choices": [choice], **extra})
+    num_told = 0  # of the tokens: those of several prompts are counted ahead of what is told
+    async for number, whole in merged:
+        answer, delta = answers[number], answers[number].told(whole)
+        echo = answer.echo if answer.begins(delta.index) else ""
+        logprobs = answer.logprobs(delta.index, delta.logprobs)
+        index = number * body.num_choices + delta.index
+        choice = {**_choice(index, echo + delta.text, delta.finish_reason, logprobs), **body.told(delta.token_ids)}
+        num_told += len(delta.token_ids)
+        usage = body.chunk_usage(replace(_usage(answers), completion_tokens=num_told))
+        yield Sse({**head, "choices": [choice], **usage})
     if body.wants_usage_event:
-        yield Sse({**head, "choices": [], "usage": _usage(generations)})
+        yield Sse({**head, "choices": [], "usage": _usage(answers).to_json()})
     yield Sse(None)
 
 
-def _choice(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+def _choice(index: int, text: str, finish_reason: str | None, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-def _usage(generations: list[Generation]) -> dict[str, Any]:
+def _usage(answers: list[_Answer]) -> Usage:
     total = Usage()
-    for generation in generations:
-        total.add(generation.usage)
-    return total.to_json()
+    for answer in answers:
+        total.add(answer.usage)
+    return total
+
+
+def _echo(service: Service, body: CompletionRequest, prompt: Prompt) -> str:
+    if not body.echo:
+        return ""
+    return prompt if isinstance(prompt, str) else service.text.decode(prompt, skip_special_tokens=False)
 
 
 def _head(service: Service, exchange: Exchange) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Final
 from common.config import Settings
 from common.errors import TriptychError
 from common.messages import Abort, Encoded, Failed, FromWorker, InputNeeded, Tokens
-from proxy.flight import Flight, TokenBatch
+from proxy.flight import Flight
 from proxy.jobs import Job, response_id
 from proxy.metrics import ProxyMetrics
 from proxy.timeline import Timelines
@@ -36,7 +36,7 @@ class Dispatcher:
     def num_flights(self) -> int:
         return len(self._flights)
 
-    async def run(self, pool: WorkerPool, job: Job, deadline_s: float) -> AsyncGenerator[TokenBatch]:
+    async def run(self, pool: WorkerPool, job: Job, deadline_s: float) -> AsyncGenerator[Tokens]:
         """The tokens of a job, to its end or until the caller closes this generator (then it is aborted everywhere).
 
         `deadline_s` is Unix time. Raises TriptychError as Flight does.
@@ -66,7 +66,7 @@ class Dispatcher:
 
     async def _disown(self, worker: Worker, message: Tokens | InputNeeded) -> None:
         """Stop a worker that is still at a job that has ended here: its abort may have been lost with a connection."""
-        over = isinstance(message, Tokens) and message.finish_reason is not None
+        over = isinstance(message, Tokens) and message.done
         if over or message.request_id in self._disowned:
             return
         self._disowned[message.request_id] = None

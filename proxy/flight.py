@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
 
 from common.errors import TriptychError
-from common.messages import Abort, Encoded, Failed, FinishReason, FromWorker, Generate, InputNeeded, Span, Tokens
+from common.messages import Abort, Encoded, Failed, FromWorker, Generate, InputNeeded, Resumed, Tokens
 from common.telemetry import get_logger
 from proxy.items import ItemSender
 from proxy.jobs import Job
 from proxy.metrics import ProxyMetrics
+from proxy.progress import Progress
 from proxy.router import pick_decoder
 from proxy.worker import Worker
 from proxy.workers import WorkerPool
@@ -20,21 +20,12 @@ from proxy.workers import WorkerPool
 log = get_logger()
 
 
-@dataclass(frozen=True)
-class TokenBatch:
-    """The next tokens of a job, in order and without repeats; `finish_reason` on the last one."""
-
-    token_ids: list[int]
-    finish_reason: FinishReason | None
-    num_prompt_tokens: int
-    spans: list[Span] = field(default_factory=list)
-
-
 class Flight:
     """Runs one job. Messages come in by `post`, tokens go out by `batches`.
 
-    A lost encoder costs a retry of its items; a lost decoder is replaced by another one, which continues after the
-    tokens that were delivered. Leaving `batches` early, by any way, aborts the job on every worker it touched.
+    A lost encoder costs a retry of its items; a lost decoder is replaced by another one, which continues each sequence
+    after the tokens that were delivered. Leaving `batches` early, by any way, aborts the job on every worker that it
+    touched.
     """
 
     def __init__(
@@ -47,9 +38,7 @@ class Flight:
         self._items = ItemSender(job, pool, metrics, handoff_timeout_s)
         self._events: asyncio.Queue[tuple[Worker, FromWorker | None]] = asyncio.Queue()
         self._decoder: Worker | None = None
-        self._delivered: list[int] = []
-        self._run_offset = 0  # tokens delivered before the current decoder took over
-        self._finished = False
+        self._progress = Progress(job.sampling)
 
     def post(self, worker: Worker, message: FromWorker | None) -> None:
         """Hand over a worker's message; None says that the worker is gone."""
@@ -59,24 +48,24 @@ class Flight:
         """Whether the job has something under way on that worker."""
         return worker is self._decoder or self._items.use(worker)
 
-    async def batches(self) -> AsyncGenerator[TokenBatch]:
-        """Run the job; yields its tokens as they come.
+    async def batches(self) -> AsyncGenerator[Tokens]:
+        """Run the job; yields its tokens as they come, each sequence's in order and without repeats.
 
         Raises TriptychError with what the client should be told: unavailable, timeout, or a worker's own error.
         """
         try:
-            await self._begin()
-            while not self._finished:
-                batch = await self._handle(*await self._next_event())
-                if batch is not None:
-                    yield batch
+            await self._start([])
+            while not self._progress.done:
+                for tokens in await self._handle(*await self._next_event()):
+                    yield tokens
         finally:
             await self._end()
 
-    async def _begin(self) -> None:
-        decoder = self._take_decoder()
+    async def _start(self, resumed: list[Resumed]) -> None:
+        """Give the job, or what is left of it, to a decoder, and its items to encoders."""
+        job, decoder = self._job, self._take_decoder()
         await decoder.send(
-            Generate(self._job.request_id, self._job.prompt_token_ids, self._job.slots, self._job.sampling)
+            Generate(job.request_id, job.prompt_token_ids, job.slots, job.sampling, job.priority, resumed)
         )
         await self._items.send_all(decoder)
 
@@ -91,7 +80,8 @@ class Flight:
 
     @property
     def _size(self) -> int:
-        return len(self._job.prompt_token_ids) + self._job.sampling.max_tokens
+        sampling = self._job.sampling
+        return len(self._job.prompt_token_ids) + sampling.max_tokens * sampling.num_sequences
 
     async def _next_event(self) -> tuple[Worker, FromWorker | None]:
         """The next event; meanwhile the deadlines of the items and of the whole job are kept."""
@@ -109,7 +99,7 @@ class Flight:
                 assert self._decoder is not None
                 await self._items.expire(time.time(), self._decoder)
 
-    async def _handle(self, worker: Worker, message: FromWorker | None) -> TokenBatch | None:
+    async def _handle(self, worker: Worker, message: FromWorker | None) -> list[Tokens]:
         decoder = self._decoder
         assert decoder is not None
         match message:
@@ -125,39 +115,23 @@ class Flight:
                 await self._items.on_needed(input_id, decoder)
             case Failed(error=error):
                 self._forget_decoder()
-                raise TriptychError(error.code, error.message, error.param)
+                raise TriptychError(error.code, error.message, self._job.field_of(error.param))
             case Tokens():
-                return self._accept(message)
-        return None
+                news = self._progress.accept(message)
+                return [] if news is None else [news]
+        return []
 
-    def _accept(self, message: Tokens) -> TokenBatch | None:
-        """The news in a message: repeats are dropped, a gap is an error."""
-        have = len(self._delivered) - self._run_offset
-        if message.offset > have:
-            raise TriptychError("internal_error", f"tokens {have} to {message.offset} were lost on the way")
-        fresh = message.token_ids[have - message.offset :]
-        self._delivered += fresh
-        if message.finish_reason is not None:
-            self._finished = True
-        elif not fresh:
-            return None
-        prompt_tokens = max(0, message.num_prompt_tokens - self._run_offset)
-        return TokenBatch(fresh, message.finish_reason, prompt_tokens, message.spans)
-
-    async def _continue_elsewhere(self) -> TokenBatch | None:
-        """Go on with another decoder where the lost one stopped."""
+    async def _continue_elsewhere(self) -> list[Tokens]:
+        """Go on with another decoder where the lost one stopped. Returns what is known to be complete without one."""
         lost = self._forget_decoder()
-        if len(self._delivered) >= self._job.sampling.max_tokens:  # only its last word was missing
-            self._finished = True
-            return TokenBatch([], "length", 0)
+        complete = self._progress.close()
+        if not self._progress.rest(self._job.enough):
+            self._progress.done = True
+            return complete
         log.warning("decoder lost, request moves", request=self._job.request_id, worker=lost.instance_id)
         self._metrics.retries.labels("decoder_gone").inc()
-        rest = self._job.after(self._delivered)
-        decoder = self._take_decoder()
-        self._run_offset = len(self._delivered)
-        await decoder.send(Generate(rest.request_id, rest.prompt_token_ids, rest.slots, rest.sampling))
-        await self._items.restart(decoder)
-        return None
+        await self._start(self._progress.resumed(self._job.enough))
+        return complete
 
     def _forget_decoder(self) -> Worker:
         decoder = self._decoder
@@ -171,7 +145,7 @@ class Flight:
         """Release what is counted; abort where the workers are not done. Does not wait for anything."""
         self._items.release_all()
         decoder = self._forget_decoder() if self._decoder is not None else None
-        if self._finished:
+        if self._progress.done:
             return
         self._metrics.aborts.inc()
         targets = self._items.abort_targets()

@@ -60,11 +60,13 @@ class ItemSender:
         return min(waiting, default=float("inf")) + DEADLINE_GRACE_S
 
     async def send_all(self, decoder: Worker) -> None:
-        """Send every item for `decoder`: to different encoders where there are several, equal content to one.
+        """Send every item for `decoder`, again if need be: to different encoders where there are several, equal content
+        to one.
 
         Raises TriptychError("unavailable") where there is no encoder.
         """
         for item in self._items:
+            self._release(item)
             await self._send(item, decoder)
 
     async def on_encoded(
@@ -119,12 +121,6 @@ class ItemSender:
                 self._release(item)
                 limit = f"{worker.instance_id} did not answer within {self._timeout_s:g} s"
                 await self._retry(item, worker, ErrorInfo("timeout", limit, item.media.param), decoder, "silent")
-
-    async def restart(self, decoder: Worker) -> None:
-        """Send everything again, for another decoder."""
-        for item in self._items:
-            self._release(item)
-            await self._send(item, decoder)
 
     def release_all(self) -> None:
         for item in self._items:

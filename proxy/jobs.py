@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-import msgspec
 
 from common.hashing import content_hash
 from common.messages import InputSlot, MediaKind
@@ -30,6 +29,9 @@ class Job:
     """What a decoder generates from: a prompt with one placeholder per media item, the items, how to sample.
 
     `request_id` is the id on the wire: the response's own, or one by `part_id` where a response needs several jobs.
+    `fields` names the request's field for settings that are called otherwise in it, for error messages. `enough` holds
+    the sequences that nobody waits for any more, such as those that a stop string has ended: whoever reads fills it.
+    `num_encoder_prompt_tokens` are the tokens of a prompt that the encoder reads; they count as prompt, too.
     """
 
     request_id: str
@@ -37,19 +39,14 @@ class Job:
     sampling: SamplingParams
     slots: list[InputSlot] = field(default_factory=list)
     media: list[MediaItem] = field(default_factory=list)
+    priority: int = 0
+    fields: Mapping[str, str] = field(default_factory=dict)
+    enough: set[int] = field(default_factory=set)
+    num_encoder_prompt_tokens: int = 0
 
-    def after(self, token_ids: list[int]) -> Job:
-        """The rest of this job when `token_ids` have been generated already: they become part of the prompt."""
-        done = len(token_ids)
-        sampling = self.sampling
-        rest = msgspec.structs.replace(
-            sampling,
-            max_tokens=max(1, sampling.max_tokens - done),
-            prefix_allowed=sampling.prefix_allowed[done:],
-            begin_suppress_tokens=sampling.begin_suppress_tokens if done <= len(sampling.prefix_allowed) else (),
-        )
-        prompt = self.prompt_token_ids + token_ids
-        return Job(self.request_id, prompt, rest, self.slots, self.media)
+    def field_of(self, param: str | None) -> str | None:
+        """The request's field for a setting that a worker names."""
+        return None if param is None else self.fields.get(param, param)
 
 
 def part_id(response_id: str, part: int) -> str:

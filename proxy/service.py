@@ -17,10 +17,13 @@ from common.errors import TriptychError
 from common.messages import Span
 from common.model_info import ModelInfo
 from common.text import TextProcessor
+from common.token_text import TokenTexts
 from proxy.dispatch import Dispatcher
 from proxy.exchange import Admission, Exchange
 from proxy.generation import Delta, Generation
+from proxy.generation_fields import GenerationRequest
 from proxy.jobs import Job, response_id
+from proxy.logprobs import LogprobShapes
 from proxy.media import MediaIntake
 from proxy.metrics import ProxyMetrics
 from proxy.timeline import Timelines
@@ -109,8 +112,22 @@ class Service:
             raise TriptychError("context_length_exceeded", f"{message}; shorten the prompt or lower max_tokens", param)
         return wanted if wanted is not None else limit - num_prompt_tokens
 
-    def generation(self, job: Job, exchange: Exchange) -> Generation:
-        return Generation(job, self.text, self.metrics, exchange.arrival_s)
+    @property
+    def transcribes(self) -> bool:
+        """Whether this is a speech model: its decoder hears one clip and writes it down."""
+        return self.info.is_encoder_decoder and self.info.media_kind == "audio"
+
+    def generation(self, job: Job, exchange: Exchange, body: GenerationRequest | None = None) -> Generation:
+        skip_special_tokens = body is None or body.skip_special_tokens is not False
+        return Generation(job, self.text, self.metrics, exchange.arrival_s, skip_special_tokens=skip_special_tokens)
+
+    def shapes(self, body: GenerationRequest) -> LogprobShapes:
+        """How this request is told log-probabilities."""
+        return LogprobShapes(self.token_texts, body.num_logprobs or 0, bool(body.return_tokens_as_token_ids))
+
+    @functools.cached_property
+    def token_texts(self) -> TokenTexts:
+        return TokenTexts(self.text.tokenizer)
 
     def deltas(self, generation: Generation, exchange: Exchange) -> AsyncGenerator[Delta]:
         """Start a job; the text of it, to its end or until closed. The timeline's bar "proxy" ends here."""

@@ -37,7 +37,13 @@ class Speech:
     """Transcribes one clip. After `deltas` has ended, `segments`, `language` and `duration_s` are complete."""
 
     def __init__(
-        self, service: Service, exchange: Exchange, item: MediaItem, sampling: SamplingParams, token_limit: int | None
+        self,
+        service: Service,
+        exchange: Exchange,
+        item: MediaItem,
+        sampling: SamplingParams,
+        token_limit: int | None,
+        priority: int = 0,
     ) -> None:
         """`token_limit` holds for each window, on top of what the model's decoder can hold."""
         self._service = service
@@ -45,6 +51,7 @@ class Speech:
         self._item = item
         self._sampling = sampling
         self._token_limit = token_limit
+        self._priority = priority
         self._places = asyncio.Semaphore(PARALLEL_WINDOWS)
         self._language_known: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.usage = Usage()
@@ -110,7 +117,7 @@ class Speech:
             item = await self._service.in_thread(_cut_item, item, window)
             request_id = part_id(request_id, index)
         sampling = msgspec.structs.replace(self._sampling, **fields)
-        job = Job(request_id, prompt_ids, sampling, make_slots([item], None), [item])
+        job = Job(request_id, prompt_ids, sampling, make_slots([item], None), [item], self._priority)
         return self._service.generation(job, self._exchange)
 
     def _note_language(self, generation: Generation) -> None:

@@ -17,7 +17,7 @@ from common.sampling_params import SamplingParams
 from proxy.errors import from_validation
 from proxy.exchange import Exchange, Json, Payload, Plain, Sse
 from proxy.generation import Delta
-from proxy.openai_types import Seed
+from proxy.generation_fields import Seed
 from proxy.service import Service
 from proxy.speech import Segment, Speech
 

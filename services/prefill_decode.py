@@ -124,7 +124,12 @@ class PrefillDecodeService:
         self._arrived_s[message.request_id] = time.monotonic()
         self.thread.submit(
             lambda engine: engine.add_request(
-                message.request_id, message.prompt_token_ids, message.inputs, message.sampling
+                message.request_id,
+                message.prompt_token_ids,
+                message.inputs,
+                message.sampling,
+                message.priority,
+                message.resumed,
             )
         )
 
@@ -210,9 +215,15 @@ class PrefillDecodeService:
                 event.finish_reason,
                 event.num_prompt_tokens,
                 event.spans,
+                index=event.index,
+                done=event.done,
+                num_cached_tokens=event.num_cached_tokens,
+                logprobs=event.logprobs,
+                prompt_logprobs=event.prompt_logprobs,
+                score=event.score,
             ),
         )
-        if event.finish_reason is not None:
+        if event.done:
             self._links.metrics.observe_spans(event.spans)
             self._forget(event.request_id)
 

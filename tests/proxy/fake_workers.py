@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import msgspec
 import zmq.asyncio
 from redis.asyncio import Redis
 
@@ -27,6 +28,7 @@ from common.messages import (
     InstanceRecord,
     Role,
     Span,
+    TokenLogprob,
     Tokens,
     ToWorker,
 )
@@ -166,19 +168,22 @@ class FakeEncoder(FakeWorker):
 
 
 class FakeDecoder(FakeWorker):
-    """Answers with `answer(message)` (text or token ids), one token per message, once all inputs are there.
+    """Answers with `answer(message)`, one token per message and sequence in turn, once all inputs are there.
 
-    `pause_after` tokens it waits for `resume`; `failure` is sent instead of an answer; `ask_again` inputs are asked
+    The answer is text or token ids, the same for every sequence, or a list of answers, one each; beams come as a whole.
+    A resumed request goes on behind the tokens that it has. Every token's log-probability is -(position + 1) / 10.
+    `pause_after` messages it waits for `resume`; `failure` is sent instead of an answer; `ask_again` inputs are asked
     for once more before the answer.
     """
 
     def __init__(self, cluster: FakeCluster, role: Role, instance_id: str) -> None:
         super().__init__(cluster, role, instance_id)
-        self.answer: Callable[[Generate], str | list[int]] = lambda message: "a red sign"
+        self.answer: Callable[[Generate], str | list[int] | list[str]] = lambda message: "a red sign"
         self.failure: ErrorInfo | None = None
         self.pause_after: int | None = None
         self.resume = asyncio.Event()
         self.ask_again: list[int] = []
+        self.num_cached_tokens = 0
         self._inputs: dict[str, set[int]] = {}
         self._arrived = asyncio.Condition()
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -217,19 +222,73 @@ class FakeDecoder(FakeWorker):
             self._inputs[request_id].discard(input_id)
             await self.reply(proxy, InputNeeded(request_id, input_id))
             await self._wait_for_inputs(message)
-        answer = self.answer(message)
-        ids = self.cluster.text.encode(answer, add_special_tokens=False) if isinstance(answer, str) else answer
-        ends = len(ids) < message.sampling.max_tokens
-        ids = [*ids, self.cluster.info.eos_token_ids[0]] if ends else ids[: message.sampling.max_tokens]
-        prompt = len(message.prompt_token_ids) + 10 * len(message.inputs)
-        start = time.time()
-        for index, token in enumerate(ids):
-            if index == self.pause_after:
+        for number, tokens in enumerate(self.messages(message)):
+            if number == self.pause_after:
                 await self.resume.wait()
-            last = index == len(ids) - 1
-            finish = ("stop" if ends else "length") if last else None
-            spans = [Span("decode", self.id, start, time.time())] if last else []
-            await self.reply(proxy, Tokens(request_id, index, [token], finish, prompt, spans))
+            await self.reply(proxy, tokens)
+
+    def messages(self, message: Generate) -> list[Tokens]:
+        """Everything that is sent for a request: the sequences take turns, the last message is marked."""
+        have = {part.index: len(part.token_ids) for part in message.resumed}
+        indices = list(have) if message.resumed else range(message.sampling.n)
+        sequences = {index: self._sequence(message, index) for index in indices}
+        turns = [
+            turn for index in indices for turn in self._turns(message, index, sequences[index], have.get(index, 0))
+        ]
+        turns.sort(key=lambda tokens: (tokens.offset, tokens.index))
+        now = time.time()
+        prompt = len(message.prompt_token_ids) + 10 * len(message.inputs)
+        first = {"prompt_logprobs": self._prompt_logprobs(message)}
+        last = {"done": True, "spans": [Span("decode", self.id, now, time.time())]}
+        return [
+            msgspec.structs.replace(
+                tokens,
+                num_prompt_tokens=prompt,
+                num_cached_tokens=self.num_cached_tokens,
+                **(first if number == 0 else {}),
+                **(last if number == len(turns) - 1 else {}),
+            )
+            for number, tokens in enumerate(turns)
+        ]
+
+    def _sequence(self, message: Generate, index: int) -> tuple[list[int], str]:
+        """A sequence's tokens, and why it ends."""
+        answer = self.answer(message)
+        if isinstance(answer, list) and answer and isinstance(answer[0], str):
+            answer = answer[index]
+        ids = self.cluster.text.encode(answer, add_special_tokens=False) if isinstance(answer, str) else answer
+        limit = message.sampling.max_tokens
+        return ([*ids, self.cluster.info.eos_token_ids[0]], "stop") if len(ids) < limit else (ids[:limit], "length")
+
+    def _turns(self, message: Generate, index: int, sequence: tuple[list[int], str], have: int) -> list[Tokens]:
+        ids, finish = sequence
+        count = message.sampling.logprobs
+        logprobs = [] if count is None else [self._logprob(place, token, count) for place, token in enumerate(ids)]
+        if message.sampling.uses_beams:
+            score = -float(index + 1)
+            return [Tokens(message.request_id, 0, ids, finish, index=index, logprobs=logprobs, score=score)]
+        return [
+            Tokens(
+                message.request_id,
+                place,
+                [ids[place]],
+                finish if place == len(ids) - 1 else None,
+                index=index,
+                logprobs=logprobs[place : place + 1],
+            )
+            for place in range(have, len(ids))
+        ]
+
+    def _prompt_logprobs(self, message: Generate) -> list[TokenLogprob | None]:
+        count = message.sampling.prompt_logprobs
+        if count is None:
+            return []
+        ids = message.prompt_token_ids
+        return [None, *(self._logprob(place, token, count) for place, token in enumerate(ids[1:]))]
+
+    def _logprob(self, place: int, token: int, count: int) -> TokenLogprob:
+        top = [(token + number, -(place + 1) / 10 - number) for number in range(count)]
+        return TokenLogprob(token, -(place + 1) / 10, 1, top)
 
     async def _wait_for_inputs(self, message: Generate) -> None:
         wanted = {slot.input_id for slot in message.inputs}

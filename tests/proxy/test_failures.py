@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from common.errors import ErrorInfo
-from common.messages import Abort, Encode, Generate, Tokens
+from common.messages import Abort, Encode, Tokens
 from tests.proxy.conftest import eventually
 from tests.proxy.fake_workers import SILENT, FakeDecoder
 from tests.proxy.media import image_part, picture
@@ -211,29 +211,6 @@ async def test_an_incompatible_worker_is_not_used_and_says_why(serve):
         assert "something else" in (await rig.http.get("/ready")).json()["reason"]
 
 
-async def test_a_lost_decoder_is_replaced_and_the_stream_goes_on(serve):
-    async with serve(decoders=2) as rig:
-        ids = rig.cluster.text.encode("a red sign")
-
-        def rest(message: Generate) -> list[int]:
-            return ids[2:] if message.prompt_token_ids[-2:] == ids[:2] else ids
-
-        first, second = rig.cluster.decoders
-        for decoder in (first, second):
-            decoder.answer = rest
-        first.pause_after = 2
-        stream = await rig.chat([image_part(picture())], stream=True, max_tokens=50)
-        chunks = [await _first(stream)]
-        await eventually(lambda: rig.service.dispatcher.num_flights == 1)
-        await first.die()
-        chunks += [chunk async for chunk in stream]
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "a red sign"
-        (generate,) = second.of(Generate)
-        assert generate.sampling.max_tokens == 48
-        assert {message.destination for message in rig.cluster.encoders[0].of(Encode)} == {"pd0", "pd1"}
-        rig.assert_clean()
-
-
 async def test_a_live_worker_that_is_given_up_is_told_and_found_again_under_a_new_name(serve):
     async with serve() as rig:
         encoder, decoder = rig.cluster.encoders[0], rig.cluster.decoders[0]
@@ -295,7 +272,7 @@ async def test_an_error_before_the_first_token_of_a_stream_has_its_status(serve)
 
 
 async def test_a_request_over_its_time_is_ended_everywhere(serve):
-    async with serve(request_timeout_s=0.3) as rig:
+    async with serve(request_timeout_s=1.0) as rig:
         rig.cluster.decoders[0].pause_after = 0
         with pytest.raises(openai.APIStatusError) as caught:
             await rig.chat()

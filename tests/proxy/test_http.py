@@ -54,12 +54,45 @@ BAD_CHATS = (
     (_chat(temperature=3), "temperature"),
     (_chat(top_p=0), "top_p"),
     (_chat(max_tokens=0), "max_tokens"),
-    (_chat(n=2), "n"),
-    (_chat(logprobs=True), "logprobs"),
+    (_chat(n=0), "n"),
+    (_chat(n=129), "n"),
+    (_chat(n=3, best_of=2), "best_of"),
+    (_chat(best_of=2, stream=True), "best_of"),
+    (_chat(top_logprobs=2), "top_logprobs"),
+    (_chat(logprobs=True, top_logprobs=21), "top_logprobs"),
+    (_chat(prompt_logprobs=1, stream=True), "prompt_logprobs"),
+    (_chat(prompt_logprobs=-1), "prompt_logprobs"),
+    (_chat(presence_penalty=3), "presence_penalty"),
+    (_chat(frequency_penalty=-2.5), "frequency_penalty"),
+    (_chat(repetition_penalty=0), "repetition_penalty"),
+    (_chat(min_p=1.5), "min_p"),
+    (_chat(min_tokens=-1), "min_tokens"),
+    (_chat(min_tokens=5, max_tokens=4), "min_tokens"),
+    (_chat(logit_bias={"5": 101}), "logit_bias"),
+    (_chat(logit_bias={"five": 1}), "logit_bias"),
+    (_chat(logit_bias={"-5": 1}), "logit_bias"),
+    (_chat(allowed_token_ids=[]), "allowed_token_ids"),
+    (_chat(allowed_token_ids=[2**40]), "allowed_token_ids[0]"),
+    (_chat(bad_words=["x", ""]), "bad_words[1]"),
+    (_chat(priority=2**40), "priority"),
+    (_chat(use_beam_search=True, temperature=0.5), "temperature"),
+    (_chat(use_beam_search=True, top_k=5), "top_k"),
+    (_chat(use_beam_search=True, n=3, best_of=2), "best_of"),
+    (_chat(length_penalty=0.5), "length_penalty"),
+    (_chat(early_stopping=True), "early_stopping"),
     (_chat(tools=[{"type": "function"}]), "tools"),
-    (_chat(response_format={"type": "json_object"}), "response_format"),
-    (_chat(frequency_penalty=0.5), "frequency_penalty"),
-    (_chat(guided_json={}), "guided_json"),
+    (_chat(response_format={"type": "yaml"}), "response_format.type"),
+    (_chat(response_format={"type": "json_schema"}), "response_format"),
+    (_chat(guided_json="{"), "guided_json"),
+    (_chat(guided_json="[]"), "guided_json"),
+    (_chat(guided_choice=[]), "guided_choice"),
+    (_chat(guided_regex="a", guided_choice=["a"]), "guided_choice"),
+    (_chat(guided_regex="a" * 300_000), "guided_regex"),
+    (_chat(structured_outputs={}), "structured_outputs"),
+    (_chat(structured_outputs={"regex": "a", "grammar": "b"}), "structured_outputs.grammar"),
+    (_chat(structured_outputs={"xml": "a"}), "structured_outputs.xml"),
+    (_chat(response_format={"type": "json_object"}, guided_json={}), "guided_json"),
+    (_chat(no_such_field=1), "no_such_field"),
     (_chat(stop=["x"] * 17), "stop"),
     (_chat(stop=""), "stop"),
     (_chat(language="en"), "language"),
@@ -76,8 +109,9 @@ async def test_bad_fields_are_named(serve):
         for body, param in BAD_CHATS:
             content = body if isinstance(body, bytes) else json.dumps(body).encode()
             response = await rig.http.post("/v1/chat/completions", content=content)
+            assert (body, response.status_code) == (body, 400)
             error = response.json()["error"]
-            assert (body, response.status_code, error["param"]) == (body, 400, param)
+            assert (body, error["param"]) == (body, param)
             assert error["type"] == "invalid_request_error"
         assert rig.cluster.decoders[0].received == []
         rig.assert_clean()
@@ -86,13 +120,12 @@ async def test_bad_fields_are_named(serve):
 async def test_unsupported_fields_that_are_switched_off_are_fine(serve):
     async with serve() as rig:
         answer = await rig.chat(
-            n=1,
             logprobs=False,
-            presence_penalty=0,
-            frequency_penalty=0.0,
             response_format={"type": "text"},
             user="somebody",
-            extra_body={"repetition_penalty": 1.0, "min_p": 0, "best_of": None},
+            tools=[],
+            tool_choice="none",
+            extra_body={"best_of": None, "n": None, "stream": None, "include_stop_str_in_output": False},
         )
         assert answer.choices[0].finish_reason == "stop"
 
@@ -150,10 +183,14 @@ BAD_COMPLETIONS = (
     ({"prompt": []}, "prompt"),
     ({"prompt": [99999]}, "prompt"),
     ({"prompt": [-1]}, "prompt"),
-    ({"prompt": "x", "echo": True}, "echo"),
     ({"prompt": "x", "suffix": "y"}, "suffix"),
-    ({"prompt": "x", "logprobs": 0}, "logprobs"),
-    ({"prompt": "x", "best_of": 2}, "best_of"),
+    ({"prompt": "x", "logprobs": 21}, "logprobs"),
+    ({"prompt": "x", "logprobs": True}, "logprobs"),
+    ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": ["x"] * 10, "n": 128}, "n"),
+    ({"prompt": "x", "encoder_prompt": "y"}, "prompt"),
+    ({"encoder_prompt": "y"}, "encoder_prompt"),
+    ({"prompt": "x", "decoder_prompt": "y"}, "decoder_prompt"),
     ({}, "prompt"),
     ({"prompt": {"a": 1}}, "prompt"),
     ({"prompt": ["x", 5]}, "prompt"),

@@ -151,7 +151,7 @@ async def test_a_model_without_ears_refuses_transcriptions_and_a_speech_model_re
     async with serve(whisper_model.folder) as rig:
         with pytest.raises(openai.BadRequestError, match="needs audio"):
             await rig.client.completions.create(model=rig.model, prompt="hello")
-        with pytest.raises(openai.BadRequestError, match="one input_audio part"):
+        with pytest.raises(openai.BadRequestError, match="one clip"):
             await rig.chat("hello")
 
 

@@ -190,7 +190,7 @@ class Proxy:
     def _finished(self, request_id: str) -> bool:
         failures = self.of(request_id, Failed)
         assert not failures, failures
-        return any(message.finish_reason for message in self.tokens(request_id))
+        return any(message.done for message in self.tokens(request_id))
 
     async def metrics(self, instance_id: str) -> dict[str, float]:
         """All samples of a worker's /metrics; labels are part of the name as in `name{outcome=stored}`."""

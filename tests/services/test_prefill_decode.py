@@ -107,7 +107,7 @@ async def test_offer_grant_tensor_receipt_tokens(setting: Setting) -> None:
     offer = await setting.granted("r")
     await setting.deliver(offer)
     assert await setting.receipt("r") == "stored"
-    await eventually(lambda: any(message.finish_reason for message in setting.worker.of(Tokens, "r")))
+    await eventually(lambda: any(message.done for message in setting.worker.of(Tokens, "r")))
     assert setting.worker.tally("handoffs") == {"granted": 1, "receipt_stored": 1}
 
 
@@ -118,7 +118,7 @@ async def test_a_repeated_offer_gets_the_same_answer_and_a_repeated_request_none
     assert (await setting.peer.message(Grant, "r", count=2)).status == "granted"
     await setting.deliver(offer)
     await setting.deliver(offer)
-    await eventually(lambda: any(message.finish_reason for message in setting.worker.of(Tokens, "r")))
+    await eventually(lambda: any(message.done for message in setting.worker.of(Tokens, "r")))
     offsets = [message.offset for message in setting.worker.of(Tokens, "r")]
     assert offsets == list(range(len(offsets)))
     assert setting.worker.tally("handoffs")["duplicate_request"] == 1
@@ -175,7 +175,7 @@ async def test_a_tensor_from_somebody_else_changes_nothing(setting: Setting) -> 
     await eventually(lambda: setting.worker.tally("handoffs").get("stray") == 1)
     await setting.deliver(offer)
     assert await setting.receipt("r") == "stored"
-    await eventually(lambda: any(message.finish_reason for message in setting.worker.of(Tokens, "r")))
+    await eventually(lambda: any(message.done for message in setting.worker.of(Tokens, "r")))
 
 
 async def test_a_tensor_that_is_not_what_was_offered_is_corrupt_and_the_next_attempt_welcome(setting: Setting) -> None:
@@ -191,7 +191,7 @@ async def test_a_tensor_that_is_not_what_was_offered_is_corrupt_and_the_next_att
     granted = await setting.peer.message(Grant, "r", count=3)
     assert (granted.attempt, granted.status) == (1, "granted")
     await setting.deliver(again)
-    await eventually(lambda: any(message.finish_reason for message in setting.worker.of(Tokens, "r")))
+    await eventually(lambda: any(message.done for message in setting.worker.of(Tokens, "r")))
 
 
 async def test_an_offer_whose_numbers_do_not_add_up_is_refused(setting: Setting) -> None:

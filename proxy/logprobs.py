@@ -1,0 +1,95 @@
+"""Log-probabilities in the shapes of OpenAI's API: chat's, text completion's, and vLLM's for prompts."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from common.messages import TokenLogprob
+from common.token_text import TokenTexts
+
+MIN_LOGPROB: Final = -9999.0
+"""What impossible tokens are given: JSON knows no infinity."""
+
+
+@dataclass(frozen=True)
+class LogprobShapes:
+    """Log-probabilities as JSON. `num_top` likeliest tokens are told at each place; with `as_ids`, tokens are named
+    `token_id:N` instead of by their text."""
+
+    texts: TokenTexts
+    num_top: int
+    as_ids: bool = False
+
+    def name(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self.as_ids else self.texts.string_of(token_id)
+
+    def chat(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """`logprobs` of a choice of /v1/chat/completions: one entry per generated token."""
+        content = []
+        for entry in entries:
+            top = [self._chat_token(token, logprob) for token, logprob in entry.top[: self.num_top]]
+            content.append({**self._chat_token(entry.token_id, entry.logprob), "top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _chat_token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {"token": self.name(token_id), "logprob": _finite(logprob), "bytes": [*self.texts.bytes_of(token_id)]}
+
+    def prompt(self, entries: Sequence[TokenLogprob | None]) -> list[dict[str, Any] | None]:
+        """`prompt_logprobs`: for each token of the prompt, it and the likeliest ones by id; None for the first one."""
+        return [None if entry is None else self._by_id(entry) for entry in entries]
+
+    def _by_id(self, entry: TokenLogprob) -> dict[str, Any]:
+        ranked = {entry.token_id: (entry.logprob, entry.rank)}
+        ranked |= {token: (logprob, rank) for rank, (token, logprob) in enumerate(entry.top, 1)}
+        return {
+            str(token): {"logprob": _finite(logprob), "rank": rank, "decoded_token": self.texts.string_of(token)}
+            for token, (logprob, rank) in ranked.items()
+        }
+
+
+@dataclass
+class CompletionLogprobs:
+    """`logprobs` of one choice of /v1/completions, piece by piece: `text_offset` counts characters from its start."""
+
+    shapes: LogprobShapes
+    _offset: int = 0
+    _characters: codecs.IncrementalDecoder = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace")
+    )
+
+    def add(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """The fields for the next tokens of the choice."""
+        return self.add_prompt([entry.token_id for entry in entries], entries)
+
+    def add_prompt(self, token_ids: Sequence[int], entries: Sequence[TokenLogprob | None]) -> dict[str, Any]:
+        """The same where tokens may have no entry, as the first one of a prompt has none."""
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self._offset)
+            self._offset += len(self._characters.decode(self.shapes.texts.bytes_of(token_id)))
+        return {
+            "tokens": [self.shapes.name(token_id) for token_id in token_ids],
+            "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in entries],
+            "top_logprobs": [None if entry is None else self._top(entry) for entry in entries],
+            "text_offset": offsets,
+        }
+
+    def _top(self, entry: TokenLogprob) -> dict[str, float]:
+        """The likeliest tokens, and the one that is there. Different tokens may look the same: the likelier is told."""
+        told: dict[str, float] = {}
+        for token_id, logprob in [*entry.top[: self.shapes.num_top], (entry.token_id, entry.logprob)]:
+            told.setdefault(self.shapes.name(token_id), _finite(logprob))
+        return told
+
+
+def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Pieces of CompletionLogprobs as one."""
+    names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    return {name: [value for part in parts for value in part[name]] for name in names}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, MIN_LOGPROB)
