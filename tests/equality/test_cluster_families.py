@@ -1,4 +1,5 @@
-"""transformers == a cluster of processes for the families beyond those of test_cluster.py: one short-lived one each."""
+"""transformers == `LLM` == a cluster of processes for the families beyond test_cluster.py: few requests each, one
+cluster at a time."""
 
 from __future__ import annotations
 
@@ -12,19 +13,19 @@ from tests.equality.runs import expected_of
 from tests.equality.served import serve
 
 pytestmark = pytest.mark.cluster
-FAMILIES = ("qwen2_vl", "qwen3_vl", "qwen2_audio")
+FAMILIES = ("llava", "idefics3", "qwen2_vl", "qwen3_vl", "qwen2_audio")
 NUM_CASES = 4
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES)
 async def test_answers_equal_transformers(
-    family: str, folder_of: Callable[[str], Path], cases_of: Callable[[str], list[Case]], broker_url: str
+    name: str, folder_of: Callable[[str], Path], cases_of: Callable[[str], list[Case]], broker_url: str
 ) -> None:
-    cases, max_tokens = cases_of(family)[:NUM_CASES], MAX_TOKENS[family]
-    with serve(folder_of(family), broker_url, family, max_num_batched_tokens=32, block_size=8) as served:
-        together = await served.answer_all(cases, max_tokens)
-        assert [answer.token_ids for answer in together] == expected_of(cases)
-        assert [answer.text for answer in together] == [served.text.decode(case.expected) for case in cases]
-        staggered = await served.answer_all(cases, max_tokens, one_by_one=True)
-        assert [answer.token_ids for answer in staggered] == expected_of(cases)
+    """At once and one by one, each kind of request among them: with no, one, two and three inputs."""
+    cases, max_tokens = cases_of(name)[:NUM_CASES], MAX_TOKENS[name]
+    with serve(folder_of(name), broker_url, name, max_num_batched_tokens=32, block_size=8) as served:
+        for one_by_one in (False, True):
+            answers = await served.answer_all(cases, max_tokens, one_by_one=one_by_one)
+            assert [answer.token_ids for answer in answers] == expected_of(cases)
+            assert [answer.text for answer in answers] == [served.text.decode(case.expected) for case in cases]
         await served.wait_until_nothing_is_held()
