@@ -131,7 +131,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     ),
     Family(
         "bart",
-        ("BartForConditionalGeneration",),
+        ("BartForConditionalGeneration", "BartModel"),  # as facebook/bart-base calls itself
         decoder="engine.models.bart:build",
         encoder="engine.encoders.bart:BartEncoder",
         processor="engine.processors.text:TextTokensProcessor",
@@ -152,7 +152,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     ),
     Family(
         "t5",
-        ("T5ForConditionalGeneration",),
+        ("T5ForConditionalGeneration", "T5WithLMHeadModel"),  # as the first ones still call themselves
         decoder="engine.models.t5:build",
         encoder="engine.encoders.t5:T5Encoder",
         processor="engine.processors.text:TextTokensProcessor",

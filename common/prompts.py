@@ -13,6 +13,7 @@ Never imports torch.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypedDict, cast
@@ -45,7 +46,11 @@ SingletonPrompt: TypeAlias = str | list[int] | TextPrompt | TokensPrompt
 
 
 class ExplicitEncoderDecoderPrompt(TypedDict, total=False):
-    """A prompt for each half of an encoder-decoder model. Without `decoder_prompt` the decoder gets its default."""
+    """A prompt for each half of an encoder-decoder model. Without `decoder_prompt` the decoder gets its default.
+
+    A text becomes what the tokenizer makes of it, with the special tokens that it adds at both ends; whoever wants the
+    decoder to go on in the middle of a sentence gives it token ids.
+    """
 
     encoder_prompt: SingletonPrompt
     decoder_prompt: SingletonPrompt | None
@@ -244,7 +249,7 @@ def _parse_singleton(
 ) -> _Singleton:
     if isinstance(prompt, str):
         return _Singleton(text.encode(prompt, add_special_tokens=special_tokens), prompt, {})
-    if isinstance(prompt, list):
+    if isinstance(prompt, list | tuple):
         return _Singleton(_token_ids(prompt, param), None, {})
     if not isinstance(prompt, dict):
         raise _bad_format(prompt, param)
@@ -261,11 +266,10 @@ def _parse_singleton(
 
 
 def _token_ids(value: Any, param: str) -> list[int]:
-    token_ids = list(value)
-    wrong = next((token for token in token_ids if not isinstance(token, int)), None)
-    if wrong is not None:
-        raise TriptychError("invalid_request", f"token ids are integers, not {type(wrong).__name__} ({wrong!r})", param)
-    return token_ids
+    try:
+        return [operator.index(token) for token in value]  # numpy's integers, too
+    except TypeError as error:
+        raise TriptychError("invalid_request", f"token ids are a list of integers: {error}", param) from error
 
 
 def _rule(info: ModelInfo, key: str) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from common.errors import TriptychError
@@ -104,6 +105,11 @@ def test_a_single_text_is_the_encoders(bart: Parse, tokenize: Callable[[str], li
 
 def test_a_text_prompt_is_the_same(bart: Parse) -> None:
     assert bart(TextPrompt(prompt=TEXT)) == bart(TEXT)
+
+
+def test_token_ids_may_be_of_any_integer_type(bart: Parse) -> None:
+    for given in (np.array([5, 6]).tolist(), [*np.array([5, 6])], (5, 6), {"prompt_token_ids": np.array([5, 6])}):
+        assert bart(given).encoder_prompt_token_ids == [5, 6]
 
 
 @pytest.mark.parametrize("key", ["prompt_tokens", "prompt_token_ids"])
@@ -245,7 +251,7 @@ def test_whisper_takes_audio_as_its_encoder_prompt(parser: Callable[[str], Parse
         ("bart", [-1], "invalid_request", "token id -1 of the encoder prompt is outside the vocabulary of 264"),
         ("bart", [5] * 129, "context_length_exceeded", "has 129 tokens, the encoder of .* takes at most 128"),
         ("bart", "a" * 127, "context_length_exceeded", "has 129 tokens, the encoder of .* takes at most 128"),
-        ("bart", ["a"], "invalid_request", "token ids are integers, not str"),
+        ("bart", ["a"], "invalid_request", "token ids are a list of integers: 'str'"),
         ("bart", {"prompts": "a"}, "invalid_request", "a prompt is a text, .* not a dict of prompts"),
         ("bart", {"prompt": "a", "multi_modal_data": {"image": b""}}, "invalid_request", "takes text, no image"),
         ("bart", 7, "invalid_request", "a prompt is a text"),

@@ -18,7 +18,7 @@ from tests.equality.cases import ENCODER_DECODER_FAMILIES, Case
 from tests.equality.cases import MAX_TOKENS as LIMITS
 from tests.equality.media import text_prompts
 from tests.equality.references import Reference
-from tests.equality.runs import answer_all, expected_of, kv_bytes
+from tests.equality.runs import answer_all, expected_of, kv_bytes, strip
 from tests.tiny import encdec
 
 MAX_TOKENS = LIMITS["bart"]
@@ -165,3 +165,22 @@ def test_the_rules_of_the_checkpoint_are_those_of_transformers(tmp_path: Path) -
         assert output.outputs[0].token_ids[-1] == encdec.EOS
     unruled = LLM(encdec.make_bart(tmp_path / "plain")).generate(prompts, SamplingParams(temperature=0, max_tokens=24))
     assert [output.outputs[0].token_ids for output in unruled] != [output.outputs[0].token_ids for output in outputs]
+
+
+def test_a_clip_is_the_encoder_prompt_of_whisper(
+    folder_of: Callable[[str], Path], cases_of: Callable[[str], list[Case]]
+) -> None:
+    llm, case = LLM(folder_of("whisper")), cases_of("whisper")[0]
+    audio = {"multi_modal_data": {"audio": case.media[0]}}
+    text = llm.text.decode(case.prompt, skip_special_tokens=False)
+    prompts: list[Any] = [
+        {"encoder_prompt": audio, "decoder_prompt": {"prompt_token_ids": case.prompt}},
+        {"encoder_prompt": {**audio, "prompt": ""}, "decoder_prompt": text},
+        {**audio, "prompt": text},
+        {**audio, "prompt_tokens": case.prompt[1:]},
+    ]
+    params = SamplingParams(**{**case.rules, "temperature": 0, "max_tokens": LIMITS["whisper"]})
+    for output in llm.generate(prompts, params):
+        assert output.prompt_token_ids == case.prompt
+        assert output.encoder_prompt is None
+        assert strip(llm.info, output.outputs[0].token_ids) == case.expected

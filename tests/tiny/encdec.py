@@ -6,6 +6,7 @@ The special tokens have the ids that they have in the published checkpoints: tho
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,19 @@ FIRST_LANGUAGE = FIRST_BYTE + 256
 LANGUAGES = ("en_XX", "de_DE", "fr_XX")
 VOCAB_SIZE = FIRST_LANGUAGE + 5  # a little more than the tokenizer has, as in published checkpoints
 
-_BART_GAINS = {"encoder_attn.q_proj": 0.125, "encoder_attn.out_proj": 0.1, "fc2.weight": 2.0, "embed_positions": 4.0}
-_MBART_GAINS = {"encoder_attn.q_proj": 0.125, "encoder_attn.out_proj": 0.5, "fc2.weight": 4.0, "embed_positions": 3.0}
-_T5_GAINS = {"Attention.q": 0.2, "EncDecAttention.o": 0.3, "DenseReluDense.wo": 3.0}
+_BART_GAINS = {
+    r"encoder_attn\.q_proj": 0.125,
+    r"encoder_attn\.out_proj": 0.1,
+    r"decoder.*fc2\.weight": 2.0,
+    r"decoder.*embed_positions": 4.0,
+}
+_MBART_GAINS = {
+    r"encoder_attn\.q_proj": 0.125,
+    r"encoder_attn\.out_proj": 0.5,
+    r"decoder.*fc2\.weight": 4.0,
+    r"decoder.*embed_positions": 3.0,
+}
+_T5_GAINS = {r"Attention\.q": 0.2, r"EncDecAttention\.o": 0.3, r"decoder.*DenseReluDense\.wo": 3.0}
 
 
 def make_bart(folder: Path, *, seed: int = 0, generation: dict[str, Any] | None = None, **overrides: Any) -> Path:
@@ -86,13 +97,13 @@ def make_flan_t5(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
 
 
 def _save(model: PreTrainedModel, folder: Path, seed: int, gains: dict[str, float]) -> None:
-    """Random weights, the decoder's scaled by `gains`, so that it listens to its own tokens more than to the encoder,
-    and its attention looks at several tokens: sums in another order must not change what comes out."""
+    """Random weights, scaled by `gains` (patterns of names) so that decoders listen to their own tokens more than to
+    the encoder, and attention looks at several tokens: sums in another order must not change what comes out."""
     save_random(model, folder, seed)
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
-        for part, gain in gains.items():
-            if "decoder." in name and part in name:
+        for pattern, gain in gains.items():
+            if re.search(pattern, name):
                 tensor *= gain
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 

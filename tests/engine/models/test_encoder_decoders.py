@@ -130,6 +130,21 @@ def test_distances_fall_into_the_buckets_of_transformers(buckets: int, distance:
     assert table[-1] == far[0] == buckets - 1
 
 
+@torch.inference_mode()
+def test_bfloat16_stays_bfloat16_and_close(folder: Path) -> None:
+    info, ids = load_model_info(str(folder)), random_ids(12)
+    processors.init_worker(str(folder), "bfloat16")
+    item = processors.process("text", encode_tokens(ids.tolist()))
+    half, full = (load_encoder(info, CPU, dtype)[0].encode([item])[0] for dtype in (torch.bfloat16, torch.float32))
+    assert half.dtype == torch.bfloat16
+    assert half.nbytes == item.size_bytes
+    assert (half.float() - full).norm() < 0.1 * full.norm()
+    low, high = (
+        logits_of(decoder_of(folder, output.dtype), ids, encoder_output=output).float() for output in (half, full)
+    )
+    assert (low - high).norm() < 0.1 * high.norm()
+
+
 def test_texts_of_similar_length_share_a_batch() -> None:
     assert list(batches_by_length([7, 40, 1, 128, 42, 7])) == [[2], [0, 5], [1, 4], [3]]
     assert list(batches_by_length([])) == []
@@ -161,6 +176,26 @@ def test_every_name_that_the_embedding_had_is_understood(folder: Path, tmp_path:
         load_encoder(load_model_info(str(copy)), CPU, torch.float32)
         ours = logits_of(decoder_of(copy), random_ids(9), encoder_output=torch.ones(5, 64))
         assert torch.equal(ours, original)
+
+
+def test_the_bare_model_of_facebooks_bart_base_is_one_that_generates(tmp_path: Path) -> None:
+    """Its file has no outer prefix, no head and no bias of one."""
+    full = encdec.make_bart(tmp_path / "bart")
+    bare = rewritten(
+        full,
+        tmp_path / "bare",
+        lambda tensors: {
+            name.removeprefix("model."): tensor for name, tensor in tensors.items() if name != "final_logits_bias"
+        },
+    )
+    config = json.loads((bare / "config.json").read_text())
+    (bare / "config.json").write_text(json.dumps({**config, "architectures": ["BartModel"]}))
+    assert load_model_info(str(bare)).family.name == "bart"
+    encoder, decoder = (
+        load(load_model_info(str(bare)), CPU, torch.float32)[1] for load in (load_encoder, load_decoder)
+    )
+    assert set(encoder.names) | set(decoder.names) == set(load_file(bare / "model.safetensors"))
+    assert_equals_transformers(bare)
 
 
 def test_shards_are_read_as_one_file_is(folder: Path, tmp_path: Path) -> None:
