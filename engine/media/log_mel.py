@@ -29,9 +29,12 @@ class LogMelSettings:
 
     @classmethod
     def from_json(cls, json: dict[str, Any]) -> LogMelSettings:
-        """From a preprocessor_config.json. Raises ValueError where it asks for random dither."""
-        if json.get("dither"):
-            raise ValueError(f"a feature extractor with dither = {json['dither']} is not supported")
+        """From a preprocessor_config.json. Raises ValueError for random dither, and padding but with zeros behind."""
+        for name, supported in (("dither", 0.0), ("padding_side", "right"), ("padding_value", 0.0)):
+            if json.get(name, supported) != supported:
+                raise ValueError(
+                    f"a feature extractor with {name} = {json[name]} is not supported; only {supported} is"
+                )
         return cls(**{name: json[name] for name in cls.__dataclass_fields__ if json.get(name) is not None})
 
     @property

@@ -25,13 +25,14 @@ class Qwen2AudioProcessor:
         self._log_mel = LogMel(self._settings)
         self._token_id = int(info.config["audio_token_index"])
         self._hidden_size = int(info.text_config["hidden_size"])
-        num_frames, window = (
-            self._settings.num_frames,
-            int(info.config["audio_config"].get("max_source_positions", 1500)),
-        )
-        if num_frames != 2 * window:  # its convolutions halve the frames
+        audio = info.config["audio_config"]
+        ours = (self._settings.feature_size, self._settings.num_frames)
+        # Its convolutions halve the frames.
+        tower = (int(audio.get("num_mel_bins", 128)), 2 * int(audio.get("max_source_positions", 1500)))
+        if ours != tower:
             raise ValueError(
-                f"the feature extractor of {info.name} makes {num_frames} frames, its encoder takes {2 * window}"
+                f"the feature extractor of {info.name} makes {ours[0]} mel bins of {ours[1]} frames, "
+                f"its encoder takes {tower[0]} of {tower[1]}"
             )
 
     def __call__(self, media: bytes) -> tuple[dict[str, npt.NDArray[Any]], InputLayout, tuple[int, ...]]:

@@ -66,3 +66,5 @@ def test_settings_that_change_the_computation_are_refused() -> None:
         PatchSettings.from_json({"do_resize": False})
     with pytest.raises(ValueError, match=r"dither = 0\.1 is not supported"):
         LogMelSettings.from_json({"dither": 0.1})
+    with pytest.raises(ValueError, match="padding_side = left is not supported; only right is"):
+        LogMelSettings.from_json({"padding_side": "left"})

@@ -141,7 +141,8 @@ def test_a_clip_without_a_token_is_refused(folders: Folders) -> None:
     [
         ("qwen3_vl", {"patch_size": 14}, "makes patches of 14 pixels and merges squares of 2, its encoder takes 16"),
         ("qwen2_vl", {"merge_size": 1}, "makes patches of 14 pixels and merges squares of 1, its encoder takes 14"),
-        ("qwen2_audio", {"chunk_length": 30}, "makes 3000 frames, its encoder takes 500"),
+        ("qwen2_audio", {"chunk_length": 30}, "makes 40 mel bins of 3000 frames, its encoder takes 40 of 500"),
+        ("qwen2_audio", {"feature_size": 80}, "makes 80 mel bins of 500 frames, its encoder takes 40 of 500"),
     ],
 )
 def test_a_preprocessor_of_another_model_is_refused(
