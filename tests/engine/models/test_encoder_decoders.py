@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -273,3 +275,17 @@ def test_an_encoder_prompt_is_checked_before_it_is_encoded(tmp_path: Path, media
     processors.init_worker(str(encdec.make_bart(tmp_path / "bart")), "float32")
     with pytest.raises(TriptychError, match=message):
         processors.process("text", media)
+
+
+def test_no_panel_imports_what_it_does_not_need(tmp_path: Path) -> None:
+    program = (
+        "import sys; from common.model_info import load_model_info; from engine import processors;"
+        "[processors.init_worker(folder, 'float32') for folder in sys.argv[1:]];"
+        "processors.process('text', bytes([5, 0, 0, 0]));"
+        "assert 'torch' not in sys.modules;"
+        "import torch; from engine.models.registry import load_decoder;"
+        "[load_decoder(load_model_info(folder), torch.device('cpu'), torch.float32) for folder in sys.argv[1:]];"
+        "assert 'transformers' not in sys.modules"
+    )
+    folders = [str(make(tmp_path / name)) for name, make in MAKERS.items()]
+    subprocess.run([sys.executable, "-c", program, *folders], check=True, timeout=120)
