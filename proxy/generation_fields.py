@@ -13,14 +13,12 @@ from typing import Annotated, Any, Final
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from common.errors import TriptychError
-from common.sampling_params import SamplingParams
+from common.sampling_params import MAX_LOGPROBS, MAX_SEQUENCES, SamplingParams
 from common.text import TextProcessor
 from common.token_text import bad_words_ids
 from proxy.generation import Usage
 from proxy.structured import StructuredFields
 
-MAX_SEQUENCES: Final = 128
-MAX_LOGPROBS: Final = 20
 _IGNORED: Final = frozenset(
     [
         "user",

@@ -8,9 +8,10 @@ from typing import Any, Final, TypeVar
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from common.errors import TriptychError
+from common.sampling_params import MAX_LOGPROBS
 from proxy.errors import from_validation
 from proxy.exchange import Exchange
-from proxy.generation_fields import MAX_LOGPROBS, GenerationRequest
+from proxy.generation_fields import GenerationRequest
 from proxy.messages import Message
 
 _OFF_LOOP_BYTES: Final = 256 * 2**10

@@ -44,8 +44,7 @@ async def transcriptions(service: Service, exchange: Exchange) -> AsyncGenerator
     """The text of a recording as JSON, plain text, JSON with segments, or a stream."""
     form, data = await _read_form(exchange)
     service.check_model(form.model)
-    if service.info.media_kind != "audio":
-        raise TriptychError("invalid_request", f"{service.model_name} does not take audio", "file")
+    _check_model_hears(service)
     if form.stream and form.response_format == "verbose_json":
         raise TriptychError("invalid_request", "verbose_json cannot be streamed: use json or text", "response_format")
     item = await service.intake.of_bytes("audio", data, "file")
@@ -59,6 +58,15 @@ async def transcriptions(service: Service, exchange: Exchange) -> AsyncGenerator
             async for _ in deltas:
                 pass
             yield _answer(form, speech)
+
+
+def _check_model_hears(service: Service) -> None:
+    if service.transcribes:
+        return
+    if service.info.media_kind == "audio":
+        message = f"{service.model_name} is no speech model: send clips with /v1/chat/completions"
+        raise TriptychError("invalid_request", message, "model")
+    raise TriptychError("invalid_request", f"{service.model_name} does not take audio", "file")
 
 
 async def _read_form(exchange: Exchange) -> tuple[TranscriptionForm, bytes]:

@@ -25,7 +25,7 @@ from proxy.app import ProxyServer, bind, make_app, make_service
 from proxy.service import Service
 from tests import eventually as waiting
 from tests.proxy.fake_workers import FakeCluster, fake_cluster
-from tests.proxy.models import make_speech_model, make_text_model
+from tests.proxy.models import make_listening_model, make_speech_model, make_text_model, make_translation_model
 
 eventually = partial(waiting.eventually, timeout_s=8.0)
 
@@ -91,6 +91,16 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> ModelInfo:
 @pytest.fixture(scope="session")
 def whisper_model(tmp_path_factory: pytest.TempPathFactory) -> ModelInfo:
     return load_model_info(str(make_speech_model(tmp_path_factory.mktemp("models") / "tiny-whisper")))
+
+
+@pytest.fixture(scope="session")
+def translation_model(tmp_path_factory: pytest.TempPathFactory) -> ModelInfo:
+    return load_model_info(str(make_translation_model(tmp_path_factory.mktemp("models") / "tiny-bart")))
+
+
+@pytest.fixture(scope="session")
+def listening_model(tmp_path_factory: pytest.TempPathFactory) -> ModelInfo:
+    return load_model_info(str(make_listening_model(tmp_path_factory.mktemp("models") / "tiny-listener")))
 
 
 @asynccontextmanager

@@ -1,0 +1,82 @@
+"""Text completion with an encoder-decoder model: the prompt is the encoder's, and travels as an input."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+from common.messages import Encode, Generate
+from common.prompts import decode_tokens
+
+
+async def _generated(rig, **fields):
+    response = await rig.http.post("/v1/completions", json=fields)
+    assert response.status_code == 200, response.text
+    encode = rig.cluster.encoders[0].of(Encode)[-1]
+    return rig.cluster.decoders[0].of(Generate)[-1], encode, response.json()
+
+
+async def test_a_prompt_goes_to_the_encoder_and_the_decoder_begins_by_default(serve, translation_model):
+    async with serve(translation_model.folder) as rig:
+        generate, encode, answer = await _generated(rig, prompt="the red sign")
+        assert encode.kind == "text"
+        assert decode_tokens(encode.media) == rig.cluster.text.encode("the red sign")
+        assert generate.prompt_token_ids == [2, 0]
+        assert [(slot.kind, slot.prompt_index) for slot in generate.inputs] == [("text", None)]
+        assert answer["choices"][0]["text"] == "a red sign"
+        assert answer["usage"]["prompt_tokens"] == len(decode_tokens(encode.media)) + 2 + 10
+        rig.assert_clean()
+
+
+@pytest.mark.parametrize("name", ["prompt", "encoder_prompt"])
+async def test_prompts_of_both_halves_are_text_or_token_ids(serve, translation_model, name):
+    async with serve(translation_model.folder) as rig:
+        for decoder_prompt, expected in (([0, 5], [2, 0, 5]), ([2, 5], [2, 5]), (None, [2, 0])):
+            fields = {name: [7, 8, 9], "decoder_prompt": decoder_prompt}
+            generate, encode, _ = await _generated(rig, **fields)
+            assert decode_tokens(encode.media) == [7, 8, 9]
+            assert generate.prompt_token_ids == expected
+        generate, _, _ = await _generated(rig, **{name: "x", "decoder_prompt": "red"})
+        assert generate.prompt_token_ids == [2, *rig.cluster.text.encode("red")]
+
+
+async def test_the_checkpoints_rules_of_generation_hold_unless_told_otherwise(serve, translation_model):
+    async with serve(translation_model.folder) as rig:
+        generate, _, _ = await _generated(rig, prompt="x")
+        assert (generate.sampling.no_repeat_ngram_size, generate.sampling.forced_eos_token_id) == (3, 2)
+        generate, _, _ = await _generated(rig, prompt="x", no_repeat_ngram_size=2)
+        assert generate.sampling.no_repeat_ngram_size == 2
+
+
+async def test_several_prompts_have_one_decoder_prompt_or_one_each(serve, translation_model):
+    async with serve(translation_model.folder) as rig:
+        decoder = rig.cluster.decoders[0]
+        await _generated(rig, prompt=[[7], [8]], decoder_prompt=[2, 5])
+        assert [message.prompt_token_ids for message in decoder.of(Generate)] == [[2, 5]] * 2
+        await _generated(rig, prompt=[[7], [8]], decoder_prompt=[[2, 5], [2, 6]], n=2)
+        assert sorted(message.prompt_token_ids for message in decoder.of(Generate)[2:]) == [[2, 5], [2, 6]]
+        assert len(rig.cluster.encoders[0].of(Encode)) == 4  # n choices share the input
+
+
+BAD = (
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [99_999]}, "prompt"),
+    ({"encoder_prompt": [99_999]}, "encoder_prompt"),
+    ({"prompt": "x", "decoder_prompt": 5}, "decoder_prompt"),
+    ({"prompt": [[7], [8]], "decoder_prompt": [[2], [2], [2]]}, "decoder_prompt"),
+    ({"prompt": "x", "echo": True}, "echo"),
+    ({"prompt": [7] * 65}, "prompt"),
+    ({"decoder_prompt": "x"}, "prompt"),
+)
+
+
+async def test_bad_prompts_are_named(serve, translation_model):
+    async with serve(translation_model.folder) as rig:
+        for fields, param in BAD:
+            response = await rig.http.post("/v1/completions", json=fields)
+            assert (fields, response.status_code, response.json()["error"]["param"]) == (fields, 400, param)
+        with pytest.raises(openai.BadRequestError, match="use /v1/completions"):
+            await rig.chat("hello")
+        with pytest.raises(openai.BadRequestError, match="does not take audio"):
+            await rig.client.audio.transcriptions.create(model=rig.model, file=("x.wav", b"RIFF0000WAVE"))
+        rig.assert_clean()
