@@ -59,10 +59,10 @@ class GrammarMatcher:
 class GrammarCompiler:
     """Grammars of one model's tokenizer.
 
-    What a hostile grammar can cost is bounded: its text by MAX_TEXT_BYTES, and by llguidance its size (500,000
-    symbols), its nesting, the building of the lexer (20 ms), each step (some 20 ms) and the states of the lexer, which
-    hold memory (50,000, about 20 MB). A grammar over a limit is refused; where one is hit only while generating, the
-    request fails.
+    What a hostile grammar can cost is bounded: its text by MAX_TEXT_BYTES, and by llguidance its nesting, its size
+    (500,000 symbols), the building of its lexer (about 20 ms), the work of each step (under 0.1 s at worst) and the
+    states of its lexer, which hold memory (50,000, about 20 MB). A grammar over a limit is refused; where one is hit
+    only while generating, the request fails.
     """
 
     def __init__(self, info: ModelInfo, vocab_size: int) -> None:

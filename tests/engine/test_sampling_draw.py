@@ -32,7 +32,7 @@ def warpers(params: SamplingParams) -> reference.LogitsProcessorList:
 
 def expected_probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """[vocab_size] in double precision."""
-    warped = warpers(params)(torch.zeros((1, 1), dtype=torch.long), logits.unsqueeze(0))
+    warped: torch.Tensor = warpers(params)(torch.zeros((1, 1), dtype=torch.long), logits.unsqueeze(0))
     return warped[0].double().softmax(dim=-1)
 
 

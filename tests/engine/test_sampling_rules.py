@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,7 +58,7 @@ def make_batch(**sampling: Any) -> list[SequenceUnderTest]:
     return [make_sequence(PROMPT, random_tokens(length, seed=length), **sampling) for length in (0, 1, 2, 5, 30)]
 
 
-PROCESSORS = {
+PROCESSORS: dict[str, tuple[dict[str, Any], Callable[[], Any]]] = {
     "logit_bias": (
         {"logit_bias": {4: 2.5, 50: -3.0}},
         lambda: reference.SequenceBiasLogitsProcessor({(4,): 2.5, (50,): -3.0}),
@@ -132,7 +132,7 @@ def test_timestamps_follow_the_rules_of_whisper(seed: int) -> None:
     config = SimpleNamespace(
         no_timestamps_token_id=RULES.no_timestamps_token_id, eos_token_id=38, max_initial_timestamp_index=5
     )
-    processor = reference.WhisperTimeStampLogitsProcessor(config, begin_index=len(PROMPT))  # type: ignore[arg-type]
+    processor = reference.WhisperTimeStampLogitsProcessor(config, begin_index=len(PROMPT))
     scores = random_scores(1, seed)
     scores[:, FIRST_TIMESTAMP:] += draw.uniform(-4, 4)
     ours = scores.clone()
