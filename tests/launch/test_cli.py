@@ -5,9 +5,11 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from common.families import FAMILIES
 from launch.cli import main
 
 
@@ -71,6 +73,17 @@ def test_a_bad_value_takes_one_line_and_exit_code_2(
     assert code == 2
     assert reason in errors
     assert errors.startswith("error: ")
+    assert errors.count("\n") == 1
+
+
+def test_a_model_that_is_not_supported_is_refused_with_those_that_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LLamaForCausalLM"]}')
+    code, output, errors = run(f"serve {tmp_path}", monkeypatch, capsys)
+    assert (code, output) == (2, "")
+    assert errors.startswith("error: architecture LLamaForCausalLM is not supported; the closest is LlamaForCausalLM;")
+    assert all(name in errors for family in FAMILIES for name in family.architectures)
     assert errors.count("\n") == 1
 
 
