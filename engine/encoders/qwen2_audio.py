@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioEncoder as Qwen2AudioTower
@@ -18,7 +19,11 @@ from engine.processors import ProcessedInput
 
 
 class Qwen2AudioEncoder(EncoderModel):
-    """Clips, each padded to one window; the padding is masked, and only the rows of the clip itself come out."""
+    """Clips, stacked as far as the longest of them reaches.
+
+    transformers runs the whole window (30 s) and masks what is behind the clip. Masked rows are read by nobody and
+    dropped at the end: here they are not computed, which for a clip of 3 s is nine tenths of the work.
+    """
 
     layout = CheckpointLayout(
         prefixes={
@@ -31,9 +36,9 @@ class Qwen2AudioEncoder(EncoderModel):
 
     def __init__(self, config: Any) -> None:
         self._config = config.audio_config
-        self.module: nn.Module = nn.ModuleDict(
-            {"audio_tower": Qwen2AudioTower(self._config), "projector": Qwen2AudioMultiModalProjector(config)}
-        )
+        self._tower: Any = Qwen2AudioTower(self._config)
+        self._projector = Qwen2AudioMultiModalProjector(config)
+        self.module: nn.Module = nn.ModuleDict({"audio_tower": self._tower, "projector": self._projector})
 
     def finish_loading(self, device: torch.device) -> None:
         pass
@@ -41,19 +46,22 @@ class Qwen2AudioEncoder(EncoderModel):
     @torch.inference_mode()
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
         encoder_computations.add(len(items))
-        tower, projector = self.module.get_submodule("audio_tower"), self.module.get_submodule("projector")
-        weight = next(self.module.parameters())
-        features = torch.from_numpy(np.stack([item.arrays["input_features"] for item in items]))
         num_frames = np.array([item.arrays["feature_attention_mask"].sum() for item in items])
-        mask = self._mask(num_frames, weight)
-        rows = projector(tower(features.to(weight.device, weight.dtype), attention_mask=mask).last_hidden_state)
+        num_keys = torch.from_numpy((num_frames - 1) // 2 + 1)  # the second convolution makes one of every two frames
+        needed = 2 * int(num_keys.max()) + 1  # key j is made of frames 2j - 2 to 2j + 2, be they silence
+        features = torch.from_numpy(np.stack([item.arrays["input_features"][:, :needed] for item in items]))
+        rows = self._projector(self._hear(features, num_keys))
         return [clip[: item.shape[0]].clone() for clip, item in zip(rows, items, strict=True)]
 
-    def _mask(self, num_frames: Any, weight: Tensor) -> Tensor | None:
-        """Keys that are of the clip, of each clip: the second convolution makes one of every two frames."""
-        num_keys = torch.from_numpy((num_frames - 1) // 2 + 1).to(weight.device)
-        window = self._config.max_source_positions
-        mask = torch.arange(window, device=weight.device) < num_keys[:, None]
-        like = torch.empty(len(num_keys), window, 1, dtype=weight.dtype, device=weight.device)
-        attention_mask: Tensor | None = create_bidirectional_mask(self._config, like, mask.long())
-        return attention_mask
+    def _hear(self, features: Tensor, num_keys: Tensor) -> Tensor:
+        """The tower's forward pass: [n, mels, frames] -> [n, longest / 2, d_model]."""
+        tower, longest = self._tower, int(num_keys.max())
+        weight = tower.conv1.weight
+        hidden = F.gelu(tower.conv1(features.to(weight.device, weight.dtype)))
+        hidden = F.gelu(tower.conv2(hidden)).transpose(1, 2)[:, :longest] + tower.embed_positions.weight[:longest]
+        of_the_clip = (torch.arange(longest) < num_keys[:, None]).long().to(weight.device)
+        mask = create_bidirectional_mask(self._config, hidden, of_the_clip)
+        for layer in tower.layers:
+            hidden = layer(hidden, mask)
+        normed: Tensor = tower.layer_norm(tower.avg_pooler(hidden.transpose(1, 2)).transpose(1, 2))
+        return normed
