@@ -16,6 +16,7 @@ from pydantic_settings import (
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+PreemptionPolicy = Literal["auto", "recompute", "swap"]
 
 
 class EngineConfig(BaseModel):
@@ -26,7 +27,12 @@ class EngineConfig(BaseModel):
     block_size: int = Field(16, ge=1, le=256, description="Token slots in one KV block.")
     kv_cache_bytes: int = Field(512 * 2**20, ge=1, description="Budget of the KV block pool.")
     encoder_cache_bytes: int = Field(64 * 2**20, ge=1, description="Budget of encoder outputs not yet consumed.")
-    max_num_seqs: int = Field(64, ge=1, description="Requests that run at once.")
+    prefix_caching: bool = Field(True, description="Find the KV blocks of prompts that begin alike.")
+    preemption: PreemptionPolicy = Field(
+        "auto", description="What happens to a request that loses its blocks: swapped to the host, or computed again."
+    )
+    swap_bytes: int = Field(128 * 2**20, ge=0, description="Host memory for swapped KV blocks, taken when needed.")
+    max_num_seqs: int = Field(64, ge=1, description="Sequences that run at once; a request has n, or its beams.")
     max_num_batched_tokens: int = Field(
         1024, ge=1, description="Token budget of one step, prefill and decode together."
     )

@@ -58,6 +58,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs              how many of the likeliest tokens are reported at each output token (0: the sampled one alone)
     prompt_logprobs       the same for the tokens of the prompt
     forced_eos_token_id   the token that a sequence which reaches `max_tokens` ends with
+    num_forced_tokens     tokens at the end of the prompt that the checkpoint forces (a BOS): for the length of a beam
+                          they count as generated, as they do in transformers
     prefix_allowed[i]     the only token ids allowed as the i-th generated token: forced tokens are lists of one,
                           Whisper's language detection is the list of its language tokens
     suppress_tokens never appear; `begin_suppress_tokens` do not appear as the first token after the prefix.
@@ -91,6 +93,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     begin_suppress_tokens: tuple[int, ...] = ()
     prefix_allowed: tuple[tuple[int, ...], ...] = ()
     forced_eos_token_id: int | None = None
+    num_forced_tokens: int = 0
     timestamps: TimestampRules | None = None
     grammar: Grammar | None = None
 

@@ -7,17 +7,18 @@ One thread drives it. It knows no network: `LLM` drives it in one process, a wor
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Sequence as ListOf
 
 import torch
 
 from common.config import EngineConfig
 from common.errors import ErrorInfo, TriptychError
-from common.messages import FinishReason, InputSlot, Resumed
+from common.messages import FinishReason, InputSlot, Resumed, TokenLogprob
 from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
 from engine.cache.block_manager import BlockManager
@@ -26,9 +27,12 @@ from engine.cache.encoder_cache import EncoderCacheManager
 from engine.counters import encoder_computations
 from engine.device import DTYPES
 from engine.events import Event, InputMetadata, RequestFailed, TokensReady
-from engine.request import Request
+from engine.generation import BeamsEnded, Generation, GenerationFailed, NewToken
+from engine.request import Request, Sequence
 from engine.request_check import RequestCheck
 from engine.runner.decoder import DecoderRunner
+from engine.sampling.sampler import Sampler
+from engine.scheduler.coverage import Coverage
 from engine.scheduler.decoder import DecoderScheduler, ScheduledStep
 from engine.scheduler.expectation import InputExpectation
 from engine.scheduler.intake import InputIntake
@@ -54,13 +58,29 @@ class DecoderEngine:
         self.info, self.config, self.instance = info, config, instance
         self.runner = DecoderRunner(info, config)
         self.cache = EncoderCacheManager(config.encoder_cache_bytes)
-        self.blocks = BlockManager(BlockPool(self.runner.num_blocks), config.block_size)
-        self.intake = InputIntake(self.cache, self._expectation(), lease_s)
-        self.scheduler = DecoderScheduler(self.blocks, self.intake, config.max_num_seqs, config.max_num_batched_tokens)
-        self._limits = RequestCheck(info, self.runner.spec.vocab_size, self.runner.max_model_len)
+        host_pool = BlockPool(self.runner.num_host_blocks + 1) if self.runner.num_host_blocks else None
+        self.blocks = BlockManager(BlockPool(self.runner.num_blocks), config.block_size, host_pool)
+        self.coverage = Coverage(self.blocks, enabled=config.prefix_caching)
+        self.intake = InputIntake(self.cache, self._expectation(), self.coverage, lease_s)
+        self.scheduler = DecoderScheduler(
+            self.blocks,
+            self.intake,
+            self.coverage,
+            self._free_slots,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.preemption,
+        )
+        self.sampler = Sampler(info, self.runner.spec.vocab_size)
+        self.generation = Generation(self.runner, self.blocks, self.sampler, self._drop, info.eos_token_ids)
+        self._limits = RequestCheck(
+            info,
+            self.runner.spec.vocab_size,
+            self.runner.max_model_len,
+            min(config.max_num_seqs, config.max_num_batched_tokens),
+        )
         self.counters = {"steps": 0, "prompt_tokens": 0, "generated_tokens": 0, "requests": 0, "requests_failed": 0}
         self._requests: dict[str, Request] = {}
-        self._seeds: dict[str, int] = {}
         self._dirty = False
         self._last_step_tokens = 0
 
@@ -78,7 +98,7 @@ class DecoderEngine:
         inputs: list[InputSlot],
         sampling: SamplingParams,
         priority: int = 0,
-        resumed: Sequence[Resumed] = (),
+        resumed: ListOf[Resumed] = (),
     ) -> None:
         """Take a request. What is wrong with it comes as a RequestFailed event; a known id is ignored."""
         if request_id in self._requests:
@@ -88,6 +108,7 @@ class DecoderEngine:
         try:
             self._check_load()
             self._limits.check(prompt_token_ids, inputs, sampling)
+            self.sampler.check(sampling)
         except TriptychError as error:
             self.intake.forget(request_id)
             self._emit_failure(request_id, error.info)
@@ -98,15 +119,18 @@ class DecoderEngine:
             inputs,
             sampling=sampling,
             arrival=self.counters["requests"],
+            priority=priority,
+            seed=sampling.seed if sampling.seed is not None else random.getrandbits(62),
             is_encoder_decoder=self.info.is_encoder_decoder,
+            cross_attention=self.info.has_cross_attention,
             uses_mrope=self.runner.spec.mrope_section is not None,
             instance=self.instance,
+            resumed=() if sampling.uses_beams else tuple(resumed),
         )
         request.recorder.start("queue")
         if request.next_missing_input is not None:
             request.recorder.start("inputs")
         self._requests[request_id] = request
-        self._seeds[request_id] = sampling.seed if sampling.seed is not None else random.getrandbits(62)
         self.scheduler.add(request)
         self.intake.add_request(request)
         self._fail_what_never_fits(request)
@@ -119,6 +143,19 @@ class DecoderEngine:
             self.intake.forget(request_id)
         else:
             self._end(request)
+
+    def stop_sequence(self, request_id: str, index: int) -> None:
+        """One sequence of a request goes no further (a stop string): with the last one the request ends, silently."""
+        request = self._requests.get(request_id)
+        sequence = next((one for one in request.sequences if one.index == index), None) if request else None
+        if request is None or sequence is None or request.sampling.uses_beams:
+            return
+        if len(request.sequences) == 1:
+            self.abort(request_id)
+            return
+        self._dirty = True
+        self._drop(sequence)
+        request.sequences.remove(sequence)
 
     def offer(self, request_id: str, input_id: int, attempt: int, metadata: InputMetadata, deadline_s: float) -> None:
         """An encoder offers an input. The answer is an event: granted, cached, refused or cancelled."""
@@ -168,8 +205,8 @@ class DecoderEngine:
         self._dirty = False
         self._settle_inputs()
         step = self.scheduler.schedule()
-        self._return_slots()
-        if step.requests:
+        self.runner.move(self.blocks.take_moves())
+        if step.sequences:
             self._run(step)
             self.intake.grant()
             if self.intake.take_back(only_blocked=True):
@@ -178,7 +215,6 @@ class DecoderEngine:
         elif self.intake.take_back(only_blocked=False) or (
             self.intake.num_granted == 0 and self.scheduler.yield_blocks()
         ):
-            self._return_slots()
             self._dirty = True
         self._last_step_tokens = sum(step.num_tokens)
         return self._take_events()
@@ -193,67 +229,142 @@ class DecoderEngine:
 
     def _run(self, step: ScheduledStep) -> None:
         for request in step.admitted:
-            request.slot_index = self.runner.buffers.take_slot()
             request.recorder.end("queue")
             if request.num_preemptions == 0:
                 request.recorder.start("prefill")
-        sampled = self.runner.run(step, self.blocks, self.cache, self._seeds)
+        for sequence in step.sequences:
+            if sequence.slot_index < 0:
+                sequence.slot_index = self.runner.buffers.take_slot()
+        output = self.runner.run(step, self.blocks, self.cache)
         self.counters["steps"] += 1
-        for request, count in zip(step.requests, step.num_tokens, strict=True):
-            request.num_computed_tokens += count
+        for sequence, count in zip(step.sequences, step.num_tokens, strict=True):
+            sequence.num_computed_tokens += count
+        for request in dict.fromkeys(sequence.request for sequence in step.sequences):
             self.intake.consume(request)
-        for request, token_id in sampled:
-            self._append_token(request, token_id)
+            self.coverage.remember(request)
+        for result in self.generation.advance(output):
+            if isinstance(result, BeamsEnded):
+                self._emit_beams(result)
+            elif isinstance(result, GenerationFailed):
+                self._fail(result)
+            elif result.sequence.request.request_id in self._requests:  # else a sibling has failed in this step
+                self._emit_token(result)
 
-    def _append_token(self, request: Request, token_id: int) -> None:
-        if request.num_output_tokens == 0:
+    def _emit_token(self, new: NewToken) -> None:
+        sequence, request = new.sequence, new.sequence.request
+        self._count_token(request, is_first=sequence.num_output_tokens == 1)
+        offset, reason = sequence.num_output_tokens - 1, self._finish_reason(sequence, new.token_id)
+        if reason is not None:
+            self._drop(sequence)
+            request.sequences.remove(sequence)
+        event = TokensReady(
+            request.request_id,
+            offset,
+            [new.token_id],
+            reason,
+            index=sequence.index,
+            logprobs=[] if new.logprob is None else [new.logprob],
+            prompt_logprobs=self._take_prompt_logprobs(request),
+        )
+        self._emit(request, event, done=not request.sequences)
+
+    def _fail(self, failed: GenerationFailed) -> None:
+        if failed.request.request_id in self._requests:
+            self._end(failed.request)
+            self._emit_failure(failed.request.request_id, failed.error)
+
+    def _emit_beams(self, ended: BeamsEnded) -> None:
+        """All hypotheses of a beam search at once: nothing of one is certain before its end."""
+        request = ended.request
+        for index, one in enumerate(ended.hypotheses):
+            self._count_token(request, is_first=index == 0, count=len(one.token_ids))
+            ends = (*self.info.eos_token_ids, *request.sampling.stop_token_ids)
+            event = TokensReady(
+                request.request_id,
+                0,
+                one.token_ids,
+                "stop" if one.token_ids[-1] in ends else "length",
+                index=index,
+                prompt_logprobs=self._take_prompt_logprobs(request),
+                score=one.score,
+            )
+            self._emit(request, event, done=index == len(ended.hypotheses) - 1)
+
+    def _emit(self, request: Request, event: TokensReady, *, done: bool) -> None:
+        if done:
+            event = dataclasses.replace(
+                event,
+                done=True,
+                num_prompt_tokens=len(request.prompt),
+                num_cached_tokens=request.num_cached_tokens,
+                spans=request.finish_spans(),
+            )
+            self._end(request)
+        self.intake.events.append(event)
+
+    def _count_token(self, request: Request, *, is_first: bool, count: int = 1) -> None:
+        self.counters["generated_tokens"] += count
+        if is_first and not request.has_output:
+            request.has_output = True
             request.recorder.end("inputs")
             request.recorder.end("prefill")
             request.recorder.start("decode")
-            self.counters["prompt_tokens"] += request.num_prompt_tokens or 0
-        request.token_ids.append(token_id)
-        self.counters["generated_tokens"] += 1
-        offset, reason = request.num_output_tokens - 1, self._finish_reason(request, token_id)
-        spans = request.finish_spans() if reason else []
-        num_prompt_tokens = request.num_prompt_tokens or 0
-        done = reason is not None
-        self.intake.events.append(
-            TokensReady(request.request_id, offset, [token_id], reason, num_prompt_tokens, spans, done=done)
-        )
-        if reason is not None:
-            self._end(request)
+            self.counters["prompt_tokens"] += len(request.prompt)
 
-    def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
-        params = request.sampling
-        in_prefix = request.num_output_tokens <= len(params.prefix_allowed)
+    def _take_prompt_logprobs(self, request: Request) -> list[TokenLogprob | None]:
+        found, request.prompt_logprobs = request.prompt_logprobs, []
+        return found
+
+    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+        request, params = sequence.request, sequence.sampling
+        in_prefix = sequence.num_output_tokens <= len(params.prefix_allowed)
         if token_id in params.stop_token_ids and not in_prefix:
             return "stop"
         if token_id in self.info.eos_token_ids and not params.ignore_eos and not in_prefix:
             return "stop"
-        length = len(request.token_ids)
-        if request.num_output_tokens >= params.max_tokens or length >= self.runner.max_model_len:
+        length = len(sequence.token_ids)
+        if sequence.num_output_tokens >= params.max_tokens or length >= self.runner.max_model_len:
             return "length"
         # What outgrows the whole pool ends here: preempting it would only make it start over, forever.
-        return None if self.blocks.fits_ever(length, request.num_encoder_tokens) else "length"
+        return None if self._fits_ever(request) else "length"
+
+    def _fits_ever(self, request: Request) -> bool:
+        """Whether all sequences of a request can take one more step, with the whole pool to themselves."""
+        blocks = self.blocks
+        cross = blocks.blocks_for(request.num_encoder_tokens)
+        room = blocks.pool.num_usable - cross
+        if sum(blocks.blocks_for(len(sequence.token_ids)) for sequence in request.sequences) <= room:
+            return True
+        held = len(blocks.held_blocks(request.sequence_ids))
+        growth = sum(
+            blocks.missing_to_append(one.sequence_id, one.num_computed_tokens, len(one.token_ids))
+            for one in request.sequences
+        )
+        return len(request.sequences) > 1 and held + growth <= room
 
     # --- ends
 
     def _end(self, request: Request) -> None:
         self.scheduler.remove(request)
-        self._return_slot(request)
+        self._free_slots(request)
         self.intake.end_request(request)
-        del self._requests[request.request_id], self._seeds[request.request_id]
+        self.generation.forget(request.request_id)
+        del self._requests[request.request_id]
         self._dirty = True
 
-    def _return_slots(self) -> None:
-        for request in self.scheduler.preempted:
-            self._return_slot(request)
-        self.scheduler.preempted.clear()
+    def _drop(self, sequence: Sequence) -> None:
+        """A sequence goes no further: its blocks and its slot are free."""
+        self.blocks.free(sequence.sequence_id)
+        self._free_slot(sequence)
 
-    def _return_slot(self, request: Request) -> None:
-        if request.slot_index >= 0:
-            self.runner.buffers.release_slot(request.slot_index)
-            request.slot_index = -1
+    def _free_slots(self, request: Request) -> None:
+        for sequence in request.sequences:
+            self._free_slot(sequence)
+
+    def _free_slot(self, sequence: Sequence) -> None:
+        if sequence.slot_index >= 0:
+            self.runner.buffers.release_slot(sequence.slot_index)
+            sequence.slot_index = -1
 
     def _check_load(self) -> None:
         if len(self._requests) >= self.config.max_waiting + self.config.max_num_seqs:
@@ -279,7 +390,8 @@ class DecoderEngine:
         """Raise IntegrityError unless blocks, cache entries and slots add up."""
         self.blocks.check_integrity()
         self.cache.check_integrity()
-        held = sum(1 for request in self._requests.values() if request.slot_index >= 0)
+        everyone = (sequence for request in self._requests.values() for sequence in request.sequences)
+        held = sum(1 for sequence in everyone if sequence.slot_index >= 0)
         if held + self.runner.buffers.num_free_slots != self.config.max_num_seqs:
             raise IntegrityError(f"{held} slots held, {self.runner.buffers.num_free_slots} free")
 
@@ -292,6 +404,7 @@ class DecoderEngine:
             "kv_blocks_free": self.blocks.num_free,
             "kv_blocks_used": self.blocks.num_used,
             "kv_blocks_cached": self.blocks.num_cached,
+            "kv_host_blocks_free": self.blocks.num_host_free,
             "kv_block_bytes": self.runner.block_bytes,
             "encoder_cache_bytes_capacity": self.cache.capacity_bytes,
             "encoder_cache_bytes_used": self.cache.used_bytes,
@@ -304,6 +417,6 @@ class DecoderEngine:
             "encoder_computations": encoder_computations.value,
         }
         totals = {**self.counters, **self.intake.counters}
-        totals |= {"preemptions": self.scheduler.num_preemptions, "cross_table_hits": self.blocks.cross_hits}
+        totals |= {**self.scheduler.counters, **self.blocks.counters, **self.coverage.counters}
         totals |= {"encoder_cache_evictions": self.cache.evictions, "encoder_cache_hits": self.cache.hits}
         return gauges | {f"{name}_total": float(value) for name, value in totals.items()}

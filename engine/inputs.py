@@ -75,7 +75,9 @@ class InputBuffers:
 
     def update(self, slot: int, token_ids: Sequence[int], blocks: Sequence[int], num_computed_tokens: int) -> None:
         """Bring a row up to date; only what is new since the last call is copied."""
-        known, known_blocks = int(self._num_tokens[slot]), int(self._num_blocks[slot])
+        known = int(self._num_tokens[slot])
+        # The block that is written next may have become another one: a shared block is copied on write.
+        known_blocks = min(int(self._num_blocks[slot]), num_computed_tokens // self.block_size)
         if len(token_ids) > known:
             self.token_ids[slot, known : len(token_ids)] = token_ids[known:]
             self._num_tokens[slot] = len(token_ids)

@@ -21,7 +21,7 @@ import numpy as np
 from common.config import EngineConfig
 from common.errors import TriptychError
 from common.hashing import content_hash
-from common.messages import FinishReason, InputSlot, MediaKind, Span
+from common.messages import FinishReason, InputSlot, MediaKind, Span, TokenLogprob
 from common.model_info import load_model_info
 from common.prompts import (
     ExplicitEncoderDecoderPrompt,
@@ -65,20 +65,23 @@ FAR_FUTURE_S = 1e12
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One generated sequence."""
+    """One generated sequence. `logprobs` are per token where asked for; `score` is that of a beam."""
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    score: float | None = None
 
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A finished request. `num_prompt_tokens` counts the media too; `prompt_token_ids` has one placeholder each.
+    """A finished request, its sequences in the order of their index.
 
-    Of an encoder-decoder model `prompt_token_ids` is the decoder prompt as it was processed, and the encoder prompt
-    stands beside it; texts are None where none was given.
+    `num_prompt_tokens` counts the media too, `num_cached_tokens` those found in the prefix cache; `prompt_token_ids`
+    has one placeholder per media item. Of an encoder-decoder model it is the decoder prompt as it was processed, and
+    the encoder prompt stands beside it; texts are None where none was given.
     """
 
     request_id: str
@@ -86,19 +89,31 @@ class RequestOutput:
     num_prompt_tokens: int
     outputs: list[CompletionOutput]
     spans: list[Span]
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     prompt: str | None = None
     encoder_prompt: str | None = None
     encoder_prompt_token_ids: list[int] | None = None
 
 
 @dataclass
+class _LiveSequence:
+    """A sequence that grows. After a stop string, tokens of the step that was running are dropped."""
+
+    detokenizer: Detokenizer
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    output: CompletionOutput | None = None
+
+
+@dataclass
 class _Live:
     prompt: ParsedPrompt
     media: list[tuple[MediaKind, bytes]]
-    detokenizer: Detokenizer
-    hidden_prefix: int  # generated tokens that belong to the prompt (Whisper's language detection)
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
+    sampling: SamplingParams
+    sequences: dict[int, _LiveSequence] = field(default_factory=dict)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     attempts: dict[int, int] = field(default_factory=dict)
     processed: dict[int, processors.ProcessedInput] = field(default_factory=dict)  # offered, not granted yet
 
@@ -201,8 +216,11 @@ class LLM:
 
     # --- one at a time
 
-    def add(self, prompt: Prompt, params: SamplingParams) -> str:
-        """Queue one prompt, return its request id. Raises TriptychError for what is wrong with its media."""
+    def add(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> str:
+        """Queue one prompt, return its request id; lower `priority` goes first.
+
+        Raises TriptychError for what is wrong with its media.
+        """
         parsed, media = self._parse(prompt)
         token_ids, params = parsed.prompt_token_ids, with_checkpoint_rules(self.info, params)
         request_id = f"llm-{next(self._ids)}"
@@ -214,9 +232,8 @@ class LLM:
             InputSlot(number, kind, content_hash(kind, data), index)
             for number, ((kind, data), index) in enumerate(zip(media, indices, strict=True))
         ]
-        hidden = len(params.prefix_allowed)
-        self._live[request_id] = _Live(parsed, media, Detokenizer(self.text, params.stop), hidden)
-        self.decoder.add_request(request_id, token_ids, slots, params)
+        self._live[request_id] = _Live(parsed, media, params)
+        self.decoder.add_request(request_id, token_ids, slots, params, priority)
         for slot in slots:
             self._offer(request_id, slot.input_id)
         return request_id
@@ -296,24 +313,45 @@ class LLM:
             self._take_tokens(live, event)
 
     def _take_tokens(self, live: _Live, event: TokensReady) -> None:
-        live.token_ids.extend(event.token_ids)
+        live.prompt_logprobs += event.prompt_logprobs
+        sequence = live.sequences.get(event.index)
+        if sequence is None:
+            sequence = live.sequences[event.index] = _LiveSequence(Detokenizer(self.text, live.sampling.stop))
+        if sequence.output is None:
+            self._grow(event, live, sequence)
+        ended = sum(one.output is not None for one in live.sequences.values())
+        if event.done or ended == live.sampling.n:
+            self._finish(event, live)
+
+    def _grow(self, event: TokensReady, live: _Live, sequence: _LiveSequence) -> None:
         reason = event.finish_reason
-        if len(live.token_ids) > live.hidden_prefix:
-            live.text += live.detokenizer.push(event.token_ids, final=reason is not None)
-        if live.detokenizer.stopped:
+        sequence.token_ids += event.token_ids
+        sequence.logprobs += event.logprobs
+        hidden = len(live.sampling.prefix_allowed)  # generated tokens that belong to the prompt (a detected language)
+        if len(sequence.token_ids) > hidden:
+            shown = sequence.token_ids[max(hidden, len(sequence.token_ids) - len(event.token_ids)) :]
+            sequence.text += sequence.detokenizer.push(shown, final=reason is not None)
+        if sequence.detokenizer.stopped and reason is None:
             reason = "stop"
-        if reason is None:
-            return
+            self.decoder.stop_sequence(event.request_id, event.index)
+        if reason is not None:
+            sequence.output = CompletionOutput(
+                event.index, sequence.text, sequence.token_ids, reason, sequence.logprobs, event.score
+            )
+
+    def _finish(self, event: TokensReady, live: _Live) -> None:
         self.abort(event.request_id)
-        completion = CompletionOutput(0, live.text, live.token_ids, reason)
+        outputs = [one.output for _, one in sorted(live.sequences.items()) if one.output is not None]
         prompt = live.prompt
         self._outputs.append(
             RequestOutput(
                 event.request_id,
                 prompt.prompt_token_ids,
                 event.num_prompt_tokens,
-                [completion],
+                outputs,
                 event.spans,
+                event.num_cached_tokens,
+                live.prompt_logprobs,
                 prompt.prompt,
                 prompt.encoder_prompt,
                 prompt.encoder_prompt_token_ids,

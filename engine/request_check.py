@@ -19,46 +19,36 @@ class RequestCheck:
     info: ModelInfo
     vocab_size: int
     max_model_len: int
+    max_sequences: int
 
     def check(self, prompt: list[int], inputs: list[InputSlot], sampling: SamplingParams) -> None:
         """Raise TriptychError naming the value and the rule where a new request cannot be served."""
         sampling.validate()
+        if sampling.num_sequences > self.max_sequences:
+            message = f"{sampling.num_sequences} sequences at once; this server runs at most {self.max_sequences}"
+            raise TriptychError("invalid_request", message, "beam_width" if sampling.uses_beams else "n")
         if not prompt:
             raise TriptychError("invalid_request", "the prompt is empty", "prompt")
-        bad = self._outside_vocabulary(prompt)
+        bad = next((token for token in prompt if not 0 <= token < self.vocab_size), None)
         if bad is not None:
             message = f"token id {bad} is outside the vocabulary of {self.vocab_size}"
             raise TriptychError("invalid_request", message, "prompt")
-        self._check_rules(sampling)
         if len(prompt) >= self.max_model_len:
             raise TriptychError("context_length_exceeded", self._too_long(len(prompt)), "messages")
         self._check_inputs(prompt, inputs)
 
     def never_fits(self, request: Request, blocks: BlockManager) -> ErrorInfo | None:
         """Why a request, as far as its prompt is known, can never run here; None if it can."""
-        length = len(request.token_ids)
+        length = len(request.prompt)
         if length >= self.max_model_len:
             return ErrorInfo("context_length_exceeded", self._too_long(length), "messages")
-        if blocks.fits_ever(length + 1, request.num_encoder_tokens):
+        if blocks.fits_ever(length + 1, request.num_encoder_tokens, request.sampling.num_sequences):
             return None
         message = (
             f"the request needs KV cache for {length + 1 + request.num_encoder_tokens} tokens, the whole pool holds "
             f"{blocks.pool.num_usable * blocks.block_size}: shorten it, or serve with a larger --kv-cache-bytes"
         )
         return ErrorInfo("context_length_exceeded", message, "messages")
-
-    def _outside_vocabulary(self, token_ids: list[int]) -> int | None:
-        return next((token for token in token_ids if not 0 <= token < self.vocab_size), None)
-
-    def _check_rules(self, sampling: SamplingParams) -> None:
-        if not all(sampling.prefix_allowed):
-            raise TriptychError("invalid_request", "prefix_allowed has a position at which no token is allowed")
-        named = [*sampling.suppress_tokens, *sampling.begin_suppress_tokens]
-        named += [token for allowed in sampling.prefix_allowed for token in allowed]
-        bad = self._outside_vocabulary(named)
-        if bad is not None:
-            message = f"token id {bad} in a sampling rule is outside the vocabulary of {self.vocab_size}"
-            raise TriptychError("invalid_request", message)
 
     def _check_inputs(self, prompt: list[int], inputs: list[InputSlot]) -> None:
         name, placeholder = self.info.name, self.info.placeholder_token_id

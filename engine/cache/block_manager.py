@@ -1,22 +1,36 @@
-"""Block tables over one pool: a self-attention table per request, a cross-attention table per encoder input.
+"""Block tables over one pool: a self-attention table per sequence, a cross-attention table per encoder input.
 
-    request a ── self table ── [ 7 ][ 9 ]
-              └─ cross table ┐
-    request b ── cross table ┴─ [ 2 ][ 3 ][ 4 ]      one copy per content, however many requests read it
-              └─ self table ── [ 5 ]
+    request a ─┬─ sequence 0 ── [ 7 ][ 9 ][ 4 ]
+               ├─ sequence 1 ── [ 7 ][ 9 ][ 6 ]        forked: full blocks are shared, the last one is copied on write
+               └─ cross table ┐
+    request b ─┬─ cross table ┴─ [ 2 ][ 3 ]            one copy per content, however many requests read it
+               └─ sequence 0 ── [ 7 ][ 5 ]             the same first tokens: found in the prefix cache
 
-Self tables grow with the tokens and have one owner. Cross tables are as long as the encoder's output, read-only once
-written, known by content hash and reference counted. One that nobody reads stays until its blocks are needed: the next
-request over the same audio finds its keys and values projected. Both kinds index the same per-layer KV tensors, so one
-budget holds for both.
+Three things outlive their readers until their room is needed, least recently used first: full blocks whose content is
+known by a hash (prefix cache), and written cross tables. Both count as free. All tables index the same per-layer
+KV tensors, so one budget holds for everything.
+
+The manager only counts; where data has to follow (copy on write, swapping), it leaves `BlockMove`s, to be carried out
+in their order before the next forward pass.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from engine.cache.block_pool import BlockPool, IntegrityError
+
+
+@dataclass(frozen=True)
+class BlockMove:
+    """Copy block `source` to `target`: within the device (`copy`), to the host (`out`) or back (`in`)."""
+
+    kind: Literal["copy", "out", "in"]
+    source: int
+    target: int
 
 
 @dataclass
@@ -26,166 +40,372 @@ class _CrossTable:
     written: bool = False
 
 
-class BlockManager:
-    """Who owns which blocks. Lengths are in tokens."""
+@dataclass
+class _Swapped:
+    """A request's blocks on the host: tables by sequence, and its cross table if it had one."""
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    tables: dict[int, list[int]]
+    cross: list[int]
+    content: str
+
+    @property
+    def blocks(self) -> set[int]:
+        return {block for table in self.tables.values() for block in table} | set(self.cross)
+
+
+class BlockManager:
+    """Who holds which blocks. Lengths are in tokens; sequences are known by number, requests by name."""
+
+    def __init__(self, pool: BlockPool, block_size: int, host_pool: BlockPool | None = None) -> None:
         self.pool = pool
+        self.host_pool = host_pool
         self.block_size = block_size
-        self.cross_hits = 0
-        self._self_tables: dict[str, list[int]] = {}
-        self._cross_tables: dict[str, _CrossTable] = {}  # by content hash
-        self._cross_of: dict[str, str] = {}  # request id -> content hash
-        self._unread: OrderedDict[str, None] = OrderedDict()  # written, nobody reads them; least recently used first
-        self._num_unread_blocks = 0
+        self.counters = {"cross_table_hits": 0, "forks": 0, "block_copies": 0, "blocks_swapped_out": 0}
+        self.counters |= {"blocks_swapped_in": 0, "prefix_evictions": 0}
+        self._tables: dict[int, list[int]] = {}
+        self._cross_tables: dict[str, _CrossTable] = {}  # by content
+        self._cross_of: dict[str, str] = {}  # request id -> content
+        self._block_of: dict[bytes, int] = {}  # the prefix cache
+        self._hash_of: dict[int, bytes] = {}
+        self._idle: OrderedDict[int | str, None] = OrderedDict()  # blocks and contents nobody holds, oldest first
+        self._num_idle_blocks = 0
+        self._swapped: dict[str, _Swapped] = {}
+        self._moves: list[BlockMove] = []
 
     # --- how much there is
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be had: free ones, and those of cross tables that nobody reads."""
-        return self.pool.num_free + self._num_unread_blocks
+        """Blocks that can be had: free ones, and those that are only kept in case they are needed again."""
+        return self.pool.num_free + self._num_idle_blocks
 
     @property
     def num_used(self) -> int:
-        return self.pool.num_used - self._num_unread_blocks
+        return self.pool.num_used - self._num_idle_blocks
 
     @property
     def num_cached(self) -> int:
-        """Blocks of cross tables that nobody reads, kept for the next request over the same content."""
-        return self._num_unread_blocks
+        """Blocks that nobody holds, kept for the next request with the same prefix or the same encoder content."""
+        return self._num_idle_blocks
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def fits_ever(self, num_tokens: int, num_encoder_tokens: int = 0) -> bool:
-        """False for a request that could not run even with the whole pool to itself."""
-        return self.blocks_for(num_tokens) + self.blocks_for(num_encoder_tokens) <= self.pool.num_usable
+    def fits_ever(self, num_tokens: int, num_encoder_tokens: int = 0, num_sequences: int = 1) -> bool:
+        """False for a request that could not take a step even with the whole pool to itself.
 
-    def missing_blocks(self, num_tokens: int, num_encoder_tokens: int = 0, content_hash: str = "") -> int:
-        """Blocks that `allocate` would take away from `num_free`."""
-        entry = self._cross_tables.get(content_hash)
-        if entry is None:
-            return self.blocks_for(num_tokens) + self.blocks_for(num_encoder_tokens)
-        return self.blocks_for(num_tokens) + (0 if entry.readers else len(entry.blocks))
-
-    def can_allocate(self, num_tokens: int, num_encoder_tokens: int = 0, content_hash: str = "") -> bool:
-        return self.missing_blocks(num_tokens, num_encoder_tokens, content_hash) <= self.num_free
-
-    # --- allocate, append, free
-
-    def allocate(self, request_id: str, num_tokens: int, num_encoder_tokens: int = 0, content_hash: str = "") -> None:
-        """Make the tables of a request that has none; a cross table of the same content is shared.
-
-        `content_hash` tells encoder outputs apart; requests without encoder tokens need none.
+        Sequences share the full blocks of a prompt of `num_tokens`, and each has a last block of its own.
         """
-        if request_id in self._self_tables:
-            raise IntegrityError(f"request {request_id} has block tables already")
-        if num_encoder_tokens:
-            self._read_cross(request_id, content_hash, num_encoder_tokens)
-        self._self_tables[request_id] = self._take(self.blocks_for(num_tokens))
+        shared = (num_tokens - 1) // self.block_size if num_sequences > 1 else 0
+        own = self.blocks_for(num_tokens) - shared
+        return shared + own * num_sequences + self.blocks_for(num_encoder_tokens) <= self.pool.num_usable
 
-    def _read_cross(self, request_id: str, content_hash: str, num_encoder_tokens: int) -> None:
-        entry = self._cross_tables.get(content_hash)
+    def missing_blocks(
+        self, num_tokens: int, num_encoder_tokens: int = 0, content: str = "", prefix: Sequence[bytes] = ()
+    ) -> int:
+        """Blocks that allocating one sequence and its cross table would take away from `num_free`."""
+        cached = self.match_prefix(prefix)
+        held = sum(1 for name in prefix[:cached] if self._block_of[name] not in self._idle)
+        return self.blocks_for(num_tokens) - held + self._missing_cross(num_encoder_tokens, content)
+
+    def _missing_cross(self, num_encoder_tokens: int, content: str) -> int:
+        entry = self._cross_tables.get(content)
         if entry is None:
-            self._make_free(self.blocks_for(num_encoder_tokens))
-            entry = _CrossTable(self.pool.allocate_run(self.blocks_for(num_encoder_tokens)))
-            self._cross_tables[content_hash] = entry
-        else:
-            self.cross_hits += 1
-            if not entry.readers:
-                del self._unread[content_hash]
-                self._num_unread_blocks -= len(entry.blocks)
-        entry.readers.add(request_id)
-        self._cross_of[request_id] = content_hash
+            return self.blocks_for(num_encoder_tokens)
+        return 0 if entry.readers else len(entry.blocks)
 
-    def can_append(self, request_id: str, num_tokens: int) -> bool:
-        """Whether the self table can grow to hold `num_tokens` in all."""
-        return self.blocks_for(num_tokens) - len(self._self_tables[request_id]) <= self.num_free
+    def can_allocate(
+        self, num_tokens: int, num_encoder_tokens: int = 0, content: str = "", prefix: Sequence[bytes] = ()
+    ) -> bool:
+        return self.missing_blocks(num_tokens, num_encoder_tokens, content, prefix) <= self.num_free
 
-    def append(self, request_id: str, num_tokens: int) -> None:
-        """Grow the self table to hold `num_tokens` in all."""
-        table = self._self_tables[request_id]
+    # --- self tables
+
+    def match_prefix(self, prefix: Sequence[bytes]) -> int:
+        """How many leading blocks of a chain of hashes are in the prefix cache."""
+        return next((index for index, name in enumerate(prefix) if name not in self._block_of), len(prefix))
+
+    def allocate(self, sequence_id: int, num_tokens: int, prefix: Sequence[bytes] = ()) -> int:
+        """Make the table of a sequence that has none; returns how many of its tokens are cached already.
+
+        `prefix` are hashes of leading full blocks that may be taken from the prefix cache.
+        """
+        if sequence_id in self._tables:
+            raise IntegrityError(f"sequence {sequence_id} has a block table already")
+        cached = [self._block_of[name] for name in prefix[: self.match_prefix(prefix)]]
+        for block in cached:
+            self._hold(block)
+        self._tables[sequence_id] = cached + self._take(self.blocks_for(num_tokens) - len(cached))
+        return len(cached) * self.block_size
+
+    def missing_to_append(self, sequence_id: int, num_computed: int, num_tokens: int) -> int:
+        """Blocks that `append` would take: new ones, and a copy where the next write hits a shared block."""
+        table = self._tables[sequence_id]
+        growth = max(0, self.blocks_for(num_tokens) - len(table))
+        index = num_computed // self.block_size
+        shared = index < len(table) and self.pool.references(table[index]) > 1
+        return growth + shared
+
+    def can_append(self, sequence_id: int, num_computed: int, num_tokens: int) -> bool:
+        """Whether the table can grow to hold `num_tokens` in all, those from `num_computed` on to be written."""
+        return self.missing_to_append(sequence_id, num_computed, num_tokens) <= self.num_free
+
+    def append(self, sequence_id: int, num_computed: int, num_tokens: int) -> None:
+        """Grow a table to hold `num_tokens` in all; the block of token `num_computed` becomes the sequence's own."""
+        table = self._tables[sequence_id]
+        index = num_computed // self.block_size
+        if index < len(table) and self.pool.references(table[index]) > 1:
+            [own] = self._take(1)
+            self._moves.append(BlockMove("copy", table[index], own))
+            self._release([table[index]])
+            table[index] = own
+            self.counters["block_copies"] += 1
         missing = self.blocks_for(num_tokens) - len(table)
         if missing > 0:
             table.extend(self._take(missing))
 
-    def get_block_table(self, request_id: str) -> list[int]:
-        return self._self_tables[request_id]
+    def fork(self, parent_id: int, child_id: int, num_blocks: int | None = None) -> None:
+        """Give a new sequence the table of another one, or its first `num_blocks`. Writes copy what is shared."""
+        if child_id in self._tables:
+            raise IntegrityError(f"sequence {child_id} has a block table already")
+        table = self._tables[parent_id][:num_blocks]
+        self.pool.share(table)
+        self._tables[child_id] = table
+        self.counters["forks"] += 1
+
+    def free(self, sequence_id: int) -> None:
+        """Free a sequence's table; nothing happens where it has none."""
+        self._release(self._tables.pop(sequence_id, []))
+
+    def has_table(self, sequence_id: int) -> bool:
+        return sequence_id in self._tables
+
+    def get_block_table(self, sequence_id: int) -> list[int]:
+        return self._tables[sequence_id]
+
+    def remember(self, sequence_id: int, first: int, hashes: Sequence[bytes]) -> None:
+        """Blocks `first`, `first + 1`, … of a sequence are full and written: others may find them by these hashes."""
+        for block, name in zip(self._tables[sequence_id][first:], hashes, strict=False):
+            if name not in self._block_of and block not in self._hash_of:
+                self._block_of[name] = block
+                self._hash_of[block] = name
+
+    # --- cross tables
+
+    def allocate_cross(self, request_id: str, num_encoder_tokens: int, content: str) -> None:
+        """Let a request read the cross table of `content`, made now if there is none."""
+        entry = self._cross_tables.get(content)
+        if entry is None:
+            self._make_free(self.blocks_for(num_encoder_tokens))
+            entry = _CrossTable(self.pool.allocate_run(self.blocks_for(num_encoder_tokens)))
+            self._cross_tables[content] = entry
+        else:
+            self.counters["cross_table_hits"] += 1
+            if content in self._idle:
+                del self._idle[content]
+                self._num_idle_blocks -= len(entry.blocks)
+        entry.readers.add(request_id)
+        self._cross_of[request_id] = content
+
+    def has_cross(self, content: str) -> bool:
+        """Whether the keys and values of this content are in the cache, read or not."""
+        entry = self._cross_tables.get(content)
+        return entry is not None and entry.written
 
     def get_cross_block_table(self, request_id: str) -> list[int]:
-        content_hash = self._cross_of.get(request_id)
-        return [] if content_hash is None else self._cross_tables[content_hash].blocks
+        content = self._cross_of.get(request_id)
+        return [] if content is None else self._cross_tables[content].blocks
 
     def needs_writing(self, request_id: str) -> bool:
         """True for the first reader of a cross table, until `mark_written`."""
-        content_hash = self._cross_of.get(request_id)
-        return content_hash is not None and not self._cross_tables[content_hash].written
+        content = self._cross_of.get(request_id)
+        return content is not None and not self._cross_tables[content].written
 
     def mark_written(self, request_id: str) -> None:
         """The keys and values of the request's cross table are in their blocks now."""
         self._cross_tables[self._cross_of[request_id]].written = True
 
-    def releasable_blocks(self, request_id: str) -> int:
-        """Blocks that `free` would add to `num_free`."""
-        content_hash = self._cross_of.get(request_id)
-        cross = self._cross_tables[content_hash] if content_hash is not None else None
-        alone = cross is not None and cross.readers == {request_id}
-        return len(self._self_tables.get(request_id, [])) + (len(cross.blocks) if cross is not None and alone else 0)
-
-    def free(self, request_id: str) -> None:
-        """Free the self table of a request and let go of its cross table; nothing happens where it has none."""
-        self.pool.free(self._self_tables.pop(request_id, []))
-        self.free_cross(request_id)
-
     def free_cross(self, request_id: str) -> None:
         """Stop reading the cross table. The last reader leaves a written one behind, for the next request."""
-        content_hash = self._cross_of.pop(request_id, None)
-        if content_hash is None:
+        content = self._cross_of.pop(request_id, None)
+        if content is None:
             return
-        entry = self._cross_tables[content_hash]
+        entry = self._cross_tables[content]
         entry.readers.remove(request_id)
         if entry.readers:
             return
         if entry.written:
-            self._unread[content_hash] = None
-            self._num_unread_blocks += len(entry.blocks)
+            self._idle[content] = None
+            self._num_idle_blocks += len(entry.blocks)
         else:
-            self.pool.free(self._cross_tables.pop(content_hash).blocks)
+            self.pool.free(self._cross_tables.pop(content).blocks)
+
+    # --- whole requests
+
+    def held_blocks(self, sequence_ids: Iterable[int]) -> set[int]:
+        """The distinct blocks in the tables of some sequences."""
+        return {block for name in sequence_ids for block in self._tables.get(name, ())}
+
+    def releasable_blocks(self, request_id: str, sequence_ids: Sequence[int]) -> int:
+        """Blocks that freeing a request's tables would add to `num_free`."""
+        counts: dict[int, int] = {}
+        for name in sequence_ids:
+            for block in self._tables.get(name, ()):
+                counts[block] = counts.get(block, 0) + 1
+        own = sum(1 for block, count in counts.items() if self.pool.references(block) == count)
+        content = self._cross_of.get(request_id)
+        cross = self._cross_tables[content] if content is not None else None
+        return own + (len(cross.blocks) if cross is not None and cross.readers == {request_id} else 0)
 
     def reset(self) -> None:
-        """Free everything."""
-        for request_id in list(self._self_tables):
-            self.free(request_id)
+        """Free everything, on the device and on the host, and forget what was cached."""
+        for sequence_id in list(self._tables):
+            self.free(sequence_id)
+        for request_id in list(self._cross_of):
+            self.free_cross(request_id)
+        for request_id in list(self._swapped):
+            self.drop_swapped(request_id)
         self._make_free(self.pool.num_usable)
+        self._moves.clear()
+
+    # --- swapping
+
+    @property
+    def num_host_free(self) -> int:
+        return self.host_pool.num_free if self.host_pool else 0
+
+    def can_swap_out(self, request_id: str, sequence_ids: Sequence[int]) -> bool:
+        """Whether the host has room for a request, and its cross table (if any) is worth keeping."""
+        needed = len(self.held_blocks(sequence_ids)) + len(self.get_cross_block_table(request_id))
+        return self.host_pool is not None and needed <= self.host_pool.num_free and not self.needs_writing(request_id)
+
+    def swap_out(self, request_id: str, sequence_ids: Sequence[int]) -> None:
+        """Move the tables of a request to the host. What it shared with others stays on the device for them."""
+        assert self.host_pool is not None
+        tables = {name: self._tables[name] for name in sequence_ids if name in self._tables}
+        cross = self.get_cross_block_table(request_id)
+        distinct = sorted(self.held_blocks(tables) | set(cross))
+        host = dict(zip(distinct, self.host_pool.allocate(len(distinct)), strict=True))
+        self._moves += [BlockMove("out", block, target) for block, target in host.items()]
+        self.counters["blocks_swapped_out"] += len(host)
+        moved = {name: [host[block] for block in table] for name, table in tables.items()}
+        content = self._cross_of.get(request_id, "")
+        self._swapped[request_id] = _Swapped(moved, [host[block] for block in cross], content)
+        for name in tables:
+            self.free(name)
+        self.free_cross(request_id)
+
+    def is_swapped(self, request_id: str) -> bool:
+        return request_id in self._swapped
+
+    def missing_to_swap_in(self, request_id: str) -> int:
+        """Blocks that `swap_in` would take away from `num_free`."""
+        swapped = self._swapped[request_id]
+        cross = self._missing_cross(len(swapped.cross) * self.block_size, swapped.content) if swapped.cross else 0
+        return len(swapped.blocks) - len(swapped.cross) + cross
+
+    def can_swap_in(self, request_id: str) -> bool:
+        return self.missing_to_swap_in(request_id) <= self.num_free
+
+    def swap_in(self, request_id: str) -> None:
+        """Move the tables of a request back to the device, sharing among its sequences as before."""
+        assert self.host_pool is not None
+        swapped = self._swapped.pop(request_id)
+        if swapped.cross:
+            known = self.has_cross(swapped.content)
+            self.allocate_cross(request_id, len(swapped.cross) * self.block_size, swapped.content)
+            if not known:
+                self._bring_in(swapped.cross, self.get_cross_block_table(request_id))
+                self.mark_written(request_id)
+        distinct = sorted({block for table in swapped.tables.values() for block in table})
+        device = dict(zip(distinct, self._take(len(distinct)), strict=True))
+        self._bring_in(distinct, [device[block] for block in distinct])
+        seen: set[int] = set()
+        for name, table in swapped.tables.items():
+            blocks = [device[block] for block in table]
+            self.pool.share(block for block in blocks if block in seen)
+            seen.update(blocks)
+            self._tables[name] = blocks
+        self.host_pool.free(sorted(swapped.blocks))
+
+    def drop_swapped(self, request_id: str) -> None:
+        """Forget what a request has on the host; nothing happens where it has nothing."""
+        swapped = self._swapped.pop(request_id, None)
+        if swapped is not None and self.host_pool is not None:
+            self.host_pool.free(sorted(swapped.blocks))
+
+    def _bring_in(self, host: Sequence[int], device: Sequence[int]) -> None:
+        self._moves += [BlockMove("in", source, target) for source, target in zip(host, device, strict=True)]
+        self.counters["blocks_swapped_in"] += len(host)
+
+    def take_moves(self) -> list[BlockMove]:
+        """What has to be copied before the next forward pass, in this order. The list is the caller's."""
+        moves, self._moves = self._moves, []
+        return moves
+
+    # --- blocks between use and disuse
+
+    def _hold(self, block: int) -> None:
+        """One more table holds a block that may be idle."""
+        if block in self._idle:
+            del self._idle[block]
+            self._num_idle_blocks -= 1
+        else:
+            self.pool.share([block])
+
+    def _release(self, blocks: Sequence[int]) -> None:
+        """One table less holds these. Known content stays, its last block to be given up first."""
+        for block in reversed(blocks):
+            if self.pool.references(block) == 1 and block in self._hash_of:
+                self._idle[block] = None
+                self._num_idle_blocks += 1
+            else:
+                self.pool.free([block])
 
     def _take(self, count: int) -> list[int]:
         self._make_free(count)
         return self.pool.allocate(count)
 
     def _make_free(self, count: int) -> None:
-        """Give up cross tables that nobody reads, least recently used first, until `count` blocks are free."""
-        while self.pool.num_free < count and self._unread:
-            content_hash, _ = self._unread.popitem(last=False)
-            blocks = self._cross_tables.pop(content_hash).blocks
-            self._num_unread_blocks -= len(blocks)
+        """Give up what nobody holds, least recently used first, until `count` blocks are free."""
+        while self.pool.num_free < count and self._idle:
+            name, _ = self._idle.popitem(last=False)
+            blocks = self._cross_tables.pop(name).blocks if isinstance(name, str) else [name]
+            if isinstance(name, int):
+                del self._block_of[self._hash_of.pop(name)]
+                self.counters["prefix_evictions"] += 1
+            self._num_idle_blocks -= len(blocks)
             self.pool.free(blocks)
 
+    # --- the books
+
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless the tables hold exactly the used blocks, each once, and readers add up."""
+        """Raise IntegrityError unless references, tables, caches and both pools add up."""
         self.pool.check_integrity()
-        tables = [*self._self_tables.values(), *(entry.blocks for entry in self._cross_tables.values())]
-        owned = [block for table in tables for block in table]
-        if len(owned) != len(set(owned)) or len(owned) != self.pool.num_used:
-            raise IntegrityError(
-                f"tables hold {len(owned)} blocks ({len(set(owned))} distinct), {self.pool.num_used} used"
-            )
-        for content_hash, entry in self._cross_tables.items():
-            readers = {request_id for request_id, name in self._cross_of.items() if name == content_hash}
-            if readers != entry.readers or (not readers) != (content_hash in self._unread):
-                raise IntegrityError(
-                    f"cross table {content_hash} counts {len(entry.readers)} readers, has {len(readers)}"
-                )
-        unread = sum(len(self._cross_tables[name].blocks) for name in self._unread)
-        if unread != self._num_unread_blocks:
-            raise IntegrityError(f"unread cross tables hold {unread} blocks, {self._num_unread_blocks} counted")
+        counts: dict[int, int] = {}
+        tables = [*self._tables.values(), *(entry.blocks for entry in self._cross_tables.values())]
+        for block in (block for table in tables for block in table):
+            counts[block] = counts.get(block, 0) + 1
+        idle = [name for name in self._idle if isinstance(name, int)]
+        for block in idle:
+            counts[block] = counts.get(block, 0) + 1
+        if len(counts) != self.pool.num_used or any(self.pool.references(b) != n for b, n in counts.items()):
+            raise IntegrityError(f"tables hold {len(counts)} blocks, {self.pool.num_used} are used, or counts differ")
+        for content, entry in self._cross_tables.items():
+            readers = {request_id for request_id, name in self._cross_of.items() if name == content}
+            if readers != entry.readers or (not readers) != (content in self._idle):
+                raise IntegrityError(f"cross table {content} counts {len(entry.readers)} readers, has {len(readers)}")
+        kept = [len(self._cross_tables[name].blocks) for name in self._idle if isinstance(name, str)]
+        if len(idle) + sum(kept) != self._num_idle_blocks:
+            raise IntegrityError(f"{len(idle) + sum(kept)} blocks are idle, {self._num_idle_blocks} counted")
+        if self._block_of != {name: block for block, name in self._hash_of.items()}:
+            raise IntegrityError("the prefix cache and its blocks do not agree")
+        self._check_host()
+
+    def _check_host(self) -> None:
+        if self.host_pool is None:
+            return
+        self.host_pool.check_integrity()
+        held = sum(len(swapped.blocks) for swapped in self._swapped.values())
+        if held != self.host_pool.num_used:
+            raise IntegrityError(f"swapped requests hold {held} host blocks, {self.host_pool.num_used} are used")

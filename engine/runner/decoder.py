@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -14,14 +17,33 @@ from common.model_info import ModelInfo
 from engine.attention.context import PagedAttentionContext
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.select import choose_backend
-from engine.cache.block_manager import BlockManager
+from engine.cache.block_manager import BlockManager, BlockMove
 from engine.cache.encoder_cache import EncoderCacheManager
 from engine.device import choose_device, choose_dtype
 from engine.inputs import InputBuffers, StepInputs
+from engine.models.base import SplicedRows
 from engine.models.registry import load_decoder
-from engine.request import Request
-from engine.sampling.sampler import Sampler
+from engine.request import Request, Sequence
 from engine.scheduler.decoder import ScheduledStep
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step has computed: `logits` [k, vocab_size] in float32 for the next token of each of k `sequences`, and
+    the hidden states of prompt tokens whose logits are wanted."""
+
+    sequences: list[Sequence]
+    logits: torch.Tensor
+    prompt_rows: list[PromptRows]
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """`hidden` [m, hidden_size] of the tokens of `sequence` from position `first` on."""
+
+    sequence: Sequence
+    first: int
+    hidden: torch.Tensor
 
 
 class DecoderRunner:
@@ -41,7 +63,8 @@ class DecoderRunner:
         self.caches = [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(self.spec.num_caches)]
         self.buffers = InputBuffers(config.max_num_seqs, self.max_model_len, self.block_size)
         self.backend = choose_backend(self.device, self.dtype, config.attention_backend)
-        self.sampler = Sampler()
+        self.num_host_blocks = config.swap_bytes // self.block_bytes
+        self._host_caches: list[torch.Tensor] = []
 
     @property
     def block_bytes(self) -> int:
@@ -63,32 +86,50 @@ class DecoderRunner:
         return min(affordable, per_sequence * config.max_num_seqs) + 1
 
     @torch.inference_mode()
-    def run(
-        self, step: ScheduledStep, blocks: BlockManager, cache: EncoderCacheManager, seeds: dict[str, int]
-    ) -> list[tuple[Request, int]]:
-        """Run one step; returns the sampled token of every request whose last known token was computed."""
+    def move(self, moves: ListOf[BlockMove]) -> None:
+        """Carry out block moves in their order. The host's copy of the cache is made when it is first needed."""
+        for kind, group in groupby(moves, key=lambda move: move.kind):
+            for batch in _independent(list(group)):
+                sources = torch.tensor([move.source for move in batch])
+                targets = torch.tensor([move.target for move in batch])
+                for layer, cache in enumerate(self.caches):
+                    source = self._host_cache(layer) if kind == "in" else cache
+                    target = self._host_cache(layer) if kind == "out" else cache
+                    target[:, targets.to(target.device)] = source[:, sources.to(source.device)].to(target.device)
+
+    def _host_cache(self, layer: int) -> torch.Tensor:
+        if not self._host_caches:
+            shape = (2, self.num_host_blocks + 1, *self.caches[0].shape[2:])
+            pin = self.device.type == "cuda"
+            self._host_caches = [torch.zeros(shape, dtype=self.dtype, pin_memory=pin) for _ in self.caches]
+        return self._host_caches[layer]
+
+    @torch.inference_mode()
+    def run(self, step: ScheduledStep, blocks: BlockManager, cache: EncoderCacheManager) -> StepOutput:
+        """Run one step; returns logits of every sequence whose last known token was computed."""
         for request in step.admitted:
             if blocks.needs_writing(request.request_id):
                 self._write_cross(request, blocks, cache)
                 blocks.mark_written(request.request_id)
-        for request in step.requests:
-            table = blocks.get_block_table(request.request_id)
-            self.buffers.update(request.slot_index, request.token_ids, table, request.num_computed_tokens)
-        inputs = self.buffers.prepare([request.slot_index for request in step.requests], step.num_tokens)
+        for sequence in step.sequences:
+            table = blocks.get_block_table(sequence.sequence_id)
+            self.buffers.update(sequence.slot_index, sequence.token_ids, table, sequence.num_computed_tokens)
+        inputs = self.buffers.prepare([sequence.slot_index for sequence in step.sequences], step.num_tokens)
         embeddings = self.model.embed(torch.from_numpy(inputs.input_ids).to(self.device))
-        self._splice(embeddings, step, inputs, cache)
+        spliced = self._splice(embeddings, step, inputs, cache)
         context = self._attention_context(step, inputs, blocks)
-        hidden = self.model(embeddings, self._positions(step, inputs), context)
-        return self._sample(hidden, step, inputs, seeds)
+        hidden = self.model(embeddings, self._positions(step, inputs), context, spliced)
+        return self._select(hidden, step, inputs)
 
     def _positions(self, step: ScheduledStep, inputs: StepInputs) -> torch.Tensor:
         """[num_tokens], or [3, num_tokens] with M-RoPE: the prompt's own grid, then one step per generated token."""
         if self.spec.mrope_section is None:
             return torch.from_numpy(inputs.positions).to(self.device)
-        deltas = [request.mrope_next - (request.num_prompt_tokens or 0) for request in step.requests]
+        requests = [sequence.request for sequence in step.sequences]
+        deltas = [request.mrope_next - len(request.prompt) for request in requests]
         positions = np.tile(inputs.positions + np.repeat(deltas, step.num_tokens), (3, 1))
-        for index, request in enumerate(step.requests):
-            first = request.num_computed_tokens
+        for index, (sequence, request) in enumerate(zip(step.sequences, requests, strict=True)):
+            first = sequence.num_computed_tokens
             known = request.prompt_positions()[:, first : first + step.num_tokens[index]]
             start = int(inputs.query_start_loc[index])
             positions[:, start : start + known.shape[1]] = known
@@ -96,23 +137,32 @@ class DecoderRunner:
 
     def _splice(
         self, embeddings: torch.Tensor, step: ScheduledStep, inputs: StepInputs, cache: EncoderCacheManager
-    ) -> None:
-        """Replace the embeddings of placeholder tokens by rows of the encoder outputs."""
+    ) -> SplicedRows | None:
+        """Replace the embeddings of placeholder tokens by the first columns of the encoder outputs' rows.
+
+        Returns the whole rows where they have more columns than that.
+        """
         if self.spec.has_cross_attention:
-            return
-        for index, request in enumerate(step.requests):
-            first = request.num_computed_tokens
+            return None
+        rows, outputs = [], []
+        for index, sequence in enumerate(step.sequences):
+            first = sequence.num_computed_tokens
             last = first + step.num_tokens[index]
             offset = int(inputs.query_start_loc[index]) - first
-            for item in request.inputs:
+            for item in sequence.request.inputs:
                 if item.start is None or item.start >= last or item.start + item.num_prompt_tokens <= first:
                     continue
                 assert item.metadata is not None
-                rows = _embedding_rows(item.metadata.layout.expansion, self.info.placeholder_token_id) + item.start
-                begin, end = np.searchsorted(rows, (first, last))
+                places = _embedding_rows(item.metadata.layout.expansion, self.info.placeholder_token_id) + item.start
+                begin, end = np.searchsorted(places, (first, last))
                 if begin < end:
-                    output = cache.get(item.metadata.content_hash)[begin:end].to(self.device, self.dtype)
-                    embeddings[torch.from_numpy(rows[begin:end] + offset).to(self.device)] = output
+                    rows.append(torch.from_numpy(places[begin:end] + offset))
+                    outputs.append(cache.get(item.metadata.content_hash)[begin:end].to(self.device, self.dtype))
+        if not rows:
+            return None
+        spliced = SplicedRows(torch.cat(rows).to(self.device), torch.cat(outputs))
+        embeddings[spliced.rows] = spliced.outputs[:, : self.spec.hidden_size]
+        return spliced if self.spec.encoder_width > self.spec.hidden_size else None
 
     def _write_cross(self, request: Request, blocks: BlockManager, cache: EncoderCacheManager) -> None:
         """Project the encoder output to each layer's cross keys and values, once per content."""
@@ -128,7 +178,7 @@ class DecoderRunner:
     def _attention_context(
         self, step: ScheduledStep, inputs: StepInputs, blocks: BlockManager
     ) -> PagedAttentionContext:
-        tables = [blocks.get_block_table(request.request_id) for request in step.requests]
+        tables = [blocks.get_block_table(sequence.sequence_id) for sequence in step.sequences]
         query_start_loc = inputs.query_start_loc.tolist()
         self_metadata = AttentionMetadata(
             query_start_loc=query_start_loc,
@@ -145,13 +195,14 @@ class DecoderRunner:
     def _cross_metadata(
         self, step: ScheduledStep, query_start_loc: list[int], blocks: BlockManager
     ) -> AttentionMetadata:
-        tables = [blocks.get_cross_block_table(request.request_id) for request in step.requests]
+        requests = [sequence.request for sequence in step.sequences]
+        tables = [blocks.get_cross_block_table(request.request_id) for request in requests]
         padded = np.zeros((len(tables), max(map(len, tables))), np.int64)
         for row, table in enumerate(tables):
             padded[row, : len(table)] = table
         return AttentionMetadata(
             query_start_loc=query_start_loc,
-            seq_lens=[request.num_encoder_tokens for request in step.requests],
+            seq_lens=[request.num_encoder_tokens for request in requests],
             block_table=torch.from_numpy(padded).to(self.device),
             block_lists=tables,
             slot_mapping=None,
@@ -159,24 +210,42 @@ class DecoderRunner:
             num_decodes=step.num_decodes,
         )
 
-    def _sample(
-        self, hidden: torch.Tensor, step: ScheduledStep, inputs: StepInputs, seeds: dict[str, int]
-    ) -> list[tuple[Request, int]]:
-        finished = [
-            index
-            for index, request in enumerate(step.requests)
-            if request.num_prompt_tokens is not None and inputs.seq_lens[index] == len(request.token_ids)
-        ]
-        if not finished:
-            return []
+    def _select(self, hidden: torch.Tensor, step: ScheduledStep, inputs: StepInputs) -> StepOutput:
+        finished, prompt_rows = [], []
+        for index, sequence in enumerate(step.sequences):
+            request = sequence.request
+            if request.is_prompt_known and inputs.seq_lens[index] == len(sequence.token_ids):
+                finished.append(index)
+            if request.sampling.prompt_logprobs is not None and sequence.num_computed_tokens < len(request.prompt):
+                start, end = inputs.query_start_loc[index : index + 2].tolist()
+                prompt_rows.append(PromptRows(sequence, sequence.num_computed_tokens, hidden[start:end]))
         rows = torch.from_numpy(inputs.query_start_loc[1:][finished] - 1).to(self.device)
-        logits = self.model.logits(hidden[rows]).float()  # argmax over bfloat16 is six times slower on a CPU
-        requests = [step.requests[index] for index in finished]
-        tokens = self.sampler.sample(logits, requests, [seeds[request.request_id] for request in requests])
-        return list(zip(requests, tokens, strict=True))
+        sequences = [step.sequences[index] for index in finished]
+        return StepOutput(sequences, self.logits(hidden[rows]), prompt_rows)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[k, hidden_size] -> float32 [k, vocab_size]."""
+        if len(hidden) == 0:
+            return torch.empty(0, self.spec.vocab_size)
+        return self.model.logits(hidden).float()  # argmax over bfloat16 is six times slower on a CPU
 
 
-def _embedding_rows(expansion: Sequence[tuple[int, int]], placeholder: int | None) -> Any:
+def _independent(moves: list[BlockMove]) -> Iterator[list[BlockMove]]:
+    """Runs of moves of one kind that can be done at once: none reads what another one of its run writes."""
+    batch: list[BlockMove] = []
+    written: set[int] = set()
+    for move in moves:
+        if move.target in written or (move.kind == "copy" and move.source in written):
+            yield batch
+            batch, written = [], set()
+        batch.append(move)
+        written.add(move.target)
+    if batch:
+        yield batch
+
+
+def _embedding_rows(expansion: ListOf[tuple[int, int]], placeholder: int | None) -> Any:
     """Which tokens of an expansion are replaced by encoder outputs: those with the placeholder's id."""
     flags = np.concatenate([np.full(count, token_id == placeholder) for token_id, count in expansion])
     return np.flatnonzero(flags)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,18 +20,6 @@ if TYPE_CHECKING:
     from engine.sampling.grammar import GrammarCompiler
 
 
-class _Seeded:
-    """A request with one sequence as the sampler sees it, until requests have sequences."""
-
-    def __init__(self, request: Any, seed: int) -> None:
-        self.token_ids: list[int] = request.token_ids
-        self.num_prompt_tokens: int = request.num_prompt_tokens
-        self.num_output_tokens: int = request.num_output_tokens
-        self.sampling: SamplingParams = request.sampling
-        self.seed = seed
-        self.sampler_state: object | None = None
-
-
 class Sampler:
     """Greedy and random choice under each sequence's rules.
 
@@ -39,24 +27,14 @@ class Sampler:
     takes a request over goes on with the same tokens.
     """
 
-    def __init__(self, info: ModelInfo | None = None, vocab_size: int = 2**31) -> None:
-        assert info is not None or vocab_size == 2**31
-        self._info: ModelInfo = info  # type: ignore[assignment]
-        ends = tuple(token for token in info.eos_token_ids if token < vocab_size) if info is not None else ()
+    def __init__(self, info: ModelInfo, vocab_size: int) -> None:
+        self._info = info
+        ends = tuple(token for token in info.eos_token_ids if token < vocab_size)
         self._vocabulary = rules.Vocabulary(vocab_size, ends)
         self._grammars: GrammarCompiler | None = None
 
-    @overload
-    def sample(self, logits: torch.Tensor, sequences: Sequence[SampledSequence]) -> list[Sampled]: ...
-    @overload
-    def sample(self, logits: torch.Tensor, sequences: Sequence[Any], seeds: Sequence[int]) -> list[int]: ...
-    def sample(
-        self, logits: torch.Tensor, sequences: Sequence[Any], seeds: Sequence[int] | None = None
-    ) -> list[Sampled] | list[int]:
+    def sample(self, logits: torch.Tensor, sequences: Sequence[SampledSequence]) -> list[Sampled]:
         """logits [num_sequences, vocab_size], float32 (may be changed in place) -> the next token of each."""
-        if seeds is not None:
-            seeded = [_Seeded(request, seed) for request, seed in zip(sequences, seeds, strict=True)]
-            return [sampled.token_id for sampled in self.sample(logits, seeded)]
         states = [self._state(sequence) for sequence in sequences]
         if all(state.is_plain for state in states):
             return [Sampled(token) for token in logits.argmax(dim=-1).tolist()]

@@ -1,29 +1,34 @@
-"""The decoder's scheduler: which tokens of which requests run in the next step.
+"""The decoder's scheduler: which tokens of which sequences run in the next step.
 
-Running requests first, then waiting ones, first come first served, under one token budget. Prefill and decode are the
-same thing here: a request wants the tokens between `num_computed_tokens` and what can be computed now, in chunks
+Running requests first, then waiting ones, by priority and arrival, under one token budget. Prefill and decode are the
+same thing here: a sequence wants the tokens between `num_computed_tokens` and what can be computed now, in chunks
 (Sarathi-Serve, Agrawal et al., 2024). A prompt stops at its first missing input and goes on when that has come.
-When blocks run out, the youngest running request gives up its own and is recomputed later.
+When blocks run out, the request that comes last gives up its own: they move to the host (swap), or are computed
+again later (recompute).
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from common.config import PreemptionPolicy
 from engine.cache.block_manager import BlockManager
-from engine.request import InputState, Request
+from engine.request import InputState, Request, Sequence
+from engine.scheduler.coverage import Coverage
 from engine.scheduler.intake import InputIntake
 
 
 @dataclass
 class ScheduledStep:
-    """The batch of one step. `num_tokens[i]` tokens of `requests[i]`; requests with one token come first.
+    """The batch of one step. `num_tokens[i]` tokens of `sequences[i]`; sequences with one token come first.
 
-    `admitted` are the requests that begin (again) in this step: an encoder-decoder model projects their cross K/V.
+    `admitted` are the requests that begin (again) in this step: those with cross-attention may have keys and values
+    to be written.
     """
 
-    requests: list[Request] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
 
@@ -32,151 +37,263 @@ class ScheduledStep:
         return sum(1 for count in self.num_tokens if count == 1)
 
 
-class DecoderScheduler:
-    """Queues of one engine. `waiting` is in order of arrival; `running` requests hold blocks and a slot."""
+Chosen = dict[str, list[tuple[Sequence, int]]]
+"""Tokens chosen for the step, by request id."""
 
-    def __init__(self, blocks: BlockManager, intake: InputIntake, max_num_seqs: int, token_budget: int) -> None:
+
+class DecoderScheduler:
+    """Queues of one engine. `waiting` is in order; `running` requests hold blocks and slots."""
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        intake: InputIntake,
+        coverage: Coverage,
+        free_slots: Callable[[Request], None],
+        max_num_seqs: int,
+        token_budget: int,
+        preemption: PreemptionPolicy = "auto",
+    ) -> None:
         self.blocks = blocks
         self.intake = intake
+        self.coverage = coverage
         self.max_num_seqs = max_num_seqs
+        self._free_slots = free_slots
         self.token_budget = token_budget
+        self.preemption = preemption
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.preempted: list[Request] = []  # since the last look: the engine takes their slots back
-        self.num_preemptions = 0
+        self.counters = {"preemptions": 0, "preemptions_by_swap": 0}
 
     def add(self, request: Request) -> None:
-        self.waiting.append(request)
+        position = next((i for i, other in enumerate(self.waiting) if other.order > request.order), len(self.waiting))
+        self.waiting.insert(position, request)
 
     def remove(self, request: Request) -> None:
-        """The request has ended: free its blocks."""
+        """The request has ended: free its blocks, wherever they are."""
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
-        self.blocks.free(request.request_id)
+        self._free_tables(request)
+        self.blocks.drop_swapped(request.request_id)
 
     def has_work(self) -> bool:
         """True if some request could compute something now."""
-        if any(request.num_computable_tokens > request.num_computed_tokens for request in self.running):
+        if any(request.num_remaining(one) > 0 for request in self.running for one in request.sequences):
             return True
         for request in self.waiting:  # the same order and the same end as in _admit: else the engine would spin
-            if self._can_admit(request):
+            wanted = self._first_chunk(request, self.token_budget)
+            if wanted > 0 and self._could_place(request, wanted):
                 return True
-            if request.num_computable_tokens > 0 and request.next_missing_input is None:
+            if wanted > 0 and self._holds_the_line(request):
                 return False
         return False
 
     def schedule(self) -> ScheduledStep:
         """The next step; empty where nothing can run. Blocks for it are allocated."""
-        chosen: dict[str, tuple[Request, int]] = {}
-        budget = self.token_budget
-        preemptions = self.num_preemptions
-        for request in sorted(self.running, key=lambda request: request.arrival):
-            wanted = min(request.num_computable_tokens - request.num_computed_tokens, budget)
-            if wanted <= 0 or request not in self.running:
-                continue
-            if self._make_room(request, wanted, chosen):
-                chosen[request.request_id] = (request, wanted)
-                self.blocks.append(request.request_id, request.num_computed_tokens + wanted)
-            budget = self.token_budget - sum(count for _, count in chosen.values())
-        admitted = self._admit(chosen, budget) if self.num_preemptions == preemptions else []
-        batch = sorted(chosen.values(), key=lambda pair: pair[1] != 1)
-        return ScheduledStep([r for r, _ in batch], [n for _, n in batch], admitted)
+        chosen: Chosen = {}
+        budget, preemptions = self.token_budget, self.counters["preemptions"]
+        for request in sorted(self.running, key=lambda request: request.order):
+            if request in self.running:
+                self._continue(request, chosen, budget)
+            budget = self.token_budget - _num_chosen(chosen)
+        admitted = self._admit(chosen, budget) if self.counters["preemptions"] == preemptions else []
+        batch = sorted((pair for pairs in chosen.values() for pair in pairs), key=lambda pair: pair[1] != 1)
+        return ScheduledStep([s for s, _ in batch], [n for _, n in batch], admitted)
 
-    def _make_room(self, request: Request, wanted: int, chosen: dict[str, tuple[Request, int]]) -> bool:
-        """Preempt the youngest until the request's next tokens have blocks; False where it had to give up itself."""
-        while not self.blocks.can_append(request.request_id, request.num_computed_tokens + wanted):
-            victim = max(self.running, key=lambda candidate: candidate.arrival)
-            chosen.pop(victim.request_id, None)
-            self.preempt(victim)
-            if victim is request:
-                return False
-        return True
+    # --- running requests
 
-    def _admit(self, chosen: dict[str, tuple[Request, int]], budget: int) -> list[Request]:
+    def _continue(self, request: Request, chosen: Chosen, budget: int) -> None:
+        """Choose the next tokens of a running request, preempting whoever comes last to make room for them."""
+        for sequence, count in self._wanted(request, budget):
+            if not self.blocks.has_table(sequence.sequence_id):
+                self._begin_sibling(request, sequence)
+                continue  # how much is left to compute has just changed: it runs in the next step
+            end = sequence.num_computed_tokens + count
+            while not self.blocks.can_append(sequence.sequence_id, sequence.num_computed_tokens, end):
+                victim = max(self.running, key=lambda candidate: candidate.order)
+                chosen.pop(victim.request_id, None)
+                self.preempt(victim)
+                if victim is request:
+                    return
+            self.blocks.append(sequence.sequence_id, sequence.num_computed_tokens, end)
+            chosen.setdefault(request.request_id, []).append((sequence, count))
+
+    def _wanted(self, request: Request, budget: int) -> list[tuple[Sequence, int]]:
+        """Tokens of each sequence that could run now, within the budget. Beams take their last step together."""
+        remaining = [(sequence, request.num_remaining(sequence)) for sequence in request.sequences]
+        if request.sampling.uses_beams and request.forked:
+            if all(count == 1 for _, count in remaining):
+                return remaining if len(remaining) <= budget else []
+            remaining = [(sequence, count - 1) for sequence, count in remaining]
+        wanted = []
+        for sequence, count in remaining:
+            count = min(count, budget)
+            if count > 0:
+                wanted.append((sequence, count))
+                budget -= count
+        return wanted
+
+    def _begin_sibling(self, request: Request, sequence: Sequence) -> None:
+        """Give a sequence that lost its blocks, or came from elsewhere, a table: it shares the prompt's full blocks
+        with a sibling, and waits while none has computed them."""
+        shared = len(request.prompt) // self.blocks.block_size
+        num_shared_tokens = shared * self.blocks.block_size
+        siblings = [one for one in request.sequences if self.blocks.has_table(one.sequence_id)]
+        if not siblings:
+            self.blocks.allocate(sequence.sequence_id, 0)
+            return
+        parent = next((one for one in siblings if one.num_computed_tokens >= num_shared_tokens), None)
+        if parent is not None:
+            self.blocks.fork(parent.sequence_id, sequence.sequence_id, shared)
+            sequence.num_computed_tokens = num_shared_tokens
+            sequence.num_remembered = min(parent.num_remembered, shared)
+
+    # --- waiting requests
+
+    def _admit(self, chosen: Chosen, budget: int) -> list[Request]:
         """Waiting requests that begin now. One whose inputs are all here goes before those that wait for theirs."""
         admitted = []
         for request in list(self.waiting):
             if budget <= 0:
                 break
-            wanted = min(request.num_computable_tokens, budget)
+            wanted = self._first_chunk(request, budget)
             if wanted <= 0:
                 continue  # waits for an input; others may go ahead
-            if not self._find_place(request, wanted):
-                if request.next_missing_input is None:
-                    break  # nobody younger may take what it needs
+            if not self._find_place(request, wanted, chosen):
+                if self._holds_the_line(request):
+                    break  # nobody who comes later may take what it needs
                 continue
-            self.blocks.allocate(request.request_id, wanted, request.num_encoder_tokens, request.encoder_content)
             self.waiting.remove(request)
             self.running.append(request)
+            if self.blocks.is_swapped(request.request_id):
+                self.blocks.swap_in(request.request_id)
+            else:
+                self._begin(request, wanted)
+            self._continue(request, chosen, budget)
             admitted.append(request)
-            chosen[request.request_id] = (request, wanted)
-            budget -= wanted
-        return admitted
+            budget = self.token_budget - _num_chosen(chosen)
+        return [request for request in admitted if request in self.running]
 
-    def _find_place(self, request: Request, wanted: int) -> bool:
-        """A slot and blocks for a waiting request; running ones that only wait for an input make way for it.
+    def _begin(self, request: Request, wanted: int) -> None:
+        """Give the first sequence its table, with what the prefix cache has of it and room for the first chunk."""
+        first, prefix = request.sequences[0], self.coverage.prefix(request)
+        if request.num_encoder_tokens:
+            self.blocks.allocate_cross(request.request_id, request.num_encoder_tokens, request.encoder_content)
+        num_cached = len(prefix) * self.blocks.block_size
+        self.blocks.allocate(first.sequence_id, num_cached + wanted, prefix)
+        first.num_computed_tokens, first.num_remembered = num_cached, len(prefix)
+        self.coverage.count(request, num_cached)
+        self.intake.cover(request, num_cached)
+
+    def _first_chunk(self, request: Request, budget: int) -> int:
+        """Tokens that a waiting request would compute in its first step; 0 while it waits for an input."""
+        if self.blocks.is_swapped(request.request_id):
+            return max(min(request.num_remaining(sequence), budget) for sequence in request.sequences)
+        first = request.sequences[0]
+        num_cached = len(self.coverage.prefix(request)) * self.blocks.block_size
+        computable = request.num_computable_tokens(first, num_cached, cross_covered=self.coverage.covers_cross(request))
+        return min(computable - num_cached, budget)
+
+    def _holds_the_line(self, request: Request) -> bool:
+        """True for a request that has all it needs but room."""
+        return self.blocks.is_swapped(request.request_id) or self.coverage.has_all(request)
+
+    def _find_place(self, request: Request, wanted: int, chosen: Chosen) -> bool:
+        """Slots and blocks for a waiting request; running ones that only wait for an input make way for it, and so
+        do those of a lower priority.
 
         They do so only where that is enough: giving way for nothing, again and again, would look like progress.
         """
         if not self._could_place(request, wanted):
             return False
         while not self._has_place(request, wanted):
-            self.preempt(max(self._stalled(), key=lambda candidate: candidate.arrival))
+            victim = max(self._givers(request), key=lambda candidate: candidate.order)
+            chosen.pop(victim.request_id, None)
+            self.preempt(victim)
         return True
 
     def _has_place(self, request: Request, wanted: int) -> bool:
-        return len(self.running) < self.max_num_seqs and self.blocks.can_allocate(
-            wanted, request.num_encoder_tokens, request.encoder_content
+        slots = sum(other.num_slots for other in self.running) + request.num_slots
+        return slots <= self.max_num_seqs and self._missing_blocks(request, wanted) <= self.blocks.num_free
+
+    def _missing_blocks(self, request: Request, wanted: int) -> int:
+        if self.blocks.is_swapped(request.request_id):
+            return self.blocks.missing_to_swap_in(request.request_id) + len(request.sequences)
+        prefix = self.coverage.prefix(request)
+        num_tokens = len(prefix) * self.blocks.block_size + wanted
+        shared = len(request.prompt) // self.blocks.block_size
+        siblings = sum(self.blocks.blocks_for(len(one.token_ids)) - shared for one in request.sequences[1:])
+        return siblings + self.blocks.missing_blocks(
+            num_tokens, request.num_encoder_tokens, request.encoder_content, prefix
         )
 
     def _could_place(self, request: Request, wanted: int) -> bool:
-        """Whether there is a place, or would be one without the stalled requests."""
+        """Whether there is a place, or would be one without those who would make way."""
         if self._has_place(request, wanted):
             return True
-        if request.next_missing_input is not None:
+        if not self._holds_the_line(request):
             return False
-        stalled = self._stalled()
-        held = sum(self.blocks.releasable_blocks(other.request_id) for other in stalled)
-        needed = self.blocks.missing_blocks(wanted, request.num_encoder_tokens, request.encoder_content)
-        return len(self.running) - len(stalled) < self.max_num_seqs and needed <= self.blocks.num_free + held
+        givers = self._givers(request)
+        held = sum(self.blocks.releasable_blocks(other.request_id, other.sequence_ids) for other in givers)
+        slots = sum(other.num_slots for other in self.running if other not in givers) + request.num_slots
+        return slots <= self.max_num_seqs and self._missing_blocks(request, wanted) <= self.blocks.num_free + held
 
-    def _stalled(self) -> list[Request]:
-        """Running requests that wait for their first input: they lose little by giving way."""
+    def _givers(self, request: Request) -> list[Request]:
+        """Running requests that make way: of a lower priority, or waiting for their first input (they lose little)."""
         return [
-            request
-            for request in self.running
-            if request.num_computable_tokens <= request.num_computed_tokens
-            and not any(item.state is InputState.CONSUMED for item in request.inputs)
+            other
+            for other in self.running
+            if other.priority > request.priority
+            or (
+                all(other.num_remaining(sequence) <= 0 for sequence in other.sequences)
+                and not any(item.state is InputState.CONSUMED for item in other.inputs)
+            )
         ]
 
-    def _can_admit(self, request: Request) -> bool:
-        wanted = min(request.num_computable_tokens, self.token_budget)
-        return wanted > 0 and self._could_place(request, wanted)
+    # --- preemption
 
     def preempt(self, request: Request) -> None:
-        """Take the blocks of a running request; it waits, first in line, and is computed again from its tokens."""
+        """Take the blocks of a running request; it waits, first of its priority, and goes on from the same tokens."""
         self.running.remove(request)
-        self.blocks.free(request.request_id)
-        request.num_computed_tokens = 0
+        self._free_slots(request)
+        if self._swaps(request):
+            self.blocks.swap_out(request.request_id, request.sequence_ids)
+            self.counters["preemptions_by_swap"] += 1
+        else:
+            self._free_tables(request)
+            for sequence in request.sequences:
+                sequence.num_computed_tokens = sequence.num_remembered = 0
+            self.intake.rewind(request)
         request.num_preemptions += 1
-        self.num_preemptions += 1
-        self.intake.rewind(request)
-        self.preempted.append(request)
-        position = next(
-            (i for i, other in enumerate(self.waiting) if other.arrival > request.arrival), len(self.waiting)
-        )
-        self.waiting.insert(position, request)
+        self.counters["preemptions"] += 1
+        self.add(request)
+
+    def _swaps(self, request: Request) -> bool:
+        """Swap or recompute: swapping pays where inputs would have to come again, or several sequences be computed."""
+        if self.preemption == "recompute" or not self.blocks.can_swap_out(request.request_id, request.sequence_ids):
+            return False
+        consumed = any(item.state is InputState.CONSUMED for item in request.inputs)
+        return self.preemption == "swap" or consumed or len(request.sequences) > 1
+
+    def _free_tables(self, request: Request) -> None:
+        for sequence_id in request.sequence_ids:
+            self.blocks.free(sequence_id)
+        self.blocks.free_cross(request.request_id)
 
     def yield_blocks(self) -> bool:
-        """Nothing can run: let the youngest running request give its blocks to an older one that could compute.
+        """Nothing can run: let the last running request give its blocks to one before it that could compute.
 
         Returns False where there is no such pair.
         """
-        ready = [request.arrival for request in self.waiting if request.num_computable_tokens > 0]
-        youngest = max(self.running, key=lambda request: request.arrival, default=None)
-        if not ready or youngest is None or youngest.arrival < min(ready):
+        ready = [request.order for request in self.waiting if self._first_chunk(request, self.token_budget) > 0]
+        last = max(self.running, key=lambda request: request.order, default=None)
+        if not ready or last is None or last.order < min(ready):
             return False
-        self.preempt(youngest)
+        self.preempt(last)
         return True
+
+
+def _num_chosen(chosen: Chosen) -> int:
+    return sum(count for pairs in chosen.values() for _, count in pairs)

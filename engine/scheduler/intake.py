@@ -31,6 +31,7 @@ from engine.events import (
     InputStored,
 )
 from engine.request import InputState, Request, RequestInput
+from engine.scheduler.coverage import Coverage
 from engine.scheduler.expectation import InputExpectation
 
 MAX_ENDED = 8192
@@ -42,11 +43,18 @@ MAX_EARLY_OFFERS = 8192
 class InputIntake:
     """Inputs of all requests of one engine. Events are appended to `events`; the engine hands them out."""
 
-    def __init__(self, cache: EncoderCacheManager, expectation: InputExpectation, lease_s: float) -> None:
-        """A grant lasts `lease_s`; offers that do not meet `expectation` are refused."""
+    def __init__(
+        self, cache: EncoderCacheManager, expectation: InputExpectation, coverage: Coverage, lease_s: float
+    ) -> None:
+        """A grant lasts `lease_s`; offers that do not meet `expectation` are refused.
+
+        What `coverage` finds in the KV cache gets no room: it is answered as cached when its request begins.
+        """
         self.cache = cache
+        self._coverage = coverage
         self.events: list[Event] = []
-        self.counters = {"leases_expired": 0, "inputs_revoked": 0, "inputs_stored": 0, "inputs_rejected": 0}
+        self.counters = {"leases_expired": 0, "inputs_revoked": 0, "inputs_stored": 0}
+        self.counters |= {"inputs_rejected": 0, "inputs_covered": 0}
         self._expectation = expectation
         self._lease_s = lease_s
         self._requests: dict[str, Request] = {}
@@ -54,6 +62,7 @@ class InputIntake:
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._pending: list[tuple[Request, RequestInput]] = []  # OFFERED, in the order of grants
         self._granted: dict[tuple[str, int], RequestInput] = {}
+        self._dormant: list[tuple[Request, RequestInput]] = []
 
     # --- requests come and go
 
@@ -71,6 +80,7 @@ class InputIntake:
         if self._requests.pop(request.request_id, None) is None:
             return
         self._pending = [pair for pair in self._pending if pair[0] is not request]
+        self._dormant = [pair for pair in self._dormant if pair[0] is not request]
         for item in request.inputs:
             self._cancel(request, item)
             self._drop(request, item)
@@ -151,6 +161,7 @@ class InputIntake:
 
     def grant(self) -> None:
         """Promise room to offers in order, as far as it goes. Content that is here already needs none."""
+        self._wake_dormant()
         waiting: list[tuple[Request, RequestInput]] = []
         full = False
         for request, item in self._pending:
@@ -160,6 +171,8 @@ class InputIntake:
                 self.cache.acquire(name, reference)
                 item.state = InputState.READY
                 self.events.append(InputCached(*reference, item.attempt))
+            elif self._coverage.covers(request, item):
+                waiting.append((request, item))
             elif full or self.cache.is_reserved(name) or not self.cache.can_reserve(item.metadata.size_bytes):
                 # Same content on its way for somebody else: wait for it. No room: nobody younger may overtake.
                 full = full or not self.cache.is_reserved(name)
@@ -170,6 +183,31 @@ class InputIntake:
                 self._granted[reference] = item
                 self.events.append(InputGranted(*reference, item.attempt, item.deadline_s))
         self._pending = waiting
+
+    def _wake_dormant(self) -> None:
+        """Inputs whose keys and values have left the KV cache are needed again after all."""
+        dormant, self._dormant = self._dormant, []
+        for request, item in dormant:
+            if item.state is not InputState.DORMANT:
+                continue
+            if self._coverage.covers(request, item):
+                self._dormant.append((request, item))
+            else:
+                self._lose(request, item)
+
+    def cover(self, request: Request, num_cached: int) -> None:
+        """A request begins with `num_cached` tokens in the KV cache, or with its cross table there: the inputs behind
+        them are not needed, and whoever offers them is told that they are here."""
+        for item in request.inputs:
+            if item.usable or item.state is InputState.GRANTED or item.metadata is None:
+                continue
+            end = 0 if request.cross_attention else (item.start or 0) + item.num_prompt_tokens
+            if end <= num_cached:
+                if item.state is InputState.OFFERED:
+                    self._pending = [pair for pair in self._pending if pair[1] is not item]
+                    self.events.append(InputCached(request.request_id, item.slot.input_id, item.attempt))
+                item.state = InputState.CONSUMED
+                self.counters["inputs_covered"] += 1
 
     @property
     def num_pending(self) -> int:
@@ -182,7 +220,10 @@ class InputIntake:
     @property
     def is_stuck(self) -> bool:
         """True if offers wait for room and nothing is on its way that would make some."""
-        return bool(self._pending) and not self._granted
+        return self._first_without_room() is not None and not self._granted
+
+    def _first_without_room(self) -> tuple[Request, RequestInput] | None:
+        return next((pair for pair in self._pending if not self._coverage.covers(*pair)), None)
 
     def take_back(self, *, only_blocked: bool) -> bool:
         """The oldest offer found no room, and nothing is on its way: make room, at the cost of the youngest holders.
@@ -190,9 +231,10 @@ class InputIntake:
         `only_blocked` spares inputs that the prefill will reach by itself, and takes those that stand behind a
         missing one of their request. Returns False where there was nothing to take back.
         """
-        if self._granted or not self._pending:
+        first = None if self._granted else self._first_without_room()
+        if first is None:
             return False
-        request, item = self._pending[0]
+        request, item = first
         assert item.metadata is not None
         revoked = 0
         for holder, held in sorted(self._ready_inputs(), key=_grant_order, reverse=True):
@@ -240,8 +282,8 @@ class InputIntake:
         for item in request.inputs:
             if item.state is not InputState.READY:
                 continue
-            end = 1 if request.is_encoder_decoder else (item.start or 0) + item.num_prompt_tokens
-            if request.num_computed_tokens >= end:
+            end = 1 if request.cross_attention else (item.start or 0) + item.num_prompt_tokens
+            if min(sequence.num_computed_tokens for sequence in request.sequences) >= end:
                 self._drop(request, item)
                 item.state = InputState.CONSUMED
 
@@ -254,6 +296,9 @@ class InputIntake:
             if self.cache.is_ready(item.metadata.content_hash):
                 self.cache.acquire(item.metadata.content_hash, (request.request_id, item.slot.input_id))
                 item.state = InputState.READY
+            elif self._coverage.covers(request, item):
+                item.state = InputState.DORMANT
+                self._dormant.append((request, item))
             else:
                 self._lose(request, item)
 
@@ -301,13 +346,13 @@ class InputIntake:
         return not (self._requests or self._pending or self._granted or self._early or self.cache.num_references)
 
 
-def _grant_order(pair: tuple[Request, RequestInput]) -> tuple[int, int]:
-    return pair[0].arrival, pair[1].slot.input_id
+def _grant_order(pair: tuple[Request, RequestInput]) -> tuple[tuple[int, int], int]:
+    return pair[0].order, pair[1].slot.input_id
 
 
 def _is_blocked(request: Request, item: RequestInput) -> bool:
     """True if the prefill cannot reach this input before another one has come."""
-    return item.start is None or item.start >= request.num_computable_tokens
+    return item.start is None or item.start >= request.num_computable_tokens(request.sequences[0])
 
 
 def _is_not(tensor: torch.Tensor, metadata: InputMetadata) -> bool:

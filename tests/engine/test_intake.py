@@ -7,6 +7,8 @@ import torch
 
 from common.messages import InputLayout, InputSlot
 from common.sampling_params import SamplingParams
+from engine.cache.block_manager import BlockManager
+from engine.cache.block_pool import BlockPool
 from engine.cache.encoder_cache import EncoderCacheManager
 from engine.events import (
     Event,
@@ -20,6 +22,7 @@ from engine.events import (
     InputStored,
 )
 from engine.request import InputState, Request
+from engine.scheduler.coverage import Coverage
 from engine.scheduler.expectation import InputExpectation
 from engine.scheduler.intake import InputIntake
 
@@ -41,9 +44,9 @@ class Desk:
 
     def __init__(self, budget_rows: int, lease_s: float = FAR_S) -> None:
         self.cache = EncoderCacheManager(budget_rows * HIDDEN * 4)
-        self.intake = InputIntake(
-            self.cache, InputExpectation(HIDDEN, vocab_size=20, max_rows=50, placeholder=PAD), lease_s
-        )
+        expectation = InputExpectation(HIDDEN, vocab_size=20, max_rows=50, placeholder=PAD)
+        coverage = Coverage(BlockManager(BlockPool(64), block_size=4), enabled=True)
+        self.intake = InputIntake(self.cache, expectation, coverage, lease_s)
         self.requests: dict[str, Request] = {}
 
     def request(self, name: str, *hashes: str) -> Request:
@@ -62,7 +65,8 @@ class Desk:
         return events
 
     def consume(self, request: Request) -> None:
-        request.num_computed_tokens = request.num_computable_tokens
+        [sequence] = request.sequences
+        sequence.num_computed_tokens = request.num_computable_tokens(sequence)
         self.intake.consume(request)
 
 
@@ -75,11 +79,11 @@ def test_an_offer_is_granted_and_its_tensor_stored() -> None:
     request = desk.request("a", "h0")
     desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
     assert kinds(desk.events()) == [(InputGranted, "a")]
-    assert request.token_ids == [1, PAD, PAD, PAD, 2]
-    assert request.num_computable_tokens == 1
+    assert request.prompt == [1, PAD, PAD, PAD, 2]
+    assert request.num_computable_tokens(request.sequences[0]) == 1
     desk.intake.deliver("a", 0, 0, tensor(3))
     assert kinds(desk.events()) == [(InputStored, "a")]
-    assert request.num_computable_tokens == 5
+    assert request.num_computable_tokens(request.sequences[0]) == 5
     desk.consume(request)
     assert request.inputs[0].state is InputState.CONSUMED
     assert desk.cache.num_references == 0
@@ -134,7 +138,7 @@ def test_an_offer_that_does_not_fit_the_model_is_refused(layout: InputLayout) ->
     [event] = desk.events()
     assert isinstance(event, InputRefused)
     assert event.error.code == "invalid_request"
-    assert request.token_ids == [1]
+    assert request.prompt == [1]
 
 
 def test_ending_a_request_tells_the_encoder_that_holds_its_grant() -> None:
@@ -254,7 +258,7 @@ def test_any_burst_drains_within_its_budget(seed: int) -> None:
         if all(item.state is InputState.CONSUMED for r in desk.requests.values() for item in r.inputs):
             break
         events = desk.events()
-        runnable = [r for r in desk.requests.values() if r.num_computable_tokens > r.num_computed_tokens]
+        runnable = [r for r in desk.requests.values() if r.num_remaining(r.sequences[0]) > 0]
         for event in events:
             key = (event.request_id, getattr(event, "input_id", 0))
             if isinstance(event, InputGranted):

@@ -1,0 +1,196 @@
+"""From logits to the next tokens of every sequence: forks after the prompt, sampling, and beam search.
+
+logits of a prompt's last token ──┬── one sequence          -> sample
+                                  ├── n > 1: fork n - 1     -> sample each with draws of its own
+                                  └── beams: the search picks parents and tokens -> fork, drop
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from common.errors import ErrorInfo
+from common.messages import TokenLogprob
+from engine.cache.block_manager import BlockManager
+from engine.request import Request, Sequence
+from engine.runner.decoder import DecoderRunner, PromptRows, StepOutput
+from engine.sampling.beam import BeamSearch, Hypothesis
+from engine.sampling.sampler import Sampler
+
+_PROMPT_ROWS = 256
+"""Prompt tokens whose logits are held at once."""
+
+
+@dataclass(frozen=True)
+class NewToken:
+    """The next token of a sequence, appended already."""
+
+    sequence: Sequence
+    token_id: int
+    logprob: TokenLogprob | None
+
+
+@dataclass(frozen=True)
+class GenerationFailed:
+    """A request cannot go on: a rule of it has become impossible to follow."""
+
+    request: Request
+    error: ErrorInfo
+
+
+@dataclass(frozen=True)
+class BeamsEnded:
+    """A beam search is over; its hypotheses, best first."""
+
+    request: Request
+    hypotheses: list[Hypothesis]
+
+
+Result: TypeAlias = NewToken | BeamsEnded | GenerationFailed
+
+
+class Generation:
+    """Chooses tokens, and keeps the sequences of each request and their block tables in step with that."""
+
+    def __init__(
+        self,
+        runner: DecoderRunner,
+        blocks: BlockManager,
+        sampler: Sampler,
+        drop: Callable[[Sequence], None],
+        eos_token_ids: ListOf[int],
+    ) -> None:
+        """`drop` frees what a sequence holds: it goes no further."""
+        self._runner = runner
+        self._blocks = blocks
+        self._sampler = sampler
+        self._drop = drop
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._searches: dict[str, BeamSearch] = {}
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self._searches.pop(request_id, None)
+
+    @torch.inference_mode()
+    def advance(self, output: StepOutput) -> list[Result]:
+        """Give every sequence of a step's output its next token."""
+        for rows in output.prompt_rows:
+            self._add_prompt_logprobs(rows)
+        sampled: list[Sequence] = []
+        sampled_rows: list[int] = []
+        beams: dict[Request, list[int]] = {}
+        for row, sequence in enumerate(output.sequences):
+            request = sequence.request
+            if request.sampling.uses_beams:
+                beams.setdefault(request, []).append(row)
+                continue
+            family = self._fork_all(sequence) if not request.forked else [sequence]
+            sampled += family
+            sampled_rows += [row] * len(family)
+        results: list[Result] = []
+        for request, rows_of_request in beams.items():
+            sequences = [output.sequences[row] for row in rows_of_request]
+            ended = self._advance_beams(request, sequences, output.logits[rows_of_request])
+            results += [] if ended is None else [ended]
+        if sampled:
+            everyone = len(sampled) == len(output.logits) and sampled_rows == list(range(len(sampled)))
+            logits = output.logits if everyone else output.logits[sampled_rows]
+            results += self._sample(logits, sampled)
+        return results
+
+    def _sample(self, logits: Tensor, sequences: list[Sequence]) -> list[Result]:
+        chosen = self._sampler.sample(logits, sequences)
+        tokens: list[Result] = []
+        for sequence, one in zip(sequences, chosen, strict=True):
+            if one.error is not None:
+                tokens.append(GenerationFailed(sequence.request, one.error))
+                continue
+            sequence.token_ids.append(one.token_id)
+            if one.logprob is not None:
+                sequence.logprob_sum += one.logprob.logprob
+            tokens.append(NewToken(sequence, one.token_id, one.logprob))
+        return tokens
+
+    def _fork_all(self, first: Sequence) -> list[Sequence]:
+        """The prompt is computed: one sequence becomes `n`."""
+        request = first.request
+        request.forked = True
+        for index in range(1, request.sampling.n):
+            request.sequences.append(self._fork(first, index))
+        return request.sequences
+
+    def _fork(self, parent: Sequence, index: int) -> Sequence:
+        child = parent.fork(index)
+        self._blocks.fork(parent.sequence_id, child.sequence_id)
+        return child
+
+    def _advance_beams(self, request: Request, sequences: list[Sequence], logits: Tensor) -> BeamsEnded | None:
+        search = self._searches.get(request.request_id)
+        if search is None:
+            search = self._searches[request.request_id] = self._begin_search(request)
+        log_probs = torch.log_softmax(logits, dim=-1)
+        self._sampler.apply_rules(log_probs, sequences)
+        beams = search.advance(log_probs, [sequence.output_token_ids for sequence in sequences])
+        if beams is None:
+            return BeamsEnded(request, search.best())
+        request.forked = True
+        continued: set[int] = set()
+        next_sequences = []
+        for index, beam in enumerate(beams):  # children are forked before any parent gets its token
+            parent = sequences[beam.parent % len(sequences)]
+            again = parent.sequence_id in continued
+            next_sequences.append(self._fork(parent, index) if again else parent)
+            continued.add(parent.sequence_id)
+        for sequence in sequences:
+            if sequence.sequence_id not in continued:
+                self._drop(sequence)
+        for index, (sequence, beam) in enumerate(zip(next_sequences, beams, strict=True)):
+            sequence.index = index
+            sequence.token_ids.append(beam.token_id)
+        request.sequences = next_sequences
+        return None
+
+    def _begin_search(self, request: Request) -> BeamSearch:
+        sampling = request.sampling
+        ends = sampling.stop_token_ids if sampling.ignore_eos else (*self._eos_token_ids, *sampling.stop_token_ids)
+        longest = min(sampling.max_tokens, self._runner.max_model_len - len(request.prompt))
+        while longest > 1 and not self._beams_fit(request, longest):
+            longest -= self._blocks.block_size
+        return BeamSearch(sampling, ends, max(1, longest))
+
+    def _beams_fit(self, request: Request, num_output_tokens: int) -> bool:
+        """Whether the whole pool holds all beams with so many tokens, sharing no more than the prompt's full blocks."""
+        shared = len(request.prompt) // self._blocks.block_size
+        own = self._blocks.blocks_for(len(request.prompt) + num_output_tokens) - shared
+        cross = self._blocks.blocks_for(request.num_encoder_tokens)
+        return shared + own * request.sampling.beam_width + cross <= self._blocks.pool.num_usable
+
+    def _add_prompt_logprobs(self, rows: PromptRows) -> None:
+        """Log-probabilities of the tokens after those computed now; media tokens have none."""
+        request = rows.sequence.request
+        known, count = request.prompt_logprobs, request.sampling.prompt_logprobs
+        assert count is not None
+        if not known:
+            known.append(None)
+        end = min(rows.first + len(rows.hidden) + 1, len(request.prompt))
+        while len(known) < end:  # some may be known from before a preemption
+            first = len(known)
+            tokens = request.prompt[first : min(first + _PROMPT_ROWS, end)]
+            offset = first - 1 - rows.first  # the logits for a token are those of the one before it
+            logits = self._runner.logits(rows.hidden[offset : offset + len(tokens)])
+            found = self._sampler.prompt_logprobs(logits, tokens, count)
+            known += [None if _is_media(request, position) else one for position, one in enumerate(found, start=first)]
+
+
+def _is_media(request: Request, position: int) -> bool:
+    return any(
+        item.start is not None and item.start <= position < item.start + item.num_prompt_tokens
+        for item in request.inputs
+    )
