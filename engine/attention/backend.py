@@ -49,11 +49,13 @@ class AttentionBackend(ABC):
         causal attention sees the last `window` keys, its own included (Mistral, Jiang et al., 2023).
         """
 
-    @abstractmethod
     def plan_ragged(self, lengths: Sequence[int]) -> Any:
-        """What `run_ragged` needs for sequences of these lengths, laid end to end; called once, used by every layer."""
+        """What `run_ragged` needs for sequences of these lengths, laid end to end; called once, used by every layer.
 
-    @abstractmethod
+        Raises TypeError for a backend that serves decodes only.
+        """
+        raise TypeError(f"attention backend {self.name!r} does not serve encoders")
+
     def run_ragged(
         self,
         query: torch.Tensor,
@@ -68,6 +70,7 @@ class AttentionBackend(ABC):
 
         query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim] -> as query.
         """
+        raise TypeError(f"attention backend {self.name!r} does not serve encoders")
 
     def write(self, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Put key and value, [num_tokens, num_kv_heads, head_dim], into their slots."""

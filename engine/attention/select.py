@@ -42,7 +42,23 @@ def _torch_backend() -> AttentionBackend:
     return TorchBackend()
 
 
+def _native_backend() -> AttentionBackend:
+    from engine.attention.native_backend import NativeBackend
+    from engine.native.build import KernelsUnavailableError
+
+    try:
+        return NativeBackend()
+    except KernelsUnavailableError as error:
+        raise BackendUnavailableError(str(error)) from error
+
+
 BACKENDS: Final[dict[str, BackendEntry]] = {
+    "native": BackendEntry(
+        _native_backend,
+        devices=frozenset({"cpu"}),
+        dtypes=frozenset({torch.float32, torch.bfloat16}),
+        phases=frozenset({"decode"}),
+    ),
     "torch": BackendEntry(
         _torch_backend,
         devices=frozenset({"cpu", "cuda"}),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from common.model_info import ModelInfo
 from engine.models.base import AttentionContext, CheckpointLayout, DecoderModel, DecoderSpec, Sources, SplicedRows
 from engine.models.config import TextConfig, read_text_config
+from engine.models.layers import Linear, RMSNorm, linear, silu_mul
 from engine.models.rotary import Rotary, rotate
 
 LLAMA_LAYOUT = CheckpointLayout(
@@ -74,7 +75,7 @@ class LlamaDecoder(DecoderModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(LlamaLayer(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = None if config.tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = None if config.tied else Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return F.embedding(input_ids, self.embed_tokens.weight)
@@ -95,7 +96,7 @@ class LlamaDecoder(DecoderModel):
 
     def logits(self, hidden: Tensor) -> Tensor:
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return F.linear(hidden, head.weight)
+        return linear(hidden, head.weight)
 
     def sources(self) -> Sources:
         sources: Sources = {}
@@ -116,19 +117,20 @@ class LlamaLayer(nn.Module):
         self.window = config.windows[index]
         hidden_size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(hidden_size, eps)
-        self.qkv_proj = nn.Linear(hidden_size, sum(self.heads) * config.head_dim, bias=config.qkv_bias)
+        self.qkv_proj = Linear(hidden_size, sum(self.heads) * config.head_dim, bias=config.qkv_bias)
         self.q_norm = RMSNorm(config.head_dim, eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, eps) if config.qk_norm else None
-        self.o_proj = nn.Linear(config.num_heads * config.head_dim, hidden_size, bias=config.o_bias)
+        self.o_proj = Linear(config.num_heads * config.head_dim, hidden_size, bias=config.o_bias)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps)
-        self.gate_up_proj = nn.Linear(hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, hidden_size, bias=config.mlp_bias)
+        self.gate_up_proj = Linear(hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, hidden_size, bias=config.mlp_bias)
 
     def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], attention: AttentionContext) -> Tensor:
         # The sums reuse the fresh output of a projection; `hidden` itself may be the caller's embeddings.
-        hidden = self._attend(self.input_layernorm(hidden), rotation, attention).add_(hidden)
-        gate, up = self.gate_up_proj(self.post_attention_layernorm(hidden)).chunk(2, dim=-1)
-        output: Tensor = self.down_proj(F.silu(gate).mul_(up))
+        attended = self._attend(self.input_layernorm(hidden), rotation, attention)
+        normed = self.post_attention_layernorm.add(attended, hidden)
+        hidden = attended
+        output: Tensor = self.down_proj(silu_mul(self.gate_up_proj(normed)))
         return output.add_(hidden)
 
     def _attend(self, normed: Tensor, rotation: tuple[Tensor, Tensor], attention: AttentionContext) -> Tensor:
@@ -143,15 +145,3 @@ class LlamaLayer(nn.Module):
         attended = attention.self_attention(self.index, query, key, value, window=self.window)
         output: Tensor = self.o_proj(attended.reshape(num_tokens, -1))
         return output
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm (Zhang and Sennrich, 2019), summed in float32."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
-        self.eps = eps
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from common.model_info import ModelInfo
 from engine.models.base import AttentionContext, CheckpointLayout, DecoderModel, DecoderSpec, Sources, SplicedRows
 from engine.models.config import TextConfig, read_text_config
-from engine.models.llama import LlamaLayer, RMSNorm
+from engine.models.layers import RMSNorm
+from engine.models.llama import LlamaLayer
 from engine.models.rotary import Rotary
 
 EXTRA_EMBEDDINGS = 8

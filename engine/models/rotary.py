@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.models.config import TextConfig
+from engine.native import ops
 
 _SCALED = ("linear", "llama3", "yarn")
 
@@ -39,7 +40,13 @@ class Rotary:
 
 
 def rotate(x: Tensor, cosines: Tensor, signed_sines: Tensor) -> Tensor:
-    """x [n, heads, head_dim] rotated: x * cos + (-x2, x1) * sin, the minus being in the sines already."""
+    """x [n, heads, head_dim] rotated: x * cos + (-x2, x1) * sin, the minus being in the sines already.
+
+    `x` itself may be what is returned.
+    """
+    if ops.serves_rotation(x):
+        ops.rotate(x, cosines, signed_sines)
+        return x
     return torch.addcmul(x * cosines, x.roll(x.shape[-1] // 2, -1), signed_sines)
 
 

@@ -21,7 +21,7 @@ from engine.models.base import (
     SplicedRows,
 )
 from engine.models.checkpoint import Checkpoint
-from engine.models.llama import RMSNorm
+from engine.models.layers import RMSNorm
 
 DECODER_LAYOUT = CheckpointLayout(
     prefixes={"decoder.": "", "shared.": "embed_tokens.", "lm_head.": "lm_head."},

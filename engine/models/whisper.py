@@ -18,6 +18,7 @@ from engine.models.base import (
     Zeros,
 )
 from engine.models.config import is_tied
+from engine.models.layers import Linear, linear
 
 DECODER_LAYOUT = CheckpointLayout(prefixes={"model.decoder.": "", "decoder.": "", "proj_out.": "proj_out."})
 
@@ -56,7 +57,7 @@ class WhisperDecoder(DecoderModel):
             WhisperLayer(self.spec, config["decoder_ffn_dim"], index) for index in range(self.spec.num_layers)
         )
         self.layer_norm = nn.LayerNorm(hidden_size)
-        self.proj_out = None if tied else nn.Linear(hidden_size, vocab_size, bias=False)
+        self.proj_out = None if tied else Linear(hidden_size, vocab_size, bias=False)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return F.embedding(input_ids, self.embed_tokens.weight)
@@ -76,7 +77,7 @@ class WhisperDecoder(DecoderModel):
 
     def logits(self, hidden: Tensor) -> Tensor:
         head = self.embed_tokens if self.proj_out is None else self.proj_out
-        return F.linear(hidden, head.weight)
+        return linear(hidden, head.weight)
 
     def project_cross(self, layer: int, encoder_output: Tensor) -> tuple[Tensor, Tensor]:
         key_value = self.layers[layer].get_submodule("cross_kv_proj")(encoder_output)
@@ -106,15 +107,15 @@ class WhisperLayer(nn.Module):
         self.heads = (spec.num_heads, spec.head_dim)
         size = spec.hidden_size
         self.self_attn_layer_norm = nn.LayerNorm(size)
-        self.qkv_proj = nn.Linear(size, 3 * size)
-        self.self_out_proj = nn.Linear(size, size)
+        self.qkv_proj = Linear(size, 3 * size)
+        self.self_out_proj = Linear(size, size)
         self.encoder_attn_layer_norm = nn.LayerNorm(size)
-        self.cross_q_proj = nn.Linear(size, size)
-        self.cross_kv_proj = nn.Linear(size, 2 * size)
-        self.cross_out_proj = nn.Linear(size, size)
+        self.cross_q_proj = Linear(size, size)
+        self.cross_kv_proj = Linear(size, 2 * size)
+        self.cross_out_proj = Linear(size, size)
         self.final_layer_norm = nn.LayerNorm(size)
-        self.fc1 = nn.Linear(size, ffn_dim)
-        self.fc2 = nn.Linear(ffn_dim, size)
+        self.fc1 = Linear(size, ffn_dim)
+        self.fc2 = Linear(ffn_dim, size)
 
     def forward(self, hidden: Tensor, attention: AttentionContext) -> Tensor:
         num_tokens = len(hidden)

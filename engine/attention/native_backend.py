@@ -1,0 +1,81 @@
+"""Decode attention by our own CPU kernel: it reads the blocks where they lie, without gathering them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from engine.attention.backend import AttentionBackend
+from engine.attention.metadata import AttentionMetadata
+from engine.models.base import PositionBias
+from engine.native import ops
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """`key_ranges` [num_tokens, 2] is what each token sees without a window; `windowed` the same for each window."""
+
+    metadata: AttentionMetadata
+    tables: torch.Tensor
+    key_ranges: torch.Tensor
+    windowed: dict[int, torch.Tensor] = field(default_factory=dict)
+    biases: dict[PositionBias, torch.Tensor] = field(default_factory=dict)
+
+
+class NativeBackend(AttentionBackend):
+    """The phase of one query token per request. Raises KernelsUnavailableError where the kernels cannot run."""
+
+    name = "native"
+
+    def __init__(self) -> None:
+        ops.enable()
+
+    def plan(self, metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> _Plan:
+        seq_lens = np.asarray(metadata.seq_lens, np.int64)
+        if metadata.key_ranges is not None:
+            ranges = np.ascontiguousarray(metadata.key_ranges, np.int64)
+        else:
+            ranges = np.stack((np.zeros_like(seq_lens), seq_lens), axis=1)
+        return _Plan(metadata, metadata.block_table.contiguous(), torch.from_numpy(ranges))
+
+    def run(
+        self,
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        plan: _Plan,
+        *,
+        scale: float | None = None,
+        bias: PositionBias | None = None,
+        window: int | None = None,
+    ) -> torch.Tensor:
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        ranges = plan.key_ranges if window is None or not plan.metadata.causal else _within(plan, window)
+        offsets = None if bias is None else _evaluated(plan, bias)
+        return ops.paged_attention(_dense_heads(query), cache, plan.tables, ranges, scale, offsets)
+
+    def write(self, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        ops.write_cache(cache, _dense_heads(key), _dense_heads(value), slot_mapping)
+
+
+def _dense_heads(x: torch.Tensor) -> torch.Tensor:
+    """x [n, heads, head_dim], copied unless the heads of a token lie side by side."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def _within(plan: _Plan, window: int) -> torch.Tensor:
+    ranges = plan.windowed.get(window)
+    if ranges is None:
+        begins = (plan.key_ranges[:, 1] - window).clamp_(min=0)
+        ranges = plan.windowed[window] = torch.stack((begins, plan.key_ranges[:, 1]), dim=1)
+    return ranges
+
+
+def _evaluated(plan: _Plan, bias: PositionBias) -> torch.Tensor:
+    """[num_heads, num_tokens, max_len] in float32; the tokens are the last of their sequences."""
+    values = plan.biases.get(bias)
+    if values is None:
+        lens = plan.key_ranges[:, 1]
+        values = plan.biases[bias] = bias(lens - 1, torch.arange(int(lens.max()))).float().contiguous()
+    return values

@@ -1,0 +1,1 @@
+"""Our own CPU kernels: compiled when first needed, kept in the user's cache, never required."""

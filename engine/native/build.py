@@ -1,0 +1,99 @@
+"""Compiles the kernels with the C++ compiler of this machine and loads them; four seconds, once per machine.
+
+The kernels use AVX-512 with bfloat16 products (x86 servers from Cooper Lake, Zen 4 on). Whoever lacks these, or a
+compiler, computes with PyTorch alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Final
+
+SOURCE: Final = Path(__file__).with_name("kernels.cpp")
+FLAGS: Final = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
+_CPU_FLAGS: Final = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})
+_COMPILERS: Final = ("c++", "g++", "clang++")
+_TIMEOUT_S: Final = 120.0
+
+
+class KernelsUnavailableError(Exception):
+    """The kernels cannot run here; the message says why."""
+
+
+@functools.cache
+def load_kernels() -> ctypes.CDLL:
+    """The compiled kernels. Raises KernelsUnavailableError without the processor, a compiler or a place to write."""
+    missing = _CPU_FLAGS - _cpu_flags()
+    if missing:
+        raise KernelsUnavailableError(f"this processor lacks {', '.join(sorted(missing))}")
+    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        raise KernelsUnavailableError(
+            f"no C++ compiler: none of {', '.join(_COMPILERS)} is on PATH, and CXX is not set"
+        )
+    # OpenMP is that of PyTorch, which has to be loaded first: two of them would compete for the cores.
+    import torch  # noqa: F401
+
+    try:
+        return ctypes.CDLL(str(_compiled(compiler)))
+    except OSError as error:
+        raise KernelsUnavailableError(f"the compiled kernels do not load: {error}") from error
+
+
+def _cpu_flags() -> frozenset[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), []))
+
+
+def _compiled(compiler: str) -> Path:
+    """Path of the library, compiled if it is not there yet. Named by all that it depends on."""
+    parts = [SOURCE.read_text(), *FLAGS, _version(compiler), *sorted(_cpu_flags())]
+    name = f"kernels-{hashlib.sha256(' '.join(parts).encode()).hexdigest()[:16]}.so"
+    for folder in (_cache_folder(), None):
+        try:
+            path = (folder or Path(tempfile.mkdtemp(prefix="triptych-"))) / name
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not path.exists():
+                _compile(compiler, path)
+            return path
+        except OSError as error:  # a read-only home: a folder of this process alone will do
+            reason = str(error)
+    raise KernelsUnavailableError(f"no folder to compile into: {reason}")
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "triptych"
+
+
+def _version(compiler: str) -> str:
+    try:
+        return subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise KernelsUnavailableError(f"{compiler} does not run: {error}") from error
+
+
+def _compile(compiler: str, path: Path) -> None:
+    """Several workers may compile at once: each writes a file of its own, and the last rename wins."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".so", delete=False) as file:
+        temporary = Path(file.name)
+    try:
+        command = [compiler, *FLAGS, str(SOURCE), "-o", str(temporary)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+        if done.returncode != 0:
+            first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
+            raise KernelsUnavailableError(f"{compiler} cannot compile the kernels: {first}")
+        temporary.rename(path)
+    except subprocess.SubprocessError as error:
+        raise KernelsUnavailableError(f"{compiler} does not run: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,327 @@
+// A decode step on a CPU: few rows against many weights, and attention over a paged cache. Plain C functions on
+// contiguous rows, called by engine/native/ops.py; each says which shapes it takes.
+//
+// Libraries are made for large matrices. A decode step is bound by how fast weights and keys stream from memory, and by
+// what stands around the arithmetic. Weights stay as the checkpoint has them ([out, in], bfloat16): a row of x and a row
+// of the weight are both contiguous, so pairs are multiplied along the row and nothing has to be packed.
+// Sums are float32 throughout. Threads are OpenMP's, the same ones as PyTorch's.
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace {
+
+struct bf16 {
+    uint16_t bits;
+};
+
+constexpr int kLanes = 16;  // floats in a vector
+
+// The first `count` lanes of a vector.
+inline __mmask16 lanes(int64_t count) { return count >= kLanes ? 0xffff : (1u << std::max<int64_t>(count, 0)) - 1; }
+
+inline __m512 load(const float* from, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, from); }
+inline __m512 load(const bf16* from, __mmask16 mask) {
+    const __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+}
+inline void store(float* to, __mmask16 mask, __m512 value) { _mm512_mask_storeu_ps(to, mask, value); }
+inline void store(bf16* to, __mmask16 mask, __m512 value) {
+    _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(value));
+}
+
+// Four vectors of partial sums -> their four totals.
+inline __m128 totals(__m512 a, __m512 b, __m512 c, __m512 d) {
+    const __m512d ab = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+    const __m512d cd = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
+    const __m512 abcd = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)),
+                                      _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+
+// e^x to about 2e-7: 2^n * 2^f with f in [-0.5, 0.5], 2^f by its Taylor series.
+inline __m512 exponential(__m512 x) {
+    const __m512 powers = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
+    const __m512 whole = _mm512_roundscale_ps(powers, 0);
+    const __m512 f = _mm512_sub_ps(powers, whole);
+    __m512 series = _mm512_set1_ps(1.540353e-4f);
+    for (const float factor : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
+        series = _mm512_fmadd_ps(series, f, _mm512_set1_ps(factor));
+    return _mm512_scalef_ps(series, whole);
+}
+
+// --- linear layers
+
+constexpr int kColumns = 8;  // rows of w at a time: eight streams from memory
+
+inline __m512bh load_pairs(const bf16* from, __mmask32 mask) { return (__m512bh)_mm512_maskz_loadu_epi16(mask, from); }
+
+// kRows rows of x against kColumns rows of w; 3 x 8 sums are what the registers hold.
+template <int kRows>
+inline void linear_tile(const bf16* x, int64_t x_stride, const bf16* w, const bf16* bias, bf16* y, int64_t y_stride,
+                        int64_t size_k) {
+    __m512 sums[kRows][kColumns] = {};
+    for (int64_t k = 0; k < size_k; k += 32) {
+        const __mmask32 mask = size_k - k >= 32 ? 0xffffffffu : (1u << (size_k - k)) - 1;
+        __m512bh columns[kColumns];
+#pragma GCC unroll 8
+        for (int n = 0; n < kColumns; n++) columns[n] = load_pairs(w + n * size_k + k, mask);
+#pragma GCC unroll 8
+        for (int m = 0; m < kRows; m++) {
+            const __m512bh row = load_pairs(x + m * x_stride + k, mask);
+#pragma GCC unroll 8
+            for (int n = 0; n < kColumns; n++) sums[m][n] = _mm512_dpbf16_ps(sums[m][n], row, columns[n]);
+        }
+    }
+    const __m512 offsets = bias ? load(bias, lanes(kColumns)) : _mm512_setzero_ps();
+#pragma GCC unroll 8
+    for (int m = 0; m < kRows; m++) {
+        const __m128 low = totals(sums[m][0], sums[m][1], sums[m][2], sums[m][3]);
+        const __m128 high = totals(sums[m][4], sums[m][5], sums[m][6], sums[m][7]);
+        const __m512 both = _mm512_castps256_ps512(_mm256_set_m128(high, low));
+        store(y + m * y_stride, lanes(kColumns), _mm512_add_ps(both, offsets));
+    }
+}
+
+// --- attention
+
+// The keys (or values) of one head: key i of a sequence is at `base + offsets[i]`.
+template <typename T>
+struct Paged {
+    const T* keys;
+    const T* values;
+    const int64_t* offsets;
+    int64_t count;
+    int64_t head_dim;
+};
+
+// kHeads query heads that share their keys, one token. query and out [kHeads, head_dim]; bias null or, for head h and
+// key i, at bias[h * bias_stride + i]; scores has room for kHeads * padded, padded = count rounded up to kLanes.
+template <typename T, int kVectors, int kHeads>
+void attend(const T* query, const Paged<T>& paged, const float* bias, int64_t bias_stride, float scale, float* scores,
+            T* out) {
+    const int64_t count = paged.count, padded = (count + kLanes - 1) / kLanes * kLanes, head_dim = paged.head_dim;
+    __mmask16 masks[kVectors];
+    for (int v = 0; v < kVectors; v++) masks[v] = lanes(head_dim - v * kLanes);
+    __m512 queries[kHeads][kVectors];
+    for (int h = 0; h < kHeads; h++)
+        for (int v = 0; v < kVectors; v++)
+            queries[h][v] = _mm512_mul_ps(load(query + h * head_dim + v * kLanes, masks[v]), _mm512_set1_ps(scale));
+    for (int64_t i = 0; i < count; i += 4) {
+        __m512 sums[kHeads][4] = {};
+        for (int j = 0; j < 4; j++) {
+            const T* key = paged.keys + paged.offsets[std::min(i + j, count - 1)];
+#pragma GCC unroll 8
+            for (int v = 0; v < kVectors; v++) {
+                const __m512 part = load(key + v * kLanes, masks[v]);
+#pragma GCC unroll 8
+                for (int h = 0; h < kHeads; h++) sums[h][j] = _mm512_fmadd_ps(queries[h][v], part, sums[h][j]);
+            }
+        }
+        for (int h = 0; h < kHeads; h++)
+            _mm_storeu_ps(scores + h * padded + i, totals(sums[h][0], sums[h][1], sums[h][2], sums[h][3]));
+    }
+    float factors[kHeads];
+    for (int h = 0; h < kHeads; h++) {
+        float* row = scores + h * padded;
+        __m512 most = _mm512_set1_ps(-3e38f), sum = _mm512_setzero_ps();
+        for (int64_t i = 0; i < count; i += kLanes) {
+            const __mmask16 there = lanes(count - i);
+            __m512 score = load(row + i, there);
+            if (bias) score = _mm512_add_ps(score, load(bias + h * bias_stride + i, there));
+            store(row + i, there, score);
+            most = _mm512_mask_max_ps(most, there, most, score);
+        }
+        most = _mm512_set1_ps(_mm512_reduce_max_ps(most));
+        for (int64_t i = 0; i < count; i += kLanes) {
+            const __mmask16 there = lanes(count - i);
+            const __m512 weight = _mm512_maskz_mov_ps(there, exponential(_mm512_sub_ps(load(row + i, there), most)));
+            store(row + i, there, weight);
+            sum = _mm512_add_ps(sum, weight);
+        }
+        factors[h] = 1.0f / _mm512_reduce_add_ps(sum);
+    }
+    __m512 results[kHeads][kVectors] = {};
+    for (int64_t i = 0; i < count; i++) {
+        const T* value = paged.values + paged.offsets[i];
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; v++) {
+            const __m512 part = load(value + v * kLanes, masks[v]);
+#pragma GCC unroll 8
+            for (int h = 0; h < kHeads; h++)
+                results[h][v] = _mm512_fmadd_ps(_mm512_set1_ps(scores[h * padded + i]), part, results[h][v]);
+        }
+    }
+    for (int h = 0; h < kHeads; h++)
+        for (int v = 0; v < kVectors; v++)
+            store(out + h * head_dim + v * kLanes, masks[v], _mm512_mul_ps(results[h][v], _mm512_set1_ps(factors[h])));
+}
+
+template <typename T>
+using Attend = void (*)(const T*, const Paged<T>&, const float*, int64_t, float, float*, T*);
+
+// The variant for a head_dim of up to 16 * kVectors and up to three heads at once: more would not fit the registers,
+// nor do three with heads of more than 64, which are slower for it.
+template <typename T, int kVectors>
+Attend<T> of_heads(int64_t heads) {
+    if (heads == 1) return attend<T, kVectors, 1>;
+    if (heads == 2) return attend<T, kVectors, 2>;
+    return attend<T, kVectors, 3>;
+}
+template <typename T>
+Attend<T> variant(int64_t head_dim, int64_t heads) {
+    switch ((head_dim + kLanes - 1) / kLanes) {
+        case 1: return of_heads<T, 1>(heads);
+        case 2: return of_heads<T, 2>(heads);
+        case 3: return of_heads<T, 3>(heads);
+        case 4: return of_heads<T, 4>(heads);
+        case 5: return of_heads<T, 5>(heads);
+        case 6: return of_heads<T, 6>(heads);
+        case 7:
+        case 8: return of_heads<T, 8>(heads);
+        default: return of_heads<T, 16>(heads);
+    }
+}
+
+template <typename T>
+void paged_attention(const T* query, int64_t query_stride, const T* cache, int64_t value_offset, const int64_t* tables,
+                     int64_t table_stride, const int64_t* key_ranges, const float* bias, int64_t bias_len, T* out,
+                     int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size,
+                     float scale) {
+    const int64_t group = num_heads / num_kv_heads, key_stride = num_kv_heads * head_dim;
+#pragma omp parallel for collapse(2) schedule(dynamic, 1)
+    for (int64_t token = 0; token < num_tokens; token++)
+        for (int64_t kv_head = 0; kv_head < num_kv_heads; kv_head++) {
+            thread_local std::vector<int64_t> offsets;
+            thread_local std::vector<float> scores;
+            const int64_t begin = key_ranges[2 * token], count = std::max<int64_t>(key_ranges[2 * token + 1] - begin, 0);
+            T* to = out + (token * num_heads + kv_head * group) * head_dim;
+            if (count == 0) {
+                std::fill_n(to, group * head_dim, T{});
+                continue;
+            }
+            offsets.resize(count);
+            scores.resize(3 * (count + kLanes));
+            for (int64_t i = 0; i < count; i++) {
+                const int64_t key = begin + i, block = tables[token * table_stride + key / block_size];
+                offsets[i] = (block * block_size + key % block_size) * key_stride;
+            }
+            const T* keys = cache + kv_head * head_dim;
+            const Paged<T> paged{keys, keys + value_offset, offsets.data(), count, head_dim};
+            for (int64_t h = 0; h < group; h += 3) {
+                const int64_t head = kv_head * group + h;
+                const float* head_bias = bias ? bias + (head * num_tokens + token) * bias_len + begin : nullptr;
+                variant<T>(head_dim, group - h)(query + token * query_stride + head * head_dim, paged, head_bias,
+                                                num_tokens * bias_len, scale, scores.data(), to + h * head_dim);
+            }
+        }
+}
+
+}  // namespace
+
+extern "C" {
+
+// x [size_m, size_k] with x_stride between rows, w [size_n, size_k], bias [size_n] or null -> y [size_m, size_n].
+// size_n is a multiple of eight.
+void linear(const bf16* x, int64_t x_stride, const bf16* w, const bf16* bias, bf16* y, int64_t size_m, int64_t size_n,
+            int64_t size_k) {
+#pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < size_n; n += kColumns) {
+        const bf16* offsets = bias ? bias + n : nullptr;
+        for (int64_t m = 0; m < size_m; m += 3) {
+            const auto tile = size_m - m >= 3 ? linear_tile<3> : size_m - m == 2 ? linear_tile<2> : linear_tile<1>;
+            tile(x + m * x_stride, x_stride, w + n * size_k, offsets, y + m * size_n + n, size_n, size_k);
+        }
+    }
+}
+
+// One query token each against a range of the keys of its sequence; an empty range gives zeros.
+//   query       [num_tokens, num_heads, head_dim], query_stride between tokens; head_dim at most 256
+//   cache       [2, num_blocks, block_size, num_kv_heads, head_dim]; value_offset between keys and values
+//   tables      [num_tokens, table_stride] blocks of each token's sequence; key_ranges [num_tokens, 2]
+//   bias        null or [num_heads, num_tokens, bias_len], added to the scaled scores
+void paged_attention_bf16(const bf16* query, int64_t query_stride, const bf16* cache, int64_t value_offset,
+                          const int64_t* tables, int64_t table_stride, const int64_t* key_ranges, const float* bias,
+                          int64_t bias_len, bf16* out, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,
+                          int64_t head_dim, int64_t block_size, float scale) {
+    paged_attention(query, query_stride, cache, value_offset, tables, table_stride, key_ranges, bias, bias_len, out,
+                    num_tokens, num_heads, num_kv_heads, head_dim, block_size, scale);
+}
+void paged_attention_f32(const float* query, int64_t query_stride, const float* cache, int64_t value_offset,
+                         const int64_t* tables, int64_t table_stride, const int64_t* key_ranges, const float* bias,
+                         int64_t bias_len, float* out, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,
+                         int64_t head_dim, int64_t block_size, float scale) {
+    paged_attention(query, query_stride, cache, value_offset, tables, table_stride, key_ranges, bias, bias_len, out,
+                    num_tokens, num_heads, num_kv_heads, head_dim, block_size, scale);
+}
+
+// Keys and values [num_tokens, width] (strides between rows given) into their slots of a cache. All in units of two bytes.
+void write_cache(const uint16_t* key, int64_t key_stride, const uint16_t* value, int64_t value_stride, uint16_t* cache,
+                 int64_t value_offset, const int64_t* slots, int64_t num_tokens, int64_t width) {
+#pragma omp parallel for schedule(static) if (num_tokens >= 64)
+    for (int64_t token = 0; token < num_tokens; token++) {
+        std::copy_n(key + token * key_stride, width, cache + slots[token] * width);
+        std::copy_n(value + token * value_stride, width, cache + value_offset + slots[token] * width);
+    }
+}
+
+// Adds `added` (null: nothing) to hidden in place, then y = hidden / rms(hidden) * weight. All [num_rows, size].
+void add_rms_norm(bf16* hidden, const bf16* added, const bf16* weight, bf16* y, int64_t num_rows, int64_t size,
+                  float eps) {
+#pragma omp parallel for schedule(static) if (num_rows >= 16)
+    for (int64_t row = 0; row < num_rows; row++) {
+        bf16* x = hidden + row * size;
+        __m512 squares = _mm512_setzero_ps();
+        for (int64_t i = 0; i < size; i += kLanes) {
+            const __mmask16 mask = lanes(size - i);
+            if (added) store(x + i, mask, _mm512_add_ps(load(x + i, mask), load(added + row * size + i, mask)));
+            const __m512 value = load(x + i, mask);
+            squares = _mm512_fmadd_ps(value, value, squares);
+        }
+        const __m512 factor = _mm512_set1_ps(1.0f / __builtin_sqrtf(_mm512_reduce_add_ps(squares) / size + eps));
+        for (int64_t i = 0; i < size; i += kLanes) {
+            const __mmask16 mask = lanes(size - i);
+            store(y + row * size + i, mask, _mm512_mul_ps(_mm512_mul_ps(load(x + i, mask), factor), load(weight + i, mask)));
+        }
+    }
+}
+
+// gate_up [num_rows, 2 * size] -> y [num_rows, size] = silu(gate) * up.
+void silu_mul(const bf16* gate_up, bf16* y, int64_t num_rows, int64_t size) {
+#pragma omp parallel for schedule(static) if (num_rows >= 4)
+    for (int64_t row = 0; row < num_rows; row++)
+        for (int64_t i = 0; i < size; i += kLanes) {
+            const __mmask16 mask = lanes(size - i);
+            const __m512 gate = load(gate_up + row * 2 * size + i, mask);
+            const __m512 up = load(gate_up + row * 2 * size + size + i, mask);
+            const __m512 below = _mm512_add_ps(_mm512_set1_ps(1.0f), exponential(_mm512_sub_ps(_mm512_setzero_ps(), gate)));
+            store(y + row * size + i, mask, _mm512_mul_ps(_mm512_div_ps(gate, below), up));
+        }
+}
+
+// x [num_tokens, num_heads, head_dim] in place, x_stride between tokens; cosines and signed sines [num_tokens, head_dim]:
+// x * cos + (second half, first half) * sin. head_dim is a multiple of 32.
+void rotate(bf16* x, int64_t x_stride, const bf16* cosines, const bf16* sines, int64_t num_tokens, int64_t num_heads,
+            int64_t head_dim) {
+    const int64_t half = head_dim / 2;
+#pragma omp parallel for schedule(static) if (num_tokens >= 16)
+    for (int64_t token = 0; token < num_tokens; token++)
+        for (int64_t i = 0; i < half; i += kLanes) {
+            const int64_t at = token * head_dim + i;
+            const __m512 cos_low = load(cosines + at, 0xffff), cos_high = load(cosines + at + half, 0xffff);
+            const __m512 sin_low = load(sines + at, 0xffff), sin_high = load(sines + at + half, 0xffff);
+            for (int64_t head = 0; head < num_heads; head++) {
+                bf16* low = x + token * x_stride + head * head_dim + i;
+                bf16* high = low + half;
+                const __m512 first = load(low, 0xffff), second = load(high, 0xffff);
+                store(low, 0xffff, _mm512_fmadd_ps(second, sin_low, _mm512_mul_ps(first, cos_low)));
+                store(high, 0xffff, _mm512_fmadd_ps(first, sin_high, _mm512_mul_ps(second, cos_high)));
+            }
+        }
+}
+
+}  // extern "C"

@@ -1,0 +1,158 @@
+"""The kernels as functions of tensors. Nothing here is used before `enable`; PyTorch computes the same until then.
+
+Callers ask `serves` first: the tensors must be bfloat16, on a CPU, with rows that are contiguous.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from engine.native.build import load_kernels
+
+MAX_LINEAR_ROWS: Final = 64
+"""From about here on PyTorch's matrix product, which packs its operands, is as fast."""
+MAX_HEAD_DIM: Final = 256
+
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_ATTENTION: Final = [_POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, *[_INT] * 5]
+_SIGNATURES: Final = {
+    "linear": [_POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT],
+    "paged_attention_bf16": [*_ATTENTION, _FLOAT],
+    "paged_attention_f32": [*_ATTENTION, _FLOAT],
+    "write_cache": [_POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _INT],
+    "add_rms_norm": [_POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _FLOAT],
+    "silu_mul": [_POINTER, _POINTER, _INT, _INT],
+    "rotate": [_POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _INT],
+}
+
+_enabled = False
+_library: ctypes.CDLL
+
+
+def enable() -> None:
+    """Load the kernels and use them from now on. Raises KernelsUnavailableError."""
+    global _enabled, _library
+    _library = load_kernels()
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(_library, name)
+        function.argtypes, function.restype = arguments, None
+    _enabled = True
+
+
+def is_enabled() -> bool:
+    return _enabled
+
+
+def disable() -> None:
+    """PyTorch alone from now on, but for attention backends that have been made already."""
+    global _enabled
+    _enabled = False
+
+
+@contextmanager
+def disabled() -> Iterator[None]:
+    """PyTorch alone, for comparison."""
+    global _enabled
+    before, _enabled = _enabled, False
+    try:
+        yield
+    finally:
+        _enabled = before
+
+
+def serves(x: Tensor) -> bool:
+    """Whether the kernels for linear layers, norms and activations take this."""
+    return _enabled and x.dtype == torch.bfloat16 and x.device.type == "cpu" and x.stride(-1) == 1
+
+
+def serves_linear(x: Tensor, weight: Tensor) -> bool:
+    return (
+        x.ndim == 2 and len(x) <= MAX_LINEAR_ROWS and weight.shape[0] % 8 == 0 and serves(x) and weight.is_contiguous()
+    )
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [m, k], weight [n, k] with n a multiple of 8 -> [m, n]"""
+    (rows, size), columns = x.shape, weight.shape[0]
+    out = x.new_empty(rows, columns)
+    offsets = None if bias is None else bias.data_ptr()
+    _library.linear(x.data_ptr(), x.stride(0), weight.data_ptr(), offsets, out.data_ptr(), rows, columns, size)
+    return out
+
+
+def add_rms_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """Adds `added` to hidden, [..., size], in place and returns the norm of the sum. Both must be contiguous."""
+    out, size = torch.empty_like(hidden), hidden.shape[-1]
+    other = None if added is None else added.data_ptr()
+    rows = hidden.numel() // size
+    _library.add_rms_norm(hidden.data_ptr(), other, weight.data_ptr(), out.data_ptr(), rows, size, eps)
+    return out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """Contiguous [m, 2 * n] -> [m, n], silu of the first half times the second."""
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, size)
+    _library.silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, size)
+    return out
+
+
+def serves_rotation(x: Tensor) -> bool:
+    return x.shape[-1] % 32 == 0 and serves(x) and x.stride(1) == x.shape[-1]
+
+
+def rotate(x: Tensor, cosines: Tensor, signed_sines: Tensor) -> None:
+    """x [n, heads, head_dim] in place; cosines and sines contiguous [n, 1, head_dim]."""
+    num_tokens, num_heads, head_dim = x.shape
+    tables = cosines.data_ptr(), signed_sines.data_ptr()
+    _library.rotate(x.data_ptr(), x.stride(0), *tables, num_tokens, num_heads, head_dim)
+
+
+def write_cache(cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
+    """key and value [n, num_kv_heads, head_dim] into slots [n] (int64) of a cache of any dtype.
+
+    Heads must be contiguous within a token.
+    """
+    scale = cache.element_size() // 2  # the kernel copies units of two bytes
+    width = key.shape[1] * key.shape[2] * scale
+    strides = key.stride(0) * scale, value.stride(0) * scale
+    rows = key.data_ptr(), strides[0], value.data_ptr(), strides[1]
+    _library.write_cache(*rows, cache.data_ptr(), cache.stride(0) * scale, slots.data_ptr(), len(key), width)
+
+
+def paged_attention(
+    query: Tensor, cache: Tensor, tables: Tensor, key_ranges: Tensor, scale: float, bias: Tensor | None
+) -> Tensor:
+    """One token of a sequence each, against keys key_ranges[t, 0] .. [t, 1] of it; zeros for an empty range.
+
+    query [n, num_heads, head_dim], heads contiguous within a token, float32 or bfloat16 as the cache; tables [n, m] and
+    key_ranges [n, 2] contiguous int64; bias None or contiguous float32 [num_heads, n, max_len] -> as query.
+    """
+    out = torch.empty(query.shape, dtype=query.dtype)
+    num_tokens, num_heads, head_dim = query.shape
+    attend = _library.paged_attention_bf16 if query.dtype == torch.bfloat16 else _library.paged_attention_f32
+    attend(
+        query.data_ptr(),
+        query.stride(0),
+        cache.data_ptr(),
+        cache.stride(0),
+        tables.data_ptr(),
+        tables.stride(0),
+        key_ranges.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        0 if bias is None else bias.shape[-1],
+        out.data_ptr(),
+        num_tokens,
+        num_heads,
+        cache.shape[3],
+        head_dim,
+        cache.shape[2],
+        scale,
+    )
+    return out

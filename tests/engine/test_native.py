@@ -1,0 +1,124 @@
+"""Our own CPU kernels against PyTorch in float32; where they cannot run, everything else works without them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.attention.select import choose_backend
+from engine.models.layers import Linear, RMSNorm, silu_mul
+from engine.models.rotary import rotate
+from engine.native import build, ops
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels() -> Iterator[None]:
+    before = ops.is_enabled()
+    try:
+        ops.enable()
+    except build.KernelsUnavailableError as error:
+        pytest.skip(str(error))
+    yield
+    if not before:
+        ops.disable()
+
+
+def random(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def assert_rounded(got: Tensor, exact: Tensor) -> None:
+    """Equal but for the rounding of the result to bfloat16 (8 bits) and of sums in another order."""
+    torch.testing.assert_close(got.float(), exact, rtol=2**-7, atol=1e-3 * float(exact.abs().max()) + 1e-6)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 20), st.integers(1, 12), st.integers(1, 200), st.booleans(), SEEDS)
+@torch.inference_mode()
+def test_linear(rows: int, eights: int, size: int, biased: bool, seed: int) -> None:
+    layer = Linear(size, 8 * eights, bias=biased, dtype=torch.bfloat16)
+    layer.weight.copy_(random(seed, 8 * eights, size))
+    x = random(seed + 1, rows, size + 3)[:, :size]  # rows of a wider tensor
+    assert ops.serves_linear(x, layer.weight)
+    bias = layer.bias.float() if layer.bias is not None else None
+    assert_rounded(layer(x), F.linear(x.float(), layer.weight.float(), bias))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 40), st.integers(1, 150), st.booleans(), SEEDS)
+@torch.inference_mode()
+def test_norm_with_and_without_a_sum(rows: int, size: int, summed: bool, seed: int) -> None:
+    norm = RMSNorm(size, 1e-5).bfloat16()
+    norm.weight.copy_(random(seed, size))
+    hidden, added = random(seed + 1, rows, size), random(seed + 2, rows, size)
+    total = (hidden + added) if summed else hidden.clone()
+    got = norm.add(hidden, added) if summed else norm(hidden)
+    assert torch.equal(hidden, total)
+    assert_rounded(got, F.rms_norm(total.float(), (size,), norm.weight.float(), 1e-5))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 20), st.integers(1, 100), SEEDS)
+@torch.inference_mode()
+def test_gated_activation(rows: int, size: int, seed: int) -> None:
+    gate_up = random(seed, rows, 2 * size) * 8
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    assert_rounded(silu_mul(gate_up), F.silu(gate) * up)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 20), st.integers(1, 5), st.sampled_from([32, 64, 128]), SEEDS)
+@torch.inference_mode()
+def test_rotation_changes_its_heads_and_nothing_else(tokens: int, heads: int, head_dim: int, seed: int) -> None:
+    wide = random(seed, tokens, heads + 2, head_dim)
+    before = wide.clone()
+    cosines, sines = random(seed + 1, tokens, 1, head_dim), random(seed + 2, tokens, 1, head_dim)
+    with ops.disabled():
+        expected = rotate(before[:, :heads].float(), cosines.float(), sines.float())
+    assert_rounded(rotate(wide[:, :heads], cosines, sines), expected)
+    assert torch.equal(wide[:, heads:], before[:, heads:])
+
+
+@torch.inference_mode()
+def test_other_dtypes_and_long_batches_are_pytorchs() -> None:
+    weight = random(0, 8, 16)
+    assert not ops.serves_linear(random(1, 4, 16).float(), weight.float())
+    assert not ops.serves_linear(random(1, ops.MAX_LINEAR_ROWS + 1, 16), weight)
+    assert not ops.serves_linear(random(1, 4, 16), random(0, 9, 16))
+    with ops.disabled():
+        assert not ops.serves_linear(random(1, 4, 16), weight)
+
+
+def test_without_a_compiler_pytorch_serves_both_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_COMPILERS", ("no-such-compiler",))
+    monkeypatch.delenv("CXX", raising=False)
+    build.load_kernels.cache_clear()
+    try:
+        with pytest.raises(build.KernelsUnavailableError, match=r"no C\+\+ compiler"):
+            build.load_kernels()
+        assert choose_backend(torch.device("cpu")).name == "torch"
+    finally:
+        build.load_kernels.cache_clear()
+
+
+def test_a_compiler_that_fails_is_named_with_its_first_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "kernels.cpp"
+    broken.write_text("not C++")
+    monkeypatch.setattr(build, "SOURCE", broken)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    build.load_kernels.cache_clear()
+    try:
+        with pytest.raises(build.KernelsUnavailableError, match=r"cannot compile the kernels: .*error"):
+            build.load_kernels()
+        assert not list((tmp_path / "cache").rglob("*.so"))
+    finally:
+        build.load_kernels.cache_clear()
