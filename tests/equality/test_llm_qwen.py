@@ -47,6 +47,16 @@ def test_tokens_equal_transformers_when_the_pool_is_too_small_for_all(setup: Set
     assert llm.decoder.stats()["preemptions_total"] > 0
 
 
+def test_tokens_equal_transformers_when_prompts_are_found_in_the_prefix_cache(setup: Setup) -> None:
+    folder, cases, max_tokens = setup
+    llm = LLM(folder, block_size=4)
+    assert answer_all(llm, cases, max_tokens) == expected_of(cases)
+    computed = llm.decoder.stats()["prompt_tokens_total"]
+    again = answer_all(llm, cases, max_tokens, steps_between=1)
+    assert again == expected_of(cases)
+    assert llm.decoder.stats()["prefix_hit_tokens_total"] > computed / 2
+
+
 def test_answers_depend_on_what_is_seen_or_heard(setup: Setup) -> None:
     """Otherwise equality would prove nothing."""
     folder, cases, max_tokens = setup
