@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 SOURCE: Final = Path(__file__).with_name("kernels.cpp")
-FLAGS: Final = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
+FLAGS: Final = ("-O3", "-march=x86-64-v4", "-mavx512bf16", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 _CPU_FLAGS: Final = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})
 _COMPILERS: Final = ("c++", "g++", "clang++")
 _TIMEOUT_S: Final = 120.0
@@ -33,16 +33,11 @@ def load_kernels() -> ctypes.CDLL:
     missing = _CPU_FLAGS - _cpu_flags()
     if missing:
         raise KernelsUnavailableError(f"this processor lacks {', '.join(sorted(missing))}")
-    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, _COMPILERS)), None)
-    if compiler is None:
-        raise KernelsUnavailableError(
-            f"no C++ compiler: none of {', '.join(_COMPILERS)} is on PATH, and CXX is not set"
-        )
     # OpenMP is that of PyTorch, which has to be loaded first: two of them would compete for the cores.
     import torch  # noqa: F401
 
     try:
-        return ctypes.CDLL(str(_compiled(compiler)))
+        return ctypes.CDLL(str(compiled_kernels()))
     except OSError as error:
         raise KernelsUnavailableError(f"the compiled kernels do not load: {error}") from error
 
@@ -55,31 +50,27 @@ def _cpu_flags() -> frozenset[str]:
     return frozenset(next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), []))
 
 
-def _compiled(compiler: str) -> Path:
-    """Path of the library, compiled if it is not there yet. Named by all that it depends on."""
-    parts = [SOURCE.read_text(), *FLAGS, _version(compiler), *sorted(_cpu_flags())]
-    name = f"kernels-{hashlib.sha256(' '.join(parts).encode()).hexdigest()[:16]}.so"
-    for folder in (_cache_folder(), None):
-        try:
-            path = (folder or Path(tempfile.mkdtemp(prefix="triptych-"))) / name
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not path.exists():
-                _compile(compiler, path)
-            return path
-        except OSError as error:  # a read-only home: a folder of this process alone will do
-            reason = str(error)
-    raise KernelsUnavailableError(f"no folder to compile into: {reason}")
+def compiled_kernels() -> Path:
+    """Path of the library, compiled if it is not there yet; named by source and flags, good for any such processor.
 
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "triptych"
-
-
-def _version(compiler: str) -> str:
+    An image whose workers have no compiler can call this while it is built.
+    """
+    name = f"kernels-{hashlib.sha256(' '.join((SOURCE.read_text(), *FLAGS)).encode()).hexdigest()[:16]}.so"
+    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "triptych" / name
+    if path.exists():
+        return path
+    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        raise KernelsUnavailableError(
+            f"no C++ compiler: none of {', '.join(_COMPILERS)} is on PATH, and CXX is not set"
+        )
     try:
-        return subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        raise KernelsUnavailableError(f"{compiler} does not run: {error}") from error
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _compile(compiler, path)
+    except OSError:  # a read-only home, say: a folder of this process alone will do
+        path = Path(tempfile.mkdtemp(prefix="triptych-")) / name
+        _compile(compiler, path)
+    return path
 
 
 def _compile(compiler: str, path: Path) -> None:

@@ -98,8 +98,9 @@ def test_other_dtypes_and_long_batches_are_pytorchs() -> None:
         assert not ops.serves_linear(random(1, 4, 16), weight)
 
 
-def test_without_a_compiler_pytorch_serves_both_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_pytorch_serves_both_phases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_COMPILERS", ("no-such-compiler",))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing compiled before is found
     monkeypatch.delenv("CXX", raising=False)
     build.load_kernels.cache_clear()
     try:
