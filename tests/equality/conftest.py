@@ -14,7 +14,7 @@ from common.model_info import BUNDLED
 from tests import tiny_models
 from tests.equality.cases import Case, make_cases
 from tests.equality.references import Reference
-from tests.tiny import encdec, llava, qwen, text
+from tests.tiny import encdec, llava, mllama, qwen, text
 from tests.weights.fixtures import smollm2, whisper_tiny_en
 
 __all__ = ["smollm2", "whisper_tiny_en"]
@@ -28,6 +28,7 @@ MAKERS = {
     "qwen2_vl": qwen.make_qwen2_vl,
     "qwen3_vl": qwen.make_qwen3_vl,
     "qwen2_audio": qwen.make_qwen2_audio,
+    "mllama": mllama.make_mllama,
     "llava": llava.make_llava,
     "llava_siglip": partial(llava.make_llava, siglip=True),
     "idefics3": llava.make_idefics3,

@@ -8,16 +8,22 @@ from typing import Any
 import torch
 from PIL import Image
 from transformers import AutoImageProcessor, Idefics3Processor, LlavaProcessor, PreTrainedTokenizerFast
+from transformers.models.mllama.processing_mllama import (
+    convert_sparse_cross_attention_mask_to_dense,
+    get_cross_attention_token_mask,
+)
 
 from common.model_info import ModelInfo
 from common.text import TextProcessor
 
-FAMILIES = ("llava", "idefics3")
+FAMILIES = ("llava", "idefics3", "mllama")
 
 
 def make_processor(info: ModelInfo) -> Any:
-    """LLaVA's or Idefics3's, which is SmolVLM's for pictures too."""
+    """LLaVA's or Idefics3's, which is SmolVLM's for pictures too; of Mllama's the part for pictures."""
     images = AutoImageProcessor.from_pretrained(info.folder, backend="pil")
+    if info.family.name == "mllama":
+        return images
     tokenizer = PreTrainedTokenizerFast.from_pretrained(info.folder)
     if info.family.name == "idefics3":
         return Idefics3Processor.from_pretrained(info.folder, image_processor=images, tokenizer=tokenizer)
@@ -28,6 +34,20 @@ def make_processor(info: ModelInfo) -> Any:
 
 def expand(processor: Any, info: ModelInfo, prompt: Sequence[int], images: Sequence[Image.Image]) -> dict[str, Any]:
     """The inputs of `generate` for one prompt."""
+    if info.family.name == "mllama":
+        return _with_mask(processor, info, list(prompt), images)
     text = TextProcessor(info).decode(prompt, skip_special_tokens=False)
     inputs = processor(text=text, images=list(images), return_tensors="pt", add_special_tokens=False)
     return {name: value for name, value in inputs.items() if name != "attention_mask" and torch.is_tensor(value)}
+
+
+def _with_mask(
+    processor: Any, info: ModelInfo, prompt: list[int], images: Sequence[Image.Image]
+) -> dict[str, torch.Tensor]:
+    """Mllama's inputs as its processor puts them together, which would begin every text with a token of its own."""
+    pixels = processor(images=[list(images)], return_tensors="pt")
+    sparse = [get_cross_attention_token_mask(prompt, info.placeholder_token_id or 0)]
+    mask = convert_sparse_cross_attention_mask_to_dense(
+        sparse, pixels.pop("num_tiles"), processor.max_image_tiles, len(prompt)
+    )
+    return {**pixels, "input_ids": torch.tensor([prompt]), "cross_attention_mask": torch.from_numpy(mask)}

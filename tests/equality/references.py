@@ -35,6 +35,7 @@ _LOADERS = {
     "qwen3_vl": AutoModelForImageTextToText,
     "qwen2_audio": Qwen2AudioForConditionalGeneration,
     "llava": AutoModelForImageTextToText,
+    "mllama": AutoModelForImageTextToText,
     "idefics3": AutoModelForImageTextToText,
     "whisper": AutoModelForSpeechSeq2Seq,
     "bart": AutoModelForSeq2SeqLM,
