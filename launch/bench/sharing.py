@@ -41,9 +41,8 @@ def compare(
     llm = LLM(model, dtype=dtype)
     _run(llm, [request.clip for request in workload.requests(2, seed=-1)])
     block_kib = llm.decoder.stats()["kv_block_bytes"] / 2**10
-    print(
-        "| repetition | clips | seconds | encoder runs | KV blocks at most | MiB of KV cache |\n|---|---|---|---|---|---|"
-    )
+    print("| repetition | clips | seconds | encoder runs | KV blocks at most | MiB of KV cache |")
+    print("|---|---|---|---|---|---|")
     for repetition in range(repetitions):
         clips = [request.clip for request in workload.requests(NUM_REQUESTS + 1, seed=repetition)]
         cases = {
