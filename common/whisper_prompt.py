@@ -4,7 +4,8 @@
 
 English-only checkpoints know no language and no task tokens. Where a multilingual checkpoint is not told the
 language, the prompt ends after <|startoftranscript|> and the rest is generated under constraint: the first token is
-the most likely language, the others are forced (`SamplingParams.prefix_allowed`). Never imports torch.
+the most likely language, the others are forced (`SamplingParams.prefix_allowed`). With timestamps <|notimestamps|> is
+left out, and the answer follows Whisper's rules for them. Never imports torch.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from common.errors import TriptychError
+from common.languages import language_code
 from common.model_info import ModelInfo
+from common.sampling_params import TimestampRules
 from common.text import TextProcessor
 
 Task = Literal["transcribe", "translate"]
@@ -32,19 +35,25 @@ def build(
     language: str | None,
     task: Task = "transcribe",
     prompt: str | None = None,
+    timestamps: bool = False,
 ) -> tuple[list[int], dict[str, Any]]:
     """The decoder prompt of one audio window, and the SamplingParams fields that belong to it.
 
-    `language` is a code such as "en" (None: detected, or English for an English-only checkpoint); `prompt` is text
-    that may come before the window, a hint for names and style; its last tokens are kept if it is long.
-    The fields are suppress_tokens, begin_suppress_tokens, prefix_allowed and max_tokens: the most that fit into the
-    decoder, generated prefix included.
+    `language` is a code such as "en" or an English name (None: detected, or English for an English-only checkpoint);
+    `prompt` is text that may come before the window, a hint for names and style, of which the last tokens are kept.
+    With `timestamps` segments begin and end with timestamp tokens, from `timestamp_rules(...).first_token_id` on.
+    The fields are suppress_tokens, begin_suppress_tokens, prefix_allowed, timestamps, and max_tokens: the most that fit
+    into the decoder, generated prefix included.
     Raises TriptychError("invalid_request") naming the field for an unknown language, or for a language or task that
     an English-only checkpoint does not have.
     """
-    start = int({**info.config, **info.generation}["decoder_start_token_id"])
+    start = start_token_id(info)
+    rules = timestamp_rules(info, text) if timestamps else None
+    if timestamps and rules is None:
+        message = f"{info.name} has no <|notimestamps|> token, and so no timestamps"
+        raise TriptychError("invalid_request", message, "timestamp_granularities")
     known = _language_and_task(info, language, task)
-    no_timestamps = _no_timestamps(info, text)
+    no_timestamps = [] if timestamps else _no_timestamps(info, text)
     limit = info.max_model_len
     ids = [*_previous_text(info, text, prompt, limit // 2 - 1), start]
     prefix: tuple[tuple[int, ...], ...] = ()
@@ -60,8 +69,29 @@ def build(
         "suppress_tokens": tuple(info.generation.get("suppress_tokens") or ()),
         "begin_suppress_tokens": tuple(info.generation.get("begin_suppress_tokens") or ()),
         "prefix_allowed": prefix,
+        "timestamps": rules,
     }
     return ids, fields
+
+
+def start_token_id(info: ModelInfo) -> int:
+    """<|startoftranscript|>: the token whose successor says whether anybody speaks at all, and in which language."""
+    return int({**info.config, **info.generation}["decoder_start_token_id"])
+
+
+def timestamp_rules(info: ModelInfo, text: TextProcessor) -> TimestampRules | None:
+    """Which tokens are timestamps; None where the checkpoint has none. They follow <|notimestamps|>, 20 ms apart."""
+    no_timestamps = _no_timestamps(info, text)
+    if not no_timestamps:
+        return None
+    first = info.generation.get("max_initial_timestamp_index")
+    return TimestampRules(no_timestamps[0] + 1, no_timestamps[0], None if first is None else int(first))
+
+
+def no_speech_token_id(info: ModelInfo, text: TextProcessor) -> int | None:
+    """<|nospeech|>, called <|nocaptions|> at first: the token before <|notimestamps|>."""
+    no_timestamps = _no_timestamps(info, text)
+    return no_timestamps[0] - 1 if no_timestamps else None
 
 
 def detected_language(info: ModelInfo, token_ids: list[int]) -> str | None:
@@ -75,7 +105,7 @@ def _language_and_task(info: ModelInfo, language: str | None, task: Task) -> lis
     if not is_multilingual(info):
         if task != "transcribe":
             raise TriptychError("invalid_request", f"{info.name} is English-only and cannot {task}", "task")
-        if language is not None and language.lower() != "en":
+        if language is not None and language_code(language) != "en":
             message = f"{info.name} is English-only, language {language!r} is not available"
             raise TriptychError("invalid_request", message, "language")
         return []
@@ -88,7 +118,7 @@ def _language_and_task(info: ModelInfo, language: str | None, task: Task) -> lis
 
 
 def _language_id(languages: dict[str, int], language: str) -> int:
-    token = f"<|{language.lower()}|>"
+    token = f"<|{language_code(language)}|>"
     if token not in languages:
         codes = ", ".join(sorted(name.strip("<|>") for name in languages))
         raise TriptychError("invalid_request", f"unknown language {language!r}; use one of: {codes}", "language")

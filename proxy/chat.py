@@ -19,7 +19,7 @@ from proxy.media import MediaSource
 from proxy.messages import AudioPart, AudioUrlPart, ImagePart, Message, TextPart
 from proxy.openai_types import ChatRequest, parse
 from proxy.service import Service
-from proxy.speech import Speech
+from proxy.speech import Speech, SpeechOptions
 
 
 async def chat_completions(service: Service, exchange: Exchange) -> AsyncGenerator[Payload]:
@@ -130,10 +130,15 @@ def _transcribe(service: Service, exchange: Exchange, body: ChatRequest, media: 
             message = f"{name} is not available for a speech model: a clip has one transcript"
             raise TriptychError("invalid_request", message, name)
     sampling = body.sampling(service.text, service.max_model_len, default_temperature=0.0)
-    speech = Speech(service, exchange, media[0], sampling, body.token_limit, priority=body.priority or 0)
     texts = [message["content"] for message in template_messages(body.messages, with_media=False)]
-    deltas = speech.deltas(body.language, "\n".join(filter(None, texts)) or None)
-    return _Answer(_head(service, exchange, body), service.shapes(body), deltas, speech.usage)
+    options = SpeechOptions(
+        language=body.language,
+        prompt="\n".join(filter(None, texts)) or None,
+        token_limit=body.token_limit,
+        priority=body.priority or 0,
+    )
+    speech = Speech(service, exchange, media[0], sampling, options)
+    return _Answer(_head(service, exchange, body), service.shapes(body), speech.deltas(), speech.usage)
 
 
 async def _collect(answer: _Answer, body: ChatRequest) -> Json:

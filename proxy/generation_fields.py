@@ -169,8 +169,8 @@ class GenerationRequest(StructuredFields):
                 "early_stopping": bool(self.early_stopping),
                 "temperature": 0.0,
             }
-        for name, off in (("length_penalty", 1.0), ("early_stopping", False)):
-            if getattr(self, name) not in (None, off):
+        for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
+            if getattr(self, name) not in (None, default):
                 raise _wrong(name, "is for beam search: set use_beam_search, too")
         if self.width < self.num_choices:
             raise _wrong("best_of", f"is {self.width}, fewer than the n={self.num_choices} to return")

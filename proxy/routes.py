@@ -33,6 +33,10 @@ def make_router(service: Service) -> APIRouter:
     async def _transcriptions(request: Request) -> Response:
         return await answer(request, "trsc", limit, lambda exchange: transcriptions(service, exchange))
 
+    @router.post("/v1/audio/translations")
+    async def _translations(request: Request) -> Response:
+        return await answer(request, "trsl", limit, lambda exchange: transcriptions(service, exchange, "translate"))
+
     @router.get("/v1/models")
     async def _models() -> dict[str, Any]:
         return {"object": "list", "data": [_model(service)]}

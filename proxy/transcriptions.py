@@ -1,9 +1,8 @@
-"""POST /v1/audio/transcriptions: an uploaded recording as text."""
+"""POST /v1/audio/transcriptions and /v1/audio/translations: an uploaded recording as text."""
 
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Final, Literal
@@ -13,51 +12,98 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from common.errors import TriptychError
-from common.sampling_params import SamplingParams
+from common.languages import language_name
+from common.sampling_params import MAX_SEQUENCES, SamplingParams
+from common.whisper_prompt import Task
 from proxy.errors import from_validation
 from proxy.exchange import Exchange, Json, Payload, Plain, Sse
 from proxy.generation import Delta
-from proxy.generation_fields import Seed
+from proxy.generation_fields import Int32, Seed
+from proxy.logprobs import LogprobShapes
+from proxy.segments import as_srt, as_vtt
 from proxy.service import Service
-from proxy.speech import Segment, Speech
+from proxy.speech import Speech, SpeechOptions
 
 _MAX_FIELDS: Final = 32
 
 
 class TranscriptionForm(BaseModel):
-    """The fields beside the file. Those that we do not support are refused by name."""
+    """The fields beside the file. Those that we do not support are refused by name.
+
+    Beyond OpenAI's: `seed`, `max_completion_tokens` (for each window of 30 s), `return_token_ids`, `priority`, and
+    beam search, whose width is `best_of`.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     model: str | None = None
     language: str | None = None
     prompt: str | None = None
-    response_format: Literal["json", "text", "verbose_json"] = "json"
+    response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] = "json"
     temperature: float = Field(0.0, ge=0, le=2)
     timestamp_granularities: list[Literal["segment"]] = []
+    include: list[Literal["logprobs"]] = []
     stream: bool = False
     seed: Seed | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
+    use_beam_search: bool = False
+    best_of: int = Field(5, ge=1, le=MAX_SEQUENCES)
+    length_penalty: float = Field(1.0, ge=-100, le=100)
+    return_token_ids: bool = False
+    priority: Int32 = 0
+
+    @property
+    def has_segments(self) -> bool:
+        return self.response_format in ("verbose_json", "srt", "vtt")
+
+    def check(self) -> None:
+        """Raises TriptychError("invalid_request") naming the field for what does not go together."""
+        if self.stream and self.has_segments:
+            raise _wrong("response_format", f"{self.response_format} cannot be streamed: use json or text")
+        if self.timestamp_granularities and self.response_format != "verbose_json":
+            message = f"response_format {self.response_format} has no timestamp_granularities: use verbose_json"
+            raise _wrong("timestamp_granularities", message)
+        if self.include and (self.stream or self.response_format != "json"):
+            raise _wrong("include", "logprobs come with response_format json only, and are not streamed")
+        if self.use_beam_search and self.temperature > 0:
+            raise _wrong("temperature", "temperature must be 0 with use_beam_search, which does not sample")
+
+    def sampling(self, max_tokens: int) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=self.temperature,
+            seed=self.seed,
+            beam_width=self.best_of if self.use_beam_search else 1,
+            length_penalty=self.length_penalty,
+            logprobs=0 if self.include else None,
+        ).validate()
 
 
-async def transcriptions(service: Service, exchange: Exchange) -> AsyncGenerator[Payload]:
-    """The text of a recording as JSON, plain text, JSON with segments, or a stream."""
+async def transcriptions(service: Service, exchange: Exchange, task: Task = "transcribe") -> AsyncGenerator[Payload]:
+    """The text of a recording as JSON, plain text, JSON with segments, subtitles, or a stream."""
     form, data = await _read_form(exchange)
     service.check_model(form.model)
     _check_model_hears(service)
-    if form.stream and form.response_format == "verbose_json":
-        raise TriptychError("invalid_request", "verbose_json cannot be streamed: use json or text", "response_format")
+    form.check()
     item = await service.intake.of_bytes("audio", data, "file")
-    sampling = SamplingParams(max_tokens=service.max_model_len, temperature=form.temperature, seed=form.seed)
-    speech = Speech(service, exchange, item, sampling, form.max_completion_tokens)
-    async with aclosing(speech.deltas(form.language or None, form.prompt)) as deltas:
+    options = SpeechOptions(
+        language=form.language or None,
+        prompt=form.prompt,
+        task=task,
+        timestamps=form.has_segments,
+        details=form.response_format == "verbose_json",
+        token_limit=form.max_completion_tokens,
+        priority=form.priority,
+    )
+    speech = Speech(service, exchange, item, form.sampling(service.max_model_len), options)
+    async with aclosing(speech.deltas()) as deltas:
         if form.stream:
             async for event in _stream(speech, deltas):
                 yield event
         else:
             async for _ in deltas:
                 pass
-            yield _answer(form, speech)
+            yield _answer(service, form, speech, task)
 
 
 def _check_model_hears(service: Service) -> None:
@@ -103,49 +149,39 @@ def _validate(raw: FormData) -> TranscriptionForm:
         raise from_validation(error) from error
 
 
-def _answer(form: TranscriptionForm, speech: Speech) -> Json | Plain:
-    text = _full_text(speech)
-    if form.response_format == "text":
-        return Plain(text + "\n")
+def _answer(service: Service, form: TranscriptionForm, speech: Speech, task: Task) -> Json | Plain:
+    match form.response_format:
+        case "text":
+            return Plain(speech.text + "\n")
+        case "srt":
+            return Plain(as_srt(speech.segments()))
+        case "vtt":
+            return Plain(as_vtt(speech.segments()))
+    told: dict[str, Any] = {"token_ids": speech.token_ids} if form.return_token_ids else {}
     if form.response_format == "json":
-        return Json({"text": text, "usage": _token_usage(speech)})
-    segments = [_segment(index, segment, form.temperature) for index, segment in enumerate(speech.segments)]
+        if form.include:
+            content = LogprobShapes(service.token_texts, 0).chat(speech.logprobs)["content"]
+            told["logprobs"] = [{name: entry[name] for name in ("token", "logprob", "bytes")} for entry in content]
+        return Json({"text": speech.text, "usage": _token_usage(speech), **told})
     return Json(
         {
-            "task": "transcribe",
-            "language": speech.language,
+            "task": task,
+            "language": None if speech.language is None else language_name(speech.language),
             "duration": speech.duration_s,
-            "text": text,
-            "segments": segments,
+            "text": speech.text,
+            "segments": [one.to_json(index, form.temperature) for index, one in enumerate(speech.segments())],
             "usage": {"type": "duration", "seconds": math.ceil(speech.duration_s)},
+            **told,
         }
     )
-
-
-def _segment(index: int, segment: Segment, temperature: float) -> dict[str, Any]:
-    encoded = segment.text.encode()
-    return {
-        "id": index,
-        "seek": round(segment.start_s * 100),
-        "start": round(segment.start_s, 3),
-        "end": round(segment.end_s, 3),
-        "text": segment.text,
-        "tokens": segment.token_ids,
-        "temperature": temperature,
-        "compression_ratio": len(encoded) / len(zlib.compress(encoded)),
-    }
 
 
 async def _stream(speech: Speech, deltas: AsyncGenerator[Delta]) -> AsyncGenerator[Payload]:
     async for delta in deltas:
         if delta.text:
             yield Sse({"type": "transcript.text.delta", "delta": delta.text})
-    yield Sse({"type": "transcript.text.done", "text": _full_text(speech), "usage": _token_usage(speech)})
+    yield Sse({"type": "transcript.text.done", "text": speech.text, "usage": _token_usage(speech)})
     yield Sse(None)
-
-
-def _full_text(speech: Speech) -> str:
-    return "".join(segment.text for segment in speech.segments).strip()
 
 
 def _token_usage(speech: Speech) -> dict[str, Any]:
@@ -156,3 +192,7 @@ def _token_usage(speech: Speech) -> dict[str, Any]:
         "output_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
+
+
+def _wrong(field: str, message: str) -> TriptychError:
+    return TriptychError("invalid_request", message, field)

@@ -137,6 +137,20 @@ def _media_bytes(item: Image.Image | npt.NDArray[np.float32]) -> bytes:
     return png(item) if isinstance(item, Image.Image) else wav(item)
 
 
+def timed_speech_cases(reference: Reference, max_tokens: int) -> list[Case]:
+    """Clips with timestamps; transformers tells the tokens of its prompt first."""
+    text, cases = TextProcessor(reference.info), []
+    for number in range(3):
+        language, samples = LANGUAGES[1:][number], sound(number)
+        prompt, rules = whisper_prompt.build(reference.info, text, language=language, timestamps=True)
+        options = {"return_timestamps": True, "force_unique_generate_call": True}
+        expected = reference.transcribe(samples, max_tokens, language=language, task="transcribe", **options)[3:]
+        file = {"file": ("clip.wav", wav(samples), "audio/wav"), "response_format": "verbose_json"}
+        http = {**file, **({"language": language} if language else {})}
+        cases.append(Case(prompt, expected, [wav(samples)], rules, http))
+    return cases
+
+
 def _speech_cases(reference: Reference, max_tokens: int) -> list[Case]:
     """Six clips in three languages; in two the language is left to be detected."""
     text, cases = TextProcessor(reference.info), []

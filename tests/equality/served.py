@@ -147,9 +147,9 @@ class Served:
 
     async def _transcribe(self, client: openai.AsyncOpenAI, case: Case, max_tokens: int) -> Answer:
         create: Any = client.audio.transcriptions.create
-        extra = {"max_completion_tokens": max_tokens}
-        result = await create(model=self.info.name, **case.http, response_format="verbose_json", extra_body=extra)
-        return Answer(result.text, [token for part in result.segments for token in part.tokens], None, None, None)
+        extra = {"max_completion_tokens": max_tokens, "return_token_ids": True}
+        result = await create(model=self.info.name, **case.http, extra_body=extra)
+        return Answer(result.text, result.token_ids, None, None, None)
 
     # --- what is held
 

@@ -9,7 +9,8 @@ import pytest
 
 from common.model_info import load_model_info
 from engine.llm import LLM
-from tests.equality.cases import MAX_TOKENS, Case
+from tests.equality.cases import MAX_TOKENS, Case, timed_speech_cases
+from tests.equality.references import Reference
 from tests.equality.runs import answer_all, expected_of, kv_bytes
 from tests.equality.served import Answer, Served, serve
 
@@ -63,6 +64,15 @@ async def test_arrivals_in_the_middle_of_decoding_change_nothing(served: Served,
         assert [answer.token_ids for answer in staggered] == expected_of(cases)
         assert [_end(answer) for answer in staggered] == [_end(answer) for answer in together]
         assert [one.num_prompt_tokens for one in staggered] == [one.num_prompt_tokens for one in together]
+    await served.wait_until_nothing_is_held()
+
+
+async def test_timestamps_of_transcripts_equal_transformers(served: Served) -> None:
+    if served.prefix != "whisper":
+        pytest.skip("only Whisper tells the time")
+    cases = timed_speech_cases(Reference(served.info.folder), MAX_TOKENS["whisper"])
+    answers = await served.answer_all(cases, MAX_TOKENS["whisper"])
+    assert [answer.token_ids for answer in answers] == expected_of(cases)
     await served.wait_until_nothing_is_held()
 
 

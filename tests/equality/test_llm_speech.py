@@ -12,7 +12,7 @@ from common import whisper_prompt
 from common.model_info import load_model_info
 from engine.llm import LLM
 from tests.equality.cases import MAX_TOKENS as LIMITS
-from tests.equality.cases import Case
+from tests.equality.cases import Case, timed_speech_cases
 from tests.equality.media import recording
 from tests.equality.references import Reference
 from tests.equality.runs import answer_all, expected_of, kv_bytes
@@ -56,6 +56,15 @@ def test_requests_over_the_same_audio_answer_as_if_alone(clips: tuple[Path, list
     llm = LLM(folder, block_size=4, kv_cache_bytes=kv_bytes(info, num_blocks, 4))
     assert answer_all(llm, repeated, MAX_TOKENS, steps_between=1) == expected_of(repeated)
     assert llm.decoder.stats()["cross_table_hits_total"] > 0
+
+
+def test_timestamps_equal_transformers(clips: tuple[Path, list[Case]]) -> None:
+    reference, llm = Reference(clips[0]), LLM(clips[0])
+    cases = timed_speech_cases(reference, MAX_TOKENS)
+    rules = whisper_prompt.timestamp_rules(llm.info, llm.text)
+    assert rules is not None
+    assert all(sum(token >= rules.first_token_id for token in case.expected) >= 2 for case in cases)
+    assert answer_all(llm, cases, MAX_TOKENS) == expected_of(cases)
 
 
 @pytest.mark.weights

@@ -32,7 +32,7 @@ async def test_a_short_clip_goes_as_it_is_and_every_format_of_answer_works(serve
         plain = await create(model=rig.model, file=_upload(clip), language="en", response_format="text")
         assert plain.strip() == "well said"
         verbose = await create(model=rig.model, file=_upload(clip), language="en", response_format="verbose_json")
-        assert (verbose.language, verbose.duration, verbose.text) == ("en", 2.5, "well said")
+        assert (verbose.language, verbose.duration, verbose.text) == ("english", 2.5, "well said")
         assert [(s.start, s.end, s.text.strip()) for s in verbose.segments] == [(0, 2.5, "well said")]
         rig.assert_clean()
 
@@ -62,17 +62,15 @@ async def test_prompts_are_those_of_transformers(serve, whisper_model):
 async def test_a_detected_language_is_reported_and_its_tokens_are_not_text(serve, whisper_model):
     async with serve(whisper_model.folder) as rig:
         generation = whisper_model.generation
-        prefix = [
-            generation["lang_to_id"]["<|fr|>"],
-            generation["task_to_id"]["transcribe"],
-            generation["no_timestamps_token_id"],
+        french = generation["lang_to_id"]["<|fr|>"]
+        rig.cluster.decoders[0].answer = lambda message: [
+            french,
+            *(allowed[0] for allowed in message.sampling.prefix_allowed[1:]),
+            *rig.cluster.text.encode(" oui", add_special_tokens=False),
         ]
-        rig.cluster.decoders[0].answer = lambda message: (
-            prefix + rig.cluster.text.encode(" oui", add_special_tokens=False)
-        )
         create = rig.client.audio.transcriptions.create
         answer = await create(model=rig.model, file=_upload(speech(1)), response_format="verbose_json")
-        assert (answer.language, answer.text) == ("fr", "oui")
+        assert (answer.language, answer.text) == ("french", "oui")
         chat = await rig.chat([audio_part(speech(1))], max_tokens=10)
         assert chat.choices[0].message.content == "oui"
         words = rig.cluster.text.encode(" oui", add_special_tokens=False)
@@ -96,7 +94,7 @@ async def test_a_long_recording_is_cut_where_it_is_quiet_and_joined_in_order(ser
         create = rig.client.audio.transcriptions.create
         verbose = await create(model=rig.model, file=_upload(speech(70)), response_format="verbose_json")
         assert verbose.text == "part 0 part 1 part 2"
-        assert verbose.language == "de"
+        assert verbose.language == "german"
         assert [s.start for s in verbose.segments] == pytest.approx([0, 26.05, 54.05], abs=0.06)
         assert [s.end for s in verbose.segments] == pytest.approx([26.05, 54.05, 70], abs=0.06)
         assert [bool(m.sampling.prefix_allowed) for m in decoder.of(Generate)] == [True, False, False]
@@ -109,7 +107,11 @@ async def test_a_long_recording_is_cut_where_it_is_quiet_and_joined_in_order(ser
 
 BAD_FORMS = (
     ({"language": "klingon"}, 400, "language"),
-    ({"response_format": "srt"}, 400, "response_format"),
+    ({"response_format": "yaml"}, 400, "response_format"),
+    ({"timestamp_granularities[]": "segment"}, 400, "timestamp_granularities"),
+    ({"include[]": "logprobs", "response_format": "text"}, 400, "include"),
+    ({"stream": "true", "response_format": "srt"}, 400, "response_format"),
+    ({"use_beam_search": "true", "temperature": "0.5"}, 400, "temperature"),
     ({"temperature": "hot"}, 400, "temperature"),
     ({"seed": str(2**70)}, 400, "seed"),
     ({"model": "other"}, 404, "model"),

@@ -1,0 +1,36 @@
+"""The languages that Whisper knows: their codes in its tokens, and their English names as OpenAI's API gives them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+_TABLE: Final = """
+af afrikaans, am amharic, ar arabic, as assamese, az azerbaijani, ba bashkir, be belarusian, bg bulgarian,
+bn bengali, bo tibetan, br breton, bs bosnian, ca catalan, cs czech, cy welsh, da danish, de german,
+el greek, en english, es spanish, et estonian, eu basque, fa persian, fi finnish, fo faroese, fr french,
+gl galician, gu gujarati, ha hausa, haw hawaiian, he hebrew, hi hindi, hr croatian, ht haitian creole,
+hu hungarian, hy armenian, id indonesian, is icelandic, it italian, ja japanese, jw javanese, ka georgian,
+kk kazakh, km khmer, kn kannada, ko korean, la latin, lb luxembourgish, ln lingala, lo lao, lt lithuanian,
+lv latvian, mg malagasy, mi maori, mk macedonian, ml malayalam, mn mongolian, mr marathi, ms malay,
+mt maltese, my myanmar, ne nepali, nl dutch, nn nynorsk, no norwegian, oc occitan, pa punjabi, pl polish,
+ps pashto, pt portuguese, ro romanian, ru russian, sa sanskrit, sd sindhi, si sinhala, sk slovak,
+sl slovenian, sn shona, so somali, sq albanian, sr serbian, su sundanese, sv swedish, sw swahili, ta tamil,
+te telugu, tg tajik, th thai, tk turkmen, tl tagalog, tr turkish, tt tatar, uk ukrainian, ur urdu, uz uzbek,
+vi vietnamese, yi yiddish, yo yoruba, yue cantonese, zh chinese,
+"""
+NAMES: Final[dict[str, str]] = {
+    code: name for code, _, name in (entry.strip().partition(" ") for entry in _TABLE.split(",")) if code
+}
+"""Code -> English name, in lower case."""
+_CODES: Final = {name: code for code, name in NAMES.items()}
+
+
+def language_code(language: str) -> str:
+    """The code of a language given by its code or its English name, however written; unknown ones as they are."""
+    lower = language.strip().lower()
+    return lower if lower in NAMES else _CODES.get(lower, lower)
+
+
+def language_name(code: str) -> str:
+    """The English name of a language, in lower case; an unknown code as it is."""
+    return NAMES.get(code, code)

@@ -1,0 +1,113 @@
+"""What was said when: segments out of Whisper's timestamp tokens, and subtitles out of segments.
+
+<|0.00|> Hello there. <|2.40|><|2.80|> How are you? <|5.00|>      one window of at most 30 s
+|--- segment 0 -------------||--- segment 1 -------------|        times count from the start of the window
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from common.sampling_params import TimestampRules
+
+TIMESTAMP_S: Final = 0.02
+"""Between one timestamp token and the next."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece of a transcript. `token_ids` are the text's, its timestamps included; `seek_s` is where the window
+    begins that it was heard in."""
+
+    start_s: float
+    end_s: float
+    text: str
+    token_ids: tuple[int, ...]
+    seek_s: float
+    avg_logprob: float | None = None
+    no_speech_prob: float | None = None
+
+    def to_json(self, index: int, temperature: float) -> dict[str, Any]:
+        """As in OpenAI's `verbose_json`; times are in seconds, `seek` is in hundredths."""
+        encoded = self.text.encode()
+        told = {"avg_logprob": self.avg_logprob, "no_speech_prob": self.no_speech_prob}
+        return {
+            "id": index,
+            "seek": round(self.seek_s * 100),
+            "start": round(self.start_s, 3),
+            "end": round(self.end_s, 3),
+            "text": self.text,
+            "tokens": list(self.token_ids),
+            "temperature": temperature,
+            "compression_ratio": len(encoded) / len(zlib.compress(encoded)),
+            **{name: value for name, value in told.items() if value is not None},
+        }
+
+
+def split_at_timestamps(
+    token_ids: Sequence[int],
+    rules: TimestampRules | None,
+    window_s: tuple[float, float],
+    decode: Callable[[Sequence[int]], str],
+) -> list[Segment]:
+    """The segments of one window, which lasts from `window_s[0]` to `window_s[1]` of the recording.
+
+    What has no timestamp begins and ends with the window; nothing ends after it. Segments without text are left out.
+    """
+    begin_s, end_s = window_s
+    segments: list[Segment] = []
+    held: list[int] = []
+    start_s = begin_s
+
+    def close(until_s: float) -> None:
+        text = decode([token for token in held if rules is None or token < rules.first_token_id])
+        if text.strip():
+            segments.append(Segment(start_s, max(start_s, until_s), text, tuple(held), begin_s))
+
+    for token in token_ids:
+        if rules is None or token < rules.first_token_id:
+            held.append(token)
+            continue
+        time_s = min(begin_s + (token - rules.first_token_id) * TIMESTAMP_S, end_s)
+        if any(other < rules.first_token_id for other in held):
+            held.append(token)
+            close(time_s)
+            held = []
+        else:
+            held = [token]
+        start_s = time_s
+    close(end_s)
+    return segments
+
+
+def as_srt(segments: Iterable[Segment]) -> str:
+    """SubRip: numbered cues with commas before the milliseconds."""
+    cues = [
+        f"{number}\n{_clock(one.start_s, ',', hours=True)} --> {_clock(one.end_s, ',', hours=True)}\n{_cue(one)}\n"
+        for number, one in enumerate(segments, 1)
+    ]
+    return "\n".join(cues)
+
+
+def as_vtt(segments: Iterable[Segment]) -> str:
+    """WebVTT: hours only where there are any."""
+    cues = [f"{_clock(one.start_s, '.')} --> {_clock(one.end_s, '.')}\n{_cue(one)}\n" for one in segments]
+    return "\n".join(["WEBVTT\n", *cues])
+
+
+def _cue(segment: Segment) -> str:
+    """The text of a cue: an arrow would begin another one."""
+    return segment.text.strip().replace("-->", "->")
+
+
+def _clock(seconds: float, point: str, *, hours: bool = False) -> str:
+    milliseconds = math.floor(seconds * 1000 + 0.5)
+    minutes, milliseconds = divmod(milliseconds, 60_000)
+    whole, milliseconds = divmod(milliseconds, 1000)
+    hour, minutes = divmod(minutes, 60)
+    prefix = f"{hour:02d}:" if hours or hour else ""
+    return f"{prefix}{minutes:02d}:{whole:02d}{point}{milliseconds:03d}"
