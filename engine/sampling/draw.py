@@ -7,13 +7,16 @@ from typing import Final
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from common.sampling_params import SamplingParams
 
+CANDIDATES: Final = (128, 1024)
+"""A row is drawn among so many likeliest tokens where they hold all that may be drawn: first few, then more."""
+_BLOCK: Final = 256
+_BELOW_ONE: Final = 1.0 - 2.0**-52
 _GAMMA: Final = 0x9E3779B97F4A7C15
 _MASK: Final = (1 << 64) - 1
-NUM_CANDIDATES: Final = 256
-"""The nucleus is looked for among so many likeliest tokens before a whole row is sorted."""
 
 
 def draw(scores: torch.Tensor, sampling: Sequence[SamplingParams], uniforms: Sequence[float]) -> list[int]:
@@ -22,15 +25,30 @@ def draw(scores: torch.Tensor, sampling: Sequence[SamplingParams], uniforms: Seq
     Row i is drawn from softmax(scores / temperature), restricted by its top-k, top-p and min-p in this order, by
     inverting the cumulative distribution at uniforms[i]. A row's outcome does not depend on its neighbours.
     """
+    vocab_size = scores.shape[-1]
     weights = _weights(scores, [params.temperature for params in sampling])
-    if any(params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0 for params in sampling):
-        _restrict(weights, sampling)
-    # In double precision: the tail of a vocabulary is lost where single precision adds it to a sum near 1.
-    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    targets = torch.tensor(uniforms, dtype=torch.float64, device=scores.device).unsqueeze(1) * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, targets, right=True).squeeze(1)
-    chosen: list[int] = tokens.clamp_(max=scores.shape[-1] - 1).tolist()  # of NaN, searchsorted finds nothing
-    return chosen
+    numbers = torch.tensor(uniforms, dtype=torch.float64, device=scores.device).unsqueeze(1)
+    limits = _Limits(sampling, vocab_size, scores.device)
+    tokens = [-1] * len(sampling)
+
+    def settle(rows: list[int], drawn: torch.Tensor) -> None:
+        for row, token in zip(rows, drawn.tolist(), strict=True):
+            tokens[row] = min(token, vocab_size - 1)  # NaN leads beyond the end
+
+    unordered = limits.rows_without_order()
+    if unordered:
+        kept = _keep(_select(weights, unordered), limits.select(unordered).min_ps)
+        settle(unordered, _invert(kept, _select(numbers, unordered)))
+    for size in CANDIDATES:
+        rows = [row for row, token in enumerate(tokens) if token < 0 and limits.top_k[row] < size < vocab_size]
+        if rows:
+            settle(rows, _draw_among(size, _select(weights, rows), limits.select(rows), _select(numbers, rows)))
+    rows = [row for row, token in enumerate(tokens) if token < 0]
+    if rows:
+        wide = _select(weights, rows)
+        least = _least_weight(_sort_descending(wide), wide, limits.select(rows))
+        settle(rows, _invert(_keep(wide, least), _select(numbers, rows)))
+    return tokens
 
 
 def uniform(seed: int, position: int) -> float:
@@ -49,6 +67,32 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
+class _Limits:
+    """top_k (0: all), top_p and min_p of some rows."""
+
+    def __init__(self, sampling: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> None:
+        self._sampling, self._vocab_size, self._device = sampling, vocab_size, device
+        self.top_k = [params.top_k if 0 < params.top_k < vocab_size else 0 for params in sampling]
+        self.ks = torch.tensor(self.top_k, device=device).unsqueeze(1)
+        self.ps = torch.tensor([[params.top_p] for params in sampling], dtype=torch.float64, device=device)
+        self.min_ps = torch.tensor([[params.min_p] for params in sampling], dtype=torch.float32, device=device)
+
+    def rows_without_order(self) -> list[int]:
+        """Rows whose tokens need not be sorted: those without top-k and top-p."""
+        named = zip(self._sampling, self.top_k, strict=True)
+        return [row for row, (params, k) in enumerate(named) if k == 0 and params.top_p >= 1.0]
+
+    def select(self, rows: Sequence[int]) -> _Limits:
+        if len(rows) == len(self._sampling):
+            return self
+        return _Limits([self._sampling[row] for row in rows], self._vocab_size, self._device)
+
+
+def _select(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """Rows of a tensor; not copied where they are all of them."""
+    return tensor if len(rows) == len(tensor) else tensor[rows]
+
+
 def _weights(scores: torch.Tensor, temperatures: Sequence[float]) -> torch.Tensor:
     """softmax(scores / temperature) up to a factor: the likeliest token of each row weighs 1."""
     weights = scores / torch.tensor(temperatures, dtype=scores.dtype, device=scores.device).unsqueeze(1)
@@ -56,52 +100,60 @@ def _weights(scores: torch.Tensor, temperatures: Sequence[float]) -> torch.Tenso
     return weights.exp_()
 
 
-def _restrict(weights: torch.Tensor, sampling: Sequence[SamplingParams]) -> None:
-    """Set the weights outside top-k, top-p and min-p to 0, in place.
+def _keep(weights: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+    """Weights of less than least [num_rows, 1] become 0."""
+    return weights * (weights >= least) if bool(least.any()) else weights
 
-    Each restriction is a least weight. Tokens that weigh exactly as much as the last one kept are kept too, so that
-    ties, which are common where logits come from bfloat16, are not decided by the order of a sort.
+
+def _draw_among(size: int, weights: torch.Tensor, limits: _Limits, numbers: torch.Tensor) -> torch.Tensor:
+    """Draw from the `size` likeliest tokens of each row; [num_rows], -1 where others might have to be among them.
+
+    The candidates are taken in the order of the vocabulary, as a draw from the whole row takes them.
     """
-    vocab_size = weights.shape[-1]
-    top_k = [params.top_k if 0 < params.top_k < vocab_size else vocab_size for params in sampling]
-    limited = [k for k in top_k if k < vocab_size]
-    use_top_p = any(params.top_p < 1.0 for params in sampling)
-    num_candidates = min(max([*limited, NUM_CANDIDATES if use_top_p else 1]), vocab_size)
-    candidates = weights.topk(num_candidates).values
-    if limited:
-        last = torch.tensor([min(k, num_candidates) - 1 for k in top_k], device=weights.device).unsqueeze(1)
-        kept = candidates.gather(1, last)
-        kept[[k == vocab_size for k in top_k]] = 0.0
-        weights *= weights >= kept
-        candidates *= candidates >= kept
-    least = torch.tensor([[params.min_p] for params in sampling], dtype=weights.dtype, device=weights.device)
-    if use_top_p:
-        top_p = torch.tensor([[params.top_p] for params in sampling], dtype=torch.float64, device=weights.device)
-        least = torch.maximum(least, _nucleus(weights, candidates, top_p))
-    weights *= weights >= least
+    ordered, ids = weights.topk(size)
+    least, last = _least_weight(ordered, weights, limits), ordered[:, -1:]
+    # A least weight of the last candidate may be that of tokens beyond it, too.
+    k_is_inside = (limits.ks == 0) | (ordered.gather(1, (limits.ks - 1).clamp(min=0)) > last)
+    is_complete = (last == 0.0) | ((least > last) & k_is_inside)
+    ids, order = ids.sort(dim=-1)
+    cumulative = (ordered * (ordered >= least)).gather(1, order).cumsum(dim=-1, dtype=torch.float64)
+    places = torch.searchsorted(cumulative, numbers * cumulative[:, -1:], right=True).clamp_(max=size - 1)
+    return torch.where(is_complete, ids.gather(1, places), -1).squeeze(1)
 
 
-def _nucleus(weights: torch.Tensor, candidates: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The least weight inside each row's nucleus (Holtzman et al., 2020), [num_rows, 1]; 0 where top_p is 1.
+def _least_weight(ordered: torch.Tensor, weights: torch.Tensor, limits: _Limits) -> torch.Tensor:
+    """The least weight that a token of each row may have, [num_rows, 1]; ordered are the largest weights, sorted.
 
-    The nucleus is the shortest head of the sorted tokens that holds at least top_p of the whole weight. candidates
-    [num_rows, n] are the n largest weights, sorted: rows whose nucleus is larger are sorted as a whole.
+    Tokens that weigh exactly as much as the last one kept are kept too, so that ties, which are common where logits
+    come from bfloat16, are not decided by the order of a sort.
     """
-    goal = top_p * weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
-    least = _least_before(candidates, goal)
-    least[top_p >= 1.0] = 0.0
-    is_short = candidates.sum(dim=-1, keepdim=True, dtype=torch.float64) < goal
-    beyond = (is_short & (top_p < 1.0)).squeeze(1).nonzero().squeeze(1)
-    if len(beyond):
-        least[beyond] = _least_before(_sort_descending(weights[beyond]), goal[beyond])
-    return least
+    kept = ordered.gather(1, (limits.ks - 1).clamp(min=0)).masked_fill(limits.ks == 0, 0.0)
+    head = ordered * (ordered >= kept)
+    # The nucleus (Holtzman et al., 2020): the shortest head that holds at least top_p of what top-k has left.
+    total = torch.where(limits.ks > 0, head.sum(dim=-1, keepdim=True), weights.sum(dim=-1, keepdim=True))
+    cumulative = head.cumsum(dim=-1, dtype=torch.float64)
+    index = torch.searchsorted(cumulative, limits.ps * total).clamp_(max=head.shape[-1] - 1)
+    nucleus = head.gather(1, index).masked_fill(limits.ps >= 1.0, 0.0)
+    return torch.maximum(torch.maximum(kept, nucleus), limits.min_ps)
 
 
-def _least_before(ordered: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
-    """The first entry of each sorted row at which the sum of the row reaches the goal, [num_rows, 1]."""
-    cumulative = ordered.cumsum(dim=-1, dtype=torch.float64)
-    index = torch.searchsorted(cumulative, goal).clamp_(max=ordered.shape[-1] - 1)
-    return ordered.gather(1, index)
+def _invert(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """The token at which each row's running sum passes numbers [num_rows, 1] of the whole, [num_rows].
+
+    In two steps, first the block and then the token in it, and in double precision: single precision would add most
+    tokens of an unlikely tail to a sum near 1 without a trace.
+    """
+    num_rows, vocab_size = weights.shape
+    blocks = F.pad(weights, (0, -vocab_size % _BLOCK)).view(num_rows, -1, _BLOCK)
+    sums = blocks.sum(dim=-1, dtype=torch.float64)
+    ends = sums.cumsum(dim=-1)
+    targets = numbers * ends[:, -1:]
+    block = torch.searchsorted(ends, targets, right=True).clamp_(max=sums.shape[1] - 1)
+    size, end = sums.gather(1, block), ends.gather(1, block)
+    inside = blocks.gather(1, block.unsqueeze(2).expand(-1, 1, _BLOCK)).squeeze(1).cumsum(dim=-1, dtype=torch.float64)
+    part = ((targets - (end - size)) / size).clamp_(0.0, _BELOW_ONE)
+    offset = torch.searchsorted(inside, part * inside[:, -1:], right=True)
+    return (block * _BLOCK + offset).squeeze(1)
 
 
 def _sort_descending(rows: torch.Tensor) -> torch.Tensor:

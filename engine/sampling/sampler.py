@@ -37,7 +37,7 @@ class Sampler:
         """logits [num_sequences, vocab_size], float32 (may be changed in place) -> the next token of each."""
         states = [self._state(sequence) for sequence in sequences]
         if all(state.is_plain for state in states):
-            return [Sampled(token) for token in logits.argmax(dim=-1).tolist()]
+            return [Sampled(token) for token in _argmax(logits)]
         reported = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
         raw = logits[reported] if reported else None  # a copy: the rules write into the logits
         if any(state.has_rules for state in states):
@@ -80,7 +80,7 @@ class Sampler:
     def _choose(self, scores: torch.Tensor, sequences: Sequence[SampledSequence]) -> list[int]:
         random = [row for row, sequence in enumerate(sequences) if not sequence.sampling.greedy]
         if len(random) < len(sequences):
-            tokens: list[int] = scores.argmax(dim=-1).tolist()
+            tokens = _argmax(scores)
         else:
             tokens = [0] * len(sequences)
         if random:
@@ -111,6 +111,14 @@ class Sampler:
 
             self._grammars = GrammarCompiler(self._info, self._vocabulary.size)
         return self._grammars
+
+
+def _argmax(scores: torch.Tensor) -> list[int]:
+    """The likeliest token of each row; the first of equals."""
+    # numpy looks with vector instructions: a tenth of torch's time on a CPU.
+    best = scores.numpy().argmax(axis=-1) if scores.device.type == "cpu" else scores.argmax(dim=-1)
+    token_ids: list[int] = best.tolist()
+    return token_ids
 
 
 def _named_tokens(sampling: SamplingParams) -> dict[str, list[int]]:

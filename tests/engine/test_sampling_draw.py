@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers.generation import logits_process as reference
 
 from common.sampling_params import SamplingParams
-from engine.sampling.draw import NUM_CANDIDATES, draw, uniform
+from engine.sampling.draw import CANDIDATES, draw, uniform
 from tests.engine.sampled import SequenceUnderTest, make_sampler, make_sequence
 
 NUM_DRAWS = 20_000
@@ -88,11 +88,11 @@ def test_the_same_tokens_are_kept_as_by_transformers(name: str, scale: float) ->
 
 
 def test_a_wide_nucleus_goes_beyond_the_first_candidates() -> None:
-    flat = torch.linspace(0, 0.1, 4 * NUM_CANDIDATES)
-    uniforms = [position / 4096 for position in range(4096)]
-    drawn = set(draw(flat.expand(4096, -1), [SamplingParams(top_p=0.75)] * 4096, uniforms))
+    flat = torch.linspace(0, 0.1, 3 * CANDIDATES[-1])
+    uniforms = [position / 8192 for position in range(8192)]
+    drawn = set(draw(flat.expand(8192, -1), [SamplingParams(top_p=0.75)] * 8192, uniforms))
     kept = int((expected_probabilities(flat, SamplingParams(top_p=0.75)) > 0).sum())
-    assert len(drawn) == kept > 2 * NUM_CANDIDATES
+    assert len(drawn) == kept > 2 * CANDIDATES[-1]
 
 
 def test_equal_scores_at_the_edge_are_all_kept() -> None:
@@ -100,6 +100,20 @@ def test_equal_scores_at_the_edge_are_all_kept() -> None:
     uniforms = [position / 100 for position in range(100)]
     for params in (SamplingParams(top_k=2), SamplingParams(top_p=0.75)):
         assert set(draw(logits.expand(100, -1), [params] * 100, uniforms)) == {0, 1, 2, 3}
+
+
+def test_ties_beyond_the_candidates_count_for_the_nucleus() -> None:
+    """All 2999 equal tokens are the second likeliest: the first, one of eleven parts, is not half of what is left."""
+    logits = torch.zeros(3000)
+    logits[0] = math.log(300)
+    drawn = draw(logits.expand(2, -1), [SamplingParams(top_k=2, top_p=0.5)] * 2, [0.05, 0.5])
+    assert drawn[0] == 0
+    assert drawn[1] > 1000
+
+
+def test_without_top_p_the_least_likely_of_top_k_stays() -> None:
+    logits = torch.tensor([0.0, -20.0, -21.0])
+    assert draw(logits.unsqueeze(0), [SamplingParams(top_k=2)], [1 - 1e-12]) == [1]
 
 
 @pytest.mark.parametrize("params", SETTINGS.values(), ids=SETTINGS)
