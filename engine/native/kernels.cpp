@@ -60,13 +60,16 @@ constexpr int kColumns = 8;  // rows of w at a time: eight streams from memory
 
 inline __m512bh load_pairs(const bf16* from, __mmask32 mask) { return (__m512bh)_mm512_maskz_loadu_epi16(mask, from); }
 
-// kRows rows of x against kColumns rows of w; 3 x 8 sums are what the registers hold.
+// kRows rows of x against kColumns rows of w; 3 x 8 sums are what the registers hold. The next kColumns rows of w are
+// called for meanwhile, unless there is no time for it: a single row of x waits for memory all along.
 template <int kRows>
 inline void linear_tile(const bf16* x, int64_t x_stride, const bf16* w, const bf16* bias, bf16* y, int64_t y_stride,
                         int64_t size_k) {
     __m512 sums[kRows][kColumns] = {};
     for (int64_t k = 0; k < size_k; k += 32) {
         const __mmask32 mask = size_k - k >= 32 ? 0xffffffffu : (1u << (size_k - k)) - 1;
+        if (kRows > 1)
+            for (int n = 0; n < kColumns; n++) _mm_prefetch(w + (kColumns + n) * size_k + k, _MM_HINT_T0);
         __m512bh columns[kColumns];
 #pragma GCC unroll 8
         for (int n = 0; n < kColumns; n++) columns[n] = load_pairs(w + n * size_k + k, mask);
