@@ -2,7 +2,8 @@
 
 Two conversations use them:
 
-    proxy  <- ZMQ ->   workers     Generate, Encode, Abort, Heartbeat   /  Tokens, Encoded, InputNeeded, Failed
+    proxy  <- ZMQ ->   workers     Generate, Encode, StopSequence, Abort, Heartbeat
+                                   Tokens, Encoded, InputNeeded, Failed
     sender <- Redis -> receiver    Offer -> Grant -> (tensor by a transport) -> Receipt
 
 `encode` and `decode_*` are the only way on and off the wire. Times are Unix seconds, sizes bytes.
@@ -94,6 +95,16 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     """Forget the request and free everything it holds. Unknown ids are fine: it may have ended already."""
 
     request_id: Id
+
+
+class StopSequence(msgspec.Struct, frozen=True, tag="stop_sequence"):
+    """Go no further with one sequence of a request, which a stop string has ended; the others go on.
+
+    Nothing more is said of it. Unknown requests and sequences are fine: they may have ended already.
+    """
+
+    request_id: Id
+    index: Count
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
@@ -257,7 +268,7 @@ class InstanceRecord(msgspec.Struct, frozen=True):
     outstanding: int = 0
 
 
-ToWorker: TypeAlias = Generate | Encode | Abort | Heartbeat
+ToWorker: TypeAlias = Generate | Encode | StopSequence | Abort | Heartbeat
 FromWorker: TypeAlias = Tokens | Encoded | InputNeeded | Failed
 HandoffMessage: TypeAlias = Offer | Grant | Receipt
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator
 
 from common.errors import TriptychError
-from common.messages import Abort, Encoded, Failed, FromWorker, Generate, InputNeeded, Resumed, Tokens
+from common.messages import Abort, Encoded, Failed, FromWorker, Generate, InputNeeded, Resumed, StopSequence, Tokens
 from common.telemetry import get_logger
 from proxy.items import ItemSender
 from proxy.jobs import Job
@@ -39,6 +40,7 @@ class Flight:
         self._events: asyncio.Queue[tuple[Worker, FromWorker | None]] = asyncio.Queue()
         self._decoder: Worker | None = None
         self._progress = Progress(job.sampling)
+        self._stopped: set[int] = set()
 
     def post(self, worker: Worker, message: FromWorker | None) -> None:
         """Hand over a worker's message; None says that the worker is gone."""
@@ -58,6 +60,7 @@ class Flight:
             while not self._progress.done:
                 for tokens in await self._handle(*await self._next_event()):
                     yield tokens
+                await self._stop_what_is_enough()
         finally:
             await self._end()
 
@@ -132,6 +135,15 @@ class Flight:
         self._metrics.retries.labels("decoder_gone").inc()
         await self._start(self._progress.resumed(self._job.enough))
         return complete
+
+    async def _stop_what_is_enough(self) -> None:
+        """Tell the decoder which sequences have ended here, while others go on."""
+        decoder, rest = self._decoder, set(self._progress.rest(frozenset()))
+        for index in (self._job.enough & rest) - self._stopped:
+            self._stopped.add(index)
+            if decoder is not None and not self._job.sampling.uses_beams:
+                with contextlib.suppress(TriptychError):  # it is going: its loss is handled when it is known
+                    await decoder.send(StopSequence(self._job.request_id, index))
 
     def _forget_decoder(self) -> Worker:
         decoder = self._decoder

@@ -160,6 +160,8 @@ class GenerationRequest(StructuredFields):
             for name, off in (("temperature", 0), ("top_p", 1), ("top_k", -1), ("min_p", 0)):
                 if getattr(self, name) not in (None, off, 0):
                     raise _wrong(name, f"must be {off} with use_beam_search, which does not sample")
+            if self.num_logprobs is not None:
+                raise _wrong("logprobs", "are not available with use_beam_search: beams have a score instead")
             if self.width < self.num_choices:
                 raise _wrong("best_of", f"is {self.width}, fewer than the n={self.num_choices} beams to return")
             return {
@@ -215,7 +217,7 @@ class GenerationRequest(StructuredFields):
         constraint = self.constraint()
         return {
             "bad_words_ids": "bad_words",
-            "beam_width": "n" if self.best_of is None else "best_of",
+            **dict.fromkeys(("n", "beam_width"), "n" if self.best_of is None else "best_of"),
             **({"grammar": constraint.field} if constraint is not None else {}),
         }
 

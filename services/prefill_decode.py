@@ -28,6 +28,7 @@ from common.messages import (
     Offer,
     Receipt,
     Role,
+    StopSequence,
     TensorHeader,
     Tokens,
     ToWorker,
@@ -101,6 +102,10 @@ class PrefillDecodeService:
     def handle_request(self, proxy: bytes, message: ToWorker) -> None:
         if isinstance(message, Generate):
             self._generate(proxy, message)
+        elif isinstance(message, StopSequence):
+            request_id, index = message.request_id, message.index
+            if self._links.proxies.owner(request_id) == proxy:
+                self.thread.submit(lambda engine: engine.stop_sequence(request_id, index))
         elif isinstance(message, Encode):
             error = ErrorInfo(
                 "invalid_request", f"{self._links.instance_id} is a prefill_decode worker, not an encoder"

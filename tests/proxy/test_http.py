@@ -78,6 +78,7 @@ BAD_CHATS = (
     (_chat(use_beam_search=True, temperature=0.5), "temperature"),
     (_chat(use_beam_search=True, top_k=5), "top_k"),
     (_chat(use_beam_search=True, n=3, best_of=2), "best_of"),
+    (_chat(use_beam_search=True, logprobs=True), "logprobs"),
     (_chat(length_penalty=0.5), "length_penalty"),
     (_chat(early_stopping=True), "early_stopping"),
     (_chat(tools=[{"type": "function"}]), "tools"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 import pytest
 
-from common.messages import Abort, Generate
+from common.messages import Abort, Generate, StopSequence
 from tests.proxy.conftest import eventually
 from tests.proxy.media import image_part, picture
 from tests.proxy.streams import events, gather
@@ -85,6 +87,20 @@ async def test_a_stop_string_ends_its_own_choice_only(serve, stream):
             ends = {choice.index: choice.finish_reason for choice in answer.choices}
         assert texts == {0: "a red sign", 1: "a", 2: "green"}
         assert ends == dict.fromkeys(range(3), "stop")
+
+
+async def test_the_worker_is_told_which_choice_needs_no_more(serve):
+    async with serve() as rig:
+        decoder = rig.cluster.decoders[0]
+        decoder.answer = lambda message: ["one two three", "four five six"]
+        decoder.pause_after = 2 * len(rig.cluster.text.encode("one two", add_special_tokens=False)) + 1
+        task = asyncio.create_task(rig.chat(n=2, stop=" two"))
+        await eventually(lambda: bool(decoder.of(StopSequence)))
+        (stop,) = decoder.of(StopSequence)
+        assert (stop.request_id, stop.index) == (decoder.of(Generate)[0].request_id, 0)
+        decoder.resume.set()
+        assert [_text(choice) for choice in (await task).choices] == ["one", "four five six"]
+        assert decoder.of(StopSequence) == [stop]
 
 
 async def test_the_worker_is_told_to_stop_once_stop_strings_have_ended_every_choice(serve):

@@ -25,6 +25,8 @@ from common.messages import (
     InputSlot,
     Offer,
     Receipt,
+    Resumed,
+    StopSequence,
     TensorHeader,
     Tokens,
     encode,
@@ -209,6 +211,49 @@ async def test_an_abort_frees_the_room_and_cancels_what_comes_later(setting: Set
     assert await setting.receipt("r") == "cancelled"
     setting.peer.send("metadata", setting.offer("r", attempt=1))
     assert (await setting.peer.message(Grant, "r", count=2)).status == "cancelled"
+
+
+async def test_sequences_are_told_apart_and_one_can_be_stopped(setting: Setting) -> None:
+    """The first sequence is stopped at once; the others end, and the last message of all is marked."""
+    text = TextProcessor(load_model_info("signpost"))
+    ids = text.render_chat([{"role": "user", "content": "Which colours are there?"}])
+    sampling = SamplingParams(
+        n=3, max_tokens=40, temperature=1.0, seed=1, ignore_eos=True, logprobs=1, prompt_logprobs=0
+    )
+    await setting.worker.proxy.send(Generate("r", ids, [], sampling, priority=-1))
+    await eventually(lambda: len(setting.worker.of(Tokens, "r")) > 3)
+    await setting.worker.proxy.send(StopSequence("r", 0))
+    await eventually(lambda: any(message.done for message in setting.worker.of(Tokens, "r")))
+    messages = setting.worker.of(Tokens, "r")
+    tokens = {index: [m for m in messages if m.index == index] for index in range(3)}
+    assert [sum(len(m.token_ids) for m in tokens[index]) for index in (1, 2)] == [200, 200]
+    assert len(tokens[0]) < 200
+    assert all(len(m.logprobs) == len(m.token_ids) for m in messages)
+    assert [m.done for m in messages] == [False] * (len(messages) - 1) + [True]
+    assert messages[-1].num_prompt_tokens == len(ids)
+    assert len(next(m for m in messages if m.prompt_logprobs).prompt_logprobs) == len(ids)
+
+
+async def test_a_resumed_request_goes_on_as_if_it_had_never_moved(setting: Setting) -> None:
+    text = TextProcessor(load_model_info("signpost"))
+    ids = text.render_chat([{"role": "user", "content": "Which colours are there?"}])
+    sampling = SamplingParams(n=2, max_tokens=12, temperature=1.0, seed=3, ignore_eos=True, frequency_penalty=0.5)
+    await setting.worker.proxy.send(Generate("whole", ids, [], sampling))
+    await eventually(lambda: any(message.done for message in setting.worker.of(Tokens, "whole")))
+    whole = _sequences(setting.worker.of(Tokens, "whole"))
+    resumed = [Resumed(0, whole[0][:5]), Resumed(1, whole[1][:2])]
+    await setting.worker.proxy.send(Generate("rest", ids, [], sampling, resumed=resumed))
+    await eventually(lambda: any(message.done for message in setting.worker.of(Tokens, "rest")))
+    rest = setting.worker.of(Tokens, "rest")
+    assert _sequences(rest) == {0: whole[0][5:], 1: whole[1][2:]}
+    assert {index: min(m.offset for m in rest if m.index == index) for index in (0, 1)} == {0: 5, 1: 2}
+
+
+def _sequences(messages: list[Tokens]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for message in messages:
+        found.setdefault(message.index, []).extend(message.token_ids)
+    return found
 
 
 def test_tensors_lie_at_even_addresses() -> None:
