@@ -18,11 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
+_LAST = itemgetter(-1)
 
 
 @dataclass(frozen=True)
@@ -86,17 +88,40 @@ class InputBuffers:
             self._num_blocks[slot] = len(blocks)
         self.num_computed_tokens[slot] = num_computed_tokens
 
+    def update_all(
+        self,
+        slots: Sequence[int],
+        token_ids: Sequence[Sequence[int]],
+        blocks: Sequence[Sequence[int]],
+        num_computed_tokens: Sequence[int],
+    ) -> None:
+        """`update` for a whole step. Rows with one new token, which decodes are, are written all at once."""
+        count = len(slots)
+        rows, lengths = np.array(slots, np.int64), np.fromiter(map(len, token_ids), np.int64, count)
+        known = self._num_tokens[rows]
+        behind = (lengths > known + 1) | (np.fromiter(map(len, blocks), np.int64, count) > self._num_blocks[rows])
+        for index in np.flatnonzero(behind).tolist():
+            self.update(slots[index], token_ids[index], blocks[index], num_computed_tokens[index])
+        last = np.fromiter(map(_LAST, token_ids), np.int64, count)
+        self.token_ids[rows, lengths - 1] = last
+        self._num_tokens[rows] = np.maximum(lengths, known)
+        self.num_computed_tokens[rows] = num_computed_tokens
+
     def prepare(self, slots: Sequence[int], num_scheduled_tokens: Sequence[int]) -> StepInputs:
         """Arrays for the next num_scheduled_tokens[i] tokens of the request in slots[i]."""
         rows, counts = np.asarray(slots), np.asarray(num_scheduled_tokens)
-        query_start_loc = np.zeros(len(rows) + 1, np.int64)
-        np.cumsum(counts, out=query_start_loc[1:])
-        num_tokens = int(query_start_loc[-1])
-        if num_tokens > len(self._arange):
-            self._arange = np.arange(num_tokens * 2)
         computed = self.num_computed_tokens[rows]
-        request_indices = np.repeat(rows, counts)
-        positions = self._arange[:num_tokens] + np.repeat(computed - query_start_loc[:-1], counts)
+        if counts.max(initial=1) == 1:  # decodes only: one token each
+            query_start_loc = self._arange[: len(rows) + 1]
+            request_indices, positions = rows, computed
+        else:
+            query_start_loc = np.zeros(len(rows) + 1, np.int64)
+            np.cumsum(counts, out=query_start_loc[1:])
+            num_tokens = int(query_start_loc[-1])
+            if num_tokens > len(self._arange):
+                self._arange = np.arange(num_tokens * 2)
+            request_indices = np.repeat(rows, counts)
+            positions = self._arange[:num_tokens] + np.repeat(computed - query_start_loc[:-1], counts)
         token_indices = positions + request_indices * self.max_model_len
         block_table_indices = request_indices * self.max_blocks_per_seq + positions // self.block_size
         block_numbers = self.block_table.ravel()[block_table_indices]

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from common.config import EngineConfig
@@ -19,8 +20,9 @@ from engine.attention.metadata import AttentionMetadata
 from engine.attention.select import choose_backend
 from engine.cache.block_manager import BlockManager, BlockMove
 from engine.cache.encoder_cache import EncoderCacheManager
+from engine.cross_ranges import CrossInput, after_input, key_ranges, table_rows
 from engine.device import choose_device, choose_dtype
-from engine.inputs import InputBuffers, StepInputs
+from engine.inputs import InputBuffers, IntArray, StepInputs
 from engine.models.base import SplicedRows
 from engine.models.registry import load_decoder
 from engine.request import Request, Sequence
@@ -111,15 +113,22 @@ class DecoderRunner:
             if blocks.needs_writing(request.request_id):
                 self._write_cross(request, blocks, cache)
                 blocks.mark_written(request.request_id)
-        for sequence in step.sequences:
-            table = blocks.get_block_table(sequence.sequence_id)
-            self.buffers.update(sequence.slot_index, sequence.token_ids, table, sequence.num_computed_tokens)
-        inputs = self.buffers.prepare([sequence.slot_index for sequence in step.sequences], step.num_tokens)
+        inputs = self._prepare(step, blocks)
         embeddings = self.model.embed(torch.from_numpy(inputs.input_ids).to(self.device))
         spliced = self._splice(embeddings, step, inputs, cache)
         context = self._attention_context(step, inputs, blocks)
         hidden = self.model(embeddings, self._positions(step, inputs), context, spliced)
         return self._select(hidden, step, inputs)
+
+    def _prepare(self, step: ScheduledStep, blocks: BlockManager) -> StepInputs:
+        slots = [sequence.slot_index for sequence in step.sequences]
+        self.buffers.update_all(
+            slots,
+            [sequence.token_ids for sequence in step.sequences],
+            [blocks.get_block_table(sequence.sequence_id) for sequence in step.sequences],
+            [sequence.num_computed_tokens for sequence in step.sequences],
+        )
+        return self.buffers.prepare(slots, step.num_tokens)
 
     def _positions(self, step: ScheduledStep, inputs: StepInputs) -> torch.Tensor:
         """[num_tokens], or [3, num_tokens] with M-RoPE: the prompt's own grid, then one step per generated token."""
@@ -166,8 +175,12 @@ class DecoderRunner:
 
     def _write_cross(self, request: Request, blocks: BlockManager, cache: EncoderCacheManager) -> None:
         """Project the encoder output to each layer's cross keys and values, once per content."""
-        outputs = [cache.get(item.metadata.content_hash) for item in request.inputs if item.metadata is not None]
-        encoder_output = torch.cat([output.to(self.device, self.dtype) for output in outputs])
+        outputs = [
+            cache.get(item.metadata.content_hash).to(self.device, self.dtype)
+            for item in request.inputs
+            if item.metadata is not None
+        ]
+        encoder_output = table_rows(outputs, _cross_inputs(request))
         table = torch.tensor(blocks.get_cross_block_table(request.request_id), device=self.device)
         steps = torch.arange(len(encoder_output), device=self.device)
         slots = table[steps // self.block_size] * self.block_size + steps % self.block_size
@@ -189,17 +202,21 @@ class DecoderRunner:
             causal=True,
             num_decodes=step.num_decodes,
         )
-        cross_metadata = self._cross_metadata(step, query_start_loc, blocks) if self.spec.has_cross_attention else None
+        reads_inputs = any(sequence.request.num_encoder_tokens for sequence in step.sequences)
+        cross_metadata = self._cross_metadata(step, inputs, query_start_loc, blocks) if reads_inputs else None
         return PagedAttentionContext(self.backend, self.caches, self_metadata, cross_metadata)
 
     def _cross_metadata(
-        self, step: ScheduledStep, query_start_loc: list[int], blocks: BlockManager
+        self, step: ScheduledStep, inputs: StepInputs, query_start_loc: list[int], blocks: BlockManager
     ) -> AttentionMetadata:
         requests = [sequence.request for sequence in step.sequences]
         tables = [blocks.get_cross_block_table(request.request_id) for request in requests]
         padded = np.zeros((len(tables), max(map(len, tables))), np.int64)
         for row, table in enumerate(tables):
             padded[row, : len(table)] = table
+        ranges = after = None
+        if not self.info.is_encoder_decoder:  # what a token reads depends on where it stands
+            ranges, after = _cross_ranges(requests, inputs)
         return AttentionMetadata(
             query_start_loc=query_start_loc,
             seq_lens=[request.num_encoder_tokens for request in requests],
@@ -208,6 +225,8 @@ class DecoderRunner:
             slot_mapping=None,
             causal=False,
             num_decodes=step.num_decodes,
+            key_ranges=ranges,
+            after_input=None if after is None else torch.from_numpy(after).to(self.device),
         )
 
     def _select(self, hidden: torch.Tensor, step: ScheduledStep, inputs: StepInputs) -> StepOutput:
@@ -229,6 +248,30 @@ class DecoderRunner:
         if len(hidden) == 0:
             return torch.empty(0, self.spec.vocab_size)
         return self.model.logits(hidden).float()  # argmax over bfloat16 is six times slower on a CPU
+
+
+def _cross_inputs(request: Request) -> list[CrossInput]:
+    """The inputs of a request as the rows of its cross table, in the order of the prompt."""
+    inputs = []
+    for item in request.inputs:
+        assert item.metadata is not None
+        layout = item.metadata.layout
+        visible = layout.num_encoder_tokens if layout.num_visible_tokens is None else layout.num_visible_tokens
+        inputs.append(CrossInput(item.start or 0, layout.num_encoder_tokens, visible))
+    return inputs
+
+
+def _cross_ranges(requests: ListOf[Request], inputs: StepInputs) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+    """Of each token of the step: the rows that it reads of its request's table, and whether it stands behind an input.
+
+    Returns int64 [num_tokens, 2] and bool [num_tokens].
+    """
+    ranges, after = [], []
+    for request, start, end in zip(requests, inputs.query_start_loc, inputs.query_start_loc[1:], strict=False):
+        known, positions = _cross_inputs(request), inputs.positions[start:end]
+        ranges.append(key_ranges(known, positions))
+        after.append(after_input(known, positions))
+    return np.concatenate(ranges), np.concatenate(after)
 
 
 def _independent(moves: list[BlockMove]) -> Iterator[list[BlockMove]]:

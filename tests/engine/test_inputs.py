@@ -70,6 +70,33 @@ def test_a_slot_that_is_used_again_remembers_nothing(buffers: InputBuffers) -> N
 
 
 @given(st.data())
+def test_a_whole_step_is_updated_as_its_rows_one_by_one(data: st.DataObject) -> None:
+    """Rows that begin, grow by one, grow by several, wait, or get blocks, in any order."""
+    together, alone = (InputBuffers(max_num_seqs=3, max_model_len=20, block_size=2) for _ in range(2))
+    slots = [together.take_slot() for _ in range(3)]
+    assert [alone.take_slot() for _ in range(3)] == slots
+    tokens: list[list[int]] = [[1], [2], [3]]
+    blocks: list[list[int]] = [[1], [2], [3]]
+    for _ in range(data.draw(st.integers(1, 6))):
+        for number in range(3):
+            new = data.draw(st.lists(st.integers(0, 99), max_size=3))
+            tokens[number] += new
+            while 2 * len(blocks[number]) < len(tokens[number]):
+                blocks[number].append(data.draw(st.integers(1, 99)))
+        chosen = data.draw(st.permutations(range(3)))[: data.draw(st.integers(1, 3))]
+        computed = [data.draw(st.integers(0, len(tokens[number]) - 1)) for number in chosen]
+        rows = [slots[number] for number in chosen]
+        step = [tokens[number] for number in chosen], [blocks[number] for number in chosen]
+        together.update_all(rows, *step, computed)
+        for row, token_ids, table, count in zip(rows, *step, computed, strict=True):
+            alone.update(row, token_ids, table, count)
+        counts = [data.draw(st.integers(1, len(t) - c)) for t, c in zip(step[0], computed, strict=True)]
+        got, expected = together.prepare(rows, counts), alone.prepare(rows, counts)
+        for name in ("input_ids", "slot_mapping", "positions", "query_start_loc", "seq_lens", "block_table"):
+            assert getattr(got, name).tolist() == getattr(expected, name).tolist(), name
+
+
+@given(st.data())
 def test_vectorised_arithmetic_equals_a_loop_over_tokens(data: st.DataObject) -> None:
     block_size = data.draw(st.integers(1, 5))
     buffers = InputBuffers(max_num_seqs=4, max_model_len=20, block_size=block_size)
