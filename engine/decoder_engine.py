@@ -86,8 +86,10 @@ class DecoderEngine:
 
     def _expectation(self) -> InputExpectation:
         spec, info = self.runner.spec, self.info
-        max_rows = info.max_encoder_tokens if info.is_encoder_decoder else self.runner.max_model_len
-        return InputExpectation(spec.encoder_width, spec.vocab_size, max_rows, info.placeholder_token_id)
+        max_rows = info.max_encoder_tokens if info.has_cross_attention else self.runner.max_model_len
+        return InputExpectation(
+            spec.encoder_width, spec.vocab_size, max_rows, info.placeholder_token_id, info.has_cross_attention
+        )
 
     # --- in
 

@@ -29,7 +29,8 @@ class RequestCheck:
             raise TriptychError("invalid_request", message, "beam_width" if sampling.uses_beams else "n")
         if not prompt:
             raise TriptychError("invalid_request", "the prompt is empty", "prompt")
-        bad = next((token for token in prompt if not 0 <= token < self.vocab_size), None)
+        placeholder = self.info.placeholder_token_id  # Mllama's has an embedding, but no place in the output
+        bad = next((token for token in prompt if not 0 <= token < self.vocab_size and token != placeholder), None)
         if bad is not None:
             message = f"token id {bad} is outside the vocabulary of {self.vocab_size}"
             raise TriptychError("invalid_request", message, "prompt")
