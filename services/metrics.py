@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from common.messages import Span
+from services.metric_help import help_text
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _ITEMS = (1, 2, 4, 8, 16, 32)
@@ -55,9 +56,9 @@ class _Lookup(Collector):
         values = {name: gauge() for name, gauge in self._metrics.gauges.items()}
         for name, value in {**self._metrics.engine_stats, **values}.items():
             kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            yield kind(f"triptych_{name}", name.replace("_", " "), value=value)
+            yield kind(f"triptych_{name}", help_text(name), value=value)
         for name, tally in self._metrics.tallies.items():
-            family = CounterMetricFamily(f"triptych_{name}", name.replace("_", " "), labels=["outcome"])
+            family = CounterMetricFamily(f"triptych_{name}", help_text(name), labels=["outcome"])
             for outcome, count in Tally(tally()).items():
                 family.add_metric([outcome], count)
             yield family

@@ -1,0 +1,79 @@
+"""What each number of a worker means: the help texts of its metrics."""
+
+from __future__ import annotations
+
+from typing import Final
+
+HELP: Final[dict[str, str]] = {
+    # requests
+    "requests_running": "Requests in the running batch.",
+    "requests_waiting": "Requests that wait for room or for inputs.",
+    "requests_outstanding": "Requests that have not ended, by this worker's own books.",
+    "requests_total": "Requests taken.",
+    "requests_failed_total": "Requests that ended with an error.",
+    "preemptions_total": "Requests that gave up their KV blocks for others, to go on later.",
+    "preemptions_by_swap_total": "Those of them whose KV blocks were kept in host memory.",
+    # steps and tokens
+    "steps_total": "Forward passes of the decoder.",
+    "last_step_tokens": "Tokens in the last forward pass, prefill and decode together.",
+    "prompt_tokens_total": "Prompt tokens of requests that have begun to generate, media included.",
+    "generated_tokens_total": "Tokens generated.",
+    # KV cache
+    "kv_blocks_usable": "KV blocks in the pool.",
+    "kv_blocks_free": "KV blocks that can be handed out, those of cached content included.",
+    "kv_blocks_used": "KV blocks that requests hold.",
+    "kv_blocks_cached": "KV blocks that nobody holds, kept for their content.",
+    "kv_host_blocks_free": "KV blocks that host memory has room for.",
+    "kv_block_bytes": "Bytes of one KV block, all layers together.",
+    "blocks_swapped_out_total": "KV blocks moved to host memory.",
+    "blocks_swapped_in_total": "KV blocks moved back from host memory.",
+    "forks_total": "Sequences that began with another one's KV blocks.",
+    "block_copies_total": "KV blocks copied because a shared one was to be written to.",
+    "prefix_queried_tokens_total": "Prompt tokens looked up in the prefix cache.",
+    "prefix_hit_tokens_total": "Prompt tokens found in the prefix cache; over the queried ones: the hit rate.",
+    "prefix_evictions_total": "KV blocks of the prefix cache given to something else.",
+    "cross_table_hits_total": "Cross-attention tables found by content: nothing was projected again.",
+    # inputs
+    "inputs_pending": "Inputs offered that wait for room.",
+    "inputs_granted": "Inputs with reserved room whose tensors have not come.",
+    "inputs_stored_total": "Tensors taken into the encoder cache.",
+    "inputs_rejected_total": "Tensors that came too late, for nobody, or corrupt.",
+    "inputs_revoked_total": "Inputs whose room was taken back for an older request.",
+    "inputs_covered_total": "Inputs that were not asked for, because the KV cache has what they would become.",
+    "leases_expired_total": "Grants that ended before their tensor came.",
+    "encoder_cache_bytes_capacity": "Budget of the encoder cache.",
+    "encoder_cache_bytes_used": "Bytes in the encoder cache, reserved room included.",
+    "encoder_cache_bytes_peak": "The most bytes that were ever in the encoder cache.",
+    "encoder_cache_references": "References that requests hold to entries of the encoder cache.",
+    "encoder_cache_hits_total": "Inputs that were in the encoder cache already.",
+    "encoder_cache_evictions_total": "Entries of the encoder cache given up for others.",
+    # encoder
+    "encoder_queue_items": "Items that wait for the encoder.",
+    "encoder_items_open": "Items under way at this encoder.",
+    "encoder_items_computing": "Items in preprocessing or in the encoder.",
+    "encoder_held_bytes": "Bytes of encoder outputs that have not been delivered.",
+    "encoder_batches_total": "Forward passes of the encoder.",
+    "encoder_batch_items_last": "Items in the last encoder batch.",
+    "encoder_items_total": "Items encoded.",
+    "encoder_failures_total": "Items that the encoder failed at.",
+    "encoder_seconds_total": "Seconds spent in the encoder.",
+    "encoder_computations": "Items that this process has encoded; always 0 on a decoder worker.",
+    "preprocess_waiting": "Items that wait for a preprocessing process.",
+    "preprocess_crashes_total": "Preprocessing processes that died.",
+    "handoffs_open": "Handoffs under way from this encoder.",
+    # the process
+    "weight_bytes": "Bytes of the weights.",
+    "engine_busy_seconds": "How long the engine's present turn has lasted; 0 while it waits.",
+    "channel_messages_waiting": "Messages that wait to be sent to other instances.",
+    "integrity_failures": "Times that the books of an idle engine did not add up; always 0.",
+    # by outcome
+    "handoffs": "Handoffs, by outcome.",
+    "encodes": "Items that this encoder was asked for, by outcome.",
+    "dropped_messages": "Messages that were not taken or could not be sent, by reason.",
+}
+"""By name, without the prefix `triptych_`."""
+
+
+def help_text(name: str) -> str:
+    """The help text of a metric; its name in words where there is none."""
+    return HELP.get(name, name.replace("_", " "))
