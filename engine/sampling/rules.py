@@ -177,6 +177,7 @@ def _follow(row: torch.Tensor, grammar: GrammarMatcher) -> None:
     """Leave what the grammar allows; where other rules forbid all of that, the grammar wins."""
     allowed = grammar.allowed()
     if grammar.error is not None:
+        row.fill_(-torch.inf)
         return
     mask = torch.from_numpy(allowed).to(row.device)
     row.masked_fill_(~mask, -torch.inf)

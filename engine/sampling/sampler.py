@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from common.errors import TriptychError
+from common.errors import ErrorInfo, TriptychError
 from common.messages import TokenLogprob
 from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
@@ -45,8 +45,7 @@ class Sampler:
             self._revive(logits)
         tokens = self._choose(logits, sequences)
         sampled = [
-            Sampled(token, error=state.grammar.error if state.grammar is not None else None)
-            for token, state in zip(tokens, states, strict=True)
+            Sampled(token, error=self.error(sequence)) for token, sequence in zip(tokens, sequences, strict=True)
         ]
         if raw is not None:
             counts = [sequences[row].sampling.logprobs or 0 for row in reported]
@@ -56,9 +55,17 @@ class Sampler:
         return sampled
 
     def apply_rules(self, scores: torch.Tensor, sequences: Sequence[SampledSequence]) -> None:
-        """The rules alone, in place, on scores [num_sequences, vocab_size]: log-probabilities, in beam search."""
+        """The rules alone, in place, on scores [num_sequences, vocab_size]: log-probabilities, in beam search.
+
+        Where the grammar of a sequence has failed, nothing is left of its row and `error` says why.
+        """
         states = [self._state(sequence) for sequence in sequences]
         rules.apply_rules(scores, sequences, states, self._vocabulary)
+
+    def error(self, sequence: SampledSequence) -> ErrorInfo | None:
+        """Why a sequence cannot go on, as its last step found; None if it can."""
+        grammar = self._state(sequence).grammar
+        return grammar.error if grammar is not None else None
 
     def prompt_logprobs(self, logits: torch.Tensor, next_token_ids: Sequence[int], count: int) -> list[TokenLogprob]:
         """What the model thought of a prompt: logits [num_tokens, vocab_size] and the token that followed each."""

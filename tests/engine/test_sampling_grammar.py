@@ -216,6 +216,9 @@ def test_a_grammar_that_outgrows_its_limits_fails_its_own_request_alone(sampler:
     assert errors[2] is not None
     assert errors[2].code == "invalid_request"
     assert "cannot follow the grammar any further: Parser Error" in errors[2].message
+    assert sampler.error(costly) == errors[2]
+    assert sampler.error(neighbour) is None
+    assert allowed(sampler, costly) == set()
 
 
 def test_a_model_without_tokenizer_or_end_says_that_it_cannot_follow_a_grammar(tmp_path: Path, folder: Path) -> None:
