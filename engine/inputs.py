@@ -99,13 +99,18 @@ class InputBuffers:
         count = len(slots)
         rows, lengths = np.array(slots, np.int64), np.fromiter(map(len, token_ids), np.int64, count)
         known = self._num_tokens[rows]
-        behind = (lengths > known + 1) | (np.fromiter(map(len, blocks), np.int64, count) > self._num_blocks[rows])
+        computed = np.array(num_computed_tokens, np.int64)
+        num_blocks, known_blocks = np.fromiter(map(len, blocks), np.int64, count), self._num_blocks[rows]
+        # The block that is written next may have become another one: a shared block is copied on write.
+        replaced = self.block_table[rows, known_blocks - 1] != np.fromiter(map(_LAST, blocks), np.int64, count)
+        replaced |= computed // self.block_size < known_blocks - 1
+        behind = (lengths > known + 1) | (num_blocks > known_blocks) | replaced
         for index in np.flatnonzero(behind).tolist():
             self.update(slots[index], token_ids[index], blocks[index], num_computed_tokens[index])
         last = np.fromiter(map(_LAST, token_ids), np.int64, count)
         self.token_ids[rows, lengths - 1] = last
         self._num_tokens[rows] = np.maximum(lengths, known)
-        self.num_computed_tokens[rows] = num_computed_tokens
+        self.num_computed_tokens[rows] = computed
 
     def prepare(self, slots: Sequence[int], num_scheduled_tokens: Sequence[int]) -> StepInputs:
         """Arrays for the next num_scheduled_tokens[i] tokens of the request in slots[i]."""

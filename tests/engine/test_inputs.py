@@ -71,7 +71,7 @@ def test_a_slot_that_is_used_again_remembers_nothing(buffers: InputBuffers) -> N
 
 @given(st.data())
 def test_a_whole_step_is_updated_as_its_rows_one_by_one(data: st.DataObject) -> None:
-    """Rows that begin, grow by one, grow by several, wait, or get blocks, in any order."""
+    """Rows that begin, grow by one, grow by several, wait, get blocks, or have one replaced, in any order."""
     together, alone = (InputBuffers(max_num_seqs=3, max_model_len=20, block_size=2) for _ in range(2))
     slots = [together.take_slot() for _ in range(3)]
     assert [alone.take_slot() for _ in range(3)] == slots
@@ -85,6 +85,9 @@ def test_a_whole_step_is_updated_as_its_rows_one_by_one(data: st.DataObject) -> 
                 blocks[number].append(data.draw(st.integers(1, 99)))
         chosen = data.draw(st.permutations(range(3)))[: data.draw(st.integers(1, 3))]
         computed = [data.draw(st.integers(0, len(tokens[number]) - 1)) for number in chosen]
+        for number, count in zip(chosen, computed, strict=True):
+            if data.draw(st.booleans()):  # a shared block is copied before it is written
+                blocks[number][count // 2] = data.draw(st.integers(1, 99))
         rows = [slots[number] for number in chosen]
         step = [tokens[number] for number in chosen], [blocks[number] for number in chosen]
         together.update_all(rows, *step, computed)
