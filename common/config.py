@@ -25,13 +25,32 @@ class EngineConfig(BaseModel):
     device: Device = "auto"
     dtype: DType = Field("auto", description="auto: the checkpoint's own on CUDA, float32 on a CPU.")
     block_size: int = Field(16, ge=1, le=256, description="Token slots in one KV block.")
-    kv_cache_bytes: int = Field(512 * 2**20, ge=1, description="Budget of the KV block pool.")
-    encoder_cache_bytes: int = Field(64 * 2**20, ge=1, description="Budget of encoder outputs not yet consumed.")
+    memory_fraction: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Share of the memory that a worker takes: of the device on CUDA (0.9 if not given, weights "
+        "included), of what is free once the weights are loaded on a CPU (0.5).",
+    )
+    memory_bytes: int | None = Field(
+        None, ge=1, description="Memory of a worker beside its weights, instead of a share of what there is."
+    )
+    kv_cache_bytes: int | None = Field(
+        None, ge=1, description="Budget of the KV block pool; if not given, what is left, measured at start."
+    )
+    encoder_cache_bytes: int | None = Field(
+        None, ge=1, description="Budget of encoder outputs not yet consumed; if not given, an eighth of what is left."
+    )
     prefix_caching: bool = Field(True, description="Find the KV blocks of prompts that begin alike.")
     preemption: PreemptionPolicy = Field(
         "auto", description="What happens to a request that loses its blocks: swapped to the host, or computed again."
     )
-    swap_bytes: int = Field(128 * 2**20, ge=0, description="Host memory for swapped KV blocks, taken when needed.")
+    swap_bytes: int | None = Field(
+        None,
+        ge=0,
+        description="Host memory for swapped KV blocks, taken when needed; if not given, a sixteenth of what is free, "
+        "at most 128 MiB on a CPU and 4 GiB on CUDA.",
+    )
     max_num_seqs: int = Field(64, ge=1, description="Sequences that run at once; a request has n, or its beams.")
     max_num_batched_tokens: int = Field(
         1024, ge=1, description="Token budget of one step, prefill and decode together."

@@ -57,7 +57,7 @@ class DecoderEngine:
             torch.set_num_threads(config.num_threads)
         self.info, self.config, self.instance = info, config, instance
         self.runner = DecoderRunner(info, config)
-        self.cache = EncoderCacheManager(config.encoder_cache_bytes)
+        self.cache = EncoderCacheManager(self.runner.memory.encoder_cache)
         host_pool = BlockPool(self.runner.num_host_blocks + 1) if self.runner.num_host_blocks else None
         self.blocks = BlockManager(BlockPool(self.runner.num_blocks), config.block_size, host_pool)
         self.coverage = Coverage(self.blocks, enabled=config.prefix_caching)
@@ -417,6 +417,7 @@ class DecoderEngine:
             "last_step_tokens": self._last_step_tokens,
             "weight_bytes": self.runner.load_report.parameter_bytes,
             "encoder_computations": encoder_computations.value,
+            **self.runner.memory.stats(),
         }
         totals = {**self.counters, **self.intake.counters}
         totals |= {**self.scheduler.counters, **self.blocks.counters, **self.coverage.counters}

@@ -128,9 +128,10 @@ class LLM:
         self.info = load_model_info(str(model))
         self.config = EngineConfig(**options)
         self.text = TextProcessor(self.info)
-        # In one process nobody gets lost: grants do not run out, however slow the encoder is.
-        self.decoder = DecoderEngine(self.info, self.config, "llm", lease_s=math.inf)
+        # The encoder first: the decoder's pools take what is left. And in one process nobody gets lost: grants do not
+        # run out, however slow the encoder is.
         self.encoder = EncoderEngine(self.info, self.config, "llm") if self.info.media_kind else None
+        self.decoder = DecoderEngine(self.info, self.config, "llm", lease_s=math.inf)
         if self.encoder is not None:
             dtype = str(self.decoder.runner.dtype).removeprefix("torch.")
             processors.init_worker(str(self.info.folder), dtype)

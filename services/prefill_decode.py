@@ -36,6 +36,7 @@ from common.messages import (
 from common.telemetry import get_logger
 from engine.cache.block_pool import IntegrityError
 from engine.decoder_engine import DecoderEngine
+from engine.device import choose_device
 from engine.events import (
     Event,
     InputCached,
@@ -49,6 +50,7 @@ from engine.events import (
     RequestFailed,
     TokensReady,
 )
+from engine.memory import memory_budget
 from services.engine_thread import EngineThread
 from services.links import Links
 
@@ -67,7 +69,9 @@ class PrefillDecodeService:
     def __init__(self, links: Links) -> None:
         self._links = links
         config = links.settings.engine
-        self._tensors = TensorReceiver(links.context, links.host, max_bytes=config.encoder_cache_bytes)
+        # Where the cache's size is measured it is not known yet, but what it is measured against is.
+        limit = config.encoder_cache_bytes or memory_budget(config, choose_device(config.device))
+        self._tensors = TensorReceiver(links.context, links.host, max_bytes=limit)
         self.tensor_address = self._tensors.address
         self._offers: OrderedDict[Key, Offer] = OrderedDict()  # what was offered, until it is settled
         self._arrived_s: dict[str, float] = {}  # requests without a token yet

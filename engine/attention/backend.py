@@ -27,6 +27,8 @@ class AttentionBackend(ABC):
     """
 
     name: str
+    gathered_share: float = 0.0
+    """What a decode step copies of one layer's cache and keeps, as a multiple of that, at most."""
 
     @abstractmethod
     def plan(self, metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> Any:

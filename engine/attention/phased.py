@@ -28,6 +28,7 @@ class PhasedBackend(AttentionBackend):
     def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
         self.prefill, self.decode = prefill, decode
         self.name = f"{prefill.name}+{decode.name}"
+        self.gathered_share = decode.gathered_share
 
     def plan(self, metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> _Plan:
         num_decodes, num_requests = metadata.num_decodes, metadata.num_requests

@@ -63,6 +63,7 @@ class TorchBackend(AttentionBackend):
     """Gather and F.scaled_dot_product_attention."""
 
     name = "torch"
+    gathered_share = 2 * GATHER_WASTE  # buffers are made twice as large as needed, to last
 
     def __init__(self) -> None:
         self._gathered: list[torch.Tensor] = []  # keys and values; kept, because fresh pages cost more than the copy

@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 
 from common.config import EngineConfig
-from common.errors import TriptychError
 from common.model_info import ModelInfo
+from common.telemetry import get_logger
 from engine.attention.context import PagedAttentionContext
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.select import choose_backend
@@ -23,10 +23,14 @@ from engine.cache.encoder_cache import EncoderCacheManager
 from engine.cross_ranges import CrossInput, after_input, key_ranges, table_rows
 from engine.device import choose_device, choose_dtype
 from engine.inputs import InputBuffers, IntArray, StepInputs
+from engine.memory import DecoderNeeds, MemoryReport, all_pools_given, size_decoder, zeros
 from engine.models.base import SplicedRows
 from engine.models.registry import load_decoder
 from engine.request import Request, Sequence
+from engine.runner.profile import measure_step
 from engine.scheduler.decoder import ScheduledStep
+
+log = get_logger()
 
 
 @dataclass(frozen=True)
@@ -59,13 +63,14 @@ class DecoderRunner:
         self.spec = self.model.spec
         self.max_model_len = min(config.max_model_len or self.spec.max_model_len, self.spec.max_model_len)
         self.block_size = config.block_size
-        self.num_blocks = self._count_blocks(config)
-        shape = (2, self.num_blocks, self.block_size, self.spec.num_kv_heads, self.spec.head_dim)
-        # Zeros, not empty: padding reads block 0, and 0 * NaN would be NaN.
-        self.caches = [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(self.spec.num_caches)]
         self.buffers = InputBuffers(config.max_num_seqs, self.max_model_len, self.block_size)
         self.backend = choose_backend(self.device, self.dtype, config.attention_backend)
-        self.num_host_blocks = config.swap_bytes // self.block_bytes
+        self.memory = self._divide_memory(config)
+        self.num_blocks = self.memory.kv_cache // self.block_bytes + 1  # block 0 is never handed out
+        shape = (2, self.num_blocks, self.block_size, self.spec.num_kv_heads, self.spec.head_dim)
+        # Zeros, not empty: padding reads block 0, and 0 * NaN would be NaN.
+        self.caches = [zeros(shape, self.dtype, self.device) for _ in range(self.spec.num_caches)]
+        self.num_host_blocks = min(self.memory.swap // self.block_bytes, self.num_blocks)
         self._host_caches: list[torch.Tensor] = []
 
     @property
@@ -74,18 +79,29 @@ class DecoderRunner:
         slots = 2 * self.spec.num_caches * self.block_size
         return slots * self.spec.num_kv_heads * self.spec.head_dim * self.dtype.itemsize
 
-    def _count_blocks(self, config: EngineConfig) -> int:
-        """Blocks within the budget, and no more than all sequences at full length could use."""
-        per_sequence = -(-self.max_model_len // self.block_size)
-        if self.spec.has_cross_attention:
-            per_sequence += -(-self.info.max_encoder_tokens // self.block_size)
-        affordable = config.kv_cache_bytes // self.block_bytes
-        if affordable < 1:
-            raise TriptychError(
-                "invalid_request",
-                f"kv_cache_bytes={config.kv_cache_bytes} is less than one block of {self.block_bytes}",
-            )
-        return min(affordable, per_sequence * config.max_num_seqs) + 1
+    def _divide_memory(self, config: EngineConfig) -> MemoryReport:
+        """Sizes of the pools, and no KV cache larger than all sequences at full length could use."""
+        activation = None if all_pools_given(config) else measure_step(self, config)
+        weights = self.load_report.parameter_bytes
+        report = size_decoder(config, self._memory_needs(config), self.device, weights, activation)
+        log.info("memory", **report.describe(), device=self.device.type)
+        return report
+
+    def _memory_needs(self, config: EngineConfig) -> DecoderNeeds:
+        info, spec = self.info, self.spec
+        input_rows = info.max_encoder_tokens if info.is_encoder_decoder else self.max_model_len
+        input_bytes = input_rows * spec.encoder_width * self.dtype.itemsize if info.media_kind else 0
+        cross = -(-info.max_encoder_tokens // self.block_size) if spec.has_cross_attention else 0
+        shortest = cross if info.is_encoder_decoder and info.media_kind != "text" else min(cross, 1)
+        full = -(-self.max_model_len // self.block_size) + cross
+        return DecoderNeeds(
+            block=self.block_bytes,
+            request=(shortest + 1) * self.block_bytes,
+            all_requests=full * config.max_num_seqs * self.block_bytes,
+            input=input_bytes,
+            all_inputs=input_bytes * config.max_num_seqs,
+            decode_share=self.backend.gathered_share / spec.num_caches,
+        )
 
     @torch.inference_mode()
     def move(self, moves: ListOf[BlockMove]) -> None:
@@ -103,7 +119,11 @@ class DecoderRunner:
         if not self._host_caches:
             shape = (2, self.num_host_blocks + 1, *self.caches[0].shape[2:])
             pin = self.device.type == "cuda"
-            self._host_caches = [torch.zeros(shape, dtype=self.dtype, pin_memory=pin) for _ in self.caches]
+            host = torch.device("cpu")
+            self._host_caches = [
+                torch.zeros(shape, dtype=self.dtype, pin_memory=True) if pin else zeros(shape, self.dtype, host)
+                for _ in self.caches
+            ]
         return self._host_caches[layer]
 
     @torch.inference_mode()

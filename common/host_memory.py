@@ -1,0 +1,65 @@
+"""How much of this machine's memory is left for a process: what the kernel says, within what its containers allow."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_V2 = (("memory.max", "memory.high"), "memory.current", "inactive_file")
+_V1 = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+
+
+def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that this process can still take before something has to be swapped out or killed.
+
+    The least of MemAvailable and of what every control group around the process (v1 and v2) has left, where pages of
+    files that nobody uses count as free. Where the kernel tells neither: all of the machine's memory.
+    """
+    found = [*_left_on_the_machine(proc), *_left_in_groups(proc, cgroups)]
+    if found:
+        return max(0, min(found))
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _left_on_the_machine(proc: Path) -> Iterator[int]:
+    with contextlib.suppress(OSError, ValueError):
+        for line in (proc / "meminfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == "MemAvailable":
+                yield int(value.split()[0]) * 1024
+
+
+def _left_in_groups(proc: Path, cgroups: Path) -> Iterator[int]:
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield from _left_along(cgroups, path, *_V2)
+        elif "memory" in controllers.split(","):
+            yield from _left_along(cgroups / "memory", path, *_V1)
+
+
+def _left_along(root: Path, path: str, limits: tuple[str, ...], usage: str, reclaimable: str) -> Iterator[int]:
+    """What is left in a group and in those around it. In a container the path may be the host's: its root counts."""
+    group = root / path.lstrip("/")
+    for folder in (group, *group.parents):
+        if not folder.is_relative_to(root):
+            return
+        for name in limits:
+            with contextlib.suppress(OSError, ValueError):  # no such group here, or no limit ("max")
+                limit = int((folder / name).read_text())
+                yield limit - int((folder / usage).read_text()) + _unused_file_pages(folder, reclaimable)
+
+
+def _unused_file_pages(folder: Path, field: str) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        for line in (folder / "memory.stat").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == field:
+                return int(value)
+    return 0

@@ -1,0 +1,93 @@
+"""The most memory that a piece of work takes, as the device's allocator or the kernel counts it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+import torch
+from torch import nn
+
+_RESET_PEAK: Final = "5"  # proc(5), clear_refs
+
+
+class PeakMemory:
+    """Measures the body of a `with` block: `size_bytes` is then what it took at its peak, beyond what was there before.
+
+    On CUDA that is torch's own count; on a CPU it is resident memory by the kernel's, which includes what a library
+    takes for itself and what malloc keeps. `size_bytes` is None where the kernel does not let a process ask (other
+    systems than Linux, some sandboxes).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before: int | None = None
+        self.size_bytes: int | None = None
+
+    def __enter__(self) -> PeakMemory:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = torch.cuda.memory_allocated(self._device)
+        else:
+            give_back_free_memory()
+            with contextlib.suppress(OSError, AttributeError):
+                Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
+                self._before = _status_bytes("VmRSS")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._before is None:
+            return
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            peak = torch.cuda.max_memory_allocated(self._device)
+        else:
+            peak = _status_bytes("VmHWM")
+        self.size_bytes = max(0, peak - self._before)
+
+
+def give_back_free_memory() -> None:
+    """Return to the system what malloc keeps for later (glibc only; elsewhere nothing happens)."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+class _EnoughError(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def one_layer_of_each_stack(module: nn.Module, deadline_s: float) -> Iterator[None]:
+    """Within the block, a forward pass ends early once `deadline_s` (time.monotonic) has passed and the first layer of
+    its stack is done: the layers behind it need the same memory again."""
+
+    def stop_if_late(*_: object) -> None:
+        if time.monotonic() > deadline_s:
+            raise _EnoughError
+
+    stacks = [child for child in module.modules() if isinstance(child, nn.ModuleList)]
+    hooks = [layer.register_forward_pre_hook(stop_if_late) for stack in stacks for layer in list(stack)[1:]]
+    try:
+        yield
+    except _EnoughError:
+        pass
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _status_bytes(field: str) -> int:
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return 1024 * int(found.group(1))

@@ -1,0 +1,183 @@
+"""What a decoder's largest step takes while it runs, measured at start through the real runner.
+
+    prefill   max_num_batched_tokens tokens, the last ones of sequences at full length, whose blocks lie scattered
+    logits    of max_num_seqs sequences, sampled with every filter
+
+A step that would take long is measured smaller and scaled: both parts grow with their number of rows, and the layers
+of a model use the same memory one after the other. So no model is held up for much longer than `TIME_S`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import torch
+
+from common.config import EngineConfig
+from common.messages import InputLayout, InputSlot
+from common.sampling_params import SamplingParams
+from engine.cache.block_manager import BlockManager
+from engine.cache.encoder_cache import EncoderCacheManager
+from engine.events import InputMetadata
+from engine.memory import zeros
+from engine.peak import PeakMemory, one_layer_of_each_stack
+from engine.request import InputState, Request, Sequence
+from engine.sampling.sampler import Sampler
+from engine.scheduler.decoder import ScheduledStep
+
+if TYPE_CHECKING:
+    from engine.runner.decoder import DecoderRunner
+
+TIME_S: Final = 0.1
+"""After this only the first layer is computed to its end."""
+LAYER_FLOP: Final = 4e9
+"""Of one layer on a CPU: a twentieth of a second on two idle cores."""
+SAMPLED_VALUES: Final = 2**19
+"""Logits that are sampled on a CPU: sorting them takes a twentieth of a second."""
+WARM_UP_TOKENS: Final = 16
+_FILTERS: Final = SamplingParams(temperature=1.0, top_p=0.9, top_k=0, max_tokens=1, logprobs=1, presence_penalty=0.1)
+
+
+@torch.inference_mode()
+def measure_step(runner: DecoderRunner, config: EngineConfig) -> int | None:
+    """Bytes that the largest step takes at its peak, beside weights and pools; None where nothing can be measured.
+
+    The runner has everything but its cache, and gets a small one meanwhile.
+    """
+    shape = (2, 2, runner.block_size, runner.spec.num_kv_heads, runner.spec.head_dim)
+    runner.caches = [zeros(shape, runner.dtype, runner.device)] * runner.spec.num_caches
+    profile = _StepProfile(runner, config)
+    parts = [profile.warm_up(), profile.prefill(), profile.logits()]
+    del runner.caches
+    if runner.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return None if None in parts else sum(part for part in parts if part is not None)
+
+
+class _StepProfile:
+    def __init__(self, runner: DecoderRunner, config: EngineConfig) -> None:
+        self._runner = runner
+        self._on_cpu = runner.device.type == "cpu"
+        self._max_tokens = config.max_num_batched_tokens
+        self._max_rows = min(config.max_num_seqs, self._max_tokens)
+        self._max_seqs = config.max_num_seqs
+        self._deadline_s = time.monotonic() + TIME_S if self._on_cpu else float("inf")
+
+    def warm_up(self) -> int | None:
+        """What is set up once, with the first step: buffers of libraries, stacks of threads."""
+        return self._run(min(WARM_UP_TOKENS, self._max_tokens))
+
+    def prefill(self) -> int | None:
+        longest = min(self._max_tokens, self._max_seqs * (self._runner.max_model_len - 1))
+        affordable = int(LAYER_FLOP / self._flop_per_token()) if self._on_cpu else longest
+        return _measure_rows(self._run, longest, affordable)
+
+    def logits(self) -> int | None:
+        """The head and the sampler, with filters and what else needs memory of its own."""
+        affordable = SAMPLED_VALUES // self._runner.spec.vocab_size if self._on_cpu else self._max_rows
+        return _measure_rows(self._sample, self._max_rows, affordable)
+
+    def _sample(self, num_rows: int) -> int | None:
+        runner, spec = self._runner, self._runner.spec
+        sampler = Sampler(runner.info, spec.vocab_size)
+        sequences = [Sequence(self._request(1), index, [0]) for index in range(num_rows)]
+        with PeakMemory(runner.device) as peak:
+            hidden = torch.zeros(num_rows, spec.hidden_size, dtype=runner.dtype, device=runner.device)
+            sampler.sample(runner.logits(hidden), sequences)
+        return peak.size_bytes
+
+    def _flop_per_token(self) -> float:
+        """Of one layer, at full length."""
+        spec = self._runner.spec
+        weights = sum(parameter.numel() for parameter in self._runner.model.parameters()) / spec.num_layers
+        return float(2 * weights + 4 * spec.num_heads * spec.head_dim * self._runner.max_model_len)
+
+    def _run(self, num_tokens: int) -> int | None:
+        """The peak of a step of so many prompt tokens: the last ones of as few sequences as they are in."""
+        runner, length = self._runner, self._runner.max_model_len - 1
+        counts = [length] * (num_tokens // length) + [num_tokens % length] * (num_tokens % length > 0)
+        requests = [self._request(length) for _ in counts]
+        step = ScheduledStep([request.sequences[0] for request in requests], counts, requests)
+        for sequence, count in zip(step.sequences, counts, strict=True):
+            sequence.num_computed_tokens = length - count
+            sequence.slot_index = runner.buffers.take_slot()
+        tables = _OneBlock(self._encoder_tokens, runner.block_size, length)
+        output = _OneOutput(self._encoder_tokens, runner)
+        with (
+            PeakMemory(runner.device) as peak,
+            one_layer_of_each_stack(runner.model, self._deadline_s),
+        ):
+            runner.run(step, cast(BlockManager, tables), cast(EncoderCacheManager, output))
+        for sequence in step.sequences:
+            runner.buffers.release_slot(sequence.slot_index)
+        return peak.size_bytes
+
+    @property
+    def _encoder_tokens(self) -> int:
+        info = self._runner.info
+        return info.max_encoder_tokens if info.is_encoder_decoder else 0
+
+    def _request(self, length: int) -> Request:
+        """A prompt of so many tokens, with the longest input where every request has one."""
+        runner, num_rows = self._runner, self._encoder_tokens
+        info = runner.info
+        slots = [InputSlot(0, info.media_kind or "text", "profile", None)] if num_rows else []
+        request = Request.create(
+            "profile",
+            [0] * length,
+            slots,
+            sampling=_FILTERS,
+            arrival=0,
+            is_encoder_decoder=info.is_encoder_decoder,
+            cross_attention=info.has_cross_attention,
+            uses_mrope=runner.spec.mrope_section is not None,
+        )
+        for item in request.inputs:
+            shape = (num_rows, runner.spec.encoder_width)
+            item.metadata = InputMetadata(shape, "", 0, InputLayout(num_rows, []), "profile")
+            item.state = InputState.READY
+        return request
+
+
+class _OneBlock:
+    """In the place of a block manager: every table is made of block 1, again and again."""
+
+    def __init__(self, encoder_tokens: int, block_size: int, length: int) -> None:
+        self._table = [1] * -(-length // block_size)
+        self._cross_table = [1] * -(-encoder_tokens // block_size)
+
+    def get_block_table(self, _: int) -> list[int]:
+        return self._table
+
+    def get_cross_block_table(self, _: str) -> list[int]:
+        return self._cross_table
+
+    def needs_writing(self, _: str) -> bool:
+        return bool(self._cross_table)
+
+    def mark_written(self, _: str) -> None:
+        pass
+
+
+class _OneOutput:
+    """In the place of an encoder cache: every input is zeros."""
+
+    def __init__(self, encoder_tokens: int, runner: Any) -> None:
+        self._tensor = zeros((encoder_tokens, runner.spec.encoder_width), runner.dtype, runner.device)
+
+    def get(self, _: str) -> torch.Tensor:
+        return self._tensor
+
+
+def _measure_rows(measure: Callable[[int], int | None], num_rows: int, affordable: int) -> int | None:
+    """What so many rows take; where they are not affordable, by the line through two smaller numbers of rows."""
+    if affordable >= num_rows:
+        return measure(num_rows)
+    more = max(2, affordable)
+    fewer = max(1, more // 4)
+    low, high = measure(fewer), measure(more)
+    if low is None or high is None:
+        return None
+    return high + max(0, high - low) * (num_rows - more) // (more - fewer)
