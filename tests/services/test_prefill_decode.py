@@ -218,7 +218,7 @@ async def test_sequences_are_told_apart_and_one_can_be_stopped(setting: Setting)
     text = TextProcessor(load_model_info("signpost"))
     ids = text.render_chat([{"role": "user", "content": "Which colours are there?"}])
     sampling = SamplingParams(
-        n=3, max_tokens=40, temperature=1.0, seed=1, ignore_eos=True, logprobs=1, prompt_logprobs=0
+        n=3, max_tokens=100, temperature=1.0, seed=1, ignore_eos=True, logprobs=1, prompt_logprobs=0
     )
     await setting.worker.proxy.send(Generate("r", ids, [], sampling, priority=-1))
     await eventually(lambda: len(setting.worker.of(Tokens, "r")) > 3)
@@ -226,8 +226,8 @@ async def test_sequences_are_told_apart_and_one_can_be_stopped(setting: Setting)
     await eventually(lambda: any(message.done for message in setting.worker.of(Tokens, "r")))
     messages = setting.worker.of(Tokens, "r")
     tokens = {index: [m for m in messages if m.index == index] for index in range(3)}
-    assert [sum(len(m.token_ids) for m in tokens[index]) for index in (1, 2)] == [200, 200]
-    assert len(tokens[0]) < 200
+    assert [sum(len(m.token_ids) for m in tokens[index]) for index in (1, 2)] == [100, 100]
+    assert len(tokens[0]) < 100
     assert all(len(m.logprobs) == len(m.token_ids) for m in messages)
     assert [m.done for m in messages] == [False] * (len(messages) - 1) + [True]
     assert messages[-1].num_prompt_tokens == len(ids)
