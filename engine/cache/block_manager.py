@@ -49,8 +49,9 @@ class _Swapped:
     content: str
 
     @property
-    def blocks(self) -> set[int]:
-        return {block for table in self.tables.values() for block in table} | set(self.cross)
+    def self_blocks(self) -> list[int]:
+        """The distinct blocks of the self tables."""
+        return sorted({block for table in self.tables.values() for block in table})
 
 
 class BlockManager:
@@ -70,6 +71,7 @@ class BlockManager:
         self._idle: OrderedDict[int | str, None] = OrderedDict()  # blocks and contents nobody holds, oldest first
         self._num_idle_blocks = 0
         self._swapped: dict[str, _Swapped] = {}
+        self._swapped_with: dict[int, str] = {}  # sequence -> request, of tables on the host
         self._moves: list[BlockMove] = []
 
     # --- how much there is
@@ -174,8 +176,12 @@ class BlockManager:
         self.counters["forks"] += 1
 
     def free(self, sequence_id: int) -> None:
-        """Free a sequence's table; nothing happens where it has none."""
+        """Free a sequence's table, on the device or on the host; nothing happens where it has none."""
         self._release(self._tables.pop(sequence_id, []))
+        request_id = self._swapped_with.pop(sequence_id, None)
+        if request_id is not None:
+            self._free_host(self._swapped[request_id].tables.pop(sequence_id))
+            self._forget_if_empty(request_id)
 
     def has_table(self, sequence_id: int) -> bool:
         return sequence_id in self._tables
@@ -226,7 +232,12 @@ class BlockManager:
         self._cross_tables[self._cross_of[request_id]].written = True
 
     def free_cross(self, request_id: str) -> None:
-        """Stop reading the cross table. The last reader leaves a written one behind, for the next request."""
+        """Stop reading the cross table. The last reader leaves a written one behind, for the next request; a copy on
+        the host goes at once."""
+        if request_id in self._swapped:
+            self._free_host(self._swapped[request_id].cross)
+            self._swapped[request_id].cross = []
+            self._forget_if_empty(request_id)
         content = self._cross_of.pop(request_id, None)
         if content is None:
             return
@@ -259,12 +270,10 @@ class BlockManager:
 
     def reset(self) -> None:
         """Free everything, on the device and on the host, and forget what was cached."""
-        for sequence_id in list(self._tables):
+        for sequence_id in [*self._tables, *self._swapped_with]:
             self.free(sequence_id)
-        for request_id in list(self._cross_of):
+        for request_id in [*self._cross_of, *self._swapped]:
             self.free_cross(request_id)
-        for request_id in list(self._swapped):
-            self.drop_swapped(request_id)
         self._make_free(self.pool.num_usable)
         self._moves.clear()
 
@@ -289,11 +298,13 @@ class BlockManager:
         self._moves += [BlockMove("out", block, target) for block, target in host.items()]
         self.counters["blocks_swapped_out"] += len(host)
         moved = {name: [host[block] for block in table] for name, table in tables.items()}
-        content = self._cross_of.get(request_id, "")
-        self._swapped[request_id] = _Swapped(moved, [host[block] for block in cross], content)
+        _share_again(self.host_pool, moved.values())
+        swapped = _Swapped(moved, [host[block] for block in cross], self._cross_of.get(request_id, ""))
         for name in tables:
             self.free(name)
         self.free_cross(request_id)
+        self._swapped[request_id] = swapped
+        self._swapped_with |= dict.fromkeys(moved, request_id)
 
     def is_swapped(self, request_id: str) -> bool:
         return request_id in self._swapped
@@ -302,7 +313,7 @@ class BlockManager:
         """Blocks that `swap_in` would take away from `num_free`."""
         swapped = self._swapped[request_id]
         cross = self._missing_cross(len(swapped.cross) * self.block_size, swapped.content) if swapped.cross else 0
-        return len(swapped.blocks) - len(swapped.cross) + cross
+        return len(swapped.self_blocks) + cross
 
     def can_swap_in(self, request_id: str) -> bool:
         return self.missing_to_swap_in(request_id) <= self.num_free
@@ -317,22 +328,24 @@ class BlockManager:
             if not known:
                 self._bring_in(swapped.cross, self.get_cross_block_table(request_id))
                 self.mark_written(request_id)
-        distinct = sorted({block for table in swapped.tables.values() for block in table})
+        distinct = swapped.self_blocks
         device = dict(zip(distinct, self._take(len(distinct)), strict=True))
         self._bring_in(distinct, [device[block] for block in distinct])
-        seen: set[int] = set()
+        tables = {name: [device[block] for block in table] for name, table in swapped.tables.items()}
+        _share_again(self.pool, tables.values())
+        self._tables |= tables
         for name, table in swapped.tables.items():
-            blocks = [device[block] for block in table]
-            self.pool.share(block for block in blocks if block in seen)
-            seen.update(blocks)
-            self._tables[name] = blocks
-        self.host_pool.free(sorted(swapped.blocks))
+            del self._swapped_with[name]
+            self._free_host(table)
+        self._free_host(swapped.cross)
 
-    def drop_swapped(self, request_id: str) -> None:
-        """Forget what a request has on the host; nothing happens where it has nothing."""
-        swapped = self._swapped.pop(request_id, None)
-        if swapped is not None and self.host_pool is not None:
-            self.host_pool.free(sorted(swapped.blocks))
+    def _free_host(self, blocks: Sequence[int]) -> None:
+        assert self.host_pool is not None
+        self.host_pool.free(blocks)
+
+    def _forget_if_empty(self, request_id: str) -> None:
+        if not (self._swapped[request_id].tables or self._swapped[request_id].cross):
+            del self._swapped[request_id]
 
     def _bring_in(self, host: Sequence[int], device: Sequence[int]) -> None:
         self._moves += [BlockMove("in", source, target) for source, target in zip(host, device, strict=True)]
@@ -406,6 +419,17 @@ class BlockManager:
         if self.host_pool is None:
             return
         self.host_pool.check_integrity()
-        held = sum(len(swapped.blocks) for swapped in self._swapped.values())
-        if held != self.host_pool.num_used:
-            raise IntegrityError(f"swapped requests hold {held} host blocks, {self.host_pool.num_used} are used")
+        counts: dict[int, int] = {}
+        for swapped in self._swapped.values():
+            for block in (block for table in (*swapped.tables.values(), swapped.cross) for block in table):
+                counts[block] = counts.get(block, 0) + 1
+        if len(counts) != self.host_pool.num_used or any(self.host_pool.references(b) != n for b, n in counts.items()):
+            raise IntegrityError(f"swapped tables hold {len(counts)} host blocks, {self.host_pool.num_used} are used")
+
+
+def _share_again(pool: BlockPool, tables: Iterable[Sequence[int]]) -> None:
+    """One more reference to a block for each table after the first one that holds it."""
+    seen: set[int] = set()
+    for table in tables:
+        pool.share(block for block in table if block in seen)
+        seen.update(table)

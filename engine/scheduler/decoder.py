@@ -76,7 +76,6 @@ class DecoderScheduler:
         elif request in self.waiting:
             self.waiting.remove(request)
         self._free_tables(request)
-        self.blocks.drop_swapped(request.request_id)
 
     def has_work(self) -> bool:
         """True if some request could compute something now."""
