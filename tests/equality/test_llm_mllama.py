@@ -1,0 +1,80 @@
+"""Mllama: `LLM` answers what transformers answers, with up to four pictures of several sizes in a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.sampling_params import SamplingParams
+from engine.llm import LLM
+from tests.equality.cases import MAX_TOKENS as LIMITS
+from tests.equality.cases import Case
+from tests.equality.media import picture, png
+from tests.equality.references import Reference
+from tests.equality.runs import answer_all, expected_of
+from tests.tiny.mllama import IMAGE_TOKEN
+
+MAX_TOKENS = LIMITS["mllama"]
+OPTIONS: list[dict[str, Any]] = [{}, {"max_num_batched_tokens": 16, "block_size": 4}, {"encoder_batch_items": 1}]
+
+
+@pytest.fixture(scope="module")
+def folder(folder_of: Callable[[str], Path]) -> Path:
+    return folder_of("mllama")
+
+
+@pytest.fixture(scope="module")
+def cases(cases_of: Callable[[str], list[Case]], reference_of: Callable[[str], Reference]) -> list[Case]:
+    """Conversations, and prompts whose pictures stand first, last, and next to each other."""
+    reference = reference_of("mllama")
+    return [*cases_of("mllama"), *(_case(reference, *place) for place in PLACES)]
+
+
+PLACES = [
+    ([IMAGE_TOKEN, 65, 66], [0]),
+    ([65, 66, IMAGE_TOKEN], [3]),
+    ([65, IMAGE_TOKEN, IMAGE_TOKEN, 66], [1, 5]),
+    ([IMAGE_TOKEN, 65, IMAGE_TOKEN, IMAGE_TOKEN, IMAGE_TOKEN], [4, 2, 2, 1]),
+]
+
+
+def _case(reference: Reference, prompt: list[int], pictures: list[int]) -> Case:
+    images = [picture(seed) for seed in pictures]
+    return Case(prompt, reference.generate(prompt, MAX_TOKENS, images), [png(image) for image in images])
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("steps_between", [0, 2], ids=["at once", "staggered"])
+def test_tokens_equal_transformers(
+    folder: Path, cases: list[Case], options: dict[str, Any], steps_between: int
+) -> None:
+    llm = LLM(folder, **options)
+    assert answer_all(llm, cases, MAX_TOKENS, steps_between=steps_between) == expected_of(cases)
+
+
+def test_tokens_equal_transformers_when_pool_and_cache_are_too_small_for_all(folder: Path, cases: list[Case]) -> None:
+    block_bytes = 2 * 3 * 8 * 2 * 16 * 4  # of three layers, in fp32
+    most = max(len(case.media) for case in cases)
+    num_blocks = -(-most * 20 // 8) + 12
+    room = {"kv_cache_bytes": num_blocks * block_bytes, "encoder_cache_bytes": most * 20 * 64 * 4}
+    llm = LLM(folder, block_size=8, max_num_batched_tokens=32, **room)
+    assert answer_all(llm, cases, MAX_TOKENS, steps_between=1) == expected_of(cases)
+    assert llm.decoder.stats()["preemptions_total"] > 0
+
+
+def test_the_pictures_of_a_request_are_projected_once_for_all_who_read_them(folder: Path, cases: list[Case]) -> None:
+    llm = LLM(folder)
+    repeated = [case for case in cases if case.media] * 2
+    assert answer_all(llm, repeated, MAX_TOKENS, steps_between=1) == expected_of(repeated)
+    assert llm.decoder.stats()["cross_table_hits_total"] > 0
+
+
+def test_prompt_log_probabilities_leave_pictures_out(folder: Path, cases: list[Case]) -> None:
+    [case] = [case for case in cases if case.prompt == PLACES[0][0]]
+    prompt: Any = {"prompt_token_ids": case.prompt, "multi_modal_data": {"image": case.media}}
+    [output] = LLM(folder).generate(prompt, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1))
+    assert output.prompt_logprobs is not None
+    assert [one is None for one in output.prompt_logprobs] == [True, False, False]
