@@ -13,6 +13,7 @@ from typing import Final
 import llguidance
 import numpy as np
 import numpy.typing as npt
+from tokenizers import Tokenizer
 
 from common.errors import ErrorInfo, TriptychError
 from common.model_info import ModelInfo
@@ -56,6 +57,38 @@ class GrammarMatcher:
         return ErrorInfo("invalid_request", message, "grammar")
 
 
+class PieceTokenizer:
+    """A SentencePiece vocabulary as llguidance wants it: the bytes of every token. "▁" in a piece is a space."""
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_id: int) -> None:
+        vocab = tokenizer.get_vocab()
+        added = tokenizer.get_added_tokens_decoder()
+        self.tokens = [b""] * (max(vocab.values()) + 1)
+        for piece, token_id in vocab.items():
+            self.tokens[token_id] = piece.replace("▁", " ").encode()
+        self.special_token_ids = [token_id for token_id, token in added.items() if token.special]
+        self.eos_token_id = eos_token_id
+        self.bos_token_id: int | None = None
+        specials = set(self.special_token_ids)
+        self._ids = {piece: token_id for token_id, piece in enumerate(self.tokens) if token_id not in specials}
+        self._longest = max(map(len, self.tokens))
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Tokens of text that a grammar leaves no choice about: the longest that fit, byte for byte.
+
+        The tokenizer itself would put a space before the text and normalise it.
+        """
+        token_ids, begin = [], 0
+        while begin < len(text):
+            sizes = range(min(self._longest, len(text) - begin), 0, -1)
+            size = next((size for size in sizes if text[begin : begin + size] in self._ids), None)
+            if size is None:  # no token has this byte: nothing leads on from here
+                break
+            token_ids.append(self._ids[text[begin : begin + size]])
+            begin += size
+        return token_ids
+
+
 class GrammarCompiler:
     """Grammars of one model's tokenizer.
 
@@ -91,7 +124,9 @@ class GrammarCompiler:
         started = GrammarMatcher(matcher, self._vocab_size)
         if matcher.is_error():
             raise _refused(grammar, matcher.get_error().strip())
-        if not started.allowed().any() or matcher.is_error():
+        first = np.flatnonzero(started.allowed())
+        # A vocabulary that lacks a byte of the grammar may get a mask, but no token of it is then taken.
+        if not len(first) or matcher.is_error() or not matcher.validate_tokens([int(first[0])]):
             raise _refused(grammar, f"no output can match it ({_first_line(matcher.get_error()) or 'nothing allowed'})")
         return started
 
@@ -130,8 +165,13 @@ def _load_tokenizer(info: ModelInfo, vocab_size: int) -> llguidance.LLTokenizer:
     if not path.is_file() or not eos_token_ids:
         missing = "end-of-sequence token" if path.is_file() else "tokenizer.json"
         raise TriptychError("invalid_request", f"{info.name} has no {missing}: it cannot follow a grammar", "grammar")
+    text = path.read_text()
+    decoder = json.loads(text).get("decoder") or {}
     try:
-        return llguidance.LLTokenizer(path.read_text(), eos_token=eos_token_ids)
+        if decoder.get("type") == "Metaspace":  # T5, mBART: llguidance reads byte-level and byte-fallback ones itself
+            wrapper = llguidance.TokenizerWrapper(PieceTokenizer(Tokenizer.from_str(text), eos_token_ids[0]))
+            return llguidance.LLTokenizer(wrapper, eos_token=eos_token_ids)
+        return llguidance.LLTokenizer(text, eos_token=eos_token_ids)
     except ValueError as error:
         message = f"the tokenizer of {info.name} cannot follow a grammar: {error}"
         raise TriptychError("invalid_request", message, "grammar") from error

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from common.errors import TriptychError
 from common.sampling_params import Grammar, SamplingParams
@@ -255,6 +256,46 @@ def test_a_logit_head_smaller_than_the_tokenizer_is_served(folder: Path) -> None
     scores = torch.zeros(1, FIRST_SPECIAL + 2)
     sampler.apply_rules(scores, [make_sequence([1], b"a", grammar=Grammar("regex", "ab?"))])
     assert set((scores[0] > -torch.inf).nonzero().squeeze(1).tolist()) == {ord("b"), END - 1}
+
+
+PIECES = ("<pad>", "</s>", "<unk>", "▁yes", "▁no", "yes", "no", "▁", "y", "e", "s")
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Sampler:
+    """As T5 and mBART have it: pieces of text, a leading "▁" where a word begins, no token for most bytes."""
+    tokenizer = Tokenizer(models.Unigram([(piece, -1.0) for piece in PIECES], unk_id=2))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer.add_special_tokens([AddedToken(piece, special=True) for piece in PIECES[:3]])
+    folder = tmp_path_factory.mktemp("sentencepiece")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return Sampler(make_info(folder, vocab_size=len(PIECES), eos=(1,)), len(PIECES))
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ([], {"yes", "y", "no"}),
+        (["y"], {"e"}),
+        (["y", "e"], {"s"}),
+        (["yes"], {"</s>", "▁no", "▁"}),
+        (["yes", "▁"], {"no"}),
+        (["yes", "▁no"], {"</s>"}),
+    ],
+)
+def test_pieces_of_sentencepiece_are_taken_by_their_text(
+    sentencepiece: Sampler, output: list[str], expected: set[str]
+) -> None:
+    grammar = Grammar("choice", '["yes", "no", "yes no"]')
+    sequence = make_sequence([1], [PIECES.index(piece) for piece in output], grammar=grammar)
+    scores = torch.zeros(1, len(PIECES))
+    sentencepiece.apply_rules(scores, [sequence])
+    assert {PIECES[token] for token in (scores[0] > -torch.inf).nonzero().squeeze(1).tolist()} == expected
+
+
+def test_text_that_the_vocabulary_cannot_write_is_refused(sentencepiece: Sampler) -> None:
+    with pytest.raises(TriptychError, match="no output can match it"):
+        sentencepiece.check(SamplingParams(grammar=Grammar("json_object")))
 
 
 def test_random_walks_never_leave_the_grammar(sampler: Sampler) -> None:
