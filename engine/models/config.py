@@ -15,8 +15,6 @@ _MROPE_SECTIONS = {"qwen2_vl": (16, 24, 24), "qwen2_5_vl": (16, 24, 24), "qwen3_
 """Families whose positions have three axes: how many frequencies each turns where config.json does not say."""
 _SLIDING_WINDOW, _MAX_WINDOW_LAYERS = 4096, 28
 """transformers' defaults where a config.json does not say; null means no window."""
-_QWEN3_HEAD_DIM = 128
-"""Qwen3's, where its config.json does not say: its heads need not add up to the hidden size."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,6 @@ def read_text_config(info: ModelInfo) -> TextConfig:
     kind = str(json.get("model_type") or info.family.name)
     qwen2, qwen3 = kind.startswith("qwen2"), kind.startswith("qwen3")
     biased = bool(json.get("attention_bias", False)) and not qwen2
-    head_dim = json.get("head_dim") or (_QWEN3_HEAD_DIM if qwen3 else int(json["hidden_size"]) // num_heads)
     return TextConfig(
         vocab_size=int(json["vocab_size"]),
         hidden_size=int(json["hidden_size"]),
@@ -68,7 +65,7 @@ def read_text_config(info: ModelInfo) -> TextConfig:
         num_layers=int(json["num_hidden_layers"]),
         num_heads=num_heads,
         num_kv_heads=int(json.get("num_key_value_heads") or num_heads),
-        head_dim=int(head_dim),
+        head_dim=int(json.get("head_dim") or json["hidden_size"] // num_heads),
         rms_norm_eps=float(json.get("rms_norm_eps", 1e-6)),
         max_position_embeddings=int(json["max_position_embeddings"]),
         rope=rope,

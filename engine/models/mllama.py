@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from common.model_info import ModelInfo
 from engine.models.base import AttentionContext, CheckpointLayout, DecoderModel, DecoderSpec, Sources, SplicedRows
 from engine.models.config import TextConfig, read_text_config
-from engine.models.layers import RMSNorm
+from engine.models.layers import Linear, RMSNorm, linear, silu_mul
 from engine.models.llama import LlamaLayer
 from engine.models.rotary import Rotary
 
@@ -80,7 +80,7 @@ class MllamaDecoder(DecoderModel):
             else:
                 self.layers.append(LlamaLayer(config, index - len(self.cross_layers)))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return F.embedding(input_ids, self.embed_tokens.weight)
@@ -103,7 +103,7 @@ class MllamaDecoder(DecoderModel):
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.lm_head.weight)
+        return linear(hidden, self.lm_head.weight)
 
     def project_cross(self, layer: int, encoder_output: Tensor) -> tuple[Tensor, Tensor]:
         return self.cross_layers[layer].project(encoder_output)
@@ -130,15 +130,15 @@ class CrossLayer(nn.Module):
         self.heads, self.kv_heads = (config.num_heads, config.head_dim), (config.num_kv_heads, config.head_dim)
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps)
-        self.q_proj = nn.Linear(size, config.num_heads * config.head_dim, bias=False)
-        self.kv_proj = nn.Linear(size, 2 * config.num_kv_heads * config.head_dim, bias=False)
+        self.q_proj = Linear(size, config.num_heads * config.head_dim, bias=False)
+        self.kv_proj = Linear(size, 2 * config.num_kv_heads * config.head_dim, bias=False)
         self.q_norm = RMSNorm(config.head_dim, eps)
         self.k_norm = RMSNorm(config.head_dim, eps)
-        self.o_proj = nn.Linear(config.num_heads * config.head_dim, size, bias=False)
+        self.o_proj = Linear(config.num_heads * config.head_dim, size, bias=False)
         self.cross_attn_attn_gate = nn.Parameter(torch.empty(1))
         self.post_attention_layernorm = RMSNorm(size, eps)
-        self.gate_up_proj = nn.Linear(size, 2 * config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, size, bias=False)
+        self.gate_up_proj = Linear(size, 2 * config.intermediate_size, bias=False)
+        self.down_proj = Linear(config.intermediate_size, size, bias=False)
         self.cross_attn_mlp_gate = nn.Parameter(torch.empty(1))
 
     def project(self, encoder_output: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,8 +151,7 @@ class CrossLayer(nn.Module):
         query = self.q_norm(self.q_proj(self.input_layernorm(hidden)).view(num_tokens, *self.heads))
         attended = self.o_proj(attention.cross_attention(self.index, query).reshape(num_tokens, -1))
         hidden = hidden + self.cross_attn_attn_gate.tanh() * attended
-        gate, up = self.gate_up_proj(self.post_attention_layernorm(hidden)).chunk(2, dim=-1)
-        output: Tensor = self.down_proj(F.silu(gate).mul_(up))
+        output: Tensor = self.down_proj(silu_mul(self.gate_up_proj(self.post_attention_layernorm(hidden))))
         if attention.after_input is not None:
             output = output * attention.after_input[:, None]
         return hidden + self.cross_attn_mlp_gate.tanh() * output

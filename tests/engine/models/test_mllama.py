@@ -180,6 +180,14 @@ def test_requests_in_one_batch_do_not_see_each_others_pictures(
         _assert_equal(ours, their_logits(theirs, prompt, pictures))
 
 
+def test_bfloat16_is_close_to_float32(mllama: Path, items: list[ProcessedInput], outputs: list[torch.Tensor]) -> None:
+    full, half = (
+        torch.cat(step_logits(decoder_of(mllama, dtype), items, outputs, PROMPTS[:3])).float()
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert 0 < (half - full).norm() < 0.1 * full.norm()
+
+
 def test_a_picture_changes_the_answer_before_and_behind_it(
     mllama: Path, items: list[ProcessedInput], outputs: list[torch.Tensor]
 ) -> None:
@@ -217,8 +225,9 @@ def step_logits(
     requests: list[tuple[list[int], list[int]]],
 ) -> list[torch.Tensor]:
     """The logits of whole prompts, computed in one step over a paged cache as the engine does: request by request."""
-    spec, backend = model.spec, TorchBackend()
-    caches = [torch.zeros(2, 200, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim) for _ in range(spec.num_caches)]
+    spec, backend, dtype = model.spec, TorchBackend(), model.get_parameter("lm_head.weight").dtype
+    shape = (2, 200, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
+    caches = [torch.zeros(shape, dtype=dtype) for _ in range(spec.num_caches)]
     blocks = iter(range(1, 200))
     lengths = [len(prompt) for prompt, _ in requests]
     starts = np.concatenate(([0], np.cumsum(lengths))).tolist()
@@ -235,7 +244,7 @@ def step_logits(
         ranges.append(key_ranges(inputs, np.arange(len(prompt))))
         behind.append(after_input(inputs, np.arange(len(prompt))))
         if inputs:
-            rows = table_rows([outputs[index] for index in pictures], inputs)
+            rows = table_rows([outputs[index] for index in pictures], inputs).to(dtype)
             for layer in range(spec.num_cross_layers):
                 backend.write(caches[layer], *model.project_cross(layer, rows), _slots(cross_tables[-1], len(rows)))
     own = AttentionMetadata(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3Config
 
 from common.model_info import load_model_info
 from engine.models.config import read_text_config
@@ -65,3 +66,12 @@ def test_what_a_config_does_not_say_about_windows_is_as_in_transformers(tmp_path
     assert read_text_config(load_model_info(str(folder))).windows == (4096,) * 3
     path.write_text(json.dumps({**config, "sliding_window": None}))
     assert read_text_config(load_model_info(str(folder))).windows == (None,) * 3
+
+
+def test_a_config_without_a_head_dim_has_that_of_transformers(tmp_path: Path) -> None:
+    folder = make_qwen3(tmp_path / "model")
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    del config["head_dim"]
+    path.write_text(json.dumps(config))
+    assert read_text_config(load_model_info(str(folder))).head_dim == Qwen3Config().head_dim
