@@ -193,7 +193,9 @@ class Served:
 
 
 @contextmanager
-def serve(folder: Path, broker_url: str, cluster: str, **engine: Any) -> Iterator[Served]:
+def serve(
+    folder: Path, broker_url: str, cluster: str, *, topology: str | None = None, **engine: Any
+) -> Iterator[Served]:
     """A cluster for the length of a `with` block; afterwards its processes and its keys are gone."""
     info = load_model_info(str(folder))
     settings = Settings(
@@ -201,6 +203,7 @@ def serve(folder: Path, broker_url: str, cluster: str, **engine: Any) -> Iterato
         port=0,
         broker=broker_url,
         cluster=cluster,
+        topology=topology,
         log_level="warning",
         engine=EngineConfig(num_threads=1, **engine),
     )
