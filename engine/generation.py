@@ -131,12 +131,22 @@ class Generation:
         self._blocks.fork(parent.sequence_id, child.sequence_id)
         return child
 
-    def _advance_beams(self, request: Request, sequences: list[Sequence], logits: Tensor) -> BeamsEnded | None:
+    def _advance_beams(
+        self, request: Request, sequences: list[Sequence], logits: Tensor
+    ) -> BeamsEnded | GenerationFailed | None:
+        if sequences[0].num_output_tokens < len(request.sampling.prefix_allowed):
+            # Before the search proper: a language is detected once, not once per beam.
+            self._sampler.apply_rules(logits, sequences)
+            sequences[0].token_ids.append(int(logits[0].argmax()))
+            return None
         search = self._searches.get(request.request_id)
         if search is None:
             search = self._searches[request.request_id] = self._begin_search(request)
         log_probs = torch.log_softmax(logits, dim=-1)
         self._sampler.apply_rules(log_probs, sequences)
+        errors = [self._sampler.error(sequence) for sequence in sequences]
+        if errors[0] is not None and all(errors):
+            return GenerationFailed(request, errors[0])
         beams = search.advance(log_probs, [sequence.output_token_ids for sequence in sequences])
         if beams is None:
             return BeamsEnded(request, search.best())
