@@ -14,7 +14,9 @@ from common.errors import ErrorInfo
 from common.model_info import ModelInfo
 from common.telemetry import get_logger
 from engine.counters import encoder_computations
-from engine.device import choose_device, choose_dtype
+from engine.device import choose_device, choose_dtype, use_kernels
+from engine.encoder_profile import measure_batch
+from engine.memory import MemoryReport, check_encoder_budget, memory_budget
 from engine.models.registry import load_encoder
 from engine.processors import ProcessedInput
 from engine.scheduler.encoder import EncoderKey, EncoderScheduler
@@ -50,13 +52,31 @@ class EncoderEngine:
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device, info)
         self.encoder, self.load_report = load_encoder(info, self.device, self.dtype)
+        use_kernels(self.device, self.dtype, config.attention_backend)
         self._log = log.bind(engine=instance)
         batch_bytes = config.encoder_batch_bytes or DEFAULT_BATCH_BYTES[self.device.type]
-        self._scheduler = EncoderScheduler(config.encoder_batch_items, batch_bytes)
-        self._batches = self._items = self._failures = self._last_items = 0
-        self._seconds = 0.0
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
+        self.profile = measure_batch(
+            self.encoder, info, self.dtype, self.device, config.encoder_batch_items, batch_bytes
+        )
+        self.memory, max_items, batch_bytes = self._fit(config, batch_bytes)
+        self._scheduler = EncoderScheduler(max_items, batch_bytes)
+        self._batches = self._items = self._failures = self._last_items = 0
+        self._seconds = 0.0
+
+    def _fit(self, config: EngineConfig, batch_bytes: int) -> tuple[MemoryReport, int, int]:
+        """Where the memory goes, and the items and bytes of a batch, as many as the budget allows."""
+        weights, budget = self.load_report.parameter_bytes, memory_budget(config, self.device)
+        profile, max_items = self.profile, config.encoder_batch_items
+        if profile is not None and profile.largest > budget:
+            check_encoder_budget(config, self.device, weights, budget, profile.smallest)
+            max_items = profile.items_within(budget)
+            batch_bytes = min(batch_bytes, max_items * profile.item_bytes)
+        activation = None if profile is None else profile.largest
+        report = MemoryReport.of_encoder(config, weights, activation, budget)
+        self._log.info("memory", **report.describe(), device=self.device.type, batch_items=max_items)
+        return report, max_items, batch_bytes
 
     def submit(self, key: EncoderKey, item: ProcessedInput) -> None:
         """Queue a granted item. A key that waits already is replaced."""
@@ -98,6 +118,7 @@ class EncoderEngine:
             "encoder_batch_items_last": self._last_items,
             "encoder_seconds_total": self._seconds,
             "encoder_computations": encoder_computations.value,
+            **self.memory.stats(),
         }
 
     def _encode(self, items: Sequence[ProcessedInput]) -> list[torch.Tensor | ErrorInfo]:

@@ -30,6 +30,8 @@ SWAP_BYTES: Final = {"cpu": 128 * 2**20, "cuda": 4 * 2**30}
 """At most, and a sixteenth of what there is. On a CPU the swap space is no other memory than the pool's own."""
 ENCODER_CACHE_SHARE: Final = 1 / 8
 """Of what the pools share. Inputs pass through this cache, while keys and values stay as long as their request."""
+MAX_STAGING_BYTES: Final = 512 * 2**20
+"""Of preprocessed media that wait for a grant or for the encoder: those of a picture of a megapixel have 24 MB."""
 HUGE_PAGES_FROM_BYTES: Final = 32 * 2**20
 
 
@@ -80,6 +82,12 @@ class MemoryReport:
     encoder_cache: int = 0
     swap: int = 0
     given: frozenset[str] = frozenset()
+
+    @classmethod
+    def of_encoder(cls, config: EngineConfig, weights: int, activation: int | None, budget: int) -> MemoryReport:
+        """An encoder keeps no pool on its device: what it makes leaves at once. `activation` is its largest batch's."""
+        known = ASSUMED_ACTIVATION_BYTES if activation is None else activation
+        return cls(weights, known, budget, activation is not None, given=_given(config) & {"memory_budget"})
 
     def stats(self) -> dict[str, float]:
         """Gauges. `..._given` is 1 for a size that the user has given, 0 for one that was worked out at start."""
@@ -172,6 +180,22 @@ def _check_kv_cache(kv_cache: int, needs: DecoderNeeds) -> None:
     if kv_cache < needs.block:
         message = f"kv_cache_bytes={kv_cache} is less than one block of {needs.block}"
         raise TriptychError("invalid_request", message, "kv_cache_bytes")
+
+
+def check_encoder_budget(config: EngineConfig, device: torch.device, weights: int, budget: int, smallest: int) -> None:
+    """Raise TriptychError("invalid_request") where an encoder has not even room for its smallest item."""
+    if smallest > budget:
+        message = (
+            f"too little memory: this encoder may take {in_words(budget)} beside its weights ({in_words(weights)}); "
+            f"its smallest item needs {in_words(smallest)}. Raise --memory-bytes or --memory-fraction "
+            f"({_share(config, device)} of this {_kind(device)} now)"
+        )
+        raise TriptychError("invalid_request", message, "memory_fraction")
+
+
+def staging_budget(config: EngineConfig) -> int:
+    """Bytes of preprocessed media that an encoder worker holds on the host at most: a quarter of what it may take."""
+    return min(MAX_STAGING_BYTES, memory_budget(config, torch.device("cpu")) // 4)
 
 
 def _too_little(

@@ -52,8 +52,21 @@ _OPTIONS: dict[str, Any] = {
     "engine.dtype": _option(
         str, _ENGINE, "auto: the checkpoint's own on CUDA, float32 on a CPU.", "auto", metavar="auto|float32|bfloat16|…"
     ),
-    "engine.kv_cache_bytes": _size(_ENGINE, "Budget of the KV cache.", "512MiB"),
-    "engine.encoder_cache_bytes": _size(_ENGINE, "Budget of encoder outputs on a prefill-decode worker.", "64MiB"),
+    "engine.memory_fraction": _option(
+        float,
+        _ENGINE,
+        "Share of the memory to take: of the GPU's, or of what is free on this machine.",
+        "0.9 of a GPU, 0.5 on a CPU",
+        min=0.01,
+        max=1.0,
+        metavar="SHARE",
+    ),
+    "engine.memory_bytes": _size(_ENGINE, "Memory of one worker beside its weights.", "by --memory-fraction"),
+    "engine.kv_cache_bytes": _size(_ENGINE, "Budget of the KV cache.", "what is left"),
+    "engine.encoder_cache_bytes": _size(
+        _ENGINE, "Budget of encoder outputs on a prefill-decode worker.", "an eighth of what is left"
+    ),
+    "engine.swap_bytes": _size(_ENGINE, "Host memory for swapped KV blocks.", "a sixteenth, at most 128MiB on a CPU"),
     "engine.block_size": _option(int, _ENGINE, "Token slots in one KV block.", "16"),
     "engine.max_num_seqs": _option(int, _ENGINE, "Requests that run at once.", "64"),
     "engine.max_num_batched_tokens": _option(int, _ENGINE, "Token budget of one step.", "1024"),

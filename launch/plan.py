@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from launch.children import Command
 from launch.configure import child_environment
 from launch.cpus import available_cores, split_threads
 from launch.instance import Instance
+from launch.memory import split_memory
 from launch.topology import Topology, choose_topology
 
 if TYPE_CHECKING:
@@ -43,11 +45,12 @@ class Plan:
     def instances(self, broker_url: str, logs: Path) -> list[Instance]:
         """All instances with their command lines; logs go to `<logs>/<instance id>.log`."""
         threads = self.threads()
+        memory = split_memory(self.settings.engine, self.topology, self.info)
         instances = [
-            self._instance(instance_id, role, broker_url, logs, threads[role])
+            self._instance(instance_id, role, broker_url, logs, threads[role], memory[role])
             for instance_id, role in self.topology.workers()
         ]
-        return [*instances, self._instance(PROXY_ID, "proxy", broker_url, logs, threads["proxy"])]
+        return [*instances, self._instance(PROXY_ID, "proxy", broker_url, logs, threads["proxy"], {})]
 
     def threads(self) -> dict[str, int]:
         """CPU threads of one instance of each role."""
@@ -55,9 +58,19 @@ class Plan:
         shared = split_threads(self.topology, available_cores())
         return {role: given or count for role, count in shared.items()} | {"proxy": 1}
 
-    def _instance(self, instance_id: str, role: Role, broker_url: str, logs: Path, threads: int) -> Instance:
+    def _instance(
+        self,
+        instance_id: str,
+        role: Role,
+        broker_url: str,
+        logs: Path,
+        threads: int,
+        memory: Mapping[str, float | int],
+    ) -> Instance:
         worker = role != "proxy"
-        engine = self.settings.engine.model_copy(update={"num_threads": threads}) if worker else self.settings.engine
+        engine = self.settings.engine
+        if worker:
+            engine = engine.model_copy(update={"num_threads": threads, **memory})
         settings = self.settings.model_copy(
             update={
                 "broker": broker_url,

@@ -165,6 +165,7 @@ class EncoderService:
         metrics = self._links.metrics
         metrics.gauges["encoder_items_open"] = lambda: len(self._items)
         metrics.gauges["encoder_items_computing"] = lambda: self._pipeline.num_computing
+        metrics.gauges["encoder_staging_bytes"] = lambda: self._pipeline.staging_bytes
         metrics.gauges["encoder_held_bytes"] = lambda: self._pipeline.held_bytes
         metrics.gauges["handoffs_open"] = lambda: self._handoffs.num_open
         metrics.gauges["preprocess_waiting"] = lambda: self._pipeline.num_waiting

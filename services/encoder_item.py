@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import torch
@@ -18,15 +18,12 @@ from common.errors import TriptychError
 from common.messages import Encode, InstanceRecord, Offer, Span
 from common.telemetry import SpanRecorder
 from engine.encoder_engine import EncoderEngine, EncoderResult
+from engine.memory import staging_budget
 from engine.processors import ProcessedInput
 from services.engine_thread import EngineThread
 from services.links import Links
 from services.preprocess import PreprocessPool
 from services.room import Place, Room
-
-MAX_ARRAY_BYTES: Final = 512 * 2**20
-"""Preprocessed arrays that may wait for grants: those of a picture of a megapixel have some 24 MB. Items that find no
-room wait with their media only."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,9 @@ class ItemPipeline:
         self._thread = thread
         self._handoffs = handoffs
         self._computing: dict[Key, asyncio.Future[Encoding]] = {}
-        self._room = Room(MAX_ARRAY_BYTES, links.settings.preprocess_workers)
+        # Preprocessed arrays that may wait for grants. Items that find no room wait with their media only.
+        self.staging_bytes = staging_budget(links.settings.engine)
+        self._room = Room(self.staging_bytes, links.settings.preprocess_workers)
         self._media_bytes = 0
 
     @property

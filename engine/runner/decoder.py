@@ -89,7 +89,7 @@ class DecoderRunner:
 
     def _memory_needs(self, config: EngineConfig) -> DecoderNeeds:
         info, spec = self.info, self.spec
-        input_rows = info.max_encoder_tokens if info.is_encoder_decoder else self.max_model_len
+        input_rows = info.max_encoder_tokens if info.has_cross_attention else self.max_model_len
         input_bytes = input_rows * spec.encoder_width * self.dtype.itemsize if info.media_kind else 0
         cross = -(-info.max_encoder_tokens // self.block_size) if spec.has_cross_attention else 0
         shortest = cross if info.is_encoder_decoder and info.media_kind != "text" else min(cross, 1)

@@ -67,7 +67,7 @@ def test_one_step_encodes_items_of_several_requests(folder: Path) -> None:
         assert result.start_s <= result.end_s
     stats = engine.stats()
     assert stats.pop("encoder_computations") >= 4
-    assert stats == {
+    assert {name: value for name, value in stats.items() if not name.startswith("memory_")} == {
         "encoder_queue_items": 0,
         "encoder_batches_total": 1,
         "encoder_items_total": 4,

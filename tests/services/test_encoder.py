@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 from broker.redis_client import connect
 from broker.registry import Registry
 from common.errors import ErrorInfo, TriptychError
+from common.families import find_family
 from common.hashing import content_hash
 from common.messages import Abort, Encode, Encoded, Failed, Generate, Offer, Receipt
 from common.model_info import load_model_info
@@ -210,6 +211,6 @@ async def test_what_an_encoder_does_not_do_is_said(setting: Setting) -> None:
 
 async def test_a_text_model_needs_no_encoder(setting: Setting) -> None:
     links = setting.worker.shell._links
-    text = dataclasses.replace(load_model_info("signpost"), family="llama")
+    text = dataclasses.replace(load_model_info("signpost"), family=find_family("LlamaForCausalLM"))
     with pytest.raises(TriptychError, match="takes no media"):
         EncoderService(dataclasses.replace(links, info=text))
