@@ -9,12 +9,17 @@ import torch
 from common.config import Device, DType
 from common.errors import TriptychError
 from common.model_info import ModelInfo
+from common.telemetry import get_logger
+from engine.native import ops
+from engine.native.build import KernelsUnavailableError
 
 DTYPES: Final[dict[str, torch.dtype]] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+log = get_logger()
 
 
 def choose_device(device: Device) -> torch.device:
@@ -33,3 +38,13 @@ def choose_dtype(dtype: DType, device: torch.device, info: ModelInfo) -> torch.d
         return torch.float32
     own = DTYPES.get(str(info.text_config.get("dtype") or info.text_config.get("torch_dtype")), torch.bfloat16)
     return torch.bfloat16 if own is torch.float32 else own
+
+
+def use_kernels(device: torch.device, dtype: torch.dtype, attention_backend: str) -> None:
+    """Let an encoder use our own CPU kernels where they serve; an attention backend named `torch` forbids it."""
+    if device.type != "cpu" or dtype != torch.bfloat16 or attention_backend == "torch":
+        return
+    try:
+        ops.enable()
+    except KernelsUnavailableError as error:
+        log.warning("CPU kernels not available: the encoder computes with PyTorch alone", reason=str(error))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.models.whisper.modeling_whisper import WhisperEncoder as WhisperEncoderModule
 
 from engine.counters import encoder_computations
+from engine.encoders.attention import with_encoder_attention
 from engine.models.base import CheckpointLayout, EncoderModel, own_memory
 from engine.processors import ProcessedInput
 
@@ -21,7 +22,7 @@ class WhisperEncoder(EncoderModel):
     layout = CheckpointLayout(prefixes={"model.encoder.": "", "encoder.": ""})
 
     def __init__(self, config: Any) -> None:
-        self.module: nn.Module = WhisperEncoderModule(config)
+        self.module: nn.Module = WhisperEncoderModule(with_encoder_attention(config))
 
     def finish_loading(self, device: torch.device) -> None:
         pass

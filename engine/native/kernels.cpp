@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 namespace {
@@ -224,6 +225,92 @@ void paged_attention(const T* query, int64_t query_stride, const T* cache, int64
         }
 }
 
+// --- attention of an encoder: every query sees every key
+
+constexpr int kHeadDim = 64;  // of Whisper, CLIP and most others
+constexpr int kPairs = kHeadDim / 2;
+constexpr int kQueries = 6, kWide = 4;  // 6 x 4 sums are what the registers hold
+
+struct alignas(64) Line {  // one cache line of pairs of bfloat16
+    uint32_t pairs[kLanes];
+};
+
+// What one head's queries are multiplied with, paired as the product of pairs wants it.
+struct PackedHead {
+    std::vector<Line> keys;    // [padded / 16][kPairs]: pair p of 16 keys
+    std::vector<Line> values;  // [padded / 2][kHeadDim / 16]: keys 2 j and 2 j + 1 side by side
+    std::vector<Line> scores;  // [kQueries][padded / 16] float32
+    std::vector<Line> weights; // [kQueries][padded / 32] bfloat16
+    int64_t count, padded;     // padded: to a multiple of kWide * 16 keys, with zeros
+
+    void pack(const bf16* key, const bf16* value, int64_t stride, int64_t size) {
+        count = size;
+        padded = (size + kWide * kLanes - 1) / (kWide * kLanes) * kWide * kLanes;
+        keys.assign(padded / kLanes * kPairs, Line{});
+        values.assign(padded / 2 * (kHeadDim / kLanes), Line{});
+        scores.resize(kQueries * padded / kLanes);
+        weights.resize(kQueries * padded / kLanes / 2);
+        for (int64_t i = 0; i < size; i++) {
+            uint32_t row[kPairs];
+            std::memcpy(row, key + i * stride, sizeof row);
+            for (int p = 0; p < kPairs; p++) keys[i / kLanes * kPairs + p].pairs[i % kLanes] = row[p];
+            uint32_t* pairs = values[i / 2 * (kHeadDim / kLanes)].pairs;
+            for (int d = 0; d < kHeadDim; d++) pairs[d] |= uint32_t(value[i * stride + d].bits) << (i % 2 * 16);
+        }
+    }
+
+    // kQueries rows of queries (query_stride apart) -> as many rows of out (out_stride apart).
+    void attend(const bf16* query, int64_t query_stride, float scale, bf16* out, int64_t out_stride) {
+        float* score = (float*)scores.data();
+        for (int64_t block = 0; block < padded / kLanes; block += kWide) {
+            __m512 sums[kQueries][kWide] = {};
+            for (int p = 0; p < kPairs; p++) multiply(sums, &keys[block * kPairs + p], kPairs, query + 2 * p, query_stride);
+            for (int q = 0; q < kQueries; q++)
+                for (int w = 0; w < kWide; w++)
+                    _mm512_store_ps(score + q * padded + (block + w) * kLanes, _mm512_mul_ps(sums[q][w], _mm512_set1_ps(scale)));
+        }
+        float factors[kQueries];
+        for (int q = 0; q < kQueries; q++) factors[q] = soften(score + q * padded, (bf16*)weights.data() + q * padded);
+        __m512 sums[kQueries][kWide] = {};
+        for (int64_t j = 0; j < padded / 2; j++)
+            multiply(sums, &values[j * kWide], 1, (const bf16*)weights.data() + 2 * j, padded);
+        for (int q = 0; q < kQueries; q++)
+            for (int w = 0; w < kWide; w++)
+                store(out + q * out_stride + w * kLanes, 0xffff, _mm512_mul_ps(sums[q][w], _mm512_set1_ps(factors[q])));
+    }
+
+   private:
+    // One pair of each of kQueries rows against the same pair of kWide vectors, which are `step` lines apart.
+    static inline void multiply(__m512 (&sums)[kQueries][kWide], const Line* lines, int64_t step, const bf16* rows,
+                                int64_t stride) {
+        __m512bh columns[kWide];
+#pragma GCC unroll 8
+        for (int w = 0; w < kWide; w++) columns[w] = (__m512bh)_mm512_load_si512(lines + w * step);
+#pragma GCC unroll 8
+        for (int q = 0; q < kQueries; q++) {
+            int32_t pair;
+            std::memcpy(&pair, rows + q * stride, 4);
+            const __m512bh row = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 8
+            for (int w = 0; w < kWide; w++) sums[q][w] = _mm512_dpbf16_ps(sums[q][w], row, columns[w]);
+        }
+    }
+
+    // exp(score - max) as bfloat16, zero for padding; returns the reciprocal of their sum.
+    float soften(const float* score, bf16* weight) const {
+        __m512 most = _mm512_set1_ps(-3e38f), sum = _mm512_setzero_ps();
+        for (int64_t i = 0; i < count; i += kLanes) most = _mm512_mask_max_ps(most, lanes(count - i), most, load(score + i, 0xffff));
+        most = _mm512_set1_ps(_mm512_reduce_max_ps(most));
+        for (int64_t i = 0; i < padded; i += kLanes) {
+            const __m512 share = exponential(_mm512_sub_ps(load(score + i, 0xffff), most));
+            const __m512 value = _mm512_maskz_mov_ps(lanes(count - i), share);
+            store(weight + i, 0xffff, value);
+            sum = _mm512_add_ps(sum, value);
+        }
+        return 1.0f / _mm512_reduce_add_ps(sum);
+    }
+};
+
 }  // namespace
 
 extern "C" {
@@ -260,6 +347,25 @@ void paged_attention_f32(const float* query, int64_t query_stride, const float* 
                          int64_t head_dim, int64_t block_size, float scale) {
     paged_attention(query, query_stride, cache, value_offset, tables, table_stride, key_ranges, bias, bias_len, out,
                     num_tokens, num_heads, num_kv_heads, head_dim, block_size, scale);
+}
+
+// query, key, value [batch, num_heads, size, 64], each with the same three strides (the last dimension is contiguous)
+// -> out [batch, size, num_heads, 64] contiguous. size is at least six.
+void encoder_attention(const bf16* query, const bf16* key, const bf16* value, int64_t batch_stride, int64_t head_stride,
+                       int64_t token_stride, bf16* out, int64_t batch, int64_t num_heads, int64_t size, float scale) {
+#pragma omp parallel for collapse(2) schedule(dynamic, 1)
+    for (int64_t item = 0; item < batch; item++)
+        for (int64_t head = 0; head < num_heads; head++) {
+            thread_local PackedHead packed;
+            const int64_t at = item * batch_stride + head * head_stride;
+            packed.pack(key + at, value + at, token_stride, size);
+            bf16* to = out + (item * size * num_heads + head) * kHeadDim;
+            for (int64_t i = 0; i < size; i += kQueries) {
+                const int64_t first = std::min<int64_t>(i, size - kQueries);  // the last ones overlap
+                packed.attend(query + at + first * token_stride, token_stride, scale, to + first * num_heads * kHeadDim,
+                              num_heads * kHeadDim);
+            }
+        }
 }
 
 // Keys and values [num_tokens, width] (strides between rows given) into their slots of a cache. All in units of two bytes.

@@ -25,6 +25,7 @@ _SIGNATURES: Final = {
     "linear": [_POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT],
     "paged_attention_bf16": [*_ATTENTION, _FLOAT],
     "paged_attention_f32": [*_ATTENTION, _FLOAT],
+    "encoder_attention": [*[_POINTER] * 3, *[_INT] * 3, _POINTER, *[_INT] * 3, _FLOAT],
     "write_cache": [_POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _INT],
     "add_rms_norm": [_POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _FLOAT],
     "silu_mul": [_POINTER, _POINTER, _INT, _INT],
@@ -155,4 +156,21 @@ def paged_attention(
         cache.shape[2],
         scale,
     )
+    return out
+
+
+def serves_encoder(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """[batch, num_heads, size, head_dim] each: heads of 64, equal shapes and strides."""
+    shape = query.shape
+    alike = key.shape == shape == value.shape and key.stride() == query.stride() == value.stride()
+    return alike and shape[-1] == 64 and shape[2] >= 6 and serves(query) and key.dtype == value.dtype == query.dtype
+
+
+def encoder_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Every query sees every key: [batch, num_heads, size, 64] -> [batch, size, num_heads, 64]."""
+    batch, num_heads, size, head_dim = query.shape
+    out = query.new_empty(batch, size, num_heads, head_dim)
+    pointers = query.data_ptr(), key.data_ptr(), value.data_ptr()
+    strides = query.stride()[:3]
+    _library.encoder_attention(*pointers, *strides, out.data_ptr(), batch, num_heads, size, scale)
     return out

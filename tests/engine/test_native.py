@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import WhisperConfig
 
 from engine.attention.select import choose_backend
+from engine.encoders.whisper import WhisperEncoder
 from engine.models.layers import Linear, RMSNorm, silu_mul
 from engine.models.rotary import rotate
 from engine.native import build, ops
@@ -86,6 +88,33 @@ def test_rotation_changes_its_heads_and_nothing_else(tokens: int, heads: int, he
         expected = rotate(before[:, :heads].float(), cosines.float(), sines.float())
     assert_rounded(rotate(wide[:, :heads], cosines, sines), expected)
     assert torch.equal(wide[:, heads:], before[:, heads:])
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(1, 2), st.integers(1, 3), st.integers(6, 200), st.sampled_from([0.125, 1.0]), SEEDS)
+@torch.inference_mode()
+def test_encoder_attention(batch: int, heads: int, size: int, scale: float, seed: int) -> None:
+    query, key, value = random(seed, 3, batch, size, heads, 64).transpose(2, 3)
+    assert ops.serves_encoder(query, key, value)
+    exact = F.scaled_dot_product_attention(query.float(), key.float(), value.float(), scale=scale).transpose(1, 2)
+    got = ops.encoder_attention(query, key, value, scale).float()
+    torch.testing.assert_close(got, exact, rtol=2**-6, atol=2**-6 * float(exact.abs().max()))
+
+
+@torch.inference_mode()
+def test_a_whisper_encoder_in_bfloat16_is_as_near_to_float32_as_pytorchs() -> None:
+    config = WhisperConfig(
+        d_model=128, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=64, max_source_positions=100
+    )
+    torch.manual_seed(0)
+    encoder = WhisperEncoder(config)
+    features = torch.randn(2, config.num_mel_bins, 200)
+    exact = encoder.module.eval()(features).last_hidden_state
+    ours = encoder.module.bfloat16()(features.bfloat16()).last_hidden_state.float()
+    with ops.disabled():
+        theirs = encoder.module(features.bfloat16()).last_hidden_state.float()
+    assert not torch.equal(ours, theirs)  # the kernel ran
+    assert (ours - exact).norm() < 1.2 * (theirs - exact).norm()
 
 
 @torch.inference_mode()
