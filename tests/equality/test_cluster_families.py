@@ -13,7 +13,7 @@ from tests.equality.runs import expected_of
 from tests.equality.served import serve
 
 pytestmark = pytest.mark.cluster
-FAMILIES = ("llava", "idefics3", "mllama", "qwen2_vl", "qwen3_vl", "qwen2_audio")
+FAMILIES = ("qwen3", "mistral", "llava", "idefics3", "mllama", "qwen2_vl", "qwen3_vl", "qwen2_audio")
 NUM_CASES = 4
 
 
