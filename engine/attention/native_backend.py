@@ -9,6 +9,7 @@ import torch
 
 from engine.attention.backend import AttentionBackend
 from engine.attention.metadata import AttentionMetadata
+from engine.inputs import IntArray
 from engine.models.base import PositionBias
 from engine.native import ops
 
@@ -25,7 +26,8 @@ class _Plan:
 
 
 class NativeBackend(AttentionBackend):
-    """The phase of one query token per request. Raises KernelsUnavailableError where the kernels cannot run."""
+    """Every query token by itself, which pays while a request has few. Raises KernelsUnavailableError where the kernels
+    cannot run."""
 
     name = "native"
 
@@ -33,12 +35,15 @@ class NativeBackend(AttentionBackend):
         ops.enable()
 
     def plan(self, metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> _Plan:
-        seq_lens = np.asarray(metadata.seq_lens, np.int64)
+        counts = np.diff(metadata.query_start_loc)
+        tables = metadata.block_table
+        if len(counts) < metadata.query_start_loc[-1]:
+            tables = tables.repeat_interleave(torch.from_numpy(counts), dim=0)
         if metadata.key_ranges is not None:
             ranges = np.ascontiguousarray(metadata.key_ranges, np.int64)
         else:
-            ranges = np.stack((np.zeros_like(seq_lens), seq_lens), axis=1)
-        return _Plan(metadata, metadata.block_table.contiguous(), torch.from_numpy(ranges))
+            ranges = _whole_ranges(metadata, counts)
+        return _Plan(metadata, tables.contiguous(), torch.from_numpy(ranges))
 
     def run(
         self,
@@ -57,6 +62,15 @@ class NativeBackend(AttentionBackend):
 
     def write(self, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         ops.write_cache(cache, _dense_heads(key), _dense_heads(value), slot_mapping)
+
+
+def _whole_ranges(metadata: AttentionMetadata, counts: IntArray) -> IntArray:
+    """[num_tokens, 2]: all keys of a token's request or, where attention is causal, those up to itself."""
+    ends = np.repeat(np.asarray(metadata.seq_lens, np.int64), counts)
+    if metadata.causal:
+        request_ends = np.repeat(np.asarray(metadata.query_start_loc[1:], np.int64), counts)
+        ends -= request_ends - 1 - np.arange(len(ends))
+    return np.stack((np.zeros_like(ends), ends), axis=1)
 
 
 def _dense_heads(x: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,15 @@
-"""Two backends for one batch: one for its decodes, one for its prefills."""
+"""Two backends for one batch: one for its decodes, one for its prefills.
+
+What matters is how many tokens share the keys that are read: a decoder prompt of four tokens over 1500 encoder rows is
+no different from a decode.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, Final
 
 import torch
 
@@ -12,10 +17,13 @@ from engine.attention.backend import AttentionBackend
 from engine.attention.metadata import AttentionMetadata
 from engine.models.base import PositionBias
 
+FEW_TOKENS: Final = 8
+"""Up to here the tokens of a request are computed one by one, as decodes."""
+
 
 @dataclass(frozen=True)
 class _Plan:
-    """Either part is None where it is empty."""
+    """Tokens before `num_decodes` are the decode backend's. Either part is None where it is empty."""
 
     num_decodes: int
     decode: Any
@@ -23,7 +31,8 @@ class _Plan:
 
 
 class PhasedBackend(AttentionBackend):
-    """Requests with one query token go to `decode`, the others to `prefill`; encoders belong to `prefill`."""
+    """Batches of requests with few query tokens go to `decode`; otherwise requests with a single one go there and the
+    others to `prefill`, where encoders belong too."""
 
     def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
         self.prefill, self.decode = prefill, decode
@@ -31,6 +40,8 @@ class PhasedBackend(AttentionBackend):
         self.gathered_share = decode.gathered_share
 
     def plan(self, metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> _Plan:
+        if max((b - a for a, b in pairwise(metadata.query_start_loc)), default=0) <= FEW_TOKENS:
+            return _Plan(metadata.query_start_loc[-1], self.decode.plan(metadata, block_size, dtype), None)
         num_decodes, num_requests = metadata.num_decodes, metadata.num_requests
         decode = self.decode.plan(metadata.decodes(), block_size, dtype) if num_decodes else None
         prefill = self.prefill.plan(metadata.prefills(), block_size, dtype) if num_decodes < num_requests else None
