@@ -61,6 +61,18 @@ HELP: Final[dict[str, str]] = {
     "preprocess_waiting": "Items that wait for a preprocessing process.",
     "preprocess_crashes_total": "Preprocessing processes that died.",
     "handoffs_open": "Handoffs under way from this encoder.",
+    # memory: what was found or decided at start
+    "memory_weights_bytes": "Bytes of the weights.",
+    "memory_activation_bytes": "Bytes that the largest step takes beside weights and pools.",
+    "memory_activation_measured": "1 where that was measured at start, 0 where it was assumed or not needed.",
+    "memory_budget_bytes": "Bytes for the largest step and the pools together; 0 where every pool was given.",
+    "memory_budget_given": "1 where that budget was given, 0 where it was worked out at start.",
+    "kv_cache_bytes": "Bytes of the KV block pool.",
+    "kv_cache_given": "1 where that size was given, 0 where it was worked out at start.",
+    "encoder_cache_bytes": "Bytes of the encoder cache at most.",
+    "encoder_cache_given": "1 where that size was given, 0 where it was worked out at start.",
+    "swap_bytes": "Bytes of host memory for swapped KV blocks.",
+    "swap_given": "1 where that size was given, 0 where it was worked out at start.",
     # the process
     "weight_bytes": "Bytes of the weights.",
     "engine_busy_seconds": "How long the engine's present turn has lasted; 0 while it waits.",
