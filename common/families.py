@@ -28,6 +28,7 @@ class Family:
     placeholder         key of the token that stands for one media item in a prompt; empty where prompts have none
     decoder_length      key of the longest decoder sequence, in tokens
     encoder_length      key of the longest encoder output of one input, in rows; empty: as long as the context
+    encoder_tiles       every encoder output has rows for all tiles that the vision model takes, filled or not (Mllama)
     default_length      tokens of the longest sequence where `decoder_length` is not in config.json
     prompt_bos          key of the token that follows the decoder start token in a default decoder prompt, where
                         generation_config.json forces no first token
@@ -44,6 +45,7 @@ class Family:
     placeholder: str = ""
     decoder_length: str = "max_position_embeddings"
     encoder_length: str = ""
+    encoder_tiles: bool = False
     default_length: int | None = None
     prompt_bos: str = ""
 
@@ -115,6 +117,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
         processor="engine.processors.mllama:MllamaProcessor",
         media_kind="image",
         cross_attention=True,
+        encoder_tiles=True,
         placeholder="image_token_index",
     ),
     Family(

@@ -82,6 +82,10 @@ class ModelInfo:
     @property
     def max_encoder_tokens(self) -> int:
         """Rows of one input's encoder output at most."""
+        if self.family.encoder_tiles:
+            vision = self.config["vision_config"]
+            side = int(vision.get("image_size", 448)) // int(vision.get("patch_size", 14))
+            return int(vision.get("max_num_tiles", 4)) * (side**2 + 1)
         key = self.family.encoder_length
         return int(self.config[key]) if key else self.max_model_len
 

@@ -35,8 +35,8 @@ class MllamaProcessor:
             raise ValueError(
                 f"aspect ratios {supported} of {info.name} are not supported; expected {self._settings.arrangements}"
             )
-        self._rows_per_tile = (theirs[0] // int(vision.get("patch_size", 14))) ** 2 + 1
-        self._num_rows = theirs[1] * self._rows_per_tile
+        self._num_rows = info.max_encoder_tokens
+        self._rows_per_tile = self._num_rows // self._settings.max_tiles
         self._hidden_size = int(info.text_config["hidden_size"])
         self._token_id = int(info.config["image_token_index"])
 

@@ -118,7 +118,8 @@ def test_a_preprocessor_for_another_encoder_is_refused(mllama: Path, tmp_path: P
         processors.init_worker(str(folder), "float32")
 
 
-def test_a_picture_is_one_token_and_announces_its_rows(items: list[ProcessedInput]) -> None:
+def test_a_picture_is_one_token_and_announces_its_rows(mllama: Path, items: list[ProcessedInput]) -> None:
+    assert load_model_info(str(mllama)).max_encoder_tokens == MAX_TILES * ROWS_PER_TILE
     for item in items:
         tiles = len(item.arrays["pixel_values"])
         assert item.layout.expansion == [(IMAGE_TOKEN, 1)]
