@@ -103,7 +103,7 @@ class InputIntake:
             self._offer_early(request_id, input_id, attempt, metadata, deadline_s)
             return
         item = next((item for item in request.inputs if item.slot.input_id == input_id), None)
-        error = self._what_is_wrong(item, metadata)
+        error = self._what_is_wrong(item, metadata) or self._too_much(request, item, metadata)
         if item is None or error is not None:
             self.events.append(InputRefused(request_id, input_id, attempt, error or _no_such_input(input_id)))
         elif attempt < item.attempt:
@@ -144,6 +144,20 @@ class InputIntake:
         if known is not None and known.layout != metadata.layout:
             return ErrorInfo("invalid_request", f"input {item.slot.input_id} is offered again with another layout")
         return None
+
+    def _too_much(self, request: Request, item: RequestInput | None, metadata: InputMetadata) -> ErrorInfo | None:
+        """Cross-attention to several inputs needs all of them at once: room for one at a time is not enough."""
+        if not request.cross_attention:
+            return None
+        known = [other.metadata for other in request.inputs if other is not item and other.metadata is not None]
+        sizes = {one.content_hash: one.size_bytes for one in (*known, metadata)}
+        if sum(sizes.values()) <= self.cache.capacity_bytes:
+            return None
+        return ErrorInfo(
+            "item_too_large",
+            f"{len(sizes)} inputs of the request need {sum(sizes.values())} bytes of encoder cache at once, the whole "
+            f"budget is {self.cache.capacity_bytes}: send fewer, or serve with a larger --encoder-cache-bytes",
+        )
 
     def _accept(
         self, request: Request, item: RequestInput, attempt: int, metadata: InputMetadata, deadline_s: float

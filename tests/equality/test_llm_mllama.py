@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from common.errors import TriptychError
 from common.sampling_params import SamplingParams
 from engine.llm import LLM
 from tests.equality.cases import MAX_TOKENS as LIMITS
@@ -70,6 +71,17 @@ def test_the_pictures_of_a_request_are_projected_once_for_all_who_read_them(fold
     repeated = [case for case in cases if case.media] * 2
     assert answer_all(llm, repeated, MAX_TOKENS, steps_between=1) == expected_of(repeated)
     assert llm.decoder.stats()["cross_table_hits_total"] > 0
+
+
+def test_pictures_that_never_fit_together_are_refused_with_the_numbers(folder: Path, cases: list[Case]) -> None:
+    most = max(cases, key=lambda case: len(set(case.media)))
+    room, needed = (20 * 64 * 4 * count for count in (len(set(most.media)) - 1, len(set(most.media))))
+    llm = LLM(folder, encoder_cache_bytes=room)
+    with pytest.raises(
+        TriptychError, match=f"need {needed} bytes of encoder cache at once, the whole budget is {room}"
+    ):
+        answer_all(llm, [most], MAX_TOKENS)
+    assert llm.decoder.is_empty()
 
 
 def test_prompt_log_probabilities_leave_pictures_out(folder: Path, cases: list[Case]) -> None:
