@@ -24,7 +24,7 @@ from common.prompts import encode_tokens
 from engine.counters import encoder_computations
 from engine.media.log_mel import LogMelSettings
 from engine.models.base import EncoderModel
-from engine.peak import PeakMemory, one_layer_of_each_stack
+from engine.peak import PeakMemory, give_back_free_memory, one_layer_of_each_stack
 from engine.processors import ITEM_BYTES, ProcessedInput, Processor, preprocessor_json
 
 TIME_S: Final = 0.2
@@ -77,6 +77,7 @@ def measure_batch(
         sizes.append(_measure(encoder, item, device, deadline_s))
         took_s = time.monotonic() - began_s
     encoder_computations.add(counted - encoder_computations.value)  # nobody has asked for these
+    give_back_free_memory(device)
     known = [size for size in sizes if size is not None]
     if item is None or not known:
         return None

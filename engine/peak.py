@@ -37,7 +37,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._before = torch.cuda.memory_allocated(self._device)
         else:
-            give_back_free_memory()
+            give_back_free_memory(self._device)
             with contextlib.suppress(OSError, AttributeError):
                 Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
                 self._before = _status_bytes("VmRSS")
@@ -56,9 +56,11 @@ class PeakMemory:
         self.size_bytes = max(0, peak - self._before)
 
 
-def give_back_free_memory() -> None:
-    """Return to the system what malloc keeps for later (glibc only; elsewhere nothing happens)."""
-    if sys.platform == "linux":
+def give_back_free_memory(device: torch.device) -> None:
+    """Return what the allocator of a device keeps for later; of malloc, glibc's only."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
 

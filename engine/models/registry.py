@@ -12,6 +12,7 @@ from common.errors import TriptychError
 from common.model_info import ModelInfo
 from engine.models.base import DecoderModel, EncoderModel, LoadReport, Sources
 from engine.models.loader import load_weights
+from engine.models.skeleton import without_memory
 
 
 def load_decoder(info: ModelInfo, device: torch.device, dtype: torch.dtype) -> tuple[DecoderModel, LoadReport]:
@@ -20,7 +21,7 @@ def load_decoder(info: ModelInfo, device: torch.device, dtype: torch.dtype) -> t
     Raises CheckpointError where the weights do not fit the configuration, ValueError for a configuration with
     something that is not supported (both name it).
     """
-    with torch.device("meta"):
+    with without_memory():
         model: DecoderModel = pkgutil.resolve_name(info.family.decoder)(info)
     tied_heads = tuple({"lm_head.weight", "proj_out.weight"} - dict(model.named_parameters()).keys())
     report = load_weights(model, model.sources(), model.layout, info, device, dtype, unused=tied_heads)
@@ -39,7 +40,7 @@ def load_encoder(info: ModelInfo, device: torch.device, dtype: torch.dtype) -> t
 
     config = AutoConfig.from_pretrained(info.folder)
     build: Callable[[Any], EncoderModel] = pkgutil.resolve_name(info.family.encoder)
-    with torch.device("meta"):
+    with without_memory():
         encoder = build(config)
     sources: Sources = {name: (name,) for name, _ in encoder.module.named_parameters()}
     report = load_weights(encoder.module, sources, encoder.layout, info, device, dtype)

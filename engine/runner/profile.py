@@ -22,7 +22,7 @@ from engine.cache.block_manager import BlockManager
 from engine.cache.encoder_cache import EncoderCacheManager
 from engine.events import InputMetadata
 from engine.memory import zeros
-from engine.peak import PeakMemory, one_layer_of_each_stack
+from engine.peak import PeakMemory, give_back_free_memory, one_layer_of_each_stack
 from engine.request import InputState, Request, Sequence
 from engine.sampling.sampler import Sampler
 from engine.scheduler.decoder import ScheduledStep
@@ -50,9 +50,8 @@ def measure_step(runner: DecoderRunner, config: EngineConfig) -> int | None:
     runner.caches = [zeros(shape, runner.dtype, runner.device)] * runner.spec.num_caches
     profile = _StepProfile(runner, config)
     parts = [profile.warm_up(), profile.prefill(), profile.logits()]
-    del runner.caches
-    if runner.device.type == "cuda":
-        torch.cuda.empty_cache()
+    del runner.caches, profile
+    give_back_free_memory(runner.device)
     return None if None in parts else sum(part for part in parts if part is not None)
 
 
@@ -177,7 +176,8 @@ def _measure_rows(measure: Callable[[int], int | None], num_rows: int, affordabl
         return measure(num_rows)
     more = max(2, affordable)
     fewer = max(1, more // 4)
-    low, high = measure(fewer), measure(more)
-    if low is None or high is None:
+    low, *highs = measure(fewer), measure(more), measure(more)
+    if low is None or None in highs:
         return None
+    high = min(size for size in highs if size is not None)  # what another thread takes meanwhile would be scaled too
     return high + max(0, high - low) * (num_rows - more) // (more - fewer)
