@@ -1,0 +1,57 @@
+"""No value of any field is more than the proxy can take: it is answered, or refused with the client's error."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from proxy.openai_types import ChatRequest, CompletionRequest
+from proxy.transcriptions import TranscriptionForm
+from tests.proxy.media import speech
+
+WEIRD = (
+    True, 0, -1, 1.5, 2**31, 2**63, 2**70, 1e308, -0.0, "", "x", "\ud83d", "\x00", [], [[]], [None], [""], [0],
+    {}, {"": None}, {"a": 1}, {"1": 1e308}, {"type": "text"}, {"type": "json_schema", "json_schema": {}},
+)  # fmt: skip
+RAW = ("NaN", "Infinity", "-Infinity", "1e999", "[1e999]", '{"1": NaN}', "[" * 500 + "]" * 500)
+MESSAGE = {"role": "user", "content": "hi"}
+
+
+@pytest.mark.parametrize(
+    ("path", "model", "needed"),
+    [
+        ("/v1/chat/completions", ChatRequest, {"messages": [MESSAGE]}),
+        ("/v1/completions", CompletionRequest, {"prompt": "x"}),
+    ],
+)
+async def test_json_fields(serve, path, model, needed) -> None:
+    async with serve() as rig:
+        bodies = []
+        for name in model.model_fields:
+            bodies += [json.dumps({"max_tokens": 3, **needed, name: value}) for value in WEIRD]
+            rest = {key: value for key, value in {"max_tokens": 3, **needed}.items() if key != name}
+            bodies += [json.dumps({**rest, name: "RAW"}).replace('"RAW"', raw) for raw in RAW]
+        places = asyncio.Semaphore(8)
+
+        async def status(body: str) -> int:
+            async with places:
+                return (await rig.http.post(path, content=body.encode())).status_code
+
+        statuses = await asyncio.gather(*map(status, bodies))
+        wrong = [(code, body[:200]) for code, body in zip(statuses, bodies, strict=True) if code not in (200, 400, 404)]
+        assert wrong == []
+        assert statuses.count(200) > 50
+        rig.assert_clean()
+
+
+async def test_form_fields(serve, whisper_model) -> None:
+    async with serve(whisper_model.folder) as rig:
+        clip = speech(0.2)
+        for name in TranscriptionForm.model_fields:
+            for value in ("", "x", "-1", "1e999", "nan", "9" * 40, "\x00", "true", "[]", "ü"):
+                form = {name: value}
+                response = await rig.http.post("/v1/audio/transcriptions", data=form, files={"file": ("x", clip)})
+                assert response.status_code in (200, 400, 404), (form, response.text)
+        rig.assert_clean()
