@@ -138,8 +138,11 @@ class Flight:
 
     async def _stop_what_is_enough(self) -> None:
         """Tell the decoder which sequences have ended here, while others go on."""
-        decoder, rest = self._decoder, set(self._progress.rest(frozenset()))
-        for index in (self._job.enough & rest) - self._stopped:
+        enough = self._job.enough - self._stopped
+        if not enough:
+            return
+        decoder, rest = self._decoder, self._progress.rest(frozenset())
+        for index in enough.intersection(rest):
             self._stopped.add(index)
             if decoder is not None and not self._job.sampling.uses_beams:
                 with contextlib.suppress(TriptychError):  # it is going: its loss is handled when it is known

@@ -47,15 +47,17 @@ class Progress:
         self.done = message.done
         if not (fresh or ends or message.done):
             return None
-        prompt_logprobs = [] if self._prompt_logprobs_told else message.prompt_logprobs
+        repeats_prompt = bool(message.prompt_logprobs) and self._prompt_logprobs_told
         self._prompt_logprobs_told = self._prompt_logprobs_told or bool(message.prompt_logprobs)
+        if message.offset == have and not repeats_prompt and ends == (message.finish_reason is not None):
+            return message  # all of it is news, as usual
         return msgspec.structs.replace(
             message,
             offset=have,
             token_ids=fresh,
             finish_reason=message.finish_reason if ends else None,
             logprobs=message.logprobs[have - message.offset :],
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=[] if repeats_prompt else message.prompt_logprobs,
         )
 
     def close(self) -> list[Tokens]:
