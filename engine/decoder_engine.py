@@ -332,17 +332,8 @@ class DecoderEngine:
 
     def _fits_ever(self, request: Request) -> bool:
         """Whether all sequences of a request can take one more step, with the whole pool to themselves."""
-        blocks = self.blocks
-        cross = blocks.blocks_for(request.num_encoder_tokens)
-        room = blocks.pool.num_usable - cross
-        if sum(blocks.blocks_for(len(sequence.token_ids)) for sequence in request.sequences) <= room:
-            return True
-        held = len(blocks.held_blocks(request.sequence_ids))
-        growth = sum(
-            blocks.missing_to_append(one.sequence_id, one.num_computed_tokens, len(one.token_ids))
-            for one in request.sequences
-        )
-        return len(request.sequences) > 1 and held + growth <= room
+        lengths = [len(sequence.token_ids) for sequence in request.sequences]
+        return self.blocks.fits_ever(len(request.prompt), lengths, request.num_encoder_tokens)
 
     # --- ends
 

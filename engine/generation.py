@@ -176,11 +176,9 @@ class Generation:
         return BeamSearch(sampling, ends, max(1, longest))
 
     def _beams_fit(self, request: Request, num_output_tokens: int) -> bool:
-        """Whether the whole pool holds all beams with so many tokens, sharing no more than the prompt's full blocks."""
-        shared = len(request.prompt) // self._blocks.block_size
-        own = self._blocks.blocks_for(len(request.prompt) + num_output_tokens) - shared
-        cross = self._blocks.blocks_for(request.num_encoder_tokens)
-        return shared + own * request.sampling.beam_width + cross <= self._blocks.pool.num_usable
+        """Whether the whole pool holds all beams with so many tokens."""
+        lengths = [len(request.prompt) + num_output_tokens] * request.sampling.beam_width
+        return self._blocks.fits_ever(len(request.prompt), lengths, request.num_encoder_tokens)
 
     def _add_prompt_logprobs(self, rows: PromptRows) -> None:
         """Log-probabilities of the tokens after those computed now; media tokens have none."""

@@ -40,10 +40,10 @@ class RequestCheck:
 
     def never_fits(self, request: Request, blocks: BlockManager) -> ErrorInfo | None:
         """Why a request, as far as its prompt is known, can never run here; None if it can."""
-        length = len(request.prompt)
+        length = request.num_known_tokens
         if length >= self.max_model_len:
             return ErrorInfo("context_length_exceeded", self._too_long(length), "messages")
-        if blocks.fits_ever(length + 1, request.num_encoder_tokens, request.sampling.num_sequences):
+        if blocks.fits_ever(len(request.prompt), _least_lengths(request), request.num_encoder_tokens):
             return None
         message = (
             f"the request needs KV cache for {length + 1 + request.num_encoder_tokens} tokens, the whole pool holds "
@@ -71,3 +71,11 @@ class RequestCheck:
             f"the prompt has {num_tokens} tokens (media included), the context length is {self.max_model_len} and at "
             "least one token has to be generated: shorten the prompt or send smaller or fewer media"
         )
+
+
+def _least_lengths(request: Request) -> list[int]:
+    """Of its sequences, before another token: those that come from elsewhere have some already."""
+    least = len(request.prompt) + 1
+    if request.resumed:
+        return [max(least, len(sequence.token_ids)) for sequence in request.sequences]
+    return [least] * request.sampling.num_sequences

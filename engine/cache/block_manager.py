@@ -93,14 +93,14 @@ class BlockManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def fits_ever(self, num_tokens: int, num_encoder_tokens: int = 0, num_sequences: int = 1) -> bool:
-        """False for a request that could not take a step even with the whole pool to itself.
+    def fits_ever(self, num_prompt_tokens: int, lengths: Sequence[int], num_encoder_tokens: int = 0) -> bool:
+        """Whether sequences of these lengths fit if they have the whole pool to themselves.
 
-        Sequences share the full blocks of a prompt of `num_tokens`, and each has a last block of its own.
+        Several ones share the full blocks of their prompt and no more: that is what they need at worst.
         """
-        shared = (num_tokens - 1) // self.block_size if num_sequences > 1 else 0
-        own = self.blocks_for(num_tokens) - shared
-        return shared + own * num_sequences + self.blocks_for(num_encoder_tokens) <= self.pool.num_usable
+        shared = num_prompt_tokens // self.block_size if len(lengths) > 1 else 0
+        own = sum(self.blocks_for(length) - shared for length in lengths)
+        return shared + own + self.blocks_for(num_encoder_tokens) <= self.pool.num_usable
 
     def missing_blocks(
         self, num_tokens: int, num_encoder_tokens: int = 0, content: str = "", prefix: Sequence[bytes] = ()

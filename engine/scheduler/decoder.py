@@ -180,9 +180,10 @@ class DecoderScheduler:
         first, prefix = request.sequences[0], self.coverage.prefix(request)
         if request.num_encoder_tokens:
             self.blocks.allocate_cross(request.request_id, request.num_encoder_tokens, request.encoder_content)
-        num_cached = len(prefix) * self.blocks.block_size
-        self.blocks.allocate(first.sequence_id, num_cached + wanted, prefix)
-        first.num_computed_tokens, first.num_remembered = num_cached, len(prefix)
+        num_tokens = len(prefix) * self.blocks.block_size + wanted
+        num_cached = self.blocks.allocate(first.sequence_id, num_tokens, prefix)
+        first.num_computed_tokens = num_cached
+        first.num_remembered = num_cached // self.blocks.block_size
         self.coverage.count(request, num_cached)
         self.intake.cover(request, num_cached)
 
@@ -219,7 +220,7 @@ class DecoderScheduler:
 
     def _missing_blocks(self, request: Request, wanted: int) -> int:
         if self.blocks.is_swapped(request.request_id):
-            return self.blocks.missing_to_swap_in(request.request_id) + len(request.sequences)
+            return self._missing_to_go_on(request, wanted)
         prefix = self.coverage.prefix(request)
         num_tokens = len(prefix) * self.blocks.block_size + wanted
         shared = len(request.prompt) // self.blocks.block_size
@@ -227,6 +228,17 @@ class DecoderScheduler:
         return siblings + self.blocks.missing_blocks(
             num_tokens, request.num_encoder_tokens, request.encoder_content, prefix
         )
+
+    def _missing_to_go_on(self, request: Request, wanted: int) -> int:
+        """Blocks for what a swapped request has on the host and for its next step there, a copy on write included.
+
+        The whole pool is always enough, since what outgrows it has ended.
+        """
+        blocks, missing = self.blocks, self.blocks.missing_to_swap_in(request.request_id)
+        for sequence in request.sequences:
+            computed, count = sequence.num_computed_tokens, min(wanted, request.num_remaining(sequence))
+            missing += blocks.blocks_for(computed + count) - blocks.blocks_for(computed) + 1
+        return min(missing, blocks.pool.num_usable)
 
     def _could_place(self, request: Request, wanted: int) -> bool:
         """Whether there is a place, or would be one without those who would make way."""

@@ -133,7 +133,7 @@ class Driver:
     def finish(self) -> Tokens:
         """Step until nothing is left."""
         for _ in range(MAX_STEPS):
-            if self.engine.is_empty():
+            if self.engine.is_empty() and not self.engine.has_work():
                 return self.tokens
             self.step()
         raise AssertionError(f"no end after {MAX_STEPS} steps: {self.engine.stats()}")

@@ -246,3 +246,34 @@ def needs_much(driver: Driver, name: str) -> bool:
     shared = len(job.token_ids) // blocks.block_size
     own = blocks.blocks_for(len(job.token_ids) + job.params.max_tokens) - shared
     return shared + own * job.params.num_sequences > blocks.pool.num_usable
+
+
+def test_a_request_that_needs_the_whole_pool_comes_back_from_the_host(tiny_llama: ModelInfo) -> None:
+    """Its last block is half full: it needs no other one for its next token, and there is none."""
+    job = text("r", 14, greedy(6))
+    expected = run(make_engine(tiny_llama), [job], watch=False).tokens
+    engine = make_engine(tiny_llama, 5, preemption="swap")
+    driver = Driver(engine)
+    driver.add(job)
+    while len(driver.tokens.get(("r", 0), ())) < 4:
+        driver.step()
+    assert engine.blocks.num_free == 0
+    driver.add(text("urgent", 5, greedy(3), priority=-1))
+    driver.step()
+    assert engine.blocks.is_swapped("r")
+    driver.finish()
+    assert driver.tokens["r", 0] == expected["r", 0]
+    assert driver.ends["r", 0].finish_reason == "length"
+
+
+def test_sequences_that_just_fit_the_pool_run_to_their_end(tiny_llama: ModelInfo) -> None:
+    """Two full blocks of prompt for all three, and for each a third and a fourth of its own."""
+    job = text("r", 9, sampled(8, n=3))
+    expected = run(make_engine(tiny_llama), [job], watch=False).tokens
+    for policy in POLICIES:
+        driver = Driver(make_engine(tiny_llama, 2 + 3 * 2, preemption=policy))
+        driver.add(job)
+        while len(driver.tokens.get(("r", 2), ())) < 5:
+            driver.step()
+        driver.engine.scheduler.preempt(driver.engine.scheduler.running[0])
+        assert driver.finish() == expected
