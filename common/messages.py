@@ -130,8 +130,8 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
     """The next tokens of sequence `index` of a request; a sequence's last message carries `finish_reason`.
 
     `offset` is the number of tokens of the sequence sent before these, so that a repeated message is recognised.
-    The request's last message has `done` and carries the prompt's true length, how much of it was found in the prefix
-    cache, and the spans. `logprobs` has one entry per token where they were asked for; `prompt_logprobs` comes once,
+    Each tells the prompt's true length and how much of it was found in the prefix cache; the request's last one has
+    `done` and carries the spans. `logprobs` has one entry per token where they were asked for; `prompt_logprobs` comes once,
     with the first message, None for the prompt's first token and for tokens of media. Beams come as a whole at the
     end, best first, with `score`.
     """

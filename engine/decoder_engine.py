@@ -264,6 +264,8 @@ class DecoderEngine:
             offset,
             [new.token_id],
             reason,
+            len(request.prompt),
+            num_cached_tokens=request.num_cached_tokens,
             index=sequence.index,
             logprobs=[] if new.logprob is None else [new.logprob],
             prompt_logprobs=self._take_prompt_logprobs(request),
@@ -286,6 +288,8 @@ class DecoderEngine:
                 0,
                 one.token_ids,
                 "stop" if one.token_ids[-1] in ends else "length",
+                len(request.prompt),
+                num_cached_tokens=request.num_cached_tokens,
                 index=index,
                 prompt_logprobs=self._take_prompt_logprobs(request),
                 score=one.score,
@@ -294,13 +298,7 @@ class DecoderEngine:
 
     def _emit(self, request: Request, event: TokensReady, *, done: bool) -> None:
         if done:
-            event = dataclasses.replace(
-                event,
-                done=True,
-                num_prompt_tokens=len(request.prompt),
-                num_cached_tokens=request.num_cached_tokens,
-                spans=request.finish_spans(),
-            )
+            event = dataclasses.replace(event, done=True, spans=request.finish_spans())
             self._end(request)
         self.intake.events.append(event)
 

@@ -87,7 +87,7 @@ class InputLost:
 
 @dataclass(frozen=True)
 class TokensReady:
-    """New tokens of sequence `index`; fields as in `common.messages.Tokens`. The request's last event has `done`."""
+    """New tokens of sequence `index`; fields as in `common.messages.Tokens`; the request's last event has `done`."""
 
     request_id: str
     offset: int
