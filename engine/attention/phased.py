@@ -19,6 +19,8 @@ from engine.models.base import PositionBias
 
 FEW_TOKENS: Final = 8
 """Up to here the tokens of a request are computed one by one, as decodes."""
+SHORT_KEYS: Final = 256
+"""So are the prompts of up to as many tokens: half of what a square of scores would compute is in the future."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,8 @@ class _Plan:
 
 
 class PhasedBackend(AttentionBackend):
-    """Batches of requests with few query tokens go to `decode`; otherwise requests with a single one go there and the
-    others to `prefill`, where encoders belong too."""
+    """A batch of small requests goes to `decode` as a whole. Otherwise requests with a single query token go there and
+    the others to `prefill`, where encoders belong too."""
 
     def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
         self.prefill, self.decode = prefill, decode
@@ -40,7 +42,7 @@ class PhasedBackend(AttentionBackend):
         self.gathered_share = decode.gathered_share
 
     def plan(self, metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> _Plan:
-        if max((b - a for a, b in pairwise(metadata.query_start_loc)), default=0) <= FEW_TOKENS:
+        if _all_small(metadata):
             return _Plan(metadata.query_start_loc[-1], self.decode.plan(metadata, block_size, dtype), None)
         num_decodes, num_requests = metadata.num_decodes, metadata.num_requests
         decode = self.decode.plan(metadata.decodes(), block_size, dtype) if num_decodes else None
@@ -86,3 +88,9 @@ class PhasedBackend(AttentionBackend):
 
     def write(self, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         self.decode.write(cache, key, value, slot_mapping)
+
+
+def _all_small(metadata: AttentionMetadata) -> bool:
+    counts = (end - start for start, end in pairwise(metadata.query_start_loc))
+    short = SHORT_KEYS if metadata.causal else 0
+    return all(count <= FEW_TOKENS or keys <= short for count, keys in zip(counts, metadata.seq_lens, strict=True))
