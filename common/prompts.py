@@ -64,7 +64,8 @@ class ParsedPrompt:
     """A prompt of either kind of model. `prompt` and `prompt_token_ids` are the decoder's, the latter as processed.
 
     Texts are None where token ids were given, or nothing; `encoder_prompt_token_ids` is None where the model has no
-    encoder of text. `multi_modal_data` are the media items by kind, as they were given.
+    encoder of text. `multi_modal_data` are the media items by kind, as they were given. The last `num_forced_tokens` of
+    a default decoder prompt are those that the checkpoint would make the decoder generate first.
     """
 
     prompt_token_ids: list[int]
@@ -72,6 +73,7 @@ class ParsedPrompt:
     encoder_prompt_token_ids: list[int] | None = None
     encoder_prompt: str | None = None
     multi_modal_data: dict[str, Any] = field(default_factory=dict)
+    num_forced_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -154,10 +156,11 @@ def preprocess_decoder_prompt(info: ModelInfo, token_ids: Sequence[int] | None) 
     return [*token_ids] if present else [start, *token_ids]
 
 
-def with_checkpoint_rules(info: ModelInfo, params: SamplingParams) -> SamplingParams:
+def with_checkpoint_rules(info: ModelInfo, params: SamplingParams, num_forced_tokens: int = 0) -> SamplingParams:
     """The parameters, with the checkpoint's own rules of generation where they say nothing: the token that a sequence
-    of full length ends with, and how long a repetition may be. `transformers` applies both by default."""
-    rules: dict[str, Any] = {}
+    of full length ends with, and how long a repetition may be. `transformers` applies both by default, and counts the
+    `num_forced_tokens` at the end of a default prompt as generated."""
+    rules: dict[str, Any] = {"num_forced_tokens": num_forced_tokens} if num_forced_tokens else {}
     forced_eos, ngram_size = _rule(info, "forced_eos_token_id"), _rule(info, "no_repeat_ngram_size")
     if forced_eos is not None and params.forced_eos_token_id is None:
         rules["forced_eos_token_id"] = int(forced_eos[0] if isinstance(forced_eos, list) else forced_eos)
@@ -208,12 +211,10 @@ def _parse_text_pair(
         message = f"{info.name} is an encoder-decoder model and needs an encoder prompt: a text or token ids"
         raise TriptychError("invalid_request", message, "encoder_prompt")
     check_encoder_prompt(info, source.token_ids)
-    return ParsedPrompt(
-        preprocess_decoder_prompt(info, None if target is None else target.token_ids),
-        None if target is None else target.text,
-        source.token_ids,
-        source.text,
-    )
+    if target is None or target.token_ids is None:
+        default = default_decoder_prompt(info)
+        return ParsedPrompt(default, None, source.token_ids, source.text, num_forced_tokens=len(default) - 1)
+    return ParsedPrompt(preprocess_decoder_prompt(info, target.token_ids), target.text, source.token_ids, source.text)
 
 
 def _parse_media_pair(

@@ -223,7 +223,8 @@ class LLM:
         Raises TriptychError for what is wrong with its media.
         """
         parsed, media = self._parse(prompt)
-        token_ids, params = parsed.prompt_token_ids, with_checkpoint_rules(self.info, params)
+        token_ids = parsed.prompt_token_ids
+        params = with_checkpoint_rules(self.info, params, parsed.num_forced_tokens)
         request_id = f"llm-{next(self._ids)}"
         if self.info.is_encoder_decoder:
             indices: list[int | None] = [None] * len(media)

@@ -73,7 +73,9 @@ async def _encoder_decoder_job(
     return Job(
         request_id,
         parsed.prompt_token_ids,
-        with_checkpoint_rules(service.info, _sampling(service, body, len(parsed.prompt_token_ids))),
+        with_checkpoint_rules(
+            service.info, _sampling(service, body, len(parsed.prompt_token_ids)), parsed.num_forced_tokens
+        ),
         make_slots([item], None),
         [item],
         priority=body.priority or 0,

@@ -98,7 +98,7 @@ def refused(parse: Parse, prompt: Any) -> TriptychError:
 
 
 def test_a_single_text_is_the_encoders(bart: Parse, tokenize: Callable[[str], list[int]]) -> None:
-    assert bart(TEXT) == ParsedPrompt([2, 0], None, tokenize(TEXT), TEXT)
+    assert bart(TEXT) == ParsedPrompt([2, 0], None, tokenize(TEXT), TEXT, num_forced_tokens=1)
     assert tokenize(TEXT)[0] == encdec.BOS
     assert tokenize(TEXT)[-1] == encdec.EOS
 
@@ -114,7 +114,7 @@ def test_token_ids_may_be_of_any_integer_type(bart: Parse) -> None:
 
 @pytest.mark.parametrize("key", ["prompt_tokens", "prompt_token_ids"])
 def test_a_tokens_prompt_goes_to_the_encoder_unmodified(bart: Parse, key: str) -> None:
-    assert bart({key: [2, 0, 171, 5, 2]}) == ParsedPrompt([2, 0], None, [2, 0, 171, 5, 2], None)
+    assert bart({key: [2, 0, 171, 5, 2]}) == ParsedPrompt([2, 0], None, [2, 0, 171, 5, 2], None, num_forced_tokens=1)
 
 
 def test_an_explicit_pair_of_a_text_and_tokens(bart: Parse, tokenize: Callable[[str], list[int]]) -> None:
