@@ -21,6 +21,7 @@ from engine.models.base import (
 )
 from engine.models.checkpoint import Checkpoint
 from engine.models.config import is_tied
+from engine.models.layers import Linear, linear
 
 POSITION_OFFSET = 2
 """Rows of the position table before that of position 0: a padding row and the one after it, never used."""
@@ -86,7 +87,7 @@ class BartDecoder(DecoderModel):
             for index in range(self.spec.num_layers)
         )
         self.layer_norm = nn.LayerNorm(hidden_size) if pre_norm else None
-        self.lm_head = None if tied else nn.Linear(hidden_size, vocab_size, bias=False)
+        self.lm_head = None if tied else Linear(hidden_size, vocab_size, bias=False)
         self.final_logits_bias = nn.Parameter(torch.empty(1, vocab_size))
 
     def embed(self, input_ids: Tensor) -> Tensor:
@@ -109,7 +110,7 @@ class BartDecoder(DecoderModel):
 
     def logits(self, hidden: Tensor) -> Tensor:
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return F.linear(hidden, head.weight).add_(self.final_logits_bias)
+        return linear(hidden, head.weight).add_(self.final_logits_bias)
 
     def project_cross(self, layer: int, encoder_output: Tensor) -> tuple[Tensor, Tensor]:
         key_value = self.layers[layer].get_submodule("cross_kv_proj")(encoder_output)
@@ -135,15 +136,15 @@ class BartLayer(nn.Module):
         self.heads = (spec.num_heads, spec.head_dim)
         size = spec.hidden_size
         self.self_attn_layer_norm = nn.LayerNorm(size)
-        self.qkv_proj = nn.Linear(size, 3 * size)
-        self.self_out_proj = nn.Linear(size, size)
+        self.qkv_proj = Linear(size, 3 * size)
+        self.self_out_proj = Linear(size, size)
         self.encoder_attn_layer_norm = nn.LayerNorm(size)
-        self.cross_q_proj = nn.Linear(size, size)
-        self.cross_kv_proj = nn.Linear(size, 2 * size)
-        self.cross_out_proj = nn.Linear(size, size)
+        self.cross_q_proj = Linear(size, size)
+        self.cross_kv_proj = Linear(size, 2 * size)
+        self.cross_out_proj = Linear(size, size)
         self.final_layer_norm = nn.LayerNorm(size)
-        self.fc1 = nn.Linear(size, ffn_dim)
-        self.fc2 = nn.Linear(ffn_dim, size)
+        self.fc1 = Linear(size, ffn_dim)
+        self.fc2 = Linear(ffn_dim, size)
 
     def forward(self, hidden: Tensor, attention: AttentionContext) -> Tensor:
         blocks = (

@@ -21,7 +21,7 @@ from engine.models.base import (
     SplicedRows,
 )
 from engine.models.checkpoint import Checkpoint
-from engine.models.layers import RMSNorm
+from engine.models.layers import Linear, RMSNorm, linear
 
 DECODER_LAYOUT = CheckpointLayout(
     prefixes={"decoder.": "", "shared.": "embed_tokens.", "lm_head.": "lm_head."},
@@ -88,7 +88,7 @@ class T5Decoder(DecoderModel):
             T5Layer(self.spec, config["d_ff"], projection, eps, index) for index in range(num_layers)
         )
         self.final_layer_norm = RMSNorm(hidden_size, eps)
-        self.lm_head = None if tied else nn.Linear(hidden_size, vocab_size, bias=False)
+        self.lm_head = None if tied else Linear(hidden_size, vocab_size, bias=False)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return F.embedding(input_ids, self.embed_tokens.weight)
@@ -108,7 +108,7 @@ class T5Decoder(DecoderModel):
 
     def logits(self, hidden: Tensor) -> Tensor:
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return F.linear(hidden, head.weight)
+        return linear(hidden, head.weight)
 
     def project_cross(self, layer: int, encoder_output: Tensor) -> tuple[Tensor, Tensor]:
         key_value = self.block[layer].get_submodule("cross_kv_proj")(encoder_output)
@@ -170,16 +170,16 @@ class T5Layer(nn.Module):
         is_gated, name = projection.startswith("gated-"), projection.removeprefix("gated-")
         self.act = activation("gelu_new" if projection == "gated-gelu" else name)  # what the name has always meant
         self.self_norm = RMSNorm(size, eps)
-        self.qkv_proj = nn.Linear(size, 3 * inner, bias=False)
-        self.self_out_proj = nn.Linear(inner, size, bias=False)
+        self.qkv_proj = Linear(size, 3 * inner, bias=False)
+        self.self_out_proj = Linear(inner, size, bias=False)
         self.cross_norm = RMSNorm(size, eps)
-        self.cross_q_proj = nn.Linear(size, inner, bias=False)
-        self.cross_kv_proj = nn.Linear(size, 2 * inner, bias=False)
-        self.cross_out_proj = nn.Linear(inner, size, bias=False)
+        self.cross_q_proj = Linear(size, inner, bias=False)
+        self.cross_kv_proj = Linear(size, 2 * inner, bias=False)
+        self.cross_out_proj = Linear(inner, size, bias=False)
         self.mlp_norm = RMSNorm(size, eps)
-        self.wi = None if is_gated else nn.Linear(size, ffn_dim, bias=False)
-        self.wi_gated = nn.Linear(size, 2 * ffn_dim, bias=False) if is_gated else None
-        self.wo = nn.Linear(ffn_dim, size, bias=False)
+        self.wi = None if is_gated else Linear(size, ffn_dim, bias=False)
+        self.wi_gated = Linear(size, 2 * ffn_dim, bias=False) if is_gated else None
+        self.wo = Linear(ffn_dim, size, bias=False)
 
     def forward(self, hidden: Tensor, attention: AttentionContext, bias: PositionBias) -> Tensor:
         num_tokens = len(hidden)
