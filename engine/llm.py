@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 
 from common.config import EngineConfig
@@ -36,6 +37,7 @@ from common.prompts import (
 )
 from common.sampling_params import SamplingParams
 from common.text import Detokenizer, TextProcessor
+from common.token_text import bad_words_ids
 from engine import processors
 from engine.decoder_engine import DecoderEngine
 from engine.encoder_engine import EncoderEngine
@@ -165,11 +167,18 @@ class LLM:
         prompts = [self._render(messages) for messages in conversations]
         return self._run(self._add_all(prompts, params))
 
-    def transcribe(self, audio: Any, *, language: str | None = None, prompt: str | None = None) -> RequestOutput:
-        """Speech to text with a Whisper model; a clip of at most one window (30 s)."""
+    def transcribe(
+        self, audio: Any, *, language: str | None = None, prompt: str | None = None, timestamps: bool = False
+    ) -> RequestOutput:
+        """Speech to text with a Whisper model; a clip of at most one window (30 s).
+
+        With `timestamps`, `token_ids` have a timestamp at both ends of each segment.
+        """
         from common import whisper_prompt
 
-        token_ids, rules = whisper_prompt.build(self.info, self.text, language=language, prompt=prompt)
+        token_ids, rules = whisper_prompt.build(
+            self.info, self.text, language=language, prompt=prompt, timestamps=timestamps
+        )
         params = SamplingParams(**{"temperature": 0.0, **rules})
         request_id = self.add({"prompt_token_ids": token_ids, "multi_modal_data": {"audio": audio}}, params)
         return self._run([request_id])[0]
@@ -225,6 +234,9 @@ class LLM:
         parsed, media = self._parse(prompt)
         token_ids = parsed.prompt_token_ids
         params = with_checkpoint_rules(self.info, params, parsed.num_forced_tokens)
+        if params.bad_words:
+            ids = bad_words_ids(self.text, params.bad_words)
+            params = msgspec.structs.replace(params, bad_words_ids=(*params.bad_words_ids, *ids))
         request_id = f"llm-{next(self._ids)}"
         if self.info.is_encoder_decoder:
             indices: list[int | None] = [None] * len(media)
@@ -318,7 +330,8 @@ class LLM:
         live.prompt_logprobs += event.prompt_logprobs
         sequence = live.sequences.get(event.index)
         if sequence is None:
-            sequence = live.sequences[event.index] = _LiveSequence(Detokenizer(self.text, live.sampling.stop))
+            stop, least = live.sampling.stop, live.sampling.min_tokens
+            sequence = live.sequences[event.index] = _LiveSequence(Detokenizer(self.text, stop, min_tokens=least))
         if sequence.output is None:
             self._grow(event, live, sequence)
         ended = sum(one.output is not None for one in live.sequences.values())

@@ -59,3 +59,21 @@ def test_pictures_are_counted_where_they_are_computed(llm: LLM) -> None:
     before = llm.decoder.stats()["encoder_computations"]
     llm.generate([with_picture(llm, (84, 56))], GREEDY)  # type: ignore[list-item]
     assert llm.decoder.stats()["encoder_computations"] == before + 1
+
+
+def test_bad_words_never_appear_and_stop_strings_wait_for_the_least_length(llm: LLM) -> None:
+    prompt = {"prompt_token_ids": [5, 6, 7]}
+    letters = [ord(letter) for letter in "abcdefgh"]
+
+    def text(**more: object) -> str:
+        params = SamplingParams(
+            **{"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, "allowed_token_ids": letters, **more}  # type: ignore[arg-type]
+        )
+        return llm.generate(prompt, params)[0].outputs[0].text  # type: ignore[arg-type]
+
+    free = text()
+    assert len(free) == 12
+    assert free[3] not in text(bad_words=(free[3],))
+    assert text(stop=(free[0],)) == ""
+    later = text(stop=(free[0],), min_tokens=6)
+    assert later == free or len(later) >= 6
