@@ -56,7 +56,7 @@ def compiled_kernels() -> Path:
     An image whose workers have no compiler can call this while it is built.
     """
     name = f"kernels-{hashlib.sha256(' '.join((SOURCE.read_text(), *FLAGS)).encode()).hexdigest()[:16]}.so"
-    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "triptych" / name
+    path = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "triptych" / name
     if path.exists():
         return path
     compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, _COMPILERS)), None)
