@@ -131,10 +131,11 @@ class Driver:
                 self.ends[event.request_id, event.index] = event
 
     def finish(self) -> Tokens:
-        """Step until nothing is left."""
+        """Step until nothing is left. Everything has been offered and sent: an engine that sees no work would hang."""
         for _ in range(MAX_STEPS):
             if self.engine.is_empty() and not self.engine.has_work():
                 return self.tokens
+            assert self.engine.has_work(), self.engine.stats()
             self.step()
         raise AssertionError(f"no end after {MAX_STEPS} steps: {self.engine.stats()}")
 

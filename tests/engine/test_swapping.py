@@ -2,20 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from common.config import EngineConfig
 from common.model_info import ModelInfo
-from engine.decoder_engine import DecoderEngine
 from engine.events import InputLost, RequestFailed
 from tests.engine.conftest import AUDIO_FRAMES
 from tests.engine.driving import Driver, Job, greedy, make_engine, run, sampled, text, text_tokens
-from tests.equality.runs import kv_bytes
 
 POLICIES = ("recompute", "swap", "auto")
 
@@ -181,71 +175,6 @@ def test_a_request_that_ends_on_the_host_leaves_nothing_there(tiny_llama: ModelI
     for index in (0, 2) if end == "stop one sequence" else ():
         assert driver.tokens["r", index] == expected["r", index]
     assert driver.count(RequestFailed) == 0
-
-
-@st.composite
-def random_jobs(draw: st.DrawFn) -> list[Job]:
-    """Requests of every kind; what they begin with repeats, so that some find blocks of others."""
-    jobs = []
-    for number in range(draw(st.integers(1, 5))):
-        length, limit = draw(st.integers(1, 22)), draw(st.integers(1, 12))
-        kind, width = draw(st.sampled_from(["greedy", "sampled", "beams"])), draw(st.integers(2, 4))
-        if kind == "beams":
-            params = greedy(limit, n=draw(st.integers(1, width)), beam_width=width, length_penalty=0.7)
-        elif kind == "sampled":
-            params = sampled(limit, seed=number, n=width - 1)
-        else:
-            params = greedy(limit)
-        begin = text_tokens(draw(st.integers(0, 1)), length)
-        jobs.append(Job(f"j{number}", begin, params, priority=draw(st.integers(0, 1))))
-    return jobs
-
-
-@given(
-    jobs=random_jobs(),
-    num_blocks=st.integers(14, 30),
-    block_size=st.integers(2, 5),
-    policy=st.sampled_from(POLICIES),
-    budget=st.integers(4, 20),
-    prefix_caching=st.booleans(),
-    host_blocks=st.sampled_from([5, 40]),
-)
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-def test_any_mix_through_any_pool_gives_the_tokens_of_each_request_alone(
-    tiny_llama: ModelInfo,
-    jobs: list[Job],
-    num_blocks: int,
-    block_size: int,
-    policy: str,
-    budget: int,
-    *,
-    prefix_caching: bool,
-    host_blocks: int,
-) -> None:
-    """A request that outgrows the pool may end early, or be refused; what it has said by then is the same."""
-    expected = run(make_engine(tiny_llama, prefix_caching=False), jobs, watch=False)
-    options: dict[str, Any] = {"preemption": policy, "max_num_batched_tokens": budget, "max_num_seqs": 4}
-    options |= {"prefix_caching": prefix_caching, "kv_cache_bytes": kv_bytes(tiny_llama, num_blocks, block_size)}
-    options["swap_bytes"] = host_blocks * kv_bytes(tiny_llama, 1, block_size)
-    driver = run(DecoderEngine(tiny_llama, EngineConfig(block_size=block_size, **options)), jobs)
-    assert not expected.failures
-    for key, tokens in expected.tokens.items():
-        if key[0] in driver.failures:
-            assert driver.failures[key[0]].error.code == "context_length_exceeded"
-        elif driver.jobs[key[0]].params.uses_beams and needs_much(driver, key[0]):
-            continue  # the search is shorter: a length that the pool can hold
-        else:
-            got = driver.tokens[key]
-            assert got == tokens or (driver.ends[key].finish_reason == "length" and got == tokens[: len(got)])
-            assert got == tokens or needs_much(driver, key[0])
-
-
-def needs_much(driver: Driver, name: str) -> bool:
-    """Whether a request at its full length could need the whole pool, its sequences sharing no more than the prompt."""
-    job, blocks = driver.jobs[name], driver.engine.blocks
-    shared = len(job.token_ids) // blocks.block_size
-    own = blocks.blocks_for(len(job.token_ids) + job.params.max_tokens) - shared
-    return shared + own * job.params.num_sequences > blocks.pool.num_usable
 
 
 def test_a_request_that_needs_the_whole_pool_comes_back_from_the_host(tiny_llama: ModelInfo) -> None:
