@@ -56,7 +56,7 @@ def compiled_kernels() -> Path:
     An image whose workers have no compiler can call this while it is built.
     """
     name = f"kernels-{hashlib.sha256(' '.join((SOURCE.read_text(), *FLAGS)).encode()).hexdigest()[:16]}.so"
-    path = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "triptych" / name
+    path = _cache_folder() / name
     if path.exists():
         return path
     compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, _COMPILERS)), None)
@@ -71,6 +71,14 @@ def compiled_kernels() -> Path:
         path = Path(tempfile.mkdtemp(prefix="triptych-")) / name
         _compile(compiler, path)
     return path
+
+
+def _cache_folder() -> Path:
+    """The user's; a new one for this process where there is no home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "triptych"
+    except RuntimeError:
+        return Path(tempfile.mkdtemp(prefix="triptych-"))
 
 
 def _compile(compiler: str, path: Path) -> None:

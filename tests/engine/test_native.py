@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -138,6 +139,20 @@ def test_without_a_compiler_pytorch_serves_both_phases(tmp_path: Path, monkeypat
         assert choose_backend(torch.device("cpu")).name == "torch"
     finally:
         build.load_kernels.cache_clear()
+
+
+def test_without_a_home_the_kernels_are_compiled_into_a_folder_of_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    path = build.compiled_kernels()
+    assert path.is_relative_to(tmp_path)
+    assert path.exists()
 
 
 def test_a_compiler_that_fails_is_named_with_its_first_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
