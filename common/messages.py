@@ -131,9 +131,9 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
 
     `offset` is the number of tokens of the sequence sent before these, so that a repeated message is recognised.
     Each tells the prompt's true length and how much of it was found in the prefix cache; the request's last one has
-    `done` and carries the spans. `logprobs` has one entry per token where they were asked for; `prompt_logprobs` comes once,
-    with the first message, None for the prompt's first token and for tokens of media. Beams come as a whole at the
-    end, best first, with `score`.
+    `done` and carries the spans. `logprobs` has one entry per token where they were asked for; `prompt_logprobs` comes
+    once, with the first message, None for the prompt's first token and for tokens of media. Beams come as a whole at
+    the end, best first, with `score`.
     """
 
     request_id: Id
