@@ -146,11 +146,11 @@ def test_beams_of_a_text_model(
 
 
 def test_the_beams_are_worth_comparing(llama: Path, llama_reference: Reference) -> None:
-    """Some end early, some at the limit, and they are not what greedy search finds."""
+    """They end early and late, and are not what greedy search finds."""
     found = [search_text(llama_reference, prompt, SEARCHES[1]) for prompt in llama_prompts()]
     lengths = {len(tokens) for one in found for tokens in one.sequences}
     assert len(lengths) > 3
-    assert MAX_TOKENS in {len(tokens) for one in found for tokens in one.sequences} or max(lengths) > 5
+    assert max(lengths) > MAX_TOKENS // 2
     greedy = LLM(llama).generate(llama_prompts(), SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS))
     assert any(one.outputs[0].token_ids != beams.sequences[0] for one, beams in zip(greedy, found, strict=True))
 
