@@ -7,6 +7,7 @@ from redis.asyncio import Redis
 
 from broker.registry import RECORD_TTL_S, Registry, incompatibility
 from common.errors import TriptychError
+from common.messages import PROTOCOL_VERSION
 from tests.broker.conftest import make_record
 
 
@@ -72,5 +73,5 @@ def test_incompatible_instances_are_named_with_what_differs() -> None:
     why = incompatibility(one, other)
     assert why is not None
     assert all(word in why for word in ("e0", "d0", "f00d", "beef"))
-    assert "protocol" in str(incompatibility(one, make_record("d0", protocol=2)))
+    assert "protocol" in str(incompatibility(one, make_record("d0", protocol=PROTOCOL_VERSION + 1)))
     assert "bfloat16" in str(incompatibility(one, make_record("d0", dtype="bfloat16")))
