@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Final, Literal
 
 import msgspec
@@ -15,6 +14,8 @@ MAX_LOGPROBS: Final = 20
 """Likeliest tokens reported at one position, as in OpenAI's API."""
 MAX_SEQUENCES: Final = 128
 """Sequences of one request."""
+MAX_LENGTH_PENALTY: Final = 5.0
+"""Larger powers of a long output's length overflow single precision."""
 
 
 class Grammar(msgspec.Struct, frozen=True):
@@ -117,7 +118,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ("n", 1 <= self.n <= MAX_SEQUENCES, f"must be between 1 and {MAX_SEQUENCES}"),
             ("beam_width", 1 <= self.beam_width <= MAX_SEQUENCES, f"must be between 1 and {MAX_SEQUENCES}"),
             ("n", not self.uses_beams or self.n <= self.beam_width, "must be at most beam_width"),
-            ("length_penalty", math.isfinite(self.length_penalty), "must be a number"),
+            (
+                "length_penalty",
+                abs(self.length_penalty) <= MAX_LENGTH_PENALTY,
+                f"must be between {-MAX_LENGTH_PENALTY:g} and {MAX_LENGTH_PENALTY:g}",
+            ),
             ("max_tokens", self.max_tokens >= 1, "must be at least 1"),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"must be 0 to max_tokens={self.max_tokens}"),
             ("temperature", 0.0 <= self.temperature <= 2.0, "must be between 0 and 2"),

@@ -25,6 +25,10 @@ from engine.sampling.sampler import Sampler
 
 _PROMPT_ROWS = 256
 """Prompt tokens whose logits are held at once."""
+_NO_HYPOTHESIS = ErrorInfo(
+    "invalid_request",
+    "no beam could end: its rules for tokens contradict each other (relax them), or length_penalty is too low",
+)
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,8 @@ class Generation:
             return GenerationFailed(request, errors[0])
         beams = search.advance(log_probs, [sequence.output_token_ids for sequence in sequences])
         if beams is None:
-            return BeamsEnded(request, search.best())
+            hypotheses = search.best()
+            return BeamsEnded(request, hypotheses) if hypotheses else GenerationFailed(request, _NO_HYPOTHESIS)
         request.forked = True
         continued: set[int] = set()
         next_sequences = []

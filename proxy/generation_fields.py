@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from common.errors import TriptychError
-from common.sampling_params import MAX_LOGPROBS, MAX_SEQUENCES, SamplingParams
+from common.sampling_params import MAX_LENGTH_PENALTY, MAX_LOGPROBS, MAX_SEQUENCES, SamplingParams
 from common.text import TextProcessor
 from common.token_text import bad_words_ids
 from proxy.generation import Usage
@@ -105,7 +105,7 @@ class GenerationRequest(StructuredFields):
     ignore_eos: bool | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     use_beam_search: bool | None = None
-    length_penalty: float | None = Field(None, ge=-100, le=100)
+    length_penalty: float | None = Field(None, ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)
     early_stopping: bool | None = None
     priority: Int32 | None = None
     skip_special_tokens: bool | None = None

@@ -63,7 +63,8 @@ class BeamSearch:
         width = self.sampling.beam_width
         log_probs = log_probs.float().cpu().expand(width, -1)
         outputs = outputs if len(outputs) == width else [outputs[0]] * width
-        scores, indices = torch.topk((log_probs + self._scores[:, None]).view(-1), self._num_candidates)
+        everything = (log_probs + self._scores[:, None]).view(-1)
+        scores, indices = torch.topk(everything, min(self._num_candidates, len(everything)))
         vocab_size = log_probs.shape[1]
         beams = [Beam(index // vocab_size, index % vocab_size) for index in indices.tolist()]
         at_limit = len(outputs[0]) + 1 >= self.max_tokens
@@ -108,6 +109,6 @@ class BeamSearch:
         return all(tokens is not None for tokens in self._ended)
 
     def best(self) -> list[Hypothesis]:
-        """The ended sequences, best first, `n` at most."""
+        """The ended sequences, best first, `n` at most; none where the rules left no token that could come next."""
         pairs = zip(self._ended, self._ended_scores.tolist(), strict=True)
         return [Hypothesis(tokens, score) for tokens, score in pairs if tokens is not None][: self.sampling.n]
