@@ -313,6 +313,7 @@ class DecoderEngine:
 
     def _take_prompt_logprobs(self, request: Request) -> list[TokenLogprob | None]:
         found, request.prompt_logprobs = request.prompt_logprobs, []
+        request.prompt_logprobs_told = request.prompt_logprobs_told or bool(found)
         return found
 
     def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:

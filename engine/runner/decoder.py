@@ -129,7 +129,8 @@ class DecoderRunner:
     @torch.inference_mode()
     def run(self, step: ScheduledStep, blocks: BlockManager, cache: EncoderCacheManager) -> StepOutput:
         """Run one step; returns logits of every sequence whose last known token was computed."""
-        for request in step.admitted:
+        # Not the admitted ones alone: beams that begin again wait a step, which may be one without any tokens.
+        for request in dict.fromkeys(sequence.request for sequence in step.sequences):
             if blocks.needs_writing(request.request_id):
                 self._write_cross(request, blocks, cache)
                 blocks.mark_written(request.request_id)
@@ -255,7 +256,8 @@ class DecoderRunner:
             request = sequence.request
             if request.is_prompt_known and inputs.seq_lens[index] == len(sequence.token_ids):
                 finished.append(index)
-            if request.sampling.prompt_logprobs is not None and sequence.num_computed_tokens < len(request.prompt):
+            wanted = request.sampling.prompt_logprobs is not None and not request.prompt_logprobs_told
+            if wanted and sequence.num_computed_tokens < len(request.prompt):
                 start, end = inputs.query_start_loc[index : index + 2].tolist()
                 prompt_rows.append(PromptRows(sequence, sequence.num_computed_tokens, hidden[start:end]))
         rows = torch.from_numpy(inputs.query_start_loc[1:][finished] - 1).to(self.device)

@@ -24,8 +24,7 @@ from engine.scheduler.intake import InputIntake
 class ScheduledStep:
     """The batch of one step. `num_tokens[i]` tokens of `sequences[i]`; sequences with one token come first.
 
-    `admitted` are the requests that begin (again) in this step: those with cross-attention may have keys and values
-    to be written.
+    `admitted` are the requests that begin (again) in this step.
     """
 
     sequences: list[Sequence] = field(default_factory=list)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -179,3 +180,37 @@ def test_resumed_sequences_that_cannot_run_here_are_refused(
     driver = run(make_engine(tiny_llama, num_blocks, max_model_len=max_model_len), [job])
     assert driver.failures["r"].error.code == "context_length_exceeded"
     assert driver.count(RequestFailed) == 1
+
+
+@pytest.mark.parametrize("length", [3, 8, 9])
+def test_the_log_probabilities_of_a_prompt_are_told_once_even_if_it_is_computed_again(
+    tiny_llama: ModelInfo, length: int
+) -> None:
+    engine = make_engine(tiny_llama, preemption="recompute")
+    driver = Driver(engine)
+    driver.add(text("r", length, sampled(8, n=2, prompt_logprobs=1)))
+    while len(driver.tokens) < 2:
+        driver.step()
+    engine.scheduler.preempt(engine.scheduler.running[0])
+    driver.finish()
+    told = [event.prompt_logprobs for event in driver.events if isinstance(event, TokensReady)]
+    assert [len(logprobs) for logprobs in told if logprobs] == [length]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"allowed_token_ids": (7,), "bad_words_ids": ((7,),)}, {"length_penalty": -5.0, "max_tokens": 80}],
+    ids=str,
+)
+def test_beams_none_of_which_can_end_fail_and_leave_nothing_behind(
+    tiny_llama: ModelInfo, fields: dict[str, Any]
+) -> None:
+    driver = run(make_engine(tiny_llama), [text("r", 5, greedy(**{"beam_width": 2, **fields}))])
+    assert "no beam could end" in driver.failures["r"].error.message
+
+
+def test_beams_may_end_with_every_token(tiny_llama: ModelInfo) -> None:
+    engine = make_engine(tiny_llama)
+    ends = tuple(range(engine.runner.spec.vocab_size))
+    driver = run(engine, [text("r", 5, greedy(n=2, beam_width=2, stop_token_ids=ends))])
+    assert [len(tokens) for tokens in driver.tokens.values()] == [1, 1]
