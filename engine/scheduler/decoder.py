@@ -139,8 +139,10 @@ class DecoderScheduler:
         shared = len(request.prompt) // self.blocks.block_size
         num_shared_tokens = shared * self.blocks.block_size
         siblings = [one for one in request.sequences if self.blocks.has_table(one.sequence_id)]
-        if not siblings:
-            self.blocks.allocate(sequence.sequence_id, 0)
+        if not siblings:  # the one that had the prompt has ended: this one computes it, with the inputs it needs again
+            if not request.cross_attention:
+                self.intake.rewind(request)
+            self._begin(request, 0)
             return
         parent = next((one for one in siblings if one.num_computed_tokens >= num_shared_tokens), None)
         if parent is not None:
@@ -177,7 +179,7 @@ class DecoderScheduler:
     def _begin(self, request: Request, wanted: int) -> None:
         """Give the first sequence its table, with what the prefix cache has of it and room for the first chunk."""
         first, prefix = request.sequences[0], self.coverage.prefix(request)
-        if request.num_encoder_tokens:
+        if request.num_encoder_tokens and not self.blocks.get_cross_block_table(request.request_id):
             self.blocks.allocate_cross(request.request_id, request.num_encoder_tokens, request.encoder_content)
         num_tokens = len(prefix) * self.blocks.block_size + wanted
         num_cached = self.blocks.allocate(first.sequence_id, num_tokens, prefix)

@@ -214,3 +214,23 @@ def test_beams_may_end_with_every_token(tiny_llama: ModelInfo) -> None:
     ends = tuple(range(engine.runner.spec.vocab_size))
     driver = run(engine, [text("r", 5, greedy(n=2, beam_width=2, stop_token_ids=ends))])
     assert [len(tokens) for tokens in driver.tokens.values()] == [1, 1]
+
+
+@pytest.mark.parametrize("num_cached_after", [0, 8])
+def test_a_sequence_whose_sibling_had_the_prompt_from_the_cache_and_ends_goes_on(
+    tiny_vision: ModelInfo, num_cached_after: int
+) -> None:
+    """The picture is found in the prefix cache, the first sequence ends with its next token, and the second one has
+    no blocks yet: it has to begin for itself."""
+    placeholder = tiny_vision.placeholder_token_id
+    assert placeholder is not None
+    head, rest = text_tokens(1, 4), text_tokens(3, 30)
+    ended, going = Resumed(0, [7] * 5), Resumed(1, [9])
+    job = Job("b", [*head, placeholder, *rest], greedy(6, n=2), [("picture", 8)], resumed=[ended, going])
+    expected = run(make_engine(tiny_vision, prefix_caching=False), [replace(job, resumed=[going])]).tokens["b", 1]
+    engine = make_engine(tiny_vision)
+    driver = run(engine, [Job("a", [*head, placeholder, *rest[:num_cached_after]], greedy(2), [("picture", 8)])])
+    engine.cache.reserve("other", engine.cache.capacity_bytes, ("other", 0))  # the encoder's output is gone
+    engine.cache.release("other", ("other", 0))
+    driver.add(job)
+    assert driver.finish()["b", 1] == expected
