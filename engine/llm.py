@@ -248,8 +248,12 @@ class LLM:
         ]
         self._live[request_id] = _Live(parsed, media, params)
         self.decoder.add_request(request_id, token_ids, slots, params, priority)
-        for slot in slots:
-            self._offer(request_id, slot.input_id)
+        try:
+            for slot in slots:
+                self._offer(request_id, slot.input_id)
+        except BaseException:
+            self.abort(request_id)
+            raise
         return request_id
 
     def abort(self, request_id: str) -> None:

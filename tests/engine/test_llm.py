@@ -55,6 +55,13 @@ def test_a_batch_with_a_bad_prompt_leaves_nothing_behind(llm: LLM) -> None:
     assert llm.decoder.is_empty()
 
 
+def test_a_damaged_picture_leaves_nothing_behind(llm: LLM) -> None:
+    damaged = {**with_picture(llm, (56, 56)), "multi_modal_data": {"image": b"no picture"}}
+    with pytest.raises(TriptychError, match="not in one of the formats"):
+        llm.generate([with_picture(llm, (56, 56)), damaged], GREEDY)  # type: ignore[list-item]
+    assert llm.decoder.is_empty()
+
+
 def test_pictures_are_counted_where_they_are_computed(llm: LLM) -> None:
     before = llm.decoder.stats()["encoder_computations"]
     llm.generate([with_picture(llm, (84, 56))], GREEDY)  # type: ignore[list-item]
