@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from common import openmp
 from common.errors import TriptychError
 
 if TYPE_CHECKING:
@@ -40,8 +41,7 @@ def load_settings(flags: Flags) -> Settings:
 def child_environment(settings: Settings, threads: int) -> dict[str, str]:
     """The environment of a child process: exactly these settings, whatever the parent's environment or file says.
 
-    `threads` is the CPU share of its numeric libraries. Idle OpenMP threads sleep: spinning ones starve the
-    neighbours on shared cores.
+    `threads` is the CPU share of its numeric libraries.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
     values = settings.model_dump(mode="json", exclude_none=True)
@@ -50,7 +50,7 @@ def child_environment(settings: Settings, threads: int) -> dict[str, str]:
     environment.update({f"{ENV_PREFIX}ENGINE__{name.upper()}": _text(value) for name, value in engine.items()})
     environment[ENV_PREFIX + "CONFIG"] = os.devnull
     environment["OMP_NUM_THREADS"] = str(threads)
-    environment["OMP_WAIT_POLICY"] = "PASSIVE"
+    openmp.set_defaults(environment)
     environment["TOKENIZERS_PARALLELISM"] = "false"
     return environment
 

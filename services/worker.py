@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from common import openmp
 from common.config import Settings
 from common.errors import TriptychError
 from common.messages import Role
@@ -60,7 +61,7 @@ def _service_of(role: Role) -> Callable[[Links], RoleService]:
 
 def _limit_threads(num_threads: int | None) -> None:
     """Tell OpenMP before torch loads it: waiting threads of several workers must not spin on shared cores."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    openmp.set_defaults(os.environ)
     if num_threads is not None:
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
             os.environ[name] = str(num_threads)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from common import openmp
 from common.errors import TriptychError
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def bench(
 
         python -m launch.bench --write docs/benchmarks.md
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: idle threads must not spin beside workers
+    openmp.set_defaults(os.environ)
     from launch.bench import report
     from launch.bench.measure import Schedule
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from common import openmp
+
 if TYPE_CHECKING:
     from engine.llm import LLM, RequestOutput
 
@@ -22,7 +24,7 @@ NUM_TOKENS = 64
 
 def compare(model: Annotated[str, typer.Argument(help="Folder of a text model.")]) -> None:
     """Print agreement of greedy tokens, and mean and largest error of log-probabilities."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    openmp.set_defaults(os.environ)
     from engine.llm import LLM
     from launch.bench.workloads import make_workload
 

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from common import openmp
+
 if TYPE_CHECKING:
     from common.config import EngineConfig
     from common.model_info import ModelInfo
@@ -36,7 +38,7 @@ def main(
     attention_backend: Annotated[str, typer.Option(help="auto, or torch to leave out our own kernels.")] = "auto",
 ) -> None:
     """Print both tables as markdown."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    openmp.set_defaults(os.environ)
     from common.config import EngineConfig
     from common.model_info import load_model_info
 

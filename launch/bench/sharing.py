@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from common import openmp
+
 if TYPE_CHECKING:
     from engine.llm import LLM
 
@@ -33,7 +35,7 @@ def compare(
     repetitions: Annotated[int, typer.Option(min=1)] = 3,
 ) -> None:
     """Print time and memory of equal and of different clips."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    openmp.set_defaults(os.environ)
     from engine.llm import LLM
     from launch.bench.workloads import make_workload
 
