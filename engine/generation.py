@@ -195,11 +195,14 @@ class Generation:
         end = min(rows.first + len(rows.hidden) + 1, len(request.prompt))
         while len(known) < end:  # some may be known from before a preemption
             first = len(known)
-            tokens = request.prompt[first : min(first + _PROMPT_ROWS, end)]
+            positions = range(first, min(first + _PROMPT_ROWS, end))
+            media = [_is_media(request, position) for position in positions]
+            # The placeholder of media may have an id for which the model has no logit.
+            tokens = [0 if media[i] else request.prompt[position] for i, position in enumerate(positions)]
             offset = first - 1 - rows.first  # the logits for a token are those of the one before it
             logits = self._runner.logits(rows.hidden[offset : offset + len(tokens)])
             found = self._sampler.prompt_logprobs(logits, tokens, count)
-            known += [None if _is_media(request, position) else one for position, one in enumerate(found, start=first)]
+            known += [None if is_media else one for is_media, one in zip(media, found, strict=True)]
 
 
 def _is_media(request: Request, position: int) -> bool:

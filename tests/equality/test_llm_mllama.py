@@ -90,3 +90,10 @@ def test_prompt_log_probabilities_leave_pictures_out(folder: Path, cases: list[C
     [output] = LLM(folder).generate(prompt, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1))
     assert output.prompt_logprobs is not None
     assert [one is None for one in output.prompt_logprobs] == [True, False, False]
+
+
+def test_prompt_logprobs_leave_out_pictures_which_have_no_logit(folder: Path) -> None:
+    prompt = {"prompt_token_ids": [65, IMAGE_TOKEN, 66], "multi_modal_data": {"image": png(picture(1))}}
+    llm = LLM(folder)
+    [output] = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=0))  # type: ignore[arg-type]
+    assert [None if one is None else one.token_id for one in output.prompt_logprobs] == [None, None, 66]
