@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,7 +129,8 @@ class LLM:
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         self.info = load_model_info(str(model))
-        self.config = EngineConfig(**options)
+        # Whoever hands over a batch waits for all of it: nothing is overloaded by its size.
+        self.config = EngineConfig(**{"max_waiting": sys.maxsize, **options})
         self.text = TextProcessor(self.info)
         # The encoder first: the decoder's pools take what is left. And in one process nobody gets lost: grants do not
         # run out, however slow the encoder is.

@@ -65,6 +65,10 @@ class DecoderScheduler:
         self.counters = {"preemptions": 0, "preemptions_by_swap": 0}
 
     def add(self, request: Request) -> None:
+        """Put a request into the line, behind those that come before it."""
+        if not self.waiting or self.waiting[-1].order < request.order:  # as usual; a batch may have thousands
+            self.waiting.append(request)
+            return
         position = next((i for i, other in enumerate(self.waiting) if other.order > request.order), len(self.waiting))
         self.waiting.insert(position, request)
 

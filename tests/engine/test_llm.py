@@ -84,3 +84,12 @@ def test_bad_words_never_appear_and_stop_strings_wait_for_the_least_length(llm: 
     assert text(stop=(free[0],)) == ""
     later = text(stop=(free[0],), min_tokens=6)
     assert later == free or len(later) >= 6
+
+
+def test_a_batch_may_be_larger_than_a_server_would_let_wait(llm: LLM) -> None:
+    ids = [llm.add({"prompt_token_ids": [5, 6, 7]}, GREEDY) for _ in range(5000)]
+    llm.step()
+    assert llm.decoder.stats()["requests_failed_total"] == 0
+    for request_id in ids:
+        llm.abort(request_id)
+    assert llm.decoder.is_empty()
