@@ -44,6 +44,8 @@ def payload_fault(message: TensorHeader | Offer, num_bytes: int) -> str | None:
     item_bytes = ITEM_BYTES.get(message.dtype)
     if item_bytes is None:
         return f"dtype {message.dtype!r} is none of {', '.join(ITEM_BYTES)}"
+    if min(message.shape, default=0) < 0:
+        return f"shape {message.shape} has a negative size"
     expected = math.prod(message.shape) * item_bytes
     if not expected == message.size_bytes == num_bytes:
         shape = f"shape {message.shape} of {message.dtype} is {expected} bytes"
