@@ -254,7 +254,7 @@ class DecoderEngine:
 
     def _emit_token(self, new: NewToken) -> None:
         sequence, request = new.sequence, new.sequence.request
-        self._count_token(request, is_first=sequence.num_output_tokens == 1)
+        self._count_tokens(request, 1)
         offset, reason = sequence.num_output_tokens - 1, self._finish_reason(sequence, new.token_id)
         if reason is not None:
             self._drop(sequence)
@@ -281,7 +281,7 @@ class DecoderEngine:
         """All hypotheses of a beam search at once: nothing of one is certain before its end."""
         request = ended.request
         for index, one in enumerate(ended.hypotheses):
-            self._count_token(request, is_first=index == 0, count=len(one.token_ids))
+            self._count_tokens(request, len(one.token_ids))
             ends = (*self.info.eos_token_ids, *request.sampling.stop_token_ids)
             event = TokensReady(
                 request.request_id,
@@ -302,9 +302,9 @@ class DecoderEngine:
             self._end(request)
         self.intake.events.append(event)
 
-    def _count_token(self, request: Request, *, is_first: bool, count: int = 1) -> None:
+    def _count_tokens(self, request: Request, count: int) -> None:
         self.counters["generated_tokens"] += count
-        if is_first and not request.has_output:
+        if not request.has_output:
             request.has_output = True
             request.recorder.end("inputs")
             request.recorder.end("prefill")

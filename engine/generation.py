@@ -7,7 +7,8 @@ logits of a prompt's last token ──┬── one sequence          -> sample
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -17,11 +18,14 @@ from torch import Tensor
 
 from common.errors import ErrorInfo
 from common.messages import TokenLogprob
+from common.telemetry import get_logger
 from engine.cache.block_manager import BlockManager
 from engine.request import Request, Sequence
 from engine.runner.decoder import DecoderRunner, PromptRows, StepOutput
 from engine.sampling.beam import BeamSearch, Hypothesis
 from engine.sampling.sampler import Sampler
+
+log = get_logger()
 
 _PROMPT_ROWS = 256
 """Prompt tokens whose logits are held at once."""
@@ -85,8 +89,10 @@ class Generation:
     @torch.inference_mode()
     def advance(self, output: StepOutput) -> list[Result]:
         """Give every sequence of a step's output its next token."""
+        results: list[Result] = []
         for rows in output.prompt_rows:
-            self._add_prompt_logprobs(rows)
+            with self._containing(rows.sequence.request, results):
+                self._add_prompt_logprobs(rows)
         sampled: list[Sequence] = []
         sampled_rows: list[int] = []
         beams: dict[Request, list[int]] = {}
@@ -98,16 +104,26 @@ class Generation:
             family = self._fork_all(sequence) if not request.forked else [sequence]
             sampled += family
             sampled_rows += [row] * len(family)
-        results: list[Result] = []
         for request, rows_of_request in beams.items():
             sequences = [output.sequences[row] for row in rows_of_request]
-            ended = self._advance_beams(request, sequences, output.logits[rows_of_request])
-            results += [] if ended is None else [ended]
+            with self._containing(request, results):
+                ended = self._advance_beams(request, sequences, output.logits[rows_of_request])
+                results += [] if ended is None else [ended]
         if sampled:
             everyone = len(sampled) == len(output.logits) and sampled_rows == list(range(len(sampled)))
             logits = output.logits if everyone else output.logits[sampled_rows]
             results += self._sample(logits, sampled)
         return results
+
+    @contextlib.contextmanager
+    def _containing(self, request: Request, results: list[Result]) -> Iterator[None]:
+        """What goes wrong within is the end of one request, not of all that share its step."""
+        try:
+            yield
+        except Exception as error:  # whatever it is, the others have nothing to do with it
+            log.exception("a request failed while its tokens were chosen", request=request.request_id)
+            message = f"the engine failed on this request: {error or type(error).__name__}"
+            results.append(GenerationFailed(request, ErrorInfo("internal_error", message)))
 
     def _sample(self, logits: Tensor, sequences: list[Sequence]) -> list[Result]:
         chosen = self._sampler.sample(logits, sequences)

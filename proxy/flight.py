@@ -20,6 +20,9 @@ from proxy.workers import WorkerPool
 
 log = get_logger()
 
+MAX_MOVES = 3
+"""Decoders that one request may outlive."""
+
 
 class Flight:
     """Runs one job. Messages come in by `post`, tokens go out by `batches`.
@@ -38,6 +41,7 @@ class Flight:
         self._deadline_s = deadline_s
         self._items = ItemSender(job, pool, metrics, handoff_timeout_s)
         self._events: asyncio.Queue[tuple[Worker, FromWorker | None]] = asyncio.Queue()
+        self._moves = 0
         self._decoder: Worker | None = None
         self._progress = Progress(job.sampling)
         self._stopped: set[int] = set()
@@ -127,6 +131,9 @@ class Flight:
     async def _continue_elsewhere(self) -> list[Tokens]:
         """Go on with another decoder where the lost one stopped. Returns what is known to be complete without one."""
         lost = self._forget_decoder()
+        self._moves += 1
+        if self._moves > MAX_MOVES:  # or a request that no decoder survives would take them all down in turn
+            raise TriptychError("unavailable", f"{self._moves} decoders were lost with this request; it is given up")
         complete = self._progress.close()
         if not self._progress.rest(self._job.enough):
             self._progress.done = True

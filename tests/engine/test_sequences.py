@@ -234,3 +234,23 @@ def test_a_sequence_whose_sibling_had_the_prompt_from_the_cache_and_ends_goes_on
     engine.cache.release("other", ("other", 0))
     driver.add(job)
     assert driver.finish()["b", 1] == expected
+
+
+def test_what_breaks_over_one_request_does_not_reach_the_others(
+    tiny_llama: ModelInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    neighbour = text("neighbour", 5, greedy(8))
+    alone = run(make_engine(tiny_llama), [neighbour]).tokens
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("beams")
+
+    monkeypatch.setattr("engine.sampling.beam.BeamSearch.advance", broken)
+    driver = Driver(make_engine(tiny_llama))
+    driver.add(neighbour)
+    driver.engine.add_request("beams", text_tokens(1, 6), [], greedy(8, beam_width=2))
+    while not driver.engine.is_empty():
+        driver.step()
+    failed = [event for event in driver.events if isinstance(event, RequestFailed)]
+    assert [(event.request_id, event.error.code) for event in failed] == [("beams", "internal_error")]
+    assert {key: tokens for key, tokens in driver.tokens.items() if key[0] == "neighbour"} == alone

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+import openai
+import pytest
+
 from common.messages import Encode, Generate, Resumed, Tokens
 from tests.proxy.conftest import eventually
 from tests.proxy.media import image_part, picture
@@ -132,3 +135,19 @@ async def test_two_losses_in_a_row_repeat_nothing(serve):
             await at[0].die()
         assert (await task)[0] == {0: ANSWERS[0], 1: ANSWERS[1]}
         rig.assert_clean()
+
+
+async def test_a_request_that_no_decoder_survives_is_given_up(serve):
+    """Each of five decoders dies of it: the fifth is never asked, and the client is told."""
+    async with serve(decoders=5) as rig:
+        for decoder in rig.cluster.decoders:
+            decoder.answer, decoder.pause_after = (lambda message: ANSWERS), 0
+        task = asyncio.create_task(rig.chat("say", n=2))
+        for _ in range(4):
+            await eventually(lambda: any(d.alive and d.of(Generate) for d in rig.cluster.decoders))
+            await next(d for d in rig.cluster.decoders if d.alive and d.of(Generate)).die()
+        with pytest.raises(openai.APIStatusError) as caught:
+            await task
+        assert caught.value.status_code == 503
+        assert "4 decoders were lost" in caught.value.message
+        assert sum(bool(d.of(Generate)) for d in rig.cluster.decoders) == 4
