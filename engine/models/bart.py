@@ -18,6 +18,8 @@ from engine.models.base import (
     Sources,
     SplicedRows,
     Zeros,
+    fused_sources,
+    split_key_value,
 )
 from engine.models.checkpoint import Checkpoint
 from engine.models.config import is_tied
@@ -37,13 +39,14 @@ DECODER_LAYOUT = CheckpointLayout(
     },
     ignored=("decoder.version",),  # written by the first converters
 )
-_CHECKPOINT_PARTS = {
+CHECKPOINT_PARTS = {
     "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "self_out_proj": ("self_attn.out_proj",),
     "cross_q_proj": ("encoder_attn.q_proj",),
     "cross_kv_proj": ("encoder_attn.k_proj", "encoder_attn.v_proj"),
     "cross_out_proj": ("encoder_attn.out_proj",),
 }
+"""The checkpoint's names of attention layers; Whisper's are the same."""
 
 
 def build(info: ModelInfo) -> BartDecoder:
@@ -113,15 +116,11 @@ class BartDecoder(DecoderModel):
         return linear(hidden, head.weight).add_(self.final_logits_bias)
 
     def project_cross(self, layer: int, encoder_output: Tensor) -> tuple[Tensor, Tensor]:
-        key_value = self.layers[layer].get_submodule("cross_kv_proj")(encoder_output)
-        key, value = key_value.view(len(encoder_output), 2, self.spec.num_kv_heads, self.spec.head_dim).unbind(1)
-        return key, value
+        projected = self.layers[layer].get_submodule("cross_kv_proj")(encoder_output)
+        return split_key_value(projected, self.spec)
 
     def sources(self) -> Sources:
-        sources: Sources = {}
-        for name, _ in self.named_parameters():
-            leaf = name.split(".")[-2] if "." in name else name
-            sources[name] = tuple(name.replace(leaf, part) for part in _CHECKPOINT_PARTS.get(leaf, (leaf,)))
+        sources = fused_sources(self, CHECKPOINT_PARTS)
         if not self._has_logits_bias:
             sources["final_logits_bias"] = (Zeros(1),)
         return sources

@@ -137,6 +137,22 @@ Sources = dict[str, tuple[str | Zeros, ...]]
 """For each parameter, the checkpoint tensors (by local name) whose rows it is made of, in order."""
 
 
+def fused_sources(module: nn.Module, parts: Mapping[str, tuple[str, ...]]) -> Sources:
+    """Sources of all parameters of a module: those of a leaf that `parts` names, `qkv_proj` for instance, are made of
+    the checkpoint's leaves there, and every other one is its own."""
+    sources: Sources = {}
+    for name, _ in module.named_parameters():
+        leaf = name.split(".")[-2] if "." in name else name
+        sources[name] = tuple(name.replace(leaf, part) for part in parts.get(leaf, (leaf,)))
+    return sources
+
+
+def split_key_value(key_value: Tensor, spec: DecoderSpec) -> tuple[Tensor, Tensor]:
+    """What one linear layer makes of both: [m, 2 * num_kv_heads * head_dim] -> 2 x [m, num_kv_heads, head_dim]."""
+    key, value = key_value.view(len(key_value), 2, spec.num_kv_heads, spec.head_dim).unbind(1)
+    return key, value
+
+
 class DecoderModel(nn.Module, ABC):
     """A decoder. `forward` runs between `embed` and `logits`, so that encoder outputs can replace embeddings."""
 

@@ -8,7 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.model_info import ModelInfo
-from engine.models.base import AttentionContext, CheckpointLayout, DecoderModel, DecoderSpec, Sources, SplicedRows
+from engine.models.base import (
+    AttentionContext,
+    CheckpointLayout,
+    DecoderModel,
+    DecoderSpec,
+    Sources,
+    SplicedRows,
+    fused_sources,
+)
 from engine.models.config import TextConfig, read_text_config
 from engine.models.layers import Linear, RMSNorm, linear, silu_mul
 from engine.models.rotary import Rotary, rotate
@@ -99,11 +107,7 @@ class LlamaDecoder(DecoderModel):
         return linear(hidden, head.weight)
 
     def sources(self) -> Sources:
-        sources: Sources = {}
-        for name, _ in self.named_parameters():
-            leaf = name.split(".")[-2]
-            sources[name] = tuple(name.replace(leaf, part) for part in _CHECKPOINT_PARTS.get(leaf, (leaf,)))
-        return sources
+        return fused_sources(self, _CHECKPOINT_PARTS)
 
 
 class LlamaLayer(nn.Module):

@@ -19,6 +19,8 @@ from engine.models.base import (
     PositionBias,
     Sources,
     SplicedRows,
+    fused_sources,
+    split_key_value,
 )
 from engine.models.checkpoint import Checkpoint
 from engine.models.layers import Linear, RMSNorm, linear
@@ -111,15 +113,11 @@ class T5Decoder(DecoderModel):
         return linear(hidden, head.weight)
 
     def project_cross(self, layer: int, encoder_output: Tensor) -> tuple[Tensor, Tensor]:
-        key_value = self.block[layer].get_submodule("cross_kv_proj")(encoder_output)
-        key, value = key_value.view(len(encoder_output), 2, self.spec.num_kv_heads, self.spec.head_dim).unbind(1)
-        return key, value
+        projected = self.block[layer].get_submodule("cross_kv_proj")(encoder_output)
+        return split_key_value(projected, self.spec)
 
     def sources(self) -> Sources:
-        sources: Sources = {}
-        for name, _ in self.named_parameters():
-            leaf = name.split(".")[-2]
-            sources[name] = tuple(name.replace(leaf, part) for part in _CHECKPOINT_PARTS.get(leaf, (leaf,)))
+        sources = fused_sources(self, _CHECKPOINT_PARTS)
         sources["relative_bias.weight"] = (_BIAS_SOURCE,)
         return sources
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.model_info import ModelInfo
+from engine.models.bart import CHECKPOINT_PARTS
 from engine.models.base import (
     AttentionContext,
     CheckpointLayout,
@@ -16,6 +17,8 @@ from engine.models.base import (
     Sources,
     SplicedRows,
     Zeros,
+    fused_sources,
+    split_key_value,
 )
 from engine.models.config import is_tied
 from engine.models.layers import Linear, linear
@@ -80,21 +83,15 @@ class WhisperDecoder(DecoderModel):
         return linear(hidden, head.weight)
 
     def project_cross(self, layer: int, encoder_output: Tensor) -> tuple[Tensor, Tensor]:
-        key_value = self.layers[layer].get_submodule("cross_kv_proj")(encoder_output)
-        key, value = key_value.view(len(encoder_output), 2, self.spec.num_kv_heads, self.spec.head_dim).unbind(1)
-        return key, value
+        projected = self.layers[layer].get_submodule("cross_kv_proj")(encoder_output)
+        return split_key_value(projected, self.spec)
 
     def sources(self) -> Sources:
-        sources: Sources = {}
-        for name, _ in self.named_parameters():
-            leaf, kind = name.split(".")[-2:]
-            parts = _CHECKPOINT_PARTS.get(leaf, (leaf,))
-            sources[name] = tuple(
-                Zeros(self.spec.hidden_size)
-                if kind == "bias" and part.endswith("k_proj")  # Whisper's keys have no bias
-                else name.replace(leaf, part)
-                for part in parts
-            )
+        sources = fused_sources(self, CHECKPOINT_PARTS)
+        for name, parts in sources.items():
+            if name.endswith(".bias"):  # Whisper's keys have none
+                no_bias = Zeros(self.spec.hidden_size)
+                sources[name] = tuple(no_bias if str(part).endswith("k_proj.bias") else part for part in parts)
         return sources
 
 
@@ -127,12 +124,3 @@ class WhisperLayer(nn.Module):
         hidden = self.cross_out_proj(attended.reshape(num_tokens, -1)).add_(hidden)
         output: Tensor = self.fc2(F.gelu(self.fc1(self.final_layer_norm(hidden))))
         return output.add_(hidden)
-
-
-_CHECKPOINT_PARTS = {
-    "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "self_out_proj": ("self_attn.out_proj",),
-    "cross_q_proj": ("encoder_attn.q_proj",),
-    "cross_kv_proj": ("encoder_attn.k_proj", "encoder_attn.v_proj"),
-    "cross_out_proj": ("encoder_attn.out_proj",),
-}
