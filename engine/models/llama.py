@@ -44,7 +44,7 @@ MULTIMODAL_LAYOUT = CheckpointLayout(
     ),
     ignored=("rotary_emb.inv_freq",),
 )
-_CHECKPOINT_PARTS = {
+CHECKPOINT_PARTS = {
     "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "q_norm": ("self_attn.q_norm",),
     "k_norm": ("self_attn.k_norm",),
@@ -107,7 +107,7 @@ class LlamaDecoder(DecoderModel):
         return linear(hidden, head.weight)
 
     def sources(self) -> Sources:
-        return fused_sources(self, _CHECKPOINT_PARTS)
+        return fused_sources(self, CHECKPOINT_PARTS)
 
 
 class LlamaLayer(nn.Module):

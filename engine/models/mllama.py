@@ -7,10 +7,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.model_info import ModelInfo
-from engine.models.base import AttentionContext, CheckpointLayout, DecoderModel, DecoderSpec, Sources, SplicedRows
+from engine.models.base import (
+    AttentionContext,
+    CheckpointLayout,
+    DecoderModel,
+    DecoderSpec,
+    Sources,
+    SplicedRows,
+    fused_sources,
+)
 from engine.models.config import TextConfig, read_text_config
 from engine.models.layers import Linear, RMSNorm, linear, silu_mul
-from engine.models.llama import LlamaLayer
+from engine.models.llama import CHECKPOINT_PARTS, LlamaLayer
 from engine.models.rotary import Rotary
 
 EXTRA_EMBEDDINGS = 8
@@ -24,17 +32,10 @@ _LAYOUT = CheckpointLayout(
     },
     ignored=("rotary_emb.inv_freq",),
 )
-_SELF_PARTS = {
-    "qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "o_proj": ("self_attn.o_proj",),
-    "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-    "down_proj": ("mlp.down_proj",),
-}
 _CROSS_PARTS = {
+    **CHECKPOINT_PARTS,  # the MLP is Llama's
     **{name: (f"cross_attn.{name}",) for name in ("q_proj", "q_norm", "k_norm", "o_proj")},
     "kv_proj": ("cross_attn.k_proj", "cross_attn.v_proj"),
-    "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-    "down_proj": ("mlp.down_proj",),
 }
 
 
@@ -109,13 +110,9 @@ class MllamaDecoder(DecoderModel):
         return self.cross_layers[layer].project(encoder_output)
 
     def sources(self) -> Sources:
-        sources: Sources = {}
         crossing = tuple(f"layers.{i}." for i, layer in enumerate(self.layers) if isinstance(layer, CrossLayer))
-        for name, _ in self.named_parameters():
-            leaf = name.split(".")[-2]
-            parts = (_CROSS_PARTS if name.startswith(crossing) else _SELF_PARTS).get(leaf, (leaf,))
-            sources[name] = tuple(name.replace(leaf, part) for part in parts)
-        return sources
+        own, crossed = fused_sources(self, CHECKPOINT_PARTS), fused_sources(self, _CROSS_PARTS)
+        return {name: (crossed if name.startswith(crossing) else own)[name] for name in own}
 
 
 class CrossLayer(nn.Module):
