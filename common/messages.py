@@ -3,8 +3,8 @@
 Two conversations use them:
 
     proxy  <- ZMQ ->   workers     Generate, Encode, StopSequence, Abort, Heartbeat
-                                   Tokens, Encoded, InputNeeded, Failed
-    sender <- Redis -> receiver    Offer -> Grant -> (tensor by a transport) -> Receipt
+                                   Tokens, Encoded, Prefilled, InputNeeded, Failed
+    sender <- Redis -> receiver    Offer or KvOffer -> Grant -> (tensors by a transport) -> Receipt
 
 `encode` and `decode_*` are the only way on and off the wire. Times are Unix seconds, sizes bytes.
 """
@@ -19,13 +19,16 @@ from common.errors import ErrorInfo, TriptychError
 from common.families import MediaKind as MediaKind
 from common.sampling_params import SamplingParams
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 MAX_CONTROL_BYTES: Final = 16 * 2**20
 """Cap of a message without media."""
 MAX_MEDIA_BYTES: Final = 64 * 2**20
 """Cap of one media item on the wire."""
 
-Role = Literal["encoder", "prefill_decode", "proxy"]
+KV_INPUT_ID: Final = 1_000_000
+"""The input id under which the keys and values of a request are handed over: no request has so many media items."""
+
+Role = Literal["encoder", "prefill", "decode", "prefill_decode", "encode_prefill_decode", "proxy"]
 FinishReason = Literal["stop", "length", "abort"]
 Id = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -64,10 +67,14 @@ class Resumed(msgspec.Struct, frozen=True):
 
 
 class Generate(msgspec.Struct, frozen=True, tag="generate"):
-    """A request for a prefill-decode worker. Its inputs arrive separately, by handoff.
+    """A request for a worker with a decoder. Its inputs arrive separately, by handoff.
 
     Lower `priority` goes first. With `resumed`, only these sequences are generated, each from where it stood:
     offsets, limits, penalties and random draws go on as if the request had never moved.
+
+    Where prefill and decode are apart, each of the two gets one. With `prefill_for`, an instance id, the receiver
+    computes the keys and values of the prompt and hands them to that instance; it samples nothing. With `prefilled`,
+    they will come by handoff. `attempt` counts prefills of the request: a newer one replaces an older one.
     """
 
     request_id: Id
@@ -76,6 +83,9 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
     sampling: SamplingParams
     priority: int = 0
     resumed: list[Resumed] = []
+    prefill_for: str = ""
+    prefilled: bool = False
+    attempt: Count = 0
 
 
 class Encode(msgspec.Struct, frozen=True, tag="encode"):
@@ -160,8 +170,24 @@ class Encoded(msgspec.Struct, frozen=True, tag="encoded"):
     spans: list[Span] = []
 
 
+class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
+    """The prefill's last word: keys and values are in place on the decode instance (`error` is None), or why not.
+
+    `prompt_logprobs` as in Tokens, where they were asked for: the decode instance cannot know them.
+    """
+
+    request_id: Id
+    attempt: Count
+    error: ErrorInfo | None = None
+    spans: list[Span] = []
+    prompt_logprobs: list[TokenLogprob | None] = []
+
+
 class InputNeeded(msgspec.Struct, frozen=True, tag="input_needed"):
-    """The worker needs this input (again): its lease ran out, or it was taken back. The proxy sends another Encode."""
+    """The worker needs this input (again): its lease ran out, or it was taken back. The proxy sends another Encode.
+
+    Where `input_id` is KV_INPUT_ID it needs the keys and values: the proxy has them computed again.
+    """
 
     request_id: Id
     input_id: Count
@@ -209,11 +235,41 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
     deadline_s: float
 
 
+class KvOffer(msgspec.Struct, frozen=True, tag="kv_offer"):
+    """Channel `metadata`, prefill to decode: keys and values of a prompt. Leaves once nothing but computing is left.
+
+    The self-attention keys and values are those of the first `num_tokens` tokens; the last known token is left to the
+    receiver, which samples from its logits. They travel as tensors of shape [num_tokens of the part, *token_shape],
+    those of the `num_encoder_tokens` of cross-attention as [num_encoder_tokens of the part, *cross_shape]. A shape is
+    [layers, 2 (key, value), num_kv_heads, head_dim]. Blocks do not appear: each side has its own.
+    `layouts` are those of the request's inputs, in order. `seed` is what the sender would have drawn with.
+    """
+
+    request_id: Id
+    attempt: Count
+    num_tokens: Count
+    num_encoder_tokens: Count
+    token_shape: list[Count]
+    cross_shape: list[Count]
+    dtype: str
+    layouts: list[InputLayout]
+    seed: int
+    num_cached_tokens: Count
+    sender: Id
+    sender_epoch: int
+    deadline_s: float
+
+    @property
+    def input_id(self) -> int:
+        return KV_INPUT_ID
+
+
 class Grant(msgspec.Struct, frozen=True, tag="grant"):
     """Channel `allocated`, receiver to sender.
 
     granted: room is reserved until `lease_until_s`; cached: the content is here already, send nothing;
     refused: it can never be taken, `error` says why; cancelled: the request is gone.
+    Of keys and values, only those from `first_token` on are wanted, and no cross-attention ones with `cross_cached`.
     """
 
     request_id: Id
@@ -222,10 +278,16 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
     status: Literal["granted", "cached", "refused", "cancelled"]
     lease_until_s: float = 0.0
     error: ErrorInfo | None = None
+    first_token: Count = 0
+    cross_cached: bool = False
 
 
 class TensorHeader(msgspec.Struct, frozen=True, tag="tensor"):
-    """Channel `tensor`: the frame before the raw bytes. It must agree with the grant."""
+    """Channel `tensor`: the frame before the raw bytes. It must agree with the grant.
+
+    `checksum` is that of the bytes (`common.hashing.checksum`). Keys and values come in parts, numbered from 0: `table`
+    says whose they are, `first` is the first token of the part.
+    """
 
     request_id: Id
     input_id: Count
@@ -235,15 +297,23 @@ class TensorHeader(msgspec.Struct, frozen=True, tag="tensor"):
     shape: list[Count]
     dtype: str
     size_bytes: Count
+    checksum: Count = 0
+    part: Count = 0
+    table: Literal["", "self", "cross"] = ""
+    first: Count = 0
 
 
 class Receipt(msgspec.Struct, frozen=True, tag="receipt"):
-    """Channel `injected`, receiver to sender: in the cache, or why it is not."""
+    """Channel `injected`, receiver to sender: part `part` is in the cache, or why it is not.
+
+    After `corrupt` the sender sends it again; the grant still stands.
+    """
 
     request_id: Id
     input_id: Count
     attempt: Count
     status: Literal["stored", "expired", "cancelled", "corrupt"]
+    part: Count = 0
 
 
 # --- who is alive
@@ -253,6 +323,8 @@ class InstanceRecord(msgspec.Struct, frozen=True):
     """What an instance says of itself in the registry. `epoch` is new at every start.
 
     Instances work together only when `fingerprint` (configuration and weights), `dtype` and `protocol` are equal.
+    `tensor_address` has one address per transport that the instance receives by, in one string. An instance that is
+    `draining` takes nothing new. `encodes`: it can encode the inputs of its own requests itself.
     """
 
     instance_id: Id
@@ -266,11 +338,14 @@ class InstanceRecord(msgspec.Struct, frozen=True):
     tensor_address: str = ""
     protocol: int = PROTOCOL_VERSION
     outstanding: int = 0
+    outstanding_tokens: int = 0
+    draining: bool = False
+    encodes: bool = False
 
 
 ToWorker: TypeAlias = Generate | Encode | StopSequence | Abort | Heartbeat
-FromWorker: TypeAlias = Tokens | Encoded | InputNeeded | Failed
-HandoffMessage: TypeAlias = Offer | Grant | Receipt
+FromWorker: TypeAlias = Tokens | Encoded | Prefilled | InputNeeded | Failed
+HandoffMessage: TypeAlias = Offer | KvOffer | Grant | Receipt
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

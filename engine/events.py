@@ -21,13 +21,59 @@ class InputMetadata:
 
 
 @dataclass(frozen=True)
+class KvMetadata:
+    """Keys and values of a prompt, as one engine offers them to another; fields as in `common.messages.KvOffer`."""
+
+    num_tokens: int
+    num_encoder_tokens: int
+    token_shape: tuple[int, ...]
+    cross_shape: tuple[int, ...]
+    dtype: str
+    layouts: list[InputLayout]
+    seed: int
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class KvReady:
+    """A prefill has every input and has begun: its keys and values can be offered."""
+
+    request_id: str
+    metadata: KvMetadata
+
+
+@dataclass(frozen=True)
+class KvComputed:
+    """Of a prefill, the keys and values of the first `num_tokens` tokens are there, and those of cross-attention if
+    there are any."""
+
+    request_id: str
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class PrefillEnded:
+    """Nothing more is wanted of a prefill; nothing of it is held, though its blocks may stay in the prefix cache."""
+
+    request_id: str
+    spans: list[Span]
+    prompt_logprobs: list[TokenLogprob | None]
+
+
+@dataclass(frozen=True)
 class InputGranted:
-    """Room is reserved until `lease_until_s` (Unix time)."""
+    """Room is reserved until `lease_until_s` (Unix time).
+
+    With input id KV_INPUT_ID this, as the next six, is about keys and values: those from `first_token` on are wanted,
+    and no cross-attention ones with `cross_cached`.
+    """
 
     request_id: str
     input_id: int
     attempt: int
     lease_until_s: float
+    first_token: int = 0
+    cross_cached: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,11 +106,12 @@ class InputCancelled:
 
 @dataclass(frozen=True)
 class InputStored:
-    """The tensor is in the encoder cache."""
+    """The tensor, or this part of the keys and values, is in its cache."""
 
     request_id: str
     input_id: int
     attempt: int
+    part: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,11 +122,15 @@ class InputRejected:
     input_id: int
     attempt: int
     reason: Literal["expired", "cancelled", "corrupt"]
+    part: int = 0
 
 
 @dataclass(frozen=True)
 class InputLost:
-    """The request needs this input (again): whoever has the media has to encode it once more."""
+    """The request needs this input (again): whoever has the media has to encode it once more.
+
+    With input id KV_INPUT_ID: the prompt has to be computed again.
+    """
 
     request_id: str
     input_id: int
@@ -119,6 +170,9 @@ Event: TypeAlias = (
     | InputStored
     | InputRejected
     | InputLost
+    | KvReady
+    | KvComputed
+    | PrefillEnded
     | TokensReady
     | RequestFailed
 )

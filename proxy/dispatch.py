@@ -10,7 +10,7 @@ from typing import Final
 
 from common.config import Settings
 from common.errors import TriptychError
-from common.messages import Abort, Encoded, Failed, FromWorker, InputNeeded, Tokens
+from common.messages import Abort, Encoded, Failed, FromWorker, InputNeeded, Prefilled, Tokens
 from proxy.flight import Flight
 from proxy.jobs import Job, response_id
 from proxy.metrics import ProxyMetrics
@@ -64,9 +64,9 @@ class Dispatcher:
         elif not isinstance(message, Encoded | Failed):
             await self._disown(worker, message)
 
-    async def _disown(self, worker: Worker, message: Tokens | InputNeeded) -> None:
+    async def _disown(self, worker: Worker, message: Tokens | Prefilled | InputNeeded) -> None:
         """Stop a worker that is still at a job that has ended here: its abort may have been lost with a connection."""
-        over = isinstance(message, Tokens) and message.done
+        over = isinstance(message, Prefilled) or (isinstance(message, Tokens) and message.done)
         if over or message.request_id in self._disowned:
             return
         self._disowned[message.request_id] = None

@@ -47,6 +47,9 @@ from engine.events import (
     InputRefused,
     InputRejected,
     InputStored,
+    KvComputed,
+    KvReady,
+    PrefillEnded,
     RequestFailed,
     TokensReady,
 )
@@ -208,7 +211,7 @@ class PrefillDecodeService:
             elif isinstance(event, InputLost):
                 self._outcomes["input_needed"] += 1
                 self._links.reply(event.request_id, InputNeeded(event.request_id, event.input_id))
-            else:
+            elif not isinstance(event, KvReady | KvComputed | PrefillEnded):
                 self._settle_input(event)
 
     def _send_tokens(self, event: TokensReady) -> None:
