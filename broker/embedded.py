@@ -44,6 +44,7 @@ class EmbeddedBroker:
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         self._host = host
+        self._port = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._owner: threading.Thread | None = None
         self._settled = threading.Event()  # ready, or ended
@@ -58,18 +59,27 @@ class EmbeddedBroker:
         """
         if self._owner is not None:
             raise TriptychError("invalid_request", "this embedded broker is running already; make another one")
-        program = find_server()
         for _ in range(5):  # another process may take the free port between our look and the server's bind
-            port = _free_port(self._host)
-            self._launch(program, _CONFIG.format(host=self._host, port=port).encode())
-            if self._settled.wait(timeout_s) and self._ready:
+            self._port = _free_port(self._host)
+            if self._come_up(timeout_s):
                 atexit.register(self.stop)
-                return f"redis://{self._host}:{port}"
+                return f"redis://{self._host}:{self._port}"
             taken = any(_PORT_TAKEN in line for line in self._log)
             self.stop()
             if not taken:
                 break
-        raise TriptychError("unavailable", f"{program} did not come up within {timeout_s:g} s: {self.log_tail()}")
+        raise self._did_not_come_up(timeout_s)
+
+    def restart(self, timeout_s: float = 10.0) -> None:
+        """Start a server that has ended by itself again: empty, at the address that it had.
+
+        Raises TriptychError("unavailable") as `start` does, and where the port has been taken meanwhile.
+        """
+        if self.running or self._owner is None:
+            raise TriptychError("invalid_request", "only an embedded broker that has ended can be started again")
+        self._owner.join()  # it watches the one that has ended
+        if not self._come_up(timeout_s):
+            raise self._did_not_come_up(timeout_s)
 
     def stop(self, timeout_s: float = 2.0) -> None:
         """End the server: politely, after `timeout_s` by force. Safe to call twice, or without a start."""
@@ -101,6 +111,14 @@ class EmbeddedBroker:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    def _come_up(self, timeout_s: float) -> bool:
+        self._launch(find_server(), _CONFIG.format(host=self._host, port=self._port).encode())
+        return self._settled.wait(timeout_s) and self._ready
+
+    def _did_not_come_up(self, timeout_s: float) -> TriptychError:
+        message = f"{find_server()} did not come up within {timeout_s:g} s: {self.log_tail()}"
+        return TriptychError("unavailable", message)
 
     def _launch(self, program: str, config: bytes) -> None:
         self._settled.clear()

@@ -56,8 +56,7 @@ class ConsoleReporter:
 
     def died(self, instance: Instance, how: str, log_tail: str, retry_in_s: float) -> None:
         self._console.print(f"[red]✗ {instance.id} died[/] ({how}). Its last lines:", highlight=False)
-        for line in log_tail.splitlines():
-            self._console.print(f"    {escape(line)}", highlight=False, style="dim")
+        self._quote(log_tail)
         self._console.print(f"  starting it again in {retry_in_s:g} s", highlight=False)
 
     def recovered(self, instance: Instance) -> None:
@@ -67,6 +66,10 @@ class ConsoleReporter:
             f"restart {instance.restarts})",
             highlight=False,
         )
+
+    def broker_died(self, log_tail: str) -> None:
+        self._console.print("[red]✗ the broker died[/]; an empty one takes its place. Its last lines:", highlight=False)
+        self._quote(log_tail)
 
     def stopping(self) -> None:
         self._end_live()
@@ -80,6 +83,10 @@ class ConsoleReporter:
             self._console.print(f"logs are kept in {kept_logs}", highlight=False)
         if self._up:
             self._console.print("stopped", style="dim")
+
+    def _quote(self, text: str) -> None:
+        for line in text.splitlines():
+            self._console.print(f"    {escape(line)}", highlight=False, style="dim")
 
     def _end_live(self) -> None:
         if self._live is not None:

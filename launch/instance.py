@@ -58,6 +58,9 @@ class Reporter(Protocol):
     def recovered(self, instance: Instance) -> None:
         """A process that had been started again is ready."""
 
+    def broker_died(self, log_tail: str) -> None:
+        """The broker that the cluster runs for itself has ended; an empty one takes its place at once."""
+
     def stopping(self) -> None:
         """The cluster is being taken down."""
 
@@ -75,6 +78,8 @@ class SilentReporter:
     def died(self, instance: Instance, how: str, log_tail: str, retry_in_s: float) -> None: ...
 
     def recovered(self, instance: Instance) -> None: ...
+
+    def broker_died(self, log_tail: str) -> None: ...
 
     def stopping(self) -> None: ...
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import TriptychError
+from launch.backoff import Backoff
 from launch.children import Child
 from launch.instance import Instance, Reporter, SilentReporter
 from launch.plan import Plan
@@ -39,6 +40,7 @@ class Supervisor:
         self._broker: EmbeddedBroker | None = None
         self._logs: Path | None = None
         self._keepers: list[asyncio.Task[None]] = []
+        self._broker_keeper: asyncio.Task[None] | None = None
         self._readiness: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
         self._up = False
@@ -75,9 +77,6 @@ class Supervisor:
             if (error := self._failure()) is not None:
                 self._failed = True
                 raise TriptychError("unavailable", f"the processes are looked after no more: {error!r}") from error
-            if self._broker is not None and not self._broker.running:
-                self._failed = True
-                raise TriptychError("unavailable", f"the embedded broker has ended: {self._broker.log_tail()}")
 
     async def stop(self) -> None:
         """End every process within five seconds; remove what the cluster had in files and in the broker."""
@@ -111,6 +110,7 @@ class Supervisor:
 
             self._broker = EmbeddedBroker()
             broker_url = self._broker.start()
+            self._broker_keeper = asyncio.create_task(self._keep_broker(self._broker))
         else:
             await check_broker(broker_url, self.plan)
         self._logs = Path(tempfile.mkdtemp(prefix="triptych-"))
@@ -133,6 +133,23 @@ class Supervisor:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), delay_s)
             instance.restarts += 1
+
+    async def _keep_broker(self, broker: EmbeddedBroker) -> None:
+        """Start the broker again, empty, after every end that nobody asked for: the instances enter themselves again.
+
+        Raises TriptychError("unavailable") where it does not come back.
+        """
+        backoff, began_s = Backoff(first_s=_POLL_S), time.monotonic()
+        while not self._stop.is_set():
+            if broker.running:
+                await asyncio.sleep(_POLL_S)
+                continue
+            self._reporter.broker_died(broker.log_tail())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), backoff.after_life_of(time.monotonic() - began_s))
+                return
+            began_s = time.monotonic()
+            await asyncio.to_thread(broker.restart, STOP_GRACE_S)
 
     async def _run_once(self, instance: Instance) -> str:
         """Run the process of an instance from start to end; how it ended."""
@@ -172,7 +189,7 @@ class Supervisor:
 
     def _failure(self) -> BaseException | None:
         """What has ended one of the tasks that keep the cluster up: a mistake of ours, and nothing runs it again."""
-        tasks = (self._readiness, *self._keepers)
+        tasks = (self._readiness, self._broker_keeper, *self._keepers)
         ended = [task for task in tasks if task is not None and task.done() and not task.cancelled()]
         return next(filter(None, (task.exception() for task in ended)), None)
 
@@ -201,6 +218,8 @@ class Supervisor:
         from launch.readiness import forget_instances
 
         if self._broker is not None:
+            if self._broker_keeper is not None:
+                await asyncio.gather(self._broker_keeper, return_exceptions=True)
             await asyncio.to_thread(self._broker.stop)
         elif self.plan.settings.broker is not None and self.instances:
             await forget_instances(self.plan.settings.broker, self.plan.settings.cluster, self.instances)

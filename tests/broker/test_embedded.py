@@ -44,6 +44,27 @@ def test_it_serves_between_start_and_stop() -> None:
     broker.stop()  # a second stop is harmless
 
 
+def test_one_that_was_killed_starts_again_empty_where_it_was() -> None:
+    broker = EmbeddedBroker()
+    url = broker.start()
+    with pytest.raises(TriptychError, match="has ended"):
+        broker.restart()
+    with redis.Redis.from_url(url) as client:
+        client.set("key", "value")
+    first = broker.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    wait_until_dead(first)
+    broker.restart()
+    second = broker.pid
+    assert second is not None
+    assert second != first
+    with redis.Redis.from_url(url) as client:
+        assert client.keys() == []
+    broker.stop()
+    assert not is_alive(second)
+
+
 def test_it_outlives_the_thread_that_started_it() -> None:
     broker = EmbeddedBroker()
     urls: list[str] = []
