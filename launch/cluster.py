@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from common.errors import TriptychError
 from launch.instance import Instance, Reporter
 from launch.plan import make_plan
 from launch.supervisor import START_TIMEOUT_S, Supervisor
@@ -50,6 +51,14 @@ class LocalCluster:
     def instances(self) -> dict[str, Instance]:
         """The instances by id, with their present state, process and addresses."""
         return {instance.id: instance for instance in self.supervisor.instances}
+
+    @property
+    def broker_url(self) -> str:
+        """The redis:// URL of the broker. Raises TriptychError("unavailable") before `start` has found one."""
+        url = self.supervisor.broker_url
+        if url is None:
+            raise TriptychError("unavailable", "the cluster's broker has not been started yet: call start() first")
+        return url
 
     def start(self) -> None:
         """Return once every instance is ready. Raises TriptychError with nothing left running."""

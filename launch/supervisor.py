@@ -35,6 +35,8 @@ class Supervisor:
     def __init__(self, plan: Plan, reporter: Reporter | None = None, start_timeout_s: float = START_TIMEOUT_S) -> None:
         self.plan = plan
         self.instances: list[Instance] = []
+        self.broker_url = plan.settings.broker
+        """None until the embedded broker runs, where none was given."""
         self._reporter = reporter or SilentReporter()
         self._start_timeout_s = start_timeout_s
         self._broker: EmbeddedBroker | None = None
@@ -48,6 +50,11 @@ class Supervisor:
         self._failed = False
 
     @property
+    def broker_pid(self) -> int | None:
+        """The process of the embedded broker; None where somebody else's is used."""
+        return self._broker.pid if self._broker is not None else None
+
+    @property
     def stopping(self) -> bool:
         """Whether the end has begun: from then on only `kill_now` makes it come sooner."""
         return self._stop.is_set()
@@ -59,7 +66,7 @@ class Supervisor:
         """
         began = time.monotonic()
         try:
-            broker_url = await self._prepare()
+            self.broker_url = broker_url = await self._prepare()
             self._keepers = [asyncio.create_task(self._keep(instance)) for instance in self.instances]
             self._readiness = asyncio.create_task(self._watch_readiness(broker_url))
             await self._wait_until_ready(began)
