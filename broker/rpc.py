@@ -15,6 +15,7 @@ from typing import Any, cast
 import zmq
 import zmq.asyncio
 
+from broker.curve import OVERHEAD_BYTES, secure_client, secure_listener
 from common.errors import TriptychError
 from common.messages import (
     MAX_CONTROL_BYTES,
@@ -46,7 +47,8 @@ class WorkerServer:
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a proxy that reconnects takes over its own routing id
         self._socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
         self._socket.setsockopt(zmq.RCVHWM, QUEUE_REQUESTS)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MEDIA_BYTES + MAX_CONTROL_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MEDIA_BYTES + MAX_CONTROL_BYTES + OVERHEAD_BYTES)
+        secure_listener(self._socket)
         self._socket.bind(f"tcp://{host}:*")
         self.address = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         self.num_invalid = 0
@@ -92,7 +94,8 @@ class WorkerClient:
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
         self._socket.setsockopt(zmq.SNDHWM, QUEUE_REQUESTS)
         self._socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_CONTROL_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_CONTROL_BYTES + OVERHEAD_BYTES)
+        secure_client(self._socket)
         self._socket.connect(address)
         self.address = address
         self.num_invalid = 0

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, SecretStr
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -77,8 +77,20 @@ class Settings(BaseSettings):
     topology: str | None = Field(None, description="Such as 1e1pd; 1pd for a text-only model.")
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535, description="Port of the OpenAI API; 0 picks a free one.")
-    broker: str | None = Field(None, description="redis:// URL; an embedded broker is started if not given.")
+    broker: str | None = Field(
+        None,
+        description="redis:// or rediss:// URL, with its password if it has one; an embedded broker is started if not "
+        "given. Secret: comes from the environment or the file where it has a password.",
+        repr=False,
+    )
     cluster: str = Field("triptych", description="Key prefix in the broker: one per cluster.")
+    cluster_key: SecretStr | None = Field(
+        None, min_length=1, description="64 hexadecimal digits that all processes of the cluster share."
+    )
+    cluster_key_file: Path | None = Field(None, description="File with the cluster key instead.")
+    api_key: SecretStr | None = Field(None, min_length=1, description="Key that clients of the API must send.")
+    api_key_file: Path | None = Field(None, description="File with such keys, one per line.")
+    metrics_without_key: bool = Field(False, description="Serve /metrics to everybody, whatever keys there are.")
     instance_id: str | None = None
     advertise_host: str | None = Field(None, description="Address under which other hosts reach this process.")
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -324,7 +324,8 @@ class InstanceRecord(msgspec.Struct, frozen=True):
 
     Instances work together only when `fingerprint` (configuration and weights), `dtype` and `protocol` are equal.
     `tensor_address` has one address per transport that the instance receives by, in one string. An instance that is
-    `draining` takes nothing new. `encodes`: it can encode the inputs of its own requests itself.
+    `draining` takes nothing new. `encodes`: it can encode the inputs of its own requests itself. `key_id` tells which
+    cluster key it has, empty for none.
     """
 
     instance_id: Id
@@ -341,6 +342,7 @@ class InstanceRecord(msgspec.Struct, frozen=True):
     outstanding_tokens: int = 0
     draining: bool = False
     encodes: bool = False
+    key_id: str = ""
 
 
 ToWorker: TypeAlias = Generate | Encode | StopSequence | Abort | Heartbeat

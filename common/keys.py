@@ -1,0 +1,147 @@
+"""Secrets: the key that makes processes one cluster, the keys of the API's users, and how a header is checked.
+
+A cluster key is 32 random bytes, written as 64 hexadecimal digits (`openssl rand -hex 32`). What each purpose needs is
+derived from it, so that nothing which is sent anywhere tells the key itself:
+
+    cluster key --+-- "curve server", "curve client"   the CURVE key pairs of ZMQ sockets (broker.curve)
+                  +-- "http"                           the token of a worker's own HTTP endpoints (`cluster_token`)
+                  +-- "id"                             what tells two keys apart in the registry (`key_id`)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Iterable
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Final
+
+from common.config import Settings
+from common.errors import TriptychError
+
+KEY_BYTES: Final = 32
+_HEX_KEY: Final = re.compile(rf"[0-9a-fA-F]{{{2 * KEY_BYTES}}}")
+
+
+class ClusterKey:
+    """The secret that the processes of one cluster share. Its text appears in no `repr` and no message."""
+
+    def __init__(self, text: str, source: str = "cluster_key") -> None:
+        """Read 64 hexadecimal digits. Raises TriptychError("invalid_request") naming `source`, not the value."""
+        if _HEX_KEY.fullmatch(text.strip()) is None:
+            message = f"{source} must be {2 * KEY_BYTES} hexadecimal digits; make one: openssl rand -hex {KEY_BYTES}"
+            raise TriptychError("invalid_request", message, "cluster_key")
+        self._key = bytes.fromhex(text.strip())
+
+    @classmethod
+    def generate(cls) -> ClusterKey:
+        """A new key from the system's random numbers."""
+        return cls(secrets.token_hex(KEY_BYTES))
+
+    @classmethod
+    def of(cls, settings: Settings) -> ClusterKey | None:
+        """The key that the settings name, by value or by file; None where they name none.
+
+        Raises TriptychError("invalid_request") for a file that cannot be read, or a key that is none.
+        """
+        if settings.cluster_key is not None:
+            return cls(settings.cluster_key.get_secret_value())
+        if settings.cluster_key_file is not None:
+            return cls(_read(settings.cluster_key_file, "cluster_key_file"), str(settings.cluster_key_file))
+        return None
+
+    def derive(self, purpose: str) -> bytes:
+        """32 bytes for one purpose: HMAC-SHA256, as in the expansion of HKDF (RFC 5869)."""
+        return hmac.new(self._key, b"triptych " + purpose.encode(), hashlib.sha256).digest()
+
+    @property
+    def key_id(self) -> str:
+        """Tells keys apart without telling them."""
+        return self.derive("id").hex()[:12]
+
+    @property
+    def token(self) -> str:
+        """The bearer token of the workers' HTTP endpoints."""
+        return self.derive("http").hex()
+
+    def reveal(self) -> str:
+        """The key as it is written in a file or handed to a child process."""
+        return self._key.hex()
+
+
+def cluster_token(settings: Settings) -> str | None:
+    """The bearer token that members of the cluster send to a worker's HTTP endpoints; None without a cluster key.
+
+    A client sends `bearer(token)` as its `Authorization` header; a worker decides with `may_control`.
+    """
+    key = ClusterKey.of(settings)
+    return None if key is None else key.token
+
+
+def bearer(token: str) -> str:
+    """The value of an `Authorization` header."""
+    return f"Bearer {token}"
+
+
+def may_control(token: str | None, authorization: str | None, client_host: str | None) -> bool:
+    """Whether a caller may drain or switch a worker: it sends the cluster's token, or, in a cluster without a key,
+    calls from this very machine.
+
+    `token` is `cluster_token(settings)`, `authorization` the request's header, `client_host` its `request.client.host`.
+    """
+    if token is not None:
+        return TokenSet([token]).accepts(authorization)
+    try:
+        return client_host is not None and ip_address(client_host).is_loopback
+    except ValueError:
+        return False
+
+
+class TokenSet:
+    """Bearer tokens of which any one opens the door. Only their digests are kept."""
+
+    def __init__(self, tokens: Iterable[str]) -> None:
+        self._digests = [_digest(token) for token in tokens]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def accepts(self, authorization: str | None) -> bool:
+        """Whether an `Authorization` header holds one of the tokens. Takes as long for a wrong one as for a right one:
+        all are compared, each in constant time, over digests of one length.
+        """
+        scheme, _, token = (authorization or "").partition(" ")
+        given = _digest(token.strip())
+        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+        return scheme.lower() == "bearer" and any(matches)
+
+
+def api_keys(settings: Settings) -> TokenSet:
+    """The keys of the API's users: the one of the environment and those of the file, one per line, `#` for comments.
+
+    Raises TriptychError("invalid_request") for a file that cannot be read or has no key.
+    """
+    keys = [] if settings.api_key is None else [settings.api_key.get_secret_value()]
+    if settings.api_key_file is not None:
+        lines = (line.strip() for line in _read(settings.api_key_file, "api_key_file").splitlines())
+        found = [line for line in lines if line and not line.startswith("#")]
+        if not found:
+            message = f"api_key_file {settings.api_key_file} has no key; write one per line"
+            raise TriptychError("invalid_request", message, "api_key_file")
+        keys += found
+    return TokenSet(keys)
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
+
+
+def _read(path: Path, setting: str) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise TriptychError("invalid_request", f"cannot read {setting} {path}: {reason}", setting) from error

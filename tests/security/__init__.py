@@ -1,0 +1,1 @@
+"""What strangers may and may not do."""
