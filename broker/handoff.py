@@ -126,7 +126,7 @@ class HandoffSender:
             header = TensorHeader(*key_of(offer), offer.sender, receiver.epoch, shape, dtype, size_bytes=data.nbytes)
             handoff.state = "sent"
             handoff.mark("tensor_sent")
-            await self._tensors.send(receiver.tensor_address, header, data, self._timeout_s)
+            await self._tensors.send(receiver, header, data, self._timeout_s)
             receipt = await self._wait(handoff.receipt, "receipt", handoff)
             self._conclude(handoff, receipt)
         finally:
@@ -174,7 +174,7 @@ class HandoffSender:
         self._seen.update({instance_id: (record, now_s) for instance_id, record in instances.items()})
         self._seen = {i: seen for i, seen in self._seen.items() if now_s - seen[1] < ABSENCE_S}
         live = {i: record for i, (record, _) in self._seen.items()}
-        self._tensors.keep_only({record.tensor_address for record in live.values() if record.tensor_address})
+        self._tensors.keep_only(live.values())
         for handoff in list(self._handoffs.values()):
             current = live.get(handoff.receiver.instance_id)
             if current is None or current.epoch > handoff.receiver.epoch:

@@ -1,42 +1,33 @@
-"""Tensors from one process to another over ZMQ: a header and the raw bytes, copied nowhere on our side.
+"""Tensors from one process to another, by whichever transport suits the two.
 
-    sender: TensorSender (one DEALER per receiver)  -->  receiver: TensorReceiver (ROUTER)
+    TensorSender --- one connection per receiver, checksum ---> TensorReceiver (one address per transport)
 
-dtypes are names and the payload is bytes, so bf16 travels as it is. Nothing here knows torch.
+`InstanceRecord.tensor_address` holds the receiver's addresses, separated by spaces; the sender takes the best that it
+can speak (see `Transport` in common.config). dtypes are names and the payload is bytes, so bf16 travels as it is.
+Nothing here knows torch.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Final
 
-import zmq
+import msgspec
 import zmq.asyncio
+from redis.asyncio import Redis
 
+from broker.transports.base import Connection, Receiver
+from broker.transports.base import ReceivedTensor as ReceivedTensor
+from broker.transports.zmq_transport import ZmqConnection, ZmqReceiver
+from common.config import Transport
 from common.errors import TriptychError
-from common.messages import Offer, TensorHeader, decode_tensor_header, encode
-from common.telemetry import get_logger
+from common.hashing import checksum
+from common.messages import InstanceRecord, Offer, TensorHeader
 
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int32": 4, "uint8": 1}
 """Bytes per element of every dtype that may travel."""
-QUEUE_TENSORS: Final = 64
-"""Tensors that may wait in the memory of one connection."""
-
-log = get_logger()
-
-
-@dataclass(frozen=True)
-class ReceivedTensor:
-    """`data` holds `header.size_bytes` bytes that stay valid as long as it is referenced.
-
-    `fault` says why header and bytes do not agree with each other; None where they do.
-    """
-
-    header: TensorHeader
-    data: memoryview
-    fault: str | None
 
 
 def payload_fault(message: TensorHeader | Offer, num_bytes: int) -> str | None:
@@ -53,74 +44,87 @@ def payload_fault(message: TensorHeader | Offer, num_bytes: int) -> str | None:
     return None
 
 
-class TensorReceiver:
-    """Takes tensors from any number of senders."""
+def addresses_by_scheme(tensor_address: str) -> dict[str, str]:
+    """The addresses of an InstanceRecord: {"tcp": "tcp://host:port", ...}, in the receiver's order."""
+    return {address.partition("://")[0]: address for address in tensor_address.split()}
 
-    def __init__(self, context: zmq.asyncio.Context, host: str = "127.0.0.1", *, max_bytes: int) -> None:
-        """Bind a free port. A sender of more than `max_bytes` at once is cut off before they are in memory."""
-        self._socket = context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.RCVHWM, QUEUE_TENSORS)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, max(max_bytes, 64 * 2**10))
-        self._socket.bind(f"tcp://{host}:*")
-        self.address = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
-        self.num_invalid = 0
+
+def change_hosts(tensor_address: str, change: Callable[[str], str]) -> str:
+    """The same addresses after `change` of each that names a host and a port."""
+    addresses = addresses_by_scheme(tensor_address)
+    return " ".join(change(a) if scheme.endswith("tcp") else a for scheme, a in addresses.items())
+
+
+class TensorReceiver:
+    """Takes tensors from any number of senders, by every transport that `transport` stands for."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        host: str = "127.0.0.1",
+        *,
+        max_bytes: int,
+        transport: Transport = "auto",
+        redis: Redis | None = None,
+        cluster: str = "triptych",
+    ) -> None:
+        """Bind what has to be bound; wants a running loop. No tensor of more than `max_bytes` gets into memory."""
+        self._receiver: Receiver = ZmqReceiver(context, host, max_bytes=max_bytes)
+        self.address = self._receiver.address
+
+    @property
+    def num_invalid(self) -> int:
+        return self._receiver.num_invalid
 
     async def receive(self) -> ReceivedTensor:
-        """The next message with a valid header; anything else is counted and dropped."""
-        while True:
-            frames = await self._socket.recv_multipart(copy=False)
-            try:
-                if len(frames) != 3:
-                    raise TriptychError("invalid_request", f"a tensor has 2 frames, not {len(frames) - 1}")
-                header = decode_tensor_header(frames[1].buffer)
-            except TriptychError as error:
-                self.num_invalid += 1
-                log.warning("dropped a message on the tensor socket", error=error.info.message)
-                continue
-            data = frames[2].buffer  # keeps its frame alive
-            return ReceivedTensor(header, data, payload_fault(header, data.nbytes))
+        """The next tensor with a valid header; call its `release` when it has been used or refused.
+
+        Its `fault` tells where header, bytes and checksum do not agree: it must not be used then. Anything that is no
+        tensor is counted and dropped.
+        """
+        received = await self._receiver.receive()
+        fault = payload_fault(received.header, received.data.nbytes)
+        if fault is None and checksum(received.data) != received.header.checksum:
+            fault = "the checksum is not the one of these bytes: they were damaged on the way"
+        return replace(received, fault=fault)
 
     def close(self) -> None:
-        self._socket.close(linger=0)
+        self._receiver.close()
 
 
 class TensorSender:
     """Sends tensors to any number of receivers, each over its own connection."""
 
-    def __init__(self, context: zmq.asyncio.Context) -> None:
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        *,
+        transport: Transport = "auto",
+        redis: Redis | None = None,
+        cluster: str = "triptych",
+    ) -> None:
         self._context = context
-        self._sockets: dict[str, zmq.asyncio.Socket] = {}
+        self._connections: dict[str, Connection] = {}
 
-    async def send(self, address: str, header: TensorHeader, data: memoryview, timeout_s: float) -> None:
-        """Hand one tensor to the connection to `address`; `data` must not change until the receipt has come.
+    async def send(self, receiver: InstanceRecord, header: TensorHeader, data: memoryview, timeout_s: float) -> None:
+        """Hand one tensor with its checksum to the connection to `receiver`.
 
-        Raises TriptychError("unavailable") where there is no connection, or no room in it, within `timeout_s`.
+        `data` must not change until the receipt has come. Raises TriptychError("unavailable") where there is no
+        connection, or no room in it, within `timeout_s`.
         """
-        socket = self._sockets.get(address)
-        if socket is None:
-            socket = self._sockets[address] = self._connect(address)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await socket.send_multipart([encode(header), data], copy=False)
-        except TimeoutError as error:
-            message = f"the receiver of tensors at {address} took none within {timeout_s:g} s"
-            raise TriptychError("unavailable", message) from error
+        address = addresses_by_scheme(receiver.tensor_address).get("tcp")
+        if address is None:
+            message = f"{receiver.instance_id} takes tensors at {receiver.tensor_address!r} only"
+            raise TriptychError("unavailable", message)
+        connection = self._connections.get(receiver.tensor_address)
+        if connection is None:
+            connection = self._connections[receiver.tensor_address] = ZmqConnection(self._context, address)
+        await connection.send(msgspec.structs.replace(header, checksum=checksum(data)), data, timeout_s)
 
-    def keep_only(self, addresses: set[str]) -> None:
+    def keep_only(self, receivers: Iterable[InstanceRecord]) -> None:
         """Close the connections to all other receivers: they are gone."""
-        for address in self._sockets.keys() - addresses:
-            self._sockets.pop(address).close(linger=0)
+        for address in self._connections.keys() - {receiver.tensor_address for receiver in receivers}:
+            self._connections.pop(address).close()
 
     def close(self) -> None:
-        self.keep_only(set())
-
-    def _connect(self, address: str) -> zmq.asyncio.Socket:
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, QUEUE_TENSORS)
-        socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing queues for a receiver that is not there
-        socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        socket.connect(address)
-        return socket
+        self.keep_only(())

@@ -17,6 +17,7 @@ from pydantic_settings import (
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 PreemptionPolicy = Literal["auto", "recompute", "swap"]
+Transport = Literal["auto", "shm", "zmq", "redis", "nixl"]
 
 
 class EngineConfig(BaseModel):
@@ -96,6 +97,9 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
     preprocess_workers: int = Field(1, ge=1, description="Processes that preprocess media on an encoder.")
+    transport: Transport = Field(
+        "auto", description="How tensors travel; auto: shared memory between processes of one host, else ZMQ."
+    )
     handoff_timeout_s: float = Field(30.0, gt=0, description="Longest wait for one step of a handoff.")
     request_timeout_s: float = Field(600.0, gt=0, description="Longest life of a request in the proxy.")
     max_inflight: int = Field(1024, ge=1, description="Requests in the proxy at once; more get 429.")

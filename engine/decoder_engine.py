@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Sequence as ListOf
 
+import numpy as np
 import torch
 
 from common.config import EngineConfig
@@ -178,13 +179,14 @@ class DecoderEngine:
     def deliver_bytes(
         self, request_id: str, input_id: int, attempt: int, shape: tuple[int, ...], dtype: str, data: memoryview
     ) -> None:
-        """The same from raw bytes, which are not copied: they must stay as they are until the request has ended."""
+        """The same from raw bytes, at any address. They are copied, into the tensor that the cache keeps."""
         torch_dtype = DTYPES.get(dtype)
         size = math.prod(shape)
         if torch_dtype is None or size * torch_dtype.itemsize != len(data) or size == 0:
             tensor = torch.empty(0)  # not what any grant says: rejected as corrupt
         else:
-            tensor = torch.frombuffer(data, dtype=torch_dtype).view(shape)
+            tensor = torch.empty(shape, dtype=torch_dtype)
+            tensor.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(data, np.uint8)
         self.deliver(request_id, input_id, attempt, tensor)
 
     # --- one step

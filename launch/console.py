@@ -100,7 +100,7 @@ def instance_table(instances: Sequence[Instance], title: str) -> Table:
     for column in ("id", "role", "pid", "http", "requests", "tensors", "state"):
         table.add_column(column, overflow="fold", header_style="dim")
     for i in instances:
-        addresses = (i.http_address, i.requests_address, i.tensor_address)
+        addresses = (i.http_address, i.requests_address, i.tensor_address.partition(" ")[0])
         bare = (address.rpartition("://")[2] or "–" for address in addresses)
         table.add_row(
             i.id, i.role, str(i.pid or "–"), *bare, Text(i.state, "green" if i.state == "ready" else "yellow")

@@ -81,13 +81,25 @@ _OPTIONS: dict[str, Any] = {
     "allow_private_media_urls": _option(
         bool, _LIMITS, "Let media URLs point into private networks.", "no", ("--allow-private-media-urls",)
     ),
+    "transport": _option(
+        str,
+        _SERVING,
+        "How tensors travel; auto: shared memory on one host, ZMQ between hosts.",
+        "auto",
+        metavar="auto|shm|zmq|redis|nixl",
+    ),
     "handoff_timeout_s": _option(float, _LIMITS, "Longest wait for one step of a handoff, in seconds.", "30"),
     "request_timeout_s": _option(float, _LIMITS, "Longest life of a request, in seconds.", "600"),
     "log_level": _option(str, _LIMITS, "What is logged.", "info", metavar="debug|info|warning|error"),
     "log_format": _option(str, _LIMITS, "How it is logged.", "text", metavar="text|json"),
 }
 NETWORK = ("host", "port", "cluster")
-ENGINE = (*(name for name in _OPTIONS if name.startswith("engine.")), "preprocess_workers", "handoff_timeout_s")
+ENGINE = (
+    *(name for name in _OPTIONS if name.startswith("engine.")),
+    "preprocess_workers",
+    "transport",
+    "handoff_timeout_s",
+)
 PROXY = (
     "served_model_name",
     "max_inflight",

@@ -15,7 +15,6 @@ from typing import Any, ClassVar, Final
 
 from broker.channels import ChannelName, Delivery
 from broker.handoff import HandoffSender, Key
-from broker.tensors import TensorSender
 from common.errors import ErrorInfo, TriptychError
 from common.messages import Encode, Encoded, Failed, Generate, InstanceRecord, Role, ToWorker
 from common.telemetry import SpanRecorder, get_logger
@@ -50,7 +49,7 @@ class EncoderService:
         self._pool = PreprocessPool(
             settings.model, links.dtype, settings.preprocess_workers, settings.handoff_timeout_s
         )
-        self._tensors = TensorSender(links.context)
+        self._tensors = links.tensor_sender()
         self._items: dict[Key, asyncio.Task[None]] = {}
         self._replies: OrderedDict[Key, Encoded] = OrderedDict()
         self._outcomes: Counter[str] = Counter()

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import zmq.asyncio
+from redis.asyncio import Redis
 
 from broker.channels import ChannelName, ChannelSender, Delivery
 from broker.registry import Registry
 from broker.rpc import WorkerServer
+from broker.tensors import TensorReceiver, TensorSender
 from common.config import Settings
 from common.messages import FromWorker, InstanceRecord, Role, ToWorker
 from common.model_info import ModelInfo
@@ -31,12 +33,25 @@ class Links:
     host: str
     dtype: str
     context: zmq.asyncio.Context
+    redis: Redis
     registry: Registry
     channels: ChannelSender
     server: WorkerServer
     proxies: ProxyWatch
     metrics: WorkerMetrics
     hops: HopRecorder
+
+    def tensor_receiver(self, max_bytes: int) -> TensorReceiver:
+        """Takes tensors of at most `max_bytes` by the transports that the settings name; needs a running loop."""
+        transport, cluster = self.settings.transport, self.settings.cluster
+        return TensorReceiver(
+            self.context, self.host, max_bytes=max_bytes, transport=transport, redis=self.redis, cluster=cluster
+        )
+
+    def tensor_sender(self) -> TensorSender:
+        """Sends tensors by the transports that the settings name."""
+        transport, cluster = self.settings.transport, self.settings.cluster
+        return TensorSender(self.context, transport=transport, redis=self.redis, cluster=cluster)
 
     def reply(self, request_id: str, message: FromWorker) -> None:
         """Send to the proxy that owns the request; nobody gets it if the request is unknown."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from broker.channels import ChannelName, Delivery
 from broker.handoff import Key, key_of
-from broker.tensors import ReceivedTensor, TensorReceiver, payload_fault
+from broker.tensors import ReceivedTensor, payload_fault
 from common.errors import ErrorInfo
 from common.messages import (
     Encode,
@@ -74,7 +74,7 @@ class PrefillDecodeService:
         config = links.settings.engine
         # Where the cache's size is measured it is not known yet, but what it is measured against is.
         limit = config.encoder_cache_bytes or memory_budget(config, choose_device(config.device))
-        self._tensors = TensorReceiver(links.context, links.host, max_bytes=limit)
+        self._tensors = links.tensor_receiver(limit)
         self.tensor_address = self._tensors.address
         self._offers: OrderedDict[Key, Offer] = OrderedDict()  # what was offered, until it is settled
         self._arrived_s: dict[str, float] = {}  # requests without a token yet

@@ -26,6 +26,7 @@ from broker.channels import ChannelReader, ChannelSender
 from broker.redis_client import connect, wait_until_reachable
 from broker.registry import HEARTBEAT_S, Registry
 from broker.rpc import WorkerServer
+from broker.tensors import change_hosts
 from common.config import Settings
 from common.errors import ErrorInfo, TriptychError
 from common.messages import Abort, Failed, Heartbeat, InstanceRecord
@@ -77,6 +78,7 @@ class Shell:
             host=self._host,
             dtype=dtype,
             context=self._context,
+            redis=self._redis,
             registry=self._registry,
             channels=ChannelSender(self._redis, settings.cluster),
             server=self._server,
@@ -192,7 +194,9 @@ class Shell:
             dtype=self._links.dtype,
             http_address=advertised(f"http://{self._host}:{self._http.port}", settings.advertise_host),
             requests_address=advertised(self._server.address, settings.advertise_host),
-            tensor_address=advertised(self._role.tensor_address, settings.advertise_host),
+            tensor_address=change_hosts(
+                self._role.tensor_address, lambda address: advertised(address, settings.advertise_host)
+            ),
         )
 
     def _add_metrics(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -12,7 +13,13 @@ import zmq.asyncio
 
 from broker.tensors import TensorReceiver, TensorSender, payload_fault
 from common.errors import TriptychError
-from common.messages import TensorHeader, encode
+from common.hashing import checksum
+from common.messages import InstanceRecord, TensorHeader, encode
+from tests.broker.conftest import make_record
+
+
+def to(address: str) -> InstanceRecord:
+    return make_record("d0", "prefill_decode", tensor_address=address)
 
 
 def header(shape: list[int], dtype: str, size_bytes: int) -> TensorHeader:
@@ -25,10 +32,10 @@ async def test_bytes_arrive_as_they_left(zmq_context: zmq.asyncio.Context, dtype
     for rows in (1, 7, 4096):
         data = memoryview(os.urandom(rows * 64 * item_bytes))
         sent = header([rows, 64], dtype, data.nbytes)
-        await sender.send(receiver.address, sent, data, timeout_s=5)
+        await sender.send(to(receiver.address), sent, data, timeout_s=5)
         received = await receiver.receive()
         assert received.fault is None
-        assert received.header == sent
+        assert received.header == msgspec.structs.replace(sent, checksum=checksum(data))
         assert received.data == data
     sender.close()
     receiver.close()
@@ -37,7 +44,7 @@ async def test_bytes_arrive_as_they_left(zmq_context: zmq.asyncio.Context, dtype
 async def test_a_received_tensor_outlives_its_message_and_the_socket(zmq_context: zmq.asyncio.Context) -> None:
     receiver, sender = TensorReceiver(zmq_context, max_bytes=2**22), TensorSender(zmq_context)
     array = np.arange(2**18, dtype=np.float32)
-    await sender.send(receiver.address, header([2**18], "float32", array.nbytes), memoryview(array).cast("B"), 5)
+    await sender.send(to(receiver.address), header([2**18], "float32", array.nbytes), memoryview(array).cast("B"), 5)
     data = (await receiver.receive()).data
     sender.close()
     receiver.close()
@@ -78,7 +85,7 @@ async def test_a_receiver_that_is_not_there_is_unavailable_within_the_deadline(
 ) -> None:
     sender = TensorSender(zmq_context)
     with pytest.raises(TriptychError, match="took none within") as caught:
-        await sender.send("tcp://127.0.0.1:1", header([1], "uint8", 1), memoryview(b"x"), timeout_s=0.1)
+        await sender.send(to("tcp://127.0.0.1:1"), header([1], "uint8", 1), memoryview(b"x"), timeout_s=0.1)
     assert caught.value.info.code == "unavailable"
     sender.close()
 

@@ -17,6 +17,7 @@ from redis.asyncio import Redis
 
 from broker.channels import FIELD, stream_key
 from broker.redis_client import connect
+from broker.tensors import addresses_by_scheme
 from common.messages import Abort, Encode, Encoded, Offer, TensorHeader, encode
 from engine.processors import init_worker, process
 from services.hops import hop_latencies
@@ -188,7 +189,9 @@ async def test_hostile_bytes_on_every_socket_change_nothing(
     header = TensorHeader("ghost", 0, 0, "e0", 1, [4, 4], "float32", 64)
     context = zmq.asyncio.Context()
     for record in running_cluster.records.values():
-        for address in filter(None, (record.requests_address, record.tensor_address)):
+        for address in (record.requests_address, *addresses_by_scheme(record.tensor_address).values()):
+            if not address.startswith("tcp://"):
+                continue
             raw = context.socket(zmq.DEALER)
             raw.connect(address)
             for frames in ([os.urandom(64)], [b"", b"", b""], [encode(header), os.urandom(64)], [encode(header), b""]):

@@ -71,7 +71,7 @@ class Setting:
         key = (offer.request_id, offer.input_id, offer.attempt)
         header = TensorHeader(*key, "peer", record.epoch, offer.shape, offer.dtype, offer.size_bytes)
         header = msgspec.structs.replace(header, **changes)
-        await self.peer.tensors.send(record.tensor_address, header, memoryview(data or bytes(offer.size_bytes)), 5.0)
+        await self.peer.tensors.send(record, header, memoryview(data or bytes(offer.size_bytes)), 5.0)
 
     async def receipt(self, request_id: str) -> str:
         return str((await self.peer.message(Receipt, request_id)).status)
