@@ -15,7 +15,7 @@ export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format bench compose-test clean distclean
+.PHONY: help demo test lint format bench soak compose-test clean distclean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,10 @@ format: $(VENV)/test.stamp ## Format the code and mend what the linter can.
 bench: $(VENV)/test.stamp ## Measure throughput and latency (ARGS goes to the benchmark).
 	@$(BIN)/python -m tests.weights >/dev/null
 	@$(BIN)/python -m launch.bench $(ARGS)
+
+MINUTES ?= 60
+soak: $(VENV)/test.stamp ## Load a cluster for MINUTES, with kills; is memory flat, every answer right, all given back?
+	@$(BIN)/python -m launch.soak --minutes $(MINUTES) $(ARGS)
 
 compose-test: ## Build the images, run the cluster in containers, ask it, take it down.
 	@python=$$(.ci/find_python "$(PYTHON)") && PYTHON="$$python" launch/compose/test.sh

@@ -1,0 +1,81 @@
+"""What a cluster holds of requests: nothing at all where none runs. Whatever stays is a leak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from redis import Redis
+
+if TYPE_CHECKING:
+    from launch.cluster import LocalCluster
+    from launch.instance import Instance
+
+GAUGES: Final = (
+    "requests_outstanding",
+    "requests_running",
+    "requests_waiting",
+    "kv_blocks_used",
+    "encoder_cache_references",
+    "inputs_pending",
+    "inputs_granted",
+    "channel_messages_waiting",
+    "encoder_items_open",
+    "encoder_items_computing",
+    "encoder_queue_items",
+    "encoder_held_bytes",
+    "handoffs_open",
+    "preprocess_waiting",
+    "integrity_failures",
+    "proxy_inflight",
+    "proxy_flights",
+)
+"""Zero where nothing is held; every role has some of them."""
+_TIMEOUT_S: Final = 5.0
+
+
+def gauges(instance: Instance) -> dict[str, float]:
+    """All metrics of one instance that have no labels, by name without the prefix.
+
+    Raises httpx.HTTPError where it does not answer within five seconds.
+    """
+    response = httpx.get(f"{instance.http_address}/metrics", trust_env=False, timeout=_TIMEOUT_S)
+    families = text_string_to_metric_families(response.raise_for_status().text)
+    samples = [sample for family in families for sample in family.samples if not sample.labels]
+    return {sample.name.removeprefix("triptych_"): sample.value for sample in samples}
+
+
+def held(cluster: LocalCluster) -> dict[str, float]:
+    """Everything that is not zero though nothing runs: gauges, stream entries, keys that nobody knows.
+
+    An instance that is not ready, or whose metrics cannot be read, counts as one.
+    """
+    found: dict[str, float] = {}
+    for instance in cluster.instances.values():
+        if instance.state != "ready":
+            found[f"{instance.id} is {instance.state}"] = 1.0
+            continue
+        try:
+            values = gauges(instance)
+        except httpx.HTTPError as error:
+            found[f"{instance.id} does not answer: {error!r}"] = 1.0
+        else:
+            found |= {f"{instance.id} {name}": values[name] for name in GAUGES if values.get(name)}
+    with Redis.from_url(cluster.broker_url, socket_timeout=_TIMEOUT_S) as redis:
+        found |= held_in_broker(redis, cluster.supervisor.plan.settings.cluster, cluster.instances)
+    return found
+
+
+def held_in_broker(redis: Redis, cluster: str, instance_ids: Iterable[str]) -> dict[str, float]:
+    """Entries of streams, and keys beside the registry and the streams of these instances."""
+    found: dict[str, float] = {}
+    ids = set(instance_ids)
+    for key in sorted(key.decode() for key in redis.scan_iter(match=f"{cluster}:*")):
+        owner, _, kind = key.removeprefix(f"{cluster}:").rpartition(":")
+        if kind in ("metadata", "allocated", "injected") and owner in ids:
+            found |= {f"entries of {key}": size} if (size := redis.xlen(key)) else {}
+        elif not (kind == "instances" or (owner == "instance" and kind in ids)):
+            found[f"key {key}"] = 1.0
+    return found

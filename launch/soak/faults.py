@@ -1,0 +1,76 @@
+"""What a soak does to its cluster now and then. Some processes are spared, so that theirs is a life to measure."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from redis import Redis
+
+if TYPE_CHECKING:
+    from launch.cluster import LocalCluster
+    from launch.instance import Instance
+
+STOP_S = 5.0
+"""How long a stopped process stands still."""
+
+
+class Faults:
+    """Kills and stops all workers but the first of each role, and empties the broker, at random moments."""
+
+    def __init__(
+        self, cluster: LocalCluster, rng: random.Random, mean_interval_s: float, tell: Callable[[str], None]
+    ) -> None:
+        self._cluster = cluster
+        self._rng = rng
+        self._mean_interval_s = mean_interval_s
+        self._tell = tell
+        self.counts: Counter[str] = Counter()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(self._rng.uniform(0.5, 1.5) * self._mean_interval_s)
+            await self._one()
+
+    async def _one(self) -> None:
+        victims = [i for i in self._cluster.instances.values() if i.role != "proxy" and not i.id.endswith("0")]
+        ready = [instance for instance in victims if instance.state == "ready" and instance.pid is not None]
+        kind = self._rng.choice(("kill", "kill", "stop", "flush"))
+        if kind == "flush":
+            self._tell("emptying the broker")
+            await asyncio.to_thread(self._flush)
+        elif ready:
+            victim = self._rng.choice(ready)
+            self._tell(f"{kind} {victim.id}")
+            await (self._kill(victim) if kind == "kill" else self._stop(victim))
+        else:
+            return
+        self.counts[kind] += 1
+
+    async def _kill(self, victim: Instance) -> None:
+        send_signal(victim, signal.SIGKILL)
+
+    async def _stop(self, victim: Instance) -> None:
+        send_signal(victim, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(STOP_S)
+        finally:
+            send_signal(victim, signal.SIGCONT)
+
+    def _flush(self) -> None:
+        with Redis.from_url(self._cluster.broker_url) as redis:
+            redis.flushall()
+
+
+def send_signal(instance: Instance, number: signal.Signals) -> None:
+    """To its present process, should it have one."""
+    if (pid := instance.pid) is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
