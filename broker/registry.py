@@ -39,16 +39,15 @@ class Registry:
         self._own = record
         await self.heartbeat()
 
-    async def heartbeat(self, *, outstanding: int | None = None) -> None:
-        """Write the own record again; also what brings it back after Redis was flushed or restarted.
+    async def heartbeat(self, **changes: int) -> None:
+        """Write the own record again, with `changes` of its fields; also what brings it back after Redis was flushed
+        or restarted.
 
         Raises TriptychError("unavailable") where a younger process runs under the same instance id.
         """
         if self._own is None:
             raise TriptychError("internal_error", "heartbeat before register")
-        if outstanding is not None:
-            self._own = msgspec.structs.replace(self._own, outstanding=outstanding)
-        own = self._own
+        own = self._own = msgspec.structs.replace(self._own, **changes)
         rival = await self.get(own.instance_id)
         if rival is not None and rival.epoch > own.epoch:
             self._own = None  # the entry is the other's
@@ -105,8 +104,17 @@ class Registry:
             return None
 
 
+def other_key(one: InstanceRecord, other: InstanceRecord) -> str:
+    """Says of two instances that they cannot speak to each other for want of a common cluster key."""
+    has = f"cluster key {one.key_id}" if one.key_id else "no cluster key"
+    wants = f"cluster key {other.key_id}" if other.key_id else "none"
+    return f"{one.instance_id} has {has}, {other.instance_id} has {wants}: give both the same TRIPTYCH_CLUSTER_KEY"
+
+
 def incompatibility(one: InstanceRecord, other: InstanceRecord) -> str | None:
     """Why two instances must not work together, naming both; None if they may."""
+    if one.key_id != other.key_id:
+        return other_key(one, other)
     for name, ours, theirs in (
         ("protocol version", one.protocol, other.protocol),
         ("dtype", one.dtype, other.dtype),

@@ -81,6 +81,12 @@ def cluster_token(settings: Settings) -> str | None:
     return None if key is None else key.token
 
 
+def key_id(settings: Settings) -> str:
+    """What the registry says of this process's cluster key; empty where it has none."""
+    key = ClusterKey.of(settings)
+    return "" if key is None else key.key_id
+
+
 def bearer(token: str) -> str:
     """The value of an `Authorization` header."""
     return f"Bearer {token}"

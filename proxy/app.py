@@ -16,15 +16,19 @@ import uvicorn
 from fastapi import FastAPI
 from redis.exceptions import RedisError
 
+from broker.curve import ClusterContext
 from broker.redis_client import connect
 from broker.registry import Registry
 from common.config import Settings
 from common.errors import TriptychError
+from common.http_auth import RequireKey, proxy_guard
+from common.keys import ClusterKey, key_id
 from common.messages import InstanceRecord
 from common.model_info import ModelInfo, load_model_info
 from common.telemetry import get_logger, setup_logging
 from common.text import TextProcessor
 from proxy import errors
+from proxy.auth import refusal
 from proxy.dispatch import Dispatcher
 from proxy.exchange import Admission
 from proxy.fetch import Fetcher
@@ -88,6 +92,7 @@ def make_app(service: Service, port: int) -> FastAPI:
 
     app = FastAPI(title="Triptych", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.include_router(make_router(service))
+    app.add_middleware(RequireKey, guard=proxy_guard(service.settings), refusal=refusal)
     app.add_middleware(CountRequests, metrics=service.metrics)
     errors.install(app)
     return app
@@ -100,7 +105,13 @@ async def connected(service: Service, port: int) -> AsyncIterator[None]:
     fetcher = Fetcher(settings)
     service.intake = MediaIntake(settings, fetcher, service.metrics)
     record = _own_record(service, port)
-    service.pool = WorkerPool(Registry(service.redis, settings.cluster), record, service.dispatcher, service.on_failure)
+    service.pool = WorkerPool(
+        Registry(service.redis, settings.cluster),
+        record,
+        service.dispatcher,
+        service.on_failure,
+        ClusterContext(ClusterKey.of(settings)),
+    )
     service.pool.start()
     try:
         yield
@@ -180,4 +191,5 @@ def _own_record(service: Service, port: int) -> InstanceRecord:
         dtype="",
         http_address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
         requests_address="",
+        key_id=key_id(settings),
     )

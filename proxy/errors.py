@@ -30,6 +30,8 @@ def error_response(info: ErrorInfo, status: int | None = None, headers: dict[str
     headers = dict(headers or {})
     if info.code in ("overloaded", "unavailable"):
         headers["Retry-After"] = str(RETRY_AFTER_S)
+    if info.code == "invalid_api_key":
+        headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(error_body(info, status), status or info.http_status, headers)
 
 

@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 from redis.exceptions import RedisError
 
-from broker.registry import HEARTBEAT_S, RECORD_TTL_S, Registry, incompatibility
+from broker.registry import HEARTBEAT_S, RECORD_TTL_S, Registry, incompatibility, other_key
 from common.errors import TriptychError
 from common.messages import Abort, FromWorker, Heartbeat, InstanceRecord, Role
 from common.telemetry import get_logger
@@ -47,8 +47,14 @@ class WorkerPool:
     """
 
     def __init__(
-        self, registry: Registry, own: InstanceRecord, listener: Listener, on_failure: Callable[[], None]
+        self,
+        registry: Registry,
+        own: InstanceRecord,
+        listener: Listener,
+        on_failure: Callable[[], None],
+        context: zmq.asyncio.Context,
     ) -> None:
+        """`context` becomes the pool's own: it ends it."""
         self.own = own
         self._on_failure = on_failure
         # New at every start and for every connection: were it the same, workers would take this one for the one before
@@ -56,7 +62,7 @@ class WorkerPool:
         self._identities = (f"{own.instance_id}@{own.epoch}.{number}" for number in itertools.count())
         self._registry = registry
         self._listener = listener
-        self._context = zmq.asyncio.Context()
+        self._context = context
         self._workers: dict[str, Worker] = {}
         self._listeners: dict[Worker, list[asyncio.Task[None]]] = {}
         self._lost: dict[tuple[str, int], float] = {}  # whose connection broke: until when they count as dead
@@ -181,6 +187,8 @@ class WorkerPool:
         own = self.own
         if record.protocol != own.protocol:
             return f"it speaks protocol {record.protocol}, this proxy {own.protocol}"
+        if record.key_id != own.key_id:
+            return other_key(record, own)
         if record.fingerprint != own.fingerprint:
             return f"it serves {record.model} ({record.fingerprint}), this proxy {own.model} ({own.fingerprint})"
         return None

@@ -1,0 +1,74 @@
+"""Who may call which HTTP path. Plain ASGI, so that streams and disconnects pass through untouched.
+
+path                      with keys                     without
+/health, /ready           everybody                     everybody
+/metrics                  a key; everybody with `metrics_without_key`    everybody
+/drain, /switch           the cluster's token           this machine
+everything else           a key                         everybody
+
+"A key" is one of the API keys; a worker takes the cluster's token as well. "Without" means: no API key for the proxy,
+neither API key nor cluster key for a worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from common.config import Settings
+from common.keys import api_keys, cluster_token, may_control
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+Guard = Callable[[str, str | None, str | None], bool]
+"""Whether a call is allowed, by its path, its `Authorization` header and its client's host."""
+CONTROL_PATHS: Final = ("/drain", "/switch")
+_OPEN_PATHS: Final = frozenset({"/health", "/ready"})
+
+
+class RequireKey:
+    """Passes on the calls that `guard` allows; `refusal` answers the others, whose body is never read."""
+
+    def __init__(self, app: ASGIApp, guard: Guard, refusal: ASGIApp) -> None:
+        self._app = app
+        self._guard = guard
+        self._refusal = refusal
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._allows(scope):
+            await self._refusal(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _allows(self, scope: Scope) -> bool:
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        header = given[0].decode("latin-1") if len(given) == 1 else None
+        client = scope.get("client")
+        return self._guard(scope["path"], header, client[0] if client else None)
+
+
+def proxy_guard(settings: Settings) -> Guard:
+    """The guard of the OpenAI API. Raises TriptychError("invalid_request") for a key file that has none."""
+    keys = api_keys(settings)
+    open_paths = _open_paths(settings)
+    return lambda path, header, client: not keys or path in open_paths or keys.accepts(header)
+
+
+def worker_guard(settings: Settings) -> Guard:
+    """The guard of a worker's own endpoints. Raises TriptychError("invalid_request") for unreadable key files."""
+    keys, token = api_keys(settings), cluster_token(settings)
+    open_paths = _open_paths(settings)
+
+    def allows(path: str, header: str | None, client: str | None) -> bool:
+        if path in CONTROL_PATHS:
+            return may_control(token, header, client)
+        if path in open_paths or not (keys or token):
+            return True
+        return keys.accepts(header) or (token is not None and may_control(token, header, client))
+
+    return allows
+
+
+def _open_paths(settings: Settings) -> frozenset[str]:
+    return _OPEN_PATHS | {"/metrics"} if settings.metrics_without_key else _OPEN_PATHS
