@@ -1,0 +1,231 @@
+"""A cluster under steady load, its undisturbed answers, and rounds in which something breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import httpx
+
+from common.config import EngineConfig, Settings
+from launch.cluster import LocalCluster
+from launch.held import held
+from launch.instance import Instance
+from launch.plan import Plan
+from launch.soak.asking import Reply, send
+from launch.soak.asks import Ask
+from launch.soak.memory import processes, resident_bytes, shared_files
+from tests.chaos.asks import salted
+from tests.chaos.cable import Cable
+from tests.chaos.faults import Breaker, Fault, allowed_endings
+
+IN_FLIGHT = 16
+START_TIMEOUT_S = 150.0
+ANSWER_TIMEOUT_S = 100.0
+RETURN_S = 60.0
+"""How long a killed process may take to be ready again; two shared cores, several at once."""
+SETTLE_S = 2.0
+"""How soon after the last answer nothing may be held."""
+PAUSE_S = 0.3
+
+
+class CabledPlan(Plan):
+    """A plan whose workers reach the broker through a cable each."""
+
+    def lay(self) -> dict[str, Cable]:
+        """The cables by instance id, once the instances have been made."""
+        return self.__dict__.setdefault("_cables", {})
+
+    def instances(self, broker_url: str, logs: Path) -> list[Instance]:
+        instances = super().instances(broker_url, logs)
+        url = urlsplit(broker_url)
+        for instance in instances:
+            if instance.role != "proxy":
+                cable = self.lay()[instance.id] = Cable((url.hostname or "", url.port or 0))
+                _redirect(instance, broker_url, urlunsplit(url._replace(netloc=_at(url.netloc, cable.address))))
+        return instances
+
+
+def _at(netloc: str, address: tuple[str, int]) -> str:
+    user, at, _ = netloc.rpartition("@")
+    return f"{user}{at}{address[0]}:{address[1]}"
+
+
+def _redirect(instance: Instance, url: str, other: str) -> None:
+    argv, environment = instance.command.argv, instance.command.environment
+    argv[:] = [part.replace(url, other) for part in argv]
+    environment.update({name: value.replace(url, other) for name, value in environment.items() if url in value})
+
+
+@dataclass
+class Round:
+    """What came of one round."""
+
+    faults: Sequence[Fault]
+    replies: list[tuple[Ask, Reply]] = field(default_factory=list)
+    in_flight_at_fault: int = 0
+
+    @property
+    def endings(self) -> Counter[str]:
+        return Counter(reply.ending for _, reply in self.replies)
+
+
+class Arena:
+    """Asks, and what they are answered with when nothing breaks."""
+
+    def __init__(self, cluster: LocalCluster, asks: list[Ask], cables: dict[str, Cable]) -> None:
+        self.cluster, self.asks = cluster, asks
+        self._breaker = Breaker(cluster, cables)
+        self._expected: dict[str, Reply] = {}
+        self._salts = itertools.count()
+        self.shared: set[Path] = set()
+
+    def client(self) -> httpx.AsyncClient:
+        """Of the proxy, without any limit on connections."""
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        timeout = httpx.Timeout(ANSWER_TIMEOUT_S, connect=5.0)
+        return httpx.AsyncClient(base_url=self.cluster.base_url, timeout=timeout, limits=limits, trust_env=False)
+
+    async def learn(self) -> None:
+        """Get the undisturbed answers, all at once."""
+        async with self.client() as http:
+            replies = await asyncio.gather(*(send(http, ask) for ask in self.asks))
+        for ask, reply in zip(self.asks, replies, strict=True):
+            assert reply.ending == "whole", f"{ask.name} without any fault: {reply.ending} {reply.error}"
+            self._expected[ask.name] = reply
+
+    async def endure(self, *faults: Fault) -> Round:
+        """Load the cluster, break it, judge every answer, and wait until it is whole and holds nothing.
+
+        The load goes on until every fault has passed, and then for one more request of each of the IN_FLIGHT.
+        """
+        done, passed = Round(faults), asyncio.Event()
+        self.shared |= shared_files(pid for _, pid in self._processes())
+        allowed = allowed_endings(faults, self.cluster)
+        under_way = Counter[str]()
+        async with self.client() as http:
+            slots = [asyncio.create_task(self._slot(http, n, done, passed, under_way)) for n in range(IN_FLIGHT)]
+            await asyncio.sleep(min(fault.at_s for fault in faults))
+            done.in_flight_at_fault = under_way.total()
+            await self._breaker.run(faults)
+            passed.set()
+            await asyncio.gather(*slots)
+        self._judge(done, allowed)
+        await self.wait_until_nothing_is_held()
+        return done
+
+    async def _slot(
+        self, http: httpx.AsyncClient, number: int, done: Round, passed: asyncio.Event, under_way: Counter[str]
+    ) -> None:
+        """One request after the other: three of four with media that no cache knows."""
+        last = False
+        for turn in itertools.count():
+            last = passed.is_set()
+            ask = self.asks[(number + turn * IN_FLIGHT) % len(self.asks)]
+            asked = ask if turn % 4 == 3 else salted(ask, f"salt {next(self._salts)}")
+            under_way["requests"] += 1
+            reply = await send(http, asked)
+            under_way["requests"] -= 1
+            done.replies.append((ask, reply))
+            if last:
+                return
+            if reply.ending != "whole":
+                await asyncio.sleep(PAUSE_S)
+
+    def _judge(self, done: Round, allowed: set[Any]) -> None:
+        wrong = []
+        for ask, reply in done.replies:
+            expected = self._expected[ask.name]
+            right = reply.equals(expected) if reply.ending == "whole" else reply.begins(expected)
+            if not right:
+                wrong.append(f"{ask.name}, {reply.ending}: {_difference(reply, expected)}")
+            elif reply.ending not in allowed:
+                wrong.append(f"{ask.name}: {reply.ending}: {reply.error}")
+        what = "; ".join(map(str, done.faults))
+        assert not wrong, f"{what}; {dict(done.endings)}:\n" + "\n".join(wrong)
+        assert done.endings["whole"] >= IN_FLIGHT / 2, f"{what}: hardly anything was answered: {dict(done.endings)}"
+
+    async def wait_until_nothing_is_held(self) -> None:
+        """Those that live let go within two seconds; then those that died come back, and hold nothing, either."""
+        await self._settle(also_absent=False)
+        deadline_s = time.monotonic() + RETURN_S
+        while absent := [i.id for i in self.cluster.instances.values() if i.state != "ready"]:
+            assert time.monotonic() < deadline_s, f"not back after {RETURN_S:g} s: {absent}"
+            await asyncio.sleep(0.1)
+        await self._settle(also_absent=True)
+        orphaned = self.shared - shared_files(pid for _, pid in self._processes())
+        assert not [path for path in orphaned if path.exists()], f"left in shared memory: {orphaned}"
+
+    async def _settle(self, *, also_absent: bool) -> None:
+        deadline_s = time.monotonic() + SETTLE_S
+        while True:
+            found = await asyncio.to_thread(held, self.cluster)
+            if not also_absent:
+                absent = {instance.id for instance in self.cluster.instances.values() if instance.state != "ready"}
+                found = {what: count for what, count in found.items() if what.partition(" ")[0] not in absent}
+            if not found:
+                return
+            assert time.monotonic() < deadline_s, f"still held after {SETTLE_S:g} s: {found}"
+            await asyncio.sleep(0.05)
+
+    def _processes(self) -> list[tuple[str, int]]:
+        return [(name, pid) for name, pid in processes(self.cluster) if pid != os.getpid()]
+
+
+def _difference(reply: Reply, expected: Reply) -> str:
+    """Where tokens or text part."""
+    for index in sorted(expected.tokens.keys() | reply.tokens.keys()):
+        got, wanted = reply.tokens.get(index, []), expected.tokens.get(index, [])
+        if got != wanted:
+            at = next((i for i, pair in enumerate(zip(got, wanted, strict=False)) if pair[0] != pair[1]), len(got))
+            return (
+                f"choice {index} differs at token {at} of {len(wanted)}: {got[at : at + 5]} for {wanted[at : at + 5]}"
+            )
+    return f"{dict(reply.text)!r} for {dict(expected.text)!r}, {reply.finish} for {expected.finish}"
+
+
+@contextmanager
+def arena(
+    monkeypatch_folder: Path, model: str, topology: str, make_asks: Any, count: int = 24, **engine: Any
+) -> Iterator[Arena]:
+    """A running cluster that has given its undisturbed answers; afterwards nothing of it is left.
+
+    Its caches are small, so that what was there in one round is not in the next.
+    """
+    before = tempfile.tempdir
+    tempfile.tempdir = str(monkeypatch_folder)
+    small = {"kv_cache_bytes": 48 * 2**20, "encoder_cache_bytes": 2**20}
+    settings = Settings(
+        model=model,
+        port=0,
+        cluster="chaos",
+        topology=topology,
+        log_level="warning",
+        engine=EngineConfig(num_threads=1, **{**small, **engine}),
+    )
+    cluster = LocalCluster(settings, start_timeout_s=START_TIMEOUT_S)
+    given = cluster.supervisor.plan
+    plan = cluster.supervisor.plan = CabledPlan(given.settings, given.info, given.topology)
+    try:
+        with cluster:
+            ready = Arena(cluster, make_asks(given.info.name, count), plan.lay())
+            asyncio.run(ready.learn())
+            yield ready
+            pids = [pid for name, pid in processes(cluster) if pid != os.getpid()]
+            shared = ready.shared | shared_files(pids)
+        assert not [pid for pid in pids if resident_bytes(pid)]
+        assert not [path for path in shared if path.exists()]
+    finally:
+        tempfile.tempdir = before
+        for cable in plan.lay().values():
+            cable.close()
