@@ -97,6 +97,9 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
     preprocess_workers: int = Field(1, ge=1, description="Processes that preprocess media on an encoder.")
+    encoder_fallback: bool = Field(
+        False, description="Let a worker that prefills encode the inputs of its requests while there is no encoder."
+    )
     transport: Transport = Field(
         "auto", description="How tensors travel; auto: shared memory between processes of one host, else ZMQ."
     )
