@@ -1,11 +1,17 @@
-"""The sender's side of a handoff, one small state machine per input:
+"""The sender's side of a handoff, one small state machine per encoder output, or per request's keys and values:
 
-    offer() -> OFFERED -> grant -> GRANTED -> deliver() -> SENT -> receipt -> done
-                  |          |                                 |
-                  +----------+----- error, cancel, deadline ---+--> done
+                                      +---- receipt, the next part ----+
+                                      v                                |
+    offer() -> OFFERED -> grant -> GRANTED -> send() ---------------> SENT -> last receipt, complete() -> done
+                  |                   |                                |
+                  +-------------------+-- error, cancel, deadline -----+--> done
 
 It is known by (request id, input id, attempt). Messages that fit no handoff in the right state are duplicates or
-strangers: counted and ignored. The receiver's decisions are made by its engine; see DecoderEngine.offer/deliver.
+strangers: counted and ignored. The receiver's decisions are made by its engine; see DecoderEngine.offer and offer_kv.
+
+Redis may forget what it was told. So an offer is repeated, the same attempt, until its grant and then each receipt is
+there: a receiver that knows the offer answers again. One that answers a second time that it waits for the tensor has
+not got it, and gets it once more, as one does whose tensor came corrupt.
 """
 
 from __future__ import annotations
@@ -20,29 +26,53 @@ from broker.channels import ChannelSender, Delivery
 from broker.registry import incompatibility
 from broker.tensors import TensorSender
 from common.errors import TriptychError
-from common.messages import Grant, HandoffMessage, InstanceRecord, Offer, Receipt, TensorHeader
+from common.messages import Encode, Grant, HandoffMessage, InstanceRecord, KvOffer, Offer, Receipt, TensorHeader
 
 Key: TypeAlias = tuple[str, int, int]
 """(request id, input id, attempt)"""
 State = Literal["offered", "granted", "sent", "done"]
 ABSENCE_S: Final = 3.0
+REPEAT_S: Final = 2.0
+MAX_SENDS: Final = 4
+"""Of one part: the first time, and three more."""
 _T = TypeVar("_T")
 
 
-def key_of(message: HandoffMessage | TensorHeader) -> Key:
+def key_of(message: HandoffMessage | TensorHeader | Encode) -> Key:
     return message.request_id, message.input_id, message.attempt
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a handoff. An encoder output has one, without a table; those of keys and values say whose they are
+    and with which token they begin."""
+
+    shape: list[int]
+    dtype: str
+    data: memoryview
+    table: Literal["", "self", "cross"] = ""
+    first: int = 0
+
+
+def _future() -> asyncio.Future[_T]:
+    return asyncio.get_running_loop().create_future()
 
 
 @dataclass
 class Handoff:
-    """One input on its way to `receiver`. `times_s` holds the Unix time of each hop that has happened."""
+    """An encoder output, or keys and values, on the way to `receiver`.
 
-    offer: Offer
+    `receipt` is that of part number `part`. `times_s` holds the Unix time of each hop that has happened.
+    """
+
+    offer: Offer | KvOffer
     receiver: InstanceRecord
     state: State = "offered"
-    grant: asyncio.Future[Grant] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    receipt: asyncio.Future[Receipt] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    part: int = 0
+    grant: asyncio.Future[Grant] = field(default_factory=_future)
+    receipt: asyncio.Future[Receipt] = field(default_factory=_future)
     times_s: dict[str, float] = field(default_factory=dict)
+    asked_again: bool = False  # whether the tensor has come, since it was sent
 
     def mark(self, hop: str) -> None:
         self.times_s[hop] = time.time()
@@ -59,7 +89,7 @@ class HandoffSender:
     """All handoffs that start at this instance."""
 
     def __init__(self, channels: ChannelSender, tensors: TensorSender, timeout_s: float) -> None:
-        """`timeout_s` bounds each single wait; an offer's own deadline bounds them all. Set `own` before the first."""
+        """`timeout_s` bounds each wait for a receipt, an offer's own deadline all waits. Set `own` before the first."""
         self.own: InstanceRecord | None = None
         self._channels = channels
         self._tensors = tensors
@@ -72,84 +102,116 @@ class HandoffSender:
     def num_open(self) -> int:
         return len(self._handoffs)
 
-    async def offer(self, offer: Offer, receiver: InstanceRecord | None) -> Handoff:
-        """Offer an input to an instance and wait for the grant, which is `handoff.grant.result()`.
+    async def offer(self, offer: Offer | KvOffer, receiver: InstanceRecord | None) -> Handoff:
+        """Offer something to an instance and wait for the grant, which is `handoff.grant.result()`.
 
         A granted handoff stays open until `deliver` or `close`. A cached one is done: there is nothing to send.
         Raises TriptychError: "unavailable" where the receiver is gone, does not fit, or has cancelled; "timeout"
         where it did not answer in time; and whatever the receiver says where it refuses.
         """
-        if self.own is None:
-            raise TriptychError("internal_error", "an offer before this instance knows its own record")
-        if receiver is None or not receiver.tensor_address:
-            raise self._ended("unavailable", TriptychError("unavailable", "the receiving instance is not registered"))
-        if (why := incompatibility(self.own, receiver)) is not None:
-            raise self._ended("incompatible", TriptychError("unavailable", f"cannot hand over: {why}"))
-        key = key_of(offer)
-        if key in self._handoffs:
-            raise TriptychError("internal_error", f"handoff {key} is open already")
-        handoff = self._handoffs[key] = Handoff(offer, receiver)
-        self._seen[receiver.instance_id] = receiver, time.monotonic()
+        handoff = self._open(offer, receiver)
         try:
             handoff.mark("offer_sent")
-            self._channels.send(receiver.instance_id, "metadata", offer)
-            grant = await self._wait(handoff.grant, "grant", handoff)
+            self._channels.send(handoff.receiver.instance_id, "metadata", offer)
+            grant = await self._wait(handoff, handoff.grant, "grant", offer.deadline_s)
             if grant.status == "granted":
                 return handoff
             if grant.status == "cached":
                 self.outcomes["cached"] += 1
-                self.close(key)
+                self.close(key_of(offer))
                 return handoff
             if grant.status == "refused" and grant.error is not None:
                 raise self._ended("refused", TriptychError(grant.error.code, grant.error.message, grant.error.param))
-            raise self._ended("cancelled", TriptychError("unavailable", f"{receiver.instance_id} cancelled the offer"))
+            name = handoff.receiver.instance_id
+            raise self._ended("cancelled", TriptychError("unavailable", f"{name} cancelled the offer"))
         except BaseException:
-            self.close(key)
+            self.close(key_of(offer))
             raise
 
     async def deliver(self, handoff: Handoff, shape: list[int], dtype: str, data: memoryview) -> None:
-        """Send the tensor of a granted handoff and wait for the receipt; the handoff is done afterwards.
+        """Send the only tensor of a granted handoff and wait for the receipt; the handoff is done afterwards.
 
-        Raises TriptychError: "internal_error" where the tensor is not what was offered; "unavailable" where the
-        receiver is gone or did not store it; "timeout" where no receipt came in time.
+        Raises as `send` does, and "internal_error" where the tensor is not what was offered.
         """
-        offer, receiver = handoff.offer, handoff.receiver
+        offer = handoff.offer
         try:
-            if handoff.state != "granted":
-                raise TriptychError("internal_error", f"deliver in state {handoff.state!r}: no tensor without a grant")
-            if handoff.receipt.done():  # settled while it was being computed: there is nothing to send
-                self._conclude(handoff, handoff.receipt.result())
-                return
-            if (shape, dtype, data.nbytes) != (offer.shape, offer.dtype, offer.size_bytes):
+            if isinstance(offer, Offer) and (shape, dtype, data.nbytes) != (offer.shape, offer.dtype, offer.size_bytes):
                 what = f"made {shape} {dtype}, {data.nbytes} bytes; offered {offer.shape} {offer.dtype}"
                 raise self._ended("mismatch", TriptychError("internal_error", f"the encoder {what}"))
-            header = TensorHeader(*key_of(offer), offer.sender, receiver.epoch, shape, dtype, size_bytes=data.nbytes)
-            handoff.state = "sent"
-            handoff.mark("tensor_sent")
-            await self._tensors.send(receiver, header, data, self._timeout_s)
-            receipt = await self._wait(handoff.receipt, "receipt", handoff)
-            self._conclude(handoff, receipt)
+            await self.send(handoff, Part(shape, dtype, data))
+            self.complete(handoff)
         finally:
             self.close(key_of(offer))
+
+    async def send(self, handoff: Handoff, part: Part) -> None:
+        """Send the next part of a granted handoff and wait for its receipt.
+
+        Raises TriptychError: "internal_error" without a grant; "unavailable" where the receiver is gone, did not store
+        it, or found it damaged too often; "timeout" where no receipt came in time.
+        """
+        if handoff.state != "granted":
+            raise TriptychError("internal_error", f"send in state {handoff.state!r}: no tensor without a grant")
+        deadline_s = min(handoff.offer.deadline_s, time.time() + self._timeout_s)
+        for number in range(MAX_SENDS):
+            if not handoff.receipt.done():  # else it was settled while it was being computed: there is nothing to send
+                if number:
+                    self.outcomes["sent_again"] += 1
+                await self._send_once(handoff, part)
+            receipt = await self._wait(handoff, handoff.receipt, "receipt", deadline_s)
+            if receipt.status == "stored":
+                handoff.state, handoff.part, handoff.receipt = "granted", handoff.part + 1, _future()
+                return
+            if receipt.status != "corrupt":
+                message = f"{handoff.receiver.instance_id} did not store it: {receipt.status}"
+                raise self._ended(receipt.status, TriptychError("unavailable", message))
+            handoff.receipt = _future()
+        message = f"{handoff.receiver.instance_id} did not get it undamaged in {MAX_SENDS} attempts"
+        raise self._ended("corrupt", TriptychError("unavailable", message))
 
     def handle(self, delivery: Delivery) -> None:
         """A grant or receipt has come. Never raises."""
         message = delivery.message
         handoff = self._handoffs.get(key_of(message))
-        if isinstance(message, Offer) or handoff is None or delivery.stale:
+        if isinstance(message, Offer | KvOffer) or handoff is None or delivery.stale:
             self.outcomes["stray"] += 1
-        elif isinstance(message, Grant) and handoff.state == "offered" and not handoff.grant.done():
-            handoff.state = "granted" if message.status == "granted" else "done"
-            handoff.mark("grant_received")
-            handoff.grant.set_result(message)
-        elif isinstance(message, Grant) and message.status == "cancelled" and not handoff.receipt.done():
-            error = TriptychError("unavailable", f"{handoff.receiver.instance_id} took its grant back")
-            handoff.fail(self._ended("cancelled", error))
-        elif isinstance(message, Receipt) and handoff.state in ("granted", "sent") and not handoff.receipt.done():
+        elif isinstance(message, Grant):
+            self._take_grant(handoff, message)
+        elif handoff.state in ("granted", "sent") and message.part == handoff.part and not handoff.receipt.done():
             handoff.mark("receipt_received")
             handoff.receipt.set_result(message)
         else:
             self.outcomes["duplicate"] += 1
+
+    def _take_grant(self, handoff: Handoff, grant: Grant) -> None:
+        if handoff.state == "offered" and not handoff.grant.done():
+            handoff.state = "granted" if grant.status == "granted" else "done"
+            handoff.mark("grant_received")
+            handoff.grant.set_result(grant)
+        elif grant.status == "cancelled" and not handoff.receipt.done():
+            error = TriptychError("unavailable", f"{handoff.receiver.instance_id} took its grant back")
+            handoff.fail(self._ended("cancelled", error))
+        elif handoff.asked_again and not handoff.receipt.done() and grant.status in ("granted", "cached"):
+            # The answer to a repeated offer: either the receipt was lost, or the tensor.
+            handoff.asked_again = False
+            status: Literal["stored", "corrupt"] = "stored" if grant.status == "cached" else "corrupt"
+            handoff.receipt.set_result(Receipt(*key_of(grant), status, handoff.part))
+        else:
+            self.outcomes["duplicate"] += 1
+
+    def complete(self, handoff: Handoff) -> None:
+        """All parts of a handoff are stored: it is done."""
+        self.outcomes["stored"] += 1
+        self.close(key_of(handoff.offer))
+
+    def remind(self, handoff: Handoff) -> None:
+        """Offer again: a sign of life of this sender, for which the receiver renews its lease."""
+        self._channels.send(handoff.receiver.instance_id, "metadata", handoff.offer)
+
+    def fail(self, key: Key, error: TriptychError) -> None:
+        """End a handoff from this side: whoever waits for it gets `error`. Unknown keys are fine."""
+        handoff = self._handoffs.get(key)
+        if handoff is not None:
+            handoff.fail(error)
 
     def close(self, key: Key) -> None:
         """Forget a handoff; its answers, should they still come, are strays. Unknown keys are fine."""
@@ -182,20 +244,52 @@ class HandoffSender:
                 error = TriptychError("unavailable", f"{handoff.receiver.instance_id} {what}")
                 handoff.fail(self._ended("gone", error))
 
-    async def _wait(self, future: asyncio.Future[_T], what: str, handoff: Handoff) -> _T:
-        remaining_s = min(self._timeout_s, handoff.offer.deadline_s - time.time())
-        try:
-            async with asyncio.timeout(max(0.0, remaining_s)):
-                return await future
-        except TimeoutError as error:
-            message = f"{handoff.receiver.instance_id} sent no {what} within {remaining_s:.1f} s"
-            raise self._ended("timeout", TriptychError("timeout", message)) from error
+    def _open(self, offer: Offer | KvOffer, receiver: InstanceRecord | None) -> Handoff:
+        if self.own is None:
+            raise TriptychError("internal_error", "an offer before this instance knows its own record")
+        if receiver is None or not receiver.tensor_address:
+            raise self._ended("unavailable", TriptychError("unavailable", "the receiving instance is not registered"))
+        if (why := incompatibility(self.own, receiver)) is not None:
+            raise self._ended("incompatible", TriptychError("unavailable", f"cannot hand over: {why}"))
+        key = key_of(offer)
+        if key in self._handoffs:
+            raise TriptychError("internal_error", f"handoff {key} is open already")
+        handoff = self._handoffs[key] = Handoff(offer, receiver)
+        self._seen[receiver.instance_id] = receiver, time.monotonic()
+        return handoff
 
-    def _conclude(self, handoff: Handoff, receipt: Receipt) -> None:
-        if receipt.status != "stored":
-            message = f"{handoff.receiver.instance_id} did not store the input: {receipt.status}"
-            raise self._ended(receipt.status, TriptychError("unavailable", message))
-        self.outcomes["stored"] += 1
+    async def _send_once(self, handoff: Handoff, part: Part) -> None:
+        key, epoch = key_of(handoff.offer), handoff.receiver.epoch
+        header = TensorHeader(
+            *key,
+            handoff.offer.sender,
+            epoch,
+            part.shape,
+            part.dtype,
+            size_bytes=part.data.nbytes,
+            part=handoff.part,
+            table=part.table,
+            first=part.first,
+        )
+        handoff.state, handoff.asked_again = "sent", False
+        handoff.mark("tensor_sent")
+        await self._tensors.send(handoff.receiver, header, part.data, self._timeout_s)
+
+    async def _wait(self, handoff: Handoff, answer: asyncio.Future[_T], what: str, deadline_s: float) -> _T:
+        """The answer, once it is there; meanwhile the offer is repeated. Raises TriptychError("timeout")."""
+        name, began_s = handoff.receiver.instance_id, time.time()
+        while True:
+            remaining_s = deadline_s - time.time()
+            if remaining_s <= 0 and not answer.done():
+                message = f"{name} sent no {what} within {max(0.0, deadline_s - began_s):.1f} s"
+                raise self._ended("timeout", TriptychError("timeout", message))
+            done, _ = await asyncio.wait({answer}, timeout=min(REPEAT_S, remaining_s))
+            if done:
+                return answer.result()
+            if time.time() < deadline_s:
+                self.outcomes["offer_repeated"] += 1
+                handoff.asked_again = handoff.state == "sent"
+                self.remind(handoff)
 
     def _ended(self, outcome: str, error: TriptychError) -> TriptychError:
         self.outcomes[outcome] += 1

@@ -1,72 +1,46 @@
-"""The encoder worker: media in, encoder outputs to the instances that need them.
-
-Each item is one task, from Encode until its reply. Ending the task (abort, deadline, a newer attempt, a silent
-proxy) frees whatever the item holds at that point.
-"""
+"""The encoder worker: media in, encoder outputs to the instances that need them."""
 
 from __future__ import annotations
 
-import asyncio
-import math
-import time
-from collections import Counter, OrderedDict
 from collections.abc import Coroutine
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 from broker.channels import ChannelName, Delivery
-from broker.handoff import HandoffSender, Key
-from common.errors import ErrorInfo, TriptychError
-from common.messages import Encode, Encoded, Failed, Generate, InstanceRecord, Role, ToWorker
-from common.telemetry import SpanRecorder, get_logger
-from engine.encoder_engine import EncoderEngine
-from services.encoder_item import EncodingOutcome, ItemPipeline, encode_step
-from services.engine_thread import EngineThread
+from broker.handoff import HandoffSender
+from common.errors import ErrorInfo
+from common.messages import Encode, Failed, Generate, InstanceRecord, Role, ToWorker
+from services.destination import RemoteDestination
+from services.encoding import EncodingStage
 from services.links import Links
-from services.preprocess import PreprocessPool
-
-MAX_HELD_BYTES: Final = 2 * 2**30
-"""Media and preprocessed arrays of all items; more is refused as overload."""
-MAX_REMEMBERED: Final = 1024
-"""Replies kept, to be sent again when their request is repeated."""
-POOL_START_S: Final = 120.0
-
-log = get_logger()
+from services.tensor_bytes import to_host
 
 
 class EncoderService:
-    """See services.links.RoleService. Raises TriptychError("invalid_request") for a model without an encoder."""
+    """See services.links.RoleService."""
 
     role: ClassVar[Role] = "encoder"
     channels: ClassVar[tuple[ChannelName, ...]] = ("allocated", "injected")
     tensor_address = ""
+    encodes = False
 
     def __init__(self, links: Links) -> None:
-        if links.info.media_kind is None:
-            message = f"{links.info.name} takes no media and needs no encoder: prefill_decode workers are enough"
-            raise TriptychError("invalid_request", message, "role")
         self._links = links
-        settings = links.settings
-        self._pool = PreprocessPool(
-            settings.model, links.dtype, settings.preprocess_workers, settings.handoff_timeout_s
-        )
         self._tensors = links.tensor_sender()
-        self._items: dict[Key, asyncio.Task[None]] = {}
-        self._replies: OrderedDict[Key, Encoded] = OrderedDict()
-        self._outcomes: Counter[str] = Counter()
-        self._handoffs = HandoffSender(links.channels, self._tensors, settings.handoff_timeout_s)
-        self.thread: EngineThread[EncoderEngine, EncodingOutcome] = EngineThread(
-            build=lambda: EncoderEngine(links.info, settings.engine, links.instance_id),
-            step=encode_step,
-            next_deadline_s=lambda engine: None,
-            on_events=self._settle,
+        self._handoffs = HandoffSender(links.channels, self._tensors, links.settings.handoff_timeout_s)
+        self.stage = EncodingStage(
+            links,
+            RemoteDestination(links, self._handoffs),
+            prepare=to_host,
+            on_begun=links.proxies.add,
+            on_ended=links.proxies.remove,
         )
-        self._pipeline = ItemPipeline(links, self._pool, self.thread, self._handoffs)
-        self._add_metrics()
+        self.threads = (self.stage.thread,)
+        links.metrics.gauges["handoffs_open"] = lambda: self._handoffs.num_open
+        links.metrics.tallies["handoffs"] = lambda: self._handoffs.outcomes
 
     async def start(self, own: InstanceRecord) -> None:
-        """Wait for the preprocessing processes, which have been starting beside the model."""
         self._handoffs.own = own
-        await self._pool.warm_up(POOL_START_S)
+        await self.stage.start()
 
     def tasks(self) -> list[Coroutine[Any, Any, None]]:
         return []
@@ -76,98 +50,17 @@ class EncoderService:
 
     def handle_request(self, proxy: bytes, message: ToWorker) -> None:
         if isinstance(message, Encode):
-            self._begin(proxy, message)
+            self.stage.take(proxy, message)
         elif isinstance(message, Generate):
-            error = ErrorInfo(
-                "invalid_request", f"{self._links.instance_id} is an encoder, not a prefill_decode worker"
-            )
-            self._links.server.send(proxy, Failed(message.request_id, error))
+            what = f"{self._links.instance_id} is an encoder: it generates nothing"
+            self._links.send(proxy, Failed(message.request_id, ErrorInfo("invalid_request", what)))
 
     def handle_delivery(self, delivery: Delivery) -> None:
         self._handoffs.handle(delivery)
 
     def abort(self, request_id: str) -> None:
-        for key in [key for key in self._items if key[0] == request_id]:
-            self._items[key].cancel()
+        self.stage.abort(request_id)
 
     def close(self) -> None:
-        for task in self._items.values():
-            task.cancel()
-        self._pool.close()
+        self.stage.close()
         self._tensors.close()
-
-    def _begin(self, proxy: bytes, message: Encode) -> None:
-        key = message.request_id, message.input_id, message.attempt
-        if key in self._items or key in self._replies:
-            self._outcomes["duplicate"] += 1
-            if key in self._replies:
-                self._links.server.send(proxy, self._replies[key])
-            return
-        for older in [k for k in self._items if k[:2] == key[:2] and k[2] < key[2]]:
-            self._items[older].cancel()
-        refusal = self._refusal(message)
-        if refusal is not None:
-            self._outcomes[refusal.code] += 1
-            self._links.server.send(proxy, Encoded(*key, refusal))
-            return
-        self._links.proxies.add(proxy, message.request_id)
-        task = self._items[key] = asyncio.create_task(self._run(key, message))
-        task.add_done_callback(lambda _: self._end(key))
-
-    async def _run(self, key: Key, message: Encode) -> None:
-        """From Encode to Encoded; a cancelled item is not answered, for nobody waits for it."""
-        recorder = SpanRecorder(self._links.instance_id)
-        error: ErrorInfo | None = None
-        self._links.hops.mark(key, "encode_received")
-        deadline_s, item = message.deadline_s, self._pipeline.run(key, message, recorder)
-        del message  # the pipeline lets go of the media as soon as they are preprocessed
-        try:
-            async with asyncio.timeout(deadline_s - time.time()):
-                await item
-        except TriptychError as caught:
-            error = caught.info
-        except TimeoutError:
-            error = ErrorInfo("timeout", f"input {key[1]} was not in place by its deadline")
-        except Exception as caught:  # a mistake of ours: the proxy must learn of it, and the next item may do better
-            log.error("an item failed unexpectedly", key=key, exc_info=True)
-            error = ErrorInfo("internal_error", f"the encoder worker failed: {type(caught).__name__}")
-        self._outcomes["ok" if error is None else error.code] += 1
-        self._links.metrics.observe_spans(recorder.spans)
-        reply = self._replies[key] = Encoded(*key, error, recorder.spans)
-        while len(self._replies) > MAX_REMEMBERED:
-            self._replies.popitem(last=False)
-        self._links.reply(key[0], reply)
-
-    def _end(self, key: Key) -> None:
-        self._items.pop(key, None)
-        if not any(other[0] == key[0] for other in self._items):
-            self._links.proxies.remove(key[0])
-
-    def _settle(self, outcomes: list[EncodingOutcome]) -> None:
-        self._links.metrics.batch_items.observe(len(outcomes))
-        self._pipeline.settle(outcomes)
-
-    def _refusal(self, message: Encode) -> ErrorInfo | None:
-        """Why an item is not even begun; None if it is."""
-        limit, held = self._links.settings.engine.max_waiting, self._pipeline.held_bytes
-        if not math.isfinite(message.deadline_s):
-            return ErrorInfo("invalid_request", f"deadline_s is {message.deadline_s}, not a time", "deadline_s")
-        if len(self._items) >= limit:
-            what = f"{len(self._items)} items are under way on this encoder, the limit is {limit}"
-            return ErrorInfo("overloaded", f"{what}: try again later")
-        if held + len(message.media) > MAX_HELD_BYTES:
-            what = f"this encoder holds {held} bytes of media, the limit is {MAX_HELD_BYTES}"
-            return ErrorInfo("overloaded", f"{what}: try again later")
-        return None
-
-    def _add_metrics(self) -> None:
-        metrics = self._links.metrics
-        metrics.gauges["encoder_items_open"] = lambda: len(self._items)
-        metrics.gauges["encoder_items_computing"] = lambda: self._pipeline.num_computing
-        metrics.gauges["encoder_staging_bytes"] = lambda: self._pipeline.staging_bytes
-        metrics.gauges["encoder_held_bytes"] = lambda: self._pipeline.held_bytes
-        metrics.gauges["handoffs_open"] = lambda: self._handoffs.num_open
-        metrics.gauges["preprocess_waiting"] = lambda: self._pipeline.num_waiting
-        metrics.gauges["preprocess_crashes_total"] = lambda: self._pool.num_crashes
-        metrics.tallies["encodes"] = lambda: self._outcomes
-        metrics.tallies["handoffs"] = lambda: self._handoffs.outcomes

@@ -97,9 +97,13 @@ class EngineThread(Generic[E, Event]):
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the thread to end; blocks the caller. True if it has."""
-        if self._thread.ident is not None:
+        if self.started:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    @property
+    def started(self) -> bool:
+        return self._thread.ident is not None
 
     @property
     def alive(self) -> bool:

@@ -7,12 +7,14 @@ import socket
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
+import msgspec
 import uvicorn
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from common.errors import TriptychError
+from common.errors import ErrorInfo, TriptychError
+from common.http_auth import Guard, RequireKey
 
 Check = Callable[[], str | None]
 """Why not; None if all is well."""
@@ -24,8 +26,17 @@ def make_app(
     ready: Check,
     metrics: Callable[[], Awaitable[bytes]],
     handoffs: Callable[[], list[dict[str, Any]]],
+    drain: Callable[[], Awaitable[int]],
+    switch: Callable[[str], Awaitable[int]],
 ) -> FastAPI:
-    """GET /health and /ready (200, or 503 with a reason), /metrics, and /debug/handoffs (see services.hops)."""
+    """What a worker answers.
+
+    GET /health, /ready        200, or 503 with a reason
+    GET /metrics               Prometheus' text format
+    GET /debug/handoffs        see services.hops
+    POST /drain                202, the worker ends once it is idle; 400 with an error where it will not
+    POST /switch {"role": R}   202, the worker becomes an R once it is idle; 400 with an error where it cannot
+    """
     app = FastAPI(title="Triptych worker", docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/health")
@@ -44,7 +55,32 @@ def make_app(
     async def _handoffs() -> Response:
         return JSONResponse(handoffs())
 
+    @app.post("/drain")
+    async def _drain() -> Response:
+        return await _departure(drain())
+
+    @app.post("/switch")
+    async def _switch(request: Request) -> Response:
+        try:
+            role = msgspec.json.decode(await request.body(), type=_SwitchRequest).role
+        except msgspec.MsgspecError as error:
+            message = f'the body must be {{"role": "ROLE"}}: {error}'
+            return _refusal(ErrorInfo("invalid_request", message, "role"))
+        return await _departure(switch(role))
+
     return app
+
+
+class _SwitchRequest(msgspec.Struct, forbid_unknown_fields=True):
+    role: str
+
+
+def protect(app: FastAPI, guard: Guard) -> None:
+    """Answer with 401 what `guard` does not allow."""
+    message = "this endpoint wants a key: send `Authorization: Bearer KEY`, see docs/security.md"
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": "invalid_api_key"}
+    refusal = JSONResponse({"error": error}, 401, {"WWW-Authenticate": "Bearer"})
+    app.add_middleware(RequireKey, guard=guard, refusal=refusal)
 
 
 class HttpServer:
@@ -82,6 +118,17 @@ class _QuietServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+async def _departure(leaving: Awaitable[int]) -> Response:
+    try:
+        return JSONResponse({"status": "draining", "outstanding": await leaving}, status_code=202)
+    except TriptychError as error:
+        return _refusal(error.info)
+
+
+def _refusal(error: ErrorInfo) -> Response:
+    return JSONResponse({"error": msgspec.to_builtins(error)}, status_code=error.http_status)
 
 
 def _verdict(problem: str | None) -> Response:

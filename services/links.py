@@ -10,6 +10,7 @@ import zmq.asyncio
 from redis.asyncio import Redis
 
 from broker.channels import ChannelName, ChannelSender, Delivery
+from broker.handoff import Handoff, Key
 from broker.registry import Registry
 from broker.rpc import WorkerServer
 from broker.tensors import TensorReceiver, TensorSender
@@ -53,10 +54,28 @@ class Links:
         transport, cluster = self.settings.transport, self.settings.cluster
         return TensorSender(self.context, transport=transport, redis=self.redis, cluster=cluster)
 
+    def note_handoff(self, key: Key, handoff: Handoff) -> None:
+        """Note when the hops of a finished handoff happened, and how long they took."""
+        for moment, at_s in handoff.times_s.items():
+            self.hops.mark(key, moment, at_s)
+        for start, end in (("offer_sent", "grant_received"), ("tensor_sent", "receipt_received")):
+            self.observe_hop(key, start, end)
+
+    def observe_hop(self, key: Key, start: str, end: str) -> None:
+        """Count a hop of a handoff in the metrics, if both of its moments have been noted."""
+        elapsed_s = self.hops.elapsed_s(key, start, end)
+        if elapsed_s is not None:
+            self.metrics.hop_seconds.labels(f"{start}_to_{end}").observe(elapsed_s)
+
     def reply(self, request_id: str, message: FromWorker) -> None:
         """Send to the proxy that owns the request; nobody gets it if the request is unknown."""
         proxy = self.proxies.owner(request_id)
-        if proxy is not None and not self.server.send(proxy, message):
+        if proxy is not None:
+            self.send(proxy, message)
+
+    def send(self, proxy: bytes, message: FromWorker) -> None:
+        """Send to a proxy. One that does not take it counts as gone."""
+        if not self.server.send(proxy, message):
             self.proxies.mark_gone(proxy)
 
 
@@ -68,7 +87,14 @@ class RoleService(Protocol):
     """The channels that this role reads."""
     tensor_address: str
     """Where it takes tensors, as bound; empty if it takes none."""
-    thread: EngineThread[Any, Any]
+
+    @property
+    def encodes(self) -> bool:
+        """Whether it can encode the inputs of its own requests itself."""
+
+    @property
+    def threads(self) -> tuple[EngineThread[Any, Any], ...]:
+        """Its engines, in the order in which they start, each once the one before it is loaded."""
 
     async def start(self, own: InstanceRecord) -> None:
         """The engine is loaded; get everything else ready."""

@@ -27,7 +27,7 @@ class WorkerMetrics:
             "time_to_first_token_seconds", "From the arrival of a request at this worker to its first token."
         )
         self.batch_items = self._histogram("encoder_batch_items", "Items per encoder batch.", buckets=_ITEMS)
-        self.engine_stats: Mapping[str, float] = {}
+        self.engine_stats: dict[str, float] = {}
         self.gauges: dict[str, Callable[[], float]] = {}
         self.tallies: dict[str, Callable[[], Mapping[str, int]]] = {}
         """Counters by outcome: name -> function that returns outcome -> count."""

@@ -17,6 +17,7 @@ class ProxyWatch:
         self._silence_s = silence_s
         self._last_heard_s: dict[bytes, float] = {}
         self._owner: dict[str, bytes] = {}
+        self._tokens: dict[str, int] = {}
         self._lost: dict[bytes, list[str]] = {}  # what was dropped, in case its proxy comes back
 
     def heard(self, proxy: bytes) -> list[str]:
@@ -24,8 +25,15 @@ class ProxyWatch:
         self._last_heard_s[proxy] = time.monotonic()
         return self._lost.pop(proxy, [])
 
-    def add(self, proxy: bytes, request_id: str) -> None:
+    def add(self, proxy: bytes, request_id: str, num_tokens: int = 0) -> None:
+        """A request of this proxy is under way, of so many tokens at most, prompt and output together."""
         self._owner[request_id] = proxy
+        self._tokens[request_id] = num_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all requests under way, at most."""
+        return sum(self._tokens.values())
 
     def owner(self, request_id: str) -> bytes | None:
         """The routing id of the proxy that answers go to; None for an ended or unknown request."""
@@ -33,6 +41,7 @@ class ProxyWatch:
 
     def remove(self, request_id: str) -> None:
         self._owner.pop(request_id, None)
+        self._tokens.pop(request_id, None)
 
     def mark_gone(self, proxy: bytes) -> None:
         """Its connection does not take messages: the next `take_orphans` returns its requests."""
@@ -44,7 +53,8 @@ class ProxyWatch:
         gone = {proxy for proxy, heard_s in self._last_heard_s.items() if heard_s < limit_s}
         orphans = [request_id for request_id, proxy in self._owner.items() if proxy in gone]
         for request_id in orphans:
-            self._lost.setdefault(self._owner.pop(request_id), []).append(request_id)
+            self._lost.setdefault(self._owner[request_id], []).append(request_id)
+            self.remove(request_id)
         for proxy in gone:
             del self._last_heard_s[proxy]
         while len(self._lost) > _MAX_LOST:

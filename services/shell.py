@@ -1,11 +1,11 @@
-"""The shell around an engine: what encoder and prefill-decode workers have in common.
+"""The shell around an engine: what workers of all roles have in common.
 
-    HTTP (health, ready, metrics)        requests (ZMQ)      channels (Redis)      heartbeat
+    HTTP (health, metrics, drain)        requests (ZMQ)      channels (Redis)      heartbeat
               \\                               |                   |                  /
                +------------------ one asyncio loop: the role ----------------------+
                                     |  commands       ^  events
                                     v                 |
-                                       engine thread
+                                       engine thread(s)
 
 Whatever part ends on its own ends the process: a worker is whole or gone, and others notice that it is gone.
 """
@@ -17,27 +17,32 @@ import signal
 import time
 import uuid
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
-import zmq.asyncio
 from redis.exceptions import RedisError
 
 from broker.channels import ChannelReader, ChannelSender
+from broker.curve import ClusterContext
 from broker.redis_client import connect, wait_until_reachable
 from broker.registry import HEARTBEAT_S, Registry
 from broker.rpc import WorkerServer
 from broker.tensors import change_hosts
 from common.config import Settings
 from common.errors import ErrorInfo, TriptychError
-from common.messages import Abort, Failed, Heartbeat, InstanceRecord
+from common.http_auth import worker_guard
+from common.keys import ClusterKey, key_id
+from common.messages import Abort, Failed, Heartbeat, InstanceRecord, Role
 from common.model_info import ModelInfo
 from common.telemetry import get_logger
 from services.addresses import advertised, resolve_host
+from services.departure import Departure
+from services.engine_thread import EngineThread
 from services.hops import HopRecorder
-from services.http_server import HttpServer, make_app
+from services.http_server import HttpServer, make_app, protect
 from services.links import Links, RoleService
 from services.metrics import WorkerMetrics
 from services.proxies import ProxyWatch
+from services.roles import check_role
 
 BROKER_WAIT_S: Final = 30.0
 STUCK_S: Final = 60.0
@@ -59,17 +64,27 @@ class Shell:
         self._info = info
         self._host = resolve_host(settings.host)
         hops = HopRecorder()
-        app = make_app(health=self.health, ready=self.ready, metrics=self._render_metrics, handoffs=hops.as_json)
+        app = make_app(
+            health=self.health,
+            ready=self.ready,
+            metrics=self._render_metrics,
+            handoffs=hops.as_json,
+            drain=self.drain,
+            switch=self.switch,
+        )
+        protect(app, worker_guard(settings))
         self._http = HttpServer(app, self._host, settings.port)  # first: nothing is open yet if the port is taken
         self._redis = connect(settings.broker)
         self._reading = connect(settings.broker, retries=0)
         self._registry = Registry(self._redis, settings.cluster)
-        self._context = zmq.asyncio.Context()
+        self._context = ClusterContext(ClusterKey.of(settings))
         self._server = WorkerServer(self._context, self._host)
         self._proxies = ProxyWatch()
+        self._departure = Departure(lambda: len(self._proxies))
+        self.next_role: Role | None = None
         self._last_contact_s = float("-inf")
         self._registered = False
-        instance_id = settings.instance_id or f"worker-{uuid.uuid4().hex[:8]}"
+        self.instance_id = instance_id = settings.instance_id or f"worker-{uuid.uuid4().hex[:8]}"
         self._links = Links(
             settings=settings,
             info=info,
@@ -91,18 +106,23 @@ class Shell:
         self._add_metrics()
 
     async def run(self) -> int:
-        """Serve until SIGTERM or SIGINT (0), or until something breaks (1)."""
+        """Serve until SIGTERM or SIGINT, or until drained (0), or until something breaks (1).
+
+        `next_role` says whether this process is wanted in another role then.
+        """
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         serving = asyncio.create_task(self._serve())
-        stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        ends = asyncio.create_task(stop.wait()), asyncio.create_task(self._departure.complete())
+        tasks: tuple[asyncio.Task[Any], ...] = (serving, *ends)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         failed = serving.done()
-        for task in (serving, stopping):
+        self.next_role = None if failed or stop.is_set() else self._departure.next_role
+        for task in tasks:
             task.cancel()
-        (error, _) = await asyncio.gather(serving, stopping, return_exceptions=True)
+        (error, *_) = await asyncio.gather(*tasks, return_exceptions=True)
         if failed:
             self._report(error)
         await self._close()
@@ -111,31 +131,55 @@ class Shell:
 
     def health(self) -> str | None:
         """Why this process should be restarted; None if it should not."""
-        thread = self._role.thread
-        if not thread.alive:
-            return "the engine thread is dead"
-        if thread.busy_s > STUCK_S:
-            return f"the engine has been in one step for {thread.busy_s:.0f} s"
+        for thread in self._role.threads:
+            if thread.started and not thread.alive:
+                return "the engine thread is dead"
+            if thread.busy_s > STUCK_S:
+                return f"the engine has been in one step for {thread.busy_s:.0f} s"
         return None
 
     def ready(self) -> str | None:
         """Why no request should be sent here; None if they may."""
-        if not self._role.thread.loaded.done():
+        if not all(thread.loaded.done() for thread in self._role.threads):
             return "the model is being loaded"
         if not self._registered:
             return "not registered yet"
+        if self._departure.requested:
+            return "draining: it finishes what it has and takes nothing new"
         if time.monotonic() - self._last_contact_s > 3 * HEARTBEAT_S:
             return "the broker is not reachable"
         return self.health()
+
+    async def drain(self) -> int:
+        """Take nothing new, finish what is under way, then end with status 0. Returns the requests under way.
+
+        Raises TriptychError where this worker is to become something else.
+        """
+        return await self._leave(None)
+
+    async def switch(self, role: str) -> int:
+        """The same, but end with `next_role` set. Raises TriptychError where the role is impossible here."""
+        if role == self._role.role:
+            raise TriptychError("invalid_request", f"{self._links.instance_id} is a {role} worker already", "role")
+        return await self._leave(check_role(role, self._info))
+
+    async def _leave(self, next_role: Role | None) -> int:
+        self._departure.request(next_role)
+        log.info("draining", next_role=next_role, outstanding=len(self._proxies))
+        if self._registered:
+            try:
+                await self._tell_registry()
+            except RedisError as error:
+                log.warning("the broker cannot be told yet that this worker is draining", error=str(error))
+        return len(self._proxies)
 
     async def _serve(self) -> None:
         role = self._role
         async with asyncio.TaskGroup() as group:
             group.create_task(self._http.run())
-            group.create_task(self._watch_engine())
-            role.thread.start()
+            loading = group.create_task(self._load(group))
             await wait_until_reachable(self._redis, BROKER_WAIT_S)
-            await role.thread.loaded
+            await loading
             record = self._make_record()
             await role.start(record)
             await self._reader.open()
@@ -148,8 +192,15 @@ class Shell:
             log.info("ready", role=role.role, http=record.http_address, requests=record.requests_address)
             group.create_task(self._beat())
 
-    async def _watch_engine(self) -> None:
-        error = await asyncio.shield(self._role.thread.ended)
+    async def _load(self, group: asyncio.TaskGroup) -> None:
+        """Start the engines one after the other: the pools of each take what the ones before it have left."""
+        for thread in self._role.threads:
+            group.create_task(self._watch_engine(thread))
+            thread.start()
+            await thread.loaded
+
+    async def _watch_engine(self, thread: EngineThread[Any, Any]) -> None:
+        error = await asyncio.shield(thread.ended)
         raise error or TriptychError("internal_error", "the engine thread has stopped")
 
     async def _take_requests(self) -> None:
@@ -176,12 +227,21 @@ class Shell:
                 log.warning("request dropped: its proxy is silent", request=request_id)
                 self._role.abort(request_id)
             try:
-                await self._registry.heartbeat(outstanding=len(self._proxies))
+                await self._tell_registry()
                 await self._reader.keep_alive()
                 self._role.review(await self._registry.instances())
                 self._last_contact_s = time.monotonic()
             except RedisError as error:
                 log.warning("no heartbeat", error=str(error))
+
+    async def _tell_registry(self) -> None:
+        """Write the own record with what has changed. Raises as Registry.heartbeat does."""
+        draining = self._departure.requested
+        await self._registry.heartbeat(
+            outstanding=len(self._proxies), outstanding_tokens=self._proxies.num_tokens, draining=draining
+        )
+        if draining:
+            self._departure.announced()
 
     def _make_record(self) -> InstanceRecord:
         settings = self._settings
@@ -194,15 +254,20 @@ class Shell:
             dtype=self._links.dtype,
             http_address=advertised(f"http://{self._host}:{self._http.port}", settings.advertise_host),
             requests_address=advertised(self._server.address, settings.advertise_host),
+            key_id=key_id(settings),
             tensor_address=change_hosts(
                 self._role.tensor_address, lambda address: advertised(address, settings.advertise_host)
             ),
+            draining=self._departure.requested,
+            encodes=self._role.encodes,
         )
 
     def _add_metrics(self) -> None:
         metrics, role, channels = self._links.metrics, self._role, self._links.channels
         metrics.gauges["requests_outstanding"] = lambda: len(self._proxies)
-        metrics.gauges["engine_busy_seconds"] = lambda: role.thread.busy_s
+        metrics.gauges["requests_outstanding_tokens"] = lambda: self._proxies.num_tokens
+        metrics.gauges["draining"] = lambda: self._departure.requested
+        metrics.gauges["engine_busy_seconds"] = lambda: max(thread.busy_s for thread in role.threads)
         metrics.gauges["channel_messages_waiting"] = lambda: channels.num_waiting
         metrics.tallies["dropped_messages"] = lambda: {
             "invalid_request": self._server.num_invalid,
@@ -212,10 +277,11 @@ class Shell:
 
     async def _render_metrics(self) -> bytes:
         """Numbers of this moment if the engine answers soon, else those of the last time."""
-        try:
-            self._links.metrics.engine_stats = await self._role.thread.call(lambda e: e.stats(), STATS_WAIT_S)
-        except TimeoutError:
-            log.warning("metrics are old: the engine is busy", busy_s=self._role.thread.busy_s)
+        for thread in self._role.threads:
+            try:
+                self._links.metrics.engine_stats |= await thread.call(lambda engine: engine.stats(), STATS_WAIT_S)
+            except TimeoutError:
+                log.warning("metrics are old: the engine is busy", busy_s=thread.busy_s)
         return self._links.metrics.render()
 
     def _report(self, error: BaseException | None) -> None:
@@ -236,9 +302,11 @@ class Shell:
         except (TimeoutError, RedisError) as error:
             log.warning("could not sign off at the broker: the entries there expire", error=repr(error))
         self._role.close()
-        self._role.thread.stop()
-        if not await asyncio.to_thread(self._role.thread.join, JOIN_S):
-            log.warning("the engine is still in a step; the process ends without it")
+        for thread in self._role.threads:
+            thread.stop()
+        for thread in self._role.threads:
+            if not await asyncio.to_thread(thread.join, JOIN_S):
+                log.warning("the engine is still in a step; the process ends without it")
         self._server.close()
         self._http.close()
         self._context.destroy(linger=0)

@@ -6,8 +6,9 @@ import asyncio
 import gc
 import os
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from multiprocessing import resource_tracker
+from typing import Any, NoReturn, cast
 
 from common import openmp
 from common.config import Settings
@@ -15,23 +16,25 @@ from common.errors import TriptychError
 from common.messages import Role
 from common.model_info import ModelInfo, load_model_info
 from common.telemetry import get_logger, setup_logging
-
-if TYPE_CHECKING:
-    from services.links import Links, RoleService
+from services.roles import check_role, make_role
 
 log = get_logger()
 
 
 def run(settings: Settings, role: Role) -> int:
-    """Run one worker until it is told to stop (SIGTERM, SIGINT); returns the process's exit status.
+    """Run one worker until it is told to stop (SIGTERM, SIGINT) or drained; returns the process's exit status.
 
+    A worker that is switched to another role does not return: the process starts anew, under the same instance id.
     Errors of configuration and of start are logged in one line, status 1.
     """
     setup_logging(settings.log_level, settings.log_format, settings.instance_id or role)
     _limit_threads(settings.engine.num_threads)
     try:
         info = load_model_info(settings.model)
-        return asyncio.run(_run(settings, info, role))
+        status, next_role, instance_id = asyncio.run(_run(settings, info, check_role(role, info)))
+        if next_role is not None:
+            _become(next_role, instance_id)
+        return status
     except (TriptychError, OSError) as error:
         log.error("this worker cannot start", role=role, error=str(error))
         return 1
@@ -39,24 +42,36 @@ def run(settings: Settings, role: Role) -> int:
         gc.freeze()  # spares the interpreter a last collection over torch's modules: a second of the way out
 
 
-async def _run(settings: Settings, info: ModelInfo, role: Role) -> int:
+async def _run(settings: Settings, info: ModelInfo, role: Role) -> tuple[int, Role | None, str]:
     from engine.device import choose_device, choose_dtype
     from services.shell import Shell
 
     dtype = choose_dtype(settings.engine.dtype, choose_device(settings.engine.device), info)
-    return await Shell(settings, info, str(dtype).removeprefix("torch."), _service_of(role)).run()
+    shell = Shell(settings, info, str(dtype).removeprefix("torch."), lambda links: make_role(role, links))
+    return await shell.run(), shell.next_role, shell.instance_id
 
 
-def _service_of(role: Role) -> Callable[[Links], RoleService]:
-    if role == "encoder":
-        from services.encoder import EncoderService
+def _become(role: Role, instance_id: str) -> NoReturn:
+    """Start this process anew in another role. Its process id, instance id and all other options stay.
 
-        return EncoderService
-    if role == "prefill_decode":
-        from services.prefill_decode import PrefillDecodeService
+    Raises TriptychError where its command line names no role to replace.
+    """
+    command = [sys.executable, *with_role(sys.orig_argv[1:], role)]
+    log.info("starting anew", role=role)
+    os.environ["TRIPTYCH_INSTANCE_ID"] = instance_id  # it may have been made up
+    cast(Any, resource_tracker)._resource_tracker._stop()  # a child of this process, whom the next would never reap
+    os.execv(sys.executable, command)
 
-        return PrefillDecodeService
-    raise TriptychError("invalid_request", f"role {role!r} is none of encoder, prefill_decode", "role")
+
+def with_role(arguments: Sequence[str], role: Role) -> list[str]:
+    """A worker's command line with another role. Raises TriptychError("invalid_request") where it has no `--role`."""
+    for index, argument in enumerate(arguments):
+        if argument == "--role":
+            return [*arguments[: index + 1], role, *arguments[index + 2 :]]
+        if argument.startswith("--role="):
+            return [*arguments[:index], f"--role={role}", *arguments[index + 1 :]]
+    message = f"cannot become a {role} worker: this process was not started with `triptych worker --role ROLE`"
+    raise TriptychError("invalid_request", message, "role")
 
 
 def _limit_threads(num_threads: int | None) -> None:

@@ -12,10 +12,10 @@ import zmq.asyncio
 from redis.asyncio import Redis
 
 from broker.channels import ChannelReader, ChannelSender, Delivery
-from broker.handoff import Handoff, HandoffSender, key_of
+from broker.handoff import MAX_SENDS, Handoff, HandoffSender, Part, key_of
 from broker.tensors import TensorReceiver, TensorSender
 from common.errors import ErrorInfo, TriptychError
-from common.messages import Grant, HandoffMessage, InputLayout, InstanceRecord, Offer, Receipt
+from common.messages import KV_INPUT_ID, Grant, HandoffMessage, InputLayout, InstanceRecord, KvOffer, Offer, Receipt
 from tests.broker.conftest import make_record, running
 from tests.eventually import eventually
 
@@ -26,6 +26,16 @@ def make_offer(request_id: str = "r", attempt: int = 0, deadline_s: float | None
     layout = InputLayout(4, [(7, 4)])
     deadline_s = time.time() + 5 if deadline_s is None else deadline_s
     return Offer(request_id, 0, attempt, "hash", "image", [4, 8], "bfloat16", 64, layout, "e0", 1, deadline_s)
+
+
+def make_kv_offer(request_id: str = "r") -> KvOffer:
+    shape, deadline_s = [2, 2, 1, 4], time.time() + 5
+    return KvOffer(request_id, 0, 8, 0, shape, [], "bfloat16", [], 1, 0, "p0", 1, deadline_s)
+
+
+def make_part(first: int, num_tokens: int) -> Part:
+    data = memoryview(bytes([first]) * num_tokens * 32)
+    return Part([num_tokens, 2, 2, 1, 4], "bfloat16", data, "self", first)
 
 
 def delivery(message: HandoffMessage, *, stale: bool = False) -> Delivery:
@@ -39,9 +49,9 @@ class Pair:
     sender: HandoffSender
     receiver: InstanceRecord
     tensors: TensorReceiver
-    offers: list[Offer]
+    offers: list[Offer | KvOffer]
 
-    async def granted(self, offer: Offer) -> Handoff:
+    async def granted(self, offer: Offer | KvOffer) -> Handoff:
         offering = asyncio.create_task(self.sender.offer(offer, self.receiver))
         await eventually(lambda: self.sender.num_open == 1)
         self.sender.handle(delivery(Grant(*key_of(offer), "granted", time.time() + 30)))
@@ -56,10 +66,10 @@ async def pair(redis: Redis, zmq_context: zmq.asyncio.Context) -> AsyncIterator[
     await reader.open()
     sender = HandoffSender(channels, tensors, timeout_s=2.0)
     sender.own = make_record("e0")
-    offers: list[Offer] = []
+    offers: list[Offer | KvOffer] = []
 
     def take(received: Delivery) -> None:
-        assert isinstance(received.message, Offer)
+        assert isinstance(received.message, Offer | KvOffer)
         offers.append(received.message)
 
     record = make_record("d0", "prefill_decode", tensor_address=receiver.address)
@@ -108,7 +118,7 @@ async def test_a_refusal_reaches_the_caller_in_the_receivers_words(pair: Pair) -
     assert pair.sender.outcomes == {"refused": 1}
 
 
-@pytest.mark.parametrize("status", ["expired", "cancelled", "corrupt"])
+@pytest.mark.parametrize("status", ["expired", "cancelled"])
 async def test_a_tensor_that_is_not_stored_is_a_retryable_error(pair: Pair, status: str) -> None:
     handoff = await pair.granted(make_offer())
     delivering = asyncio.create_task(pair.sender.deliver(handoff, [4, 8], "bfloat16", DATA))
@@ -223,3 +233,103 @@ async def test_a_cancelled_caller_leaves_nothing(pair: Pair) -> None:
     assert pair.sender.num_open == 0
     pair.sender.handle(delivery(Grant("r", 0, 0, "granted")))  # comes too late for anybody
     assert pair.sender.outcomes == {"stray": 1}
+
+
+async def test_keys_and_values_go_part_after_part_each_with_its_receipt(pair: Pair) -> None:
+    handoff = await pair.granted(make_kv_offer())
+    for number, first in enumerate((0, 3, 6)):
+        sending = asyncio.create_task(pair.sender.send(handoff, make_part(first, min(3, 8 - first))))
+        received = await pair.tensors.receive()
+        header = received.header
+        assert received.fault is None
+        assert (header.input_id, header.part, header.table, header.first) == (KV_INPUT_ID, number, "self", first)
+        pair.sender.handle(delivery(Receipt("r", KV_INPUT_ID, 0, "stored", part=number + 1)))  # of no part yet
+        assert not sending.done()
+        pair.sender.handle(delivery(Receipt("r", KV_INPUT_ID, 0, "stored", part=number)))
+        await sending
+        pair.sender.handle(delivery(Receipt("r", KV_INPUT_ID, 0, "stored", part=number)))
+    pair.sender.complete(handoff)
+    assert pair.sender.num_open == 0
+    assert pair.sender.outcomes == {"duplicate": 6, "stored": 1}
+
+
+async def test_a_part_that_came_corrupt_is_sent_again(pair: Pair) -> None:
+    handoff = await pair.granted(make_kv_offer())
+    part = make_part(0, 8)
+    sending = asyncio.create_task(pair.sender.send(handoff, part))
+    for status in ("corrupt", "corrupt", "stored"):
+        assert (await pair.tensors.receive()).data == part.data
+        pair.sender.handle(delivery(Receipt("r", KV_INPUT_ID, 0, status)))  # type: ignore[arg-type]
+    await sending
+    assert handoff.state == "granted"
+    assert pair.sender.outcomes == {"sent_again": 2}
+
+
+async def test_a_tensor_that_never_comes_undamaged_is_given_up(pair: Pair) -> None:
+    handoff = await pair.granted(make_offer())
+    delivering = asyncio.create_task(pair.sender.deliver(handoff, [4, 8], "bfloat16", DATA))
+    for _ in range(MAX_SENDS):
+        await pair.tensors.receive()
+        pair.sender.handle(delivery(Receipt("r", 0, 0, "corrupt")))
+    with pytest.raises(TriptychError, match="undamaged") as caught:
+        await delivering
+    assert caught.value.info.retryable
+    assert pair.sender.num_open == 0
+    assert pair.sender.outcomes == {"sent_again": MAX_SENDS - 1, "corrupt": 1}
+
+
+async def test_an_offer_is_repeated_until_it_is_answered(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("broker.handoff.REPEAT_S", 0.02)
+    offer = make_offer()
+    offering = asyncio.create_task(pair.sender.offer(offer, pair.receiver))
+    await eventually(lambda: pair.offers[:3] == [offer] * 3)
+    pair.sender.handle(delivery(Grant("r", 0, 0, "granted", time.time() + 30)))
+    assert (await offering).state == "granted"
+
+
+@pytest.mark.parametrize("lost", ["receipt", "tensor"])
+async def test_a_lost_receipt_or_tensor_shows_in_the_answer_to_a_repeated_offer(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    handoff = await pair.granted(make_offer())
+    monkeypatch.setattr("broker.handoff.REPEAT_S", 0.02)
+    delivering = asyncio.create_task(pair.sender.deliver(handoff, [4, 8], "bfloat16", DATA))
+    await pair.tensors.receive()
+    await eventually(lambda: pair.sender.outcomes["offer_repeated"] > 0)
+    if lost == "receipt":
+        pair.sender.handle(delivery(Grant("r", 0, 0, "cached")))
+    else:
+        pair.sender.handle(delivery(Grant("r", 0, 0, "granted", time.time() + 30)))
+        await pair.tensors.receive()
+        pair.sender.handle(delivery(Receipt("r", 0, 0, "stored")))
+    await delivering
+    assert pair.sender.outcomes["stored"] == 1
+    assert pair.sender.outcomes["sent_again"] == (lost == "tensor")
+
+
+async def test_the_answer_to_an_old_offer_does_not_send_anything_again(pair: Pair) -> None:
+    handoff = await pair.granted(make_offer())
+    delivering = asyncio.create_task(pair.sender.deliver(handoff, [4, 8], "bfloat16", DATA))
+    await pair.tensors.receive()
+    pair.sender.handle(delivery(Grant("r", 0, 0, "granted", time.time() + 30)))
+    pair.sender.handle(delivery(Receipt("r", 0, 0, "stored")))
+    await delivering
+    assert pair.sender.outcomes == {"duplicate": 1, "stored": 1}
+
+
+async def test_a_grant_taken_back_while_a_part_is_on_its_way_ends_the_wait(pair: Pair) -> None:
+    handoff = await pair.granted(make_kv_offer())
+    sending = asyncio.create_task(pair.sender.send(handoff, make_part(0, 8)))
+    await pair.tensors.receive()
+    pair.sender.handle(delivery(Grant("r", KV_INPUT_ID, 0, "cancelled")))
+    with pytest.raises(TriptychError, match="took its grant back"):
+        await sending
+
+
+async def test_a_handoff_can_be_ended_from_this_side(pair: Pair) -> None:
+    offering = asyncio.create_task(pair.sender.offer(make_kv_offer(), pair.receiver))
+    await eventually(lambda: pair.sender.num_open == 1)
+    pair.sender.fail(("r", KV_INPUT_ID, 0), TriptychError("internal_error", "the engine gave it up"))
+    with pytest.raises(TriptychError, match="gave it up"):
+        await offering
+    assert pair.sender.num_open == 0

@@ -13,12 +13,11 @@ from redis.asyncio import Redis
 
 from broker.redis_client import connect
 from broker.registry import Registry
-from common.errors import ErrorInfo, TriptychError
-from common.families import find_family
+from common.errors import ErrorInfo
 from common.hashing import content_hash
 from common.messages import Abort, Encode, Encoded, Failed, Generate, Offer, Receipt
-from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
+from services.destination import RemoteDestination
 from services.encoder import EncoderService
 from services.room import Room
 from tests.eventually import eventually
@@ -62,7 +61,7 @@ class Setting:
         return not any(self.worker.gauge(name) for name in HOLDS)
 
     async def num_encoded(self) -> float:
-        stats = await self.worker.role.thread.call(lambda engine: engine.stats(), 5.0)
+        stats = await self.worker.role.stage.thread.call(lambda engine: engine.stats(), 5.0)
         assert stats["encoder_queue_items"] == 0
         return stats["encoder_items_total"]
 
@@ -124,9 +123,10 @@ async def test_a_receiver_of_another_model_gets_nothing(setting: Setting) -> Non
 
 
 async def test_a_receiver_that_cannot_be_looked_up_may_be_asked_for_again(setting: Setting) -> None:
-    pipeline = setting.worker.role._pipeline
+    stage = setting.worker.role.stage
     async with connect("redis://127.0.0.1:1", retries=0) as nobody:
-        pipeline._links = dataclasses.replace(pipeline._links, registry=Registry(nobody, CLUSTER))
+        links = dataclasses.replace(stage._links, registry=Registry(nobody, CLUSTER))
+        stage._pipeline._destination = RemoteDestination(links, setting.worker.role._handoffs)
         await setting.encode("r", to="never seen")
         error = (await setting.reply("r")).error
     assert error is not None
@@ -172,7 +172,7 @@ async def test_more_items_than_the_queue_holds_are_refused_as_overload(setting: 
 
 
 async def test_an_item_that_finds_no_room_is_not_preprocessed_before_there_is_some(setting: Setting) -> None:
-    setting.worker.role._pipeline._room = Room(limit_bytes=1, max_unweighed=1)
+    setting.worker.role.stage._pipeline._room = Room(limit_bytes=1, max_unweighed=1)
     await setting.encode("first")
     first = await setting.offer("first")
     await setting.encode("impatient", timeout_s=0.3)
@@ -207,10 +207,3 @@ async def test_what_an_encoder_does_not_do_is_said(setting: Setting) -> None:
     await setting.worker.proxy.send(Generate("r", [1], [], SamplingParams()))
     failed = await setting.worker.one(Failed, "r")
     assert "is an encoder" in failed.error.message
-
-
-async def test_a_text_model_needs_no_encoder(setting: Setting) -> None:
-    links = setting.worker.shell._links
-    text = dataclasses.replace(load_model_info("signpost"), family=find_family("LlamaForCausalLM"))
-    with pytest.raises(TriptychError, match="takes no media"):
-        EncoderService(dataclasses.replace(links, info=text))

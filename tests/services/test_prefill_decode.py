@@ -35,7 +35,8 @@ from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from common.text import TextProcessor
 from engine.processors import init_worker, process
-from services.prefill_decode import ALIGNMENT_BYTES, PrefillDecodeService, aligned
+from services.prefill_decode import PrefillDecodeService
+from services.tensor_bytes import ALIGNMENT_BYTES, aligned
 from tests.eventually import eventually
 from tests.services.cluster import sign
 from tests.services.inprocess import CLUSTER, InProcess, Peer, in_process

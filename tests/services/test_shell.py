@@ -53,11 +53,13 @@ class IdleRole:
     role: ClassVar[Role] = "prefill_decode"
     channels: ClassVar[tuple[ChannelName, ...]] = ("metadata",)
     tensor_address = ""
+    encodes = False
 
     def __post_init__(self) -> None:
         self.thread: EngineThread[IdleEngine, Any] = EngineThread(
             build=self._build, step=lambda _: [], next_deadline_s=lambda _: None, on_events=lambda _: None
         )
+        self.threads = (self.thread,)
 
     def _build(self) -> IdleEngine:
         self.may_load.wait(10)
@@ -228,6 +230,100 @@ async def test_what_a_silent_proxy_had_asked_for_is_dropped_and_it_learns_of_it_
                 failed = await proxy.receive()
     assert isinstance(failed, Failed)
     assert (failed.request_id, failed.error.code) == ("r", "unavailable")
+
+
+@dataclass
+class Leaving:
+    """A worker with one request under way, and how it is asked to leave."""
+
+    running: Running
+    proxy: WorkerClient
+
+    async def post(self, path: str, body: object = None) -> httpx.Response:
+        async with httpx.AsyncClient() as http:
+            return await http.post(f"http://127.0.0.1:{self.running.shell._http.port}{path}", json=body)
+
+    async def is_draining(self) -> bool:
+        record = await self.running.registry.get("w0")
+        return record is not None and record.draining
+
+    def finish_request(self) -> None:
+        self.running.shell._proxies.remove("r")
+
+
+@pytest.fixture
+async def leaving(broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context) -> AsyncIterator[Leaving]:
+    async with worker(broker_url, redis) as running:
+        address = (await running.record()).requests_address
+        await eventually(lambda: running.shell.ready() is None)
+        async with WorkerClient(zmq_context, address, "p0") as proxy:
+            await proxy.send(Generate("r", [1], [], SamplingParams()))
+            await eventually(lambda: len(running.role.links.proxies) == 1)
+            yield Leaving(running, proxy)
+
+
+async def test_a_drained_worker_is_marked_at_once_finishes_what_it_has_and_ends(
+    leaving: Leaving, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.departure.NOTICE_S", 0.2)
+    reply = await leaving.post("/drain")
+    assert (reply.status_code, reply.json()) == (202, {"status": "draining", "outstanding": 1})
+    assert await leaving.is_draining()
+    assert (await leaving.post("/drain")).status_code == 202  # again is as good as once
+    ready = await leaving.running.get("/ready")
+    assert (ready.status_code, ready.json()["reason"].split(":")[0]) == (503, "draining")
+    assert (await leaving.running.get("/health")).status_code == 200
+    await leaving.proxy.send(Generate("late", [1], [], SamplingParams()))  # by a proxy that has not noticed yet
+    await eventually(lambda: len(leaving.running.role.links.proxies) == 2)
+    leaving.finish_request()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):
+            await asyncio.shield(leaving.running.task)
+    leaving.running.shell._proxies.remove("late")
+    async with asyncio.timeout(5):
+        assert await leaving.running.task == 0
+    assert leaving.running.shell.next_role is None
+    assert await redis.keys("c:*") == []
+
+
+async def test_a_switched_worker_ends_with_its_next_role(leaving: Leaving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.departure.NOTICE_S", 0.2)
+    assert (await leaving.post("/switch", {"role": "encoder"})).status_code == 202
+    assert await leaving.is_draining()
+    other = await leaving.post("/drain")
+    assert (other.status_code, other.json()["error"]["param"]) == (400, "role")
+    assert "to change its role to encoder" in other.json()["error"]["message"]
+    leaving.finish_request()
+    async with asyncio.timeout(5):
+        assert await leaving.running.task == 0
+    assert leaving.running.shell.next_role == "encoder"
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ({"role": "prefill_decode"}, "w0 is a prefill_decode worker already"),
+        ({"role": "painter"}, "is none of encoder, prefill, decode"),
+        ({"role": "proxy"}, "is none of encoder, prefill, decode"),
+        ({}, "missing required field `role`"),
+        ({"role": 7}, "Expected `str`"),
+        (None, "the body must be"),
+    ],
+)
+async def test_an_impossible_switch_is_refused_and_changes_nothing(leaving: Leaving, body: object, why: str) -> None:
+    reply = await leaving.post("/switch", body)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_request")
+    assert why in reply.json()["error"]["message"]
+    assert not await leaving.is_draining()
+    assert leaving.running.shell.ready() is None
+
+
+async def test_a_termination_while_draining_ends_it_for_good(leaving: Leaving) -> None:
+    assert (await leaving.post("/switch", {"role": "encoder"})).status_code == 202
+    os.kill(os.getpid(), signal.SIGTERM)
+    async with asyncio.timeout(5):
+        assert await leaving.running.task == 0
+    assert leaving.running.shell.next_role is None
 
 
 async def test_a_port_that_is_taken_is_named() -> None:

@@ -1,0 +1,86 @@
+"""Where encoder outputs go: to another instance, by the handoff over channels and transports."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import torch
+from redis.exceptions import RedisError
+
+from broker.handoff import Handoff, HandoffSender, Key
+from common.errors import TriptychError
+from common.messages import Encode, InstanceRecord, Offer
+from engine.processors import ProcessedInput
+from services.links import Links
+from services.tensor_bytes import bytes_of
+
+
+class Destination(Protocol):
+    """Takes encoder outputs into reserved room: one handoff per key, from `offer` to `close`."""
+
+    async def offer(self, key: Key, message: Encode, item: ProcessedInput) -> bool:
+        """Wait for room. False where the content is there already: nothing need be computed.
+
+        Raises TriptychError saying why there will be none, or that there was none in time.
+        """
+
+    async def deliver(self, key: Key, tensor: torch.Tensor) -> None:
+        """Put a tensor into the room that it was granted. Raises TriptychError where it is not taken."""
+
+    def close(self, key: Key) -> None:
+        """Let go of a handoff, finished or not; unknown keys are fine."""
+
+
+class RemoteDestination:
+    """The instance that each Encode names. See `Destination`; tensors have to be in host memory."""
+
+    def __init__(self, links: Links, handoffs: HandoffSender) -> None:
+        self._links = links
+        self._handoffs = handoffs
+        self._granted: dict[Key, Handoff] = {}
+
+    async def offer(self, key: Key, message: Encode, item: ProcessedInput) -> bool:
+        handoff = await self._handoffs.offer(self._make_offer(message, item), await self._receiver(message.destination))
+        if handoff.grant.result().status == "cached":
+            return False
+        self._granted[key] = handoff
+        return True
+
+    async def deliver(self, key: Key, tensor: torch.Tensor) -> None:
+        handoff = self._granted[key]
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        await self._handoffs.deliver(handoff, list(tensor.shape), dtype, bytes_of(tensor))
+        self._links.note_handoff(key, handoff)
+
+    def close(self, key: Key) -> None:
+        self._granted.pop(key, None)
+        self._handoffs.close(key)
+
+    def _make_offer(self, message: Encode, item: ProcessedInput) -> Offer:
+        return Offer(
+            request_id=message.request_id,
+            input_id=message.input_id,
+            attempt=message.attempt,
+            content_hash=message.content_hash,
+            kind=message.kind,
+            shape=list(item.shape),
+            dtype=item.dtype,
+            size_bytes=item.size_bytes,
+            layout=item.layout,
+            sender=self._links.instance_id,
+            sender_epoch=self._links.epoch,
+            deadline_s=min(message.deadline_s, time.time() + self._links.settings.handoff_timeout_s),
+        )
+
+    async def _receiver(self, instance_id: str) -> InstanceRecord | None:
+        return await find_instance(self._links, self._handoffs, instance_id)
+
+
+async def find_instance(links: Links, handoffs: HandoffSender, instance_id: str) -> InstanceRecord | None:
+    """Another instance's record; None if it is not registered. Raises TriptychError("unavailable") without a broker."""
+    try:
+        return handoffs.lately_seen(instance_id) or await links.registry.get(instance_id)
+    except RedisError as error:
+        message = f"the broker does not answer, and {instance_id} cannot be looked up: {error}"
+        raise TriptychError("unavailable", message) from error

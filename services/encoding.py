@@ -1,0 +1,160 @@
+"""The encode stage of a worker: Encode in, Encoded out. An encoder worker is hardly more than this.
+
+Each item is one task, from Encode until its reply. Ending the task (abort, deadline, a newer attempt, a silent
+proxy) frees whatever the item holds at that point.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from broker.handoff import Key, key_of
+from common.errors import ErrorInfo, TriptychError
+from common.messages import Encode, Encoded
+from common.telemetry import SpanRecorder, get_logger
+from engine.encoder_engine import EncoderEngine
+from services.destination import Destination
+from services.encoder_item import EncodingOutcome, ItemPipeline, encode_step
+from services.engine_thread import EngineThread
+from services.links import Links
+from services.preprocess import PreprocessPool
+
+MAX_HELD_BYTES: Final = 2 * 2**30
+"""Media and preprocessed arrays of all items; more is refused as overload."""
+MAX_REMEMBERED: Final = 1024
+"""Replies kept, to be sent again when their request is repeated."""
+POOL_START_S: Final = 120.0
+
+log = get_logger()
+
+
+class EncodingStage:
+    """Encodes items and hands them to `destination`.
+
+    `on_begun` is called with proxy and request id before an item's task starts, `on_ended` with the request id when the
+    last item of a request has ended.
+    """
+
+    def __init__(
+        self,
+        links: Links,
+        destination: Destination,
+        prepare: Callable[[torch.Tensor], torch.Tensor],
+        on_begun: Callable[[bytes, str], None] = lambda proxy, request_id: None,
+        on_ended: Callable[[str], None] = lambda request_id: None,
+    ) -> None:
+        """`prepare` puts an output where `destination` wants it; it runs on the engine's thread."""
+        self._links = links
+        self._on_begun = on_begun
+        self._on_ended = on_ended
+        settings = links.settings
+        self._pool = PreprocessPool(
+            settings.model, links.dtype, settings.preprocess_workers, settings.handoff_timeout_s
+        )
+        self._items: dict[Key, asyncio.Task[None]] = {}
+        self._replies: OrderedDict[Key, Encoded] = OrderedDict()
+        self._outcomes: Counter[str] = Counter()
+        self.thread: EngineThread[EncoderEngine, EncodingOutcome] = EngineThread(
+            build=lambda: EncoderEngine(links.info, settings.engine, links.instance_id),
+            step=lambda engine: encode_step(engine, prepare),
+            next_deadline_s=lambda engine: None,
+            on_events=self._settle,
+        )
+        self._pipeline = ItemPipeline(links, self._pool, self.thread, destination)
+        self._add_metrics()
+
+    async def start(self) -> None:
+        """Wait for the preprocessing processes, which have been starting beside the model."""
+        await self._pool.warm_up(POOL_START_S)
+
+    def take(self, proxy: bytes, message: Encode) -> None:
+        """Begin with an item, unless it is known or there is no room for it. The answer goes to `proxy`."""
+        key = key_of(message)
+        if key in self._items or key in self._replies:
+            self._outcomes["duplicate"] += 1
+            if key in self._replies:
+                self._links.send(proxy, self._replies[key])
+            return
+        for older in [k for k in self._items if k[:2] == key[:2] and k[2] < key[2]]:
+            self._items[older].cancel()
+        refusal = self._refusal(message)
+        if refusal is not None:
+            self._outcomes[refusal.code] += 1
+            self._links.send(proxy, Encoded(*key, refusal))
+            return
+        self._on_begun(proxy, message.request_id)
+        task = self._items[key] = asyncio.create_task(self._run(key, proxy, message))
+        task.add_done_callback(lambda _: self._end(key))
+
+    def abort(self, request_id: str) -> None:
+        """Drop the items of a request, known or not."""
+        for key in [key for key in self._items if key[0] == request_id]:
+            self._items[key].cancel()
+
+    def close(self) -> None:
+        for task in self._items.values():
+            task.cancel()
+        self._pool.close()
+
+    async def _run(self, key: Key, proxy: bytes, message: Encode) -> None:
+        """From Encode to Encoded; a cancelled item is not answered, for nobody waits for it."""
+        recorder = SpanRecorder(self._links.instance_id)
+        error: ErrorInfo | None = None
+        self._links.hops.mark(key, "encode_received")
+        deadline_s, item = message.deadline_s, self._pipeline.run(key, message, recorder)
+        del message  # the pipeline lets go of the media as soon as they are preprocessed
+        try:
+            async with asyncio.timeout(deadline_s - time.time()):
+                await item
+        except TriptychError as caught:
+            error = caught.info
+        except TimeoutError:
+            error = ErrorInfo("timeout", f"input {key[1]} was not in place by its deadline")
+        except Exception as caught:  # a mistake of ours: the proxy must learn of it, and the next item may do better
+            log.error("an item failed unexpectedly", key=key, exc_info=True)
+            error = ErrorInfo("internal_error", f"the encoder worker failed: {type(caught).__name__}")
+        self._outcomes["ok" if error is None else error.code] += 1
+        self._links.metrics.observe_spans(recorder.spans)
+        reply = self._replies[key] = Encoded(*key, error, recorder.spans)
+        while len(self._replies) > MAX_REMEMBERED:
+            self._replies.popitem(last=False)
+        self._links.send(proxy, reply)
+
+    def _end(self, key: Key) -> None:
+        self._items.pop(key, None)
+        if not any(other[0] == key[0] for other in self._items):
+            self._on_ended(key[0])
+
+    def _settle(self, outcomes: list[EncodingOutcome]) -> None:
+        self._links.metrics.batch_items.observe(len(outcomes))
+        self._pipeline.settle(outcomes)
+
+    def _refusal(self, message: Encode) -> ErrorInfo | None:
+        """Why an item is not even begun; None if it is."""
+        limit, held = self._links.settings.engine.max_waiting, self._pipeline.held_bytes
+        if not math.isfinite(message.deadline_s):
+            return ErrorInfo("invalid_request", f"deadline_s is {message.deadline_s}, not a time", "deadline_s")
+        if len(self._items) >= limit:
+            what = f"{len(self._items)} items are under way on this encoder, the limit is {limit}"
+            return ErrorInfo("overloaded", f"{what}: try again later")
+        if held + len(message.media) > MAX_HELD_BYTES:
+            what = f"this encoder holds {held} bytes of media, the limit is {MAX_HELD_BYTES}"
+            return ErrorInfo("overloaded", f"{what}: try again later")
+        return None
+
+    def _add_metrics(self) -> None:
+        metrics = self._links.metrics
+        metrics.gauges["encoder_items_open"] = lambda: len(self._items)
+        metrics.gauges["encoder_items_computing"] = lambda: self._pipeline.num_computing
+        metrics.gauges["encoder_staging_bytes"] = lambda: self._pipeline.staging_bytes
+        metrics.gauges["encoder_held_bytes"] = lambda: self._pipeline.held_bytes
+        metrics.gauges["preprocess_waiting"] = lambda: self._pipeline.num_waiting
+        metrics.gauges["preprocess_crashes_total"] = lambda: self._pool.num_crashes
+        metrics.tallies["encodes"] = lambda: self._outcomes

@@ -1,0 +1,57 @@
+"""Keys and values on the wire: what is wrong with an offer or a part of them, and how they are cut into parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+from broker.tensors import ITEM_BYTES
+from common.messages import KvOffer, TensorHeader
+from engine.events import KvMetadata
+
+PART_BYTES: Final = 8 * 2**20
+"""A part is not larger, unless a single token is."""
+
+
+def tokens_per_part(token_shape: Sequence[int], dtype: str) -> int:
+    """How many tokens of that shape make a part."""
+    return max(1, PART_BYTES // max(1, math.prod(token_shape) * ITEM_BYTES[dtype]))
+
+
+def metadata_of(offer: KvOffer) -> KvMetadata:
+    """What the engine has to know of an offer."""
+    return KvMetadata(
+        offer.num_tokens,
+        offer.num_encoder_tokens,
+        tuple(offer.token_shape),
+        tuple(offer.cross_shape),
+        offer.dtype,
+        offer.layouts,
+        offer.seed,
+        offer.num_cached_tokens,
+    )
+
+
+def offer_fault(offer: KvOffer) -> str | None:
+    """What is wrong with an offer, whatever the request; None if nothing is. The engine knows the rest."""
+    if offer.dtype not in ITEM_BYTES:
+        return f"dtype {offer.dtype!r} is none of {', '.join(ITEM_BYTES)}"
+    if not math.isfinite(offer.deadline_s):
+        return f"deadline_s is {offer.deadline_s}, not a time"
+    return None
+
+
+def part_fault(header: TensorHeader, offer: KvOffer) -> str | None:
+    """What a part's header says that its offer does not allow; None if nothing."""
+    if header.table == "self":
+        token_shape, num_tokens = offer.token_shape, offer.num_tokens
+    elif header.table == "cross":
+        token_shape, num_tokens = offer.cross_shape, offer.num_encoder_tokens
+    else:
+        return f"table {header.table!r} is neither self nor cross"
+    if header.dtype != offer.dtype or header.shape[1:] != token_shape:
+        return f"offered tokens of {token_shape} {offer.dtype}, came {header.shape} {header.dtype}"
+    if header.first + header.shape[0] > num_tokens:
+        return f"tokens {header.first} to {header.first + header.shape[0]} of {num_tokens}"
+    return None

@@ -1,0 +1,85 @@
+"""Where the encoder outputs of a worker that encodes for itself go: to the decoder's engine in the same process.
+
+The reservation rules are those of every handoff, for the same engine decides; only channels and transports are left
+out, and the tensor is handed over as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TypeAlias
+
+import torch
+
+from broker.handoff import Key
+from common.errors import TriptychError
+from common.messages import Encode
+from engine.decoder_engine import DecoderEngine
+from engine.events import (
+    Event,
+    InputCached,
+    InputCancelled,
+    InputGranted,
+    InputMetadata,
+    InputRefused,
+    InputRejected,
+    InputStored,
+)
+from engine.processors import ProcessedInput
+from services.engine_thread import EngineThread
+
+InputEvent: TypeAlias = InputGranted | InputCached | InputRefused | InputCancelled | InputStored | InputRejected
+
+
+class LocalDestination:
+    """The decoder that `thread` drives. See services.destination.Destination."""
+
+    def __init__(self, thread: EngineThread[DecoderEngine, Event]) -> None:
+        self._thread = thread
+        self._answers: dict[Key, asyncio.Queue[InputEvent]] = {}
+
+    @property
+    def num_open(self) -> int:
+        return len(self._answers)
+
+    async def offer(self, key: Key, message: Encode, item: ProcessedInput) -> bool:
+        answers = self._answers[key] = asyncio.Queue()
+        shape, digest, deadline_s = tuple(item.shape), message.content_hash, message.deadline_s
+        metadata = InputMetadata(shape, item.dtype, item.size_bytes, item.layout, digest)
+        self._thread.submit(lambda engine: engine.offer(*key, metadata, deadline_s))
+        match await answers.get():
+            case InputGranted():
+                return True
+            case InputCached():
+                return False
+            case InputRefused(error=error):
+                raise TriptychError(error.code, error.message, error.param)
+            case _:
+                raise _taken_back(key)
+
+    async def deliver(self, key: Key, tensor: torch.Tensor) -> None:
+        answers = self._answers[key]
+        if answers.empty():  # else the grant was taken back while the encoder was at it
+            self._thread.submit(lambda engine: engine.deliver(*key, tensor))
+        match await answers.get():
+            case InputStored():
+                return
+            case InputRejected(reason=reason):
+                raise TriptychError("unavailable", f"input {key[1]} was not stored: {reason}")
+            case _:
+                raise _taken_back(key)
+
+    def close(self, key: Key) -> None:
+        self._answers.pop(key, None)
+
+    def settle(self, event: InputEvent) -> bool:
+        """Take an event of the engine; False if it is about nothing that came from here."""
+        answers = self._answers.get((event.request_id, event.input_id, event.attempt))
+        if answers is None:
+            return False
+        answers.put_nowait(event)
+        return True
+
+
+def _taken_back(key: Key) -> TriptychError:
+    return TriptychError("unavailable", f"the room for input {key[1]} was taken back")

@@ -1,0 +1,45 @@
+"""The encode stage of a worker that encodes the inputs of its own requests itself.
+
+Either that is its role, or its fallback while the cluster has no encoder. Nothing travels: see LocalDestination.
+"""
+
+from __future__ import annotations
+
+from common.messages import Encode
+from engine.decoder_engine import DecoderEngine
+from engine.events import Event
+from services.encoding import EncodingStage
+from services.engine_thread import EngineThread
+from services.links import Links
+from services.local_destination import InputEvent, LocalDestination
+
+
+class LocalEncoding:
+    """Encodes for the decoder that `thread` drives. With `is_fallback`, what it does is counted as such."""
+
+    def __init__(self, links: Links, thread: EngineThread[DecoderEngine, Event], is_fallback: bool) -> None:
+        self._destination = LocalDestination(thread)
+        self._stage = EncodingStage(links, self._destination, prepare=lambda tensor: tensor)
+        self.thread = self._stage.thread
+        self._num_fallbacks = 0
+        self._is_fallback = is_fallback
+        links.metrics.gauges["encoder_fallbacks_total"] = lambda: self._num_fallbacks
+        links.metrics.gauges["inputs_encoding_here"] = lambda: self._destination.num_open
+
+    async def start(self) -> None:
+        await self._stage.start()
+
+    def take(self, proxy: bytes, message: Encode) -> None:
+        """Encode an item, whose destination is this instance."""
+        self._num_fallbacks += self._is_fallback
+        self._stage.take(proxy, message)
+
+    def settle(self, event: InputEvent) -> bool:
+        """Take an event of the decoder's engine; False if it is about an input that came from elsewhere."""
+        return self._destination.settle(event)
+
+    def abort(self, request_id: str) -> None:
+        self._stage.abort(request_id)
+
+    def close(self) -> None:
+        self._stage.close()

@@ -1,0 +1,218 @@
+"""The receiver's side of the handoff: offers and tensors in, grants and receipts out.
+
+It takes encoder outputs, and keys and values, which have one input id of their own. It checks what can be checked
+without the request; every decision is the engine's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from typing import Final
+
+from broker.channels import Delivery
+from broker.handoff import Key, key_of
+from broker.tensors import ReceivedTensor, payload_fault
+from common.errors import ErrorInfo
+from common.messages import KV_INPUT_ID, Grant, KvOffer, Offer, Receipt, TensorHeader
+from common.telemetry import get_logger
+from engine.decoder_engine import DecoderEngine
+from engine.device import choose_device
+from engine.events import (
+    Event,
+    InputCached,
+    InputCancelled,
+    InputGranted,
+    InputMetadata,
+    InputRefused,
+    InputRejected,
+    InputStored,
+)
+from engine.memory import memory_budget
+from services.engine_thread import EngineThread
+from services.kv_messages import PART_BYTES, metadata_of, offer_fault, part_fault
+from services.links import Links
+from services.tensor_bytes import aligned
+
+MAX_OFFERS: Final = 20_000
+
+log = get_logger()
+
+
+class HandoffReceiver:
+    """All handoffs that end at this instance. `thread` drives the engine that takes them."""
+
+    def __init__(self, links: Links, thread: EngineThread[DecoderEngine, Event]) -> None:
+        self._links = links
+        self._thread = thread
+        config = links.settings.engine
+        # Where the cache's size is measured it is not known yet, but what it is measured against is.
+        limit = config.encoder_cache_bytes or memory_budget(config, choose_device(config.device))
+        self._tensors = links.tensor_receiver(max(limit, 2 * PART_BYTES))
+        self.tensor_address = self._tensors.address
+        self._offers: OrderedDict[Key, Offer | KvOffer] = OrderedDict()  # until they are settled
+        self._kv_keys: dict[str, set[Key]] = {}  # those of keys and values, by request
+        self.outcomes: Counter[str] = Counter()
+
+    async def run(self) -> None:
+        """Take tensors, until cancelled."""
+        while True:
+            received = await self._tensors.receive()
+            if not self._take(received):
+                received.release()
+
+    def close(self) -> None:
+        self._tensors.close()
+
+    def handle(self, delivery: Delivery) -> None:
+        """An offer has come. Never raises."""
+        offer = delivery.message
+        if not isinstance(offer, Offer | KvOffer):
+            self.outcomes["stray"] += 1
+            return
+        key = key_of(offer)
+        if delivery.stale:
+            self._answer_offer(offer.sender, Grant(*key, "cancelled"))
+        elif (fault := _offer_fault(offer)) is not None:
+            self._answer_offer(offer.sender, Grant(*key, "refused", error=ErrorInfo("invalid_request", fault)))
+        else:
+            self._links.hops.mark(key, "offer_received")
+            self._keep(key, offer)
+            self._pass_on(key, offer)
+
+    def settle(
+        self, event: InputGranted | InputCached | InputRefused | InputCancelled | InputStored | InputRejected
+    ) -> None:
+        """The engine has decided: tell the sender."""
+        key = event.request_id, event.input_id, event.attempt
+        sender = self._sender(key)
+        match event:
+            case InputGranted():
+                self._mark_hop(key, "offer_received", "granted")
+                grant = Grant(*key, "granted", event.lease_until_s, None, event.first_token, event.cross_cached)
+                self._answer_offer(sender, grant)
+                return
+            case InputStored(part=part):
+                self._mark_hop(key, "tensor_received", "stored")
+                self._answer_tensor(sender, Receipt(*key, "stored", part))
+                if event.input_id == KV_INPUT_ID:
+                    return  # more parts may come
+            case InputRejected(reason=reason, part=part):
+                self._answer_tensor(sender, Receipt(*key, reason, part))
+                if reason == "corrupt":
+                    return  # it comes again
+            case InputCached():
+                self._answer_offer(sender, Grant(*key, "cached"))
+            case InputRefused(error=error):
+                self._answer_offer(sender, Grant(*key, "refused", error=error))
+            case InputCancelled():
+                self._answer_offer(sender, Grant(*key, "cancelled"))
+        self._drop(key)
+
+    def started(self, request_id: str) -> None:
+        """A request generates: all its keys and values are here."""
+        for key in self._kv_keys.pop(request_id, ()):
+            self._offers.pop(key, None)
+
+    def end(self, request_id: str) -> None:
+        """A request has ended: its keys and values need not come any more."""
+        for key in self._kv_keys.pop(request_id, ()):
+            self._answer_offer(self._offers.pop(key).sender, Grant(*key, "cancelled"))
+
+    # --- offers
+
+    def _keep(self, key: Key, offer: Offer | KvOffer) -> None:
+        self._offers[key] = offer
+        self._offers.move_to_end(key)
+        if isinstance(offer, KvOffer):
+            self._kv_keys.setdefault(offer.request_id, set()).add(key)
+        while len(self._offers) > MAX_OFFERS:
+            self._drop(next(iter(self._offers)))
+
+    def _drop(self, key: Key) -> None:
+        self._offers.pop(key, None)
+        keys = self._kv_keys.get(key[0])
+        if keys is not None:
+            keys.discard(key)
+            if not keys:
+                del self._kv_keys[key[0]]
+
+    def _pass_on(self, key: Key, offer: Offer | KvOffer) -> None:
+        deadline_s = offer.deadline_s
+        if isinstance(offer, KvOffer):
+            request_id, attempt, kv = offer.request_id, offer.attempt, metadata_of(offer)
+            self._thread.submit(lambda engine: engine.offer_kv(request_id, attempt, kv, deadline_s))
+        else:
+            shape = tuple(offer.shape)
+            metadata = InputMetadata(shape, offer.dtype, offer.size_bytes, offer.layout, offer.content_hash)
+            self._thread.submit(lambda engine: engine.offer(*key, metadata, deadline_s))
+
+    # --- tensors
+
+    def _take(self, received: ReceivedTensor) -> bool:
+        """Give a tensor to the engine, which releases it. False where it is none that was granted."""
+        header, key = received.header, key_of(received.header)
+        offer = self._offers.get(key)
+        if offer is not None and offer.sender != header.sender:
+            self.outcomes["stray"] += 1
+        elif offer is None or header.receiver_epoch != self._links.epoch:
+            self._answer_tensor(header.sender, Receipt(*key, "cancelled", header.part))
+        elif (fault := received.fault or _tensor_fault(header, offer)) is not None:
+            log.warning("a tensor is not what was offered", sender=header.sender, fault=fault)
+            self._answer_tensor(header.sender, Receipt(*key, "corrupt", header.part))
+        else:
+            self._links.hops.mark(key, "tensor_received")
+            self._thread.submit(lambda engine: _deliver(engine, received))
+            return True
+        return False
+
+    # --- answers
+
+    def _answer_offer(self, sender: str | None, grant: Grant) -> None:
+        if sender is not None:  # else it has been told before
+            self.outcomes[grant.status] += 1
+            self._links.channels.send(sender, "allocated", grant)
+
+    def _answer_tensor(self, sender: str | None, receipt: Receipt) -> None:
+        if sender is not None:
+            self.outcomes[f"receipt_{receipt.status}"] += 1
+            self._links.channels.send(sender, "injected", receipt)
+
+    def _sender(self, key: Key) -> str | None:
+        offer = self._offers.get(key)
+        return None if offer is None else offer.sender
+
+    def _mark_hop(self, key: Key, start: str, end: str) -> None:
+        self._links.hops.mark(key, end)
+        self._links.observe_hop(key, start, end)
+
+
+def _deliver(engine: DecoderEngine, received: ReceivedTensor) -> None:
+    """On the engine's thread: copy a tensor to where it belongs."""
+    header, shape = received.header, tuple(received.header.shape)
+    try:
+        if header.input_id == KV_INPUT_ID:
+            assert header.table != ""
+            part = header.request_id, header.attempt, header.part, header.table, header.first
+            engine.deliver_kv(*part, shape, header.dtype, aligned(received.data))
+        else:
+            engine.deliver_bytes(*key_of(header), shape, header.dtype, received.data)
+    finally:
+        received.release()
+
+
+def _offer_fault(offer: Offer | KvOffer) -> str | None:
+    if isinstance(offer, KvOffer):
+        return offer_fault(offer)
+    if not math.isfinite(offer.deadline_s):
+        return f"deadline_s is {offer.deadline_s}, not a time"
+    return payload_fault(offer, offer.size_bytes)
+
+
+def _tensor_fault(header: TensorHeader, offer: Offer | KvOffer) -> str | None:
+    """What a tensor's header says other than its offer did; None if nothing."""
+    if isinstance(offer, KvOffer):
+        return part_fault(header, offer)
+    if (header.shape, header.dtype, header.size_bytes) == (offer.shape, offer.dtype, offer.size_bytes):
+        return None
+    return f"offered {offer.shape} {offer.dtype}, came {header.shape} {header.dtype}"
