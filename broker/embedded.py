@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
+import secrets
 import shutil
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from common.errors import TriptychError
 _CONFIG = """\
 bind {host}
 port {port}
+requirepass {password}
 dir /
 save ""
 appendonly no
@@ -39,12 +41,14 @@ class EmbeddedBroker:
 
     Whatever ends this process ends the server: a thread of ours starts it, waits for it, and is what the kernel ties
     it to, so `start` may be called from any thread. It reads its configuration from standard input and writes no
-    file, so there is nothing to clean up even after a crash.
+    file, so there is nothing to clean up even after a crash. It wants a password: a random one, which only the
+    URL tells.
     """
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         self._host = host
         self._port = 0
+        self._password = secrets.token_urlsafe(24)
         self._process: subprocess.Popen[bytes] | None = None
         self._owner: threading.Thread | None = None
         self._settled = threading.Event()  # ready, or ended
@@ -63,7 +67,7 @@ class EmbeddedBroker:
             self._port = _free_port(self._host)
             if self._come_up(timeout_s):
                 atexit.register(self.stop)
-                return f"redis://{self._host}:{self._port}"
+                return f"redis://:{self._password}@{self._host}:{self._port}"
             taken = any(_PORT_TAKEN in line for line in self._log)
             self.stop()
             if not taken:
@@ -113,7 +117,7 @@ class EmbeddedBroker:
         self.stop()
 
     def _come_up(self, timeout_s: float) -> bool:
-        self._launch(find_server(), _CONFIG.format(host=self._host, port=self._port).encode())
+        self._launch(find_server(), _CONFIG.format(host=self._host, port=self._port, password=self._password).encode())
         return self._settled.wait(timeout_s) and self._ready
 
     def _did_not_come_up(self, timeout_s: float) -> TriptychError:

@@ -1,4 +1,9 @@
-"""The one way to a Redis connection: deadlines on every call, retries with back-off over a restart of the server."""
+"""The one way to a Redis connection: deadlines on every call, retries with back-off over a restart of the server.
+
+The URL says all there is to say: redis://user:password@host:port/db, rediss:// for TLS, and behind a question mark
+redis-py's own options, such as `ssl_ca_certs=/etc/triptych/ca.pem` for a server whose certificate is the company's own.
+It is a secret where it holds a password: messages show it by `without_secrets`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ import asyncio
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
-from redis.exceptions import BusyLoadingError, RedisError
+from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermissionError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
@@ -22,6 +27,7 @@ CONNECTION_ERRORS: tuple[type[RedisError], ...] = (RedisConnectionError, RedisTi
 def connect(url: str, *, retries: int = 5) -> Redis:
     """A client of the broker at `url` (redis://, rediss:// or unix://). Connects at the first call, not here.
 
+    A TLS server must show a certificate for the host of the URL, by the system's authorities or `ssl_ca_certs`.
     A call that meets a lost connection is repeated `retries` times over about two seconds. Everything sent through
     it must therefore bear repetition. Raises TriptychError("invalid_request") where the URL is none.
     """
@@ -37,8 +43,15 @@ def connect(url: str, *, retries: int = 5) -> Redis:
         )
     except ValueError as error:
         raise TriptychError(
-            "invalid_request", f"broker URL {url!r}: {error}; try redis://host:6379", "broker"
+            "invalid_request", f"broker URL {without_secrets(url)!r}: {error}; try redis://host:6379", "broker"
         ) from error
+
+
+def without_secrets(url: str) -> str:
+    """A broker's URL for people to read: scheme, host, port and database, neither user nor password nor options."""
+    scheme, separator, rest = url.partition("://")
+    place = (rest or scheme).rpartition("@")[2].partition("?")[0]
+    return f"{scheme}://{place}" if separator else place
 
 
 def pass_on_cancellation() -> None:
@@ -55,7 +68,8 @@ def pass_on_cancellation() -> None:
 async def wait_until_reachable(redis: Redis, timeout_s: float) -> None:
     """Return once the server answers.
 
-    Raises TriptychError("unavailable") with the last error after `timeout_s` seconds.
+    Raises TriptychError("unavailable") with the last error after `timeout_s` seconds, at once where the server does
+    not let us in.
     """
     last: object = "no answer"
     try:
@@ -65,6 +79,9 @@ async def wait_until_reachable(redis: Redis, timeout_s: float) -> None:
                     await redis.ping()
                     pass_on_cancellation()
                     return
+                except (AuthenticationError, NoPermissionError) as error:
+                    message = f"the broker does not let us in: {error}; does the broker's URL hold its password?"
+                    raise TriptychError("unavailable", message, "broker") from error
                 except CONNECTION_ERRORS as error:
                     last = error
                     await asyncio.sleep(0.1)

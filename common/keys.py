@@ -130,6 +130,15 @@ def api_keys(settings: Settings) -> TokenSet:
 
     Raises TriptychError("invalid_request") for a file that cannot be read or has no key.
     """
+    return TokenSet(_list_api_keys(settings))
+
+
+def own_api_key(settings: Settings) -> str | None:
+    """The key that this program's own clients send; None where the API wants none. Raises as `api_keys` does."""
+    return next(iter(_list_api_keys(settings)), None)
+
+
+def _list_api_keys(settings: Settings) -> list[str]:
     keys = [] if settings.api_key is None else [settings.api_key.get_secret_value()]
     if settings.api_key_file is not None:
         lines = (line.strip() for line in _read(settings.api_key_file, "api_key_file").splitlines())
@@ -138,7 +147,7 @@ def api_keys(settings: Settings) -> TokenSet:
             message = f"api_key_file {settings.api_key_file} has no key; write one per line"
             raise TriptychError("invalid_request", message, "api_key_file")
         keys += found
-    return TokenSet(keys)
+    return keys
 
 
 def _digest(token: str) -> bytes:

@@ -12,7 +12,7 @@ import typer
 
 from common.errors import TriptychError
 from launch.configure import Flags, load_settings
-from launch.options import ENGINE, LOGS, NETWORK, PROXY, takes_settings
+from launch.options import ENGINE, KEYS, LOGS, NETWORK, PROXY, takes_settings
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -58,7 +58,7 @@ def triptych(
 
 
 @app.command()
-@takes_settings("topology", *NETWORK, "broker", *PROXY, *ENGINE, *LOGS)
+@takes_settings("topology", *NETWORK, "broker", *KEYS, *PROXY, *ENGINE, *LOGS)
 def serve(
     flags: Flags,
     model: Annotated[
@@ -84,7 +84,7 @@ def serve(
 
 
 @app.command()
-@takes_settings("broker", "cluster", "instance_id", "host", "advertise_host", *ENGINE, *LOGS)
+@takes_settings("broker", "cluster", "instance_id", "host", "advertise_host", *KEYS, *ENGINE, *LOGS)
 def worker(
     flags: Flags,
     role: Annotated[Literal["encoder", "prefill_decode"], typer.Option(help="What this process does.")],
@@ -116,7 +116,15 @@ def worker(
 
 @app.command()
 @takes_settings(
-    "broker", "instance_id", *NETWORK, "advertise_host", *PROXY, "engine.max_model_len", "handoff_timeout_s", *LOGS
+    "broker",
+    "instance_id",
+    *NETWORK,
+    "advertise_host",
+    *KEYS,
+    *PROXY,
+    "engine.max_model_len",
+    "handoff_timeout_s",
+    *LOGS,
 )
 def proxy(flags: Flags, model: Model = None, follow_parent: FollowParent = False) -> None:
     """Run the OpenAI API alone, as a container or another host runs it. Needs no torch.
@@ -160,12 +168,14 @@ def request(
       triptych request speech.flac
       triptych request a.png -p "Count the circles." --repeat 100 --parallel 16
 
-    Exit code 1 if any request failed.
+    The API key, if the server wants one, comes from TRIPTYCH_API_KEY. Exit code 1 if any request failed.
     """
+    from common.keys import own_api_key
     from launch.client import ClientOptions
     from launch.request import run_requests
 
-    options = ClientOptions(url.rstrip("/").removesuffix("/v1"), model, max_tokens, temperature, timeout)
+    base_url, api_key = url.rstrip("/").removesuffix("/v1"), own_api_key(load_settings({}))
+    options = ClientOptions(base_url, model, max_tokens, temperature, timeout, api_key)
     raise typer.Exit(
         run_requests(files or [], prompt, options, parallel=parallel, repeat=repeat, live=stream, together=together)
     )

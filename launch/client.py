@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from common.errors import TriptychError
+from common.keys import bearer
 from launch.media import Media
 
 
@@ -25,6 +26,7 @@ class ClientOptions:
     max_tokens: int
     temperature: float
     timeout_s: float
+    api_key: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class ApiClient:
         self._http = httpx.AsyncClient(
             base_url=options.url,
             timeout=httpx.Timeout(options.timeout_s, connect=5.0),
+            headers={} if options.api_key is None else {"Authorization": bearer(options.api_key)},
             limits=httpx.Limits(max_connections=None),
             trust_env=not local,  # a proxy from the environment cannot reach this machine's own address
         )

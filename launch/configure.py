@@ -17,6 +17,7 @@ Flags = dict[str, Any]
 """Setting names (nested ones with a dot, such as `engine.device`) to values; None means not given."""
 
 ENV_PREFIX = "TRIPTYCH_"
+_SECRETS = ("api_key", "cluster_key", "broker")
 
 
 def load_settings(flags: Flags) -> Settings:
@@ -44,7 +45,7 @@ def child_environment(settings: Settings, threads: int) -> dict[str, str]:
     `threads` is the CPU share of its numeric libraries.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
-    values = settings.model_dump(mode="json", exclude_none=True)
+    values = settings.model_dump(exclude_none=True)
     engine = values.pop("engine")
     environment.update({ENV_PREFIX + name.upper(): _text(value) for name, value in values.items()})
     environment.update({f"{ENV_PREFIX}ENGINE__{name.upper()}": _text(value) for name, value in engine.items()})
@@ -56,6 +57,10 @@ def child_environment(settings: Settings, threads: int) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
+    from pydantic import SecretStr
+
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()  # only the same user can read a process's environment
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -78,5 +83,6 @@ def _describe(error: ValidationError) -> str:
         if detail["type"] == "extra_forbidden":
             found.append(f"{name} is not a setting")
         else:
-            found.append(f"{name} = {detail['input']!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}")
+            value = "(secret)" if name in _SECRETS else repr(detail["input"])
+            found.append(f"{name} = {value}: {detail['msg'][0].lower()}{detail['msg'][1:]}")
     return "; ".join(found)

@@ -15,6 +15,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from common.keys import own_api_key
 from launch.children import adopt_orphans
 from launch.client import ApiClient, ClientOptions, Job, Outcome
 from launch.cluster import LocalCluster
@@ -58,7 +59,7 @@ def run_demo(settings: Settings, pictures: int, seed: int) -> int:
     with LocalCluster(settings, reporter=ConsoleReporter(console, "demo")) as cluster:
         console.print(f"\nasking about {pictures} freshly drawn pictures, all at once …")
         began = time.perf_counter()
-        asyncio.run(ask_all(cluster.base_url, questions))
+        asyncio.run(ask_all(cluster.base_url, questions, own_api_key(settings)))
         wall_s = time.perf_counter() - began
     for question in questions:
         console.print()
@@ -76,9 +77,10 @@ def draw_questions(rng: random.Random, pictures: int) -> list[Question]:
     return questions
 
 
-async def ask_all(base_url: str, questions: list[Question]) -> None:
+async def ask_all(base_url: str, questions: list[Question], api_key: str | None) -> None:
     """Ask everything at once through the OpenAI API, then fetch the timelines."""
-    async with ApiClient(ClientOptions(base_url, None, max_tokens=16, temperature=0.0, timeout_s=90.0)) as client:
+    options = ClientOptions(base_url, None, max_tokens=16, temperature=0.0, timeout_s=90.0, api_key=api_key)
+    async with ApiClient(options) as client:
         await client.connect()
         outcomes = await asyncio.gather(*(client.send(_job(question)) for question in questions))
         for question, outcome in zip(questions, outcomes, strict=True):

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from launch.configure import Flags
 
-_SERVING, _ENGINE, _LIMITS = "Serving", "Engine", "Logs and limits"
+_SERVING, _KEYS, _ENGINE, _LIMITS = "Serving", "Keys", "Engine", "Logs and limits"
 
 
 def parse_bytes(text: str) -> int:
@@ -43,11 +44,20 @@ _OPTIONS: dict[str, Any] = {
     ),
     "host": _option(str, _SERVING, "Address to listen on.", "127.0.0.1"),
     "port": _option(int, _SERVING, "Port; 0 picks a free one.", "8000", min=0, max=65535, metavar="PORT"),
-    "broker": _option(str, _SERVING, "URL of the broker, redis://host:6379; `serve` starts one of its own without."),
+    "broker": _option(
+        str,
+        _SERVING,
+        "URL of the broker, redis://host:6379 (with a password: by TRIPTYCH_BROKER); `serve` can start one.",
+    ),
     "cluster": _option(str, _SERVING, "Key prefix in the broker: one for each cluster.", "triptych"),
     "served_model_name": _option(str, _SERVING, "Name in the API.", "the model's own"),
     "instance_id": _option(str, _SERVING, "Name of this process in the cluster.", "made up"),
     "advertise_host": _option(str, _SERVING, "Address under which other hosts reach this process.", "--host"),
+    "cluster_key_file": _option(
+        Path, _KEYS, "File with the key that the cluster's processes share.", "TRIPTYCH_CLUSTER_KEY; `serve` makes one"
+    ),
+    "api_key_file": _option(Path, _KEYS, "File with the keys that clients may send, one per line.", "TRIPTYCH_API_KEY"),
+    "metrics_without_key": _option(bool, _KEYS, "Serve /metrics to everybody.", "no", ("--metrics-without-key",)),
     "engine.device": _option(str, _ENGINE, "Where the engine runs.", "auto", metavar="auto|cpu|cuda"),
     "engine.dtype": _option(
         str, _ENGINE, "auto: the checkpoint's own on CUDA, float32 on a CPU.", "auto", metavar="auto|float32|bfloat16|…"
@@ -94,6 +104,7 @@ _OPTIONS: dict[str, Any] = {
     "log_format": _option(str, _LIMITS, "How it is logged.", "text", metavar="text|json"),
 }
 NETWORK = ("host", "port", "cluster")
+KEYS = ("cluster_key_file", "api_key_file", "metrics_without_key")
 ENGINE = (
     *(name for name in _OPTIONS if name.startswith("engine.")),
     "preprocess_workers",

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import SecretStr
+
 from common.errors import TriptychError
+from common.keys import ClusterKey, own_api_key
 from common.messages import Role
 from launch.children import Command
 from launch.configure import child_environment
@@ -81,7 +84,7 @@ class Plan:
             }
         )
         argv = [sys.executable, "-m", "launch.cli", *(["worker", "--role", role] if worker else ["proxy"])]
-        argv += ["--model", settings.model, "--broker", broker_url, "--instance-id", instance_id]
+        argv += ["--model", settings.model, "--instance-id", instance_id]
         argv += ["--host", settings.host, "--port", str(settings.port), "--follow-parent"]
         command = Command(argv, _importable(child_environment(settings, threads)), logs / f"{instance_id}.log")
         http_address = "" if worker else self.base_url
@@ -89,9 +92,9 @@ class Plan:
 
 
 def make_plan(settings: Settings, topology: str | Topology | None = None) -> Plan:
-    """Settle model, topology and port.
+    """Settle model, topology, port, and the key that makes the processes one cluster.
 
-    Raises TriptychError: no such model, a topology that does not fit it, or a port that is taken.
+    Raises TriptychError: no such model, a topology that does not fit it, a port that is taken, or a key that is none.
     """
     from common.model_info import load_model_info
 
@@ -102,6 +105,9 @@ def make_plan(settings: Settings, topology: str | Topology | None = None) -> Pla
     if settings.served_model_name is None:
         update["served_model_name"] = info.name
     update["model"] = str(info.folder)  # so that no process asks the hub again
+    if ClusterKey.of(settings) is None:
+        update["cluster_key"] = SecretStr(ClusterKey.generate().reveal())
+    own_api_key(settings)  # a file that cannot be read is told now
     return Plan(settings.model_copy(update=update), info, topology)
 
 

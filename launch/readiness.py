@@ -10,7 +10,7 @@ import httpx
 from redis.exceptions import RedisError
 
 from broker.channels import ChannelName, stream_key
-from broker.redis_client import connect, wait_until_reachable
+from broker.redis_client import connect, wait_until_reachable, without_secrets
 from broker.registry import Registry
 from common.errors import TriptychError
 from common.messages import InstanceRecord
@@ -92,9 +92,9 @@ async def check_broker(broker_url: str, plan: Plan) -> None:
         await redis.aclose()
     taken = sorted(running.keys() & {instance_id for instance_id, _ in plan.topology.workers()})
     if taken:
-        message = (
-            f"cluster {cluster!r} at {broker_url} already runs {', '.join(taken)}: give this one another --cluster"
-        )
+        names = ", ".join(taken)
+        where = f"cluster {cluster!r} at {without_secrets(broker_url)}"
+        message = f"{where} already runs {names}: give this one another --cluster"
         raise TriptychError("invalid_request", message, "cluster")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 
 from redis.asyncio import Redis
 
@@ -105,22 +107,23 @@ async def test_a_flush_is_survived(redis: Redis) -> None:
     assert not received[1].stale
 
 
-async def test_a_restart_of_redis_is_survived(monkeypatch: object) -> None:
-    first, second = EmbeddedBroker(), EmbeddedBroker()
-    url = await asyncio.to_thread(first.start)
+async def test_a_restart_of_redis_is_survived() -> None:
+    broker = EmbeddedBroker()
+    url = await asyncio.to_thread(broker.start)
     client, reading = connect(url), connect(url, retries=0)
     reader, sender = ChannelReader(reading, "c", "d0", ("metadata",)), ChannelSender(client, "c", timeout_s=10)
     await reader.open()
     received: list[Delivery] = []
     async with running(reader.run(received.append), sender.run()):
-        await asyncio.to_thread(first.stop)
+        assert broker.pid is not None
+        os.kill(broker.pid, signal.SIGKILL)
+        await eventually(lambda: not broker.running)
         sender.send("d0", "metadata", grant(0))
-        monkeypatch.setattr("broker.embedded._free_port", lambda host: int(url.rsplit(":", 1)[1]))  # type: ignore[attr-defined]
-        assert await asyncio.to_thread(second.start) == url
+        await asyncio.to_thread(broker.restart)
         await eventually(lambda: len(received) == 1, timeout_s=10)
     for connection in (client, reading):
         await connection.aclose()
-    await asyncio.to_thread(second.stop)
+    await asyncio.to_thread(broker.stop)
 
 
 async def has_length(redis: Redis, stream: str, length: int) -> bool:
