@@ -7,19 +7,19 @@ One thread drives it. It knows no network: `LLM` drives it in one process, a wor
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 import time
 import warnings
 from collections.abc import Sequence as ListOf
 
+import msgspec
 import numpy as np
 import torch
 
 from common.config import EngineConfig
 from common.errors import ErrorInfo, TriptychError
-from common.messages import FinishReason, InputSlot, Resumed, TokenLogprob
+from common.messages import InputSlot, Resumed
 from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
 from engine.cache.block_manager import BlockManager
@@ -27,8 +27,9 @@ from engine.cache.block_pool import BlockPool, IntegrityError
 from engine.cache.encoder_cache import EncoderCacheManager
 from engine.counters import encoder_computations
 from engine.device import DTYPES
-from engine.events import Event, InputMetadata, RequestFailed, TokensReady
-from engine.generation import BeamsEnded, Generation, GenerationFailed, NewToken
+from engine.emission import Emission
+from engine.events import Event, InputMetadata, KvMetadata, RequestFailed
+from engine.generation import BeamsEnded, Generation, GenerationFailed
 from engine.request import Request, Sequence
 from engine.request_check import RequestCheck
 from engine.runner.decoder import DecoderRunner
@@ -37,6 +38,9 @@ from engine.scheduler.coverage import Coverage
 from engine.scheduler.decoder import DecoderScheduler, ScheduledStep
 from engine.scheduler.expectation import InputExpectation
 from engine.scheduler.intake import InputIntake
+from engine.scheduler.kv_expectation import KvExpectation, Table
+from engine.scheduler.kv_intake import KvIntake
+from engine.scheduler.kv_outlet import KvOutlet
 
 LEASE_S = 30.0
 
@@ -73,14 +77,16 @@ class DecoderEngine:
             config.preemption,
         )
         self.sampler = Sampler(info, self.runner.spec.vocab_size)
+        self._add_handoffs(lease_s)
         self.generation = Generation(self.runner, self.blocks, self.sampler, self._drop, info.eos_token_ids)
+        self.emission = Emission(info, self.blocks, self.runner.max_model_len, self._tell, self._drop, self._end)
         self._limits = RequestCheck(
             info,
             self.runner.spec.vocab_size,
             self.runner.max_model_len,
             min(config.max_num_seqs, config.max_num_batched_tokens),
         )
-        self.counters = {"steps": 0, "prompt_tokens": 0, "generated_tokens": 0, "requests": 0, "requests_failed": 0}
+        self.counters = {"steps": 0, "requests": 0, "requests_failed": 0, "recomputed_tokens": 0}
         self._requests: dict[str, Request] = {}
         self._dirty = False
         self._last_step_tokens = 0
@@ -90,6 +96,18 @@ class DecoderEngine:
         max_rows = info.max_encoder_tokens if info.has_cross_attention else self.runner.max_model_len
         return InputExpectation(
             spec.encoder_width, spec.vocab_size, max_rows, info.placeholder_token_id, info.has_cross_attention
+        )
+
+    def _add_handoffs(self, lease_s: float) -> None:
+        """Both halves of the handoff between prefill and decode."""
+        spec, runner = self.runner.spec, self.runner
+        shape = 2, spec.num_kv_heads, spec.head_dim
+        dtype = str(runner.dtype).removeprefix("torch.")
+        cross_shape = (spec.num_cross_layers, *shape) if spec.has_cross_attention else ()
+        expectation = KvExpectation(self._expectation(), (spec.num_layers, *shape), cross_shape, dtype)
+        self.kv_outlet = KvOutlet(self.blocks, self.scheduler, expectation, runner.read_tokens, self._tell, self._end)
+        self.kv_intake = KvIntake(
+            self.blocks, self.scheduler, expectation, self._never_fits, self._write_tokens, self._tell, lease_s
         )
 
     # --- in
@@ -102,8 +120,15 @@ class DecoderEngine:
         sampling: SamplingParams,
         priority: int = 0,
         resumed: ListOf[Resumed] = (),
+        *,
+        prefill_only: bool = False,
+        prefilled: bool = False,
     ) -> None:
-        """Take a request. What is wrong with it comes as a RequestFailed event; a known id is ignored."""
+        """Take a request. What is wrong with it comes as a RequestFailed event; a known id is ignored.
+
+        With `prefill_only` its keys and values are computed for another engine, up to the last token but one; it ends
+        by `end_prefill`. With `prefilled` they come from another engine, by `offer_kv` and `deliver_kv`.
+        """
         if request_id in self._requests:
             return
         self._dirty = True
@@ -113,9 +138,14 @@ class DecoderEngine:
             self._limits.check(prompt_token_ids, inputs, sampling)
             self.sampler.check(sampling)
         except TriptychError as error:
-            self.intake.forget(request_id)
+            self._forget(request_id)
             self._emit_failure(request_id, error.info)
             return
+        if prefill_only:  # what comes after the prompt is the other engine's business
+            resumed = resumed if len(resumed) == 1 and not sampling.uses_beams else ()
+            sampling = msgspec.structs.replace(sampling, n=1, beam_width=1)
+        elif prefilled:  # and what is in it is the other engine's
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         request = Request.create(
             request_id,
             prompt_token_ids,
@@ -129,23 +159,38 @@ class DecoderEngine:
             uses_mrope=self.runner.spec.mrope_section is not None,
             instance=self.instance,
             resumed=() if sampling.uses_beams else tuple(resumed),
+            prefill_only=prefill_only,
+            prefilled=prefilled,
         )
         request.recorder.start("queue")
-        if request.next_missing_input is not None:
-            request.recorder.start("inputs")
         self._requests[request_id] = request
-        self.scheduler.add(request)
+        self._queue(request)
         self.intake.add_request(request)
         self._fail_what_never_fits(request)
+
+    def _queue(self, request: Request) -> None:
+        if request.prefilled:
+            self.kv_intake.add_request(request)
+            return
+        if request.next_missing_input is not None:
+            request.recorder.start("inputs")
+        if request.prefill_only:
+            self.kv_outlet.add_request(request)
+        self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free everything it holds. Unknown ids are remembered as ended."""
         self._dirty = True
         request = self._requests.get(request_id)
         if request is None:
-            self.intake.forget(request_id)
+            self._forget(request_id)
         else:
             self._end(request)
+
+    def _forget(self, request_id: str) -> None:
+        """Offers for this request, early or late, are cancelled."""
+        self.intake.forget(request_id)
+        self.kv_intake.end_request(request_id)
 
     def stop_sequence(self, request_id: str, index: int) -> None:
         """One sequence of a request goes no further (a stop string): with the last one the request ends, silently."""
@@ -157,6 +202,8 @@ class DecoderEngine:
             self.abort(request_id)
             return
         self._dirty = True
+        if request.awaits_kv:
+            self.kv_intake.pass_on(request, sequence)
         self._drop(sequence)
         request.sequences.remove(sequence)
 
@@ -189,6 +236,58 @@ class DecoderEngine:
             tensor.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(data, np.uint8)
         self.deliver(request_id, input_id, attempt, tensor)
 
+    # --- keys and values, from and to another engine
+
+    def export_kv(self, request_id: str, table: Table, first: int, last: int) -> torch.Tensor | None:
+        """Keys and values of a prefill's tokens `first` to `last` (not included), of its own tokens or of those that
+        cross-attention reads: [last - first, layers, 2, num_kv_heads, head_dim] on the CPU, contiguous.
+
+        None where they are not there at the moment: not computed yet, or given up for a while (preempted).
+        """
+        return self.kv_outlet.export(request_id, table, first, last)
+
+    def grant_kv(self, request_id: str) -> None:
+        """The receiver has granted a prefill's offer: it goes before others, so that what is reserved gets used."""
+        self._dirty = True
+        self.kv_outlet.grant(request_id)
+
+    def end_prefill(self, request_id: str) -> None:
+        """Nothing more is wanted of a prefill. A PrefillEnded event follows: at once, or where log-probabilities of the
+        prompt were asked for when all of it is computed."""
+        self._dirty = True
+        self.kv_outlet.end(request_id)
+
+    def offer_kv(self, request_id: str, attempt: int, metadata: KvMetadata, deadline_s: float) -> None:
+        """Another engine offers keys and values. The answer is an event, as for inputs, with input id KV_INPUT_ID.
+
+        The same offer again, while they are on their way, is a sign of life that prolongs the lease.
+        """
+        self._dirty = True
+        self.kv_intake.offer(request_id, attempt, metadata, deadline_s)
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._fail_what_never_fits(request)
+
+    def deliver_kv(
+        self,
+        request_id: str,
+        attempt: int,
+        part: int,
+        table: Table,
+        first: int,
+        shape: tuple[int, ...],
+        dtype: str,
+        data: memoryview,
+    ) -> None:
+        """A part of granted keys and values has come: tokens from `first` on, of shape [num_tokens, layers, 2,
+        num_kv_heads, head_dim]. The bytes are copied before this returns."""
+        self._dirty = True
+        self.kv_intake.deliver(request_id, attempt, part, table, first, shape, dtype, data)
+
+    def _write_tokens(self, table: Table, block_table: list[int], first: int, tokens: torch.Tensor) -> None:
+        self.runner.move(self.blocks.take_moves())  # they may still read what is overwritten now
+        self.runner.write_tokens(table, block_table, first, tokens)
+
     # --- one step
 
     def has_work(self) -> bool:
@@ -197,7 +296,8 @@ class DecoderEngine:
 
     def next_deadline_s(self) -> float | None:
         """When `step` has to be called again even if nothing comes (Unix time)."""
-        return self.intake.next_deadline_s()
+        deadlines_s = self.intake.next_deadline_s(), self.kv_intake.next_deadline_s()
+        return min((deadline_s for deadline_s in deadlines_s if deadline_s is not None), default=None)
 
     def answer(self) -> list[Event]:
         """What can be told without a forward pass: grants, receipts, ends of leases. Encoders wait for these."""
@@ -213,6 +313,7 @@ class DecoderEngine:
         if step.sequences:
             self._run(step)
             self.intake.grant()
+            self.kv_intake.grant()
             if self.intake.take_back(only_blocked=True):
                 self.intake.grant()
             self._dirty = self._dirty or self.intake.is_stuck  # if nothing runs next time, the branch below decides
@@ -224,8 +325,12 @@ class DecoderEngine:
         return self._take_events()
 
     def _settle_inputs(self) -> None:
-        self.intake.expire(time.time())
+        now_s = time.time()
+        self.intake.expire(now_s)
         self.intake.grant()
+        self.kv_intake.expire(now_s)
+        self.kv_intake.grant()
+        self.kv_outlet.settle()
 
     def _take_events(self) -> list[Event]:
         events, self.intake.events = self.intake.events, []
@@ -242,99 +347,28 @@ class DecoderEngine:
         output = self.runner.run(step, self.blocks, self.cache)
         self.counters["steps"] += 1
         for sequence, count in zip(step.sequences, step.num_tokens, strict=True):
+            if sequence.num_computed_tokens < sequence.num_lost_tokens:
+                self.counters["recomputed_tokens"] += min(
+                    count, sequence.num_lost_tokens - sequence.num_computed_tokens
+                )
             sequence.num_computed_tokens += count
-        for request in dict.fromkeys(sequence.request for sequence in step.sequences):
+        stepped = dict.fromkeys(sequence.request for sequence in step.sequences)
+        for request in stepped:
             self.intake.consume(request)
             self.coverage.remember(request)
         for result in self.generation.advance(output):
             if isinstance(result, BeamsEnded):
-                self._emit_beams(result)
+                self.emission.beams(result)
             elif isinstance(result, GenerationFailed):
                 self._fail(result)
             elif result.sequence.request.request_id in self._requests:  # else a sibling has failed in this step
-                self._emit_token(result)
-
-    def _emit_token(self, new: NewToken) -> None:
-        sequence, request = new.sequence, new.sequence.request
-        self._count_tokens(request, 1)
-        offset, reason = sequence.num_output_tokens - 1, self._finish_reason(sequence, new.token_id)
-        if reason is not None:
-            self._drop(sequence)
-            request.sequences.remove(sequence)
-        event = TokensReady(
-            request.request_id,
-            offset,
-            [new.token_id],
-            reason,
-            len(request.prompt),
-            num_cached_tokens=request.num_cached_tokens,
-            index=sequence.index,
-            logprobs=[] if new.logprob is None else [new.logprob],
-            prompt_logprobs=self._take_prompt_logprobs(request),
-        )
-        self._emit(request, event, done=not request.sequences)
+                self.emission.token(result)
+        self.kv_outlet.advance(stepped)
 
     def _fail(self, failed: GenerationFailed) -> None:
         if failed.request.request_id in self._requests:
             self._end(failed.request)
             self._emit_failure(failed.request.request_id, failed.error)
-
-    def _emit_beams(self, ended: BeamsEnded) -> None:
-        """All hypotheses of a beam search at once: nothing of one is certain before its end."""
-        request = ended.request
-        for index, one in enumerate(ended.hypotheses):
-            self._count_tokens(request, len(one.token_ids))
-            ends = (*self.info.eos_token_ids, *request.sampling.stop_token_ids)
-            event = TokensReady(
-                request.request_id,
-                0,
-                one.token_ids,
-                "stop" if one.token_ids[-1] in ends else "length",
-                len(request.prompt),
-                num_cached_tokens=request.num_cached_tokens,
-                index=index,
-                prompt_logprobs=self._take_prompt_logprobs(request),
-                score=one.score,
-            )
-            self._emit(request, event, done=index == len(ended.hypotheses) - 1)
-
-    def _emit(self, request: Request, event: TokensReady, *, done: bool) -> None:
-        if done:
-            event = dataclasses.replace(event, done=True, spans=request.finish_spans())
-            self._end(request)
-        self.intake.events.append(event)
-
-    def _count_tokens(self, request: Request, count: int) -> None:
-        self.counters["generated_tokens"] += count
-        if not request.has_output:
-            request.has_output = True
-            request.recorder.end("inputs")
-            request.recorder.end("prefill")
-            request.recorder.start("decode")
-            self.counters["prompt_tokens"] += len(request.prompt)
-
-    def _take_prompt_logprobs(self, request: Request) -> list[TokenLogprob | None]:
-        found, request.prompt_logprobs = request.prompt_logprobs, []
-        request.prompt_logprobs_told = request.prompt_logprobs_told or bool(found)
-        return found
-
-    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        request, params = sequence.request, sequence.sampling
-        in_prefix = sequence.num_output_tokens <= len(params.prefix_allowed)
-        if token_id in params.stop_token_ids and not in_prefix:
-            return "stop"
-        if token_id in self.info.eos_token_ids and not params.ignore_eos and not in_prefix:
-            return "stop"
-        length = len(sequence.token_ids)
-        if sequence.num_output_tokens >= params.max_tokens or length >= self.runner.max_model_len:
-            return "length"
-        # What outgrows the whole pool ends here: preempting it would only make it start over, forever.
-        return None if self._fits_ever(request) else "length"
-
-    def _fits_ever(self, request: Request) -> bool:
-        """Whether all sequences of a request can take one more step, with the whole pool to themselves."""
-        lengths = [len(sequence.token_ids) for sequence in request.sequences]
-        return self.blocks.fits_ever(len(request.prompt), lengths, request.num_encoder_tokens)
 
     # --- ends
 
@@ -342,6 +376,8 @@ class DecoderEngine:
         self.scheduler.remove(request)
         self._free_slots(request)
         self.intake.end_request(request)
+        self.kv_intake.end_request(request.request_id)
+        self.kv_outlet.forget(request.request_id)
         self.generation.forget(request.request_id)
         del self._requests[request.request_id]
         self._dirty = True
@@ -366,10 +402,16 @@ class DecoderEngine:
 
     def _emit_failure(self, request_id: str, error: ErrorInfo) -> None:
         self.counters["requests_failed"] += 1
-        self.intake.events.append(RequestFailed(request_id, error))
+        self._tell(RequestFailed(request_id, error))
+
+    def _tell(self, event: Event) -> None:
+        self.intake.events.append(event)
+
+    def _never_fits(self, request: Request) -> ErrorInfo | None:
+        return self._limits.never_fits(request, self.blocks)
 
     def _fail_what_never_fits(self, request: Request) -> None:
-        error = self._limits.never_fits(request, self.blocks)
+        error = self._never_fits(request)
         if error is not None:
             self._end(request)
             self._emit_failure(request.request_id, error)
@@ -378,7 +420,8 @@ class DecoderEngine:
 
     def is_empty(self) -> bool:
         """True if no request, reservation, reference or block is held."""
-        return not self._requests and self.intake.is_empty() and self.blocks.num_used == 0
+        idle = self.intake.is_empty() and self.kv_intake.is_empty() and self.blocks.num_used == 0
+        return not self._requests and idle
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless blocks, cache entries and slots add up."""
@@ -406,12 +449,15 @@ class DecoderEngine:
             "encoder_cache_references": self.cache.num_references,
             "inputs_pending": self.intake.num_pending,
             "inputs_granted": self.intake.num_granted,
+            "kv_offers_pending": self.kv_intake.num_pending,
+            "kv_reserved_requests": self.kv_intake.num_reserved,
             "last_step_tokens": self._last_step_tokens,
             "weight_bytes": self.runner.load_report.parameter_bytes,
             "encoder_computations": encoder_computations.value,
             **self.runner.memory.stats(),
         }
-        totals = {**self.counters, **self.intake.counters}
+        totals = {**self.counters, **self.emission.counters, **self.intake.counters}
+        totals |= {**self.kv_intake.counters, **self.kv_outlet.counters}
         totals |= {**self.scheduler.counters, **self.blocks.counters, **self.coverage.counters}
         totals |= {"encoder_cache_evictions": self.cache.evictions, "encoder_cache_hits": self.cache.hits}
         return gauges | {f"{name}_total": float(value) for name, value in totals.items()}

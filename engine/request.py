@@ -17,6 +17,7 @@ import enum
 import itertools
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +64,9 @@ class RequestInput:
         return sum(count for _, count in self.metadata.layout.expansion)
 
 
+_FIRST: Final = 1 << 64
+"""More than any two priorities differ by."""
+
 _sequence_ids = itertools.count()
 
 
@@ -71,7 +75,8 @@ class Sequence:
     """One decoder sequence: the prompt and what has been generated after it.
 
     `index` is its number within the request. `sampler_state` belongs to the sampler; `hashes` are those of its full
-    blocks, of which the first `num_remembered` are in the prefix cache.
+    blocks, of which the first `num_remembered` are in the prefix cache. Its first `num_lost_tokens` were computed once,
+    before a preemption.
     """
 
     request: Request
@@ -80,6 +85,7 @@ class Sequence:
     num_computed_tokens: int = 0
     slot_index: int = -1
     num_remembered: int = 0
+    num_lost_tokens: int = 0
     hashes: list[bytes] = field(default_factory=list)
     logprob_sum: float = 0.0
     sampler_state: object | None = None
@@ -126,6 +132,10 @@ class Request:
 
     `cross_attention`: the decoder reads the inputs by cross-attention, all of them from its first token on.
     `sequences` are those that still grow. `resumed` sequences had generated some tokens elsewhere.
+
+    Where prefill and decode are apart, the request is at both. `prefill_only`: its keys and values are computed for
+    somebody else, who computes the last known token and samples. `prefilled`: it is that somebody; the keys and values
+    are still to come while it `awaits_kv`.
     """
 
     request_id: str
@@ -140,6 +150,8 @@ class Request:
     uses_mrope: bool = False
     instance: str = "engine"
     resumed: ListOf[Resumed] = ()
+    prefill_only: bool = False
+    prefilled: bool = False
     prompt: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_preemptions: int = 0
@@ -155,6 +167,7 @@ class Request:
         self.recorder = SpanRecorder(self.instance)
         self.sequences = [Sequence(self, one.index) for one in self.resumed] or [Sequence(self)]
         self.forked = bool(self.resumed) or self.sampling.num_sequences == 1
+        self.awaits_kv = self.prefilled
         self._next_prompt_index = 0
         self._next_input = 0
         self._root: bytes | None = None
@@ -168,6 +181,10 @@ class Request:
     def order(self) -> tuple[int, int]:
         """Who goes first: lower priority, then earlier arrival."""
         return self.priority, self.arrival
+
+    def go_first(self) -> None:
+        """From now on this request goes before all that have not been told so, whatever their priority."""
+        self.priority -= _FIRST
 
     @property
     def sequence_ids(self) -> list[int]:
@@ -197,8 +214,9 @@ class Request:
             self._next_input += 1
         self._append_text(self.prompt_token_ids[self._next_prompt_index :])
         self.is_prompt_known = True
-        for sequence, one in zip(self.sequences, self.resumed, strict=False):
-            sequence.token_ids.extend(one.token_ids)
+        generated = {one.index: one.token_ids for one in self.resumed}
+        for sequence in self.sequences:
+            sequence.token_ids.extend(generated.get(sequence.index, ()))
 
     def _append(self, token_ids: ListOf[int]) -> None:
         self.prompt.extend(token_ids)
@@ -270,6 +288,18 @@ class Request:
     def inputs_are_known(self) -> bool:
         return all(item.metadata is not None for item in self.inputs)
 
+    @property
+    def num_handoff_tokens(self) -> int:
+        """Tokens that a prefill computes for a decode elsewhere: all that the sequences share but the last one."""
+        return len(self.prompt if len(self.resumed) > 1 else self.sequences[0].token_ids) - 1
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """Tokens of the first sequence that may come from the prefix cache: one at least is left to compute here."""
+        if self.prefill_only:
+            return max(0, self.num_handoff_tokens - 1)
+        return self.num_handoff_tokens if self.awaits_kv else len(self.sequences[0].token_ids) - 1
+
     def num_computable_tokens(self, sequence: Sequence, num_covered: int = 0, *, cross_covered: bool = False) -> int:
         """How far a sequence can be computed now: up to the first input that is still missing.
 
@@ -287,6 +317,8 @@ class Request:
                 return len(sequence.token_ids)
             elif on_its_way or item.start + item.num_prompt_tokens > num_covered:
                 return item.start
+        if self.prefill_only:  # one at least: it is the step of a token that writes the cross table
+            return max(1, self.num_handoff_tokens)
         return len(sequence.token_ids)
 
     def num_remaining(self, sequence: Sequence) -> int:
@@ -298,6 +330,6 @@ class Request:
         return next((item for item in self.inputs if not item.usable), None)
 
     def finish_spans(self) -> list[Span]:
-        for stage in ("queue", "inputs", "prefill", "decode"):
+        for stage in ("queue", "inputs", "prefill", "handoff", "decode"):
             self.recorder.end(stage)
         return self.recorder.spans

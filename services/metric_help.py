@@ -20,6 +20,7 @@ HELP: Final[dict[str, str]] = {
     "last_step_tokens": "Tokens in the last forward pass, prefill and decode together.",
     "prompt_tokens_total": "Prompt tokens of requests that have begun to generate, media included.",
     "generated_tokens_total": "Tokens generated.",
+    "recomputed_tokens_total": "Tokens computed again after a preemption.",
     # KV cache
     "kv_blocks_usable": "KV blocks in the pool.",
     "kv_blocks_free": "KV blocks that can be handed out, those of cached content included.",
@@ -49,6 +50,17 @@ HELP: Final[dict[str, str]] = {
     "encoder_cache_references": "References that requests hold to entries of the encoder cache.",
     "encoder_cache_hits_total": "Inputs that were in the encoder cache already.",
     "encoder_cache_evictions_total": "Entries of the encoder cache given up for others.",
+    # keys and values, from prefill to decode
+    "kv_offers_pending": "Offers of keys and values that wait for room, or for their request.",
+    "kv_reserved_requests": "Requests with reserved blocks whose keys and values are on their way.",
+    "prefill_handoffs_total": "Requests that began to decode with keys and values from another worker.",
+    "prefill_handoff_tokens_total": "Tokens whose keys and values came from another worker.",
+    "prefill_handoff_cached_tokens_total": "Tokens of such requests that the prefix cache had: they were not sent.",
+    "prefill_handoff_bytes_total": "Bytes of keys and values that came from other workers.",
+    "kv_leases_expired_total": "Reservations of blocks that ended before all keys and values came.",
+    "kv_parts_rejected_total": "Parts of keys and values that came too late, for nobody, or corrupt.",
+    "kv_exported_bytes_total": "Bytes of keys and values gathered for other workers.",
+    "prefills_ended_total": "Requests prefilled for other workers.",
     # encoder
     "encoder_queue_items": "Items that wait for the encoder.",
     "encoder_items_open": "Items under way at this encoder.",

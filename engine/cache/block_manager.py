@@ -218,6 +218,11 @@ class BlockManager:
         entry = self._cross_tables.get(content)
         return entry is not None and entry.written
 
+    def awaits_cross(self, content: str) -> bool:
+        """Whether the keys and values of this content are still to be written, to a table that is there already."""
+        entry = self._cross_tables.get(content)
+        return entry is not None and not entry.written
+
     def get_cross_block_table(self, request_id: str) -> list[int]:
         content = self._cross_of.get(request_id)
         return [] if content is None else self._cross_tables[content].blocks

@@ -27,8 +27,10 @@ from engine.memory import DecoderNeeds, MemoryReport, all_pools_given, size_deco
 from engine.models.base import SplicedRows
 from engine.models.registry import load_decoder
 from engine.request import Request, Sequence
+from engine.runner.kv_transfer import read_tokens, write_tokens
 from engine.runner.profile import measure_step
 from engine.scheduler.decoder import ScheduledStep
+from engine.scheduler.kv_expectation import Table
 
 log = get_logger()
 
@@ -114,6 +116,17 @@ class DecoderRunner:
                     source = self._host_cache(layer) if kind == "in" else cache
                     target = self._host_cache(layer) if kind == "out" else cache
                     target[:, targets.to(target.device)] = source[:, sources.to(source.device)].to(target.device)
+
+    def read_tokens(self, table: Table, block_table: list[int], first: int, last: int) -> torch.Tensor:
+        """Keys and values of tokens of a block table: [last - first, layers, 2, num_kv_heads, head_dim], on the CPU."""
+        return read_tokens(self._caches_of(table), block_table, first, last)
+
+    def write_tokens(self, table: Table, block_table: list[int], first: int, tokens: torch.Tensor) -> None:
+        """Write what `read_tokens` has read elsewhere, from token `first` on."""
+        write_tokens(self._caches_of(table), block_table, first, tokens)
+
+    def _caches_of(self, table: Table) -> list[torch.Tensor]:
+        return self.caches[: self.spec.num_layers if table == "self" else self.spec.num_cross_layers]
 
     def _host_cache(self, layer: int) -> torch.Tensor:
         if not self._host_caches:
@@ -254,7 +267,8 @@ class DecoderRunner:
         finished, prompt_rows = [], []
         for index, sequence in enumerate(step.sequences):
             request = sequence.request
-            if request.is_prompt_known and inputs.seq_lens[index] == len(sequence.token_ids):
+            whole = request.is_prompt_known and inputs.seq_lens[index] == len(sequence.token_ids)
+            if whole and not request.prefill_only:
                 finished.append(index)
             wanted = request.sampling.prompt_logprobs is not None and not request.prompt_logprobs_told
             if wanted and sequence.num_computed_tokens < len(request.prompt):

@@ -23,7 +23,7 @@ class Coverage:
         if not self._applies_to(request):
             return []
         first = request.sequences[0]
-        hashes = request.extend_hashes(first, len(first.token_ids) - 1, self._blocks.block_size)
+        hashes = request.extend_hashes(first, request.num_reusable_tokens, self._blocks.block_size)
         return hashes[: self._blocks.match_prefix(hashes)]
 
     def covers_cross(self, request: Request) -> bool:

@@ -9,6 +9,7 @@ again later (recompute).
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -41,7 +42,10 @@ Chosen = dict[str, list[tuple[Sequence, int]]]
 
 
 class DecoderScheduler:
-    """Queues of one engine. `waiting` is in order; `running` requests hold blocks and slots."""
+    """Queues of one engine. `waiting` is in order; `running` requests hold blocks and slots, and so do `reserved` ones,
+    whose keys and values are on their way. No waiting request behind `line_end`, if given, may begin: a request of
+    that order waits for a reservation.
+    """
 
     def __init__(
         self,
@@ -62,6 +66,8 @@ class DecoderScheduler:
         self.preemption = preemption
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.reserved: list[Request] = []
+        self.line_end: tuple[int, int] | None = None
         self.counters = {"preemptions": 0, "preemptions_by_swap": 0}
 
     def add(self, request: Request) -> None:
@@ -72,12 +78,21 @@ class DecoderScheduler:
         position = next((i for i, other in enumerate(self.waiting) if other.order > request.order), len(self.waiting))
         self.waiting.insert(position, request)
 
+    def reorder(self, request: Request) -> None:
+        """The order of a request has changed."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+            self.add(request)
+        self.intake.reorder()
+
     def remove(self, request: Request) -> None:
         """The request has ended: free its blocks, wherever they are."""
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+        elif request in self.reserved:
+            self.reserved.remove(request)
         self._free_tables(request)
 
     def has_work(self) -> bool:
@@ -85,6 +100,8 @@ class DecoderScheduler:
         if any(request.num_remaining(one) > 0 for request in self.running for one in request.sequences):
             return True
         for request in self.waiting:  # the same order and the same end as in _admit: else the engine would spin
+            if self._is_behind_the_line(request):
+                return False
             wanted = self._first_chunk(request, self.token_budget)
             if wanted > 0 and self._could_place(request, wanted):
                 return True
@@ -160,7 +177,7 @@ class DecoderScheduler:
         """Waiting requests that begin now. One whose inputs are all here goes before those that wait for theirs."""
         admitted = []
         for request in list(self.waiting):
-            if budget <= 0:
+            if budget <= 0 or self._is_behind_the_line(request):
                 break
             wanted = self._first_chunk(request, budget)
             if wanted <= 0:
@@ -181,7 +198,16 @@ class DecoderScheduler:
         return [request for request in admitted if request in self.running]
 
     def _begin(self, request: Request, wanted: int) -> None:
-        """Give the first sequence its table, with what the prefix cache has of it and room for the first chunk."""
+        """Give the request its tables; inputs that the caches cover are not needed."""
+        num_cached = self._allocate(request, wanted)
+        self.coverage.count(request, num_cached)
+        self.intake.cover(request, num_cached)
+
+    def _allocate(self, request: Request, wanted: int) -> int:
+        """Give the first sequence its table, with what the prefix cache has of it and room for the first chunk.
+
+        Returns how many tokens the prefix cache has.
+        """
         first, prefix = request.sequences[0], self.coverage.prefix(request)
         if request.num_encoder_tokens and not self.blocks.get_cross_block_table(request.request_id):
             self.blocks.allocate_cross(request.request_id, request.num_encoder_tokens, request.encoder_content)
@@ -189,8 +215,7 @@ class DecoderScheduler:
         num_cached = self.blocks.allocate(first.sequence_id, num_tokens, prefix)
         first.num_computed_tokens = num_cached
         first.num_remembered = num_cached // self.blocks.block_size
-        self.coverage.count(request, num_cached)
-        self.intake.cover(request, num_cached)
+        return num_cached
 
     def _first_chunk(self, request: Request, budget: int) -> int:
         """Tokens that a waiting request would compute in its first step; 0 while it waits for an input."""
@@ -203,7 +228,10 @@ class DecoderScheduler:
 
     def _holds_the_line(self, request: Request) -> bool:
         """True for a request that has all it needs but room."""
-        return self.blocks.is_swapped(request.request_id) or self.coverage.has_all(request)
+        return request.awaits_kv or self.blocks.is_swapped(request.request_id) or self.coverage.has_all(request)
+
+    def _is_behind_the_line(self, request: Request) -> bool:
+        return self.line_end is not None and request.order > self.line_end
 
     def _find_place(self, request: Request, wanted: int, chosen: Chosen) -> bool:
         """Slots and blocks for a waiting request; running ones that only wait for an input make way for it, and so
@@ -220,7 +248,7 @@ class DecoderScheduler:
         return True
 
     def _has_place(self, request: Request, wanted: int) -> bool:
-        slots = sum(other.num_slots for other in self.running) + request.num_slots
+        slots = sum(other.num_slots for other in (*self.running, *self.reserved)) + request.num_slots
         return slots <= self.max_num_seqs and self._missing_blocks(request, wanted) <= self.blocks.num_free
 
     def _missing_blocks(self, request: Request, wanted: int) -> int:
@@ -253,7 +281,8 @@ class DecoderScheduler:
             return False
         givers = self._givers(request)
         held = sum(self.blocks.releasable_blocks(other.request_id, other.sequence_ids) for other in givers)
-        slots = sum(other.num_slots for other in self.running if other not in givers) + request.num_slots
+        holders = [other for other in (*self.running, *self.reserved) if other not in givers]
+        slots = sum(other.num_slots for other in holders) + request.num_slots
         return slots <= self.max_num_seqs and self._missing_blocks(request, wanted) <= self.blocks.num_free + held
 
     def _givers(self, request: Request) -> list[Request]:
@@ -263,10 +292,47 @@ class DecoderScheduler:
             for other in self.running
             if other.priority > request.priority
             or (
-                all(other.num_remaining(sequence) <= 0 for sequence in other.sequences)
+                other.next_missing_input is not None
+                and all(other.num_remaining(sequence) <= 0 for sequence in other.sequences)
                 and not any(item.state is InputState.CONSUMED for item in other.inputs)
             )
         ]
+
+    # --- requests whose keys and values come from elsewhere
+
+    def reserve(self, request: Request) -> bool:
+        """Slots and blocks for a request whose keys and values will be written from outside, and for its next token.
+
+        False where there is no place, or where somebody before it waits for one. What is reserved is not preempted:
+        a sender counts on it, and has no need of anything else here to come to its end.
+        """
+        wanted = request.num_handoff_tokens + 1 - len(self.coverage.prefix(request)) * self.blocks.block_size
+        if self._is_held_up(request) or not self._find_place(request, wanted, {}):
+            return False
+        self._allocate(request, wanted)
+        self.reserved.append(request)
+        return True
+
+    def release(self, request: Request) -> None:
+        """Take a reservation back."""
+        self.reserved.remove(request)
+        self._free_tables(request)
+        for sequence in request.sequences:
+            sequence.num_computed_tokens = sequence.num_remembered = 0
+
+    def start(self, request: Request) -> None:
+        """The keys and values of a reserved request have come: it runs. Inputs are needed no more, but for one that the
+        last token of the prompt belongs to."""
+        self.reserved.remove(request)
+        self.running.append(request)
+        self.coverage.remember(request)
+        self.intake.cover(request, request.num_handoff_tokens)
+        self.intake.ask(request)
+
+    def _is_held_up(self, request: Request) -> bool:
+        """Whether a waiting request before this one has all it needs but room."""
+        earlier = itertools.takewhile(lambda other: other.order < request.order, self.waiting)
+        return any(self._first_chunk(other, self.token_budget) > 0 and self._holds_the_line(other) for other in earlier)
 
     # --- preemption
 
@@ -278,20 +344,25 @@ class DecoderScheduler:
             self.blocks.swap_out(request.request_id, request.sequence_ids)
             self.counters["preemptions_by_swap"] += 1
         else:
-            self._free_tables(request)
-            for sequence in request.sequences:
-                sequence.num_computed_tokens = sequence.num_remembered = 0
+            self._forget_computed(request)
             self.intake.rewind(request)
         request.num_preemptions += 1
         self.counters["preemptions"] += 1
         self.add(request)
 
     def _swaps(self, request: Request) -> bool:
-        """Swap or recompute: swapping pays where inputs would have to come again, or several sequences be computed."""
+        """Swap or recompute: swapping pays where inputs or keys and values would have to come again, or several
+        sequences be computed."""
         if self.preemption == "recompute" or not self.blocks.can_swap_out(request.request_id, request.sequence_ids):
             return False
         consumed = any(item.state is InputState.CONSUMED for item in request.inputs)
-        return self.preemption == "swap" or consumed or len(request.sequences) > 1
+        return self.preemption == "swap" or consumed or request.prefilled or len(request.sequences) > 1
+
+    def _forget_computed(self, request: Request) -> None:
+        self._free_tables(request)
+        for sequence in request.sequences:
+            sequence.num_lost_tokens = max(sequence.num_lost_tokens, sequence.num_computed_tokens)
+            sequence.num_computed_tokens = sequence.num_remembered = 0
 
     def _free_tables(self, request: Request) -> None:
         for sequence_id in request.sequence_ids:

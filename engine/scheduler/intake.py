@@ -171,6 +171,16 @@ class InputIntake:
         self._pending.sort(key=_grant_order)
         request.expand_prompt()
 
+    def ask(self, request: Request) -> None:
+        """The request needs its missing inputs, and nobody has been told so yet."""
+        for item in request.inputs:
+            if item.state is InputState.MISSING:
+                self.events.append(InputLost(request.request_id, item.slot.input_id))
+
+    def reorder(self) -> None:
+        """The order of some request has changed."""
+        self._pending.sort(key=_grant_order)
+
     # --- grants
 
     def grant(self) -> None:

@@ -81,10 +81,11 @@ class Driver:
         self._attempts: dict[tuple[str, int], int] = {}
         self._watch = KvWatch(engine) if watch else None
 
-    def add(self, job: Job, *, offer: bool = True) -> None:
+    def add(self, job: Job, *, offer: bool = True, **options: bool) -> None:
+        """`options` are those of `add_request`."""
         self.jobs[job.name] = job
         slots = job.slots(self.engine.info)
-        self.engine.add_request(job.name, job.token_ids, slots, job.params, job.priority, job.resumed)
+        self.engine.add_request(job.name, job.token_ids, slots, job.params, job.priority, job.resumed, **options)
         if offer:
             for slot in slots:
                 self.offer(job.name, slot.input_id)

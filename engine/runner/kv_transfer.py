@@ -1,0 +1,38 @@
+"""Keys and values between the paged cache and plain tensors of tokens, whatever the size of the blocks on either side.
+
+as it travels   [num_tokens, layers, 2, num_kv_heads, head_dim]
+in the cache    per layer [2, num_blocks, block_size, num_kv_heads, head_dim]; a block table says where token i is
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def read_tokens(caches: Sequence[Tensor], block_table: Sequence[int], first: int, last: int) -> Tensor:
+    """Tokens `first` to `last` (not included) of a table, over the layers of `caches`: contiguous, on the CPU."""
+    slots = _slots(caches[0], block_table, first, last)
+    shape = (len(slots), len(caches), 2, *caches[0].shape[3:])
+    tokens = torch.empty(shape, dtype=caches[0].dtype, device=caches[0].device)
+    for layer, cache in enumerate(caches):
+        tokens[:, layer] = cache.flatten(1, 2).index_select(1, slots).transpose(0, 1)
+    return tokens.cpu()
+
+
+def write_tokens(caches: Sequence[Tensor], block_table: Sequence[int], first: int, tokens: Tensor) -> None:
+    """Put `tokens` at the places of `first` and those after it."""
+    slots = _slots(caches[0], block_table, first, first + len(tokens))
+    tokens = tokens.to(caches[0].device)
+    for layer, cache in enumerate(caches):
+        cache.flatten(1, 2).index_copy_(1, slots, tokens[:, layer].transpose(0, 1))
+
+
+def _slots(cache: Tensor, block_table: Sequence[int], first: int, last: int) -> Tensor:
+    """[last - first]: place of each token when the blocks of a layer are laid end to end."""
+    block_size, begin = cache.shape[2], first // cache.shape[2]
+    table = torch.tensor(block_table[begin : -(-last // block_size)], device=cache.device)
+    steps = torch.arange(first - begin * block_size, last - begin * block_size, device=cache.device)
+    return table[steps // block_size] * block_size + steps % block_size
