@@ -29,6 +29,7 @@ KV_INPUT_ID: Final = 1_000_000
 """The input id under which the keys and values of a request are handed over: no request has so many media items."""
 
 Role = Literal["encoder", "prefill", "decode", "prefill_decode", "encode_prefill_decode", "proxy"]
+WORKER_ROLES: Final[tuple[Role, ...]] = ("encoder", "prefill", "decode", "prefill_decode", "encode_prefill_decode")
 FinishReason = Literal["stop", "length", "abort"]
 Id = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Count = Annotated[int, msgspec.Meta(ge=0)]

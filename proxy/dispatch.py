@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Final
 
 from common.config import Settings
-from common.errors import TriptychError
 from common.messages import Abort, Encoded, Failed, FromWorker, InputNeeded, Prefilled, Tokens
+from proxy.cluster import Cluster
 from proxy.flight import Flight
 from proxy.jobs import Job, response_id
 from proxy.metrics import ProxyMetrics
+from proxy.placement import Placer
 from proxy.timeline import Timelines
-from proxy.worker import Worker
+from proxy.worker import Presence, Worker
 from proxy.workers import WorkerPool
 
 _REMEMBERED: Final = 1024
@@ -29,6 +29,7 @@ class Dispatcher:
         self._settings = settings
         self._metrics = metrics
         self._timelines = timelines
+        self._placer = Placer(metrics)
         self._flights: dict[str, Flight] = {}
         self._disowned: OrderedDict[str, None] = OrderedDict()
 
@@ -41,9 +42,7 @@ class Dispatcher:
 
         `deadline_s` is Unix time. Raises TriptychError as Flight does.
         """
-        flight = Flight(
-            job, pool, self._metrics, handoff_timeout_s=self._settings.handoff_timeout_s, deadline_s=deadline_s
-        )
+        flight = Flight(job, Cluster(pool, self._placer, self._metrics, self._settings.handoff_timeout_s), deadline_s)
         self._flights[job.request_id] = flight
         self._metrics.flights.inc()
         try:
@@ -56,11 +55,12 @@ class Dispatcher:
             self._metrics.flights.dec()
 
     async def on_message(self, worker: Worker, message: FromWorker) -> None:
-        if isinstance(message, Encoded):  # may come after the last token, and still belongs to the timeline
+        if isinstance(message, Encoded | Prefilled):  # may come after the last token, and still belongs to the timeline
             self._timelines.add(response_id(message.request_id), message.spans)
         flight = self._flights.get(message.request_id)
         if flight is not None:
-            flight.post(worker, message)
+            if not flight.post(worker, message):
+                await flight.abandon()
         elif not isinstance(message, Encoded | Failed):
             await self._disown(worker, message)
 
@@ -72,12 +72,15 @@ class Dispatcher:
         self._disowned[message.request_id] = None
         while len(self._disowned) > _REMEMBERED:
             self._disowned.popitem(last=False)
-        with contextlib.suppress(TriptychError):  # it takes nothing: our silence will tell it
-            await worker.send(Abort(message.request_id))
+        await worker.tell(Abort(message.request_id))
 
     def requests_at(self, worker: Worker) -> list[str]:
         return [request_id for request_id, flight in self._flights.items() if flight.uses(worker)]
 
+    def on_joined(self, worker: Worker) -> None:
+        for flight in self._flights.values():
+            flight.post(worker, Presence.JOINED)
+
     async def on_gone(self, worker: Worker) -> None:
         for flight in list(self._flights.values()):
-            flight.post(worker, None)
+            flight.post(worker, Presence.GONE)

@@ -1,58 +1,71 @@
-"""The life of one job in the cluster: from the first message to a decoder until nothing of it is left anywhere."""
+"""The life of one job in the cluster: from the first message to a worker until nothing of it is left anywhere."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncGenerator
+from typing import Final
 
-from common.errors import TriptychError
-from common.messages import Abort, Encoded, Failed, FromWorker, Generate, InputNeeded, Resumed, StopSequence, Tokens
+from common.errors import ErrorInfo, TriptychError
+from common.messages import KV_INPUT_ID, Encoded, Failed, FromWorker, InputNeeded, Prefilled, Tokens
 from common.telemetry import get_logger
-from proxy.items import ItemSender
+from proxy.cluster import Cluster
+from proxy.crew import Crew
 from proxy.jobs import Job
-from proxy.metrics import ProxyMetrics
 from proxy.progress import Progress
-from proxy.router import pick_decoder
-from proxy.worker import Worker
-from proxy.workers import WorkerPool
+from proxy.prompt_logprobs import PromptLogprobs
+from proxy.retries import BACKOFF_S
+from proxy.worker import Presence, Worker
 
+MAX_UNREAD: Final = 4096
+"""Messages of a job that may wait for whoever reads its tokens; with more, its client is not reading."""
+
+Event = FromWorker | Presence
 log = get_logger()
-
-MAX_MOVES = 3
-"""Decoders that one request may outlive."""
 
 
 class Flight:
     """Runs one job. Messages come in by `post`, tokens go out by `batches`.
 
-    A lost encoder costs a retry of its items; a lost decoder is replaced by another one, which continues each sequence
-    after the tokens that were delivered. Leaving `batches` early, by any way, aborts the job on every worker that it
-    touched.
+    One worker generates the tokens. It computes the prompt, too, or another one does that for it. A lost encoder costs
+    a retry of its items, a lost prefill worker another prefill; a lost decoder is replaced by another one, which
+    continues each sequence after the tokens that were delivered. Who is missing altogether is waited for a while.
+    Leaving `batches` early, by any way, aborts the job on every worker that it touched.
     """
 
-    def __init__(
-        self, job: Job, pool: WorkerPool, metrics: ProxyMetrics, *, handoff_timeout_s: float, deadline_s: float
-    ) -> None:
+    def __init__(self, job: Job, cluster: Cluster, deadline_s: float) -> None:
+        """`deadline_s` is Unix time."""
         self._job = job
-        self._pool = pool
-        self._metrics = metrics
+        self._metrics = cluster.metrics
         self._deadline_s = deadline_s
-        self._items = ItemSender(job, pool, metrics, handoff_timeout_s)
-        self._events: asyncio.Queue[tuple[Worker, FromWorker | None]] = asyncio.Queue()
-        self._moves = 0
-        self._decoder: Worker | None = None
         self._progress = Progress(job.sampling)
+        self._prompt_logprobs = PromptLogprobs(job.sampling.prompt_logprobs is not None)
+        self._crew = Crew(job, cluster, self._progress, self._prompt_logprobs)
+        self._events: asyncio.Queue[tuple[Worker, Event]] = asyncio.Queue()
+        self._decoding: Worker | None = None  # whose tokens have come: it has the prompt
         self._stopped: set[int] = set()
+        self._abandoned = False
+        self._ended = False
 
-    def post(self, worker: Worker, message: FromWorker | None) -> None:
-        """Hand over a worker's message; None says that the worker is gone."""
-        self._events.put_nowait((worker, message))
+    def post(self, worker: Worker, event: Event) -> bool:
+        """Hand over what a worker says, or what has become of it. False where nobody reads: `abandon` is due."""
+        if self._abandoned:
+            return True
+        self._events.put_nowait((worker, event))
+        return self._events.qsize() <= MAX_UNREAD
+
+    async def abandon(self) -> None:
+        """Give the job up everywhere; who reads `batches` after all is told."""
+        log.warning("nobody reads the tokens, request ends", request=self._job.request_id, unread=MAX_UNREAD)
+        self._abandoned = True
+        while not self._events.empty():
+            self._events.get_nowait()
+        await self._end()
 
     def uses(self, worker: Worker) -> bool:
         """Whether the job has something under way on that worker."""
-        return worker is self._decoder or self._items.use(worker)
+        return worker in self._crew
 
     async def batches(self) -> AsyncGenerator[Tokens]:
         """Run the job; yields its tokens as they come, each sequence's in order and without repeats.
@@ -60,7 +73,7 @@ class Flight:
         Raises TriptychError with what the client should be told: unavailable, timeout, or a worker's own error.
         """
         try:
-            await self._start([])
+            await self._crew.place()
             while not self._progress.done:
                 for tokens in await self._handle(*await self._next_event()):
                     yield tokens
@@ -68,113 +81,117 @@ class Flight:
         finally:
             await self._end()
 
-    async def _start(self, resumed: list[Resumed]) -> None:
-        """Give the job, or what is left of it, to a decoder, and its items to encoders."""
-        job, decoder = self._job, self._take_decoder()
-        await decoder.send(
-            Generate(job.request_id, job.prompt_token_ids, job.slots, job.sampling, job.priority, resumed)
-        )
-        await self._items.send_all(decoder)
-
-    def _take_decoder(self) -> Worker:
-        decoder = pick_decoder(self._pool.workers("prefill_decode"))
-        if decoder is None:
-            raise TriptychError("unavailable", "no decoder is ready; try again shortly")
-        decoder.load.requests += 1
-        decoder.load.size += self._size
-        self._decoder = decoder
-        return decoder
-
-    @property
-    def _size(self) -> int:
-        sampling = self._job.sampling
-        return len(self._job.prompt_token_ids) + sampling.max_tokens * sampling.num_sequences
-
-    async def _next_event(self) -> tuple[Worker, FromWorker | None]:
-        """The next event; meanwhile the deadlines of the items and of the whole job are kept."""
+    async def _next_event(self) -> tuple[Worker, Event]:
+        """The next event; meanwhile the deadlines of the crew and of the whole job are kept."""
         while True:
+            if self._abandoned:
+                message = f"more than {MAX_UNREAD} pieces of the answer were not read: it was ended"
+                raise TriptychError("timeout", message)
             if not self._events.empty():  # usual while tokens stream; a timer for each would cost more than the rest
                 return self._events.get_nowait()
             now_s = time.time()
             if now_s >= self._deadline_s:
                 raise TriptychError("timeout", "the request did not end within the server's request_timeout_s")
-            wait_s = min(self._deadline_s, self._items.next_deadline_s) - now_s
+            wait_s = min(self._deadline_s, self._crew.next_deadline_s) - now_s
             try:
                 async with asyncio.timeout(max(wait_s, 0.0)):
                     return await self._events.get()
             except TimeoutError:
-                assert self._decoder is not None
-                await self._items.expire(time.time(), self._decoder)
+                await self._crew.expire(time.time())
 
-    async def _handle(self, worker: Worker, message: FromWorker | None) -> list[Tokens]:
-        decoder = self._decoder
-        assert decoder is not None
-        match message:
-            case None if worker is decoder:
-                return await self._continue_elsewhere()
-            case None:
-                await self._items.on_gone(worker, decoder)
-            case Encoded(input_id=input_id, attempt=attempt, error=error):
-                await self._items.on_encoded(worker, input_id, attempt, error, decoder)
-            case _ if worker is not decoder:
-                pass  # the last words of a decoder that has been replaced
-            case InputNeeded(input_id=input_id):
-                await self._items.on_needed(input_id, decoder)
-            case Failed(error=error):
-                self._forget_decoder()
-                raise TriptychError(error.code, error.message, self._job.field_of(error.param))
+    async def _handle(self, worker: Worker, event: Event) -> list[Tokens]:
+        crew = self._crew
+        match event:
             case Tokens():
-                news = self._progress.accept(message)
-                return [] if news is None else [news]
+                return self._on_tokens(worker, event)
+            case Prefilled():
+                return await self._on_prefilled(worker, event)
+            case Presence.GONE:
+                return await self._on_gone(worker)
+            case Presence.JOINED:
+                await crew.on_joined()
+            case Encoded():
+                await crew.items.on_encoded(worker, event)
+            case InputNeeded(input_id=input_id) if input_id == KV_INPUT_ID:
+                if worker is crew.decoder:
+                    await crew.prefill.on_needed()
+            case InputNeeded(input_id=input_id):
+                if worker in (crew.decoder, crew.prefill.worker):
+                    await crew.items.on_needed(input_id, worker)
+            case Failed(error=error):
+                return await self._on_failed(worker, error)
         return []
 
-    async def _continue_elsewhere(self) -> list[Tokens]:
-        """Go on with another decoder where the lost one stopped. Returns what is known to be complete without one."""
-        lost = self._forget_decoder()
-        self._moves += 1
-        if self._moves > MAX_MOVES:  # or a request that no decoder survives would take them all down in turn
-            raise TriptychError("unavailable", f"{self._moves} decoders were lost with this request; it is given up")
-        complete = self._progress.close()
-        if not self._progress.rest(self._job.enough):
-            self._progress.done = True
-            return complete
-        log.warning("decoder lost, request moves", request=self._job.request_id, worker=lost.instance_id)
-        self._metrics.retries.labels("decoder_gone").inc()
-        await self._start(self._progress.resumed(self._job.enough))
+    def _on_tokens(self, worker: Worker, message: Tokens) -> list[Tokens]:
+        if worker is not self._crew.decoder:
+            return []  # the last words of one that has been replaced
+        self._decoding = worker
+        return self._news(self._prompt_logprobs.tokens(message))
+
+    def _news(self, messages: list[Tokens]) -> list[Tokens]:
+        return [news for message in messages if (news := self._progress.accept(message)) is not None]
+
+    async def _on_prefilled(self, worker: Worker, message: Prefilled) -> list[Tokens]:
+        prefill = self._crew.prefill
+        if worker is not prefill.worker or message.attempt != prefill.attempt:
+            return []  # about an attempt that has been given up
+        if message.error is not None:
+            await self._on_prefill_lost(message.error, "prefill_error")
+            return []
+        prefill.finish()
+        return self._news(self._prompt_logprobs.prefilled(message.prompt_logprobs))
+
+    async def _on_failed(self, worker: Worker, error: ErrorInfo) -> list[Tokens]:
+        if worker is self._crew.prefill.worker:
+            await self._on_prefill_lost(error, "prefill_error")
+        elif worker is self._crew.decoder:
+            if error.code == "unavailable":  # such as: it had lost us, and has dropped everything of ours
+                return await self._move("decoder_error", pause_s=BACKOFF_S)
+            await self._crew.leave(decoder_has_it=False)
+            raise TriptychError(error.code, error.message, self._job.field_of(error.param))
+        return []
+
+    async def _on_gone(self, worker: Worker) -> list[Tokens]:
+        if worker is self._crew.decoder:
+            return await self._move("decoder_gone")
+        if worker is self._crew.prefill.worker:
+            error = ErrorInfo("unavailable", f"{worker.instance_id} is gone")
+            await self._on_prefill_lost(error, "prefill_gone")
+        await self._crew.items.on_gone(worker)
+        return []
+
+    async def _move(self, reason: str, pause_s: float = 0.0) -> list[Tokens]:
+        """Go on elsewhere. Returns what turns out to be complete without."""
+        complete = self._progress.close(self._job.enough)
+        await self._crew.move(reason, pause_s=pause_s)
         return complete
+
+    async def _on_prefill_lost(self, error: ErrorInfo, reason: str) -> None:
+        """Its decoder may have all it needs, or wait for another prefill; sometimes both have to begin again."""
+        crew = self._crew
+        begun = crew.decoder is not None and self._decoding is crew.decoder
+        if begun and not self._prompt_logprobs.withheld:
+            crew.prefill.finish()
+        elif self._prompt_logprobs.withheld or (error.retryable and crew.pairless()):
+            self._decoding = None
+            await crew.move(reason, decoder_has_it=True)
+        else:
+            await crew.prefill.fail(error, reason)
 
     async def _stop_what_is_enough(self) -> None:
         """Tell the decoder which sequences have ended here, while others go on."""
         enough = self._job.enough - self._stopped
-        if not enough:
-            return
-        decoder, rest = self._decoder, self._progress.rest(frozenset())
-        for index in enough.intersection(rest):
+        for index in enough.intersection(self._progress.rest(frozenset())) if enough else ():
             self._stopped.add(index)
-            if decoder is not None and not self._job.sampling.uses_beams:
-                with contextlib.suppress(TriptychError):  # it is going: its loss is handled when it is known
-                    await decoder.send(StopSequence(self._job.request_id, index))
-
-    def _forget_decoder(self) -> Worker:
-        decoder = self._decoder
-        assert decoder is not None
-        decoder.load.requests -= 1
-        decoder.load.size -= self._size
-        self._decoder = None
-        return decoder
+            await self._crew.stop_sequence(index)
 
     async def _end(self) -> None:
-        """Release what is counted; abort where the workers are not done. Does not wait for anything."""
-        self._items.release_all()
-        decoder = self._forget_decoder() if self._decoder is not None else None
-        if self._progress.done:
+        """Release what is counted; abort where the workers are not done."""
+        if self._ended:
             return
-        self._metrics.aborts.inc()
-        targets = self._items.abort_targets()
-        if decoder is not None and not decoder.gone:
-            targets.append((decoder, Abort(self._job.request_id)))
-        for worker, abort in targets:
-            try:
-                await worker.send(abort)
-            except TriptychError as error:  # it takes nothing: our silence will tell it
-                log.warning("abort not sent", worker=worker.instance_id, error=error.info.message)
+        self._ended = True
+        if self._progress.done:
+            await self._crew.finish()
+        else:
+            self._metrics.aborts.inc()
+            await self._crew.abort()

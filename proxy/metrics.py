@@ -31,10 +31,25 @@ class ProxyMetrics:
         self.retries = Counter(
             "triptych_proxy_retries", "Repeated work: why it had to be sent again.", ["reason"], registry=r
         )
+        self.encoder_fallbacks = Counter(
+            "triptych_proxy_encoder_fallbacks", "Items given to decoders to encode: there was no encoder.", registry=r
+        )
+        self.affinity = Counter(
+            "triptych_proxy_affinity",
+            "Prompts by whether they went to the instance that had them cached.",
+            ["outcome"],
+            registry=r,
+        )
         self.aborts = Counter("triptych_proxy_aborts", "Jobs ended before the worker was done.", registry=r)
         self.media_bytes = Counter("triptych_proxy_media_bytes", "Bytes of media taken in.", ["kind"], registry=r)
         self.media_items = Counter("triptych_proxy_media_items", "Media items taken in.", ["kind"], registry=r)
         self.workers = Gauge("triptych_proxy_workers", "Workers in use.", ["role"], registry=r)
+        self.load_imbalance = Gauge(
+            "triptych_proxy_load_imbalance",
+            "Outstanding tokens of a role's busiest worker over their mean.",
+            ["role"],
+            registry=r,
+        )
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

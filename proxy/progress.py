@@ -60,8 +60,9 @@ class Progress:
             prompt_logprobs=[] if repeats_prompt else message.prompt_logprobs,
         )
 
-    def close(self) -> list[Tokens]:
-        """The last words of sequences that are complete but for them: all their tokens had come before a loss."""
+    def close(self, enough: Set[int] = frozenset()) -> list[Tokens]:
+        """After a loss: the last words of sequences that are complete but for them. `done` if nothing is left of those
+        that are not in `enough`."""
         complete = [
             index
             for index, sequence in enumerate(self._sequences)
@@ -69,6 +70,7 @@ class Progress:
         ]
         for index in complete:
             self._sequences[index].finished = True
+        self.done = not self.rest(enough)
         return [Tokens("-", len(self._sequences[index].token_ids), [], "length", index=index) for index in complete]
 
     def rest(self, enough: Set[int]) -> list[int]:

@@ -4,23 +4,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Final
+from statistics import mean
+from typing import Final, Literal
 
 from common.hashing import rendezvous_score
 from proxy.worker import Worker
 
 LOAD_FACTOR: Final = 1.25
-"""An encoder may hold this much more than the mean before its items go elsewhere."""
+"""A worker may hold this much more than the mean before what it has cached goes elsewhere."""
 FREE_ITEMS: Final = 4
-"""Items an encoder may always hold: affinity is worth a short queue."""
+"""Items an encoder may always hold, and requests a decoder: affinity is worth a short queue."""
+
+Affinity = Literal["hit", "overloaded", "unknown"]
+"""Whether a request went where its prompt is cached: it did; that instance had too much to do; none is known to have
+it."""
 
 
-def pick_decoder(candidates: Sequence[Worker]) -> Worker | None:
-    """The decoder with the fewest outstanding requests, then tokens.
+def pick_decoder(candidates: Sequence[Worker], cached_at: str | None = None) -> tuple[Worker, Affinity]:
+    """Who computes a prompt, or decodes: the instance `cached_at` unless it is overloaded, else the least loaded one.
 
-    A worker's own count includes other proxies' requests but is up to a heartbeat old; ours is exact but only ours.
+    Overloaded is who has FREE_ITEMS requests and more outstanding tokens than LOAD_FACTOR times the mean, as with
+    encoders. `candidates` must not be empty.
     """
-    return min(candidates, key=_decoder_load, default=None)
+    least = min(candidates, key=_decoder_load)
+    home = next((worker for worker in candidates if worker.instance_id == cached_at), None)
+    if home is None:
+        return least, "unknown"
+    share = LOAD_FACTOR * mean(outstanding_tokens(worker) for worker in candidates)
+    if home is least or outstanding_requests(home) < FREE_ITEMS or outstanding_tokens(home) <= share:
+        return home, "hit"
+    return least, "overloaded"
+
+
+def prefer_pair(single: Worker, prefill: Worker, decode: Worker) -> bool:
+    """Whether a prefill and a decode instance should share a request that one instance could do alone.
+
+    The busier of the two counts: the request waits for both.
+    """
+    return max(outstanding_tokens(prefill), outstanding_tokens(decode)) < outstanding_tokens(single)
 
 
 def pick_encoder(content_hash: str, candidates: Sequence[Worker], avoid: Collection[str] = ()) -> Worker | None:
@@ -33,10 +54,29 @@ def pick_encoder(content_hash: str, candidates: Sequence[Worker], avoid: Collect
         return None
     preferred = [worker for worker in candidates if worker.instance_id not in avoid] or list(candidates)
     ranked = sorted(preferred, key=lambda worker: rendezvous_score(content_hash, worker.instance_id), reverse=True)
-    total = sum(worker.load.requests for worker in preferred) + 1
+    total = sum(worker.load.items for worker in preferred) + 1
     bound = max(FREE_ITEMS, math.ceil(LOAD_FACTOR * total / len(preferred)))
-    return next((worker for worker in ranked if worker.load.requests < bound), ranked[0])
+    return next((worker for worker in ranked if worker.load.items < bound), ranked[0])
+
+
+def imbalance(workers: Sequence[Worker]) -> float:
+    """The busiest worker's outstanding tokens over the mean: 1 where all have the same, or nothing to do."""
+    tokens = [outstanding_tokens(worker) for worker in workers]
+    return max(tokens) / mean(tokens) if any(tokens) else 1.0
+
+
+def outstanding_tokens(worker: Worker) -> int:
+    """Tokens that a worker may still have to compute.
+
+    Its own count includes other proxies' requests but is up to a heartbeat old; ours is exact but only ours.
+    """
+    return max(worker.load.tokens, worker.record.outstanding_tokens)
+
+
+def outstanding_requests(worker: Worker) -> int:
+    """Requests that a worker has, by the same two counts."""
+    return max(worker.load.requests, worker.record.outstanding)
 
 
 def _decoder_load(worker: Worker) -> tuple[int, int, str]:
-    return max(worker.load.requests, worker.record.outstanding), worker.load.size, worker.instance_id
+    return outstanding_tokens(worker), outstanding_requests(worker), worker.instance_id

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from common.config import Settings
 from common.errors import TriptychError
-from common.messages import Span
+from common.messages import WORKER_ROLES, Span
 from common.model_info import ModelInfo
 from common.text import TextProcessor
 from common.token_text import TokenTexts
@@ -26,6 +26,8 @@ from proxy.jobs import Job, response_id
 from proxy.logprobs import LogprobShapes
 from proxy.media import MediaIntake
 from proxy.metrics import ProxyMetrics
+from proxy.placement import missing, prompt_readers
+from proxy.router import imbalance
 from proxy.timeline import Timelines
 from proxy.workers import WorkerPool
 
@@ -77,11 +79,11 @@ class Service:
             return self.pool.failure
         if not self.pool.broker_reachable:
             return "the broker does not answer"
-        decoders = self.pool.workers("prefill_decode")
-        if not decoders:
-            return "; ".join(["no decoder worker", *self._refusals()])
+        if (what := missing(self.pool)) is not None:
+            return "; ".join([f"no {what}", *self._refusals()])
         if self.info.media_kind is not None and not any(
-            self.pool.workers("encoder", matching=decoder) for decoder in decoders
+            reader.record.encodes or self.pool.workers("encoder", matching=reader)
+            for reader in prompt_readers(self.pool)
         ):
             return "; ".join(["no encoder worker", *self._refusals()])
         return None
@@ -90,8 +92,10 @@ class Service:
         return [f"{name} is not used: {why}" for name, why in self.pool.refused.items()]
 
     def count_workers(self) -> None:
-        for role in ("encoder", "prefill_decode"):
-            self.metrics.workers.labels(role).set(len(self.pool.workers(role)))
+        for role in WORKER_ROLES:
+            workers = self.pool.workers(role)
+            self.metrics.workers.labels(role).set(len(workers))
+            self.metrics.load_imbalance.labels(role).set(imbalance(workers))
 
     def check_model(self, model: str | None) -> None:
         """Raises TriptychError("model_not_found") for a model that is not served here."""

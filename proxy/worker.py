@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
+from enum import Enum
 
 import zmq
 import zmq.asyncio
@@ -12,12 +14,20 @@ from common.errors import TriptychError
 from common.messages import InstanceRecord, ToWorker
 
 
+class Presence(Enum):
+    """What happens to a worker as a whole."""
+
+    JOINED = "joined"
+    GONE = "gone"
+
+
 @dataclass
 class Load:
-    """What this proxy has under way on one worker: requests (items on an encoder) and their tokens (bytes)."""
+    """What this proxy has under way on one worker: requests, the tokens of these at most, and items to encode."""
 
     requests: int = 0
-    size: int = 0
+    tokens: int = 0
+    items: int = 0
 
 
 @dataclass(eq=False)
@@ -45,6 +55,29 @@ class Worker:
         if self.gone:
             raise TriptychError("unavailable", f"{self.instance_id} is gone")
         await self.client.send(message)
+
+    async def tell(self, message: ToWorker) -> None:
+        """As `send`, where nothing is lost with a message: a worker that takes none is told by our silence."""
+        with contextlib.suppress(TriptychError):
+            await self.send(message)
+
+
+class Claim:
+    """One request's part of a worker's load, from now until `release`."""
+
+    def __init__(self, worker: Worker, tokens: int) -> None:
+        self.worker = worker
+        self._tokens = tokens
+        self._held = True
+        worker.load.requests += 1
+        worker.load.tokens += tokens
+
+    def release(self) -> None:
+        """Give it back; once is enough."""
+        if self._held:
+            self._held = False
+            self.worker.load.requests -= 1
+            self.worker.load.tokens -= self._tokens
 
 
 class WatchedClient(WorkerClient):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, Protocol
@@ -29,12 +30,14 @@ log = get_logger()
 
 
 class Listener(Protocol):
-    """Who is told what the workers say, and that one is gone."""
+    """Who is told what the workers say, that there is a new one, and that one is gone."""
 
     async def on_message(self, worker: Worker, message: FromWorker) -> None: ...
 
     def requests_at(self, worker: Worker) -> list[str]:
         """What that worker has been asked to do and is not known to have done."""
+
+    def on_joined(self, worker: Worker) -> None: ...
 
     async def on_gone(self, worker: Worker) -> None: ...
 
@@ -68,6 +71,7 @@ class WorkerPool:
         self._lost: dict[tuple[str, int], float] = {}  # whose connection broke: until when they count as dead
         self._tasks: set[asyncio.Task[None]] = set()
         self._refused: dict[str, str] = {}
+        self._last_usable_s: dict[Role, float] = {}
         self.failure: str | None = None
         """Why this pool does not work any more; None while it does."""
         self._last_poll_s = float("-inf")
@@ -102,18 +106,30 @@ class WorkerPool:
         """Workers that are not used, and why."""
         return dict(self._refused)
 
-    def workers(self, role: Role, *, matching: Worker | None = None) -> list[Worker]:
-        """Live workers of a role; with `matching`, only those that may work with that one.
+    def workers(self, *roles: Role, matching: Worker | None = None) -> list[Worker]:
+        """Live workers of these roles that may be given something new; with `matching`, only those that may work with
+        that one.
 
-        Those that have just left the registry are named only where there are no others: they may be stopping.
+        Those that are draining are not among them. Those that have just left the registry are named only where there
+        are no others: they may be stopping.
         """
         found = [
             worker
             for worker in self._workers.values()
-            if worker.record.role == role
+            if worker.record.role in roles
+            and not worker.record.draining
             and (matching is None or incompatibility(worker.record, matching.record) is None)
         ]
         return [worker for worker in found if worker.missing_since_s is None] or found
+
+    def absent_s(self, *roles: Role, matching: Worker | None = None) -> float:
+        """For how long there has been no worker of these roles to give work to; infinity if never, and where those that
+        are there do not match: others like them will not either."""
+        if self.workers(*roles, matching=matching):
+            return 0.0
+        if self.workers(*roles):
+            return math.inf
+        return time.monotonic() - max(self._last_usable_s.get(role, -math.inf) for role in roles)
 
     async def _watch_registry(self) -> None:
         """Raises TriptychError("unavailable") where another process has taken this one's instance id."""
@@ -134,8 +150,7 @@ class WorkerPool:
     async def _send_heartbeats(self) -> None:
         while True:
             for worker in list(self._workers.values()):
-                with contextlib.suppress(TriptychError):  # one that takes nothing leaves the registry soon
-                    await worker.send(Heartbeat())
+                await worker.tell(Heartbeat())
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _apply(self, found: dict[str, InstanceRecord]) -> None:
@@ -147,6 +162,7 @@ class WorkerPool:
             elif record.epoch != worker.record.epoch:
                 await self._drop(worker)
             else:
+                self._note_usable(worker)
                 worker.record, worker.missing_since_s = record, None
         now_s = time.monotonic()
         self._lost = {life: until_s for life, until_s in self._lost.items() if until_s > now_s}
@@ -155,6 +171,10 @@ class WorkerPool:
             if record.role != "proxy" and not known:
                 self._consider(record)
         self._refused = {name: why for name, why in self._refused.items() if name in found}
+
+    def _note_usable(self, worker: Worker) -> None:
+        if not worker.record.draining:
+            self._last_usable_s[worker.record.role] = time.monotonic()
 
     async def _note_missing(self, worker: Worker) -> None:
         """Believe an absence only after a while: where the broker lost its memory, the living enter themselves again
@@ -181,6 +201,7 @@ class WorkerPool:
             self._background(self._watch_connection(worker)),
         ]
         log.info("worker found", worker=record.instance_id, role=record.role, address=record.requests_address)
+        self._listener.on_joined(worker)
 
     def _incompatible(self, record: InstanceRecord) -> str | None:
         """Why a worker cannot be used; the proxy itself has no dtype."""
@@ -197,9 +218,9 @@ class WorkerPool:
         if worker.gone:
             return
         log.warning("worker gone", worker=worker.instance_id, role=worker.record.role)
-        with contextlib.suppress(TriptychError):  # it may be alive, and only the registry have lost it
-            for request_id in self._listener.requests_at(worker):
-                await worker.send(Abort(request_id))
+        for request_id in self._listener.requests_at(worker):  # it may be alive, and only the registry have lost it
+            await worker.tell(Abort(request_id))
+        self._note_usable(worker)
         worker.gone = True
         del self._workers[worker.instance_id]
         for task in self._listeners.pop(worker):

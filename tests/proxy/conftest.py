@@ -19,10 +19,11 @@ from redis.asyncio import Redis
 from broker.embedded import EmbeddedBroker
 from broker.redis_client import connect
 from common.config import Settings
-from common.messages import Abort
+from common.messages import WORKER_ROLES, Abort
 from common.model_info import ModelInfo, load_model_info
 from proxy.app import ProxyServer, bind, make_app, make_service
 from proxy.service import Service
+from proxy.worker import Load
 from tests import eventually as waiting
 from tests.proxy.fake_workers import FakeCluster, fake_cluster
 from tests.proxy.models import make_listening_model, make_speech_model, make_text_model, make_translation_model
@@ -59,9 +60,8 @@ class Rig:
         """Nothing is counted as under way, here or on the fake decoders."""
         assert self.service.dispatcher.num_flights == 0
         assert self.service.admission.inflight == 0
-        for role in ("encoder", "prefill_decode"):
-            for worker in self.service.pool.workers(role):
-                assert (worker.load.requests, worker.load.size) == (0, 0)
+        for worker in self.service.pool.workers(*WORKER_ROLES):
+            assert worker.load == Load()
         assert not any(decoder._running for decoder in self.cluster.decoders)
 
     def aborted(self, request_id: str | None = None) -> set[str]:

@@ -101,6 +101,7 @@ async def test_a_busy_cluster_is_waited_for_longer_than_a_failing_one(serve):
         with pytest.raises(openai.APIStatusError, match="10 attempts") as caught:
             await rig.chat([image_part(picture())])
         assert caught.value.status_code == 504
+        await eventually(lambda: not rig.cluster.decoders[0]._running)
         rig.assert_clean()
 
 
@@ -219,12 +220,9 @@ async def test_a_live_worker_that_is_given_up_is_told_and_found_again_under_a_ne
         await eventually(lambda: bool(encoder.of(Encode)))
         for worker in rig.service.pool.workers("encoder") + rig.service.pool.workers("prefill_decode"):
             await rig.service.pool._drop(worker)  # as after a gap in the registry
-        with pytest.raises(openai.InternalServerError, match=r"no (en|de)coder"):
-            await task
-        await eventually(lambda: bool(decoder.of(Abort)) and bool(encoder.of(Abort)))
-        await rig.wait_for_workers(1, 1)
         encoder.script = lambda message: None
-        assert (await rig.chat([image_part(picture())])).choices[0].message.content == "a red sign"
+        assert (await task).choices[0].message.content == "a red sign"
+        await eventually(lambda: bool(decoder.of(Abort)) and bool(encoder.of(Abort)))
         assert len(set(decoder.proxies)) == len(set(encoder.proxies)) == 2
         rig.assert_clean()
 
@@ -243,8 +241,8 @@ async def test_a_worker_at_a_job_that_nobody_knows_any_more_is_told_once(serve):
         assert [message.request_id for message in decoder.of(Abort)] == [abort.request_id] * 2
 
 
-async def test_the_only_decoder_lost_is_an_error_event_in_a_stream(serve):
-    async with serve() as rig:
+async def test_the_only_decoder_lost_for_good_is_an_error_event_in_a_stream(serve):
+    async with serve(handoff_timeout_s=0.5) as rig:
         rig.cluster.decoders[0].pause_after = 1
         stream = await rig.chat(stream=True)
         await _first(stream)

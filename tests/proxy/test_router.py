@@ -6,11 +6,13 @@ from collections import Counter
 from unittest.mock import Mock
 
 from common.messages import InstanceRecord
-from proxy.router import pick_decoder, pick_encoder
+from proxy.router import imbalance, pick_decoder, pick_encoder, prefer_pair
 from proxy.worker import Load, Worker
 
 
-def _worker(name: str, requests: int = 0, size: int = 0, outstanding: int = 0) -> Worker:
+def _worker(
+    name: str, requests: int = 0, tokens: int = 0, items: int = 0, outstanding: int = 0, outstanding_tokens: int = 0
+) -> Worker:
     record = InstanceRecord(
         instance_id=name,
         role="encoder",
@@ -21,21 +23,48 @@ def _worker(name: str, requests: int = 0, size: int = 0, outstanding: int = 0) -
         http_address="",
         requests_address="",
         outstanding=outstanding,
+        outstanding_tokens=outstanding_tokens,
     )
-    return Worker(record, Mock(), Load(requests, size))
+    return Worker(record, Mock(), Load(requests, tokens, items))
 
 
-def test_the_least_loaded_decoder_is_picked_by_requests_then_tokens():
-    assert pick_decoder([]) is None
-    idle, busy = _worker("b", 1, 10), _worker("a", 2, 1)
-    assert pick_decoder([busy, idle]) is idle
-    short, long = _worker("b", 1, 10), _worker("a", 1, 500)
-    assert pick_decoder([long, short]) is short
+def test_the_least_loaded_decoder_is_picked_by_tokens_then_requests():
+    short, long = _worker("b", 2, 10), _worker("a", 1, 500)
+    assert pick_decoder([long, short]) == (short, "unknown")
+    one, two = _worker("b", 1, 10), _worker("a", 2, 10)
+    assert pick_decoder([two, one]) == (one, "unknown")
 
 
-def test_other_proxies_requests_count_too():
-    busy_elsewhere, ours = _worker("a", 0, 0, outstanding=5), _worker("b", 2, 10)
-    assert pick_decoder([busy_elsewhere, ours]) is ours
+def test_other_proxies_work_counts_too():
+    busy_elsewhere, ours = _worker("a", outstanding_tokens=50), _worker("b", 2, 10)
+    assert pick_decoder([busy_elsewhere, ours])[0] is ours
+    busy_elsewhere, ours = _worker("a", outstanding=5), _worker("b", 2)
+    assert pick_decoder([busy_elsewhere, ours])[0] is ours
+
+
+def test_a_cached_prompt_goes_where_it_is_cached():
+    idle, home = _worker("a"), _worker("b", 3, 300)
+    assert pick_decoder([idle, home], cached_at="b") == (home, "hit")
+    assert pick_decoder([idle, home], cached_at="gone") == (idle, "unknown")
+
+
+def test_a_cached_prompt_goes_elsewhere_when_its_instance_has_over_its_share():
+    idle, home = _worker("a", 4, 100), _worker("b", 4, 170)
+    assert pick_decoder([idle, home], cached_at="b") == (idle, "overloaded")
+    home = _worker("b", 4, 160)
+    assert pick_decoder([idle, home], cached_at="b") == (home, "hit")
+
+
+def test_a_pair_takes_what_its_busier_half_has_less_of_than_a_whole_instance():
+    whole, idle, busy = _worker("pd", tokens=100), _worker("p", tokens=10), _worker("d", tokens=120)
+    assert prefer_pair(whole, idle, _worker("d", tokens=90))
+    assert not prefer_pair(whole, idle, busy)
+    assert not prefer_pair(whole, busy, idle)
+
+
+def test_imbalance_is_the_busiest_over_the_mean():
+    assert imbalance([]) == imbalance([_worker("a"), _worker("b")]) == 1.0
+    assert imbalance([_worker("a", tokens=30), _worker("b", tokens=10)]) == 1.5
 
 
 def test_content_stays_with_its_encoder_when_others_come_and_go():
@@ -52,8 +81,8 @@ def test_an_encoder_over_its_share_is_passed_over():
     home = pick_encoder("x", [_worker("e0"), _worker("e1")])
     assert home is not None
     workers = [
-        _worker("e0", 20 if home.instance_id == "e0" else 0),
-        _worker("e1", 20 if home.instance_id == "e1" else 0),
+        _worker("e0", items=20 if home.instance_id == "e0" else 0),
+        _worker("e1", items=20 if home.instance_id == "e1" else 0),
     ]
     elsewhere = pick_encoder("x", workers)
     assert elsewhere is not None

@@ -1,0 +1,118 @@
+"""Which instances run a job: one that prefills and decodes, or one of each. Where both kinds are there, by load."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from common.messages import Role
+from proxy.affinity import AffinityMap
+from proxy.metrics import ProxyMetrics
+from proxy.router import Affinity, pick_decoder, prefer_pair
+from proxy.worker import Worker
+from proxy.workers import WorkerPool
+
+WHOLE: Final[tuple[Role, ...]] = ("prefill_decode", "encode_prefill_decode")
+"""Roles that need no other instance to answer a request, but perhaps encoders."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Who runs a job. `decoder` generates; `prefiller` has computed the prompt for it, where that is another one."""
+
+    decoder: Worker
+    prefiller: Worker | None = None
+
+    @property
+    def reader(self) -> Worker:
+        """Who computes the prompt, and so needs the inputs."""
+        return self.prefiller or self.decoder
+
+
+class Placer:
+    """Chooses by outstanding tokens, and by what an instance probably has cached: it remembers where what was sent.
+
+    One per proxy, for all its jobs. Prompts are remembered where they are computed, and apart from that where they are
+    decoded: both keep the blocks.
+    """
+
+    def __init__(self, metrics: ProxyMetrics) -> None:
+        self._metrics = metrics
+        self._computed = AffinityMap()
+        self._decoded = AffinityMap()
+
+    def choose(self, pool: WorkerPool, keys: list[bytes]) -> Placement | None:
+        """Who runs a job with these cache keys; None where nobody can at the moment."""
+        options: list[tuple[Placement, Affinity]] = []
+        if whole := pool.workers(*WHOLE):
+            worker, affinity = self._pick(self._computed, whole, keys)
+            options.append((Placement(worker), affinity))
+        if pairs := self._pick_pair(pool, keys):
+            options.append(pairs)
+        if not options:
+            return None
+        placement, affinity = options[0] if len(options) == 1 else _better(*options)
+        self._metrics.affinity.labels(affinity).inc()
+        self._computed.remember(keys, placement.reader.instance_id)
+        if placement.prefiller is not None:
+            self._decoded.remember(keys, placement.decoder.instance_id)
+        return placement
+
+    def choose_prefiller(
+        self, pool: WorkerPool, keys: list[bytes], decoder: Worker, failed_on: set[str]
+    ) -> Worker | None:
+        """Another one to compute the prompt for a decoder that stays; one of `failed_on` only if there is no other."""
+        candidates = pool.workers("prefill", matching=decoder)
+        fresh = [worker for worker in candidates if worker.instance_id not in failed_on] or candidates
+        if not fresh:
+            return None
+        worker, _ = self._pick(self._computed, fresh, keys)
+        self._computed.remember(keys, worker.instance_id)
+        return worker
+
+    def _pick_pair(self, pool: WorkerPool, keys: list[bytes]) -> tuple[Placement, Affinity] | None:
+        decoders = [worker for worker in pool.workers("decode") if pool.workers("prefill", matching=worker)]
+        if not decoders:
+            return None
+        decoder, _ = self._pick(self._decoded, decoders, keys)
+        prefiller, affinity = self._pick(self._computed, pool.workers("prefill", matching=decoder), keys)
+        return Placement(decoder, prefiller), affinity
+
+    def _pick(self, map_: AffinityMap, candidates: list[Worker], keys: list[bytes]) -> tuple[Worker, Affinity]:
+        return pick_decoder(candidates, map_.find(keys, (worker.instance_id for worker in candidates)))
+
+
+def prompt_readers(pool: WorkerPool) -> list[Worker]:
+    """Everybody to whom the prompts and inputs of new jobs may go."""
+    prefillers = [worker for worker in pool.workers("prefill") if pool.workers("decode", matching=worker)]
+    return [*pool.workers(*WHOLE), *prefillers]
+
+
+def missing(pool: WorkerPool) -> str | None:
+    """What there must be for jobs to be placed, and is not, in words; None if nothing."""
+    if prompt_readers(pool):
+        return None
+    match bool(pool.workers("prefill")), bool(pool.workers("decode")):
+        case True, True:
+            return "prefill worker that matches a decode worker"
+        case True, False:
+            return "decode worker"
+        case False, True:
+            return "prefill worker"
+    return "decoder worker"
+
+
+def absent_s(pool: WorkerPool) -> float:
+    """For how long no job could be placed, where none can be; infinity if never, or where those there are do not go
+    together."""
+    since_s = min(pool.absent_s(*WHOLE), max(pool.absent_s("prefill"), pool.absent_s("decode")))
+    return since_s or math.inf
+
+
+def _better(whole: tuple[Placement, Affinity], pair: tuple[Placement, Affinity]) -> tuple[Placement, Affinity]:
+    """The one that has the prompt cached, else the one with less to do."""
+    if (whole[1] == "hit") != (pair[1] == "hit"):
+        return whole if whole[1] == "hit" else pair
+    assert pair[0].prefiller is not None
+    return pair if prefer_pair(whole[0].decoder, pair[0].prefiller, pair[0].decoder) else whole

@@ -1,0 +1,158 @@
+"""The prompt of one job, computed apart from where it is decoded: by whom, and by whom after a failure."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from common.errors import ErrorInfo, TriptychError
+from common.messages import Abort, Generate, Resumed
+from proxy.cluster import Cluster
+from proxy.items import ItemSender
+from proxy.jobs import Job
+from proxy.placement import Placement
+from proxy.retries import Retries
+from proxy.worker import Claim, Worker
+
+
+class Prefill:
+    """Runs the prefill of one job for a decoder that stays the same until the next `start`.
+
+    A newer attempt replaces older ones, wherever they run; `attempt` is the last one's number. The inputs go along.
+    Where nobody can do it at the moment, or everybody has just failed, it waits by `expire`, to be called at `due_s`.
+    """
+
+    def __init__(self, job: Job, cache_keys: list[bytes], cluster: Cluster, items: ItemSender) -> None:
+        self._job = job
+        self._cache_keys = cache_keys
+        self._cluster = cluster
+        self._items = items
+        self._retries = Retries("the prompt could not be computed")
+        self._decoder: Worker | None = None
+        self._resumed: list[Resumed] = []
+        self._claim: Claim | None = None
+        self._replaced = False  # by us, so that the decoder's complaint about the attempt before is no news
+        self.attempt = 0
+        self.due_s = math.inf
+
+    @property
+    def worker(self) -> Worker | None:
+        """Who is at it."""
+        return None if self._claim is None else self._claim.worker
+
+    def next_attempt(self) -> int:
+        """Number the attempt that is about to `start`: the decoder has to know it first."""
+        self.attempt += 1
+        return self.attempt
+
+    async def start(self, placement: Placement, resumed: list[Resumed]) -> None:
+        """Begin for a new decoder, in the attempt that has been numbered for it. Raises as ItemSender does."""
+        assert placement.prefiller is not None
+        self._decoder, self._resumed, self._replaced = placement.decoder, resumed, False
+        await self._send(placement.prefiller)
+
+    def finish(self) -> None:
+        """The prompt is where it is needed."""
+        self._release()
+        self._retries.succeeded()
+        self._replaced = False
+
+    async def stop(self) -> None:
+        """It is not needed any more; the next decoder starts it again."""
+        worker, self._decoder, self.due_s = self.worker, None, math.inf
+        self._release()
+        await self._abort(worker)
+
+    async def fail(self, error: ErrorInfo, reason: str) -> None:
+        """What is at it has failed, or is gone. Raises `error` where another attempt cannot do better."""
+        worker = self.worker
+        assert worker is not None
+        self._release()
+        if error.code == "timeout":
+            self._retries.waited(error)
+        elif error.retryable or error.code == "internal_error":
+            self._retries.failed(worker.instance_id, error)
+        else:
+            raise TriptychError(error.code, error.message, self._job.field_of(error.param))
+        await self._again(reason)
+
+    async def on_needed(self) -> None:
+        """The decoder says that nothing came in time, or that it has lost what had. Raises after too many times."""
+        if self._decoder is None or self.due_s < math.inf:
+            return
+        worker = self.worker
+        if worker is not None and self._replaced:
+            self._replaced = False
+            return
+        if worker is not None:
+            self._retries.waited(ErrorInfo("timeout", f"{worker.instance_id} did not deliver the prompt in time"))
+            self._release()
+            await self._abort(worker)
+        await self._again("prompt_needed")
+
+    async def expire(self, now_s: float) -> None:
+        """Begin what is due."""
+        if self.due_s <= now_s:
+            await self._place()
+
+    async def on_joined(self) -> None:
+        """There is a new worker: it may be the one that is waited for."""
+        if self.due_s < math.inf:
+            await self._place()
+
+    async def finish_superfluous(self) -> None:
+        """The job has been answered. A repeated attempt may still run for nothing: it stops."""
+        worker = self.worker if self._replaced else None
+        self._release()
+        await self._abort(worker)
+
+    async def _again(self, reason: str) -> None:
+        self._cluster.metrics.retries.labels(reason).inc()
+        self._items.recall()
+        self._replaced = True
+        candidates = self._cluster.pool.workers("prefill", matching=self._decoder)
+        if candidates and all(worker.instance_id in self._retries.failed_on for worker in candidates):
+            self.due_s = time.time() + self._retries.backoff_s
+        else:
+            await self._place()
+
+    async def _place(self) -> None:
+        cluster, decoder = self._cluster, self._decoder
+        assert decoder is not None
+        worker = cluster.placer.choose_prefiller(cluster.pool, self._cache_keys, decoder, self._retries.failed_on)
+        if worker is None:
+            left_s = cluster.patience_s(cluster.pool.absent_s("prefill", matching=decoder))
+            if left_s <= 0:
+                raise TriptychError("unavailable", "no prefill worker is ready; try again shortly")
+            self.due_s = time.time() + left_s
+            return
+        self.next_attempt()
+        await self._send(worker)
+
+    async def _send(self, worker: Worker) -> None:
+        job, decoder = self._job, self._decoder
+        assert decoder is not None
+        self.due_s = math.inf
+        self._claim = Claim(worker, len(job.prompt_token_ids))
+        await worker.send(
+            Generate(
+                job.request_id,
+                job.prompt_token_ids,
+                job.slots,
+                job.sampling,
+                job.priority,
+                self._resumed,
+                prefill_for=decoder.instance_id,
+                attempt=self.attempt,
+            )
+        )
+        await self._items.send_all(worker)
+
+    async def _abort(self, worker: Worker | None) -> None:
+        if worker is not None:
+            await worker.tell(Abort(self._job.request_id))
+
+    def _release(self) -> None:
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
