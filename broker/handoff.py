@@ -35,6 +35,7 @@ ABSENCE_S: Final = 3.0
 REPEAT_S: Final = 2.0
 MAX_SENDS: Final = 4
 """Of one part: the first time, and three more."""
+SIGNS_PER_LEASE: Final = 3
 _T = TypeVar("_T")
 
 
@@ -73,6 +74,7 @@ class Handoff:
     receipt: asyncio.Future[Receipt] = field(default_factory=_future)
     times_s: dict[str, float] = field(default_factory=dict)
     asked_again: bool = False  # whether the tensor has come, since it was sent
+    last_sign_s: float = 0.0  # of life of the sender (monotonic)
 
     def mark(self, hop: str) -> None:
         self.times_s[hop] = time.time()
@@ -112,7 +114,7 @@ class HandoffSender:
         handoff = self._open(offer, receiver)
         try:
             handoff.mark("offer_sent")
-            self._channels.send(handoff.receiver.instance_id, "metadata", offer)
+            self._send_offer(handoff)
             grant = await self._wait(handoff, handoff.grant, "grant", offer.deadline_s)
             if grant.status == "granted":
                 return handoff
@@ -203,8 +205,13 @@ class HandoffSender:
         self.outcomes["stored"] += 1
         self.close(key_of(handoff.offer))
 
-    def remind(self, handoff: Handoff) -> None:
-        """Offer again: a sign of life of this sender, for which the receiver renews its lease."""
+    def keep_alive(self, handoff: Handoff) -> None:
+        """Give a sign of life where there has been none for a while: the receiver renews its lease for it."""
+        if time.monotonic() - handoff.last_sign_s > self._timeout_s / SIGNS_PER_LEASE:
+            self._send_offer(handoff)
+
+    def _send_offer(self, handoff: Handoff) -> None:
+        handoff.last_sign_s = time.monotonic()
         self._channels.send(handoff.receiver.instance_id, "metadata", handoff.offer)
 
     def fail(self, key: Key, error: TriptychError) -> None:
@@ -271,7 +278,7 @@ class HandoffSender:
             table=part.table,
             first=part.first,
         )
-        handoff.state, handoff.asked_again = "sent", False
+        handoff.state, handoff.asked_again, handoff.last_sign_s = "sent", False, time.monotonic()
         handoff.mark("tensor_sent")
         await self._tensors.send(handoff.receiver, header, part.data, self._timeout_s)
 
@@ -289,7 +296,7 @@ class HandoffSender:
             if time.time() < deadline_s:
                 self.outcomes["offer_repeated"] += 1
                 handoff.asked_again = handoff.state == "sent"
-                self.remind(handoff)
+                self._send_offer(handoff)
 
     def _ended(self, outcome: str, error: TriptychError) -> TriptychError:
         self.outcomes[outcome] += 1

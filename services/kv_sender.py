@@ -9,10 +9,11 @@ Ending the task, by whatever, frees what the request holds in the engine and in 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias, TypeVar
+from typing import Final, Literal, TypeAlias
 
 import torch
 
@@ -28,10 +29,8 @@ from services.kv_messages import tokens_per_part
 from services.links import Links
 from services.tensor_bytes import bytes_of
 
-T = TypeVar("T")
 Table: TypeAlias = Literal["self", "cross"]
-REMINDERS_PER_TIMEOUT: Final = 3
-"""While a grant waits for what is being computed, its lease is kept alive so often."""
+RETRY_S: Final = 0.2
 
 log = get_logger()
 
@@ -44,7 +43,6 @@ class _Prefill:
     recorder: SpanRecorder
     ready: KvReady | None = None
     num_computed: int | None = None
-    num_reports: int = 0  # of num_computed
     ending: bool = False
     ended: PrefillEnded | None = None
     error: ErrorInfo | None = None
@@ -60,32 +58,21 @@ class _Prefill:
                 self.ready = event
             case KvComputed(num_tokens=num_tokens):
                 self.num_computed = num_tokens
-                self.num_reports += 1
             case PrefillEnded() if self.ending:  # else of an earlier attempt, whose last word this was
                 self.ended = event
             case RequestFailed(error=error):
                 self.error = error
         self.news.set()
 
-    async def until(
-        self, found: Callable[[], T | None], meanwhile: Callable[[], None] = lambda: None, every_s: float | None = None
-    ) -> T:
-        """Wait for the engine to tell what `found` looks for, and call `meanwhile` now and then.
-
-        Raises the engine's error instead.
-        """
-        while True:
-            if self.error is not None:
-                raise TriptychError(self.error.code, self.error.message, self.error.param)
-            answer = found()
-            if answer is not None:
-                return answer
+    async def next_report(self, timeout_s: float | None = None) -> None:
+        """Wait until the engine tells something, or for so long. Raises the request's error once there is one."""
+        if self.error is None:
             self.news.clear()
-            try:
-                async with asyncio.timeout(every_s):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
                     await self.news.wait()
-            except TimeoutError:
-                meanwhile()
+        if self.error is not None:
+            raise TriptychError(self.error.code, self.error.message, self.error.param)
 
 
 class KvSender:
@@ -173,7 +160,8 @@ class KvSender:
     async def _hand_over(self, prefill: _Prefill) -> None:
         """Return once everything is in place. Raises TriptychError or TimeoutError saying why it is not."""
         request_id = prefill.message.request_id
-        await prefill.until(lambda: prefill.ready)
+        while prefill.ready is None:
+            await prefill.next_report()
         prefill.recorder.start("grant")
         offer = self._make_offer(prefill)
         receiver = await find_instance(self._links, self._handoffs, prefill.message.prefill_for)
@@ -182,15 +170,14 @@ class KvSender:
         grant = handoff.grant.result()
         if grant.status == "granted":
             self._thread.submit(lambda engine: engine.grant_kv(request_id))
-            prefill.recorder.start("handoff")
             for table, first, last in _wanted(offer, grant):
                 await self._send(prefill, handoff, table, first, last)
-            prefill.recorder.end("handoff")
             self._handoffs.complete(handoff)
             self._links.note_handoff(prefill.key, handoff)
         prefill.ending = True
         self._thread.submit(lambda engine: engine.end_prefill(request_id))
-        await prefill.until(lambda: prefill.ended)
+        while prefill.ended is None:
+            await prefill.next_report()
 
     def _make_offer(self, prefill: _Prefill) -> KvOffer:
         assert prefill.ready is not None
@@ -233,7 +220,10 @@ class KvSender:
             computed = last if table == "cross" else min(last, prefill.num_computed)
             return computed if computed > first else None
 
-        return await self._while_computing(prefill, handoff, reached)
+        while (computed := reached()) is None:
+            self._handoffs.keep_alive(handoff)
+            await prefill.next_report(RETRY_S)
+        return computed
 
     async def _export(self, prefill: _Prefill, handoff: Handoff, table: Table, first: int, last: int) -> torch.Tensor:
         """The keys and values of some tokens, once they are there (again)."""
@@ -242,21 +232,11 @@ class KvSender:
         def export(engine: DecoderEngine) -> torch.Tensor | None:
             return engine.export_kv(request_id, table, first, last)
 
-        seen = prefill.num_reports
-
-        def news() -> bool | None:
-            return prefill.num_reports > seen or None
-
         while (tensor := await self._thread.call(export, self._timeout_s)) is None:
-            # The request was preempted: it is computed, or swapped in, again.
-            await self._while_computing(prefill, handoff, news)
-            seen = prefill.num_reports
+            # The request was preempted. When it is computed again the engine tells; when it is swapped in it does not.
+            self._handoffs.keep_alive(handoff)
+            await prefill.next_report(RETRY_S)
         return tensor
-
-    async def _while_computing(self, prefill: _Prefill, handoff: Handoff, found: Callable[[], T | None]) -> T:
-        """Wait for the engine, and renew the lease of the grant meanwhile."""
-        every_s = self._timeout_s / REMINDERS_PER_TIMEOUT
-        return await prefill.until(found, lambda: self._handoffs.remind(handoff), every_s)
 
 
 def _wanted(offer: KvOffer, grant: Grant) -> Iterator[tuple[Table, int, int]]:

@@ -82,6 +82,8 @@ class Shell:
         self._proxies = ProxyWatch()
         self._departure = Departure(lambda: len(self._proxies))
         self.next_role: Role | None = None
+        self.stop = asyncio.Event()
+        """Set, by a signal or by whoever runs this, to end it."""
         self._last_contact_s = float("-inf")
         self._registered = False
         self.instance_id = instance_id = settings.instance_id or f"worker-{uuid.uuid4().hex[:8]}"
@@ -110,16 +112,15 @@ class Shell:
 
         `next_role` says whether this process is wanted in another role then.
         """
-        stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
+            loop.add_signal_handler(number, self.stop.set)
         serving = asyncio.create_task(self._serve())
-        ends = asyncio.create_task(stop.wait()), asyncio.create_task(self._departure.complete())
+        ends = asyncio.create_task(self.stop.wait()), asyncio.create_task(self._departure.complete())
         tasks: tuple[asyncio.Task[Any], ...] = (serving, *ends)
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         failed = serving.done()
-        self.next_role = None if failed or stop.is_set() else self._departure.next_role
+        self.next_role = None if failed or self.stop.is_set() else self._departure.next_role
         for task in tasks:
             task.cancel()
         (error, *_) = await asyncio.gather(*tasks, return_exceptions=True)
