@@ -9,7 +9,10 @@ Nothing here knows torch.
 
 from __future__ import annotations
 
+import asyncio
 import math
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Final
@@ -18,16 +21,23 @@ import msgspec
 import zmq.asyncio
 from redis.asyncio import Redis
 
-from broker.transports.base import Connection, Receiver
 from broker.transports.base import ReceivedTensor as ReceivedTensor
-from broker.transports.zmq_transport import ZmqConnection, ZmqReceiver
+from broker.transports.base import Receiver, Unreachable
+from broker.transports.choice import Connector, Means, make_connectors, make_receivers
 from common.config import Transport
 from common.errors import TriptychError
 from common.hashing import checksum
 from common.messages import InstanceRecord, Offer, TensorHeader
+from common.telemetry import get_logger
 
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int32": 4, "uint8": 1}
 """Bytes per element of every dtype that may travel."""
+INLINE_BYTES: Final = 16 * 2**20
+"""Checksums of so much are computed on the loop, in a millisecond; of more, in a thread."""
+AVOID_S: Final = 10.0
+"""A transport that cannot reach a receiver is not tried again for so long, if there is another."""
+
+log = get_logger()
 
 
 def payload_fault(message: TensorHeader | Offer, num_bytes: int) -> str | None:
@@ -68,13 +78,18 @@ class TensorReceiver:
         redis: Redis | None = None,
         cluster: str = "triptych",
     ) -> None:
-        """Bind what has to be bound; wants a running loop. No tensor of more than `max_bytes` gets into memory."""
-        self._receiver: Receiver = ZmqReceiver(context, host, max_bytes=max_bytes)
-        self.address = self._receiver.address
+        """Bind what has to be bound; wants a running loop. No tensor of more than `max_bytes` gets into memory.
+
+        Raises TriptychError("invalid_request") where this host does not have the transport.
+        """
+        self._receivers = make_receivers(Means(context, redis, cluster), transport, host, max_bytes)
+        self.address = " ".join(receiver.address for receiver in self._receivers)
+        self._arrived: asyncio.Queue[ReceivedTensor] = asyncio.Queue(maxsize=1)  # what waits, waits in the transports
+        self._tasks = [asyncio.create_task(self._pump(receiver)) for receiver in self._receivers]
 
     @property
     def num_invalid(self) -> int:
-        return self._receiver.num_invalid
+        return sum(receiver.num_invalid for receiver in self._receivers)
 
     async def receive(self) -> ReceivedTensor:
         """The next tensor with a valid header; call its `release` when it has been used or refused.
@@ -82,14 +97,22 @@ class TensorReceiver:
         Its `fault` tells where header, bytes and checksum do not agree: it must not be used then. Anything that is no
         tensor is counted and dropped.
         """
-        received = await self._receiver.receive()
+        received = await self._arrived.get()
         fault = payload_fault(received.header, received.data.nbytes)
-        if fault is None and checksum(received.data) != received.header.checksum:
+        if fault is None and await _checksum(received.data) != received.header.checksum:
             fault = "the checksum is not the one of these bytes: they were damaged on the way"
         return replace(received, fault=fault)
 
     def close(self) -> None:
-        self._receiver.close()
+        """Take nothing more. What has been received stays valid until it is released."""
+        for task in self._tasks:
+            task.cancel()
+        for receiver in self._receivers:
+            receiver.close()
+
+    async def _pump(self, receiver: Receiver) -> None:
+        while True:
+            await self._arrived.put(await receiver.receive())
 
 
 class TensorSender:
@@ -103,28 +126,73 @@ class TensorSender:
         redis: Redis | None = None,
         cluster: str = "triptych",
     ) -> None:
-        self._context = context
-        self._connections: dict[str, Connection] = {}
+        """Raises TriptychError("invalid_request") where this host does not have the transport."""
+        self._connectors = make_connectors(Means(context, redis, cluster), transport)
+        self._routes: dict[str, _Route] = {}
+        self.num_sent: Counter[str] = Counter()
+        """Tensors by the scheme that took them."""
 
     async def send(self, receiver: InstanceRecord, header: TensorHeader, data: memoryview, timeout_s: float) -> None:
-        """Hand one tensor with its checksum to the connection to `receiver`.
+        """Hand one tensor with its checksum to the best connection to `receiver`.
 
         `data` must not change until the receipt has come. Raises TriptychError("unavailable") where there is no
         connection, or no room in it, within `timeout_s`.
         """
-        address = addresses_by_scheme(receiver.tensor_address).get("tcp")
-        if address is None:
-            message = f"{receiver.instance_id} takes tensors at {receiver.tensor_address!r} only"
-            raise TriptychError("unavailable", message)
-        connection = self._connections.get(receiver.tensor_address)
-        if connection is None:
-            connection = self._connections[receiver.tensor_address] = ZmqConnection(self._context, address)
-        await connection.send(msgspec.structs.replace(header, checksum=checksum(data)), data, timeout_s)
+        route = self._routes.get(receiver.tensor_address)
+        if route is None:
+            route = self._routes[receiver.tensor_address] = _Route(receiver, self._connectors)
+        deadline_s = time.monotonic() + timeout_s
+        header = msgspec.structs.replace(header, checksum=await _checksum(data))
+        scheme = await route.send(header, data, deadline_s)
+        self.num_sent[scheme] += 1
 
     def keep_only(self, receivers: Iterable[InstanceRecord]) -> None:
         """Close the connections to all other receivers: they are gone."""
-        for address in self._connections.keys() - {receiver.tensor_address for receiver in receivers}:
-            self._connections.pop(address).close()
+        for address in self._routes.keys() - {receiver.tensor_address for receiver in receivers}:
+            self._routes.pop(address).close()
 
     def close(self) -> None:
         self.keep_only(())
+
+
+class _Route:
+    """The ways to one receiver, the best first; connections are made when they are first used, and kept."""
+
+    def __init__(self, receiver: InstanceRecord, connectors: dict[str, Connector]) -> None:
+        """Raises TriptychError("unavailable") where no transport is common to both."""
+        offered = addresses_by_scheme(receiver.tensor_address)
+        self._receiver_id = receiver.instance_id
+        self._connections = [make(offered[scheme]) for scheme, make in connectors.items() if scheme in offered]
+        self._avoided_until_s: dict[str, float] = {}
+        if not self._connections:
+            message = f"{receiver.instance_id} takes tensors by {_list(offered)}, this instance sends by "
+            raise TriptychError("unavailable", message + f"{_list(connectors)}: start both with the same --transport")
+
+    async def send(self, header: TensorHeader, data: memoryview, deadline_s: float) -> str:
+        """Send by the first way that leads there; returns its scheme."""
+        reasons = []
+        for connection in self._connections:
+            scheme = connection.scheme
+            if self._avoided_until_s.get(scheme, 0.0) > time.monotonic() and connection is not self._connections[-1]:
+                continue
+            try:
+                await connection.send(header, data, max(0.0, deadline_s - time.monotonic()))
+                return scheme
+            except Unreachable as error:
+                reasons.append(error.info.message)
+                self._avoided_until_s[scheme] = time.monotonic() + AVOID_S
+                log.info("another transport is tried", receiver=self._receiver_id, why=error.info.message)
+        raise TriptychError("unavailable", f"no way to {self._receiver_id}: {'; '.join(reasons)}")
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+
+
+async def _checksum(data: memoryview) -> int:
+    """Of much data in a thread: nobody waits for it but the caller."""
+    return checksum(data) if data.nbytes <= INLINE_BYTES else await asyncio.to_thread(checksum, data)
+
+
+def _list(schemes: Iterable[str]) -> str:
+    return ", ".join(schemes) or "no transport"

@@ -71,7 +71,7 @@ class Receiver(Protocol):
         """The next tensor of any sender, unchecked; what is no tensor at all is counted and dropped."""
 
     def close(self) -> None:
-        """Let go of everything but the tensors received: they stay valid until released."""
+        """Let go of everything but the tensors received: they stay valid until released. Twice is fine."""
 
 
 class Connection(Protocol):
@@ -89,4 +89,4 @@ class Connection(Protocol):
         """
 
     def close(self) -> None:
-        """Close the connection and give its memory back. Nothing may be sending."""
+        """Close the connection and give its memory back; whatever is being sent fails. Twice is fine."""

@@ -1,97 +1,132 @@
-"""Tensors as raw bytes: unchanged, uncopied, checked, and never queued for a receiver that is not there."""
+"""The facade of tensors: which transport is taken, what addresses say, what a header must say of its bytes."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import time
+from collections.abc import AsyncIterator
 
-import msgspec
-import numpy as np
 import pytest
-import zmq
 import zmq.asyncio
+from redis.asyncio import Redis
 
-from broker.tensors import TensorReceiver, TensorSender, payload_fault
+from broker.tensors import addresses_by_scheme, change_hosts, payload_fault
+from broker.transports import shm_receiver
 from common.errors import TriptychError
-from common.hashing import checksum
-from common.messages import InstanceRecord, TensorHeader, encode
-from tests.broker.conftest import make_record
+from tests.broker.transport_kit import Kit, header, kit_of, of_bytes, to, transfer
+
+ONE = memoryview(b"x")
 
 
-def to(address: str) -> InstanceRecord:
-    return make_record("d0", "prefill_decode", tensor_address=address)
+@pytest.fixture
+async def kit(redis: Redis, broker_url: str) -> AsyncIterator[Kit]:
+    async with kit_of("auto", redis, broker_url) as kit:
+        yield kit
 
 
-def header(shape: list[int], dtype: str, size_bytes: int) -> TensorHeader:
-    return TensorHeader("r", 0, 0, "e0", 1, shape, dtype, size_bytes)
+async def test_on_one_host_tensors_go_through_shared_memory(kit: Kit) -> None:
+    sender, receiver = kit.sender(), kit.receiver()
+    assert list(addresses_by_scheme(receiver.address)) == ["tcp", "shm+unix"]
+    assert (await transfer(sender, receiver, of_bytes(ONE), ONE)).data == ONE
+    assert sender.num_sent == {"shm+unix": 1}
 
 
-@pytest.mark.parametrize(("dtype", "item_bytes"), [("bfloat16", 2), ("float32", 4)])
-async def test_bytes_arrive_as_they_left(zmq_context: zmq.asyncio.Context, dtype: str, item_bytes: int) -> None:
-    receiver, sender = TensorReceiver(zmq_context, max_bytes=2**22), TensorSender(zmq_context)
-    for rows in (1, 7, 4096):
-        data = memoryview(os.urandom(rows * 64 * item_bytes))
-        sent = header([rows, 64], dtype, data.nbytes)
-        await sender.send(to(receiver.address), sent, data, timeout_s=5)
-        received = await receiver.receive()
-        assert received.fault is None
-        assert received.header == msgspec.structs.replace(sent, checksum=checksum(data))
-        assert received.data == data
-    sender.close()
-    receiver.close()
-
-
-async def test_a_received_tensor_outlives_its_message_and_the_socket(zmq_context: zmq.asyncio.Context) -> None:
-    receiver, sender = TensorReceiver(zmq_context, max_bytes=2**22), TensorSender(zmq_context)
-    array = np.arange(2**18, dtype=np.float32)
-    await sender.send(to(receiver.address), header([2**18], "float32", array.nbytes), memoryview(array).cast("B"), 5)
-    data = (await receiver.receive()).data
-    sender.close()
-    receiver.close()
-    zmq_context.destroy(linger=0)
-    assert np.array_equal(np.frombuffer(data, np.float32), array)
-
-
-async def test_what_is_no_tensor_is_dropped_and_what_does_not_add_up_is_marked(
-    zmq_context: zmq.asyncio.Context,
+@pytest.mark.parametrize("obstacle", ["another host", "another network", "another user"])
+async def test_where_shared_memory_does_not_reach_zmq_is_taken_without_an_error(
+    kit: Kit, obstacle: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    receiver = TensorReceiver(zmq_context, max_bytes=2**20)
-    raw = zmq_context.socket(zmq.DEALER)
-    raw.connect(receiver.address)
-    for frames in ([b"x"], [os.urandom(50), b"y"], [b"a", b"b", b"c"]):
-        await raw.send_multipart(frames)
-    await raw.send_multipart([encode(header([4], "float32", 16)), b"only 9 by"])
-    received = await receiver.receive()
-    assert receiver.num_invalid == 3
-    assert received.fault is not None
-    raw.close(linger=0)
-    receiver.close()
+    sender, receiver = kit.sender(), kit.receiver()
+    host, _, name = addresses_by_scheme(receiver.address)["shm+unix"].partition("://")[2].partition("/")
+    address = receiver.address
+    if obstacle == "another host":
+        address = address.replace(host, "00000000-0000-0000-0000-000000000000")
+    elif obstacle == "another network":  # the name is not there
+        address = address.replace(name, name[::-1])
+    else:
+        monkeypatch.setattr(shm_receiver.os, "geteuid", lambda: 4711)
+    for number in range(1, 4):
+        await sender.send(to(address), of_bytes(ONE), ONE, timeout_s=5)
+        assert (await receiver.receive()).data == ONE
+        assert sender.num_sent == {"tcp": number}
 
 
-async def test_an_oversized_payload_never_reaches_memory(zmq_context: zmq.asyncio.Context) -> None:
-    receiver = TensorReceiver(zmq_context, max_bytes=2**20)
-    raw = zmq_context.socket(zmq.DEALER)
-    raw.connect(receiver.address)
-    await raw.send_multipart([encode(header([2**21], "uint8", 2**21)), bytes(2**21)])
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.3):
-            await receiver.receive()
-    raw.close(linger=0)
-    receiver.close()
-
-
-async def test_a_receiver_that_is_not_there_is_unavailable_within_the_deadline(
-    zmq_context: zmq.asyncio.Context,
+async def test_a_receiver_that_does_not_answer_on_shared_memory_gets_zmq_within_the_same_deadline(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sender = TensorSender(zmq_context)
-    with pytest.raises(TriptychError, match="took none within") as caught:
-        await sender.send(to("tcp://127.0.0.1:1"), header([1], "uint8", 1), memoryview(b"x"), timeout_s=0.1)
+    """Somebody else listens under the name, and says nothing."""
+    monkeypatch.setattr("broker.transports.shm_transport.HANDSHAKE_S", 0.1)
+    sender, receiver = kit.sender(), kit.receiver()
+    listener = shm_receiver.packets.listen("triptych-test-silent")
+    name = addresses_by_scheme(receiver.address)["shm+unix"].rpartition("/")[2]
+    await sender.send(to(receiver.address.replace(name, "triptych-test-silent")), of_bytes(ONE), ONE, timeout_s=5)
+    assert (await receiver.receive()).data == ONE
+    assert sender.num_sent == {"tcp": 1}
+    listener.close()
+
+
+async def test_a_setting_names_one_transport_for_both_sides(kit: Kit, redis: Redis, broker_url: str) -> None:
+    async with kit_of("zmq", redis, broker_url) as zmq_only, kit_of("redis", redis, broker_url) as redis_only:
+        everything = kit.receiver()
+        sender = zmq_only.sender()
+        await transfer(sender, everything, of_bytes(ONE), ONE)
+        assert sender.num_sent == {"tcp": 1}  # as this sender is told, though there is shared memory
+        sender = kit.sender()
+        await transfer(sender, redis_only.receiver(), of_bytes(ONE), ONE)
+        assert sender.num_sent == {"redis+list": 1}  # as this receiver is told
+        with pytest.raises(TriptychError, match=r"takes tensors by redis\+list, this instance sends by tcp"):
+            await zmq_only.sender().send(to(redis_only.receiver().address), of_bytes(ONE), ONE, timeout_s=5)
+
+
+async def test_a_receiver_without_an_address_is_unavailable(kit: Kit) -> None:
+    with pytest.raises(TriptychError, match="no transport") as caught:
+        await kit.sender().send(to(""), of_bytes(ONE), ONE, timeout_s=5)
     assert caught.value.info.code == "unavailable"
-    sender.close()
+
+
+async def test_a_receiver_that_is_not_there_is_unavailable_within_the_deadline(kit: Kit) -> None:
+    began_s = time.monotonic()
+    with pytest.raises(TriptychError, match="took none within") as caught:
+        await kit.sender().send(to("tcp://127.0.0.1:1"), of_bytes(ONE), ONE, timeout_s=0.1)
+    assert caught.value.info.code == "unavailable"
+    assert time.monotonic() - began_s < 2.0
+
+
+async def test_an_unknown_scheme_from_a_newer_version_is_passed_over(kit: Kit) -> None:
+    sender, receiver = kit.sender(), kit.receiver()
+    await sender.send(to(f"rdma+tcp://10.0.0.1:1 {receiver.address}"), of_bytes(ONE), ONE, timeout_s=5)
+    assert (await receiver.receive()).data == ONE
+
+
+async def test_redis_without_a_broker_is_refused_with_a_remedy() -> None:
+    context = zmq.asyncio.Context()
+    kit = Kit("redis", None, "", context)  # type: ignore[arg-type]
+    for make in (kit.receiver, kit.sender):
+        with pytest.raises(TriptychError, match="give --broker"):
+            make()
+    await kit.close()
+
+
+async def test_receiving_can_be_cancelled_without_losing_a_tensor(kit: Kit) -> None:
+    sender, receiver = kit.sender(), kit.receiver()
+    for number in range(5):
+        waiting = asyncio.create_task(receiver.receive())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        data = memoryview(os.urandom(100 + number))
+        assert (await transfer(sender, receiver, of_bytes(data), data)).data == data
+
+
+def test_only_addresses_with_a_host_are_changed() -> None:
+    addresses = "tcp://0.0.0.0:5 shm+unix://boot/name nixl+tcp://0.0.0.0:6 redis+list://c:tensors:1"
+    changed = change_hosts(addresses, lambda address: address.replace("0.0.0.0", "worker-1"))
+    assert changed == "tcp://worker-1:5 shm+unix://boot/name nixl+tcp://worker-1:6 redis+list://c:tensors:1"
+    assert change_hosts("", lambda address: "x") == ""
 
 
 def test_faults_name_the_numbers() -> None:
     assert payload_fault(header([2, 3], "bfloat16", 12), 12) is None
+    assert payload_fault(header([0, 3], "float16", 0), 0) is None
     assert "24 bytes" in str(payload_fault(header([2, 3], "float32", 12), 12))
     assert "there are 5" in str(payload_fault(header([3], "uint8", 3), 5))
     assert "negative" in str(payload_fault(header([-2, -3], "float32", 24), 24))

@@ -1,0 +1,49 @@
+"""Room in a piece of memory, lent and given back in any order.
+
+    0                                                        size
+    | lent |  hole  | lent | lent |           hole             |
+
+Always the first hole that fits: what is used again soon is what the processor's cache still has, and pages that were
+never needed are never touched.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+ALIGNMENT_BYTES: Final = 64
+"""Every room begins at a multiple of it: a cache line, and enough for any dtype."""
+
+
+class Arena:
+    """Bookkeeping of `size_bytes` bytes; knows nothing of the memory itself."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self._holes: list[tuple[int, int]] = [(0, size_bytes)]  # [start, end), sorted, never touching each other
+        self._lent: dict[int, int] = {}  # start: end
+
+    @property
+    def num_lent(self) -> int:
+        return len(self._lent)
+
+    def lend(self, num_bytes: int) -> int | None:
+        """The offset of room for `num_bytes`; None where no hole is large enough at the moment."""
+        needed = max(1, -(-num_bytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
+        for index, (start, end) in enumerate(self._holes):
+            if end - start >= needed:
+                self._holes[index : index + 1] = [(start + needed, end)] if end - start > needed else []
+                self._lent[start] = start + needed
+                return start
+        return None
+
+    def give_back(self, offset: int) -> None:
+        """The room at `offset` is free again. Raises KeyError where none was lent."""
+        start, end = offset, self._lent.pop(offset)
+        index = next((i for i, hole in enumerate(self._holes) if hole[0] > start), len(self._holes))
+        if index < len(self._holes) and self._holes[index][0] == end:
+            end = self._holes.pop(index)[1]
+        if index > 0 and self._holes[index - 1][1] == start:
+            index -= 1
+            start = self._holes.pop(index)[0]
+        self._holes.insert(index, (start, end))

@@ -1,0 +1,80 @@
+"""Which transports a setting stands for, and how each is made.
+
+    setting   a receiver offers   a sender can take
+    auto      shm (Linux), zmq    whatever is offered
+    another   that one            that one
+
+Senders take the first of shared memory, NIXL, ZMQ and Redis that both have and that works between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import zmq.asyncio
+from redis.asyncio import Redis
+
+from broker.transports import segment
+from broker.transports.base import Connection, Receiver
+from broker.transports.redis_transport import RedisConnection, RedisReceiver
+from broker.transports.shm_receiver import ShmReceiver
+from broker.transports.shm_transport import ShmConnection
+from broker.transports.zmq_transport import ZmqConnection, ZmqReceiver
+from common.config import Transport
+from common.errors import TriptychError
+
+Connector: TypeAlias = Callable[[str], Connection]
+"""Makes the connection to an address; does not connect yet."""
+
+
+@dataclass(frozen=True)
+class Means:
+    """What transports need of the process. `cluster` begins all keys in Redis."""
+
+    context: zmq.asyncio.Context
+    redis: Redis | None = None
+    cluster: str = "triptych"
+
+
+def make_receivers(means: Means, transport: Transport, host: str, max_bytes: int) -> list[Receiver]:
+    """The receiving ends that a setting stands for, made on the running loop.
+
+    Raises TriptychError("invalid_request") where one that was asked for is not to be had here.
+    """
+    receivers: list[Receiver] = []
+    if transport in ("zmq", "auto"):
+        receivers.append(ZmqReceiver(means.context, host, max_bytes=max_bytes))
+    if transport == "shm" or (transport == "auto" and segment.AVAILABLE):
+        _require_shared_memory()
+        receivers.append(ShmReceiver(max_bytes=max_bytes))
+    if transport == "redis":
+        receivers.append(RedisReceiver(_redis_of(means), means.cluster, max_bytes=max_bytes))
+    return receivers
+
+
+def make_connectors(means: Means, transport: Transport) -> dict[str, Connector]:
+    """How to connect, by scheme, the best first. Raises TriptychError("invalid_request") as `make_receivers`."""
+    connectors: dict[str, Connector] = {}
+    if transport == "shm" or (transport == "auto" and segment.AVAILABLE):
+        _require_shared_memory()
+        connectors[ShmConnection.scheme] = ShmConnection
+    if transport in ("zmq", "auto"):
+        connectors[ZmqConnection.scheme] = lambda address: ZmqConnection(means.context, address)
+    if transport == "redis" or (transport == "auto" and means.redis is not None):
+        redis = _redis_of(means)
+        connectors[RedisConnection.scheme] = lambda address: RedisConnection(redis, address)
+    return connectors
+
+
+def _require_shared_memory() -> None:
+    if not segment.AVAILABLE:
+        message = "transport shm: this system has no memfd_create (Linux has); use --transport zmq"
+        raise TriptychError("invalid_request", message, "transport")
+
+
+def _redis_of(means: Means) -> Redis:
+    if means.redis is None:
+        raise TriptychError("invalid_request", "transport redis: no broker is known; give --broker", "transport")
+    return means.redis

@@ -1,0 +1,149 @@
+"""Whole messages with file descriptors over a Unix socket (SOCK_SEQPACKET) on an asyncio loop.
+
+The sockets are abstract (unix(7)): a name without a file, which is gone with the process, and which is only seen from
+the same network namespace of the same host.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import os
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from typing import Final
+
+MAX_PACKET_BYTES: Final = 96 * 2**10
+MAX_FDS: Final = 4
+BACKLOG: Final = 128
+_FDS_BYTES: Final = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
+
+
+def listen(name: str) -> socket.socket:
+    """A listening socket under an abstract name. Raises OSError where the name is taken."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    try:
+        listener.bind("\0" + name)
+        listener.listen(BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def connect(name: str) -> socket.socket:
+    """Connect at once or not at all: OSError where nobody listens there, or too many are waiting."""
+    client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    try:
+        client.connect("\0" + name)
+    except BaseException:
+        client.close()
+        raise
+    return client
+
+
+def peer_uid(connected: socket.socket) -> int:
+    """The user on the other side, as the kernel knows it."""
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    uid: int = struct.unpack("3i", credentials)[1]
+    return uid
+
+
+class PacketSocket:
+    """One connected socket. Every packet goes to `on_packet`, which owns the descriptors that came with it.
+
+    `on_end` is called once, when the other side has gone, has sent too much, or `on_packet` has raised ValueError or
+    OSError; not after `close`. Everything happens on the loop.
+    """
+
+    def __init__(
+        self,
+        connected: socket.socket,
+        on_packet: Callable[[bytes, list[int]], None],
+        on_end: Callable[[Exception | None], None],
+    ) -> None:
+        self._socket = connected
+        self._on_packet = on_packet
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._sending = asyncio.Lock()
+        self._writable: asyncio.Future[None] | None = None
+        self._loop.add_reader(connected, self._read)
+
+    @property
+    def closed(self) -> bool:
+        return self._socket.fileno() < 0
+
+    def try_send(self, packet: bytes, fds: Sequence[int] = ()) -> bool:
+        """Send if it can be done now. Raises OSError where the other side is gone."""
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        try:
+            self._socket.sendmsg([packet], ancillary, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return False
+        return True
+
+    async def send(self, packet: bytes, fds: Sequence[int] = ()) -> None:
+        """Send as soon as there is room for it. Raises OSError where the other side is gone."""
+        async with self._sending:
+            while not self.try_send(packet, fds):
+                self._writable = self._loop.create_future()
+                self._loop.add_writer(self._socket, self._now_writable)
+                await self._writable
+
+    def close(self) -> None:
+        """Close the socket; a `send` that waits raises."""
+        if self.closed:
+            return
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_exception(ConnectionResetError("the connection is closed"))
+        self._socket.close()
+
+    def _now_writable(self) -> None:
+        self._loop.remove_writer(self._socket)
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_result(None)
+
+    def _read(self) -> None:
+        try:
+            while not self.closed and self._read_one():
+                pass
+        except (OSError, ValueError) as error:
+            self._end(error)
+
+    def _read_one(self) -> bool:
+        """One packet; False where there is none at the moment."""
+        try:
+            packet, ancillary, flags, _ = self._socket.recvmsg(MAX_PACKET_BYTES, _FDS_BYTES, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            return False
+        fds = _descriptors(ancillary)
+        if not packet:
+            self._end(None)
+        elif flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            close_all(fds)
+            raise ValueError("a packet is too long")
+        else:
+            self._on_packet(packet, fds)
+        return True
+
+    def _end(self, error: Exception | None) -> None:
+        if not self.closed:
+            self.close()
+            self._on_end(error)
+
+
+def close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _descriptors(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return fds.tolist()

@@ -1,0 +1,213 @@
+"""Tensors through shared memory: between processes of one user on one host, without a system call per byte.
+
+    sender                                             receiver
+    +---------------- arena (memfd) ---------------+
+    | tensor | free | tensor |        free         |   mapped read-only: tensors are read in place
+    +----------------------------------------------+
+       Unix socket: announce -->   <-- release
+
+One copy into the arena, none out of it. The arena has no name and neither has the socket (see packets), so that the
+death of either side leaves nothing behind. Whether it works at all is found out by doing it: the receiver proves that
+it reads what the sender wrote. Containers with a network or a user of their own cannot connect; they take ZMQ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+import numpy as np
+
+from broker.transports import packets, segment
+from broker.transports.arena import Arena
+from broker.transports.base import QUEUE_TENSORS, Unreachable, took_none
+from broker.transports.shm_receiver import HANDSHAKE_S, SCHEME, boot_id
+from broker.transports.shm_wire import NONCE_BYTES, Announce, Hello, Release, for_sender, pack
+from common.errors import TriptychError
+from common.messages import TensorHeader
+from common.telemetry import get_logger
+
+ARENA_BYTES: Final = 128 * 2**20
+"""Address space of one pair; memory is taken as far as it is used at once. Larger tensors get memory of their own."""
+COPY_BYTES: Final = 8 * 2**20
+"""Bytes copied before others have their turn on the loop: about a millisecond."""
+
+log = get_logger()
+
+
+class ShmConnection:
+    """See broker.transports.base.Connection."""
+
+    scheme: ClassVar[str] = SCHEME
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._host, _, self._name = address.partition("://")[2].partition("/")
+        self._turn = asyncio.Lock()
+        self._link: _Link | None = None
+
+    async def send(self, header: TensorHeader, data: memoryview, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                async with self._turn:
+                    link = await self._connected()
+                    room = await link.room(data.nbytes)
+                try:
+                    await _copy(data, room.memory)
+                    await link.announce(room, header)
+                except BaseException:
+                    link.give_back(room)
+                    raise
+        except TimeoutError as error:
+            raise took_none(self._address, timeout_s) from error
+        except OSError as error:
+            raise TriptychError("unavailable", f"the receiver of tensors at {self._address}: {error}") from error
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
+
+    async def _connected(self) -> _Link:
+        if self._link is not None and not self._link.closed:
+            return self._link
+        if self._host != boot_id():
+            raise Unreachable(f"{self._address} is on another host")
+        try:
+            link = _Link(self._name)
+            try:
+                async with asyncio.timeout(HANDSHAKE_S):
+                    await link.shake_hands()
+            except BaseException:
+                link.close()
+                raise
+        except OSError as error:  # TimeoutError among them
+            why = str(error) or f"no answer within {HANDSHAKE_S:g} s"
+            raise Unreachable(f"no shared memory with {self._address}: {why}") from error
+        self._link = link
+        return link
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Room for one tensor on its way: in the arena, or, behind a descriptor to pass on, memory of its own."""
+
+    slot: int
+    memory: segment.Bytes
+    offset: int = 0
+    fd: int | None = None
+
+
+class _Link:
+    """The sender's end of one connection. Ends when the other side does."""
+
+    def __init__(self, name: str) -> None:
+        """Raises OSError where nobody listens under the name."""
+        self._lent: dict[int, _Room] = {}
+        self._next_slot = 0
+        self._max_bytes = -1  # unknown before the Welcome
+        self._changed = asyncio.Event()
+        self._arena = Arena(ARENA_BYTES)
+        self._fd, self._memory = segment.create(ARENA_BYTES)
+        try:
+            self._packets = packets.PacketSocket(packets.connect(name), self._take, self._lost)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    @property
+    def closed(self) -> bool:
+        return self._packets.closed
+
+    async def shake_hands(self) -> None:
+        """Give the other side the arena and wait until it has read from it. Raises OSError where it does not."""
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._memory[:NONCE_BYTES] = np.frombuffer(self._nonce, np.uint8)
+        try:
+            await self._packets.send(pack(Hello(ARENA_BYTES)), [self._fd])
+            while self._max_bytes < 0:
+                await self._next_change()
+        finally:
+            os.close(self._fd)
+
+    async def room(self, num_bytes: int) -> _Room:
+        """Room for a tensor, as soon as the receiver has given enough back. Raises OSError where it has gone.
+
+        One at a time: callers take turns.
+        """
+        if num_bytes > self._max_bytes:
+            raise TriptychError("invalid_request", f"{num_bytes} bytes; the receiver takes {self._max_bytes} at most")
+        while (room := self._find_room(num_bytes)) is None:
+            await self._next_change()
+        self._lent[room.slot] = room
+        self._next_slot += 1
+        return room
+
+    async def announce(self, room: _Room, header: TensorHeader) -> None:
+        """Tell the receiver of a tensor that lies in its room. Raises OSError where it has gone."""
+        message = pack(Announce(room.slot, room.offset, room.memory.size, header))
+        await self._packets.send(message, [] if room.fd is None else [room.fd])
+
+    def give_back(self, room: _Room) -> None:
+        """The room is free. Nothing happens where it is already, since the link has been closed."""
+        if self._lent.pop(room.slot, None) is not None:
+            if room.fd is None:
+                self._arena.give_back(room.offset)
+            else:
+                os.close(room.fd)
+            self._changed.set()
+
+    def close(self) -> None:
+        """Let go of everything; whoever waits for something gets an OSError."""
+        self._packets.close()
+        for room in list(self._lent.values()):
+            self.give_back(room)
+        self._memory = self._memory[:0].copy()
+        self._changed.set()
+
+    def _find_room(self, num_bytes: int) -> _Room | None:
+        """None where there is too little at the moment. Of tensors too large for the arena, one at a time."""
+        if len(self._lent) >= QUEUE_TENSORS:
+            return None
+        if num_bytes > ARENA_BYTES:
+            if any(room.fd is not None for room in self._lent.values()):
+                return None
+            fd, memory = segment.create(num_bytes)
+            return _Room(self._next_slot, memory, fd=fd)
+        offset = self._arena.lend(num_bytes)
+        return None if offset is None else _Room(self._next_slot, self._memory[offset : offset + num_bytes], offset)
+
+    async def _next_change(self) -> None:
+        self._changed.clear()
+        if not self.closed:
+            await self._changed.wait()
+        if self.closed:
+            raise ConnectionResetError("it has closed the connection")
+
+    def _take(self, packet: bytes, fds: list[int]) -> None:
+        packets.close_all(fds)
+        message = for_sender(packet)
+        if isinstance(message, Release):
+            if message.slot not in self._lent:
+                raise ValueError(f"slot {message.slot} is not lent")
+            self.give_back(self._lent[message.slot])
+            return
+        if message.nonce != self._nonce:
+            raise ValueError("the receiver does not see this memory")
+        self._max_bytes = message.max_bytes
+        self._changed.set()
+
+    def _lost(self, error: Exception | None) -> None:
+        if error is not None:
+            log.warning("shared memory with a receiver has ended", error=str(error))
+        self.close()
+
+
+async def _copy(data: memoryview, memory: segment.Bytes) -> None:
+    source = np.asarray(data.cast("B"))
+    for start in range(0, source.size, COPY_BYTES):
+        np.copyto(memory[start : start + COPY_BYTES], source[start : start + COPY_BYTES])
+        if start + COPY_BYTES < source.size:
+            await asyncio.sleep(0)

@@ -1,0 +1,197 @@
+"""What comes in on the transports' own sockets and keys and is no tensor: dropped, counted, and nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+import zmq
+from redis.asyncio import Redis
+
+from broker.tensors import TensorReceiver
+from broker.transports import packets, segment
+from broker.transports.base import QUEUE_TENSORS
+from broker.transports.shm_wire import NONCE_BYTES, Announce, Hello, Release, Welcome, pack
+from common.errors import TriptychError
+from common.messages import encode
+from tests.broker.transport_kit import Kit, header, kit_of, of_bytes, open_files, transfer
+from tests.eventually import eventually
+
+MIB = 2**20
+
+
+@pytest.fixture
+async def kit(request: pytest.FixtureRequest, redis: Redis, broker_url: str) -> AsyncIterator[Kit]:
+    async with kit_of(request.param, redis, broker_url) as kit:
+        yield kit
+
+
+async def still_works(kit: Kit, receiver: TensorReceiver) -> None:
+    data = memoryview(os.urandom(1000))
+    received = await transfer(kit.sender(), receiver, of_bytes(data), data)
+    assert (received.data, received.fault) == (data, None)
+
+
+@pytest.mark.parametrize("kit", ["zmq"], indirect=True)
+async def test_zmq_drops_what_is_no_tensor(kit: Kit) -> None:
+    receiver = kit.receiver()
+    raw = kit.context.socket(zmq.DEALER)
+    raw.connect(receiver.address)
+    for frames in ([b"x"], [os.urandom(50), b"y"], [b"a", b"b", b"c"]):
+        await raw.send_multipart(frames)
+    await raw.send_multipart([encode(header([4], "float32", 16)), b"only 9 by"])
+    assert (await receiver.receive()).fault is not None
+    assert receiver.num_invalid == 3
+    with socket.create_connection(("127.0.0.1", int(receiver.address.rsplit(":", 1)[1]))) as stranger:
+        stranger.sendall(os.urandom(4096))
+    await still_works(kit, receiver)
+    raw.close(linger=0)
+
+
+@pytest.mark.parametrize("kit", ["redis"], indirect=True)
+async def test_redis_drops_what_is_no_tensor(kit: Kit) -> None:
+    receiver = kit.receiver()
+    key = receiver.address.partition("://")[2]
+    for junk in (b"", os.urandom(100), encode([1, 2, 3]), encode({"id": "x", "size_bytes": -1})):
+        await kit.redis.rpush(key, junk)
+    huge = {"id": "y", "size_bytes": 2**50, "timeout_s": 5.0, "header": of_bytes(b"")}
+    await kit.redis.rpush(key, encode(huge))
+    more = {"id": "z", "size_bytes": 3, "timeout_s": 5.0, "header": of_bytes(b"abc")}
+    await kit.redis.rpush(f"{key}:z", b"more than three bytes")
+    await kit.redis.rpush(key, encode(more))
+    await eventually(lambda: receiver.num_invalid == 6)
+    await still_works(kit, receiver)
+
+
+def fd_of(data: bytes, *, size: int | None = None) -> int:
+    """A descriptor of shared memory as a sender makes it."""
+    fd, memory = segment.create(size or len(data))
+    memory[: len(data)] = list(data)
+    return fd
+
+
+class RawSender:
+    """A sender that says whatever it likes."""
+
+    def __init__(self, receiver: TensorReceiver) -> None:
+        self.packets: list[bytes] = []
+        self.ended = False
+        name = receiver.address.rpartition("/")[2]
+        self.socket = packets.PacketSocket(packets.connect(name), self._take, self._end)
+
+    def _take(self, packet: bytes, fds: list[int]) -> None:
+        self.packets.append(packet)
+
+    def _end(self, error: Exception | None) -> None:
+        self.ended = True
+
+    async def greet(self) -> RawSender:
+        fd = fd_of(bytes(NONCE_BYTES), size=MIB)
+        assert self.socket.try_send(pack(Hello(MIB)), [fd])
+        os.close(fd)
+        await eventually(lambda: len(self.packets) == 1)
+        return self
+
+    async def is_dropped_after(self, packet: bytes, *fds: int) -> None:
+        assert self.socket.try_send(packet, list(fds))
+        packets.close_all(fds)
+        await eventually(lambda: self.ended)
+
+
+@pytest.mark.parametrize("kit", ["shm"], indirect=True)
+async def test_shared_memory_drops_whoever_greets_wrongly(kit: Kit) -> None:
+    receiver = kit.receiver()
+    before = open_files()
+    reading, writing = os.pipe()
+    unsealed = os.memfd_create("unsealed")
+    os.ftruncate(unsealed, MIB)
+    greeting = pack(Hello(MIB))
+    await RawSender(receiver).is_dropped_after(os.urandom(300))
+    await RawSender(receiver).is_dropped_after(greeting)
+    await RawSender(receiver).is_dropped_after(greeting, reading)
+    await RawSender(receiver).is_dropped_after(greeting, unsealed)
+    await RawSender(receiver).is_dropped_after(greeting, fd_of(b"another size"))
+    await RawSender(receiver).is_dropped_after(greeting, *(fd_of(b"too many", size=MIB) for _ in range(3)))
+    await RawSender(receiver).is_dropped_after(pack(Hello(MIB, version=99)), fd_of(b"", size=MIB))
+    await RawSender(receiver).is_dropped_after(pack(Announce(0, 0, 4, of_bytes(b"abcd"))))
+    await RawSender(receiver).is_dropped_after(bytes(packets.MAX_PACKET_BYTES + 1))
+    assert receiver.num_invalid == 9
+    os.close(writing)
+    assert open_files() <= before
+    await still_works(kit, receiver)
+
+
+@pytest.mark.parametrize("kit", ["shm"], indirect=True)
+@pytest.mark.parametrize(
+    "packet",
+    [
+        pack(Announce(0, MIB - 3, 4, of_bytes(b"abcd"))),
+        pack(Announce(0, 2**62, 2**10, of_bytes(b"abcd"))),
+        pack(Announce(0, 0, 2**40, of_bytes(b"abcd"))),
+        pack(Hello(MIB)),
+        pack(Release(0)),
+        pack(Welcome(b"", 1)),
+    ],
+    ids=["beyond the end", "far away", "too large", "a second greeting", "a release", "a welcome"],
+)
+async def test_shared_memory_drops_whoever_points_outside_it(kit: Kit, packet: bytes) -> None:
+    receiver = kit.receiver()
+    sender = await RawSender(receiver).greet()
+    await sender.is_dropped_after(packet)
+    assert receiver.num_invalid == 1
+    await still_works(kit, receiver)
+
+
+@pytest.mark.parametrize("kit", ["shm"], indirect=True)
+async def test_shared_memory_drops_whoever_lends_the_same_slot_twice_or_too_many(kit: Kit) -> None:
+    receiver = kit.receiver()
+    sender = await RawSender(receiver).greet()
+    announced = Announce(0, 0, 4, of_bytes(bytes(4)))
+    assert sender.socket.try_send(pack(announced))
+    received = await receiver.receive()
+    await sender.is_dropped_after(pack(announced))
+    other = await RawSender(receiver).greet()
+    for slot in range(QUEUE_TENSORS):
+        assert other.socket.try_send(pack(Announce(slot, 0, 4, of_bytes(bytes(4)))))
+    await other.is_dropped_after(pack(Announce(QUEUE_TENSORS, 0, 4, of_bytes(bytes(4)))))
+    for _ in range(QUEUE_TENSORS):
+        await receiver.receive()
+    received.release()
+    await still_works(kit, receiver)
+
+
+@pytest.mark.parametrize("kit", ["shm"], indirect=True)
+async def test_a_connection_that_says_nothing_is_closed(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("broker.transports.shm_receiver.HANDSHAKE_S", 0.05)
+    receiver = kit.receiver()
+    silent = RawSender(receiver)
+    await eventually(lambda: silent.ended)
+    await still_works(kit, receiver)
+
+
+@pytest.mark.parametrize("kit", ["shm"], indirect=True)
+async def test_a_receiver_that_does_not_see_the_memory_is_not_sent_to(kit: Kit) -> None:
+    """It answers with a nonce of its own, as one would behind something that only passes packets on."""
+    loop = asyncio.get_running_loop()
+    listener = packets.listen("triptych-test-blind")
+    ends: list[packets.PacketSocket] = []
+
+    def accept() -> None:
+        connected, _ = listener.accept()
+        connected.setblocking(False)
+        end = packets.PacketSocket(connected, lambda packet, fds: packets.close_all(fds), lambda error: None)
+        end.try_send(pack(Welcome(bytes(NONCE_BYTES), MIB)))
+        ends.append(end)
+
+    loop.add_reader(listener, accept)
+    boot = kit.receiver().address.partition("://")[2].partition("/")[0]
+    connection = kit.connection(f"shm+unix://{boot}/triptych-test-blind")
+    with pytest.raises(TriptychError, match=r"does not see|closed"):
+        await connection.send(of_bytes(b"x"), memoryview(b"x"), 5.0)
+    loop.remove_reader(listener)
+    listener.close()
+    for end in ends:
+        end.close()

@@ -1,0 +1,176 @@
+"""Shared memory: read in place, room given back by release or by the last view's end, bounded, nothing left."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from redis.asyncio import Redis
+
+from broker.tensors import ReceivedTensor, TensorReceiver, TensorSender
+from broker.transports import shm_transport
+from broker.transports.arena import ALIGNMENT_BYTES, Arena
+from broker.transports.base import QUEUE_TENSORS
+from common.errors import TriptychError
+from tests.broker.transport_kit import Kit, kit_of, of_bytes, open_files, to, transfer
+from tests.eventually import eventually
+
+MIB = 2**20
+
+
+@pytest.fixture
+async def kit(redis: Redis, broker_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Kit]:
+    """With an arena of 4 MiB."""
+    monkeypatch.setattr(shm_transport, "ARENA_BYTES", 4 * MIB)
+    async with kit_of("shm", redis, broker_url) as kit:
+        yield kit
+
+
+async def fill(sender: TensorSender, receiver: TensorReceiver, sizes: list[int]) -> list[ReceivedTensor]:
+    received = []
+    for size in sizes:
+        data = memoryview(os.urandom(size))
+        received.append(await transfer(sender, receiver, of_bytes(data), data))
+        assert received[-1].data == data
+    return received
+
+
+async def times_out(sender: TensorSender, receiver: TensorReceiver, size: int) -> bool:
+    try:
+        await sender.send(to(receiver.address), of_bytes(bytes(size)), memoryview(bytes(size)), timeout_s=0.1)
+    except TriptychError as error:
+        return error.info.code == "unavailable"
+    return False
+
+
+async def test_bytes_are_read_where_the_sender_has_put_them(kit: Kit) -> None:
+    """No copy: what is received is mapped memory, read-only, and on a border that any dtype may have."""
+    sender, receiver = kit.sender(), kit.receiver()
+    for received in await fill(sender, receiver, [MIB, 100, 7]):
+        array = np.frombuffer(received.data, np.uint8)
+        address = array.__array_interface__["data"][0]
+        assert not array.flags.writeable
+        assert address % ALIGNMENT_BYTES == 0
+        assert mapping_at(address) == "r--s memfd:triptych"
+
+
+def mapping_at(address: int) -> str:
+    """Permissions and name of the mapping that an address of this process lies in."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, permissions, _, _, _, *name = line.split()
+        start, end = (int(part, 16) for part in addresses.split("-"))
+        if start <= address < end:
+            return f"{permissions} {name[0].removeprefix('/')}"
+    return "not mapped"
+
+
+@pytest.mark.parametrize("way", ["release", "the last view", "another thread"])
+async def test_room_goes_back_to_the_sender(kit: Kit, way: str) -> None:
+    sender, receiver = kit.sender(), kit.receiver()
+    held = await fill(sender, receiver, [3 * MIB])
+    assert await times_out(sender, receiver, 2 * MIB)
+    waiting = asyncio.create_task(transfer(sender, receiver, of_bytes(bytes(2 * MIB)), memoryview(bytes(2 * MIB))))
+    if way == "release":
+        held[0].release()
+    elif way == "the last view":
+        held.clear()
+    else:
+        thread = threading.Thread(target=held.pop().release)
+        thread.start()
+        await asyncio.to_thread(thread.join)
+    assert (await waiting).fault is None
+
+
+async def test_an_array_made_of_a_tensor_keeps_its_room_even_after_release(kit: Kit) -> None:
+    sender, receiver = kit.sender(), kit.receiver()
+    (received,) = await fill(sender, receiver, [3 * MIB])
+    array = np.frombuffer(received.data, np.uint8)[100:200].view(np.int32)
+    expected = array.copy()
+    received.release()
+    del received
+    assert await times_out(sender, receiver, 2 * MIB)
+    assert np.array_equal(array, expected)
+    del array
+    gc.collect()
+    await fill(sender, receiver, [2 * MIB])
+
+
+async def test_a_tensor_larger_than_the_arena_gets_memory_of_its_own_one_at_a_time(kit: Kit) -> None:
+    sender, receiver = kit.sender(), kit.receiver()
+    await fill(sender, receiver, [1])
+    before = open_files()
+    held = await fill(sender, receiver, [9 * MIB])
+    assert await times_out(sender, receiver, 9 * MIB)
+    held += await fill(sender, receiver, [MIB])  # small ones pass by
+    held[0].release()
+    held += await fill(sender, receiver, [5 * MIB])
+    for received in held:
+        received.release()
+    held.clear()
+    await eventually(lambda: open_files() <= before)
+
+
+async def test_more_tensors_than_may_be_on_their_way_wait_for_one_to_be_released(kit: Kit) -> None:
+    sender, receiver = kit.sender(), kit.receiver()
+    held = await fill(sender, receiver, [0] * QUEUE_TENSORS)
+    assert await times_out(sender, receiver, 1)
+    held.pop().release()
+    await fill(sender, receiver, [1])
+
+
+async def test_a_send_that_is_cancelled_gives_its_room_back(kit: Kit) -> None:
+    sender, receiver = kit.sender(), kit.receiver()
+    held = await fill(sender, receiver, [3 * MIB])
+    for _ in range(5):
+        sending = asyncio.create_task(sender.send(to(receiver.address), of_bytes(b""), memoryview(bytes(2 * MIB)), 9))
+        await asyncio.sleep(0.01)
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+    held[0].release()
+    await fill(sender, receiver, [4 * MIB])
+
+
+async def test_a_receiver_that_closes_ends_a_waiting_send_at_once(kit: Kit) -> None:
+    sender, receiver = kit.sender(), kit.receiver()
+    held = await fill(sender, receiver, [3 * MIB])
+    waiting = asyncio.create_task(sender.send(to(receiver.address), of_bytes(b""), memoryview(bytes(2 * MIB)), 60))
+    await asyncio.sleep(0)
+    receiver.close()
+    with pytest.raises(TriptychError) as caught:
+        async with asyncio.timeout(5):
+            await waiting
+    assert caught.value.info.code == "unavailable"
+    assert held[0].data.nbytes == 3 * MIB  # still mapped
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.one_of(st.integers(0, 3000), st.floats(0, 0.999)), max_size=60))
+def test_rooms_never_overlap_and_all_of_the_arena_comes_back(plan: list[int | float]) -> None:
+    """Integers ask for so many bytes, floats give back one of the rooms."""
+    arena = Arena(8192)
+    lent: dict[int, int] = {}
+    for step in plan:
+        if isinstance(step, int):
+            offset = arena.lend(step)
+            if offset is None:
+                continue
+            assert offset % ALIGNMENT_BYTES == 0
+            assert offset + step <= 8192
+            assert all(offset + max(step, 1) <= start or start + max(size, 1) <= offset for start, size in lent.items())
+            lent[offset] = step
+        elif lent:
+            offset = sorted(lent)[int(step * len(lent))]
+            arena.give_back(offset)
+            del lent[offset]
+    assert arena.num_lent == len(lent)
+    for offset in lent:
+        arena.give_back(offset)
+    assert arena.lend(8192) == 0

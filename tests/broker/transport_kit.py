@@ -1,0 +1,139 @@
+"""What the tests of transports share: ends of one kind, real peers, and counts of what a process holds."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq.asyncio
+from redis.asyncio import Redis
+
+from broker.tensors import ReceivedTensor, TensorReceiver, TensorSender
+from broker.transports.base import Connection
+from broker.transports.choice import Means, make_connectors
+from common.config import Transport
+from common.hashing import checksum
+from common.messages import InstanceRecord, TensorHeader
+from tests.broker.conftest import make_record
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def to(address: str) -> InstanceRecord:
+    return make_record("d0", "prefill_decode", tensor_address=address)
+
+
+def header(shape: list[int], dtype: str, size_bytes: int, **more: Any) -> TensorHeader:
+    return msgspec.structs.replace(TensorHeader("r", 0, 0, "e0", 1, shape, dtype, size_bytes), **more)
+
+
+def of_bytes(data: bytes | memoryview, **more: Any) -> TensorHeader:
+    """The header of these bytes, checksum included, which the facade computes anew."""
+    return header([len(data)], "uint8", len(data), checksum=checksum(data), **more)
+
+
+@dataclass
+class Kit:
+    """Makes ends of one transport, and closes them at the end of a test."""
+
+    transport: Transport
+    redis: Redis
+    broker_url: str
+    context: zmq.asyncio.Context = field(default_factory=zmq.asyncio.Context)
+    _ends: list[TensorReceiver | TensorSender | Connection] = field(default_factory=list)
+    _peers: list[Peer] = field(default_factory=list)
+
+    def receiver(self, max_bytes: int = 2**28) -> TensorReceiver:
+        receiver = TensorReceiver(self.context, max_bytes=max_bytes, transport=self.transport, redis=self.redis)
+        self._ends.append(receiver)
+        return receiver
+
+    def sender(self) -> TensorSender:
+        sender = TensorSender(self.context, transport=self.transport, redis=self.redis)
+        self._ends.append(sender)
+        return sender
+
+    def connection(self, address: str) -> Connection:
+        """The bare connection below the facade: it sends what it is told, checksum or not."""
+        (make,) = make_connectors(Means(self.context, self.redis), self.transport).values()
+        self._ends.append(connection := make(address))
+        return connection
+
+    async def peer(self, mode: str, *args: str) -> Peer:
+        """A process of tests.broker.transport_peer."""
+        command = [sys.executable, "-m", "tests.broker.transport_peer", mode, self.transport, self.broker_url, *args]
+        process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, cwd=ROOT)
+        self._peers.append(peer := Peer(process))
+        return peer
+
+    async def warm_up(self) -> None:
+        """One tensor there and back: whatever a process opens once and keeps is open from now on."""
+        sender, receiver = self.sender(), self.receiver()
+        await transfer(sender, receiver, of_bytes(bytes(2**16)), memoryview(bytes(2**16)))
+        sender.close()
+        receiver.close()
+
+    async def close(self) -> None:
+        for peer in self._peers:
+            await peer.kill()
+        for end in self._ends:
+            end.close()
+        await asyncio.sleep(0)  # cancelled tasks end
+        self.context.destroy(linger=0)
+
+
+@dataclass
+class Peer:
+    process: asyncio.subprocess.Process
+
+    async def line(self) -> str:
+        assert self.process.stdout is not None
+        async with asyncio.timeout(20):
+            return (await self.process.stdout.readline()).decode().strip()
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    async def kill(self) -> None:
+        """SIGKILL, and its end."""
+        if self.process.returncode is None:
+            self.process.kill()
+            await self.process.wait()
+
+
+async def transfer(
+    sender: TensorSender, receiver: TensorReceiver, head: TensorHeader, data: memoryview
+) -> ReceivedTensor:
+    """Send one tensor and receive it."""
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        group.create_task(sender.send(to(receiver.address), head, data, timeout_s=30))
+        receiving = group.create_task(receiver.receive())
+    return receiving.result()
+
+
+async def keys_without_expiry(redis: Redis) -> list[bytes]:
+    return [key for key in await redis.keys("*") if await redis.pttl(key) == -1]
+
+
+def open_files() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+@asynccontextmanager
+async def kit_of(transport: Transport, redis: Redis, broker_url: str) -> AsyncIterator[Kit]:
+    kit = Kit(transport, redis, broker_url)
+    try:
+        yield kit
+    finally:
+        await kit.close()

@@ -1,0 +1,51 @@
+"""The other side of a transport in a process of its own, to be stopped and killed.
+
+python -m tests.broker.transport_peer receive|hold TRANSPORT BROKER    prints its address, then a line per tensor
+python -m tests.broker.transport_peer send TRANSPORT BROKER ADDRESS MIB  prints a line per tensor sent, for ever
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+import zmq.asyncio
+
+from broker.redis_client import connect
+from broker.tensors import ReceivedTensor, TensorReceiver, TensorSender
+from common.messages import TensorHeader
+from tests.broker.conftest import make_record
+
+MAX_BYTES = 2**30
+
+
+async def receive(transport: Any, broker: str, *, hold: bool) -> None:
+    receiver = TensorReceiver(zmq.asyncio.Context(), max_bytes=MAX_BYTES, transport=transport, redis=connect(broker))
+    print(receiver.address, flush=True)
+    held: list[ReceivedTensor] = []
+    while True:
+        received = await receiver.receive()
+        if hold:
+            held.append(received)
+        else:
+            received.release()
+        print(received.fault or "ok", flush=True)
+
+
+async def send(transport: Any, broker: str, address: str, mib: int) -> None:
+    sender = TensorSender(zmq.asyncio.Context(), transport=transport, redis=connect(broker))
+    record = make_record("d0", "prefill_decode", tensor_address=address)
+    header = TensorHeader("r", 0, 0, "peer", 1, [mib * 2**20], "uint8", mib * 2**20)
+    data = memoryview(bytes(mib * 2**20))
+    while True:
+        await sender.send(record, header, data, timeout_s=5.0)
+        print("sent", flush=True)
+
+
+if __name__ == "__main__":
+    mode, transport, broker, *rest = sys.argv[1:]
+    if mode == "send":
+        asyncio.run(send(transport, broker, rest[0], int(rest[1])))
+    else:
+        asyncio.run(receive(transport, broker, hold=mode == "hold"))
