@@ -68,8 +68,8 @@ def pass_on_cancellation() -> None:
 async def wait_until_reachable(redis: Redis, timeout_s: float) -> None:
     """Return once the server answers.
 
-    Raises TriptychError("unavailable") with the last error after `timeout_s` seconds, at once where the server does
-    not let us in.
+    Raises TriptychError("unavailable") with the last error after `timeout_s` seconds, sooner where the server does
+    not let us in: as soon as the client's own repetitions are over.
     """
     last: object = "no answer"
     try:
