@@ -25,7 +25,7 @@ from proxy.app import ProxyServer, bind, make_app, make_service
 from proxy.service import Service
 from proxy.worker import Load
 from tests import eventually as waiting
-from tests.proxy.fake_workers import FakeCluster, fake_cluster
+from tests.proxy.fake_cluster import FakeCluster, fake_cluster
 from tests.proxy.models import make_listening_model, make_speech_model, make_text_model, make_translation_model
 
 eventually = partial(waiting.eventually, timeout_s=8.0)
@@ -50,11 +50,14 @@ class Rig:
         fields.setdefault("model", self.model)
         return await self.client.chat.completions.create(messages=[{"role": "user", "content": content}], **fields)
 
-    async def wait_for_workers(self, encoders: int, decoders: int) -> None:
-        pool = self.service.pool
-        await eventually(
-            lambda: (len(pool.workers("encoder")), len(pool.workers("prefill_decode"))) == (encoders, decoders)
-        )
+    async def wait_for_workers(self) -> None:
+        """Return once the proxy knows exactly the workers that are alive."""
+        alive = {worker.id for worker in self.cluster.workers if worker.alive}
+        await eventually(lambda: {one.instance_id for one in self.service.pool.workers(*WORKER_ROLES)} == alive)
+
+    def count(self, metric: str, **labels: str) -> float:
+        """A metric of the proxy, without its prefix."""
+        return self.service.metrics.registry.get_sample_value(f"triptych_proxy_{metric}", labels) or 0.0
 
     def assert_clean(self) -> None:
         """Nothing is counted as under way, here or on the fake decoders."""
@@ -62,12 +65,11 @@ class Rig:
         assert self.service.admission.inflight == 0
         for worker in self.service.pool.workers(*WORKER_ROLES):
             assert worker.load == Load()
-        assert not any(decoder._running for decoder in self.cluster.decoders)
+        assert not any(worker._running for worker in (*self.cluster.prefills, *self.cluster.decoders))
 
     def aborted(self, request_id: str | None = None) -> set[str]:
         """Workers that were told to forget the request."""
-        workers = [*self.cluster.encoders, *self.cluster.decoders]
-        return {worker.id for worker in workers if worker.of(Abort, request_id)}
+        return {worker.id for worker in self.cluster.workers if worker.of(Abort, request_id)}
 
 
 @pytest.fixture(scope="session")
@@ -111,9 +113,11 @@ async def serving(
     *,
     encoders: int = 1,
     decoders: int = 1,
+    pairs: tuple[int, int] = (0, 0),
     **fields: Any,
 ) -> AsyncIterator[Rig]:
-    """A proxy in this loop, ready, with so many fake workers."""
+    """A proxy in this loop, ready, with so many fake workers; `decoders` prefill themselves, `pairs` are so many that
+    prefill and so many that decode."""
     info = load_model_info(str(model))
     name = f"test-{uuid.uuid4().hex[:8]}"
     settings = Settings(model=str(model), broker=broker_url, cluster=name, port=0, **fields)
@@ -122,12 +126,16 @@ async def serving(
             await cluster.add_encoder()
         for _ in range(decoders):
             await cluster.add_decoder()
+        for _ in range(pairs[0]):
+            await cluster.add_prefill()
+        for _ in range(pairs[1]):
+            await cluster.add_decoder("d")
         service = make_service(settings, info, "proxy")
         async with running_proxy(service) as (base_url, server):
             client = AsyncOpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=20)
             async with client, httpx.AsyncClient(base_url=base_url, timeout=20) as http:
                 rig = Rig(service, cluster, base_url, client, http, server)
-                await rig.wait_for_workers(encoders, decoders)
+                await rig.wait_for_workers()
                 yield rig
     assert await redis.keys(f"{name}*") == []
 

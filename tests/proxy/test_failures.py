@@ -10,7 +10,8 @@ import pytest
 from common.errors import ErrorInfo
 from common.messages import Abort, Encode, Tokens
 from tests.proxy.conftest import eventually
-from tests.proxy.fake_workers import SILENT, FakeDecoder
+from tests.proxy.fake_decoders import FakeDecoder
+from tests.proxy.fake_workers import SILENT
 from tests.proxy.media import image_part, picture
 
 
@@ -193,12 +194,12 @@ async def test_without_workers_it_is_503_with_retry_after(serve):
         ready = await rig.http.get("/ready")
         assert (ready.status_code, "no decoder" in ready.text) == (503, True)
         await rig.cluster.add_decoder()
-        await rig.wait_for_workers(0, 1)
+        await rig.wait_for_workers()
         assert "no encoder" in (await rig.http.get("/ready")).text
         with pytest.raises(openai.InternalServerError, match="no encoder"):
             await rig.chat([image_part(picture())])
         await rig.cluster.add_encoder()
-        await rig.wait_for_workers(1, 1)
+        await rig.wait_for_workers()
         assert (await rig.http.get("/ready")).status_code == 200
         rig.assert_clean()
 
