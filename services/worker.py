@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from multiprocessing import resource_tracker
 from typing import Any, NoReturn, cast
 
-from common import openmp
+from common import malloc, openmp
 from common.config import Settings
 from common.errors import TriptychError
 from common.messages import Role
@@ -27,6 +27,7 @@ def run(settings: Settings, role: Role) -> int:
     A worker that is switched to another role does not return: the process starts anew, under the same instance id.
     Errors of configuration and of start are logged in one line, status 1.
     """
+    malloc.use_one_arena()
     setup_logging(settings.log_level, settings.log_format, settings.instance_id or role)
     _limit_threads(settings.engine.num_threads)
     try:

@@ -236,6 +236,8 @@ def test_an_encoder_without_room_for_its_smallest_item_does_not_start(vision: Pa
 _DECODER = """
 import json, sys
 from pathlib import Path
+from common.malloc import use_one_arena
+use_one_arena()
 from common.config import EngineConfig
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
@@ -255,17 +257,22 @@ print(Path("/proc/self/status").read_text())
 _ENCODER = """
 import json, sys
 from pathlib import Path
+from common.malloc import use_one_arena
+use_one_arena()
 from common.config import EngineConfig
 from common.model_info import load_model_info
 from engine.encoder_engine import EncoderEngine
 from engine.encoder_profile import _media, _process
+from engine.peak import give_back_free_memory
 from engine.processors.whisper import WhisperProcessor
 import services.encoder, services.shell
 info = load_model_info(sys.argv[1])
 engine = EncoderEngine(info, EngineConfig(**json.loads(sys.argv[2])))
 [clip] = _media(info)
+window = _process(WhisperProcessor(info), clip, engine.dtype)
+give_back_free_memory(engine.device)  # a worker preprocesses in other processes
 for number in range(4):
-    engine.submit((f"r{number}", 0, 0), _process(WhisperProcessor(info), clip, engine.dtype))
+    engine.submit((f"r{number}", 0, 0), window)
 while engine.has_work():
     assert all(result.tensor is not None for result in engine.step())
 print(json.dumps(engine.stats()))
@@ -300,12 +307,12 @@ def test_a_decoder_process_stays_within_weights_pools_and_300_mb(tmp_path: Path)
 
 
 @linux_only
-def test_an_encoder_process_stays_within_weights_batch_and_350_mb(tmp_path: Path) -> None:
-    """Whisper tiny's encoder with four full windows waiting. Importing transformers takes 110 MB that a decoder does
-    not need."""
+def test_an_encoder_process_stays_within_weights_batch_and_310_mb(tmp_path: Path) -> None:
+    """Whisper tiny's encoder with four full windows waiting. Importing transformers' modules takes 108 MB of it, which
+    a decoder does not need."""
     sizes = {"d_model": 384, "encoder_layers": 4, "encoder_ffn_dim": 1536, "encoder_attention_heads": 6}
     folder = tiny_models.make_whisper(tmp_path / "whisper", **sizes, decoder_attention_heads=6)
     stats, peak = run_alone(_ENCODER, folder)
     assert stats["encoder_items_total"] == 4
     assert stats["memory_weights_bytes"] > 28e6
-    assert peak < stats["memory_weights_bytes"] + stats["memory_activation_bytes"] + 350e6
+    assert peak < stats["memory_weights_bytes"] + stats["memory_activation_bytes"] + 310e6
