@@ -15,7 +15,7 @@ export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format bench soak compose-test clean distclean
+.PHONY: help demo test lint format bench chaos soak compose-test clean distclean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,10 @@ format: $(VENV)/test.stamp ## Format the code and mend what the linter can.
 bench: $(VENV)/test.stamp ## Measure throughput and latency (ARGS goes to the benchmark).
 	@$(BIN)/python -m tests.weights >/dev/null
 	@$(BIN)/python -m launch.bench $(ARGS)
+
+CHAOS_ROUNDS ?= 10
+chaos: $(VENV)/test.stamp ## Kill, stop and cut off at drawn moments, CHAOS_ROUNDS per setup; CHAOS_SEED makes the same ones again.
+	@CHAOS_ROUNDS=$(CHAOS_ROUNDS) $(BIN)/python -m pytest -s tests/chaos $(ARGS)
 
 MINUTES ?= 60
 soak: $(VENV)/test.stamp ## Load a cluster for MINUTES, with kills; is memory flat, every answer right, all given back?

@@ -9,7 +9,10 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from redis import Redis
 
+from common.keys import bearer, cluster_token, own_api_key
+
 if TYPE_CHECKING:
+    from common.config import Settings
     from launch.cluster import LocalCluster
     from launch.instance import Instance
 
@@ -36,12 +39,14 @@ GAUGES: Final = (
 _TIMEOUT_S: Final = 5.0
 
 
-def gauges(instance: Instance) -> dict[str, float]:
+def gauges(instance: Instance, settings: Settings) -> dict[str, float]:
     """All metrics of one instance that have no labels, by name without the prefix.
 
     Raises httpx.HTTPError where it does not answer within five seconds.
     """
-    response = httpx.get(f"{instance.http_address}/metrics", trust_env=False, timeout=_TIMEOUT_S)
+    key = own_api_key(settings) if instance.role == "proxy" else cluster_token(settings)
+    headers = {} if key is None else {"Authorization": bearer(key)}
+    response = httpx.get(f"{instance.http_address}/metrics", headers=headers, trust_env=False, timeout=_TIMEOUT_S)
     families = text_string_to_metric_families(response.raise_for_status().text)
     samples = [sample for family in families for sample in family.samples if not sample.labels]
     return {sample.name.removeprefix("triptych_"): sample.value for sample in samples}
@@ -53,18 +58,19 @@ def held(cluster: LocalCluster) -> dict[str, float]:
     An instance that is not ready, or whose metrics cannot be read, counts as one.
     """
     found: dict[str, float] = {}
+    settings = cluster.supervisor.plan.settings
     for instance in cluster.instances.values():
         if instance.state != "ready":
             found[f"{instance.id} is {instance.state}"] = 1.0
             continue
         try:
-            values = gauges(instance)
+            values = gauges(instance, settings)
         except httpx.HTTPError as error:
             found[f"{instance.id} does not answer: {error!r}"] = 1.0
         else:
             found |= {f"{instance.id} {name}": values[name] for name in GAUGES if values.get(name)}
     with Redis.from_url(cluster.broker_url, socket_timeout=_TIMEOUT_S) as redis:
-        found |= held_in_broker(redis, cluster.supervisor.plan.settings.cluster, cluster.instances)
+        found |= held_in_broker(redis, settings.cluster, cluster.instances)
     return found
 
 

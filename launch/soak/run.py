@@ -26,7 +26,7 @@ RETURN_S: Final = 60.0
 """How long workers that were killed last may take to come back before the last look."""
 SETTLE_S: Final = 2.0
 """How soon after the last request nothing may be held."""
-_TORCH_CACHE: Final = "torchinductor_"
+TORCH_CACHE: Final = "torchinductor_"
 """What torch keeps for its next start, on purpose."""
 _POLL_S: Final = 0.1
 _KV_BYTES: Final = 64 * MIB
@@ -68,7 +68,7 @@ def run_soak(plan: Plan, tell: Callable[[str], None]) -> Findings:
             pids = [pid for name, pid in processes(cluster) if pid != os.getpid()]
         remains = [f"process {pid}" for pid in pids if resident_bytes(pid)]
         remains += [str(path) for path in sorted(memory.shared) if path.exists()]
-        remains += [str(path) for path in Path(folder).iterdir() if not path.name.startswith(_TORCH_CACHE)]
+        remains += [str(path) for path in Path(folder).iterdir() if not path.name.startswith(TORCH_CACHE)]
     name = settings.model
     return Findings(
         plan.minutes,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import re
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,15 +17,17 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import httpx
+import pytest
 
 from common.config import EngineConfig, Settings
 from launch.cluster import LocalCluster
 from launch.held import held
 from launch.instance import Instance
 from launch.plan import Plan
-from launch.soak.asking import Reply, send
+from launch.soak.asking import Ending, Reply, send
 from launch.soak.asks import Ask
 from launch.soak.memory import processes, resident_bytes, shared_files
+from launch.soak.run import TORCH_CACHE
 from tests.chaos.asks import salted
 from tests.chaos.cable import Cable
 from tests.chaos.faults import Breaker, Fault, allowed_endings
@@ -107,8 +110,10 @@ class Arena:
     async def endure(self, *faults: Fault) -> Round:
         """Load the cluster, break it, judge every answer, and wait until it is whole and holds nothing.
 
-        The load goes on until every fault has passed, and then for one more request of each of the IN_FLIGHT.
+        The load goes on until every fault has passed and the API is there again, and then for one more request of
+        each of the IN_FLIGHT.
         """
+        await self.wait_until_nothing_is_held()  # of the round before, should that have failed
         done, passed = Round(faults), asyncio.Event()
         self.shared |= shared_files(pid for _, pid in self._processes())
         allowed = allowed_endings(faults, self.cluster)
@@ -118,6 +123,7 @@ class Arena:
             await asyncio.sleep(min(fault.at_s for fault in faults))
             done.in_flight_at_fault = under_way.total()
             await self._breaker.run(faults)
+            await self._wait_until_ready("proxy")
             passed.set()
             await asyncio.gather(*slots)
         self._judge(done, allowed)
@@ -142,15 +148,16 @@ class Arena:
             if reply.ending != "whole":
                 await asyncio.sleep(PAUSE_S)
 
-    def _judge(self, done: Round, allowed: set[Any]) -> None:
-        wrong = []
-        for ask, reply in done.replies:
-            expected = self._expected[ask.name]
-            right = reply.equals(expected) if reply.ending == "whole" else reply.begins(expected)
-            if not right:
-                wrong.append(f"{ask.name}, {reply.ending}: {_difference(reply, expected)}")
-            elif reply.ending not in allowed:
-                wrong.append(f"{ask.name}: {reply.ending}: {reply.error}")
+    def fault_of(self, ask: Ask, reply: Reply, allowed: Collection[Ending] = ("whole",)) -> str | None:
+        """What is wrong with a reply, compared with the undisturbed one; None if nothing is."""
+        expected = self._expected[ask.name]
+        right = reply.equals(expected) if reply.ending == "whole" else reply.begins(expected)
+        if not right:
+            return f"{ask.name}, {reply.ending}: {_difference(reply, expected)}"
+        return None if reply.ending in allowed else f"{ask.name}: {reply.ending}: {reply.error}"
+
+    def _judge(self, done: Round, allowed: Collection[Ending]) -> None:
+        wrong = list(filter(None, (self.fault_of(ask, reply, allowed) for ask, reply in done.replies)))
         what = "; ".join(map(str, done.faults))
         assert not wrong, f"{what}; {dict(done.endings)}:\n" + "\n".join(wrong)
         assert done.endings["whole"] >= IN_FLIGHT / 2, f"{what}: hardly anything was answered: {dict(done.endings)}"
@@ -158,21 +165,24 @@ class Arena:
     async def wait_until_nothing_is_held(self) -> None:
         """Those that live let go within two seconds; then those that died come back, and hold nothing, either."""
         await self._settle(also_absent=False)
-        deadline_s = time.monotonic() + RETURN_S
-        while absent := [i.id for i in self.cluster.instances.values() if i.state != "ready"]:
-            assert time.monotonic() < deadline_s, f"not back after {RETURN_S:g} s: {absent}"
-            await asyncio.sleep(0.1)
+        await self._wait_until_ready(*self.cluster.instances)
         await self._settle(also_absent=True)
         orphaned = self.shared - shared_files(pid for _, pid in self._processes())
         assert not [path for path in orphaned if path.exists()], f"left in shared memory: {orphaned}"
+
+    async def _wait_until_ready(self, *instance_ids: str) -> None:
+        deadline_s = time.monotonic() + RETURN_S
+        while absent := [i for i in instance_ids if self.cluster.instances[i].state != "ready"]:
+            assert time.monotonic() < deadline_s, f"not back after {RETURN_S:g} s: {absent}"
+            await asyncio.sleep(0.1)
 
     async def _settle(self, *, also_absent: bool) -> None:
         deadline_s = time.monotonic() + SETTLE_S
         while True:
             found = await asyncio.to_thread(held, self.cluster)
             if not also_absent:
-                absent = {instance.id for instance in self.cluster.instances.values() if instance.state != "ready"}
-                found = {what: count for what, count in found.items() if what.partition(" ")[0] not in absent}
+                absent = {i.id for i in self.cluster.instances.values() if i.state != "ready"}
+                found = {what: count for what, count in found.items() if absent.isdisjoint(re.split("[ :]", what))}
             if not found:
                 return
             assert time.monotonic() < deadline_s, f"still held after {SETTLE_S:g} s: {found}"
@@ -195,15 +205,20 @@ def _difference(reply: Reply, expected: Reply) -> str:
 
 
 @contextmanager
-def arena(
-    monkeypatch_folder: Path, model: str, topology: str, make_asks: Any, count: int = 24, **engine: Any
-) -> Iterator[Arena]:
+def _temporary_files_in(folder: Path) -> Iterator[None]:
+    """This process's and those of the processes that it starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        patch.setattr(tempfile, "tempdir", str(folder))
+        yield
+
+
+@contextmanager
+def arena(folder: Path, model: str, topology: str, make_asks: Any, count: int = 24, **engine: Any) -> Iterator[Arena]:
     """A running cluster that has given its undisturbed answers; afterwards nothing of it is left.
 
-    Its caches are small, so that what was there in one round is not in the next.
+    Its caches are small, so that what was there in one round is not in the next. `folder` is for its temporary files.
     """
-    before = tempfile.tempdir
-    tempfile.tempdir = str(monkeypatch_folder)
     small = {"kv_cache_bytes": 48 * 2**20, "encoder_cache_bytes": 2**20}
     settings = Settings(
         model=model,
@@ -217,7 +232,7 @@ def arena(
     given = cluster.supervisor.plan
     plan = cluster.supervisor.plan = CabledPlan(given.settings, given.info, given.topology)
     try:
-        with cluster:
+        with _temporary_files_in(folder), cluster:
             ready = Arena(cluster, make_asks(given.info.name, count), plan.lay())
             asyncio.run(ready.learn())
             yield ready
@@ -225,7 +240,7 @@ def arena(
             shared = ready.shared | shared_files(pids)
         assert not [pid for pid in pids if resident_bytes(pid)]
         assert not [path for path in shared if path.exists()]
+        assert not [path for path in folder.iterdir() if not path.name.startswith(TORCH_CACHE)]
     finally:
-        tempfile.tempdir = before
         for cable in plan.lay().values():
             cable.close()

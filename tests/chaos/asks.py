@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import io
+import itertools
 import random
 import struct
 import zlib
@@ -12,8 +13,10 @@ from typing import Any
 
 import soundfile
 
+from launch.signpost.scenes import COLOURS
 from launch.soak.asks import Ask, draw_picture
 from tests.equality.media import sound, wav
+from tests.services.cluster import sign
 
 QUESTIONS = ("What does the sign say?", "What colour is the sign?", "What shape is the sign?", "Count the circles.")
 TEXTS = ("Which colours do you know?", "What do signs say?", "Tell me about red signs and blue signs.")
@@ -40,6 +43,18 @@ def _picture_ask(model: str, rng: random.Random, number: int) -> Ask:
     if number % 2:
         body |= {"temperature": 1.0, "seed": number, "n": 1 + (number % 4 == 1)}
     return Ask(f"question {number}", "/v1/chat/completions", body, stream=number % 3 != 0)
+
+
+def sign_asks(model: str, count: int) -> list[Ask]:
+    """Short questions about one sign each, all signs of one size."""
+    asks = []
+    for number, colour in zip(range(count), itertools.cycle(COLOURS), strict=False):
+        url = "data:image/png;base64," + base64.b64encode(sign(colour, mark=number)).decode()
+        content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": QUESTIONS[number % 4]}]
+        body = {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": 8}
+        body |= {"temperature": 0, "return_token_ids": True}
+        asks.append(Ask(f"sign {number}", "/v1/chat/completions", body, stream=number % 2 == 0))
+    return asks
 
 
 def speech_asks(model: str, count: int) -> list[Ask]:

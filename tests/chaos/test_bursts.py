@@ -1,0 +1,95 @@
+"""More at once than there is room for, all of it given up at once, and a client that takes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from launch.held import gauges, held
+from launch.soak.asking import send
+from launch.soak.asks import Ask
+from tests.chaos.arena import Arena, arena
+from tests.chaos.asks import salted, sign_asks
+from tests.eventually import eventually
+
+pytestmark = [pytest.mark.cluster, pytest.mark.chaos]
+BURST = 200
+TOKENS_OF_A_SIGN = 16
+BYTES_OF_A_SIGN = TOKENS_OF_A_SIGN * 256 * 4
+ROOM = 4
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
+    """One encoder, one decoder with room for four pictures."""
+    folder = tmp_path_factory.mktemp("small")
+    with arena(folder, "signpost", "1e1pd", sign_asks, count=8, encoder_cache_bytes=ROOM * BYTES_OF_A_SIGN) as ready:
+        yield ready
+
+
+async def test_two_hundred_pictures_with_room_for_four_are_two_hundred_answers(small: Arena) -> None:
+    asks = [salted(small.asks[number % len(small.asks)], f"burst {number}") for number in range(BURST)]
+    async with small.client() as http:
+        replies = await asyncio.gather(*(send(http, ask) for ask in asks))
+    wrong = [small.fault_of(ask, reply) for ask, reply in zip(asks, replies, strict=True)]
+    assert not [what for what in wrong if what]
+    decoder = _decoder(small)
+    assert decoder["encoder_cache_bytes_peak"] <= ROOM * BYTES_OF_A_SIGN
+    assert decoder["inputs_stored_total"] >= BURST
+    await small.wait_until_nothing_is_held()
+
+
+async def test_two_hundred_given_up_at_once_leave_nothing_a_second_later(small: Arena) -> None:
+    asks = [salted(_long(small.asks[number % len(small.asks)]), f"given up {number}") for number in range(BURST)]
+    async with small.client() as http:
+        tasks = [asyncio.create_task(send(http, ask)) for ask in asks]
+        await eventually(lambda: _decoder(small)["requests_outstanding"] == BURST, 30.0)
+        await eventually(lambda: _decoder(small)["requests_running"] >= 1, 30.0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    given_up_s = time.monotonic()
+    found = {"everything": 1.0}
+    while found:
+        found = await asyncio.to_thread(held, small.cluster)
+        assert not found or time.monotonic() - given_up_s < 1.0, f"still held a second later: {found}"
+
+
+async def test_a_client_that_reads_nothing_holds_up_nobody(small: Arena) -> None:
+    endless = _long(small.asks[0], choices=16)
+    with _deaf_client(small, endless):
+        await eventually(lambda: _decoder(small)["requests_running"] >= 1, 30.0)
+        async with small.client() as http:
+            replies = await asyncio.gather(*(send(http, ask) for ask in small.asks))
+        wrong = [small.fault_of(ask, reply) for ask, reply in zip(small.asks, replies, strict=True)]
+        assert not [what for what in wrong if what]
+    await small.wait_until_nothing_is_held()
+
+
+def _long(ask: Ask, choices: int = 1) -> Ask:
+    """The same question with an answer as long as the context allows."""
+    sampled = {"n": choices, "temperature": 1.0, "seed": 1} if choices > 1 else {}
+    return replace(ask, body=ask.body | {"max_tokens": 1500, "ignore_eos": True, **sampled}, stream=True)
+
+
+def _decoder(small: Arena) -> dict[str, float]:
+    return gauges(small.cluster.instances["pd0"], small.cluster.supervisor.plan.settings)
+
+
+def _deaf_client(small: Arena, ask: Ask) -> socket.socket:
+    """A connection on which a request has been sent and nothing is ever read."""
+    url = httpx.URL(small.cluster.base_url)
+    deaf = socket.socket()
+    deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    deaf.connect((url.host, url.port or 0))
+    body = json.dumps(ask.body | {"stream": True}).encode()
+    head = f"POST {ask.path} HTTP/1.1\r\nHost: {url.host}\r\nContent-Type: application/json\r\n"
+    deaf.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    return deaf
