@@ -1,0 +1,203 @@
+"""Workers come, leave, come back as something else: who gets work, and what waits for whom."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import openai
+import pytest
+
+from common.errors import ErrorInfo
+from common.messages import Encode, Generate
+from tests.proxy.conftest import eventually
+from tests.proxy.fake_decoders import FakeDecoder
+from tests.proxy.fake_workers import SILENT
+from tests.proxy.media import image_part, picture
+from tests.proxy.streams import gather
+
+PICTURE = [image_part(picture())]
+
+
+async def _progressed(rig, count: int) -> None:
+    flight = next(iter(rig.service.dispatcher._flights.values()))
+    await eventually(lambda: len(flight._progress._sequences[0].token_ids) == count)
+
+
+async def test_a_stream_whose_only_decoder_died_goes_on_when_it_is_back(serve):
+    async with serve() as rig:
+        rig.cluster.decoders[0].pause_after = 2
+        stream = await rig.chat(stream=True)
+        await _progressed(rig, 2)
+        await rig.cluster.decoders[0].die()
+        await rig.wait_for_workers()
+        back = await rig.cluster.add_decoder()
+        assert (await gather(stream))[0] == {0: "a red sign"}
+        assert [len(part.token_ids) for part in back.of(Generate)[0].resumed] == [2]
+        rig.assert_clean()
+
+
+async def test_a_request_that_comes_while_the_only_decoder_restarts_waits_for_it(serve):
+    async with serve() as rig:
+        await rig.cluster.decoders[0].die()
+        await rig.wait_for_workers()
+        task = asyncio.create_task(rig.chat(PICTURE))
+        await eventually(lambda: rig.service.dispatcher.num_flights == 1)
+        await rig.cluster.add_decoder()
+        assert (await task).choices[0].message.content == "a red sign"
+        rig.assert_clean()
+
+
+async def test_the_wait_for_a_decoder_counts_from_when_the_last_one_was_lost(serve):
+    async with serve(handoff_timeout_s=0.3) as rig:
+        await rig.cluster.decoders[0].die()
+        pool = rig.service.pool
+        await eventually(lambda: pool.absent_s("prefill_decode") > 0.3)
+        response = await rig.http.post("/v1/completions", json={"prompt": "x"})
+        assert (response.status_code, "retry-after" in response.headers) == (503, True)
+        rig.assert_clean()
+
+
+async def test_pictures_wait_for_the_only_encoder_to_come_back(serve):
+    async with serve() as rig:
+        rig.cluster.encoders[0].script = lambda message: SILENT
+        task = asyncio.create_task(rig.chat(PICTURE))
+        await eventually(lambda: bool(rig.cluster.encoders[0].of(Encode)))
+        await rig.cluster.encoders[0].die()
+        await eventually(lambda: rig.count("retries_total", reason="encoder_gone") == 1)
+        back = await rig.cluster.add_encoder()
+        assert (await task).choices[0].message.content == "a red sign"
+        assert [message.attempt for message in back.of(Encode)] == [1]
+        rig.assert_clean()
+
+
+async def test_pictures_whose_encoder_is_lost_for_good_are_refused_with_retry_after(serve):
+    async with serve(handoff_timeout_s=0.3) as rig:
+        await rig.cluster.encoders[0].die()
+        await rig.wait_for_workers()
+        with pytest.raises(openai.InternalServerError, match="no encoder") as caught:
+            await rig.chat(PICTURE)
+        assert caught.value.status_code == 503
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+        await eventually(lambda: not rig.cluster.decoders[0]._running)
+        rig.assert_clean()
+
+
+@pytest.mark.parametrize(("name", "fallbacks"), [("pd", 1), ("epd", 0)])
+async def test_without_an_encoder_a_decoder_that_can_encodes_itself(serve, name, fallbacks):
+    async with serve(encoders=0, decoders=0) as rig:
+        decoder = await rig.cluster.add_decoder(name, encodes=True)
+        await rig.wait_for_workers()
+        assert (await rig.http.get("/ready")).status_code == 200
+        assert (await rig.chat(PICTURE)).choices[0].message.content == "a red sign"
+        assert [message.destination for message in decoder.of(Encode)] == [decoder.id]
+        assert rig.count("encoder_fallbacks_total") == fallbacks
+        rig.assert_clean()
+
+
+async def test_a_prefill_worker_that_can_encodes_itself(serve):
+    async with serve(encoders=0, decoders=0, pairs=(0, 1)) as rig:
+        prefill = await rig.cluster.add_prefill(encodes=True)
+        await rig.wait_for_workers()
+        assert (await rig.chat(PICTURE)).choices[0].message.content == "a red sign"
+        assert len(prefill.of(Encode)) == rig.count("encoder_fallbacks_total") == 1
+
+
+async def test_a_decoder_encodes_itself_only_when_every_encoder_has_failed(serve):
+    async with serve(decoders=0) as rig:
+        decoder = await rig.cluster.add_decoder("pd", encodes=True)
+        await rig.wait_for_workers()
+        assert (await rig.chat(PICTURE)).choices[0].message.content == "a red sign"
+        assert not decoder.of(Encode)
+        rig.cluster.encoders[0].script = lambda message: ErrorInfo("internal_error", "boom")
+        assert (await rig.chat(PICTURE)).choices[0].message.content == "a red sign"
+        assert len(decoder.of(Encode)) == rig.count("encoder_fallbacks_total") == 1
+        rig.assert_clean()
+
+
+async def test_a_new_worker_gets_work_within_two_seconds(serve):
+    async with serve() as rig:
+        rig.cluster.decoders[0].pause_after = 1
+        first = await rig.chat(stream=True)
+        new = await rig.cluster.add_decoder()
+        began = time.monotonic()
+        await rig.wait_for_workers()
+        second = await rig.chat(stream=True)
+        assert new.of(Generate)
+        assert time.monotonic() - began < 2.0
+        rig.cluster.decoders[0].resume.set()
+        assert [await gather(stream) for stream in (first, second)] == [({0: "a red sign"}, {0: "stop"})] * 2
+
+
+async def test_a_draining_worker_finishes_what_it_has_and_gets_nothing_new(serve):
+    async with serve(encoders=2, decoders=2) as rig:
+        leaving, staying = rig.cluster.decoders
+        encoder = rig.cluster.encoders[0]
+        leaving.pause_after = 1
+        stream = await rig.chat(stream=True)
+        assert leaving.of(Generate)
+        for worker in (leaving, encoder):
+            await worker.registry.heartbeat(draining=True)
+        pool = rig.service.pool
+        await eventually(lambda: len(pool.workers("prefill_decode")) == len(pool.workers("encoder")) == 1)
+        for number in range(6):
+            await rig.chat([image_part(picture(f"#{number:06x}"))])
+        assert (len(leaving.of(Generate)), len(staying.of(Generate)), len(encoder.of(Encode))) == (1, 6, 0)
+        leaving.resume.set()
+        assert (await gather(stream))[0] == {0: "a red sign"}
+
+
+async def test_an_instance_comes_back_in_another_role(serve):
+    async with serve(encoders=2) as rig:
+        old = rig.cluster.encoders[1]
+        await old.die(leave_entry=True)
+        new = FakeDecoder(rig.cluster, "prefill_decode", old.id)
+        rig.cluster.decoders.append(new)
+        await new.start()
+        pool = rig.service.pool
+        await eventually(lambda: (len(pool.workers("encoder")), len(pool.workers("prefill_decode"))) == (1, 2))
+        rig.cluster.decoders[0].pause_after = 1
+        stream = await rig.chat(stream=True)
+        answers = await asyncio.gather(*(rig.chat(PICTURE) for _ in range(3)))
+        assert all(answer.choices[0].message.content == "a red sign" for answer in answers)
+        assert new.of(Generate)
+        assert not new.of(Encode)
+        rig.cluster.decoders[0].resume.set()
+        await gather(stream)
+        rig.assert_clean()
+
+
+async def test_pictures_of_one_request_are_spread_over_encoders(serve):
+    async with serve(encoders=3) as rig:
+        await rig.chat([image_part(picture(f"#{number:06x}")) for number in range(3)])
+        assert [len(encoder.of(Encode)) for encoder in rig.cluster.encoders] == [1, 1, 1]
+
+
+async def test_a_conversation_stays_where_its_prompt_is_cached(serve):
+    async with serve(decoders=3) as rig:
+        opening = "Tell me about the sign. " * 40
+        for decoder in rig.cluster.decoders:
+            decoder.pause_after = 1
+        streams = [await rig.chat(f"{number} {opening}", stream=True) for number in range(3)]
+        for decoder in rig.cluster.decoders:
+            decoder.resume.set()
+        for stream in streams:
+            await gather(stream)
+        homes = [_heard(rig, f"{number} Tell") for number in range(3)]
+        assert sorted(homes) == [["pd0"], ["pd1"], ["pd2"]]
+        for number in range(3):
+            await rig.chat(f"{number} {opening} And what does it say?")
+        assert [_heard(rig, f"{number} Tell") for number in range(3)] == [home * 2 for home in homes]
+        assert rig.count("affinity_total", outcome="hit") == 3
+        assert 'triptych_proxy_load_imbalance{role="prefill_decode"} 1.0' in (await rig.http.get("/metrics")).text
+
+
+def _heard(rig, words: str) -> list[str]:
+    """The decoders that got prompts with these words, as often as they did."""
+    decode = rig.cluster.text.decode
+    return [
+        decoder.id
+        for decoder in rig.cluster.decoders
+        for message in decoder.of(Generate)
+        if words in decode(message.prompt_token_ids)
+    ]
