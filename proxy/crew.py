@@ -140,9 +140,9 @@ class Crew:
             await self.decoder.tell(StopSequence(self._job.request_id, index))
 
     async def finish(self) -> None:
-        """The job has been answered: release what is counted."""
+        """The job has been answered: release what is counted, stop what runs for nothing."""
         self._release_decoder()
-        self.items.recall()
+        await self.items.finish()
         await self.prefill.finish_superfluous()
 
     async def abort(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from common.errors import ErrorInfo, TriptychError
-from common.messages import Encode, Encoded, InputSlot
+from common.messages import Abort, Encode, Encoded, InputSlot
 from proxy.cluster import Cluster
 from proxy.jobs import Job, MediaItem
 from proxy.retries import Retries
@@ -55,6 +55,7 @@ class ItemSender:
             for slot, media in zip(job.slots, job.media, strict=True)
         ]
         self._used: set[Worker] = set()
+        self._given_up: set[tuple[Worker, int, int]] = set()  # attempts without a reply that nobody waits for any more
 
     @property
     def next_deadline_s(self) -> float:
@@ -75,11 +76,22 @@ class ItemSender:
     def recall(self) -> None:
         """Nobody wants the items any more, until the next `send_all`."""
         for item in self._items:
+            self._give_up(item)
+            item.due_s = math.inf
+
+    async def finish(self) -> None:
+        """The job has been answered. What was given up, perhaps for another encoder, may still run for nothing: it
+        stops. A last reply that is only late does not matter.
+        """
+        for worker in {worker for worker, _, _ in self._given_up}:
+            await worker.tell(Abort(self._job.request_id))
+        for item in self._items:
             self._release(item)
             item.due_s = math.inf
 
     async def on_encoded(self, worker: Worker, reply: Encoded) -> None:
         """An encoder's reply. Raises its error where another encoder cannot do better."""
+        self._given_up.discard((worker, reply.input_id, reply.attempt))
         item, error = self._item(reply.input_id), reply.error
         if item is None or item.encoder is not worker or item.attempt != reply.attempt:
             return  # about an attempt that has been given up
@@ -101,14 +113,14 @@ class ItemSender:
         if item is None:
             return
         if item.destination is not destination:  # it has left where it had been sent to
-            self._release(item)
+            self._give_up(item)
             item.destination = destination
             await self._again(item, "input_needed")
         elif item.encoder is not None and item.replaced:
             item.replaced = False
         elif item.encoder is not None:
             late = ErrorInfo("timeout", f"{item.encoder.instance_id} did not deliver in time", item.media.param)
-            self._release(item)
+            self._give_up(item)
             await self._wait_again(item, late, "input_needed")
         elif item.due_s == math.inf:  # it was in place and has been taken back: no failure
             await self._again(item, "input_needed")
@@ -137,7 +149,7 @@ class ItemSender:
             if worker is None:
                 await self._place(item)
                 continue
-            self._release(item)
+            self._give_up(item)
             limit = f"{worker.instance_id} did not answer within {self._cluster.handoff_timeout_s:g} s"
             await self._retry(item, worker, ErrorInfo("timeout", limit, item.media.param), "silent")
 
@@ -222,6 +234,11 @@ class ItemSender:
         own = item.destination
         encoders = self._cluster.pool.workers("encoder", matching=own)
         return [*encoders, own] if own is not None and own.record.encodes else encoders
+
+    def _give_up(self, item: _Item) -> None:
+        if item.encoder is not None:
+            self._given_up.add((item.encoder, item.slot.input_id, item.attempt))
+        self._release(item)
 
     def _release(self, item: _Item) -> None:
         if item.encoder is not None:

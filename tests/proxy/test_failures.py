@@ -9,6 +9,7 @@ import pytest
 
 from common.errors import ErrorInfo
 from common.messages import Abort, Encode, Tokens
+from proxy import items
 from tests.proxy.conftest import eventually
 from tests.proxy.fake_decoders import FakeDecoder
 from tests.proxy.fake_workers import SILENT
@@ -118,6 +119,17 @@ async def test_a_dying_encoders_items_go_to_another(serve):
         await victim.die()
         assert (await task).choices[0].message.content == "a red sign"
         assert [message.attempt for message in other.of(Encode)] == [1]
+        rig.assert_clean()
+
+
+async def test_an_encoder_that_was_given_up_stops_once_the_request_is_answered(serve, monkeypatch):
+    monkeypatch.setattr(items, "DEADLINE_GRACE_S", 0.0)
+    async with serve(encoders=2, handoff_timeout_s=0.3) as rig:
+        for encoder in rig.cluster.encoders:
+            encoder.script = lambda message: SILENT if message.attempt == 0 else None
+        assert (await rig.chat([image_part(picture())])).choices[0].message.content == "a red sign"
+        [silent] = [e for e in rig.cluster.encoders if [message.attempt for message in e.of(Encode)] == [0]]
+        await eventually(lambda: rig.aborted() == {silent.id})
         rig.assert_clean()
 
 
