@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -19,7 +18,8 @@ from broker.registry import Registry
 from broker.rpc import WorkerClient
 from broker.tensors import ReceivedTensor, TensorReceiver, TensorSender
 from common.config import EngineConfig, Settings
-from common.messages import FromWorker, Grant, HandoffMessage, InstanceRecord, Offer, Receipt, Role
+from common.errors import TriptychError
+from common.messages import FromWorker, Grant, HandoffMessage, InstanceRecord, KvOffer, Offer, Role
 from common.model_info import load_model_info
 from services.links import Links, RoleService
 from services.shell import Shell
@@ -32,10 +32,11 @@ M = TypeVar("M", bound=FromWorker)
 
 
 class InProcess(Generic[R]):
-    """A worker `w0`, with a proxy's connection to it; answers are collected in `answers`."""
+    """A worker with a proxy's connection to it; answers are collected in `answers`."""
 
     def __init__(self, shell: Shell, role: R, task: asyncio.Task[int], redis: Redis) -> None:
         self.shell, self.role, self.task = shell, role, task
+        self.instance_id = shell.instance_id
         self.registry = Registry(redis, CLUSTER)
         self.answers: list[FromWorker] = []
         self.proxy: WorkerClient
@@ -43,13 +44,13 @@ class InProcess(Generic[R]):
     async def record(self) -> InstanceRecord:
         """This worker's entry in the registry, once it is there."""
         await eventually(self._registered, 60.0)
-        found = await self.registry.get("w0")
+        found = await self.registry.get(self.instance_id)
         assert found is not None
         return found
 
     async def _registered(self) -> bool:
         assert not self.task.done(), "the worker has ended"
-        return await self.registry.get("w0") is not None
+        return await self.registry.get(self.instance_id) is not None
 
     async def collect(self) -> None:
         while True:
@@ -80,7 +81,7 @@ async def in_process(
     engine: dict[str, Any] | None = None,
     **settings: Any,
 ) -> AsyncIterator[InProcess[R]]:
-    """Run a worker for the length of the block; it must end cleanly."""
+    """Run a worker, `w0` unless named otherwise, for the length of the block; it must end cleanly."""
     config = EngineConfig(num_threads=1, kv_cache_bytes=16 * 2**20, **(engine or {}))
     values = {"broker": broker_url, "cluster": CLUSTER, "instance_id": "w0", "port": 0, "engine": config} | settings
     roles: list[R] = []
@@ -97,20 +98,21 @@ async def in_process(
         async with WorkerClient(context, address, "proxy") as worker.proxy, running(worker.collect()):
             yield worker
     finally:
-        if not task.done():
-            os.kill(os.getpid(), signal.SIGTERM)
+        shell.stop.set()
         assert await task == 0
 
 
 class Peer:
-    """The other side of a handoff under test: an instance that does only what it is told."""
+    """The other side of a handoff under test: instance `peer`, of a role, that does only what it is told."""
 
     def __init__(self, redis: Redis, context: zmq.asyncio.Context, worker: InstanceRecord, role: Role) -> None:
         self.instance_id = "peer"
+        self.worker = worker
         self.redis = redis
         self._registry = Registry(redis, CLUSTER)
         self._channels = ChannelSender(redis, CLUSTER)
-        names: tuple[ChannelName, ...] = ("metadata",) if role == "prefill_decode" else ("allocated", "injected")
+        receives = role in ("prefill_decode", "decode")
+        names: tuple[ChannelName, ...] = ("metadata",) if receives else ("allocated", "injected")
         self._reader = ChannelReader(redis, CLUSTER, self.instance_id, names)
         self._receiver = TensorReceiver(context, max_bytes=2**26)
         self.tensors = TensorSender(context)
@@ -133,25 +135,30 @@ class Peer:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(1.0)
-            await self._registry.heartbeat()
+            with contextlib.suppress(TriptychError):  # after `vanish`
+                await self._registry.heartbeat()
 
     def _take(self, delivery: Delivery) -> None:
         self.received.append(delivery.message)
 
-    async def message(self, kind: type[Offer] | type[Grant] | type[Receipt], request_id: str, count: int = 1) -> Any:
+    def of(self, kind: type[HandoffMessage], request_id: str) -> list[Any]:
+        """All messages of a kind about a request."""
+        return [m for m in self.received if isinstance(m, kind) and m.request_id == request_id]
+
+    async def message(self, kind: type[HandoffMessage], request_id: str, count: int = 1) -> Any:
         """The `count`-th message of a kind about a request, once it is there."""
-
-        def found() -> list[HandoffMessage]:
-            return [m for m in self.received if isinstance(m, kind) and m.request_id == request_id]
-
-        await eventually(lambda: len(found()) >= count, 20.0)
-        return found()[count - 1]
+        await eventually(lambda: len(self.of(kind, request_id)) >= count, 20.0)
+        return self.of(kind, request_id)[count - 1]
 
     def send(self, channel: ChannelName, *messages: HandoffMessage) -> None:
         for message in messages:
-            self._channels.send("w0", channel, message)
+            self._channels.send(self.worker.instance_id, channel, message)
 
-    def grant(self, offer: Offer, **changes: Any) -> None:
+    async def vanish(self) -> None:
+        """Leave the registry without a word to anybody."""
+        await self._registry.unregister()
+
+    def grant(self, offer: Offer | KvOffer, **changes: Any) -> None:
         values = {"status": "granted", "lease_until_s": time.time() + 30} | changes
         self.send("allocated", Grant(offer.request_id, offer.input_id, offer.attempt, **values))
 

@@ -1,0 +1,95 @@
+"""A prefill and a decode worker in the test's own process, and a proxy that speaks to both."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import zmq.asyncio
+from redis.asyncio import Redis
+
+from common.messages import Abort, Generate, InputSlot, Prefilled, Tokens
+from common.model_info import load_model_info
+from common.sampling_params import SamplingParams
+from common.text import TextProcessor
+from services.decode import DecodeService
+from services.prefill import PrefillService
+from tests.eventually import eventually
+from tests.services.inprocess import InProcess, in_process
+
+HELD_BY_ENGINES = ("requests_running", "requests_waiting", "kv_blocks_used", "encoder_cache_references")
+HELD_BY_ENGINES += ("inputs_pending", "inputs_granted", "kv_offers_pending", "kv_reserved_requests")
+
+
+@dataclass
+class Apart:
+    """Prefill worker `p0` and decode worker `d0`."""
+
+    prefill: InProcess[PrefillService]
+    decode: InProcess[DecodeService]
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt: list[int],
+        sampling: SamplingParams,
+        inputs: list[InputSlot] | None = None,
+        **more: Any,
+    ) -> None:
+        """Send a request to both workers."""
+        message = Generate(request_id, prompt, inputs or [], sampling, prefilled=True, **more)
+        await self.decode.proxy.send(message)
+        await self.prefill_again(message)
+
+    async def prefill_again(self, message: Generate, attempt: int = 0) -> None:
+        prompt, inputs, sampling = message.prompt_token_ids, message.inputs, message.sampling
+        await self.prefill.proxy.send(
+            Generate(message.request_id, prompt, inputs, sampling, prefill_for="d0", attempt=attempt)
+        )
+
+    async def abort(self, request_id: str) -> None:
+        for worker in (self.decode, self.prefill):
+            await worker.proxy.send(Abort(request_id))
+
+    async def tokens(self, request_id: str) -> dict[int, list[int]]:
+        """All tokens of a finished request, by sequence."""
+        await eventually(lambda: any(message.done for message in self.decode.of(Tokens, request_id)), 30.0)
+        found: dict[int, list[int]] = {}
+        for message in self.decode.of(Tokens, request_id):
+            assert message.offset == len(found.setdefault(message.index, []))
+            found[message.index].extend(message.token_ids)
+        return found
+
+    async def prefilled(self, request_id: str) -> Prefilled:
+        return await self.prefill.one(Prefilled, request_id)
+
+    async def counts(self, worker: InProcess[Any]) -> dict[str, float]:
+        """The engine's own numbers."""
+        return dict(await worker.role.thread.call(lambda engine: engine.stats(), 5.0))
+
+    async def is_idle(self) -> bool:
+        """True if neither worker holds anything of any request."""
+        for worker in (self.prefill, self.decode):
+            stats = await self.counts(worker)
+            if any(stats[name] for name in HELD_BY_ENGINES) or worker.gauge("requests_outstanding"):
+                return False
+        return not (self.prefill.gauge("prefills_open") or self.prefill.gauge("handoffs_open"))
+
+
+@asynccontextmanager
+async def apart(broker_url: str, redis: Redis, context: zmq.asyncio.Context, **settings: Any) -> AsyncIterator[Apart]:
+    """Run both workers for the length of the block; they must end idle, with their books in order."""
+    async with (
+        in_process(broker_url, redis, context, PrefillService, instance_id="p0", **settings) as prefill,
+        in_process(broker_url, redis, context, DecodeService, instance_id="d0", **settings) as decode,
+    ):
+        workers = Apart(prefill, decode)
+        yield workers
+        await eventually(workers.is_idle, 10.0)
+        assert prefill.gauge("integrity_failures") == decode.gauge("integrity_failures") == 0
+
+
+def question(text: str) -> list[int]:
+    return TextProcessor(load_model_info("signpost")).render_chat([{"role": "user", "content": text}])
