@@ -75,7 +75,7 @@ class Settings(BaseSettings):
 
     model: str = Field("signpost", description="Hub id, folder, or the name of a bundled model.")
     served_model_name: str | None = Field(None, description="Name in the API; the model's own if not given.")
-    topology: str | None = Field(None, description="Such as 1e1pd; 1pd for a text-only model.")
+    topology: str | None = Field(None, description="Such as 1e1pd, 1e1p1d or 1epd; the model's usual one if not given.")
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535, description="Port of the OpenAI API; 0 picks a free one.")
     broker: str | None = Field(
@@ -106,6 +106,12 @@ class Settings(BaseSettings):
     handoff_timeout_s: float = Field(30.0, gt=0, description="Longest wait for one step of a handoff.")
     request_timeout_s: float = Field(600.0, gt=0, description="Longest life of a request in the proxy.")
     max_inflight: int = Field(1024, ge=1, description="Requests in the proxy at once; more get 429.")
+    max_queue_s: float = Field(
+        30.0,
+        gt=0,
+        description="Longest expected wait for a first token, in seconds; while it is longer, new requests get 429. "
+        "Bursts are taken in whole. For good answers under overload: what a user would wait.",
+    )
     max_body_bytes: int = Field(128 * 2**20, ge=1, description="Largest HTTP request body.")
     max_media_bytes: int = Field(32 * 2**20, ge=1, description="Largest picture or audio file.")
     max_media_items: int = Field(16, ge=1, description="Pictures and clips in one request.")

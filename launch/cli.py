@@ -25,6 +25,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+WorkerRole = Literal["encoder", "prefill", "decode", "prefill_decode", "encode_prefill_decode"]
 Model = Annotated[str | None, typer.Option(help="Hub id, folder, or bundled model.", show_default="signpost")]
 FollowParent = Annotated[bool, typer.Option("--follow-parent", hidden=True)]
 Url = Annotated[str, typer.Option(help="Where the cluster answers, without /v1.")]
@@ -66,12 +67,13 @@ def serve(
     ] = None,
     start_timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Longest wait until all is ready.")] = 300.0,
 ) -> None:
-    """Start a whole cluster on this machine: broker, encoders, prefill-decode workers and the OpenAI API.
+    """Start a whole cluster on this machine: broker, encoders, prefill and decode workers and the OpenAI API.
 
     \b
     Examples:
       triptych serve signpost
       triptych serve ./whisper-tiny --topology 2e1pd --port 9000
+      triptych serve signpost --topology 1e1p1d
       triptych serve Qwen/Qwen2.5-VL-3B-Instruct --device cuda --kv-cache-bytes 8GiB
       triptych serve ./model --broker redis://10.0.0.5:6379 --cluster staging
 
@@ -87,7 +89,7 @@ def serve(
 @takes_settings("broker", "cluster", "instance_id", "host", "advertise_host", *KEYS, *ENGINE, *LOGS)
 def worker(
     flags: Flags,
-    role: Annotated[Literal["encoder", "prefill_decode"], typer.Option(help="What this process does.")],
+    role: Annotated[WorkerRole, typer.Option(help="What this process does.")],
     model: Model = None,
     port: Annotated[
         int,
@@ -103,6 +105,7 @@ def worker(
     Examples:
       triptych worker --role encoder --model ./model --broker redis://10.0.0.5:6379 --host 0.0.0.0 --port 8001
       triptych worker --role prefill_decode --model signpost --broker redis://127.0.0.1:6379
+      triptych worker --role prefill --model ./model --broker redis://10.0.0.5:6379     with --role decode elsewhere
 
     Proxies and other workers find it through the broker.
     """

@@ -5,10 +5,18 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
+from typing import Final
 
+from common.messages import Role
 from launch.topology import Topology
 
-_SHARE = {"prefill_decode": 2, "encoder": 1}
+_SHARE: Final[dict[Role, int]] = {
+    "encoder": 1,
+    "prefill": 2,
+    "decode": 2,
+    "prefill_decode": 2,
+    "encode_prefill_decode": 3,
+}
 
 
 def available_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
@@ -22,10 +30,10 @@ def available_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     return max(1, cores)
 
 
-def split_threads(topology: Topology, cores: int) -> dict[str, int]:
-    """CPU threads of each worker of a role: decoding runs all the time, so it gets two shares to an encoder's one.
+def split_threads(topology: Topology, cores: int) -> dict[Role, int]:
+    """CPU threads of each worker of a role: decoders work all the time, so each gets two shares to an encoder's one.
 
     At least one each; together no more than the cores, where there are enough.
     """
-    shares = 2 * topology.prefill_decodes + topology.encoders
+    shares = sum(share * topology.count(role) for role, share in _SHARE.items())
     return {role: max(1, cores * share // shares) for role, share in _SHARE.items()}

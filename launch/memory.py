@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from common.errors import TriptychError
 from common.host_memory import available_memory
+from common.messages import Role
 from launch.topology import Topology
 
 if TYPE_CHECKING:
@@ -21,33 +22,46 @@ if TYPE_CHECKING:
 
 CPU_FRACTION: Final = 0.5
 GPU_FRACTION: Final = 0.9
-_SHARE: Final = {"prefill_decode": 3, "encoder": 1}
-"""A decoder's pools grow with what there is; an encoder needs no more than its largest batch takes."""
+_SHARE: Final[dict[Role, int]] = {
+    "encoder": 1,
+    "prefill": 2,
+    "decode": 3,
+    "prefill_decode": 3,
+    "encode_prefill_decode": 4,
+}
+"""A decoder's pools grow with what there is; an encoder needs no more than its largest batch takes, and a prefill
+worker keeps a request only until its keys and values are handed over."""
 _FLOAT32_BYTES: Final = 4
 _HALF_BYTES: Final = 2
 _MAX_HEADER_BYTES: Final = 100 * 2**20
 
 
 def split_memory(
-    engine: EngineConfig, topology: Topology, info: ModelInfo, available: int | None = None
-) -> dict[str, dict[str, float | int]]:
+    engine: EngineConfig,
+    topology: Topology,
+    info: ModelInfo,
+    available: int | None = None,
+    *,
+    encoder_fallback: bool = False,
+) -> dict[Role, dict[str, float | int]]:
     """Engine settings of each role: its share of the machine's memory, or of the GPU that all workers are on.
 
-    Nothing where the user has said what a worker may take. `available` is the machine's free memory in bytes. Raises
-    TriptychError("invalid_request") where the weights alone are more than that.
+    Nothing where the user has said what a worker may take. `available` is the machine's free memory in bytes. With
+    `encoder_fallback`, workers that prefill have an encoder, too. Raises TriptychError("invalid_request") where the
+    weights alone are more than that.
     """
     if engine.memory_bytes is not None:
         return {role: {} for role in _SHARE}
-    counts = {"encoder": topology.encoders, "prefill_decode": topology.prefill_decodes}
-    shares = sum(_SHARE[role] * count for role, count in counts.items())
+    shares = sum(share * topology.count(role) for role, share in _SHARE.items())
     parts = {role: share / shares for role, share in _SHARE.items()}
-    if _runs_on_gpu(engine):
+    if runs_on_gpu(engine):
         fraction = engine.memory_fraction or GPU_FRACTION
         return {role: {"memory_fraction": fraction * part} for role, part in parts.items()}
     there = available_memory() if available is None else available
-    # Encoders hold one part of the weights, decoders the other; which tensors are whose, only the workers know.
+    # An encoder has one part of the weights, a decoder the other; which tensors are whose, only the workers know.
     weights = weight_bytes(info, engine)
-    at_least, at_most = (weights * limit(filter(None, counts.values())) for limit in (min, max))
+    copies = [count for count in _copies(topology, encoder_fallback and info.media_kind is not None) if count]
+    at_least, at_most = weights * min(copies), weights * max(copies)
     if at_least >= there:
         message = (
             f"the weights of {info.name} take {at_least / 2**30:.3g} GiB as {topology}, this machine has "
@@ -56,6 +70,13 @@ def split_memory(
         raise TriptychError("invalid_request", message, "topology")
     budget = (engine.memory_fraction or CPU_FRACTION) * max(there - at_most, (there - at_least) // 4)
     return {role: {"memory_bytes": max(1, int(budget * part))} for role, part in parts.items()}
+
+
+def _copies(topology: Topology, encoder_fallback: bool) -> tuple[int, int]:
+    """How often the encoder's weights are loaded, and how often the decoder's."""
+    prefilling = topology.prefill + topology.prefill_decode
+    both = topology.encode_prefill_decode
+    return topology.encoder + both + prefilling * encoder_fallback, prefilling + topology.decode + both
 
 
 def weight_bytes(info: ModelInfo, engine: EngineConfig) -> int:
@@ -75,6 +96,6 @@ def _count_parameters(path: Path) -> int:
         return 0
 
 
-def _runs_on_gpu(engine: EngineConfig) -> bool:
+def runs_on_gpu(engine: EngineConfig) -> bool:
     """As the workers will find, without importing torch here: a wrong guess costs the even split, nothing else."""
     return engine.device == "cuda" or (engine.device == "auto" and Path("/proc/driver/nvidia/gpus").is_dir())

@@ -40,7 +40,10 @@ def _size(panel: str, help_text: str, default: str) -> Any:
 
 _OPTIONS: dict[str, Any] = {
     "topology": _option(
-        str, _SERVING, "Instances of each role: 2e1pd is two encoders, one worker.", "1e1pd; 1pd for text only"
+        str,
+        _SERVING,
+        "Instances of each role, e(ncode), p(refill), d(ecode), pd or epd in one: 2e1pd is two encoders, one worker.",
+        "by the model: 1e1pd, 1pd for text, 2e1pd for speech",
     ),
     "host": _option(str, _SERVING, "Address to listen on.", "127.0.0.1"),
     "port": _option(int, _SERVING, "Port; 0 picks a free one.", "8000", min=0, max=65535, metavar="PORT"),
@@ -84,8 +87,18 @@ _OPTIONS: dict[str, Any] = {
     "engine.encoder_batch_items": _option(int, _ENGINE, "Media items in one encoder batch.", "8"),
     "engine.num_threads": _option(int, _ENGINE, "CPU threads of a worker.", "a share of the cores"),
     "engine.attention_backend": _option(str, _ENGINE, "Attention backend.", "auto: by device, dtype and phase"),
+    "encoder_fallback": _option(
+        bool,
+        _ENGINE,
+        "Encode media where the prompt is prefilled while there is no encoder.",
+        "no",
+        ("--encoder-fallback",),
+    ),
     "preprocess_workers": _option(int, _ENGINE, "Processes that preprocess media on an encoder.", "1"),
     "max_inflight": _option(int, _LIMITS, "Requests in the proxy at once; more get 429.", "1024"),
+    "max_queue_s": _option(
+        float, _LIMITS, "Longest expected wait for a first token, in seconds; new requests get 429 meanwhile.", "30"
+    ),
     "max_media_bytes": _size(_LIMITS, "Largest picture or audio file.", "32MiB"),
     "max_media_items": _option(int, _LIMITS, "Pictures and clips in one request.", "16"),
     "allow_private_media_urls": _option(
@@ -108,12 +121,14 @@ KEYS = ("cluster_key_file", "api_key_file", "metrics_without_key")
 ENGINE = (
     *(name for name in _OPTIONS if name.startswith("engine.")),
     "preprocess_workers",
+    "encoder_fallback",
     "transport",
     "handoff_timeout_s",
 )
 PROXY = (
     "served_model_name",
     "max_inflight",
+    "max_queue_s",
     "request_timeout_s",
     "max_media_bytes",
     "max_media_items",

@@ -20,8 +20,8 @@ from launch.children import Command
 from launch.configure import child_environment
 from launch.cpus import available_cores, split_threads
 from launch.instance import Instance
-from launch.memory import split_memory
-from launch.topology import Topology, choose_topology
+from launch.memory import runs_on_gpu, split_memory
+from launch.topology import Topology, choose_topology, usual_topology
 
 if TYPE_CHECKING:
     from common.config import Settings
@@ -37,6 +37,8 @@ class Plan:
     settings: Settings
     info: ModelInfo
     topology: Topology
+    reason: str = ""
+    """Why this topology, for a person, where it was chosen for them."""
 
     @property
     def base_url(self) -> str:
@@ -48,18 +50,20 @@ class Plan:
     def instances(self, broker_url: str, logs: Path) -> list[Instance]:
         """All instances with their command lines; logs go to `<logs>/<instance id>.log`."""
         threads = self.threads()
-        memory = split_memory(self.settings.engine, self.topology, self.info)
+        memory = split_memory(
+            self.settings.engine, self.topology, self.info, encoder_fallback=self.settings.encoder_fallback
+        )
         instances = [
             self._instance(instance_id, role, broker_url, logs, threads[role], memory[role])
             for instance_id, role in self.topology.workers()
         ]
         return [*instances, self._instance(PROXY_ID, "proxy", broker_url, logs, threads["proxy"], {})]
 
-    def threads(self) -> dict[str, int]:
+    def threads(self) -> dict[Role, int]:
         """CPU threads of one instance of each role."""
         given = self.settings.engine.num_threads
         shared = split_threads(self.topology, available_cores())
-        return {role: given or count for role, count in shared.items()} | {"proxy": 1}
+        return {**{role: given or count for role, count in shared.items()}, "proxy": 1}
 
     def _instance(
         self,
@@ -99,8 +103,10 @@ def make_plan(settings: Settings, topology: str | Topology | None = None) -> Pla
     from common.model_info import load_model_info
 
     info = load_model_info(settings.model)
-    if not isinstance(topology, Topology):
-        topology = choose_topology(topology or settings.topology, info)
+    reason, asked = "", topology or settings.topology
+    if asked is None:
+        asked, reason = usual_topology(info, None if runs_on_gpu(settings.engine) else available_cores())
+    chosen = asked if isinstance(asked, Topology) else choose_topology(asked, info, settings.encoder_fallback)
     update: dict[str, object] = {"port": reserve_port(settings.host, settings.port)}
     if settings.served_model_name is None:
         update["served_model_name"] = info.name
@@ -108,7 +114,7 @@ def make_plan(settings: Settings, topology: str | Topology | None = None) -> Pla
     if ClusterKey.of(settings) is None:
         update["cluster_key"] = SecretStr(ClusterKey.generate().reveal())
     own_api_key(settings)  # a file that cannot be read is told now
-    return Plan(settings.model_copy(update=update), info, topology)
+    return Plan(settings.model_copy(update=update), info, chosen, reason)
 
 
 def reserve_port(host: str, port: int) -> int:

@@ -41,7 +41,7 @@ def _announce(plan: Plan) -> str:
     name, threads = escape(str(plan.settings.served_model_name)), plan.threads()
     roles = sorted({role for _, role in plan.topology.workers()})
     shares = ", ".join(f"{threads[role]} for each {role}" for role in roles)
-    why = "" if plan.info.media_kind else " (a text-only model: no encoder)"
+    why = f" ({plan.reason})" if plan.reason else ""
     return f"[bold]{name}[/] ({plan.info.architecture}) as [bold]{plan.topology}[/]{why}; CPU threads: {shares}"
 
 

@@ -48,8 +48,8 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ("serve signpost --topology 0pd", "at least 1pd"),
-        ("serve signpost --topology 1e1p1d", "not available in this version"),
+        ("serve signpost --topology 0pd", "nothing would decode"),
+        ("serve signpost --topology 1e1p", "add 1d"),
         ("serve signpost --device gpu", "'auto', 'cpu' or 'cuda'"),
         ("serve signpost --port 70000", "--port"),
         ("serve signpost --kv-cache-bytes lots", "512MiB"),

@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
 import pytest
 
+from common.messages import Role
 from launch.cpus import available_cores, split_threads
-from launch.topology import Topology
+from launch.topology import Topology, parse_topology
 
 
 @pytest.mark.parametrize(
-    ("topology", "cores", "expected"),
+    ("text", "cores", "expected"),
     [
-        (Topology(1, 1), 2, {"prefill_decode": 1, "encoder": 1}),
-        (Topology(1, 1), 12, {"prefill_decode": 8, "encoder": 4}),
-        (Topology(0, 1), 4, {"prefill_decode": 4, "encoder": 2}),
-        (Topology(4, 2), 1, {"prefill_decode": 1, "encoder": 1}),
+        ("1e1pd", 2, {"prefill_decode": 1, "encoder": 1}),
+        ("1e1pd", 12, {"prefill_decode": 8, "encoder": 4}),
+        ("1pd", 4, {"prefill_decode": 4}),
+        ("4e2pd", 1, {"prefill_decode": 1, "encoder": 1}),
+        ("1e1p1d", 10, {"prefill": 4, "decode": 4, "encoder": 2}),
+        ("1epd", 8, {"encode_prefill_decode": 8}),
+        ("1epd1e", 8, {"encode_prefill_decode": 6, "encoder": 2}),
     ],
 )
-def test_decoders_get_two_shares_and_nobody_none(topology: Topology, cores: int, expected: dict[str, int]) -> None:
-    assert split_threads(topology, cores) == expected
+def test_decoders_get_two_shares_and_nobody_none(text: str, cores: int, expected: dict[Role, int]) -> None:
+    threads = split_threads(parse_topology(text), cores)
+    assert {role: threads[role] for role in expected} == expected
 
 
 def test_threads_never_exceed_the_cores_where_there_are_enough() -> None:
-    for encoders in range(4):
-        for decoders in range(1, 4):
-            topology = Topology(encoders, decoders)
-            threads = split_threads(topology, 16)
-            assert encoders * threads["encoder"] + decoders * threads["prefill_decode"] <= 16
+    for counts in itertools.product(range(3), repeat=5):
+        if any(counts):
+            threads = split_threads(topology := Topology(*counts), 32)
+            assert sum(topology.count(role) * share for role, share in threads.items()) <= 32
 
 
 def test_a_container_quota_counts(tmp_path: Path) -> None:
