@@ -11,6 +11,7 @@ Two conversations use them:
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -32,7 +33,17 @@ Role = Literal["encoder", "prefill", "decode", "prefill_decode", "encode_prefill
 WORKER_ROLES: Final[tuple[Role, ...]] = ("encoder", "prefill", "decode", "prefill_decode", "encode_prefill_decode")
 FinishReason = Literal["stop", "length", "abort"]
 Id = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
-Count = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+"""A number of something, or an index; sums and differences of two of them fit 64 bits."""
+Shape = Annotated[list[Count], msgspec.Meta(max_length=8)]
+Digest = Annotated[int, msgspec.Meta(ge=0)]
+
+
+def _finite(**times_s: float) -> None:
+    """Raises ValueError naming the time that is infinite or none at all: a timer set to it would upset all others."""
+    for name, time_s in times_s.items():
+        if not math.isfinite(time_s):
+            raise ValueError(f"{name} must be a finite number of seconds, not {time_s}")
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -42,6 +53,9 @@ class Span(msgspec.Struct, frozen=True):
     instance: str
     start_s: float
     end_s: float
+
+    def __post_init__(self) -> None:
+        _finite(start_s=self.start_s, end_s=self.end_s)
 
 
 class InputSlot(msgspec.Struct, frozen=True):
@@ -100,6 +114,9 @@ class Encode(msgspec.Struct, frozen=True, tag="encode"):
     media: bytes
     destination: Id
     deadline_s: float
+
+    def __post_init__(self) -> None:
+        _finite(deadline_s=self.deadline_s)
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -227,13 +244,16 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
     attempt: Count
     content_hash: Id
     kind: MediaKind
-    shape: list[Count]
+    shape: Shape
     dtype: str
     size_bytes: Count
     layout: InputLayout
     sender: Id
     sender_epoch: int
     deadline_s: float
+
+    def __post_init__(self) -> None:
+        _finite(deadline_s=self.deadline_s)
 
 
 class KvOffer(msgspec.Struct, frozen=True, tag="kv_offer"):
@@ -250,8 +270,8 @@ class KvOffer(msgspec.Struct, frozen=True, tag="kv_offer"):
     attempt: Count
     num_tokens: Count
     num_encoder_tokens: Count
-    token_shape: list[Count]
-    cross_shape: list[Count]
+    token_shape: Shape
+    cross_shape: Shape
     dtype: str
     layouts: list[InputLayout]
     seed: int
@@ -259,6 +279,9 @@ class KvOffer(msgspec.Struct, frozen=True, tag="kv_offer"):
     sender: Id
     sender_epoch: int
     deadline_s: float
+
+    def __post_init__(self) -> None:
+        _finite(deadline_s=self.deadline_s)
 
     @property
     def input_id(self) -> int:
@@ -282,6 +305,9 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
     first_token: Count = 0
     cross_cached: bool = False
 
+    def __post_init__(self) -> None:
+        _finite(lease_until_s=self.lease_until_s)
+
 
 class TensorHeader(msgspec.Struct, frozen=True, tag="tensor"):
     """Channel `tensor`: the frame before the raw bytes. It must agree with the grant.
@@ -295,10 +321,10 @@ class TensorHeader(msgspec.Struct, frozen=True, tag="tensor"):
     attempt: Count
     sender: Id
     receiver_epoch: int
-    shape: list[Count]
+    shape: Shape
     dtype: str
     size_bytes: Count
-    checksum: Count = 0
+    checksum: Digest = 0
     part: Count = 0
     table: Literal["", "self", "cross"] = ""
     first: Count = 0
@@ -367,8 +393,8 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview, cap: 
         raise TriptychError("invalid_request", f"a message of {len(data)} bytes is over the cap of {cap}")
     try:
         return decoder.decode(data)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise TriptychError("invalid_request", f"not a valid message: {error}") from error
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:  # ValueError: text that is none
+        raise TriptychError("invalid_request", f"not a valid message: {str(error):.500}") from error
 
 
 def decode_to_worker(data: bytes | memoryview) -> ToWorker:
