@@ -394,7 +394,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview, cap: 
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:  # ValueError: text that is none
-        raise TriptychError("invalid_request", f"not a valid message: {str(error):.500}") from error
+        raise TriptychError("invalid_request", f"not a valid message: {error!s:.500}") from error
 
 
 def decode_to_worker(data: bytes | memoryview) -> ToWorker:
