@@ -30,6 +30,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> AsyncGenerat
         message = f"{service.model_name} is an encoder-decoder model of text and holds no conversations"
         raise TriptychError("invalid_request", f"{message}: use /v1/completions", "model")
     sources = collect_media(body.messages, service.info.media_kind, service.model_name)
+    service.join_line(exchange, "media" if sources else "text")
     media = await service.intake.load(sources)
     if service.transcribes:
         answer = _transcribe(service, exchange, body, media)

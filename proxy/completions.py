@@ -22,6 +22,7 @@ async def completions(service: Service, exchange: Exchange) -> AsyncGenerator[Pa
     """`n` choices per prompt, whole or as one stream of all of them."""
     body = await parse(CompletionRequest, exchange)
     service.check_model(body.model)
+    service.join_line(exchange, "media" if service.info.is_encoder_decoder else "text")
     jobs = await make_jobs(service, exchange, body)
     shapes, prompts = service.shapes(body), body.prompts
     answers = [

@@ -19,6 +19,14 @@ _TYPES: Final = {404: "not_found_error", 429: "rate_limit_error"}
 log = get_logger()
 
 
+class Overloaded(TriptychError):
+    """There is too much to do; it makes sense to come back after `retry_after_s` whole seconds."""
+
+    def __init__(self, message: str, retry_after_s: int = RETRY_AFTER_S) -> None:
+        super().__init__("overloaded", message)
+        self.retry_after_s = retry_after_s
+
+
 def error_body(info: ErrorInfo, status: int | None = None) -> dict[str, Any]:
     """The JSON of an error; also the payload of an error event in a stream."""
     status = status or info.http_status
@@ -29,7 +37,7 @@ def error_body(info: ErrorInfo, status: int | None = None) -> dict[str, Any]:
 def error_response(info: ErrorInfo, status: int | None = None, headers: dict[str, str] | None = None) -> JSONResponse:
     headers = dict(headers or {})
     if info.code in ("overloaded", "unavailable"):
-        headers["Retry-After"] = str(RETRY_AFTER_S)
+        headers.setdefault("Retry-After", str(RETRY_AFTER_S))
     if info.code == "invalid_api_key":
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(error_body(info, status), status or info.http_status, headers)
@@ -66,7 +74,10 @@ def install(app: FastAPI) -> None:
         request_id = getattr(request.state, "request_id", None)
         if error.info.http_status >= 500:
             log.warning("request failed", request=request_id, code=error.info.code, error=error.info.message)
-        return error_response(error.info, headers={"x-request-id": request_id} if request_id else None)
+        headers = {"x-request-id": request_id} if request_id else {}
+        if isinstance(error, Overloaded):
+            headers["Retry-After"] = str(error.retry_after_s)
+        return error_response(error.info, headers=headers)
 
     @app.exception_handler(HTTPException)
     async def on_http(request: Request, error: HTTPException) -> JSONResponse:

@@ -22,8 +22,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from common.errors import ErrorInfo, TriptychError
 from common.telemetry import get_logger
-from proxy.errors import error_body
+from proxy.errors import Overloaded, error_body
 from proxy.metrics import ProxyMetrics
+from proxy.overload import Place
 
 CLIENT_CLOSED_REQUEST: Final = 499
 """Only seen in logs and metrics: there is nobody left to read it."""
@@ -69,6 +70,13 @@ class Exchange:
     deadline_s: float
     max_body_bytes: int
     body_read: asyncio.Event = field(default_factory=asyncio.Event)
+    place: Place | None = None
+    """In the line of those that wait for their first token, once it is known what the request is."""
+
+    def begin(self) -> None:
+        """The first token is there."""
+        if self.place is not None:
+            self.place.begin()
 
     async def body(self) -> bytes:
         """The whole body. Raises TriptychError("item_too_large") over the limit, however the client counts."""
@@ -137,10 +145,12 @@ class Admission:
 
     async def _admitted(self, exchange: Exchange, endpoint: Endpoint) -> AsyncGenerator[Payload]:
         if self.closing:
+            self.metrics.refused.labels("closing").inc()
             raise TriptychError("unavailable", "the server is shutting down; try again shortly")
         if self.inflight >= self.limit:
+            self.metrics.refused.labels("inflight").inc()
             message = f"{self.inflight} requests are under way, at most {self.limit} are allowed; try again shortly"
-            raise TriptychError("overloaded", message)
+            raise Overloaded(message)
         self.inflight += 1
         self.metrics.inflight.inc()
         payloads = endpoint(exchange)
@@ -151,6 +161,8 @@ class Admission:
             try:
                 await payloads.aclose()
             finally:
+                if exchange.place is not None:
+                    exchange.place.leave()
                 self.inflight -= 1
                 self.metrics.inflight.dec()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -68,7 +68,10 @@ class Sequence:
 
 
 class Generation:
-    """One job's text. `prompt_logprobs` are there after the first delta, if they were asked for."""
+    """One job's text. `prompt_logprobs` are there after the first delta, if they were asked for.
+
+    `on_first` is called when the first tokens come.
+    """
 
     def __init__(
         self,
@@ -77,6 +80,7 @@ class Generation:
         metrics: ProxyMetrics,
         arrival_s: float,
         *,
+        on_first: Callable[[], None] = lambda: None,
         skip_special_tokens: bool = True,
     ) -> None:
         self.job = job
@@ -95,6 +99,7 @@ class Generation:
         self._metrics = metrics
         self._arrival_s = arrival_s
         self._first_s = 0.0
+        self._on_first = on_first
         self._eos_token_ids = text.info.eos_token_ids
 
     async def deltas(self, batches: AsyncGenerator[Tokens]) -> AsyncGenerator[Delta]:
@@ -175,6 +180,7 @@ class Generation:
     def _observe_first(self) -> float:
         now_s = time.time()
         self._metrics.ttft.observe(now_s - self._arrival_s)
+        self._on_first()
         return now_s
 
     def _observe_end(self) -> None:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import TypeVar
+from typing import Final, TypeVar
+
+MAX_AHEAD: Final = 256
+"""Items that may wait for the reader: one that does not read stops those who produce."""
 
 T = TypeVar("T")
 
 
 async def merge(generators: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
-    """What all of them yield, as it comes, with the index of the one it is from. They run side by side.
+    """What all of them yield, as it comes, with the index of the one it is from. They run side by side, MAX_AHEAD
+    items ahead of the reader.
 
     The first exception of any ends the whole; by whatever way this ends, all of them are closed.
     """
-    queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue(MAX_AHEAD)
     tasks = [asyncio.create_task(_pump(index, generator, queue)) for index, generator in enumerate(generators)]
     try:
         running = len(tasks)
@@ -41,7 +45,7 @@ async def _pump(
     try:
         async with aclosing(generator):
             async for item in generator:
-                queue.put_nowait((index, item))
-        queue.put_nowait(None)
+                await queue.put((index, item))
+        await queue.put(None)
     except Exception as error:  # raised again by the reader
-        queue.put_nowait(error)
+        await queue.put(error)

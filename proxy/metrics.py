@@ -16,6 +16,18 @@ class ProxyMetrics:
         r = self.registry
         self.requests = Counter("triptych_proxy_requests", "HTTP requests ended.", ["endpoint", "status"], registry=r)
         self.inflight = Gauge("triptych_proxy_inflight", "Admitted requests that have not ended.", registry=r)
+        self.refused = Counter(
+            "triptych_proxy_refused", "Requests refused before anything was done for them.", ["reason"], registry=r
+        )
+        self.waiting = Gauge(
+            "triptych_proxy_waiting", "Admitted requests without a token, with and without media.", ["line"], registry=r
+        )
+        self.expected_wait = Gauge(
+            "triptych_proxy_expected_wait_seconds",
+            "Wait for its first token of a request that comes now; 0 where the line is short.",
+            ["line"],
+            registry=r,
+        )
         self.flights = Gauge("triptych_proxy_flights", "Worker requests that have not ended.", registry=r)
         self.ttft = Histogram(
             "triptych_proxy_time_to_first_token_seconds", "Arrival to first token.", buckets=_LATENCY_S, registry=r

@@ -11,6 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from common.errors import TriptychError
 from proxy.chat import chat_completions
 from proxy.completions import completions
+from proxy.errors import RETRY_AFTER_S
 from proxy.service import Service
 from proxy.transcriptions import transcriptions
 
@@ -63,7 +64,7 @@ def make_router(service: Service) -> APIRouter:
 
     @router.get("/metrics")
     async def _metrics() -> Response:
-        service.count_workers()
+        service.update_gauges()
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     return router
@@ -72,7 +73,8 @@ def make_router(service: Service) -> APIRouter:
 def _verdict(problem: str | None) -> Response:
     if problem is None:
         return JSONResponse({"status": "ok"})
-    return JSONResponse({"status": "unavailable", "reason": problem}, status_code=503)
+    headers = {"Retry-After": str(RETRY_AFTER_S)}
+    return JSONResponse({"status": "unavailable", "reason": problem}, status_code=503, headers=headers)
 
 
 def _model(service: Service) -> dict[str, Any]:

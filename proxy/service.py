@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import ParamSpec, TypeVar
+from typing import Literal, ParamSpec, TypeVar, get_args
 
 from redis.asyncio import Redis
 
@@ -19,6 +19,7 @@ from common.model_info import ModelInfo
 from common.text import TextProcessor
 from common.token_text import TokenTexts
 from proxy.dispatch import Dispatcher
+from proxy.errors import Overloaded
 from proxy.exchange import Admission, Exchange
 from proxy.generation import Delta, Generation
 from proxy.generation_fields import GenerationRequest
@@ -26,10 +27,13 @@ from proxy.jobs import Job, response_id
 from proxy.logprobs import LogprobShapes
 from proxy.media import MediaIntake
 from proxy.metrics import ProxyMetrics
+from proxy.overload import Line, retry_after_s
 from proxy.placement import missing, prompt_readers
 from proxy.router import imbalance
 from proxy.timeline import Timelines
 from proxy.workers import WorkerPool
+
+LineName = Literal["text", "media"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -53,9 +57,14 @@ class Service:
     intake: MediaIntake = field(init=False)
     on_failure: Callable[[], None] = lambda: None
     """Called when the connection to the cluster cannot go on (`pool.failure`): another process should be started."""
+    lines: dict[LineName, Line] = field(init=False)
+    """Text alone does not wait for encoders: its line moves faster, or the other one does."""
     started_s: float = field(default_factory=time.time)
     audio_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "audio"))
     """Apart from the loop's own threads, so that hours of audio do not hold up everybody's tokenising."""
+
+    def __post_init__(self) -> None:
+        self.lines = {name: Line(self.settings.max_queue_s) for name in get_args(LineName)}
 
     @property
     def model_name(self) -> str:
@@ -91,7 +100,24 @@ class Service:
     def _refusals(self) -> list[str]:
         return [f"{name} is not used: {why}" for name, why in self.pool.refused.items()]
 
-    def count_workers(self) -> None:
+    def check_line(self, line: LineName) -> None:
+        """Raises Overloaded where a request that comes now would wait for its first token longer than max_queue_s."""
+        excess_s = self.lines[line].excess_s
+        if excess_s > 0:
+            self.metrics.refused.labels("wait").inc()
+            wait_s, limit_s = excess_s + self.settings.max_queue_s, self.settings.max_queue_s
+            message = f"the first token would come after some {wait_s:.0f} s, more than the {limit_s:g} s allowed"
+            raise Overloaded(f"{message} (max_queue_s); try again later", retry_after_s(excess_s))
+
+    def join_line(self, exchange: Exchange, line: LineName) -> None:
+        """Let a request in, before its media are fetched and its text is tokenised. Raises as `check_line` does."""
+        self.check_line(line)
+        exchange.place = self.lines[line].join()
+
+    def update_gauges(self) -> None:
+        for name, line in self.lines.items():
+            self.metrics.waiting.labels(name).set(line.num_waiting)
+            self.metrics.expected_wait.labels(name).set(line.wait_s)
         for role in WORKER_ROLES:
             workers = self.pool.workers(role)
             self.metrics.workers.labels(role).set(len(workers))
@@ -123,7 +149,14 @@ class Service:
 
     def generation(self, job: Job, exchange: Exchange, body: GenerationRequest | None = None) -> Generation:
         skip_special_tokens = body is None or body.skip_special_tokens is not False
-        return Generation(job, self.text, self.metrics, exchange.arrival_s, skip_special_tokens=skip_special_tokens)
+        return Generation(
+            job,
+            self.text,
+            self.metrics,
+            exchange.arrival_s,
+            on_first=exchange.begin,
+            skip_special_tokens=skip_special_tokens,
+        )
 
     def shapes(self, body: GenerationRequest) -> LogprobShapes:
         """How this request is told log-probabilities."""

@@ -81,10 +81,12 @@ class TranscriptionForm(BaseModel):
 
 async def transcriptions(service: Service, exchange: Exchange, task: Task = "transcribe") -> AsyncGenerator[Payload]:
     """The text of a recording as JSON, plain text, JSON with segments, subtitles, or a stream."""
+    service.check_line("media")
     form, data = await _read_form(exchange)
     service.check_model(form.model)
     _check_model_hears(service)
     form.check()
+    service.join_line(exchange, "media")
     item = await service.intake.of_bytes("audio", data, "file")
     options = SpeechOptions(
         language=form.language or None,

@@ -23,6 +23,8 @@ from proxy.worker import WatchedClient, Worker
 POLL_S: Final = 0.5
 ABSENCE_S: Final = 2.0
 """A worker that has not been in the registry for so long is gone."""
+BURST_MESSAGES: Final = 64
+"""Taken from one worker before those have a turn whose messages they are."""
 LAST_WORDS_MS: Final = 200
 """How long the aborts to a worker that is given up may take to leave."""
 
@@ -231,7 +233,9 @@ class WorkerPool:
 
     async def _receive(self, worker: Worker) -> None:
         while True:
-            await self._listener.on_message(worker, await worker.client.receive())
+            for _ in range(BURST_MESSAGES):  # what is there already is received without a pause
+                await self._listener.on_message(worker, await worker.client.receive())
+            await asyncio.sleep(0)
 
     async def _watch_connection(self, worker: Worker) -> None:
         """A lost connection means a dead process, until its entry has outlived the lifetime of a dead one's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -144,6 +145,7 @@ async def serving(
 async def running_proxy(service: Service) -> AsyncIterator[tuple[str, ProxyServer]]:
     """The URL of a served application and its server; stopped and waited for at the end."""
     with bind("127.0.0.1", 0) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 * 2**10)  # or the system holds megabytes unread
         port = listener.getsockname()[1]
         server = ProxyServer(make_app(service, port), service.admission)
         task = asyncio.create_task(server.serve(sockets=[listener]))

@@ -163,6 +163,7 @@ class FakeDecoder(FakeReader):
             if number == self.pause_after:
                 await self.resume.wait()
             await self.reply(proxy, tokens)
+            await asyncio.sleep(0)
 
     def messages(self, message: Generate) -> list[Tokens]:
         """Everything that is sent for a request: the sequences take turns, the last message is marked."""
