@@ -4,49 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
-from prometheus_client.parser import text_string_to_metric_families
 from redis import Redis
 
 from common.config import EngineConfig, Settings
+from common.messages import Role
 from common.model_info import ModelInfo, load_model_info
 from common.text import TextProcessor
+from launch import held
 from launch.cluster import LocalCluster
+from launch.instance import Instance
+from launch.plan import Plan
 from tests.equality.cases import Case
 from tests.equality.runs import strip
 
 START_TIMEOUT_S = 150.0
 ANSWER_TIMEOUT_S = 120.0
 IDLE_TIMEOUT_S = 10.0
-HELD = (
-    "requests_outstanding",
-    "requests_running",
-    "requests_waiting",
-    "kv_blocks_used",
-    "encoder_cache_references",
-    "inputs_pending",
-    "inputs_granted",
-    "channel_messages_waiting",
-    "proxy_inflight",
-    "proxy_flights",
-)
-"""Gauges that are zero where nothing is held; each is found on some instance."""
-HELD_BY_ENCODERS = (
-    "encoder_items_open",
-    "encoder_items_computing",
-    "encoder_queue_items",
-    "encoder_held_bytes",
-    "handoffs_open",
-    "preprocess_waiting",
-)
-"""The same; a text model's cluster has none of them."""
 
 
 @dataclass(frozen=True)
@@ -155,26 +135,13 @@ class Served:
 
     def gauges(self, instance_id: str) -> dict[str, float]:
         """All metrics of one instance without labels, by name without the prefix."""
-        response = httpx.get(f"{self.cluster.instances[instance_id].http_address}/metrics", trust_env=False, timeout=10)
-        families = text_string_to_metric_families(response.raise_for_status().text)
-        samples = [sample for family in families for sample in family.samples if not sample.labels]
-        return {sample.name.removeprefix("triptych_"): sample.value for sample in samples}
+        return held.gauges(self.cluster.instances[instance_id], self.cluster.supervisor.plan.settings)
 
-    def held(self) -> dict[str, float]:
-        """Everything that is not zero though it should be when nothing runs: gauges, stream entries, strange keys."""
-        found: dict[str, float] = {}
-        gauges = {instance_id: self.gauges(instance_id) for instance_id in self.cluster.instances}
-        for name in (*HELD, *(HELD_BY_ENCODERS if self.info.media_kind is not None else ())):
-            values = {instance_id: numbers[name] for instance_id, numbers in gauges.items() if name in numbers}
-            assert values, f"no instance has a gauge {name}"
-            found |= {f"{instance_id} {name}": value for instance_id, value in values.items() if value}
-        for key in self.keys():
-            kind = key.rpartition(":")[2]
-            if kind in ("metadata", "allocated", "injected"):
-                found |= {f"entries of {key}": size} if (size := self.redis.xlen(key)) else {}
-            elif not (key == f"{self.prefix}:instances" or key.startswith(f"{self.prefix}:instance:")):
-                found[f"key {key}"] = 1.0
-        return found
+    def total(self, role: Role, name: str) -> float:
+        """A metric, added up over the instances of a role."""
+        found = [self.gauges(one.id)[name] for one in self.cluster.instances.values() if one.role == role]
+        assert found, f"no instance is a {role} worker"
+        return sum(found)
 
     def keys(self) -> list[str]:
         """The cluster's keys in Redis."""
@@ -183,20 +150,45 @@ class Served:
     async def wait_until_nothing_is_held(self) -> None:
         """Everything must come back within seconds; AssertionError with what has not."""
         deadline_s = time.monotonic() + IDLE_TIMEOUT_S
-        while held := await asyncio.to_thread(self.held):
-            assert time.monotonic() < deadline_s, f"still held after {IDLE_TIMEOUT_S} s: {held}"
+        while found := await asyncio.to_thread(held.held, self.cluster):
+            assert time.monotonic() < deadline_s, f"still held after {IDLE_TIMEOUT_S} s: {found}"
             await asyncio.sleep(0.1)
-        decoder = self.gauges("pd0")
-        assert decoder["kv_blocks_free"] == decoder["kv_blocks_usable"]
-        assert decoder["integrity_failures"] == 0
-        assert decoder["encoder_computations"] == 0
+        decoding = [one for one in self.cluster.instances.values() if one.role not in ("proxy", "encoder")]
+        for instance in decoding:
+            numbers = self.gauges(instance.id)
+            assert numbers["kv_blocks_free"] == numbers["kv_blocks_usable"]
+            if instance.role != "encode_prefill_decode":
+                assert numbers["encoder_computations"] == 0
+
+
+@dataclass(frozen=True)
+class UnevenPlan(Plan):
+    """A plan whose roles do not all have KV blocks of the same size, in tokens."""
+
+    block_sizes: Mapping[Role, int] = field(default_factory=dict)
+
+    def instances(self, broker_url: str, logs: Path) -> list[Instance]:
+        instances = super().instances(broker_url, logs)
+        for instance in instances:
+            if instance.role in self.block_sizes:
+                instance.command.environment["TRIPTYCH_ENGINE__BLOCK_SIZE"] = str(self.block_sizes[instance.role])
+        return instances
 
 
 @contextmanager
 def serve(
-    folder: Path, broker_url: str, cluster: str, *, topology: str | None = None, **engine: Any
+    folder: Path,
+    broker_url: str,
+    cluster: str,
+    *,
+    topology: str | None = None,
+    block_sizes: Mapping[Role, int] | None = None,
+    **engine: Any,
 ) -> Iterator[Served]:
-    """A cluster for the length of a `with` block; afterwards its processes and its keys are gone."""
+    """A cluster for the length of a `with` block; afterwards its processes and its keys are gone.
+
+    `block_sizes` are those of roles that do not have `block_size`.
+    """
     info = load_model_info(str(folder))
     settings = Settings(
         model=str(folder),
@@ -209,6 +201,7 @@ def serve(
     )
     redis = Redis.from_url(broker_url)
     running = LocalCluster(settings, start_timeout_s=START_TIMEOUT_S)
+    running.supervisor.plan = UnevenPlan(**vars(running.supervisor.plan), block_sizes=block_sizes or {})
     try:
         with running:
             served = Served(running, redis, info)

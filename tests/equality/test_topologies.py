@@ -1,0 +1,153 @@
+"""Every topology gives the tokens of every other, of `LLM` and of transformers; nothing is computed twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.messages import Role
+from common.model_info import BUNDLED
+from common.sampling_params import SamplingParams
+from engine.llm import LLM, Prompt, RequestOutput
+from launch import held
+from tests.equality.cases import MAX_TOKENS, Case
+from tests.equality.runs import expected_of
+from tests.equality.served import Served, serve
+
+pytestmark = pytest.mark.cluster
+SAMPLED: dict[str, Any] = {"n": 2, "temperature": 1.0, "seed": 5, "max_tokens": 12}
+NUM_LOGPROBS = 2
+CHUNK_TOKENS = 32
+"""Of a prefill: prompts take several steps, and their keys and values leave in several parts."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model, how it is spread, and roles with KV blocks of another size than the others' 16 tokens."""
+
+    model: str
+    topology: str
+    block_sizes: dict[Role, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.topology}"
+
+
+SETUPS = (
+    Setup("signpost", "1epd"),
+    Setup("signpost", "1e1pd"),
+    Setup("signpost", "2e1pd"),
+    Setup("signpost", "1e1p1d", {"decode": 8}),
+    Setup("signpost", "2e2p2d"),
+    Setup("whisper", "1epd"),
+    Setup("whisper", "1e1p1d", {"prefill": 8}),
+    Setup("bart", "1e1p1d"),
+    Setup("llama", "1pd"),
+    Setup("llama", "1p1d", {"prefill": 4, "decode": 32}),
+)
+
+
+@pytest.fixture(scope="module", params=SETUPS, ids=str)
+def setup(request: pytest.FixtureRequest) -> Setup:
+    assert isinstance(request.param, Setup)
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def served(setup: Setup, folder_of: Callable[[str], Path], broker_url: str) -> Iterator[Served]:
+    folder = BUNDLED / setup.model if setup.model == "signpost" else folder_of(setup.model)
+    sizes = {"kv_cache_bytes": 32 * 2**20, "encoder_cache_bytes": 8 * 2**20, "max_num_batched_tokens": CHUNK_TOKENS}
+    spread = {"topology": setup.topology, "block_sizes": setup.block_sizes}
+    with serve(folder, broker_url, f"topology-{setup}", **spread, **sizes) as cluster:  # type: ignore[arg-type]
+        yield cluster
+
+
+@pytest.fixture
+def cases(setup: Setup, cases_of: Callable[[str], list[Case]]) -> list[Case]:
+    return cases_of(setup.model)
+
+
+async def test_answers_equal_transformers_and_are_computed_once(
+    served: Served, setup: Setup, cases: list[Case]
+) -> None:
+    apart = served.cluster.supervisor.plan.topology.decode > 0
+    before = served.total("decode", "prefill_handoffs_total") if apart else 0.0
+    answers = await served.answer_all(cases, MAX_TOKENS[setup.model])
+    assert [answer.token_ids for answer in answers] == expected_of(cases)
+    await served.wait_until_nothing_is_held()
+    if apart:
+        # A prompt of one token leaves a prefill worker nothing to compute.
+        long = sum(answer.num_prompt_tokens != 1 for answer in answers)
+        assert served.total("decode", "prefill_handoffs_total") - before >= long
+        _check_that_nothing_was_computed_twice(served)
+
+
+def _check_that_nothing_was_computed_twice(served: Served) -> None:
+    assert served.total("decode", "recomputed_tokens_total") == 0
+    assert served.total("decode", "preemptions_total") == 0
+    assert served.total("prefill", "generated_tokens_total") == 0
+    assert served.total("decode", "inputs_stored_total") == 0, "media go to the prefill worker alone"
+    sent = served.total("prefill", "kv_exported_bytes_total")
+    assert sent == served.total("decode", "prefill_handoff_bytes_total") > 0
+
+
+async def test_sampled_choices_and_their_log_probabilities_equal_those_of_llm(
+    served: Served, setup: Setup, cases: list[Case]
+) -> None:
+    if setup.model == "whisper":
+        pytest.skip("a transcription has one choice")
+    case, llm = cases[1], LLM(served.info.folder)
+    answer = await _sample(served, case)
+    (expected,) = llm.generate(_prompt(served, case), SamplingParams(**SAMPLED, logprobs=NUM_LOGPROBS, ignore_eos=True))
+    assert [choice.token_ids for choice in answer.choices] == [one.token_ids for one in expected.outputs]
+    assert len({tuple(choice.token_ids) for choice in answer.choices}) == 2
+    for choice, told in zip(answer.choices, _logprobs(expected), strict=True):
+        assert _told(choice) == pytest.approx(told, abs=1e-4)
+    await served.wait_until_nothing_is_held()
+
+
+async def test_work_is_spread_over_the_instances_of_a_role(served: Served, setup: Setup, cases: list[Case]) -> None:
+    if "2" not in setup.topology:
+        pytest.skip("one of each")
+    await served.answer_all(cases, MAX_TOKENS[setup.model])
+    done = {"encoder": "encoder_items_total", "prefill": "prefills_ended_total", "decode": "prefill_handoffs_total"}
+    for instance in served.cluster.instances.values():
+        if instance.role in done:
+            assert served.gauges(instance.id)[done[instance.role]] > 0, f"{instance.id} has had nothing to do"
+
+
+def test_every_gauge_of_what_is_held_is_told_by_some_instance(served: Served, setup: Setup) -> None:
+    if setup.topology != "1e1p1d":
+        pytest.skip("one cluster with every stage apart is enough")
+    told = {name for instance_id in served.cluster.instances for name in served.gauges(instance_id)}
+    assert set(held.GAUGES) <= told
+
+
+async def _sample(served: Served, case: Case) -> Any:
+    extra = {"return_token_ids": True, "ignore_eos": True, **case.http.get("extra_body", {})}
+    async with served.client() as client:
+        chat = "messages" in case.http
+        create: Any = client.chat.completions.create if chat else client.completions.create
+        logprobs = {"logprobs": True, "top_logprobs": NUM_LOGPROBS} if chat else {"logprobs": NUM_LOGPROBS}
+        return await create(model=served.info.name, **{**case.http, "extra_body": extra}, **SAMPLED, **logprobs)
+
+
+def _prompt(served: Served, case: Case) -> Prompt:
+    if case.encoder_prompt is not None:
+        return {"encoder_prompt": case.encoder_prompt, "decoder_prompt": case.decoder_prompt}
+    media: dict[str, Any] = {str(served.info.media_kind): case.media} if case.media else {}
+    return {"prompt_token_ids": case.prompt, "multi_modal_data": media}
+
+
+def _logprobs(output: RequestOutput) -> list[list[float]]:
+    return [[entry.logprob for entry in one.logprobs] for one in output.outputs]
+
+
+def _told(choice: Any) -> list[float]:
+    if hasattr(choice, "message"):
+        return [entry.logprob for entry in choice.logprobs.content]
+    return list(choice.logprobs.token_logprobs)
