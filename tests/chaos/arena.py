@@ -9,28 +9,25 @@ import re
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 import pytest
 
-from common.config import EngineConfig, Settings
+from common.config import EngineConfig, Settings, Transport
 from launch.cluster import LocalCluster
 from launch.held import held
-from launch.instance import Instance
-from launch.plan import Plan
 from launch.soak.asking import Ending, Reply, send
 from launch.soak.asks import Ask
 from launch.soak.memory import processes, resident_bytes, shared_files
 from launch.soak.run import TORCH_CACHE
 from tests.chaos.asks import salted
-from tests.chaos.cable import Cable
 from tests.chaos.faults import Breaker, Fault, allowed_endings
+from tests.chaos.network import Network, cabled
 
 IN_FLIGHT = 16
 START_TIMEOUT_S = 150.0
@@ -40,34 +37,6 @@ RETURN_S = 60.0
 SETTLE_S = 2.0
 """How soon after the last answer nothing may be held."""
 PAUSE_S = 0.3
-
-
-class CabledPlan(Plan):
-    """A plan whose workers reach the broker through a cable each."""
-
-    def lay(self) -> dict[str, Cable]:
-        """The cables by instance id, once the instances have been made."""
-        return self.__dict__.setdefault("_cables", {})
-
-    def instances(self, broker_url: str, logs: Path) -> list[Instance]:
-        instances = super().instances(broker_url, logs)
-        url = urlsplit(broker_url)
-        for instance in instances:
-            if instance.role != "proxy":
-                cable = self.lay()[instance.id] = Cable((url.hostname or "", url.port or 0))
-                _redirect(instance, broker_url, urlunsplit(url._replace(netloc=_at(url.netloc, cable.address))))
-        return instances
-
-
-def _at(netloc: str, address: tuple[str, int]) -> str:
-    user, at, _ = netloc.rpartition("@")
-    return f"{user}{at}{address[0]}:{address[1]}"
-
-
-def _redirect(instance: Instance, url: str, other: str) -> None:
-    argv, environment = instance.command.argv, instance.command.environment
-    argv[:] = [part.replace(url, other) for part in argv]
-    environment.update({name: value.replace(url, other) for name, value in environment.items() if url in value})
 
 
 @dataclass
@@ -86,9 +55,9 @@ class Round:
 class Arena:
     """Asks, and what they are answered with when nothing breaks."""
 
-    def __init__(self, cluster: LocalCluster, asks: list[Ask], cables: dict[str, Cable]) -> None:
+    def __init__(self, cluster: LocalCluster, asks: list[Ask], network: Network) -> None:
         self.cluster, self.asks = cluster, asks
-        self._breaker = Breaker(cluster, cables)
+        self._breaker = Breaker(cluster, network)
         self._expected: dict[str, Reply] = {}
         self._salts = itertools.count()
         self.shared: set[Path] = set()
@@ -214,7 +183,16 @@ def _temporary_files_in(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def arena(folder: Path, model: str, topology: str, make_asks: Any, count: int = 24, **engine: Any) -> Iterator[Arena]:
+def arena(
+    folder: Path,
+    model: str,
+    topology: str,
+    make_asks: Callable[[str, int], list[Ask]],
+    *,
+    count: int = 24,
+    transport: Transport = "auto",
+    **engine: Any,
+) -> Iterator[Arena]:
     """A running cluster that has given its undisturbed answers; afterwards nothing of it is left.
 
     Its caches are small, so that what was there in one round is not in the next. `folder` is for its temporary files.
@@ -226,14 +204,15 @@ def arena(folder: Path, model: str, topology: str, make_asks: Any, count: int = 
         cluster="chaos",
         topology=topology,
         log_level="warning",
+        transport=transport,
         engine=EngineConfig(num_threads=1, **{**small, **engine}),
     )
     cluster = LocalCluster(settings, start_timeout_s=START_TIMEOUT_S)
-    given = cluster.supervisor.plan
-    plan = cluster.supervisor.plan = CabledPlan(given.settings, given.info, given.topology)
+    network = Network(settings.cluster)
+    cluster.supervisor.plan = cabled(cluster.supervisor.plan, network)
     try:
         with _temporary_files_in(folder), cluster:
-            ready = Arena(cluster, make_asks(given.info.name, count), plan.lay())
+            ready = Arena(cluster, make_asks(cluster.supervisor.plan.info.name, count), network)
             asyncio.run(ready.learn())
             yield ready
             pids = [pid for name, pid in processes(cluster) if pid != os.getpid()]
@@ -242,5 +221,4 @@ def arena(folder: Path, model: str, topology: str, make_asks: Any, count: int = 
         assert not [path for path in shared if path.exists()]
         assert not [path for path in folder.iterdir() if not path.name.startswith(TORCH_CACHE)]
     finally:
-        for cable in plan.lay().values():
-            cable.close()
+        network.close()

@@ -16,15 +16,21 @@ from redis import Redis
 
 from launch.cluster import LocalCluster
 from launch.soak.asking import Ending
-from tests.chaos.cable import Cable, Mode
+from tests.chaos.cable import Mode
+from tests.chaos.network import Network
+from tests.eventually import eventually
 
 Kind = Literal["kill", "stop", "flush", "drop", "stall", "reset"]
+CUTS: tuple[Mode, ...] = ("drop", "stall", "reset")
 BROKER = "broker"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`kind` happens to `target`, an instance id or the broker, at `at_s` seconds, for `seconds` where it passes by."""
+    """`kind` happens to `target` at `at_s` seconds, for `seconds` where it passes by.
+
+    The target is an instance id or the broker; of cuts a cable: `e0>broker`, or `>e0` for all that lead to an instance.
+    """
 
     kind: Kind
     target: str
@@ -37,11 +43,11 @@ class Fault:
 
 
 class Breaker:
-    """Does faults to one cluster. `cables` are those between instances and the broker, by instance id."""
+    """Does faults to one cluster and its network."""
 
-    def __init__(self, cluster: LocalCluster, cables: dict[str, Cable]) -> None:
+    def __init__(self, cluster: LocalCluster, network: Network) -> None:
         self._cluster = cluster
-        self._cables = cables
+        self._network = network
 
     async def run(self, faults: Sequence[Fault]) -> None:
         """Do all of them, each in its time; returns when the last has passed."""
@@ -64,6 +70,7 @@ class Breaker:
         pid = self._pid(fault.target)
         if fault.kind == "kill":
             os.kill(pid, signal.SIGKILL)
+            await eventually(lambda: self._is_missed(fault.target, pid))  # from now on it is not called ready
             return
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -73,28 +80,33 @@ class Breaker:
                 os.kill(pid, signal.SIGCONT)
 
     async def _cut(self, target: str, mode: Mode, seconds: float) -> None:
-        cable = self._cables[target]
-        cable.set(mode)
+        await asyncio.to_thread(self._network.set, target, mode)
         try:
             await asyncio.sleep(seconds)
         finally:
-            cable.set("pass")
+            await asyncio.to_thread(self._network.set, target, "pass")
 
     def _pid(self, target: str) -> int:
         pid = self._cluster.supervisor.broker_pid if target == BROKER else self._cluster.instances[target].pid
         assert pid is not None, f"{target} does not run"
         return pid
 
+    def _is_missed(self, target: str, pid: int) -> bool:
+        if target == BROKER:
+            return self._cluster.supervisor.broker_pid != pid
+        instance = self._cluster.instances[target]
+        return instance.state != "ready" or instance.pid not in (pid, None)
+
 
 def allowed_endings(faults: Sequence[Fault], cluster: LocalCluster) -> set[Ending]:
     """How a request may end. One that does not get its answer must have been hit where nobody could take over."""
     instances = cluster.instances
-    hit = {fault.target for fault in faults}
+    hit = {end for fault in faults for end in fault.target.split(">")}
     left = Counter(instance.role for instance in instances.values() if instance.id not in hit)
     allowed: set[Ending] = {"whole"}
     if any(left[instances[target].role] == 0 for target in hit if target in instances):
         allowed.add("refused")
-    if BROKER in hit or any(fault.kind in ("drop", "stall", "reset") for fault in faults):
+    if BROKER in hit:
         allowed.add("refused")
     if any(fault.target == "proxy" and fault.kind == "kill" for fault in faults):
         allowed.add("closed")
@@ -106,9 +118,9 @@ def draw_faults(rng: random.Random, instance_ids: Sequence[str], stop_s: float) 
     faults = []
     for target in rng.sample([*instance_ids, BROKER], rng.choice((1, 1, 2))):
         kinds: tuple[Kind, ...] = ("kill", "stop", "flush") if target == BROKER else ("kill", "stop")
-        if target not in (BROKER, "proxy"):
-            kinds += ("drop", "stall", "reset")
         kind = rng.choice(kinds)
+        if target not in (BROKER, "proxy") and rng.random() < 0.5:
+            kind, target = rng.choice(CUTS), rng.choice((f"{target}>broker", f">{target}"))
         lasting = rng.uniform(0.3, 1.0) * stop_s if kind not in ("kill", "flush") else 0.0
         faults.append(Fault(kind, target, rng.uniform(0.0, 3.0), lasting))
     return faults

@@ -21,7 +21,7 @@ SEED = int(os.environ.get("CHAOS_SEED") or random.SystemRandom().randrange(10**6
 ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "0"))
 STOP_S = float(os.environ.get("CHAOS_STOP_S", "10"))
 """Of each setup. A process stands still, and a cable is cut, for up to so many seconds."""
-SETUPS = ("signpost 2e2pd", "whisper 2e2pd", "signpost 1e1pd")
+SETUPS = ("signpost 2e2pd auto", "whisper 2e2pd zmq", "signpost 1e1pd zmq")
 pytestmark = [pytest.mark.cluster, pytest.mark.chaos, pytest.mark.timeout(300)]
 
 MakeArena = Callable[[str], Arena]
@@ -29,19 +29,19 @@ MakeArena = Callable[[str], Arena]
 
 @pytest.fixture(scope="module")
 def arena_of(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Arena]:
-    """A running cluster, by `family topology`."""
-    family, topology = request.param.split()
+    """A running cluster, by `family topology transport`."""
+    family, topology, transport = request.param.split()
     folder = tmp_path_factory.mktemp("temporary")
     if family == "whisper":
         model = make_whisper(tmp_path_factory.mktemp("models") / "tiny-whisper", max_target_positions=160)
-        with arena(folder, str(model), topology, speech_asks) as ready:
+        with arena(folder, str(model), topology, speech_asks, transport=transport) as ready:
             yield ready
     else:
-        with arena(folder, str(BUNDLED / family), topology, picture_asks) as ready:
+        with arena(folder, str(BUNDLED / family), topology, picture_asks, transport=transport) as ready:
             yield ready
 
 
-@pytest.mark.parametrize("arena_of", ["signpost 2e2pd"], indirect=True)
+@pytest.mark.parametrize("arena_of", ["signpost 2e2pd auto"], indirect=True)
 @pytest.mark.parametrize(
     "faults",
     [
