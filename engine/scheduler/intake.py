@@ -13,7 +13,6 @@ Room is promised in the order of the requests' arrival, and within one by input.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 
 import torch
 
@@ -32,12 +31,8 @@ from engine.events import (
 )
 from engine.request import InputState, Request, RequestInput
 from engine.scheduler.coverage import Coverage
+from engine.scheduler.early_offers import EarlyOffers
 from engine.scheduler.expectation import InputExpectation
-
-MAX_ENDED = 8192
-"""Ended requests remembered, so that a late offer is answered as cancelled."""
-MAX_EARLY_OFFERS = 8192
-"""Offers kept for requests that have not arrived."""
 
 
 class InputIntake:
@@ -58,8 +53,7 @@ class InputIntake:
         self._expectation = expectation
         self._lease_s = lease_s
         self._requests: dict[str, Request] = {}
-        self._early: OrderedDict[tuple[str, int], tuple[int, InputMetadata, float]] = OrderedDict()
-        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._early: EarlyOffers[InputMetadata] = EarlyOffers()
         self._pending: list[tuple[Request, RequestInput]] = []  # OFFERED, in the order of grants
         self._granted: dict[tuple[str, int], RequestInput] = {}
         self._dormant: list[tuple[Request, RequestInput]] = []
@@ -70,7 +64,7 @@ class InputIntake:
         """Take offers that came before their request."""
         self._requests[request.request_id] = request
         for item in request.inputs:
-            early = self._early.pop((request.request_id, item.slot.input_id), None)
+            early = self._early.take(request.request_id, item.slot.input_id)
             if early is not None:
                 self.offer(request.request_id, item.slot.input_id, *early)
 
@@ -87,26 +81,21 @@ class InputIntake:
 
     def forget(self, request_id: str) -> None:
         """Remember that a request has ended (or never will come), and cancel offers that came early for it."""
-        self._ended[request_id] = None
-        while len(self._ended) > MAX_ENDED:
-            self._ended.popitem(last=False)
-        for key in [key for key in self._early if key[0] == request_id]:
-            attempt, _, _ = self._early.pop(key)
-            self.events.append(InputCancelled(*key, attempt))
+        self.events += self._early.forget(request_id)
 
     # --- offers
 
     def offer(self, request_id: str, input_id: int, attempt: int, metadata: InputMetadata, deadline_s: float) -> None:
-        """An offer has arrived; a repeated or outdated one changes nothing."""
+        """An offer has arrived. A repeated one is answered again, as its sender may not have had the answer."""
         request = self._requests.get(request_id)
         if request is None:
-            self._offer_early(request_id, input_id, attempt, metadata, deadline_s)
+            self.events += self._early.keep(request_id, input_id, attempt, metadata, deadline_s)
             return
         item = next((item for item in request.inputs if item.slot.input_id == input_id), None)
         error = self._what_is_wrong(item, metadata) or self._too_much(request, item, metadata)
         if item is None or error is not None:
             self.events.append(InputRefused(request_id, input_id, attempt, error or _no_such_input(input_id)))
-        elif attempt < item.attempt:
+        elif attempt < item.attempt or (attempt == item.attempt and item.state is InputState.MISSING):
             self.events.append(InputCancelled(request_id, input_id, attempt))
         elif item.usable:
             self.events.append(InputCached(request_id, input_id, attempt))
@@ -114,17 +103,6 @@ class InputIntake:
             self._accept(request, item, attempt, metadata, deadline_s)
         elif item.state is InputState.GRANTED:
             self.events.append(InputGranted(request_id, input_id, attempt, item.deadline_s))
-
-    def _offer_early(
-        self, request_id: str, input_id: int, attempt: int, meta: InputMetadata, deadline_s: float
-    ) -> None:
-        if request_id in self._ended:
-            self.events.append(InputCancelled(request_id, input_id, attempt))
-            return
-        self._early[request_id, input_id] = (attempt, meta, deadline_s)
-        while len(self._early) > MAX_EARLY_OFFERS:
-            key, (old_attempt, _, _) = self._early.popitem(last=False)
-            self.events.append(InputCancelled(*key, old_attempt))
 
     def _what_is_wrong(self, item: RequestInput | None, metadata: InputMetadata) -> ErrorInfo | None:
         if item is None:
@@ -331,8 +309,8 @@ class InputIntake:
     def next_deadline_s(self) -> float | None:
         times = [item.deadline_s for item in self._granted.values()]
         times += [item.deadline_s for _, item in self._pending]
-        times += [deadline_s for _, _, deadline_s in self._early.values()]
-        return min(times, default=None)
+        early_s = self._early.next_deadline_s()
+        return min(times if early_s is None else [*times, early_s], default=None)
 
     def expire(self, now_s: float) -> None:
         """End leases and offers whose time is over; the owner of the media is asked again."""
@@ -342,9 +320,7 @@ class InputIntake:
         for request, item in [pair for pair in self._pending if pair[1].deadline_s <= now_s]:
             self._pending.remove((request, item))
             self._lose(request, item)
-        for key in [key for key, (_, _, deadline_s) in self._early.items() if deadline_s <= now_s]:
-            attempt, _, _ = self._early.pop(key)
-            self.events.append(InputCancelled(*key, attempt))
+        self.events += self._early.expire(now_s)
 
     def _cancel(self, request: Request, item: RequestInput) -> None:
         """Tell the sender of an unfinished handoff that it need not go on."""

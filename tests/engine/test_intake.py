@@ -97,6 +97,18 @@ def test_an_offer_may_come_before_its_request() -> None:
     assert kinds(desk.events()) == [(InputGranted, "a")]
 
 
+def test_a_newer_offer_that_comes_early_replaces_the_older_one_and_says_so() -> None:
+    desk = Desk(4)
+    desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
+    desk.intake.offer("a", 0, 1, metadata(3), FAR_S)
+    desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
+    assert desk.events() == [InputCancelled("a", 0, 0), InputCancelled("a", 0, 0)]
+    desk.request("a", "h0")
+    [granted] = desk.events()
+    assert isinstance(granted, InputGranted)
+    assert granted.attempt == 1
+
+
 def test_an_offer_after_its_request_has_ended_is_cancelled() -> None:
     desk = Desk(4)
     desk.intake.end_request(desk.request("a", "h0"))
@@ -199,6 +211,17 @@ def test_a_lease_that_runs_out_gives_its_room_back_and_asks_again() -> None:
     assert desk.events() == [InputRejected("a", 0, 0, "expired")]
     desk.intake.offer("a", 0, 1, metadata(3), FAR_S)
     assert kinds(desk.events()) == [(InputGranted, "a")]
+
+
+def test_who_repeats_an_offer_whose_lease_ran_out_is_told_again() -> None:
+    desk = Desk(4, lease_s=-1.0)
+    desk.request("a", "h0")
+    desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
+    desk.events()
+    desk.intake.expire(FAR_S / 2)
+    desk.events()
+    desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
+    assert desk.events() == [InputCancelled("a", 0, 0)]
 
 
 def test_a_tensor_that_is_not_what_was_granted_is_corrupt() -> None:
