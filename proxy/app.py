@@ -35,11 +35,14 @@ from proxy.fetch import Fetcher
 from proxy.media import MediaIntake
 from proxy.metrics import ProxyMetrics
 from proxy.middleware import CountRequests
+from proxy.openapi import make_openapi_router
 from proxy.routes import make_router
 from proxy.service import Service
 from proxy.timeline import Timelines
 from proxy.workers import WorkerPool
 
+UNREAD_MS: Final = 60_000
+"""A client that takes nothing for so long is gone: the system closes its connection."""
 GRACE_S: Final = 2
 """How long requests may still run after the signal to stop."""
 
@@ -92,6 +95,7 @@ def make_app(service: Service, port: int) -> FastAPI:
 
     app = FastAPI(title="Triptych", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.include_router(make_router(service))
+    app.include_router(make_openapi_router())
     app.add_middleware(RequireKey, guard=proxy_guard(service.settings), refusal=refusal)
     app.add_middleware(CountRequests, metrics=service.metrics)
     errors.install(app)
@@ -130,6 +134,8 @@ def bind(host: str, port: int) -> socket.socket:
         listener = socket.create_server((host, port), family=family, backlog=1024)
         # asyncio does so only where the protocol is explicit; without it a stream waits 40 ms for a delayed ACK.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # elsewhere such a connection lives until the request's deadline
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_MS)
         return listener
     except OSError as error:
         message = f"cannot listen on {host}:{port}: {error}; choose another --port, or 0 for a free one"

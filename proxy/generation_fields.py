@@ -19,7 +19,7 @@ from common.token_text import bad_words_ids
 from proxy.generation import Usage
 from proxy.structured import StructuredFields
 
-_IGNORED: Final = frozenset(
+IGNORED: Final = frozenset(
     [
         "user",
         "metadata",
@@ -33,7 +33,7 @@ _IGNORED: Final = frozenset(
     ]
 )
 """They say nothing about the answer itself."""
-_OFF: Final[dict[str, tuple[Any, ...]]] = {
+ACCEPTED_OFF: Final[dict[str, tuple[Any, ...]]] = {
     "suffix": (None, ""),
     "echo": (None, False),
     "logprobs": (None, False),
@@ -115,11 +115,11 @@ class GenerationRequest(StructuredFields):
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> GenerationRequest:
         for name, value in (self.model_extra or {}).items():
-            if name in _IGNORED:
+            if name in IGNORED:
                 continue
-            if name not in _OFF:
+            if name not in ACCEPTED_OFF:
                 raise TriptychError("invalid_request", f"{name} is not a known field", name)
-            if not any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in _OFF[name]):
+            if not any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in ACCEPTED_OFF[name]):
                 raise TriptychError("invalid_request", f"{name} is not supported, {value!r:.80} was given", name)
         return self
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, WithJsonSchema, field_validator, model_validator
 
 from common.errors import TriptychError
 from common.sampling_params import MAX_LOGPROBS
@@ -14,6 +14,11 @@ from proxy.exchange import Exchange
 from proxy.generation_fields import GenerationRequest
 from proxy.messages import Message
 
+_TOKENS: Final = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, "minItems": 1}
+_TEXT: Final = {"type": "string", "minLength": 1}
+_SEVERAL: Final = {"type": "array", "items": {"anyOf": [_TEXT, _TOKENS]}, "minItems": 1}
+PromptField = Annotated[Any, WithJsonSchema({"anyOf": [_TEXT, _TOKENS, _SEVERAL, {"type": "null"}]})]
+"""Checked by hand: a list of a hundred thousand token ids is looked at once, not once for every alternative."""
 _OFF_LOOP_BYTES: Final = 256 * 2**10
 """Bodies above this are parsed in a thread."""
 
@@ -64,9 +69,9 @@ class CompletionRequest(GenerationRequest):
     is `decoder_prompt`, one for all of them or one each, by default what the model begins with.
     """
 
-    prompt: Any = None
-    encoder_prompt: Any = None
-    decoder_prompt: Any = None
+    prompt: PromptField = None
+    encoder_prompt: PromptField = None
+    decoder_prompt: PromptField = None
     max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None

@@ -9,9 +9,9 @@ import zmq.asyncio
 
 from broker.curve import ClusterContext
 from common.keys import ClusterKey
-from tests.proxy.conftest import broker_url, redis, serve
+from tests.proxy.conftest import broker_url, redis, serve, whisper_model
 
-__all__ = ["broker_url", "redis", "serve"]
+__all__ = ["broker_url", "redis", "serve", "whisper_model"]
 
 
 @pytest.fixture
