@@ -8,12 +8,10 @@ One thread drives it. It knows no network: `LLM` drives it in one process, a wor
 from __future__ import annotations
 
 import math
-import random
 import time
 import warnings
 from collections.abc import Sequence as ListOf
 
-import msgspec
 import numpy as np
 import torch
 
@@ -22,10 +20,11 @@ from common.errors import ErrorInfo, TriptychError
 from common.messages import InputSlot, Resumed
 from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
+from engine import engine_stats
+from engine.admission import Admission
 from engine.cache.block_manager import BlockManager
 from engine.cache.block_pool import BlockPool, IntegrityError
 from engine.cache.encoder_cache import EncoderCacheManager
-from engine.counters import encoder_computations
 from engine.device import DTYPES
 from engine.emission import Emission
 from engine.events import Event, InputMetadata, KvMetadata, RequestFailed
@@ -36,7 +35,6 @@ from engine.runner.decoder import DecoderRunner
 from engine.sampling.sampler import Sampler
 from engine.scheduler.coverage import Coverage
 from engine.scheduler.decoder import DecoderScheduler, ScheduledStep
-from engine.scheduler.expectation import InputExpectation
 from engine.scheduler.intake import InputIntake
 from engine.scheduler.kv_expectation import KvExpectation, Table
 from engine.scheduler.kv_intake import KvIntake
@@ -60,13 +58,14 @@ class DecoderEngine:
     ) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        self.info, self.config, self.instance = info, config, instance
+        self.info, self.config = info, config
         self.runner = DecoderRunner(info, config)
         self.cache = EncoderCacheManager(self.runner.memory.encoder_cache)
         host_pool = BlockPool(self.runner.num_host_blocks + 1) if self.runner.num_host_blocks else None
         self.blocks = BlockManager(BlockPool(self.runner.num_blocks), config.block_size, host_pool)
         self.coverage = Coverage(self.blocks, enabled=config.prefix_caching)
-        self.intake = InputIntake(self.cache, self._expectation(), self.coverage, lease_s)
+        expectation = KvExpectation.of(info, self.runner.spec, self.runner.max_model_len, self.runner.dtype)
+        self.intake = InputIntake(self.cache, expectation.inputs, self.coverage, lease_s)
         self.scheduler = DecoderScheduler(
             self.blocks,
             self.intake,
@@ -77,7 +76,12 @@ class DecoderEngine:
             config.preemption,
         )
         self.sampler = Sampler(info, self.runner.spec.vocab_size)
-        self._add_handoffs(lease_s)
+        self.kv_outlet = KvOutlet(
+            self.blocks, self.scheduler, expectation, self.runner.read_tokens, self._tell, self._end
+        )
+        self.kv_intake = KvIntake(
+            self.blocks, self.scheduler, expectation, self._never_fits, self._write_tokens, self._tell, lease_s
+        )
         self.generation = Generation(self.runner, self.blocks, self.sampler, self._drop, info.eos_token_ids)
         self.emission = Emission(info, self.blocks, self.runner.max_model_len, self._tell, self._drop, self._end)
         self._limits = RequestCheck(
@@ -86,29 +90,11 @@ class DecoderEngine:
             self.runner.max_model_len,
             min(config.max_num_seqs, config.max_num_batched_tokens),
         )
+        self._admission = Admission(info, self.runner.spec, self._limits, self.sampler, instance)
         self.counters = {"steps": 0, "requests": 0, "requests_failed": 0, "recomputed_tokens": 0}
         self._requests: dict[str, Request] = {}
         self._dirty = False
-        self._last_step_tokens = 0
-
-    def _expectation(self) -> InputExpectation:
-        spec, info = self.runner.spec, self.info
-        max_rows = info.max_encoder_tokens if info.has_cross_attention else self.runner.max_model_len
-        return InputExpectation(
-            spec.encoder_width, spec.vocab_size, max_rows, info.placeholder_token_id, info.has_cross_attention
-        )
-
-    def _add_handoffs(self, lease_s: float) -> None:
-        """Both halves of the handoff between prefill and decode."""
-        spec, runner = self.runner.spec, self.runner
-        shape = 2, spec.num_kv_heads, spec.head_dim
-        dtype = str(runner.dtype).removeprefix("torch.")
-        cross_shape = (spec.num_cross_layers, *shape) if spec.has_cross_attention else ()
-        expectation = KvExpectation(self._expectation(), (spec.num_layers, *shape), cross_shape, dtype)
-        self.kv_outlet = KvOutlet(self.blocks, self.scheduler, expectation, runner.read_tokens, self._tell, self._end)
-        self.kv_intake = KvIntake(
-            self.blocks, self.scheduler, expectation, self._never_fits, self._write_tokens, self._tell, lease_s
-        )
+        self.last_step_tokens = 0
 
     # --- in
 
@@ -135,33 +121,21 @@ class DecoderEngine:
         self.counters["requests"] += 1
         try:
             self._check_load()
-            self._limits.check(prompt_token_ids, inputs, sampling)
-            self.sampler.check(sampling)
+            request = self._admission.create(
+                request_id,
+                prompt_token_ids,
+                inputs,
+                sampling,
+                self.counters["requests"],
+                priority,
+                resumed,
+                prefill_only=prefill_only,
+                prefilled=prefilled,
+            )
         except TriptychError as error:
             self._forget(request_id)
             self._emit_failure(request_id, error.info)
             return
-        if prefill_only:  # what comes after the prompt is the other engine's business
-            resumed = resumed if len(resumed) == 1 and not sampling.uses_beams else ()
-            sampling = msgspec.structs.replace(sampling, n=1, beam_width=1)
-        elif prefilled:  # and what is in it is the other engine's
-            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
-        request = Request.create(
-            request_id,
-            prompt_token_ids,
-            inputs,
-            sampling=sampling,
-            arrival=self.counters["requests"],
-            priority=priority,
-            seed=sampling.seed if sampling.seed is not None else random.getrandbits(62),
-            is_encoder_decoder=self.info.is_encoder_decoder,
-            cross_attention=self.info.has_cross_attention,
-            uses_mrope=self.runner.spec.mrope_section is not None,
-            instance=self.instance,
-            resumed=() if sampling.uses_beams else tuple(resumed),
-            prefill_only=prefill_only,
-            prefilled=prefilled,
-        )
         request.recorder.start("queue")
         self._requests[request_id] = request
         self._queue(request)
@@ -321,7 +295,7 @@ class DecoderEngine:
             self.intake.num_granted == 0 and self.scheduler.yield_blocks()
         ):
             self._dirty = True
-        self._last_step_tokens = sum(step.num_tokens)
+        self.last_step_tokens = sum(step.num_tokens)
         return self._take_events()
 
     def _settle_inputs(self) -> None:
@@ -373,10 +347,10 @@ class DecoderEngine:
     # --- ends
 
     def _end(self, request: Request) -> None:
+        self.kv_intake.end_request(request.request_id)
         self.scheduler.remove(request)
         self._free_slots(request)
         self.intake.end_request(request)
-        self.kv_intake.end_request(request.request_id)
         self.kv_outlet.forget(request.request_id)
         self.generation.forget(request.request_id)
         del self._requests[request.request_id]
@@ -427,6 +401,7 @@ class DecoderEngine:
         """Raise IntegrityError unless blocks, cache entries and slots add up."""
         self.blocks.check_integrity()
         self.cache.check_integrity()
+        self.kv_intake.check_integrity()
         everyone = (sequence for request in self._requests.values() for sequence in request.sequences)
         held = sum(1 for sequence in everyone if sequence.slot_index >= 0)
         if held + self.runner.buffers.num_free_slots != self.config.max_num_seqs:
@@ -434,30 +409,4 @@ class DecoderEngine:
 
     def stats(self) -> dict[str, float]:
         """Gauges and counters of this moment; counters end in `_total`."""
-        gauges: dict[str, float] = {
-            "requests_running": len(self.scheduler.running),
-            "requests_waiting": len(self.scheduler.waiting),
-            "kv_blocks_usable": self.blocks.pool.num_usable,
-            "kv_blocks_free": self.blocks.num_free,
-            "kv_blocks_used": self.blocks.num_used,
-            "kv_blocks_cached": self.blocks.num_cached,
-            "kv_host_blocks_free": self.blocks.num_host_free,
-            "kv_block_bytes": self.runner.block_bytes,
-            "encoder_cache_bytes_capacity": self.cache.capacity_bytes,
-            "encoder_cache_bytes_used": self.cache.used_bytes,
-            "encoder_cache_bytes_peak": self.cache.peak_bytes,
-            "encoder_cache_references": self.cache.num_references,
-            "inputs_pending": self.intake.num_pending,
-            "inputs_granted": self.intake.num_granted,
-            "kv_offers_pending": self.kv_intake.num_pending,
-            "kv_reserved_requests": self.kv_intake.num_reserved,
-            "last_step_tokens": self._last_step_tokens,
-            "weight_bytes": self.runner.load_report.parameter_bytes,
-            "encoder_computations": encoder_computations.value,
-            **self.runner.memory.stats(),
-        }
-        totals = {**self.counters, **self.emission.counters, **self.intake.counters}
-        totals |= {**self.kv_intake.counters, **self.kv_outlet.counters}
-        totals |= {**self.scheduler.counters, **self.blocks.counters, **self.coverage.counters}
-        totals |= {"encoder_cache_evictions": self.cache.evictions, "encoder_cache_hits": self.cache.hits}
-        return gauges | {f"{name}_total": float(value) for name, value in totals.items()}
+        return engine_stats.gauges(self) | engine_stats.totals(self)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from common.model_info import ModelInfo
 from engine.events import InputMetadata
+from engine.models.base import DecoderSpec
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,12 @@ class InputExpectation:
     max_rows: int
     placeholder: int | None
     cross_attention: bool = False
+
+    @classmethod
+    def of(cls, info: ModelInfo, spec: DecoderSpec, max_model_len: int) -> InputExpectation:
+        """Of a loaded model, served with a context of `max_model_len` tokens."""
+        max_rows = info.max_encoder_tokens if info.has_cross_attention else max_model_len
+        return cls(spec.encoder_width, spec.vocab_size, max_rows, info.placeholder_token_id, info.has_cross_attention)
 
     def fault(self, metadata: InputMetadata) -> str | None:
         """What is wrong with an offer, with the value; None if nothing is."""

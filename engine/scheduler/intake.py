@@ -53,7 +53,7 @@ class InputIntake:
         self._expectation = expectation
         self._lease_s = lease_s
         self._requests: dict[str, Request] = {}
-        self._early: EarlyOffers[InputMetadata] = EarlyOffers()
+        self._early: EarlyOffers[InputMetadata] = EarlyOffers(lease_s)
         self._pending: list[tuple[Request, RequestInput]] = []  # OFFERED, in the order of grants
         self._granted: dict[tuple[str, int], RequestInput] = {}
         self._dormant: list[tuple[Request, RequestInput]] = []

@@ -6,9 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import torch
+
 from common.messages import InputLayout
+from common.model_info import ModelInfo
 from engine.device import DTYPES
 from engine.events import InputMetadata, KvMetadata
+from engine.models.base import DecoderSpec
 from engine.request import Request, RequestInput
 from engine.scheduler.expectation import InputExpectation
 
@@ -18,7 +22,7 @@ Table: TypeAlias = Literal["self", "cross"]
 
 @dataclass(frozen=True)
 class KvExpectation:
-    """The sizes of the model: shapes are [layers, 2, num_kv_heads, head_dim], with no layers where there are none.
+    """The sizes of the model: shapes are [layers, 2, num_kv_heads, head_dim], empty without cross-attention.
 
     Both sides have one of the same model: the sender describes by it what it has, the receiver checks by it.
     """
@@ -27,6 +31,14 @@ class KvExpectation:
     token_shape: tuple[int, ...]
     cross_shape: tuple[int, ...]
     dtype: str
+
+    @classmethod
+    def of(cls, info: ModelInfo, spec: DecoderSpec, max_model_len: int, dtype: torch.dtype) -> KvExpectation:
+        """Of a loaded model, served in `dtype` with a context of `max_model_len` tokens."""
+        shape = 2, spec.num_kv_heads, spec.head_dim
+        cross_shape = (spec.num_cross_layers, *shape) if spec.has_cross_attention else ()
+        inputs = InputExpectation.of(info, spec, max_model_len)
+        return cls(inputs, (spec.num_layers, *shape), cross_shape, str(dtype).removeprefix("torch."))
 
     def describe(self, request: Request) -> KvMetadata:
         """What a prefill has to offer once all of its inputs are known."""

@@ -24,6 +24,7 @@ import torch
 from common.errors import ErrorInfo
 from common.messages import KV_INPUT_ID
 from engine.cache.block_manager import BlockManager
+from engine.cache.block_pool import IntegrityError
 from engine.device import DTYPES
 from engine.events import (
     Event,
@@ -93,7 +94,7 @@ class KvIntake:
         self._handoffs: dict[str, Handoff] = {}
         self._pending: list[Handoff] = []  # OFFERED, in the order of grants
         self._reserved: list[Handoff] = []
-        self._early: EarlyOffers[KvMetadata] = EarlyOffers()
+        self._early: EarlyOffers[KvMetadata] = EarlyOffers(lease_s)
 
     # --- requests come and go
 
@@ -306,6 +307,19 @@ class KvIntake:
             return
         handoff.state = HandoffState.WAITING
         self._emit(InputCancelled(handoff.request.request_id, KV_INPUT_ID, handoff.attempt))
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless queues and states agree, and exactly what is reserved holds blocks."""
+        for state, listed in (HandoffState.OFFERED, self._pending), (HandoffState.RESERVED, self._reserved):
+            inside = [one for one in self._handoffs.values() if one.state is state]
+            if set(map(id, inside)) != set(map(id, listed)) or len(inside) != len(listed):
+                raise IntegrityError(f"{len(inside)} handoffs are {state.value}, {len(listed)} are listed")
+        if {one.request.request_id for one in self._reserved} != {one.request_id for one in self._scheduler.reserved}:
+            raise IntegrityError("the scheduler's reservations are not those of the handoffs")
+        for handoff in self._handoffs.values():
+            holds = self._blocks.has_table(handoff.request.sequences[0].sequence_id)
+            if handoff.state is not HandoffState.STARTED and holds != (handoff.state is HandoffState.RESERVED):
+                raise IntegrityError(f"a handoff that is {handoff.state.value} has blocks, or should have some")
 
     def is_empty(self) -> bool:
         return not (self._handoffs or self._pending or self._early)

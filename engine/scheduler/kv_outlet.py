@@ -77,10 +77,10 @@ class KvOutlet:
         """A step has computed something of these requests, prefills or not."""
         if not self._requests:
             return
-        self.settle()
         for request in stepped:
             if request.request_id in self._requests and request.request_id not in self._unready:
                 self._tell(request)
+        self.settle()
 
     def _tell(self, request: Request) -> None:
         num_computed = min(request.sequences[0].num_computed_tokens, request.num_handoff_tokens)

@@ -95,6 +95,8 @@ class Driver:
         content, rows = job.media[input_id]
         if info.is_encoder_decoder:
             layout = InputLayout(rows, [])
+        elif info.has_cross_attention:
+            layout = InputLayout(rows, [(info.placeholder_token_id or 0, 1)], num_visible_tokens=max(1, rows - 2))
         else:
             layout = InputLayout(rows, [(info.placeholder_token_id or 0, rows)], (1, 1, rows))
         width = self.engine.runner.spec.encoder_width

@@ -1,0 +1,46 @@
+"""The numbers of a decoder engine at one moment."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine.counters import encoder_computations
+
+if TYPE_CHECKING:
+    from engine.decoder_engine import DecoderEngine
+
+
+def gauges(engine: DecoderEngine) -> dict[str, float]:
+    """What goes up and down."""
+    blocks, cache = engine.blocks, engine.cache
+    return {
+        "requests_running": len(engine.scheduler.running),
+        "requests_waiting": len(engine.scheduler.waiting),
+        "kv_blocks_usable": blocks.pool.num_usable,
+        "kv_blocks_free": blocks.num_free,
+        "kv_blocks_used": blocks.num_used,
+        "kv_blocks_cached": blocks.num_cached,
+        "kv_host_blocks_free": blocks.num_host_free,
+        "kv_block_bytes": engine.runner.block_bytes,
+        "encoder_cache_bytes_capacity": cache.capacity_bytes,
+        "encoder_cache_bytes_used": cache.used_bytes,
+        "encoder_cache_bytes_peak": cache.peak_bytes,
+        "encoder_cache_references": cache.num_references,
+        "inputs_pending": engine.intake.num_pending,
+        "inputs_granted": engine.intake.num_granted,
+        "kv_offers_pending": engine.kv_intake.num_pending,
+        "kv_reserved_requests": engine.kv_intake.num_reserved,
+        "last_step_tokens": engine.last_step_tokens,
+        "weight_bytes": engine.runner.load_report.parameter_bytes,
+        "encoder_computations": encoder_computations.value,
+        **engine.runner.memory.stats(),
+    }
+
+
+def totals(engine: DecoderEngine) -> dict[str, float]:
+    """What only grows."""
+    counts = {**engine.counters, **engine.emission.counters, **engine.intake.counters}
+    counts |= {**engine.kv_intake.counters, **engine.kv_outlet.counters}
+    counts |= {**engine.scheduler.counters, **engine.blocks.counters, **engine.coverage.counters}
+    counts |= {"encoder_cache_evictions": engine.cache.evictions, "encoder_cache_hits": engine.cache.hits}
+    return {f"{name}_total": float(value) for name, value in counts.items()}
