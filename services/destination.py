@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from redis.exceptions import RedisError
 
 from broker.handoff import Handoff, HandoffSender, Key
+from broker.registry import HEARTBEAT_S
 from common.errors import TriptychError
 from common.messages import Encode, InstanceRecord, Offer
 from engine.processors import ProcessedInput
 from services.links import Links
 from services.tensor_bytes import bytes_of
+
+LOOKUP_S: Final = 1.5 * HEARTBEAT_S
+_LOOKUP_PAUSE_S: Final = 0.1
 
 
 class Destination(Protocol):
@@ -78,9 +83,17 @@ class RemoteDestination:
 
 
 async def find_instance(links: Links, handoffs: HandoffSender, instance_id: str) -> InstanceRecord | None:
-    """Another instance's record; None if it is not registered. Raises TriptychError("unavailable") without a broker."""
+    """Another instance's record; None if it is not registered. Raises TriptychError("unavailable") without a broker.
+
+    An instance is not given up before it could have entered itself again: Redis may just have been emptied.
+    """
+    deadline_s = time.monotonic() + LOOKUP_S
     try:
-        return handoffs.lately_seen(instance_id) or await links.registry.get(instance_id)
+        while True:
+            record = handoffs.lately_seen(instance_id) or await links.registry.get(instance_id)
+            if record is not None or time.monotonic() > deadline_s:
+                return record
+            await asyncio.sleep(_LOOKUP_PAUSE_S)
     except RedisError as error:
         message = f"the broker does not answer, and {instance_id} cannot be looked up: {error}"
         raise TriptychError("unavailable", message) from error

@@ -30,32 +30,30 @@ class Apart:
     prefill: InProcess[PrefillService]
     decode: InProcess[DecodeService]
 
-    async def generate(
-        self,
-        request_id: str,
-        prompt: list[int],
-        sampling: SamplingParams,
-        inputs: list[InputSlot] | None = None,
-        **more: Any,
-    ) -> None:
+    async def generate(self, request_id: str, prompt: list[int], sampling: SamplingParams, **more: Any) -> None:
         """Send a request to both workers."""
-        message = Generate(request_id, prompt, inputs or [], sampling, prefilled=True, **more)
-        await self.decode.proxy.send(message)
-        await self.prefill_again(message)
+        await self.decode_only(request_id, prompt, sampling, **more)
+        await self.prefill_only(request_id, prompt, sampling, **more)
 
-    async def prefill_again(self, message: Generate, attempt: int = 0) -> None:
-        prompt, inputs, sampling = message.prompt_token_ids, message.inputs, message.sampling
-        await self.prefill.proxy.send(
-            Generate(message.request_id, prompt, inputs, sampling, prefill_for="d0", attempt=attempt)
-        )
+    async def prefill_only(self, request_id: str, prompt: list[int], sampling: SamplingParams, **more: Any) -> None:
+        """Send a request to the prefill worker."""
+        await self.prefill.proxy.send(make_generate(request_id, prompt, sampling, prefill_for="d0", **more))
+
+    async def decode_only(self, request_id: str, prompt: list[int], sampling: SamplingParams, **more: Any) -> None:
+        """Send a request to the decode worker."""
+        await self.decode.proxy.send(make_generate(request_id, prompt, sampling, prefilled=True, **more))
 
     async def abort(self, request_id: str) -> None:
         for worker in (self.decode, self.prefill):
             await worker.proxy.send(Abort(request_id))
 
-    async def tokens(self, request_id: str) -> dict[int, list[int]]:
-        """All tokens of a finished request, by sequence."""
+    async def ended(self, request_id: str) -> None:
+        """Return once the request's last tokens are there."""
         await eventually(lambda: any(message.done for message in self.decode.of(Tokens, request_id)), 30.0)
+
+    async def tokens(self, request_id: str) -> dict[int, list[int]]:
+        """All tokens of a request that has begun here, by sequence, once it has ended."""
+        await self.ended(request_id)
         found: dict[int, list[int]] = {}
         for message in self.decode.of(Tokens, request_id):
             assert message.offset == len(found.setdefault(message.index, []))
@@ -79,16 +77,30 @@ class Apart:
 
 
 @asynccontextmanager
-async def apart(broker_url: str, redis: Redis, context: zmq.asyncio.Context, **settings: Any) -> AsyncIterator[Apart]:
+async def apart(
+    broker_url: str,
+    redis: Redis,
+    context: zmq.asyncio.Context,
+    *,
+    prefill_engine: dict[str, Any] | None = None,
+    decode_engine: dict[str, Any] | None = None,
+) -> AsyncIterator[Apart]:
     """Run both workers for the length of the block; they must end idle, with their books in order."""
     async with (
-        in_process(broker_url, redis, context, PrefillService, instance_id="p0", **settings) as prefill,
-        in_process(broker_url, redis, context, DecodeService, instance_id="d0", **settings) as decode,
+        in_process(broker_url, redis, context, PrefillService, instance_id="p0", engine=prefill_engine) as prefill,
+        in_process(broker_url, redis, context, DecodeService, instance_id="d0", engine=decode_engine) as decode,
     ):
         workers = Apart(prefill, decode)
         yield workers
-        await eventually(workers.is_idle, 10.0)
+        if not (prefill.task.done() or decode.task.done()):
+            await eventually(workers.is_idle, 10.0)
         assert prefill.gauge("integrity_failures") == decode.gauge("integrity_failures") == 0
+
+
+def make_generate(
+    request_id: str, prompt: list[int], sampling: SamplingParams, inputs: list[InputSlot] | None = None, **more: Any
+) -> Generate:
+    return Generate(request_id, prompt, inputs or [], sampling, **more)
 
 
 def question(text: str) -> list[int]:

@@ -82,7 +82,7 @@ async def in_process(
     **settings: Any,
 ) -> AsyncIterator[InProcess[R]]:
     """Run a worker, `w0` unless named otherwise, for the length of the block; it must end cleanly."""
-    config = EngineConfig(num_threads=1, kv_cache_bytes=16 * 2**20, **(engine or {}))
+    config = EngineConfig(**{"num_threads": 1, "kv_cache_bytes": 16 * 2**20, **(engine or {})})
     values = {"broker": broker_url, "cluster": CLUSTER, "instance_id": "w0", "port": 0, "engine": config} | settings
     roles: list[R] = []
 
