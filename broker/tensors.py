@@ -152,7 +152,9 @@ class TensorSender:
             self._routes.pop(address).close()
 
     def close(self) -> None:
+        """Close all connections, for good."""
         self.keep_only(())
+        self._connectors = {}
 
 
 class _Route:

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeAlias
 
 import zmq.asyncio
 from redis.asyncio import Redis
 
-from broker.transports import segment
+from broker.transports import nixl_agent, segment
 from broker.transports.base import Connection, Receiver
+from broker.transports.nixl_receiver import NixlReceiver
+from broker.transports.nixl_transport import NixlConnection
 from broker.transports.redis_transport import RedisConnection, RedisReceiver
 from broker.transports.shm_receiver import ShmReceiver
 from broker.transports.shm_transport import ShmConnection
@@ -49,6 +52,9 @@ def make_receivers(means: Means, transport: Transport, host: str, max_bytes: int
     if transport == "shm" or (transport == "auto" and segment.AVAILABLE):
         _require_shared_memory()
         receivers.append(ShmReceiver(max_bytes=max_bytes))
+    if transport == "nixl":
+        _require_nixl()
+        receivers.append(NixlReceiver(means.context, host, max_bytes=max_bytes))
     if transport == "redis":
         receivers.append(RedisReceiver(_redis_of(means), means.cluster, max_bytes=max_bytes))
     return receivers
@@ -60,6 +66,10 @@ def make_connectors(means: Means, transport: Transport) -> dict[str, Connector]:
     if transport == "shm" or (transport == "auto" and segment.AVAILABLE):
         _require_shared_memory()
         connectors[ShmConnection.scheme] = ShmConnection
+    if transport == "nixl" or (transport == "auto" and nixl_agent.module_name() is not None):
+        _require_nixl()
+        agent = cache(nixl_agent.NixlAgent)  # one for all connections, made when there is the first
+        connectors[NixlConnection.scheme] = lambda address: NixlConnection(means.context, agent, address)
     if transport in ("zmq", "auto"):
         connectors[ZmqConnection.scheme] = lambda address: ZmqConnection(means.context, address)
     if transport == "redis" or (transport == "auto" and means.redis is not None):
@@ -71,6 +81,12 @@ def make_connectors(means: Means, transport: Transport) -> dict[str, Connector]:
 def _require_shared_memory() -> None:
     if not segment.AVAILABLE:
         message = "transport shm: this system has no memfd_create (Linux has); use --transport zmq"
+        raise TriptychError("invalid_request", message, "transport")
+
+
+def _require_nixl() -> None:
+    if nixl_agent.module_name() is None:
+        message = "transport nixl: NIXL is not installed here: pip install 'triptych[nixl]', or use another --transport"
         raise TriptychError("invalid_request", message, "transport")
 
 

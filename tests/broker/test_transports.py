@@ -16,7 +16,7 @@ import pytest
 from redis.asyncio import Redis
 
 from broker.tensors import ITEM_BYTES, TensorSender
-from common.config import Transport
+from broker.transports.nixl_agent import module_name
 from common.errors import TriptychError
 from common.hashing import checksum
 from tests.broker.transport_kit import (
@@ -26,13 +26,19 @@ from tests.broker.transport_kit import (
     kit_of,
     of_bytes,
     open_files,
+    shared_files,
     to,
     transfer,
 )
 from tests.eventually import eventually
 
 MIB = 2**20
-TRANSPORTS: list[Transport] = ["zmq", "shm", "redis"]
+TRANSPORTS = [
+    "zmq",
+    "shm",
+    "redis",
+    pytest.param("nixl", marks=pytest.mark.skipif(module_name() is None, reason="needs pip install 'triptych[nixl]'")),
+]
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -184,7 +190,7 @@ async def test_many_senders_at_once_lose_and_mix_nothing(kit: Kit) -> None:
 
 async def test_closed_ends_leave_no_descriptor_no_file_and_no_key(redis: Redis, broker_url: str, kit: Kit) -> None:
     await kit.warm_up()
-    before, files = open_files(), set(os.listdir("/dev/shm"))
+    before, files = open_files(), shared_files()
     async with kit_of(kit.transport, redis, broker_url) as other:
         sender, receiver = other.sender(), other.receiver()
         received = await transfer(sender, receiver, of_bytes(bytes(MIB)), memoryview(bytes(MIB)))
@@ -195,7 +201,7 @@ async def test_closed_ends_leave_no_descriptor_no_file_and_no_key(redis: Redis, 
     await redis.connection_pool.disconnect()
     await redis.ping()
     await eventually(lambda: open_files() <= before)
-    assert set(os.listdir("/dev/shm")) <= files
+    assert shared_files() <= files
     assert await keys_without_expiry(redis) == []
 
 
@@ -224,7 +230,7 @@ async def until_refused(sender: TensorSender, address: str, data: memoryview, ti
 @pytest.mark.cluster
 async def test_a_sender_killed_amid_a_tensor_leaves_nothing_and_blocks_nobody(kit: Kit, redis: Redis) -> None:
     await kit.warm_up()
-    receiver, files = kit.receiver(), set(os.listdir("/dev/shm"))
+    receiver, files = kit.receiver(), shared_files()
     before = open_files()
     victim = await kit.peer("send", receiver.address, "64")
     received = await receiver.receive()
@@ -241,7 +247,7 @@ async def test_a_sender_killed_amid_a_tensor_leaves_nothing_and_blocks_nobody(ki
     received.release()
     last.release()
     mine.close()
-    assert set(os.listdir("/dev/shm")) <= files
+    assert shared_files() <= files
     assert await keys_without_expiry(redis) == []
     if kit.transport != "redis":  # whose pool keeps connections for the next time
         await eventually(lambda: open_files() <= before + 1)
@@ -254,7 +260,7 @@ async def test_a_receiver_killed_while_it_holds_tensors_costs_the_sender_a_deadl
     await kit.warm_up()
     peer = await kit.peer("hold")
     address = await peer.line()
-    sender, files = kit.sender(), set(os.listdir("/dev/shm"))
+    sender, files = kit.sender(), shared_files()
     before = open_files()
     data = memoryview(bytes(8 * MIB))
     for _ in range(3):
@@ -264,10 +270,10 @@ async def test_a_receiver_killed_while_it_holds_tensors_costs_the_sender_a_deadl
     began_s = time.monotonic()
     assert await until_refused(sender, address, data, timeout_s=0.5) == "unavailable"  # ZMQ may take the first ones
     assert time.monotonic() - began_s < 10
-    sender.keep_only(())
+    sender.close()
     if kit.transport != "redis":
         await eventually(lambda: open_files() <= before + 1)
-    assert set(os.listdir("/dev/shm")) <= files
+    assert shared_files() <= files
     assert await keys_without_expiry(redis) == []
 
 
