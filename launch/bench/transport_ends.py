@@ -1,0 +1,138 @@
+"""The two ends of every way of a tensor that launch.bench.transports compares, and the process of the receiving ones.
+
+Each is as its users have it, through broker.tensors, with checksums made and verified; beside them a loop of plain
+pyzmq, which does none of this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Protocol, cast
+
+import zmq
+import zmq.asyncio
+
+from broker.redis_client import connect
+from broker.tensors import TensorReceiver, TensorSender
+from common.config import Transport
+from common.messages import InstanceRecord, TensorHeader, decode_tensor_header, encode
+
+PLAIN_ZMQ = "plain pyzmq"
+MAX_BYTES = 2**30
+TIMEOUT_S = 60.0
+
+
+class Sink(Protocol):
+    """A receiving end."""
+
+    address: str
+
+    async def take(self) -> TensorHeader:
+        """Wait for one tensor, check it, and let it go."""
+
+
+class Source(Protocol):
+    """A sending end, connected to one sink."""
+
+    async def send(self, header: TensorHeader, data: memoryview) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the receiving process is to take: `count` tensors of one way; with `answer`, each is answered at once."""
+
+    way: str
+    count: int
+    answer: bool
+
+
+class TransportSink:
+    def __init__(self, transport: Transport, broker: str) -> None:
+        context, redis = zmq.asyncio.Context(), connect(broker)
+        self._receiver = TensorReceiver(context, max_bytes=MAX_BYTES, transport=transport, redis=redis)
+        self.address = self._receiver.address
+
+    async def take(self) -> TensorHeader:
+        received = await self._receiver.receive()
+        if received.fault is not None:
+            raise ValueError(received.fault)
+        received.release()
+        return received.header
+
+
+class TransportSource:
+    def __init__(self, transport: Transport, broker: str, address: str) -> None:
+        self._context, self._redis = zmq.asyncio.Context(), connect(broker)
+        self._sender = TensorSender(self._context, transport=transport, redis=self._redis)
+        self._record = InstanceRecord("sink", "prefill_decode", 1, "", "", "uint8", "", "", tensor_address=address)
+
+    async def send(self, header: TensorHeader, data: memoryview) -> None:
+        await self._sender.send(self._record, header, data, TIMEOUT_S)
+
+    def close(self) -> None:
+        self._sender.close()
+        self._context.destroy(linger=0)
+
+
+class PlainZmqSink:
+    def __init__(self) -> None:
+        self._socket = zmq.Context().socket(zmq.ROUTER)
+        self._socket.bind("tcp://127.0.0.1:*")
+        self.address = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+
+    async def take(self) -> TensorHeader:
+        frames = self._socket.recv_multipart(copy=False)
+        return decode_tensor_header(frames[1].buffer)
+
+
+class PlainZmqSource:
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.connect(address)
+
+    async def send(self, header: TensorHeader, data: memoryview) -> None:
+        self._socket.send_multipart([encode(header), data], copy=False)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+def make_sink(way: str, broker: str) -> Sink:
+    return PlainZmqSink() if way == PLAIN_ZMQ else TransportSink(cast(Transport, way), broker)
+
+
+def make_source(way: str, broker: str, address: str) -> Source:
+    return PlainZmqSource(address) if way == PLAIN_ZMQ else TransportSource(cast(Transport, way), broker, address)
+
+
+def serve_sinks(pipe: Connection, ways: list[str], broker: str) -> None:
+    """The receiving process: tells its addresses, then does one Job after the other until the pipe is closed."""
+    asyncio.run(_serve(pipe, ways, broker))
+
+
+async def _serve(pipe: Connection, ways: list[str], broker: str) -> None:
+    sinks = {way: make_sink(way, broker) for way in ways}
+    pipe.send({way: sink.address for way, sink in sinks.items()})
+    while True:
+        try:
+            job: Job = await asyncio.to_thread(pipe.recv)
+        except EOFError:
+            return
+        pipe.send(await _do(job, sinks[job.way], pipe))
+
+
+async def _do(job: Job, sink: Sink, pipe: Connection) -> list[int]:
+    """The arrival of each tensor, in nanoseconds of the clock that both processes have."""
+    arrivals_ns = []
+    for _ in range(job.count):
+        await sink.take()
+        arrivals_ns.append(time.monotonic_ns())
+        if job.answer:
+            pipe.send_bytes(b"")
+    return arrivals_ns
