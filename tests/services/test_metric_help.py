@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from common.config import EngineConfig
+from common.config import EngineConfig, Settings
 from common.model_info import load_model_info
 from engine.decoder_engine import DecoderEngine
 from engine.encoder_engine import EncoderEngine
+from services.decode import DecodeService
+from services.encoder import EncoderService
+from services.links import Links, RoleService
 from services.metric_help import HELP
 from services.metrics import WorkerMetrics
+from services.prefill import PrefillService
+from services.prefill_decode import EncodePrefillDecodeService, PrefillDecodeService
+from services.shell import Shell
 
 
 @pytest.mark.parametrize("engine", [DecoderEngine, EncoderEngine])
@@ -26,3 +34,17 @@ def test_the_engines_numbers_have_help_texts(engine: type[DecoderEngine] | type[
 
 def test_help_texts_are_sentences() -> None:
     assert all(not text[0].islower() and text.endswith(".") for text in HELP.values())
+
+
+ROLES = (EncoderService, PrefillService, DecodeService, PrefillDecodeService, EncodePrefillDecodeService)
+
+
+@pytest.mark.parametrize("role", ROLES)
+async def test_a_workers_own_numbers_have_help_texts(role: Callable[[Links], RoleService]) -> None:
+    settings = Settings(broker="redis://127.0.0.1:1", port=0, instance_id="w0")
+    shell = Shell(settings, load_model_info("signpost"), "float32", role)
+    try:
+        metrics = shell._links.metrics
+        assert {name for name in (*metrics.gauges, *metrics.tallies) if name not in HELP} == set()
+    finally:
+        await shell._close()
