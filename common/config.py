@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, SecretStr
+from pydantic import BaseModel, Field, SecretStr, field_validator
 from pydantic_settings import (
     BaseSettings,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
@@ -16,6 +17,7 @@ from pydantic_settings import (
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+MediaScheme = Literal["data", "http", "https"]
 PreemptionPolicy = Literal["auto", "recompute", "swap"]
 Transport = Literal["auto", "shm", "zmq", "redis", "nixl"]
 
@@ -116,8 +118,19 @@ class Settings(BaseSettings):
     max_media_bytes: int = Field(32 * 2**20, ge=1, description="Largest picture or audio file.")
     max_media_items: int = Field(16, ge=1, description="Pictures and clips in one request.")
     media_timeout_s: float = Field(10.0, gt=0, description="Longest fetch of one media URL.")
+    allowed_media_schemes: Annotated[tuple[MediaScheme, ...], NoDecode] = Field(
+        ("data", "http", "https"), description="Schemes that media URLs may have, separated by commas."
+    )
+    allowed_media_folder: Path | None = Field(
+        None, description="file: URLs may name media below this folder; without it, they may name none."
+    )
     allow_private_media_urls: bool = Field(False, description="Let media URLs point into private networks.")
     engine: EngineConfig = EngineConfig()
+
+    @field_validator("allowed_media_schemes", mode="before")
+    @classmethod
+    def _separated_by_commas(cls, value: object) -> object:
+        return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
     @classmethod
     def settings_customise_sources(

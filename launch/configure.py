@@ -61,6 +61,8 @@ def _text(value: Any) -> str:
 
     if isinstance(value, SecretStr):
         return value.get_secret_value()  # only the same user can read a process's environment
+    if isinstance(value, tuple):
+        return ",".join(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

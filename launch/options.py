@@ -8,12 +8,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
 from launch.configure import Flags
 
+WorkerRole = Literal["encoder", "prefill", "decode", "prefill_decode", "encode_prefill_decode"]
 _SERVING, _KEYS, _ENGINE, _LIMITS = "Serving", "Keys", "Engine", "Logs and limits"
 
 
@@ -101,6 +102,10 @@ _OPTIONS: dict[str, Any] = {
     ),
     "max_media_bytes": _size(_LIMITS, "Largest picture or audio file.", "32MiB"),
     "max_media_items": _option(int, _LIMITS, "Pictures and clips in one request.", "16"),
+    "allowed_media_schemes": _option(
+        str, _LIMITS, "Schemes that media URLs may have.", "data,http,https", metavar="SCHEME,…"
+    ),
+    "allowed_media_folder": _option(Path, _LIMITS, "Let file: URLs name media below this folder.", "none"),
     "allow_private_media_urls": _option(
         bool, _LIMITS, "Let media URLs point into private networks.", "no", ("--allow-private-media-urls",)
     ),
@@ -132,6 +137,8 @@ PROXY = (
     "request_timeout_s",
     "max_media_bytes",
     "max_media_items",
+    "allowed_media_schemes",
+    "allowed_media_folder",
     "allow_private_media_urls",
 )
 LOGS = ("log_level", "log_format")

@@ -7,8 +7,10 @@ change its mind between the check and the connection (DNS rebinding). Redirects 
 from __future__ import annotations
 
 import asyncio
+import functools
 import ipaddress
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import httpx
@@ -19,14 +21,25 @@ from common.errors import TriptychError
 MAX_REDIRECTS: Final = 5
 _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 _NAT64: Final = ipaddress.ip_network("64:ff9b::/96")
+_ASSIGNED: Final = ipaddress.ip_network("2000::/3")
+"""All that is routed on the IPv6 internet."""
+_RESOLVERS: Final = 16
+"""Names that are looked up at once: each may take its server's time, and nobody else's."""
 
 
 class Fetcher:
-    """One HTTP client for all media. Close it."""
+    """One HTTP client for all media. Close it.
+
+    What is refused: addresses beyond the open internet (private, loopback, link-local and with it the metadata services
+    of clouds, multicast, those that carry such an IPv4 address), whatever notation or name leads there, and user names
+    in URLs. Every redirect is looked at anew.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._timeout_s = settings.media_timeout_s
+        self._schemes = [scheme for scheme in settings.allowed_media_schemes if scheme in ("http", "https")]
         self._allow_private = settings.allow_private_media_urls
+        self._resolvers = ThreadPoolExecutor(_RESOLVERS, "resolver")  # the loop's own threads are for everybody's text
         self._client = httpx.AsyncClient(
             follow_redirects=False,
             trust_env=False,  # a proxy from the environment would resolve names for us, unchecked
@@ -36,6 +49,7 @@ class Fetcher:
         )
 
     async def close(self) -> None:
+        self._resolvers.shutdown(wait=False, cancel_futures=True)
         await self._client.aclose()
 
     async def fetch(self, url: str, param: str, max_bytes: int) -> bytes:
@@ -47,7 +61,7 @@ class Fetcher:
         try:
             async with asyncio.timeout(self._timeout_s):
                 for _ in range(MAX_REDIRECTS + 1):
-                    target = _parse(url, param)
+                    target = self._parse(url, param)
                     address = await self._checked_address(target, param)
                     data, location = await self._get(target, address, param, max_bytes)
                     if location is None:
@@ -58,6 +72,16 @@ class Fetcher:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise _bad(param, f"{_shown(url)} cannot be fetched: {error or type(error).__name__}") from error
         raise _bad(param, f"more than {MAX_REDIRECTS} redirects, the last to {_shown(url)}")
+
+    def _parse(self, url: str, param: str) -> httpx.URL:
+        parsed = httpx.URL(url)
+        if parsed.scheme not in self._schemes or not parsed.host:
+            what = f"{_shown(url)} is not a URL of {' or '.join(self._schemes)}"
+        elif parsed.userinfo:
+            what = "a URL with a user name or password is not fetched"
+        else:
+            return parsed
+        raise TriptychError("invalid_request", f"{param}: {what}", param)
 
     async def _get(self, url: httpx.URL, address: str, param: str, max_bytes: int) -> tuple[bytes, str | None]:
         """One hop: the body, or where it redirects to."""
@@ -81,7 +105,8 @@ class Fetcher:
         """One address of the host; every one of them must be allowed."""
         port = url.port or (443 if url.scheme == "https" else 80)
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(url.host, port, type=socket.SOCK_STREAM)
+            look_up = functools.partial(socket.getaddrinfo, url.host, port, type=socket.SOCK_STREAM)
+            found = await asyncio.get_running_loop().run_in_executor(self._resolvers, look_up)
         except (OSError, UnicodeError) as error:
             raise _bad(param, f"the host {url.host!r} is not known: {error}") from error
         addresses = [str(entry[4][0]) for entry in found]
@@ -101,6 +126,8 @@ def is_public(address: str) -> bool:
             inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
         if inner is not None:
             ip = inner
+        elif ip not in _ASSIGNED:
+            return False
     return ip.is_global and not ip.is_multicast
 
 
@@ -114,13 +141,6 @@ async def _read(response: httpx.Response, param: str, max_bytes: int) -> bytes:
         if len(body) > max_bytes:
             raise _over(param, f"over {max_bytes} bytes", max_bytes)
     return bytes(body)
-
-
-def _parse(url: str, param: str) -> httpx.URL:
-    parsed = httpx.URL(url)
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise TriptychError("invalid_request", f"{_shown(url)} is not an http(s) URL", param)
-    return parsed
 
 
 def _bad(param: str, message: str) -> TriptychError:

@@ -18,6 +18,7 @@ from common.errors import TriptychError
 from common.messages import MAX_MEDIA_BYTES, MediaKind
 from proxy.fetch import Fetcher
 from proxy.jobs import MediaItem
+from proxy.local_files import read_local
 from proxy.metrics import ProxyMetrics
 
 _IMAGE_MAGIC: Final = (
@@ -40,7 +41,7 @@ _OFF_LOOP_BYTES: Final = 256 * 2**10
 
 @dataclass(frozen=True)
 class MediaSource:
-    """One item as the request named it: `url` is data:, http: or https:; `data` is base64. One of them is given."""
+    """One item as the request named it: `url` is data:, http:, https: or file:; `data` is base64. One is given."""
 
     kind: MediaKind
     param: str
@@ -56,6 +57,8 @@ class MediaIntake:
         self._fetcher = fetcher
         self._metrics = metrics
         self._max_bytes = min(settings.max_media_bytes, MAX_MEDIA_BYTES)
+        local = ("file",) if settings.allowed_media_folder is not None else ()
+        self._schemes = (*settings.allowed_media_schemes, *local)
 
     async def load(self, sources: list[MediaSource]) -> list[MediaItem]:
         """The items, in order.
@@ -88,16 +91,20 @@ class MediaIntake:
 
     async def _load(self, source: MediaSource) -> MediaItem:
         scheme = source.url[:8].partition(":")[0].lower()
+        if not source.data and scheme not in self._schemes:
+            allowed = ", ".join(f"{scheme}:" for scheme in self._schemes)
+            message = f"{source.param} must be a URL with one of {allowed}, not {source.url[:40]!r}"
+            raise TriptychError("invalid_request", message, source.param)
         if source.data or scheme == "data":
             text = source.data or source.url
             big = len(text) > _OFF_LOOP_BYTES
             decode = self._decode_base64 if source.data else self._decode_data_url
             data = await asyncio.to_thread(decode, text, source.param) if big else decode(text, source.param)
-        elif scheme in ("http", "https"):
-            data = await self._fetcher.fetch(source.url, source.param, self._max_bytes)
+        elif scheme == "file":
+            folder = self._settings.allowed_media_folder
+            data = await asyncio.to_thread(read_local, source.url, folder, source.param, self._max_bytes)
         else:
-            message = f"{source.param} must be a data:, http: or https: URL, not {source.url[:40]!r}"
-            raise TriptychError("invalid_request", message, source.param)
+            data = await self._fetcher.fetch(source.url, source.param, self._max_bytes)
         return await self.of_bytes(source.kind, data, source.param)
 
     def _decode_data_url(self, url: str, param: str) -> bytes:

@@ -112,7 +112,7 @@ BAD_ANSWERS = (
     (_ok(b"x" * 5000), "at most 4096"),
     (b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n", "99999 bytes"),
     (b"not HTTP at all\r\n\r\n", "cannot be fetched"),
-    (_redirect("file:///etc/passwd"), "not an http"),
+    (_redirect("file:///etc/passwd"), "is not a URL of http or https"),
     (b"", "took longer"),
 )
 
@@ -141,8 +141,8 @@ BAD_URLS = (
     ("data:image/png;base64", "without a comma"),
     (data_url(b"plain text"), "no known format"),
     (data_url(speech(0.1)), "looks like wav"),
-    ("ftp://example.org/x.png", "must be a data:"),
-    ("", "must be a data:"),
+    ("ftp://example.org/x.png", "must be a URL with one of data:, http:, https:, not"),
+    ("", "must be a URL with one of data:"),
 )
 
 

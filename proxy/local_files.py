@@ -1,0 +1,46 @@
+"""file: URLs, for media that lie beside the server: only below one folder, and only plain files."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from common.errors import TriptychError
+
+
+def read_local(url: str, folder: Path | None, param: str, max_bytes: int) -> bytes:
+    """The bytes of the file that a file: URL names. Blocks: call it in a thread.
+
+    `..` and symbolic links are resolved before the look whether it lies below `folder`: whoever may write there may
+    not lead out of it. Raises TriptychError naming `param`: "invalid_request" for what is not allowed or not there,
+    without telling these two apart, "item_too_large" for more than `max_bytes`.
+    """
+    parts = urlsplit(url)
+    if folder is None or parts.netloc not in ("", "localhost"):
+        raise _refused(param)
+    try:
+        root = folder.resolve(strict=True)
+        path = Path(unquote(parts.path)).resolve(strict=True)
+        if not path.is_relative_to(root):
+            raise _refused(param)
+        return _read(path, param, max_bytes)
+    except (OSError, ValueError, RuntimeError) as error:  # not there, a zero byte in it, a loop of links
+        raise _refused(param) from error
+
+
+def _read(path: Path, param: str, max_bytes: int) -> bytes:
+    # O_NOFOLLOW: a link may have taken its place meanwhile. O_NONBLOCK: opening a pipe would wait for a writer.
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise _refused(param)
+        if status.st_size > max_bytes:
+            message = f"{param} has {status.st_size} bytes, at most {max_bytes} are allowed"
+            raise TriptychError("item_too_large", message, param)
+        return file.read(max_bytes)
+
+
+def _refused(param: str) -> TriptychError:
+    return TriptychError("invalid_request", f"{param} is not a file that this server may read", param)

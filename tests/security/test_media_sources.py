@@ -1,0 +1,229 @@
+"""Where media may come from: no notation, name, redirect or link leads to what a stranger must not reach."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+
+import httpx
+import openai
+import pytest
+
+from common.config import Settings
+from common.errors import TriptychError
+from proxy import fetch
+from proxy.fetch import Fetcher
+from proxy.local_files import read_local
+from tests.proxy.media import image_part, picture
+from tests.proxy.test_media import web_server
+
+INSIDE = (
+    "127.0.0.1",
+    "127.1",
+    "2130706433",  # the same as one number
+    "0x7f000001",
+    "0177.0.0.1",  # octal
+    "0",
+    "0.0.0.0",
+    "①②⑦.⓪.⓪.①",
+    "localhost",
+    "localhost.",
+    "LOCALHOST",
+    "10.0.0.1",
+    "172.16.0.1",
+    "192.168.1.1",
+    "100.64.0.1",
+    "198.18.0.1",
+    "169.254.169.254",  # the metadata service of most clouds
+    "0xa9fea9fe",
+    "[::1]",
+    "[::]",
+    "[fd00:ec2::254]",  # that of AWS over IPv6
+    "[fe80::1]",
+    "[::ffff:169.254.169.254]",
+    "[::ffff:a9fe:a9fe]",
+    "[::127.0.0.1]",
+    "[64:ff9b::169.254.169.254]",
+    "[64:ff9b:1::a9fe:a9fe]",
+    "[2002:a9fe:a9fe::]",
+    "[fec0::1]",
+    "224.0.0.1",
+    "255.255.255.255",
+)
+
+
+@pytest.mark.parametrize("host", INSIDE)
+async def test_no_notation_leads_inside(host):
+    fetcher = Fetcher(Settings(media_timeout_s=5))
+    # Some of them are no host for our own parser, some for the system's resolver: a connection is tried for none.
+    with pytest.raises(TriptychError, match=r"private network|Invalid (IPv4|IDNA)|is not known"):
+        await fetcher.fetch(f"http://{host}:1/x", "image_url", 1000)
+    await fetcher.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://example.org@127.0.0.1:1/",
+        "http://user:s3cret@example.org/",
+        "http://example.org:80\\@127.0.0.1:1/",
+        "http:///x",
+        "http://",
+        "https:x",
+        "gopher://127.0.0.1:1/",
+        "file:///etc/passwd",
+        "http://[::1/",
+        "http://exa mple.org/",
+        "http://127.0.0.1:99999/",
+        "http://\x00/",
+        "http://" + "a" * 70000 + "/",
+    ],
+)
+async def test_strange_urls_are_the_clients_fault(url):
+    fetcher = Fetcher(Settings(media_timeout_s=5))
+    with pytest.raises(TriptychError) as caught:
+        await fetcher.fetch(url, "image_url", 1000)
+    assert caught.value.info.http_status == 400
+    assert "s3cret" not in str(caught.value)
+    await fetcher.close()
+
+
+def ok(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+
+
+async def test_a_name_that_changes_its_mind_is_not_asked_twice(monkeypatch):
+    """DNS rebinding: the name gives a public address when it is checked, and a private one ever after."""
+    async with web_server(lambda path: ok(b"secret of the inside")) as inside, outside_server() as port:
+        answers = iter([[("127.0.0.2", port)]])
+        inside_port = httpx.URL(inside).port
+
+        def rebinding(host: str, number: int, **options: object) -> list[tuple[object, ...]]:
+            addresses = next(answers, [("127.0.0.1", inside_port)])
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in addresses]
+
+        monkeypatch.setattr(fetch.socket, "getaddrinfo", rebinding)
+        monkeypatch.setattr(fetch, "is_public", lambda address: address == "127.0.0.2")
+        fetcher = Fetcher(Settings())
+        assert await fetcher.fetch(f"http://rebinding.example:{port}/", "image_url", 1000) == b"outside"
+        with pytest.raises(TriptychError, match="private network"):
+            await fetcher.fetch(f"http://rebinding.example:{inside_port}/", "image_url", 1000)
+        await fetcher.close()
+
+
+class outside_server:
+    """A web server on another loopback address, which plays the open internet; gives its port."""
+
+    async def __aenter__(self) -> int:
+        self._server = await asyncio.start_server(self._answer, "127.0.0.2", 0)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(ok(b"outside"))
+        writer.close()
+
+
+async def test_one_private_address_among_several_is_enough(monkeypatch):
+    addresses = ["8.8.8.8", "10.0.0.1"]
+    entries = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 80)) for address in addresses]
+    monkeypatch.setattr(fetch.socket, "getaddrinfo", lambda *_, **__: entries)
+    fetcher = Fetcher(Settings())
+    with pytest.raises(TriptychError, match=r"10\.0\.0\.1"):
+        await fetcher.fetch("http://both.example/", "image_url", 1000)
+    await fetcher.close()
+
+
+async def test_slow_resolvers_hold_up_nobody_else(monkeypatch):
+    """Each look-up waits in a thread of its own kind; those that everybody's text is tokenised in stay free."""
+    answer = threading.Event()
+    monkeypatch.setattr(fetch.socket, "getaddrinfo", lambda *_, **__: answer.wait(30) and [])
+    fetcher = Fetcher(Settings(media_timeout_s=0.3))
+    waiting = [asyncio.create_task(fetcher.fetch(f"http://{n}.example/", "image_url", 1000)) for n in range(64)]
+    async with asyncio.timeout(10):
+        assert await asyncio.to_thread(lambda: "tokenised") == "tokenised"
+        for outcome in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(outcome, TriptychError)
+            assert "took longer" in str(outcome)
+    answer.set()
+    await fetcher.close()
+
+
+async def test_only_listed_schemes(serve):
+    async with serve(allowed_media_schemes="data") as rig:
+        await rig.chat([image_part(picture())])
+        for url in (
+            "http://example.org/x.png",
+            "https://example.org/x.png",
+            "file:///etc/passwd",
+            "ftp://x/y",
+            "x",
+            "",
+        ):
+            with pytest.raises(openai.BadRequestError, match="one of data:, not"):
+                await rig.chat([{"type": "image_url", "image_url": {"url": url}}])
+
+
+async def test_a_redirect_to_a_scheme_that_is_not_listed_is_refused(monkeypatch):
+    fetcher = Fetcher(Settings(allowed_media_schemes="https", allow_private_media_urls=True))
+    with pytest.raises(TriptychError, match="is not a URL of https"):
+        await fetcher.fetch("http://127.0.0.1:1/", "image_url", 1000)
+    await fetcher.close()
+
+
+async def test_files_below_the_folder_are_read(serve, tmp_path):
+    (tmp_path / "sign post.png").write_bytes(picture())
+    async with serve(allowed_media_folder=tmp_path) as rig:
+        for url in (f"file://{tmp_path}/sign%20post.png", f"file://localhost{tmp_path}/x/../sign%20post.png"):
+            os.makedirs(tmp_path / "x", exist_ok=True)
+            answer = await rig.chat([{"type": "image_url", "image_url": {"url": url}}])
+            assert answer.choices[0].finish_reason == "stop"
+        with pytest.raises(openai.BadRequestError, match="may read"):
+            await rig.chat([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}])
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "{folder}/../secret",
+        "{folder}/%2e%2e/secret",
+        "{folder}/link",
+        "{folder}/linked/secret",
+        "{folder}/loop",
+        "{folder}/pipe",
+        "{folder}",
+        "{folder}/missing",
+        "{folder}2/secret",
+        "/etc/passwd",
+        "/dev/zero",
+        "/proc/self/environ",
+        "//{folder}/../secret",
+        "{folder}/a%00b",
+        "relative",
+    ],
+)
+def test_nothing_else_is(tmp_path, path):
+    folder = tmp_path / "media"
+    beside = tmp_path / "media2"
+    for made in (folder, beside):
+        made.mkdir()
+    for secret in (tmp_path / "secret", beside / "secret"):
+        secret.write_text("secret")
+    (folder / "link").symlink_to(tmp_path / "secret")
+    (folder / "linked").symlink_to(tmp_path)
+    (folder / "loop").symlink_to(folder / "loop")
+    os.mkfifo(folder / "pipe")
+    for prefix in ("file://", "file:", "file://other.host"):
+        with pytest.raises(TriptychError, match="may read"):
+            read_local(prefix + path.format(folder=folder), folder, "image_url", 1000)
+
+
+def test_a_file_over_the_limit_is_not_read(tmp_path):
+    (tmp_path / "big").write_bytes(bytes(2000))
+    with pytest.raises(TriptychError, match="2000 bytes"):
+        read_local(f"file://{tmp_path}/big", tmp_path, "image_url", 1000)
