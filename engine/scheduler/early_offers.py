@@ -13,6 +13,8 @@ MAX_ENDED: Final = 8192
 """Ended requests remembered, so that a late offer is answered as cancelled."""
 MAX_EARLY_OFFERS: Final = 8192
 """Offers kept for requests that have not arrived."""
+KEEP_S: Final = 3.0
+"""How long to keep one that is not repeated: its sender, which repeats it every two seconds, has given it up."""
 
 M = TypeVar("M")
 

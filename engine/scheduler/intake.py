@@ -31,7 +31,7 @@ from engine.events import (
 )
 from engine.request import InputState, Request, RequestInput
 from engine.scheduler.coverage import Coverage
-from engine.scheduler.early_offers import EarlyOffers
+from engine.scheduler.early_offers import KEEP_S, EarlyOffers
 from engine.scheduler.expectation import InputExpectation
 
 
@@ -53,7 +53,7 @@ class InputIntake:
         self._expectation = expectation
         self._lease_s = lease_s
         self._requests: dict[str, Request] = {}
-        self._early: EarlyOffers[InputMetadata] = EarlyOffers(lease_s)
+        self._early: EarlyOffers[InputMetadata] = EarlyOffers(min(lease_s, KEEP_S))
         self._pending: list[tuple[Request, RequestInput]] = []  # OFFERED, in the order of grants
         self._granted: dict[tuple[str, int], RequestInput] = {}
         self._dormant: list[tuple[Request, RequestInput]] = []

@@ -39,7 +39,7 @@ from engine.events import (
 )
 from engine.request import Request, Sequence
 from engine.scheduler.decoder import DecoderScheduler
-from engine.scheduler.early_offers import EarlyOffers
+from engine.scheduler.early_offers import KEEP_S, EarlyOffers
 from engine.scheduler.kv_expectation import KvExpectation, Table
 from engine.scheduler.token_ranges import TokenRanges
 
@@ -94,7 +94,7 @@ class KvIntake:
         self._handoffs: dict[str, Handoff] = {}
         self._pending: list[Handoff] = []  # OFFERED, in the order of grants
         self._reserved: list[Handoff] = []
-        self._early: EarlyOffers[KvMetadata] = EarlyOffers(lease_s)
+        self._early: EarlyOffers[KvMetadata] = EarlyOffers(min(lease_s, KEEP_S))
 
     # --- requests come and go
 
