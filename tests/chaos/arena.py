@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from common.config import EngineConfig, Settings, Transport
+from engine.scheduler.early_offers import KEEP_S
 from launch.cluster import LocalCluster
 from launch.held import held
 from launch.soak.asking import Ending, Reply, send
@@ -26,7 +27,7 @@ from launch.soak.asks import Ask
 from launch.soak.memory import processes, resident_bytes, shared_files
 from launch.soak.run import TORCH_CACHE
 from tests.chaos.asks import salted
-from tests.chaos.faults import Breaker, Fault, allowed_endings
+from tests.chaos.faults import CUTS, Breaker, Fault, allowed_endings
 from tests.chaos.network import Network, cabled
 
 IN_FLIGHT = 16
@@ -36,6 +37,8 @@ RETURN_S = 60.0
 """How long a killed process may take to be ready again; two shared cores, several at once."""
 SETTLE_S = 2.0
 """How soon after the last answer nothing may be held."""
+SETTLE_AFTER_CUT_S = SETTLE_S + KEEP_S
+"""The same where a worker may have been offered what it has never been asked for: it keeps the offer for a while."""
 PAUSE_S = 0.3
 
 
@@ -82,7 +85,7 @@ class Arena:
         The load goes on until every fault has passed and the API is there again, and then for one more request of
         each of the IN_FLIGHT.
         """
-        await self.wait_until_nothing_is_held()  # of the round before, should that have failed
+        await self.wait_until_nothing_is_held(RETURN_S)  # of the round before, should that have failed
         done, passed = Round(faults), asyncio.Event()
         self.shared |= shared_files(pid for _, pid in self._processes())
         allowed = allowed_endings(faults, self.cluster)
@@ -96,7 +99,8 @@ class Arena:
             passed.set()
             await asyncio.gather(*slots)
         self._judge(done, allowed)
-        await self.wait_until_nothing_is_held()
+        cut = any(fault.kind in CUTS for fault in faults)
+        await self.wait_until_nothing_is_held(SETTLE_AFTER_CUT_S if cut else SETTLE_S)
         return done
 
     async def _slot(
@@ -131,11 +135,11 @@ class Arena:
         assert not wrong, f"{what}; {dict(done.endings)}:\n" + "\n".join(wrong)
         assert done.endings["whole"] >= IN_FLIGHT / 2, f"{what}: hardly anything was answered: {dict(done.endings)}"
 
-    async def wait_until_nothing_is_held(self) -> None:
-        """Those that live let go within two seconds; then those that died come back, and hold nothing, either."""
-        await self._settle(also_absent=False)
+    async def wait_until_nothing_is_held(self, settle_s: float = SETTLE_S) -> None:
+        """Those that live let go within `settle_s`; then those that died come back, and hold nothing, either."""
+        await self._settle(settle_s, also_absent=False)
         await self._wait_until_ready(*self.cluster.instances)
-        await self._settle(also_absent=True)
+        await self._settle(settle_s, also_absent=True)
         orphaned = self.shared - shared_files(pid for _, pid in self._processes())
         assert not [path for path in orphaned if path.exists()], f"left in shared memory: {orphaned}"
 
@@ -145,8 +149,8 @@ class Arena:
             assert time.monotonic() < deadline_s, f"not back after {RETURN_S:g} s: {absent}"
             await asyncio.sleep(0.1)
 
-    async def _settle(self, *, also_absent: bool) -> None:
-        deadline_s = time.monotonic() + SETTLE_S
+    async def _settle(self, settle_s: float, *, also_absent: bool) -> None:
+        deadline_s = time.monotonic() + settle_s
         while True:
             found = await asyncio.to_thread(held, self.cluster)
             if not also_absent:
@@ -154,7 +158,7 @@ class Arena:
                 found = {what: count for what, count in found.items() if absent.isdisjoint(re.split("[ :]", what))}
             if not found:
                 return
-            assert time.monotonic() < deadline_s, f"still held after {SETTLE_S:g} s: {found}"
+            assert time.monotonic() < deadline_s, f"still held after {settle_s:g} s: {found}"
             await asyncio.sleep(0.05)
 
     def _processes(self) -> list[tuple[str, int]]:

@@ -21,7 +21,14 @@ SEED = int(os.environ.get("CHAOS_SEED") or random.SystemRandom().randrange(10**6
 ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "0"))
 STOP_S = float(os.environ.get("CHAOS_STOP_S", "10"))
 """Of each setup. A process stands still, and a cable is cut, for up to so many seconds."""
-SETUPS = ("signpost 2e2pd auto", "whisper 2e2pd zmq", "signpost 1e1pd zmq")
+SETUPS = (
+    "signpost 2e2pd auto",
+    "signpost 2e2p2d zmq",
+    "whisper 2e2pd zmq",
+    "whisper 1e2p2d auto",
+    "signpost 1e1p1d auto",
+    "signpost 1e1pd zmq",
+)
 pytestmark = [pytest.mark.cluster, pytest.mark.chaos, pytest.mark.timeout(300)]
 
 MakeArena = Callable[[str], Arena]
