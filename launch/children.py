@@ -61,6 +61,10 @@ class Child:
     def running(self) -> bool:
         return self._process.returncode is None
 
+    @property
+    def ended_well(self) -> bool:
+        return self._process.returncode == 0
+
     async def wait(self) -> str:
         """Wait for the end; give how it ended in words. What the process itself had started is ended, too."""
         code = await self._process.wait()

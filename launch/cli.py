@@ -1,4 +1,4 @@
-"""The command line: `triptych serve | worker | proxy | request | demo`. Heavy imports wait inside the commands."""
+"""The command line: `triptych serve | request | status | …`. Heavy imports wait inside the commands."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import atexit
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn, cast
+from typing import Annotated, NoReturn, cast
 
 import typer
 
 from common.errors import TriptychError
+from launch import cli_members
 from launch.configure import Flags, load_settings
-from launch.options import ENGINE, KEYS, LOGS, NETWORK, PROXY, takes_settings
+from launch.options import ENGINE, KEYS, LOGS, NETWORK, PROXY, WorkerRole, takes_settings
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -25,7 +26,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-WorkerRole = Literal["encoder", "prefill", "decode", "prefill_decode", "encode_prefill_decode"]
 Model = Annotated[str | None, typer.Option(help="Hub id, folder, or bundled model.", show_default="signpost")]
 FollowParent = Annotated[bool, typer.Option("--follow-parent", hidden=True)]
 Url = Annotated[str, typer.Option(help="Where the cluster answers, without /v1.")]
@@ -77,7 +77,8 @@ def serve(
       triptych serve Qwen/Qwen2.5-VL-3B-Instruct --device cuda --kv-cache-bytes 8GiB
       triptych serve ./model --broker redis://10.0.0.5:6379 --cluster staging
 
-    Ctrl-C stops everything. A worker that dies is reported and started again.
+    Ctrl-C stops everything. A worker that dies is reported and started again. `triptych status`, `drain` and `switch`
+    look after a cluster that runs.
     """
     settings = load_settings({"model": model, **flags})
     from launch.serve import serve as run
@@ -107,10 +108,13 @@ def worker(
       triptych worker --role prefill_decode --model signpost --broker redis://127.0.0.1:6379
       triptych worker --role prefill --model ./model --broker redis://10.0.0.5:6379     with --role decode elsewhere
 
-    Proxies and other workers find it through the broker.
+    Proxies and other workers find it through the broker, and send it work at once. Without --broker it joins the
+    cluster that `triptych serve` runs on this machine.
     """
     settings = load_settings({"model": model, "port": port, **flags})
-    _require_broker(settings.broker)
+    from launch.local_clusters import reach
+
+    settings = reach(settings)
     _follow_parent(follow_parent)
     from services.worker import run
 
@@ -202,6 +206,10 @@ def demo(
     from launch.demo import run_demo
 
     raise typer.Exit(run_demo(settings, pictures, seed))
+
+
+for _command in (cli_members.status, cli_members.drain, cli_members.switch):
+    app.command()(_command)
 
 
 def _require_broker(url: str | None) -> None:

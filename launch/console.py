@@ -67,6 +67,17 @@ class ConsoleReporter:
             highlight=False,
         )
 
+    def draining(self, instance: Instance) -> None:
+        self._console.print(f"{instance.id} is draining: it finishes what it has", highlight=False)
+
+    def left(self, instance: Instance) -> None:
+        self._console.print(f"[green]✓[/] {instance.id} has left", highlight=False)
+
+    def switched(self, instance: Instance) -> None:
+        self._console.print(
+            f"[green]✓[/] {instance.id} has the role {instance.role} now (pid {instance.pid})", highlight=False
+        )
+
     def broker_died(self, log_tail: str) -> None:
         self._console.print("[red]✗ the broker died[/]; an empty one takes its place. Its last lines:", highlight=False)
         self._quote(log_tail)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from common.messages import Role
 from launch.backoff import Backoff
 from launch.children import Child, Command
+from services.worker import with_role
 
-State = Literal["starting", "ready", "restarting", "stopped"]
+State = Literal["starting", "ready", "draining", "switching", "restarting", "left", "stopped"]
+"""On purpose: `draining` until everything under way is done, then `left` for good, or `switching` to another role."""
 
 
 @dataclass
@@ -32,6 +34,11 @@ class Instance:
     past_epoch: int | None = None
     """The epoch of a former life: its registry entry outlives a killed process by a few seconds."""
     backoff: Backoff = field(default_factory=Backoff)
+
+    def take_role(self, role: Role) -> None:
+        """The process has changed its role by itself: what starts it again has to know."""
+        self.role, self.past_epoch = role, self.epoch
+        self.command = replace(self.command, argv=with_role(self.command.argv, role))
 
     @property
     def pid(self) -> int | None:
@@ -58,6 +65,15 @@ class Reporter(Protocol):
     def recovered(self, instance: Instance) -> None:
         """A process that had been started again is ready."""
 
+    def draining(self, instance: Instance) -> None:
+        """Somebody has told an instance to finish what it has, and to leave or to change its role."""
+
+    def left(self, instance: Instance) -> None:
+        """It has ended; nothing takes its place."""
+
+    def switched(self, instance: Instance) -> None:
+        """It is ready again, in the role that it has now."""
+
     def broker_died(self, log_tail: str) -> None:
         """The broker that the cluster runs for itself has ended; an empty one takes its place at once."""
 
@@ -78,6 +94,12 @@ class SilentReporter:
     def died(self, instance: Instance, how: str, log_tail: str, retry_in_s: float) -> None: ...
 
     def recovered(self, instance: Instance) -> None: ...
+
+    def draining(self, instance: Instance) -> None: ...
+
+    def left(self, instance: Instance) -> None: ...
+
+    def switched(self, instance: Instance) -> None: ...
 
     def broker_died(self, log_tail: str) -> None: ...
 

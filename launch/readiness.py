@@ -14,14 +14,14 @@ from broker.redis_client import connect, wait_until_reachable, without_secrets
 from broker.registry import Registry
 from common.errors import TriptychError
 from common.messages import InstanceRecord
-from launch.instance import Instance
+from launch.instance import Instance, State
 from launch.plan import Plan
 
 _BROKER_TIMEOUT_S = 3.0
 
 
 class ReadinessProbe:
-    """Looks up the addresses of starting instances in the registry and asks their /ready endpoints."""
+    """Looks up in the registry where instances are and who leaves on purpose, and asks their /ready endpoints."""
 
     def __init__(self, broker_url: str, cluster: str) -> None:
         self._redis = connect(broker_url)
@@ -37,26 +37,26 @@ class ReadinessProbe:
         await self._http.aclose()
         await self._redis.aclose()
 
-    async def newly_ready(self, instances: Sequence[Instance]) -> list[Instance]:
-        """Those that were starting and are ready now, their addresses filled in.
+    async def changes(self, instances: Sequence[Instance]) -> list[tuple[Instance, State]]:
+        """Instances that have reached another state by themselves, and which; addresses and roles are filled in.
 
         A worker that came back counts once the proxy can serve again, too: it may not have found the new one yet.
         """
-        starting = [instance for instance in instances if instance.state == "starting"]
-        if not starting:
-            return []
+        looked_at = [one for one in instances if one.state in ("starting", "ready", "draining", "switching")]
         try:
-            records = await self._registry.instances()
+            records = await self._registry.instances() if looked_at else {}
         except (RedisError, OSError):
             return []  # the broker is away for a moment; the next look may find it
+        found = [(one, _departure(one, records.get(one.id))) for one in looked_at]
+        starting = [one for one in looked_at if one.state in ("starting", "switching")]
         for instance in starting:
             _note_addresses(instance, records.get(instance.id))
         ready = [instance for instance in starting if await self._is_ready(instance)]
         if any(instance.restarts for instance in ready):
             proxies = [instance for instance in instances if instance.role == "proxy"]
             if not all([await self._is_ready(proxy) for proxy in proxies]):
-                return [instance for instance in ready if not instance.restarts]
-        return ready
+                ready = [instance for instance in ready if not instance.restarts]
+        return [(one, state) for one, state in found if state is not None] + [(one, "ready") for one in ready]
 
     async def _is_ready(self, instance: Instance) -> bool:
         if not instance.http_address:
@@ -65,6 +65,16 @@ class ReadinessProbe:
             return (await self._http.get(f"{instance.http_address}/ready")).is_success
         except httpx.HTTPError:
             return False
+
+
+def _departure(instance: Instance, record: InstanceRecord | None) -> State | None:
+    """Whether a worker that was told to leave has begun to, or is coming back in another role."""
+    if record is None or instance.state not in ("ready", "draining"):
+        return None
+    if record.epoch == instance.epoch:
+        return "draining" if record.draining and instance.state == "ready" else None
+    instance.take_role(record.role)
+    return "switching"
 
 
 def _note_addresses(instance: Instance, record: InstanceRecord | None) -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 
+from common.errors import TriptychError
+from common.keys import ClusterKey
 from launch.children import adopt_orphans
 from launch.console import ConsoleReporter, make_console
+from launch.local_clusters import LocalEntry, announced
 from launch.plan import Plan, make_plan
 from launch.supervisor import Supervisor
 
@@ -63,9 +67,30 @@ async def _start_and_watch(supervisor: Supervisor, console: Console) -> None:
         plan, base_url = supervisor.plan, supervisor.plan.base_url
         console.print(f"\nOpenAI API at [bold]{base_url}/v1[/] · Ctrl-C stops it · try:", highlight=False)
         console.print(f"  triptych request {_EXAMPLES[plan.info.media_kind]} --url {base_url}", highlight=False)
-        await supervisor.watch()
+        with _announced(supervisor, console):
+            await supervisor.watch()
     finally:
         await supervisor.stop()
+
+
+@contextlib.contextmanager
+def _announced(supervisor: Supervisor, console: Console) -> Iterator[None]:
+    """Let `triptych status` and its like find this cluster by its name; it runs as well where they cannot."""
+    plan, key = supervisor.plan, ClusterKey.of(supervisor.plan.settings)
+    assert supervisor.broker_url is not None
+    entry = LocalEntry(
+        cluster=plan.settings.cluster,
+        base_url=plan.base_url,
+        broker=supervisor.broker_url,
+        cluster_key="" if key is None else key.reveal(),
+        model=plan.settings.model,
+    )
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(announced(entry))
+        except (OSError, TriptychError) as error:
+            console.print(f"other commands cannot find this cluster by its name: {escape(str(error))}", style="yellow")
+        yield
 
 
 def _stop_on_signals(supervisor: Supervisor, work: asyncio.Future[None]) -> asyncio.Event:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from common.errors import TriptychError
 from launch.backoff import Backoff
 from launch.children import Child
-from launch.instance import Instance, Reporter, SilentReporter
+from launch.instance import Instance, Reporter, SilentReporter, State
 from launch.plan import Plan
 
 if TYPE_CHECKING:
@@ -125,10 +125,16 @@ class Supervisor:
         return broker_url
 
     async def _keep(self, instance: Instance) -> None:
-        """Run one instance until the cluster stops, starting it again after every end that nobody asked for."""
+        """Run one instance until the cluster stops or the instance has been drained; every other end is followed by
+        another start.
+        """
         while not self._stop.is_set():
             how = await self._run_once(instance)
             if self._stop.is_set():
+                return
+            if instance.state == "draining" and instance.child is not None and instance.child.ended_well:
+                instance.state = "left"
+                self._reporter.left(instance)
                 return
             instance.state, instance.past_epoch = "restarting", instance.epoch
             last_lines = instance.child.log_tail() if instance.child is not None else ""
@@ -171,16 +177,23 @@ class Supervisor:
         return await instance.child.wait()
 
     async def _watch_readiness(self, broker_url: str) -> None:
-        """Move instances from starting to ready, at the start and after every restart."""
+        """Follow instances as they become ready, at the start and later, or leave because somebody wants them to."""
         from launch.readiness import ReadinessProbe
 
         async with ReadinessProbe(broker_url, self.plan.settings.cluster) as probe:
             while not self._stop.is_set():  # redis-py may swallow a cancellation
-                for instance in await probe.newly_ready(self.instances):
-                    instance.state = "ready"
-                    if self._up:
-                        self._reporter.recovered(instance)
+                for instance, state in await probe.changes(self.instances):
+                    self._note(instance, state)
                 await asyncio.sleep(_POLL_S if not self._up else 5 * _POLL_S)
+
+    def _note(self, instance: Instance, state: State) -> None:
+        before, instance.state = instance.state, state
+        if state == "draining":
+            self._reporter.draining(instance)
+        elif state == "ready" and before == "switching":
+            self._reporter.switched(instance)
+        elif state == "ready" and self._up:
+            self._reporter.recovered(instance)
 
     async def _wait_until_ready(self, began: float) -> None:
         while not all(instance.state == "ready" for instance in self.instances):

@@ -1,0 +1,125 @@
+"""What a running `triptych serve` tells the other commands of the same user: a file for each cluster.
+
+    $XDG_RUNTIME_DIR/triptych/<cluster>-<pid>.json        (the temporary folder's triptych-<uid>/ where that is not set)
+
+It holds the broker's URL and the cluster's key, so nobody else may read it. `serve` keeps it locked: the lock goes with
+the process, however that ends, and tells a living cluster from the file of a dead one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+import msgspec
+from pydantic import SecretStr
+
+from common.config import Settings
+from common.errors import TriptychError
+from common.keys import ClusterKey
+
+
+class LocalEntry(msgspec.Struct, frozen=True):
+    """How to reach one cluster of this machine."""
+
+    cluster: str
+    base_url: str
+    broker: str
+    cluster_key: str
+    model: str
+
+
+@contextlib.contextmanager
+def announced(entry: LocalEntry) -> Iterator[None]:
+    """Let other commands find the cluster for the length of a `with` block.
+
+    Raises TriptychError("unavailable") where the folder belongs to somebody else, OSError where it cannot be written.
+    """
+    folder = _folder()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_owner(folder)
+    path = folder / f"{quote(entry.cluster, safe='')}-{os.getpid()}.json"
+    descriptor, new = tempfile.mkstemp(dir=folder)  # readable by its owner alone
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.write(descriptor, msgspec.json.encode(entry))
+        os.replace(new, path)  # locked and whole from its first moment
+        yield
+    finally:
+        for leftover in (path, Path(new)):
+            leftover.unlink(missing_ok=True)
+        os.close(descriptor)
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # if it was the last one
+
+
+def find_local(cluster: str) -> LocalEntry:
+    """The cluster of that name that this user's `serve` runs here.
+
+    Raises TriptychError("invalid_request") where there is none, or more than one.
+    """
+    found = [entry for entry in _living() if entry.cluster == cluster]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        urls = ", ".join(sorted(entry.base_url for entry in found))
+        message = f"several clusters {cluster!r} run here ({urls}): start each with a --cluster of its own to tell them"
+    else:
+        message = f"no cluster {cluster!r} of yours runs on this machine: give --broker redis://host:6379, or start one"
+        message += " with `triptych serve`"
+    raise TriptychError("invalid_request", message, "cluster")
+
+
+def reach(settings: Settings) -> Settings:
+    """Settings with a broker and its cluster's key: as given, else those of this machine's cluster of that name.
+
+    A model that nobody has named becomes that cluster's. Raises as `find_local` does.
+    """
+    if settings.broker is not None:
+        return settings
+    entry = find_local(settings.cluster)
+    update: dict[str, object] = {"broker": entry.broker}
+    if ClusterKey.of(settings) is None and entry.cluster_key:
+        update["cluster_key"] = SecretStr(entry.cluster_key)
+    if "model" not in settings.model_fields_set:
+        update["model"] = entry.model
+    return settings.model_copy(update=update)
+
+
+def _folder() -> Path:
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(runtime) / "triptych" if runtime else Path(tempfile.gettempdir()) / f"triptych-{os.getuid()}"
+
+
+def _check_owner(folder: Path) -> None:
+    """The temporary folder is everybody's: what is there already may be somebody else's trap."""
+    status = folder.lstat()
+    if not folder.is_dir() or folder.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise TriptychError("unavailable", f"{folder} is not a folder that belongs to this user alone: remove it")
+
+
+def _living() -> Iterator[LocalEntry]:
+    """The entries of clusters that run; those of dead ones are removed here."""
+    folder = _folder()
+    if not folder.is_dir():
+        return
+    _check_owner(folder)
+    for path in sorted(folder.glob("*.json")):
+        with contextlib.suppress(OSError, msgspec.MsgspecError), path.open("rb") as file:
+            if _is_locked(file.fileno()):
+                yield msgspec.json.decode(file.read(), type=LocalEntry)
+            else:
+                path.unlink()
+
+
+def _is_locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False

@@ -1,0 +1,140 @@
+"""The workers of a running cluster, seen and told from outside: who is there, leave, become something else."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final
+
+import httpx
+from redis.exceptions import RedisError
+
+from broker.redis_client import connect, wait_until_reachable
+from broker.registry import Registry
+from common.errors import TriptychError
+from common.keys import bearer, cluster_token
+from common.messages import InstanceRecord, Role
+
+if TYPE_CHECKING:
+    from common.config import Settings
+
+BROKER_TIMEOUT_S: Final = 3.0
+_HTTP_TIMEOUT_S: Final = 5.0
+_POLL_S: Final = 0.1
+
+Tell = Callable[[str], None]
+"""Takes a line for a person."""
+
+
+class Members:
+    """The registry of one cluster, and its workers' own endpoints. An asynchronous context manager."""
+
+    def __init__(self, settings: Settings) -> None:
+        """`settings` name the broker, the cluster and its key. Raises TriptychError where the key cannot be read."""
+        assert settings.broker is not None
+        token = cluster_token(settings)
+        headers = {} if token is None else {"Authorization": bearer(token)}
+        self._cluster = settings.cluster
+        self._redis = connect(settings.broker)
+        self._registry = Registry(self._redis, settings.cluster)
+        self._http = httpx.AsyncClient(headers=headers, timeout=_HTTP_TIMEOUT_S, trust_env=False)
+
+    async def __aenter__(self) -> Members:
+        """Raises TriptychError("unavailable") where the broker does not answer."""
+        await wait_until_reachable(self._redis, BROKER_TIMEOUT_S)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.aclose()
+        await self._redis.aclose()
+
+    async def records(self) -> dict[str, InstanceRecord]:
+        """What the registry says of every instance, by id. Raises TriptychError("unavailable") without the broker."""
+        try:
+            return await self._registry.instances()
+        except RedisError as error:
+            raise TriptychError("unavailable", f"the broker does not answer: {error}") from error
+
+    async def find(self, instance_id: str) -> InstanceRecord:
+        """One worker's record. Raises TriptychError("invalid_request") with the ids that there are."""
+        workers = {name: record for name, record in (await self.records()).items() if record.role != "proxy"}
+        if instance_id in workers:
+            return workers[instance_id]
+        known = f"it has {', '.join(sorted(workers))}" if workers else "there are none"
+        message = f"there is no worker {instance_id!r} in cluster {self._cluster!r}: {known}"
+        raise TriptychError("invalid_request", message, "id")
+
+    async def drain(self, instance_id: str, timeout_s: float, tell: Tell) -> None:
+        """Let a worker finish what it has and leave; return when it is gone.
+
+        Raises TriptychError: no such worker, it refuses, or it still has requests after `timeout_s` seconds.
+        """
+        record = await self.find(instance_id)
+        await self._post(record, "drain", None)
+        await self._watch(record, timeout_s, tell, self._has_left)
+        tell(f"{instance_id} has left")
+
+    async def switch(self, instance_id: str, role: Role, timeout_s: float, tell: Tell) -> None:
+        """Let a worker finish what it has and come back in another role; return when it is ready in it.
+
+        Raises TriptychError as `drain` does, and where the worker cannot have that role.
+        """
+        record = await self.find(instance_id)
+        await self._post(record, "switch", {"role": role})
+
+        async def is_back(before: InstanceRecord, now: InstanceRecord | None) -> bool:
+            return now is not None and now.epoch != before.epoch and now.role == role and await self._answers(now)
+
+        await self._watch(record, timeout_s, tell, is_back)
+        tell(f"{instance_id} has the role {role} now")
+
+    async def _post(self, record: InstanceRecord, path: str, body: dict[str, str] | None) -> None:
+        url = f"{record.http_address}/{path}"
+        try:
+            response = await self._http.post(url, json=body)
+        except httpx.HTTPError as error:
+            message = f"{record.instance_id} does not answer at {url}: {error!r}"
+            raise TriptychError("unavailable", message) from error
+        if response.status_code == httpx.codes.UNAUTHORIZED:
+            message = f"{record.instance_id} wants the cluster's key: set TRIPTYCH_CLUSTER_KEY or --cluster-key-file"
+            raise TriptychError("invalid_request", message, "cluster_key")
+        if response.is_error:
+            raise TriptychError("invalid_request", f"{record.instance_id}: {_reason(response)}", "role")
+
+    async def _watch(self, record: InstanceRecord, timeout_s: float, tell: Tell, done: Any) -> None:
+        """Tell how many requests are left, each time that this changes, until `done(record, its record now)`."""
+        deadline_s, told = time.monotonic() + timeout_s, None
+        while True:
+            now = (await self.records()).get(record.instance_id)
+            if await done(record, now):
+                return
+            left = now.outstanding if now is not None and now.epoch == record.epoch else None
+            if left != told and left is not None:
+                tell(f"{record.instance_id} is draining: {left} request{'' if left == 1 else 's'} left")
+            told = left
+            if time.monotonic() > deadline_s:
+                what = "it is not back" if left is None else f"it still has {left} requests, and goes on draining"
+                raise TriptychError("timeout", f"{record.instance_id}: after {timeout_s:g} s {what}")
+            await asyncio.sleep(_POLL_S)
+
+    async def _has_left(self, before: InstanceRecord, now: InstanceRecord | None) -> bool:
+        """Gone from the registry and deaf: a broker that has forgotten it is not enough."""
+        return (now is None or now.epoch != before.epoch) and not await self._answers(before)
+
+    async def _answers(self, record: InstanceRecord) -> bool:
+        try:
+            await self._http.get(f"{record.http_address}/health")
+        except httpx.HTTPError:
+            return False
+        return True
+
+
+def _reason(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP status {response.status_code}"

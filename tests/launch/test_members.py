@@ -1,0 +1,166 @@
+"""Workers that come, go and change their roles while a cluster answers, as a person does it from another terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import random
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from pydantic import SecretStr
+
+from common.config import Settings
+from common.errors import TriptychError
+from common.keys import cluster_token
+from launch.client import ApiClient, ClientOptions, Job
+from launch.local_clusters import reach
+from launch.media import Media
+from launch.members import Members
+from launch.signpost.scenes import SIZES, render
+from tests.eventually import eventually
+from tests.launch.serving import Serving
+from tests.launch.waiting import alive
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+START_S = 100.0
+LEAVE_S = 60.0
+WORK_S = 6.0
+"""From joining a cluster to the first request: a proxy knows within half a second, the rest is for a busy machine."""
+IN_FLIGHT = 4
+COMMAND = (sys.executable, "-m", "launch.cli")
+QUESTION = "What does the sign say?"
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """`triptych serve signpost --topology 2e1pd`, whose folder for other commands is the test's."""
+    folder = tmp_path_factory.mktemp("members")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(folder))
+        serving = Serving(folder, "signpost", "--topology", "2e1pd", "--kv-cache-bytes", "32MiB")
+        try:
+            serving.wait_until("OpenAI API at")
+            yield serving
+        finally:
+            serving.close()
+
+
+@asynccontextmanager
+async def members() -> AsyncIterator[Members]:
+    async with Members(reach(Settings())) as found:
+        yield found
+
+
+@asynccontextmanager
+async def load(base_url: str) -> AsyncIterator[None]:
+    """Questions about new signs all the time, four at once; afterwards every one has been answered.
+
+    The model is right about nearly all of them.
+    """
+    rng, stop, outcomes = random.Random(7), asyncio.Event(), list[tuple[str | None, bool]]()
+
+    async def ask(client: ApiClient) -> None:
+        while not stop.is_set():
+            sign, data = render(rng, rng.choice(SIZES), "test"), io.BytesIO()
+            sign.image.save(data, "PNG")
+            outcome = await client.send(Job("sign", QUESTION, (Media("sign.png", "image/png", data.getvalue()),)))
+            outcomes.append((outcome.error, outcome.text.strip() == sign.answers["text"]))
+
+    async with ApiClient(ClientOptions(base_url, None, 16, 0.0, 60.0)) as client:
+        await client.connect()
+        asking = [asyncio.create_task(ask(client)) for _ in range(IN_FLIGHT)]
+        try:
+            yield
+        finally:
+            stop.set()
+            await asyncio.gather(*asking)
+    assert [error for error, _ in outcomes if error is not None] == []
+    assert sum(right for _, right in outcomes) > 0.8 * len(outcomes) > IN_FLIGHT
+
+
+async def test_workers_come_go_and_change_their_roles_and_no_request_notices(serving: Serving) -> None:
+    told: list[str] = []
+    pid, pd_pid = serving.pid_of("e1"), serving.pid_of("pd0")
+    async with members() as cluster, load(serving.base_url):
+        before = await cluster.find("e1")
+        await cluster.switch("e1", "prefill_decode", LEAVE_S, told.append)
+        now = await cluster.find("e1")
+        assert (now.role, now.draining) == ("prefill_decode", False)
+        assert now.epoch > before.epoch
+        assert told[-1] == "e1 has the role prefill_decode now"
+        serving.wait_until(f"e1 has the role prefill_decode now (pid {pid})", 10)
+        await eventually(lambda: _has_work(cluster, "e1"), WORK_S)
+
+        assert "pd0 has left" in await _run("drain", "pd0")  # all that decodes now is what was an encoder
+        assert not alive(pd_pid)
+        serving.wait_until("pd0 has left", 10)
+
+        async with _joined("new") as worker:
+            await eventually(lambda: _has_work(cluster, "new"), WORK_S)
+            await cluster.switch("e1", "encoder", LEAVE_S, told.append)
+            serving.wait_until(f"e1 has the role encoder now (pid {pid})", 10)
+            status = json.loads(await _run("status", "--json"))
+            roles = {one["instance_id"]: one["role"] for one in status}
+            assert roles == {"proxy": "proxy", "e0": "encoder", "e1": "encoder", "new": "prefill_decode"}
+            assert str(worker) not in serving.output, "serve looks after what it has started"
+            await cluster.switch("e0", "prefill_decode", LEAVE_S, told.append)  # somebody has to go on
+
+
+async def test_what_cannot_be_is_refused_with_the_reason(serving: Serving) -> None:
+    async with members() as cluster:
+        with pytest.raises(TriptychError, match=r"no worker 'pd7' in cluster 'triptych': it has e0, e1$"):
+            await cluster.drain("pd7", 1, print)
+        with pytest.raises(TriptychError, match="no worker 'proxy'"):
+            await cluster.drain("proxy", 1, print)
+        with pytest.raises(TriptychError, match=r"e1 is an? encoder worker already"):
+            await cluster.switch("e1", "encoder", 1, print)
+    stranger = reach(Settings()).model_copy(update={"cluster_key": SecretStr("ab" * 32)})
+    async with Members(stranger) as cluster:
+        with pytest.raises(TriptychError, match="e1 wants the cluster's key: set TRIPTYCH_CLUSTER_KEY"):
+            await cluster.drain("e1", 1, print)
+
+
+async def _has_work(cluster: Members, instance_id: str) -> bool:
+    """Whether it has taken a request since it started, by its own count."""
+    token = cluster_token(reach(Settings()))
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {token}"}, trust_env=False) as client:
+        text = (await client.get(f"{(await cluster.find(instance_id)).http_address}/metrics")).text
+    return re.search(r"^triptych_requests_total [1-9]", text, re.MULTILINE) is not None
+
+
+async def _run(*arguments: str) -> str:
+    """A command of another terminal; its output."""
+    process = await asyncio.create_subprocess_exec(*COMMAND, *arguments, stdout=subprocess.PIPE)
+    async with asyncio.timeout(LEAVE_S):
+        output, _ = await process.communicate()
+    assert process.returncode == 0, output
+    return output.decode()
+
+
+@asynccontextmanager
+async def _joined(instance_id: str) -> AsyncIterator[int]:
+    """A worker of another terminal, once it is in the cluster: its process id. Ends by itself when it is drained."""
+    options = ("--role", "prefill_decode", "--instance-id", instance_id, "--kv-cache-bytes", "32MiB")
+    process = await asyncio.create_subprocess_exec(*COMMAND, "worker", *options)
+    try:
+        async with members() as cluster:
+
+            async def is_member() -> bool:
+                assert process.returncode is None
+                return instance_id in await cluster.records()
+
+            await eventually(is_member, START_S)
+            yield process.pid
+            await cluster.drain(instance_id, LEAVE_S, print)
+        assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
