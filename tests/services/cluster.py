@@ -72,6 +72,12 @@ class Cluster:
         with redis.Redis.from_url(self.url) as client:
             return {key: client.xlen(key) for key in self.keys() if client.type(key) == b"stream"}
 
+    def record(self, instance_id: str) -> InstanceRecord | None:
+        """What the registry says of an instance now."""
+        with redis.Redis.from_url(self.url) as client:
+            value = client.get(f"{self.name}:instance:{instance_id}")
+        return None if value is None else decode_record(value)
+
     def stop(self) -> tuple[list[int], float]:
         """Exit statuses, and the seconds that it took."""
         started_s = time.monotonic()

@@ -5,11 +5,14 @@ One cluster serves all tests of this file in order; each leaves it idle, and the
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
+import httpx
 import pytest
 import zmq
 import zmq.asyncio
@@ -18,11 +21,11 @@ from redis.asyncio import Redis
 from broker.channels import FIELD, stream_key
 from broker.redis_client import connect
 from broker.tensors import addresses_by_scheme
-from common.messages import Abort, Encode, Encoded, Offer, TensorHeader, encode
+from common.messages import Abort, Encode, Encoded, InstanceRecord, Offer, TensorHeader, encode
 from engine.processors import init_worker, process
 from services.hops import hop_latencies
 from tests.eventually import eventually
-from tests.services.cluster import Cluster, Proxy, cluster, sign
+from tests.services.cluster import START_S, Cluster, Proxy, cluster, sign
 
 pytestmark = pytest.mark.cluster
 COLOUR = "What colour is the sign?"
@@ -77,8 +80,6 @@ async def test_a_picture_is_answered_and_every_stage_tells_its_time(proxy: Proxy
 
 
 async def test_hops_are_told_one_by_one(proxy: Proxy) -> None:
-    import httpx
-
     assert await ask(proxy, "hops", "green")
     async with httpx.AsyncClient() as http:
         sides = [(await http.get(f"{r.http_address}/debug/handoffs")).json() for r in proxy.records.values()]
@@ -180,7 +181,7 @@ async def test_each_role_says_what_it_does_not_do(proxy: Proxy) -> None:
     await proxy.send("d0", proxy.encode("wrong", 0, sign("red")))
     reply = await proxy.encoded("wrong")
     assert reply.error is not None
-    assert "not an encoder" in reply.error.message
+    assert reply.error.message == "d0 is a prefill_decode worker: it has no encoder"
 
 
 async def test_hostile_bytes_on_every_socket_change_nothing(
@@ -207,6 +208,46 @@ async def test_hostile_bytes_on_every_socket_change_nothing(
     assert await ask(proxy, "after the storm", "red", mark=3)
     assert await proxy.status("e0", "/health") == await proxy.status("d0", "/health") == 200
     context.destroy(linger=0)
+
+
+@pytest.mark.timeout(300)
+async def test_an_idle_encoder_becomes_a_decoder_worker_and_an_encoder_again(running_cluster: Cluster) -> None:
+    process = running_cluster.processes["e0"]
+    for role in ("prefill_decode", "encoder"):
+        former = running_cluster.records["e0"]
+        async with httpx.AsyncClient() as http:
+            reply = await http.post(f"{former.http_address}/switch", json={"role": role})
+        assert reply.status_code == 202
+        await eventually(lambda: _is_younger(running_cluster.record("e0"), former), START_S)  # noqa: B023
+        record = running_cluster.record("e0")
+        assert record is not None
+        assert (record.role, record.draining) == (role, False)
+        assert process.poll() is None
+        running_cluster.records["e0"] = record
+        proxy = Proxy(running_cluster)
+        if role == "prefill_decode":
+            await proxy.send("e0", proxy.question("text", [], "Which colours are there?"))
+            assert await proxy.answer("text")
+        else:
+            assert await ask(proxy, "picture", "green", mark=5)
+        await proxy.close()
+    assert _zombies(process.pid) == []
+
+
+def _zombies(parent_pid: int) -> list[str]:
+    """The ended children of a process that it has not noticed, as /proc tells of them."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            name, _, rest = path.read_text().rpartition(")")
+            state, parent, *_ = rest.split()
+            if (state, int(parent)) == ("Z", parent_pid):
+                found.append(name)
+    return found
+
+
+def _is_younger(record: InstanceRecord | None, former: InstanceRecord) -> bool:
+    return record is not None and record.epoch > former.epoch
 
 
 async def test_a_flushed_broker_is_forgiven(proxy: Proxy, client: Redis) -> None:

@@ -257,6 +257,29 @@ def _sequences(messages: list[Tokens]) -> dict[int, list[int]]:
     return found
 
 
+async def test_a_proxy_that_reads_nothing_is_dropped_and_disturbs_nobody(
+    broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("broker.rpc.QUEUE_MESSAGES", 50)
+    ids = TextProcessor(load_model_info("signpost")).render_chat([{"role": "user", "content": "Which colours?"}])
+    async with in_process(broker_url, redis, zmq_context, PrefillDecodeService) as worker:
+        worker.shell._proxies._silence_s = 1000.0  # it is not for its silence that it is dropped
+        deaf = zmq_context.socket(zmq.DEALER)
+        for option, value in ((zmq.RCVHWM, 1), (zmq.RCVBUF, 1024), (zmq.IDENTITY, b"deaf")):
+            deaf.setsockopt(option, value)
+        deaf.connect((await worker.record()).requests_address)
+        endless = SamplingParams(n=8, max_tokens=450, temperature=1.0, seed=1, ignore_eos=True, logprobs=20)
+        for number in range(8):
+            await deaf.send(encode(Generate(f"deaf-{number}", ids, [], endless)))
+        await eventually(lambda: worker.gauge("requests_outstanding") == 8)
+        await worker.proxy.send(Generate("r", ids, [], SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)))
+        await eventually(lambda: any(message.done for message in worker.of(Tokens, "r")), 20.0)
+        await eventually(lambda: worker.gauge("requests_outstanding") == 0, 20.0)
+        stats = await worker.role.thread.call(lambda engine: engine.stats(), 5.0)
+        assert stats["generated_tokens_total"] < 8 * 8 * 450
+        assert stats["kv_blocks_used"] == 0
+
+
 def test_tensors_lie_at_even_addresses() -> None:
     buffer = bytearray(range(256)) * 4
     for offset in range(ALIGNMENT_BYTES):
