@@ -123,5 +123,4 @@ class Cable:
 def _reset(end: socket.socket) -> None:
     with contextlib.suppress(OSError):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-        end.shutdown(socket.SHUT_RDWR)
     end.close()
