@@ -45,14 +45,18 @@ class Links:
     def tensor_receiver(self, max_bytes: int) -> TensorReceiver:
         """Takes tensors of at most `max_bytes` by the transports that the settings name; needs a running loop."""
         transport, cluster = self.settings.transport, self.settings.cluster
-        return TensorReceiver(
+        receiver = TensorReceiver(
             self.context, self.host, max_bytes=max_bytes, transport=transport, redis=self.redis, cluster=cluster
         )
+        self.metrics.gauges["tensors_invalid_total"] = lambda: receiver.num_invalid
+        return receiver
 
     def tensor_sender(self) -> TensorSender:
         """Sends tensors by the transports that the settings name."""
         transport, cluster = self.settings.transport, self.settings.cluster
-        return TensorSender(self.context, transport=transport, redis=self.redis, cluster=cluster)
+        sender = TensorSender(self.context, transport=transport, redis=self.redis, cluster=cluster)
+        self.metrics.tallies["tensors_sent"] = lambda: sender.num_sent
+        return sender
 
     def note_handoff(self, key: Key, handoff: Handoff) -> None:
         """Note when the hops of a finished handoff happened, and how long they took."""

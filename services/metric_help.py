@@ -91,6 +91,7 @@ HELP: Final[dict[str, str]] = {
     "encoder_cache_given": "1 where that size was given, 0 where it was worked out at start.",
     "swap_bytes": "Bytes of host memory for swapped KV blocks.",
     "swap_given": "1 where that size was given, 0 where it was worked out at start.",
+    "tensors_invalid_total": "Messages on this worker's tensor sockets that were none, or whose senders were dropped.",
     # the process
     "weight_bytes": "Bytes of the weights.",
     "engine_busy_seconds": "How long the engine's present turn has lasted; 0 while it waits.",
@@ -100,6 +101,7 @@ HELP: Final[dict[str, str]] = {
     "handoffs": "Handoffs from an encoder, or to a worker with a decoder, by outcome.",
     "kv_handoffs": "Handoffs of keys and values from this prefill worker, by outcome.",
     "encodes": "Items that this encoder was asked for, by outcome.",
+    "tensors_sent": "Tensors sent to other workers, by transport.",
     "dropped_messages": "Messages that were not taken or could not be sent, by reason.",
 }
 """By name, without the prefix `triptych_`."""

@@ -42,6 +42,11 @@ class Memory:
     def address(self) -> int:
         return int(self.array.ctypes.data)
 
+    @property
+    def metadata(self) -> bytes:
+        """What another agent has to know to read this memory; less than a kilobyte."""
+        return bytes(self._agent.call("get_partial_agent_metadata", self._registration, True))
+
     def deregister(self) -> None:
         self._agent.call("deregister_memory", self._registration)
 
@@ -61,11 +66,6 @@ class NixlAgent:
         self._agent: Any = None
         self._unfinished: list[tuple[Any, Memory]] = []
         self._agent = api.nixl_agent(f"triptych-{secrets.token_hex(8)}", api.nixl_agent_config(backends=["UCX"]))
-
-    @property
-    def metadata(self) -> bytes:
-        """What another agent has to know to reach this one's memory, as registered by now; less than a kilobyte."""
-        return bytes(self.call("get_agent_metadata"))
 
     def meet(self, metadata: bytes) -> str:
         """Get to know another agent; its name."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from typing import Final
 
 import numpy as np
@@ -62,8 +63,8 @@ class NixlReceiver:
 
     def close(self) -> None:
         self._task.cancel()
-        for identity in list(self._senders):
-            self._forget(identity)
+        for sender in self._senders.values():
+            sender.task.cancel()
         self._agent.close()
         self._socket.close(linger=0)
 
@@ -78,18 +79,18 @@ class NixlReceiver:
                 self.num_invalid += 1
                 log.warning("dropped a message on the NIXL socket", error=str(error))
             for identity in [i for i, s in self._senders.items() if s.idle_s > FORGET_S]:
-                self._forget(identity)
+                await self._forget(identity)
 
     async def _take(self, identity: bytes, message: ToReceiver) -> None:
         sender = self._senders.get(identity)
         if isinstance(message, Goodbye):
-            self._forget(identity)
+            await self._forget(identity)
         elif isinstance(message, Greeting):
             if message.version != VERSION:
                 raise ValueError(f"a greeting of version {message.version}, this is {VERSION}")
-            self._forget(identity)
-            name = self._agent.meet(message.metadata)
-            self._senders[identity] = _Sender(self, identity, name)
+            if sender is None:
+                name = self._agent.meet(message.metadata)
+                self._senders[identity] = _Sender(self, identity, name)
             await self.say(identity, Welcome(self._max_bytes))
         elif sender is None:
             await self.say(identity, Taken(message.number, "greet first"))
@@ -111,10 +112,11 @@ class NixlReceiver:
     def agent(self) -> NixlAgent:
         return self._agent
 
-    def _forget(self, identity: bytes) -> None:
+    async def _forget(self, identity: bytes) -> None:
         sender = self._senders.pop(identity, None)
         if sender is not None:
-            sender.close()
+            sender.task.cancel()
+            await asyncio.wait([sender.task])
 
 
 class _Sender:
@@ -128,7 +130,8 @@ class _Sender:
         self._number = -1
         self._memory: Memory | None = None
         self._heard_s = time.monotonic()
-        self._task = asyncio.create_task(self._read_all())
+        self.task = asyncio.create_task(self._read_all())
+        """Runs until it is cancelled; nothing of the sender is left then."""
 
     @property
     def idle_s(self) -> float:
@@ -142,26 +145,27 @@ class _Sender:
         except asyncio.QueueFull:
             raise ValueError(f"{self._name} has sent more than {WINDOW} pieces at once") from None
 
-    def close(self) -> None:
-        self._task.cancel()
-        self._let_go()
-        try:
-            self._receiver.agent.part(self._name)
-        except NixlError as error:
-            log.info("a NIXL sender had gone before", error=str(error))
-
     async def _read_all(self) -> None:
-        while True:
-            piece = await self._pieces.get()
-            fault = ""
-            try:
-                async with asyncio.timeout(READ_S):
-                    await self._read(piece)
-            except (NixlError, TimeoutError, ValueError) as error:
-                fault = str(error) or f"not read within {READ_S:g} s"
-                log.warning("a tensor did not come to its end", sender=piece.header.sender, error=fault)
-                self._let_go()
-            await self._receiver.say(self._identity, Taken(piece.number, fault))
+        try:
+            while True:
+                piece = await self._pieces.get()
+                await self._receiver.say(self._identity, Taken(piece.number, await self._fault_of(piece)))
+        finally:
+            self._let_go()
+            with suppress(NixlError):  # it has gone before, or our own agent has
+                self._receiver.agent.part(self._name)
+
+    async def _fault_of(self, piece: Piece) -> str:
+        """Read a piece; why that was not possible, empty if it was."""
+        try:
+            async with asyncio.timeout(READ_S):
+                await self._read(piece)
+            return ""
+        except (NixlError, TimeoutError, ValueError) as error:
+            fault = str(error) or f"not read within {READ_S:g} s"
+            log.warning("a tensor did not come to its end", sender=piece.header.sender, error=fault)
+            self._let_go()
+            return fault
 
     async def _read(self, piece: Piece) -> None:
         if piece.number != self._number or piece.start == 0:
@@ -183,4 +187,5 @@ class _Sender:
         """The tensor of the moment is complete, or given up."""
         memory, self._memory = self._memory, None
         if memory is not None:
-            memory.deregister()
+            with suppress(NixlError):  # our own agent has been closed
+                memory.deregister()

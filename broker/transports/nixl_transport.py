@@ -90,10 +90,9 @@ class NixlConnection:
         if time.monotonic() - self._greeted_s < GREETING_LASTS_S:
             self._greeted_s = time.monotonic()
             return
-        agent = self._agent()
         if self._memory is None:
-            self._memory = Memory(agent, np.empty(WINDOW * PIECE_BYTES, np.uint8))
-        await self._say(Greeting(agent.metadata))
+            self._memory = Memory(self._agent(), np.empty(WINDOW * PIECE_BYTES, np.uint8))
+        await self._say(Greeting(self._memory.metadata))
         while isinstance(answer := await self._hear(), Taken):  # of a tensor that was given up
             pass
         self._max_bytes = answer.max_bytes

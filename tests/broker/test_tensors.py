@@ -89,7 +89,7 @@ async def test_a_receiver_that_is_not_there_is_unavailable_within_the_deadline(k
     with pytest.raises(TriptychError, match="took none within") as caught:
         await kit.sender().send(to("tcp://127.0.0.1:1"), of_bytes(ONE), ONE, timeout_s=0.1)
     assert caught.value.info.code == "unavailable"
-    assert time.monotonic() - began_s < 2.0
+    assert time.monotonic() - began_s < 10.0
 
 
 async def test_an_unknown_scheme_from_a_newer_version_is_passed_over(kit: Kit) -> None:

@@ -12,8 +12,9 @@ import zmq
 from redis.asyncio import Redis
 
 from broker.tensors import TensorReceiver
-from broker.transports import packets, segment
+from broker.transports import nixl_wire, packets, segment
 from broker.transports.base import QUEUE_TENSORS
+from broker.transports.nixl_agent import module_name
 from broker.transports.shm_wire import NONCE_BYTES, Announce, Hello, Release, Welcome, pack
 from common.errors import TriptychError
 from common.messages import encode
@@ -64,6 +65,24 @@ async def test_redis_drops_what_is_no_tensor(kit: Kit) -> None:
     await kit.redis.rpush(key, encode(more))
     await eventually(lambda: receiver.num_invalid == 6)
     await still_works(kit, receiver)
+
+
+@pytest.mark.skipif(module_name() is None, reason="needs pip install 'triptych[nixl]'")
+@pytest.mark.parametrize("kit", ["nixl"], indirect=True)
+async def test_nixl_drops_what_is_no_tensor(kit: Kit) -> None:
+    receiver = kit.receiver(max_bytes=MIB)
+    raw = kit.context.socket(zmq.DEALER)
+    raw.connect(receiver.address.replace("nixl+tcp", "tcp"))
+    for frames in ([b"x"], [b"a", b"b"], [nixl_wire.pack(nixl_wire.Greeting(os.urandom(400)))]):
+        await raw.send_multipart(frames)
+    huge = nixl_wire.Piece(1, of_bytes(b"abc"), size_bytes=2 * MIB, start=0, num_bytes=3, address=1)
+    await raw.send(nixl_wire.pack(huge))
+    answer = nixl_wire.for_sender(await raw.recv())
+    assert isinstance(answer, nixl_wire.Taken)
+    assert answer.fault == "greet first"
+    await eventually(lambda: receiver.num_invalid == 3)
+    await still_works(kit, receiver)
+    raw.close(linger=0)
 
 
 def fd_of(data: bytes, *, size: int | None = None) -> int:

@@ -112,11 +112,11 @@ class Peer:
 
 
 async def transfer(
-    sender: TensorSender, receiver: TensorReceiver, head: TensorHeader, data: memoryview
+    sender: TensorSender, receiver: TensorReceiver, head: TensorHeader, data: memoryview, timeout_s: float = 30
 ) -> ReceivedTensor:
     """Send one tensor and receive it."""
-    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
-        group.create_task(sender.send(to(receiver.address), head, data, timeout_s=30))
+    async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
+        group.create_task(sender.send(to(receiver.address), head, data, timeout_s))
         receiving = group.create_task(receiver.receive())
     return receiving.result()
 
