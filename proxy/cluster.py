@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 from proxy.metrics import ProxyMetrics
 from proxy.placement import Placer
 from proxy.workers import WorkerPool
-
-RETURN_S: Final = 15.0
-"""The last worker of a role is waited for so long: a supervisor brings it back in seconds."""
 
 
 @dataclass(frozen=True)
@@ -23,5 +19,7 @@ class Cluster:
     handoff_timeout_s: float
 
     def patience_s(self, absent_s: float) -> float:
-        """How much longer to wait for a worker that has been missing for `absent_s`; not above 0: it is given up."""
-        return min(self.handoff_timeout_s, RETURN_S) - absent_s
+        """How much longer to wait for a worker, the last of its role, that has been missing for `absent_s`: a supervisor
+        brings it back in seconds. It is given up where nothing is left.
+        """
+        return self.handoff_timeout_s - absent_s
