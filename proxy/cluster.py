@@ -19,7 +19,7 @@ class Cluster:
     handoff_timeout_s: float
 
     def patience_s(self, absent_s: float) -> float:
-        """How much longer to wait for a worker, the last of its role, that has been missing for `absent_s`: a supervisor
-        brings it back in seconds. It is given up where nothing is left.
+        """How much longer to wait for the last worker of a role, missing for `absent_s`: a supervisor brings it back in
+        seconds. It is given up where nothing is left.
         """
         return self.handoff_timeout_s - absent_s
