@@ -36,6 +36,7 @@ from proxy.media import MediaIntake
 from proxy.metrics import ProxyMetrics
 from proxy.middleware import CountRequests
 from proxy.openapi import make_openapi_router
+from proxy.recordings import Recordings
 from proxy.routes import make_router
 from proxy.service import Service
 from proxy.timeline import Timelines
@@ -117,12 +118,15 @@ async def connected(service: Service, port: int) -> AsyncIterator[None]:
         ClusterContext(ClusterKey.of(settings)),
     )
     service.pool.start()
+    if service.transcribes:
+        service.recordings = Recordings()
     try:
         yield
     finally:
+        if service.transcribes:
+            service.recordings.close()
         await service.pool.close()
         await fetcher.close()
-        service.audio_threads.shutdown(wait=False, cancel_futures=True)
         with contextlib.suppress(RedisError, OSError):
             await service.redis.aclose()
 

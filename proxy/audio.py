@@ -1,5 +1,7 @@
 """Long recordings, cut where it is quiet into windows that a speech encoder takes. Numpy only, no resampling.
 
+Runs in processes of its own (`proxy.recordings`): what is decoded here came from a stranger.
+
 |----------- window, at most 30 s -----------|
 |                              |== searched ==|
 0                              25      ^cut   30     the quietest tenth of a second of the last five seconds
@@ -17,12 +19,15 @@ import numpy as np
 import numpy.typing as npt
 import soundfile
 
+from common.audio_limits import MAX_CHANNELS, SAMPLING_RATES
 from common.errors import TriptychError
 
 MAX_AUDIO_S: Final = 2 * 3600.0
 SEARCH_S: Final = 5.0
 _HOPS_PER_S: Final = 50
 _QUIET_HOPS: Final = 5
+_UNKNOWN: Final = 2**62
+"""libsndfile says so many frames, or more, where the header does not tell."""
 FloatArray = npt.NDArray[np.float32]
 
 
@@ -43,14 +48,15 @@ class Window:
         return self.end / self.sample_rate
 
 
-def split(data: bytes, window_s: float, param: str) -> list[Window]:
-    """The windows of a recording: one if it is not longer than `window_s`. Takes CPU time: call it in a thread.
+def split(path: str, window_s: float, param: str) -> list[Window]:
+    """The windows of a recording: one if it is not longer than `window_s`.
 
     Raises TriptychError("bad_media") for what cannot be decoded or is empty, ("item_too_large") over MAX_AUDIO_S.
     """
-    with _open(data, param) as file:
+    with _open(path, param) as file:
         rate, frames = file.samplerate, file.frames
-        _check_duration(frames / rate, param)
+        if frames < _UNKNOWN:
+            _check_duration(frames / rate, param)
         if 0 < frames <= window_s * rate:
             return [Window(0, frames, rate)]
         energies, total = _energies(file, param)
@@ -63,13 +69,16 @@ def split(data: bytes, window_s: float, param: str) -> list[Window]:
     return [Window(start, end, rate) for start, end in zip(starts, [*starts[1:], total], strict=True)]
 
 
-def cut(data: bytes, window: Window, param: str) -> bytes:
-    """One window as a 16-bit mono WAV file."""
-    with _open(data, param) as file:
+def cut(path: str, window: Window, param: str) -> bytes:
+    """One window as a 16-bit mono WAV file. Raises TriptychError("bad_media") for what cannot be decoded."""
+    with _open(path, param) as file:
         file.seek(window.start)
-        samples = file.read(window.end - window.start, dtype="float32", always_2d=True)
+        blocks = file.blocks(
+            blocksize=file.samplerate, frames=window.end - window.start, dtype="float32", always_2d=True
+        )
+        samples = np.concatenate([np.zeros(0, np.float32), *(block.mean(axis=1) for block in blocks)])
     out = io.BytesIO()
-    soundfile.write(out, samples.mean(axis=1), window.sample_rate, format="WAV", subtype="PCM_16")
+    soundfile.write(out, samples, window.sample_rate, format="WAV", subtype="PCM_16")
     return out.getvalue()
 
 
@@ -95,6 +104,17 @@ def _energies(file: soundfile.SoundFile, param: str) -> tuple[FloatArray, int]:
     return (np.concatenate(parts) if parts else np.zeros(0, np.float32)), total
 
 
+def _check_header(file: soundfile.SoundFile, param: str) -> None:
+    """A second of sound is decoded at once: a header could make it gigabytes."""
+    lowest, highest = SAMPLING_RATES
+    if not lowest <= file.samplerate <= highest:
+        message = f"{param} has a sampling rate of {file.samplerate} Hz; {lowest} to {highest} are accepted"
+        raise TriptychError("bad_media", message, param)
+    if file.channels > MAX_CHANNELS:
+        message = f"{param} has {file.channels} channels; at most {MAX_CHANNELS} are accepted"
+        raise TriptychError("bad_media", message, param)
+
+
 def _check_duration(duration_s: float, param: str) -> None:
     if duration_s > MAX_AUDIO_S:
         message = f"{param} lasts {duration_s:.0f} s, at most {MAX_AUDIO_S:.0f} s are transcribed in one request"
@@ -102,11 +122,10 @@ def _check_duration(duration_s: float, param: str) -> None:
 
 
 @contextmanager
-def _open(data: bytes, param: str) -> Iterator[soundfile.SoundFile]:
+def _open(path: str, param: str) -> Iterator[soundfile.SoundFile]:
     try:
-        with soundfile.SoundFile(io.BytesIO(data)) as file:
-            if file.samplerate < 1000:
-                raise TriptychError("bad_media", f"{param} has a sample rate of {file.samplerate} Hz", param)
+        with soundfile.SoundFile(path) as file:
+            _check_header(file, param)
             yield file
     except soundfile.SoundFileError as error:
         raise TriptychError("bad_media", f"{param} cannot be decoded as audio: {error}", param) from error

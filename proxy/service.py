@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import time
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal, ParamSpec, TypeVar, get_args
 
@@ -29,6 +27,7 @@ from proxy.media import MediaIntake
 from proxy.metrics import ProxyMetrics
 from proxy.overload import Line, retry_after_s
 from proxy.placement import missing, prompt_readers
+from proxy.recordings import Recordings
 from proxy.router import imbalance
 from proxy.timeline import Timelines
 from proxy.workers import WorkerPool
@@ -60,8 +59,8 @@ class Service:
     lines: dict[LineName, Line] = field(init=False)
     """Text alone does not wait for encoders: its line moves faster, or the other one does."""
     started_s: float = field(default_factory=time.time)
-    audio_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "audio"))
-    """Apart from the loop's own threads, so that hours of audio do not hold up everybody's tokenising."""
+    recordings: Recordings = field(init=False)
+    """Set while a proxy of a speech model is connected."""
 
     def __post_init__(self) -> None:
         self.lines = {name: Line(self.settings.max_queue_s) for name in get_args(LineName)}
@@ -74,11 +73,6 @@ class Service:
     def max_model_len(self) -> int:
         limit = self.settings.engine.max_model_len
         return self.info.max_model_len if limit is None else min(limit, self.info.max_model_len)
-
-    async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run work on audio in a thread."""
-        call = functools.partial(function, *args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self.audio_threads, call)
 
     def not_ready(self) -> str | None:
         """Why requests cannot be served now; None if they can."""

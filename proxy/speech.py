@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -15,11 +15,12 @@ from common import whisper_prompt
 from common.languages import language_code
 from common.messages import TokenLogprob
 from common.sampling_params import MAX_LOGPROBS, SamplingParams, TimestampRules
-from proxy import audio
+from proxy.audio import Window
 from proxy.exchange import Exchange
 from proxy.generation import Delta, Finish, Generation, Usage
 from proxy.jobs import Job, MediaItem, make_slots, part_id
 from proxy.merge import merge
+from proxy.recordings import shared
 from proxy.segments import Segment, split_at_timestamps
 from proxy.service import Service
 
@@ -115,16 +116,25 @@ class Speech:
         """The text in order; the finish reason is on the last delta only: "length" if any window was cut short.
 
         Where the language is not given, the first window decides for all.
-        Raises TriptychError as audio.split and Flight do.
+        Raises TriptychError as Recordings.split and Flight do.
         """
+        with ExitStack() as held:
+            path = held.enter_context(shared(self._item.data))
+            window_s = float(self._service.info.preprocessor.get("chunk_length", 30))
+            windows = await self._service.recordings.split(path, window_s, self._item.param)
+            if len(windows) == 1:
+                held.close()  # it goes to the encoder as it is
+            async with aclosing(self._heard(windows, path)) as heard:
+                async for delta in heard:
+                    yield delta
+
+    async def _heard(self, windows: list[Window], path: str) -> AsyncGenerator[Delta]:
         language = self._options.language
         if language is not None or not whisper_prompt.is_multilingual(self._service.info):
             self.language = language_code(language) if language else "en"
             self._language_known.set_result(None)
-        window_s = float(self._service.info.preprocessor.get("chunk_length", 30))
-        windows = await self._service.in_thread(audio.split, self._item.data, window_s, self._item.param)
         self._windows = [_Window(window.start_s, window.end_s) for window in windows]
-        parts = [self._window(index, window) for index, window in enumerate(windows)]
+        parts = [self._window(index, window, path) for index, window in enumerate(windows)]
         finish: Finish = "stop"
         begun = False
         untold, sure = list[int](), list[TokenLogprob]()
@@ -142,11 +152,11 @@ class Speech:
                     untold, sure = [], []
         yield Delta("", finish, tuple(untold), logprobs=tuple(sure))
 
-    async def _window(self, index: int, window: audio.Window) -> AsyncGenerator[Delta]:
+    async def _window(self, index: int, window: Window, path: str) -> AsyncGenerator[Delta]:
         if index > 0:
             await asyncio.shield(self._language_known)
         async with self._places:
-            generation = await self._generation(index, window)
+            generation = await self._generation(index, window, path)
             try:
                 async with aclosing(self._service.deltas(generation, self._exchange)) as deltas:
                     async for delta in deltas:
@@ -156,7 +166,7 @@ class Speech:
                 self.usage.add(generation.usage)
                 self._keep(self._windows[index], generation)
 
-    async def _generation(self, index: int, window: audio.Window) -> Generation:
+    async def _generation(self, index: int, window: Window, path: str) -> Generation:
         info, text, options = self._service.info, self._service.text, self._options
         prompt_ids, fields = whisper_prompt.build(
             info,
@@ -172,7 +182,8 @@ class Speech:
             fields |= self._measured(prompt_ids)
         item, request_id = self._item, self._exchange.id
         if len(self._windows) > 1:
-            item = await self._service.in_thread(_cut_item, item, window)
+            part = await self._service.recordings.cut(path, window, item.param)
+            item = await asyncio.to_thread(MediaItem.of, "audio", part, item.param)
             request_id = part_id(request_id, index)
         sampling = msgspec.structs.replace(self._sampling, **fields)
         job = Job(request_id, prompt_ids, sampling, make_slots([item], None), [item], options.priority)
@@ -216,10 +227,6 @@ class Speech:
         if not self._language_known.done():
             self.language = whisper_prompt.detected_language(self._service.info, generation.token_ids)
             self._language_known.set_result(None)
-
-
-def _cut_item(item: MediaItem, window: audio.Window) -> MediaItem:
-    return MediaItem.of("audio", audio.cut(item.data, window, item.param), item.param)
 
 
 async def _in_order(merged: AsyncGenerator[tuple[int, Delta]], num_parts: int) -> AsyncGenerator[tuple[int, Delta]]:

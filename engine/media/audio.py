@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import io
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import soundfile
 import soxr
 
+from common.audio_limits import MAX_CHANNELS, SAMPLING_RATES
 from common.errors import TriptychError
-
-SAMPLING_RATES: Final = (1_000, 400_000)
-"""Lowest and highest sampling rate in Hz: the header of a file could claim any number."""
-MAX_CHANNELS: Final = 8
 
 
 def decode_audio(media: bytes, sampling_rate: int, max_seconds: float) -> npt.NDArray[np.float32]:

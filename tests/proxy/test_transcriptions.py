@@ -13,6 +13,7 @@ from common import whisper_prompt
 from common.messages import Encode, Generate
 from common.text import TextProcessor
 from proxy import audio
+from proxy.recordings import shared
 from tests.proxy.media import audio_part, speech
 
 
@@ -163,13 +164,15 @@ def test_windows_cover_a_recording_without_gaps_in_any_container():
     for kind, tolerance in (("WAV", 1e-3), ("FLAC", 1e-3), ("OGG", None), ("MP3", None)):
         out = io.BytesIO()
         soundfile.write(out, samples, rate, format=kind)
-        windows = audio.split(out.getvalue(), 12.0, "file")
+        with shared(out.getvalue()) as path:
+            windows = audio.split(path, 12.0, "file")
+            cuts = [audio.cut(path, window, "file") for window in windows]
         assert [w.start for w in windows[1:]] == [w.end for w in windows[:-1]]
         assert windows[0].start == 0
         assert windows[-1].end == pytest.approx(len(samples), abs=3000)
         assert all(7 <= w.end_s - w.start_s <= 12 for w in windows[:-1])
         assert len(windows) >= 4
-        parts = [soundfile.read(io.BytesIO(audio.cut(out.getvalue(), w, "file")), dtype="float32")[0] for w in windows]
+        parts = [soundfile.read(io.BytesIO(part), dtype="float32")[0] for part in cuts]
         if tolerance is not None:
             np.testing.assert_allclose(np.concatenate(parts), samples.mean(axis=1), atol=tolerance)
         for part, window in zip(parts, windows, strict=True):

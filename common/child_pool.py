@@ -1,0 +1,149 @@
+"""Work on what strangers sent, in processes of its own: a bad item can take down a helper, never the service.
+
+A helper has a memory limit and a time limit, comes first when the system runs out of memory, and writes no core dump.
+What it was doing when it died is tried once more, alone, so that a crash is blamed on the right item.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import multiprocessing
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, ParamSpec, TypeVar
+
+from common.child_limits import begin
+from common.errors import TriptychError
+from common.telemetry import get_logger
+
+P = ParamSpec("P")
+T = TypeVar("T")
+log = get_logger()
+
+
+class ChildPool:
+    """`num_workers` spawned processes. Items wait here, not inside the pool, so that one can still be cancelled."""
+
+    def __init__(
+        self,
+        initialize: Callable[..., None],
+        arguments: tuple[Any, ...],
+        *,
+        work: str,
+        num_workers: int,
+        timeout_s: float,
+        memory_bytes: int,
+    ) -> None:
+        """Each process begins with `initialize(*arguments)`; `work` is what messages call all this.
+
+        `timeout_s` bounds one item once it has begun, `memory_bytes` what it takes beyond an idle process.
+        """
+        self._initializer = (memory_bytes, initialize, arguments)
+        self._work = work
+        self._num_workers = num_workers
+        self._timeout_s = timeout_s
+        self._executor, self._warming = self._start()
+        self._slots = asyncio.Semaphore(num_workers)
+        self._suspects = asyncio.Lock()
+        self.num_waiting = 0
+        self.num_crashes = 0
+
+    async def warm_up(self, timeout_s: float) -> None:
+        """Return once the processes, begun when this was made, are up and initialized.
+
+        Raises TriptychError("unavailable") where they are not within `timeout_s`.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.gather(*map(asyncio.wrap_future, self._warming))
+        except (TimeoutError, BrokenProcessPool) as error:
+            message = f"the {self._work} processes did not come up within {timeout_s:g} s: {error!r}"
+            raise TriptychError("unavailable", message) from error
+
+    async def run(self, item: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What `function` returns for one item, which messages call `item`.
+
+        Raises what `function` raises, and TriptychError("bad_media") where the item takes down its process twice, or
+        takes more time or memory than it may.
+        """
+        call = functools.partial(function, *args, **kwargs)
+        try:
+            return await self._attempt(item, call)
+        except BrokenProcessPool:
+            async with self._suspects:
+                try:
+                    return await self._attempt(item, call)
+                except BrokenProcessPool as error:
+                    raise TriptychError("bad_media", f"{self._work} {item} crashed its process twice") from error
+
+    def close(self) -> None:
+        """End the processes at once."""
+        self._kill(self._executor)
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _kill(self, executor: ProcessPoolExecutor) -> None:
+        for child in list((executor._processes or {}).values()):  # its own shutdown would wait for them
+            child.kill()
+
+    async def _attempt(self, item: str, call: Callable[[], T]) -> T:
+        self.num_waiting += 1
+        try:
+            await self._slots.acquire()
+        finally:
+            self.num_waiting -= 1
+        executor = self._executor
+        try:
+            work = executor.submit(call)
+        except BrokenProcessPool:
+            self._slots.release()
+            self._rebuild(executor)
+            raise
+        # Slot and time limit belong to the work, not to its caller, who may give up long before the process does.
+        loop = asyncio.get_running_loop()
+        overdue = loop.call_later(self._timeout_s, self._rebuild, executor)
+        started_s = loop.time()
+
+        def finish() -> None:
+            overdue.cancel()
+            self._slots.release()
+
+        work.add_done_callback(lambda _: _call_on(loop, finish))
+        try:
+            return await asyncio.wrap_future(work)
+        except BrokenProcessPool as error:
+            if loop.time() - started_s >= self._timeout_s:
+                message = f"{self._work} {item} took longer than {self._timeout_s:g} s"
+                raise TriptychError("bad_media", message) from error
+            self._rebuild(executor)
+            raise
+        except MemoryError as error:
+            limit = f"{self._initializer[0] / 2**20:g} MiB"
+            raise TriptychError("bad_media", f"{self._work} {item} takes more memory than {limit}") from error
+
+    def _rebuild(self, broken: ProcessPoolExecutor) -> None:
+        if broken is not self._executor:
+            return  # another item has done it
+        self.num_crashes += 1
+        log.warning("starting processes again", work=self._work, crashes=self.num_crashes)
+        self._kill(broken)
+        broken.shutdown(wait=False)  # what was in it ends with BrokenProcessPool
+        self._executor, self._warming = self._start()
+
+    def _start(self) -> tuple[ProcessPoolExecutor, list[Future[int]]]:
+        executor = ProcessPoolExecutor(
+            self._num_workers,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=begin,
+            initargs=self._initializer,
+        )
+        # Processes start with the first calls, and the first item should not wait for them.
+        return executor, [executor.submit(os.getpid) for _ in range(self._num_workers)]
+
+
+def _call_on(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop has closed
+        loop.call_soon_threadsafe(callback)

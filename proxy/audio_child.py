@@ -1,0 +1,14 @@
+"""The first thing that a process which decodes sound does. Imports little but what it will need."""
+
+from __future__ import annotations
+
+import signal
+
+from broker.lifetime import die_with_parent
+from proxy import audio as audio  # loaded now, rather than with the first recording
+
+
+def initialize(parent_pid: int) -> None:
+    """Gone with the parent, deaf to the terminal's Ctrl-C."""
+    die_with_parent(parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
