@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import re
@@ -29,6 +30,7 @@ from launch.soak.run import TORCH_CACHE
 from tests.chaos.asks import salted
 from tests.chaos.faults import CUTS, Breaker, Fault, allowed_endings
 from tests.chaos.network import Network, cabled
+from tests.eventually import eventually
 
 IN_FLIGHT = 16
 START_TIMEOUT_S = 150.0
@@ -82,8 +84,8 @@ class Arena:
     async def endure(self, *faults: Fault) -> Round:
         """Load the cluster, break it, judge every answer, and wait until it is whole and holds nothing.
 
-        The load goes on until every fault has passed and the API is there again, and then for one more request of
-        each of the IN_FLIGHT.
+        The load goes on until every fault has passed and the API says that it is ready, and then for one more request
+        of each of the IN_FLIGHT.
         """
         await self.wait_until_nothing_is_held(RETURN_S)  # of the round before, should that have failed
         done, passed = Round(faults), asyncio.Event()
@@ -95,7 +97,7 @@ class Arena:
             await asyncio.sleep(min(fault.at_s for fault in faults))
             done.in_flight_at_fault = under_way.total()
             await self._breaker.run(faults)
-            await self._wait_until_ready("proxy")
+            await eventually(lambda: self._api_is_ready(http), RETURN_S)
             passed.set()
             await asyncio.gather(*slots)
         self._judge(done, allowed)
@@ -148,6 +150,11 @@ class Arena:
         while absent := [i for i in instance_ids if self.cluster.instances[i].state != "ready"]:
             assert time.monotonic() < deadline_s, f"not back after {RETURN_S:g} s: {absent}"
             await asyncio.sleep(0.1)
+
+    async def _api_is_ready(self, http: httpx.AsyncClient) -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            return (await http.get("/ready")).is_success
+        return False
 
     async def _settle(self, settle_s: float, *, also_absent: bool) -> None:
         deadline_s = time.monotonic() + settle_s

@@ -48,11 +48,12 @@ def arena_of(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
             yield ready
 
 
-@pytest.mark.parametrize("arena_of", ["signpost 2e2pd auto"], indirect=True)
+@pytest.mark.parametrize("arena_of", ["signpost 2e1p2d auto"], indirect=True)
 @pytest.mark.parametrize(
     "faults",
     [
-        (Fault("kill", "e0", 0.7), Fault("kill", "pd0", 1.1)),
+        (Fault("kill", "e0", 0.7), Fault("kill", "d0", 1.1)),
+        (Fault("kill", "p0", 0.8),),
         (Fault("kill", "broker", 0.8), Fault("stop", "e1", 0.9, 2.0)),
         (Fault("kill", "proxy", 1.0),),
     ],
