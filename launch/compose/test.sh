@@ -14,7 +14,12 @@ flock --nonblock 9 || { echo "compose-test: another one is running" >&2; exit 1;
 rm -rf "$cache"/run.* # of a run that was killed
 scratch=$(mktemp -d "$cache/run.XXXXXX")
 project=triptych-compose-test
-encoders=2 pictures=24
+scale=(--scale encoder=2 --scale prefill=1 --scale decode=1)
+expected=(encoder=2 prefill=1 decode=1 prefill_decode=1 proxy=1)
+pictures=24
+key() { head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n'; }
+TRIPTYCH_BROKER_PASSWORD=$(key) TRIPTYCH_CLUSTER_KEY=$(key) TRIPTYCH_API_KEY=$(key)
+export TRIPTYCH_BROKER_PASSWORD TRIPTYCH_CLUSTER_KEY TRIPTYCH_API_KEY
 export TRIPTYCH_TAG=compose-test TRIPTYCH_PUBLISH=127.0.0.1:0 TRIPTYCH_MODEL=signpost TRIPTYCH_START_PERIOD=300s
 began=$SECONDS
 
@@ -48,7 +53,7 @@ trap 'exit 130' INT
 trap 'exit 143' TERM
 
 up() { # returns once all are healthy
-    compose --progress quiet up --detach --no-build --wait --wait-timeout 360 --scale "encoder=$encoders"
+    compose --progress quiet up --detach --no-build --wait --wait-timeout 360 "${scale[@]}"
 }
 
 inside() { # run a program of the proxy's image in the cluster's network
@@ -90,7 +95,7 @@ import importlib.util as modules
 assert not any(modules.find_spec(name) for name in ("torch", "transformers")), "the proxy image holds torch"
 print("the proxy image holds neither torch nor transformers")'
 
-step "up, with $encoders encoders"
+step "up, with two encoders, and prefill and decode apart beside the prefill-decode worker"
 up
 compose ps --format 'table {{.Name}}\t{{.Status}}'
 echo "started in this order:"
@@ -100,13 +105,21 @@ compose exec -T encoder sh -c 'echo "an encoder runs as user $(id -u) with capab
     ! touch /app/x 2>/dev/null && echo "and cannot write to its image"'
 
 step "health endpoints"
-inside python -m launch.compose.endpoints "encoder=$encoders" prefill_decode=1 proxy=1
+inside python -m launch.compose.endpoints "${expected[@]}"
 published=$(compose port proxy 8000)
 from_host python3 - "http://$published" <<'PYTHON'
-import sys, urllib.request
-for path in ("/health", "/ready", "/metrics", "/v1/models"):
-    with urllib.request.urlopen(sys.argv[1] + path, timeout=10) as answer:
+import os, sys, urllib.error, urllib.request
+key = {"Authorization": f"Bearer {os.environ['TRIPTYCH_API_KEY']}"}
+for path, headers in (("/health", {}), ("/ready", {}), ("/metrics", key), ("/v1/models", key)):
+    with urllib.request.urlopen(urllib.request.Request(sys.argv[1] + path, headers=headers), timeout=10) as answer:
         print(f"from the host: {path} {answer.status}")
+try:
+    urllib.request.urlopen(sys.argv[1] + "/v1/models", timeout=10)
+except urllib.error.HTTPError as error:
+    assert error.code == 401, error
+    print("from the host, without a key: /v1/models 401")
+else:
+    sys.exit("the API answers without a key")
 PYTHON
 
 step "parallel client: two questions about each of $pictures pictures, 8 in flight"
@@ -129,4 +142,4 @@ echo "$right of $((2 * pictures)) answers right, $colours of $pictures colours"
 step "an encoder dies and is started again"
 kill_encoder
 up
-inside python -m launch.compose.endpoints "encoder=$encoders" prefill_decode=1 proxy=1
+inside python -m launch.compose.endpoints "${expected[@]}"

@@ -15,7 +15,8 @@ from common.config import EngineConfig, Settings
 
 ROOT = Path(__file__).parents[2]
 FILES = ("docker-compose.yml", "docker-compose.gpu.yml")
-SERVICES = ("broker", "prefill-decode", "encoder", "proxy")
+WORKERS = ("prefill-decode", "prefill", "decode", "encoder")
+SERVICES = ("broker", *WORKERS, "proxy")
 TARGETS = ("broker", "proxy", "worker")
 
 
@@ -67,8 +68,10 @@ def variables() -> set[str]:
     return found
 
 
-def test_compose_file_has_the_four_services() -> None:
+def test_compose_file_has_a_service_for_every_role() -> None:
     assert set(compose()["services"]) == set(SERVICES)
+    roles = {service(name)["command"][2].replace("_", "-"): name for name in WORKERS}
+    assert roles == {name: name for name in WORKERS}
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -85,16 +88,29 @@ def test_service_is_checked_restarted_and_confined(name: str) -> None:
 def test_services_start_in_order_of_health() -> None:
     healthy = {"condition": "service_healthy"}
     assert "depends_on" not in service("broker")
-    assert service("encoder")["depends_on"] == service("prefill-decode")["depends_on"] == {"broker": healthy}
-    assert service("proxy")["depends_on"] == dict.fromkeys(("broker", "prefill-decode", "encoder"), healthy)
+    assert all(service(name)["depends_on"] == {"broker": healthy} for name in WORKERS)
+    assert service("proxy")["depends_on"] == dict.fromkeys(("broker", *WORKERS), healthy)
 
 
-@pytest.mark.parametrize("name", ["encoder", "prefill-decode"])
+@pytest.mark.parametrize("name", WORKERS)
 def test_workers_can_be_scaled(name: str) -> None:
     settings = service(name)
     assert not {"container_name", "hostname", "ports"} & settings.keys()
     assert "TRIPTYCH_INSTANCE_ID" not in settings["environment"]
-    assert re.fullmatch(r"\$\{TRIPTYCH_\w+:-1\}", settings["deploy"]["replicas"])
+    usual = 0 if name in ("prefill", "decode") else 1
+    variable = f"TRIPTYCH_{name.replace('-', '_').upper()}S"
+    assert settings["deploy"]["replicas"] == f"${{{variable}:-{usual}}}"
+
+
+def test_everybody_knows_the_cluster_key_and_the_brokers_password_and_the_proxy_alone_the_api_key() -> None:
+    for name in (*WORKERS, "proxy"):
+        environment = service(name)["environment"]
+        assert environment["TRIPTYCH_CLUSTER_KEY"] is None  # passed on from the shell or .env
+        assert environment["TRIPTYCH_BROKER"] == "redis://:${TRIPTYCH_BROKER_PASSWORD:-}@broker:6379"
+        assert ("TRIPTYCH_API_KEY" in environment) == (name == "proxy")
+    assert service("broker")["environment"] == {"VALKEY_PASSWORD": "${TRIPTYCH_BROKER_PASSWORD:-}"}
+    (command,) = (line for line in stages()["broker"] if line.startswith("CMD"))
+    assert "requirepass '$VALKEY_PASSWORD'" in command
 
 
 def test_only_the_proxy_is_published_and_only_to_this_host() -> None:
@@ -113,7 +129,7 @@ def test_every_setting_in_the_environment_exists(name: str) -> None:
 
 def test_gpu_overlay_changes_the_workers_only() -> None:
     services = compose(FILES[1])["services"]
-    assert set(services) == {"encoder", "prefill-decode"}
+    assert set(services) == set(WORKERS)
     for settings in services.values():
         (device,) = settings["deploy"]["resources"]["reservations"]["devices"]
         assert "gpu" in device["capabilities"]
@@ -123,7 +139,7 @@ def test_gpu_overlay_changes_the_workers_only() -> None:
 
 def test_services_are_built_from_targets_of_the_one_dockerfile() -> None:
     built = {name: service(name)["build"]["target"] for name in SERVICES}
-    assert built == {"broker": "broker", "prefill-decode": "worker", "encoder": "worker", "proxy": "proxy"}
+    assert built == {"broker": "broker", "proxy": "proxy", **dict.fromkeys(WORKERS, "worker")}
     assert set(TARGETS) <= stages().keys()
 
 
@@ -142,6 +158,14 @@ def test_only_workers_hold_torch(target: str) -> None:
     names = ancestry(target)
     assert "worker-packages" not in names
     assert not any("worker" in line or "torch" in line for name in names for line in stages()[name])
+
+
+def test_workers_find_the_kernels_that_their_image_was_built_with() -> None:
+    (made,) = (line for line in stages()["kernels"] if line.startswith("RUN"))
+    assert "XDG_CACHE_HOME=/kernels python3 -m launch.compose.kernels" in made
+    assert "COPY --from=kernels /kernels /opt/kernels" in stages()["worker"]
+    assert "ENV XDG_CACHE_HOME=/opt/kernels" in stages()["worker"]
+    assert "kernels" not in ancestry("proxy") | ancestry("broker")
 
 
 def test_dockerfile_copies_every_package_and_its_ignore_file_lets_them_in() -> None:
