@@ -13,6 +13,13 @@ from common.families import FAMILIES
 from launch.cli import main
 
 
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever cluster this machine runs, nobody has told these tests of it."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("TRIPTYCH_BROKER", raising=False)
+
+
 def run(arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     """Exit code, output and errors of `triptych ARGUMENTS`."""
     monkeypatch.setattr(sys, "argv", ["triptych", *arguments.split()])
@@ -30,7 +37,7 @@ def test_importing_it_loads_nothing_heavy() -> None:
     assert output.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("command", ["", "serve", "worker", "proxy", "request", "demo"])
+@pytest.mark.parametrize("command", ["", "serve", "worker", "proxy", "request", "demo", "status", "drain", "switch"])
 def test_help_teaches_by_an_example(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -59,6 +66,11 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         ("serve signpost --prot 1", "--prot"),
         ("worker --role encoder", "give --broker"),
         ("worker --role cook", "--role"),
+        ("status", "no cluster 'triptych' of yours runs on this machine: give --broker"),
+        ("drain e0 --cluster staging", "no cluster 'staging' of yours"),
+        ("drain", "ID"),
+        ("switch e0", "--role"),
+        ("switch e0 --role cook", "--role"),
         ("proxy", "give --broker"),
         ("request", "nothing to ask"),
         ("request no-such-file.png --prompt x", "no-such-file.png"),
