@@ -238,7 +238,7 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
     except typer.TyperException as error:
-        _fail(error.format_message(), error.exit_code)
+        _fail(" ".join(error.format_message().split()), error.exit_code)
     except TriptychError as error:
         usage = error.info.code in ("invalid_request", "model_not_found")
         _fail(error.info.message, EXIT_USAGE if usage else EXIT_FAILURE)
