@@ -71,7 +71,7 @@ class ClusterSystem:
 
 async def _send(client: httpx.AsyncClient, request: BenchRequest, began: float) -> Outcome:
     """One streamed request: only so the time to the first token is seen."""
-    path, payload = _payload(request)
+    path, payload = payload_of(request)
     text, ttft_s, num_tokens = "", None, 0
     async with client.stream("POST", path, **payload) as response:
         if response.is_error:
@@ -82,16 +82,16 @@ async def _send(client: httpx.AsyncClient, request: BenchRequest, began: float) 
             event = json.loads(line.removeprefix("data: "))
             if "error" in event:
                 raise TriptychError("unavailable", f"{path} answered {event['error']}")
-            piece = _text_of(event)
+            piece = text_of(event)
             if piece and ttft_s is None:
                 ttft_s = time.perf_counter() - began
             text += piece
-            num_tokens = _num_tokens(event) or num_tokens
+            num_tokens = num_tokens_of(event) or num_tokens
         request_id = response.headers.get("x-request-id", "")
     return Outcome(text, num_tokens, time.perf_counter() - began, ttft_s, request_id)
 
 
-def _payload(request: BenchRequest) -> tuple[str, dict[str, Any]]:
+def payload_of(request: BenchRequest) -> tuple[str, dict[str, Any]]:
     """The path and what httpx sends there."""
     if request.kind == "audio":
         form = {"language": "en", "temperature": "0", "stream": "true"}
@@ -111,7 +111,7 @@ def _payload(request: BenchRequest) -> tuple[str, dict[str, Any]]:
     return "/v1/chat/completions", {"json": {"messages": [{"role": "user", "content": content}], **options}}
 
 
-def _text_of(event: dict[str, Any]) -> str:
+def text_of(event: dict[str, Any]) -> str:
     """The new text of an event of any of the three streams."""
     if event.get("type") == "transcript.text.delta":
         return str(event["delta"])
@@ -121,6 +121,7 @@ def _text_of(event: dict[str, Any]) -> str:
     )
 
 
-def _num_tokens(event: dict[str, Any]) -> int:
+def num_tokens_of(event: dict[str, Any]) -> int:
+    """Tokens generated so far, where an event tells."""
     usage = event.get("usage") or {}
     return int(usage.get("completion_tokens") or usage.get("output_tokens") or 0)
