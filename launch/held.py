@@ -65,6 +65,8 @@ def held(cluster: LocalCluster) -> dict[str, float]:
     found: dict[str, float] = {}
     settings = cluster.supervisor.plan.settings
     for instance in cluster.instances.values():
+        if instance.state == "left":  # drained
+            continue
         if instance.state != "ready":
             found[f"{instance.id} is {instance.state}"] = 1.0
             continue

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import shlex
 import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -22,7 +24,7 @@ from launch.supervisor import Supervisor
 if TYPE_CHECKING:
     from common.config import Settings
 
-_EXAMPLES = {
+_QUESTIONS = {
     "image": 'picture.png --prompt "What is in the picture?"',
     "audio": "speech.flac",
     None: '--prompt "Name three colours."',
@@ -49,6 +51,15 @@ def _announce(plan: Plan) -> str:
     return f"[bold]{name}[/] ({plan.info.architecture}) as [bold]{plan.topology}[/]{why}; CPU threads: {shares}"
 
 
+def _example(plan: Plan) -> str:
+    """A command that asks the cluster something its model can answer."""
+    kind, base_url = plan.info.media_kind, plan.base_url
+    if kind == "text":  # it holds no conversations
+        body = json.dumps({"model": plan.settings.served_model_name, "prompt": "The rain in Spain"})
+        return f"curl {base_url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    return f"triptych request {_QUESTIONS[kind]} --url {base_url}"
+
+
 async def _serve(plan: Plan, console: Console, start_timeout_s: float) -> int:
     supervisor = Supervisor(plan, ConsoleReporter(console, str(plan.topology)), start_timeout_s)
     work = asyncio.ensure_future(_start_and_watch(supervisor, console))
@@ -66,7 +77,7 @@ async def _start_and_watch(supervisor: Supervisor, console: Console) -> None:
     try:
         plan, base_url = supervisor.plan, supervisor.plan.base_url
         console.print(f"\nOpenAI API at [bold]{base_url}/v1[/] · Ctrl-C stops it · try:", highlight=False)
-        console.print(f"  triptych request {_EXAMPLES[plan.info.media_kind]} --url {base_url}", highlight=False)
+        console.print(f"  {_example(plan)}", highlight=False, markup=False, soft_wrap=True)
         with _announced(supervisor, console):
             await supervisor.watch()
     finally:
