@@ -21,8 +21,8 @@ import msgspec
 import zmq.asyncio
 from redis.asyncio import Redis
 
+from broker.transports.base import Connection, Receiver, Unreachable
 from broker.transports.base import ReceivedTensor as ReceivedTensor
-from broker.transports.base import Receiver, Unreachable
 from broker.transports.choice import Connector, Means, make_connectors, make_receivers
 from common.config import Transport
 from common.errors import TriptychError
@@ -166,6 +166,7 @@ class _Route:
         self._receiver_id = receiver.instance_id
         self._connections = [make(offered[scheme]) for scheme, make in connectors.items() if scheme in offered]
         self._avoided_until_s: dict[str, float] = {}
+        self._closed = False
         if not self._connections:
             message = f"{receiver.instance_id} takes tensors by {_list(offered)}, this instance sends by "
             raise TriptychError("unavailable", message + f"{_list(connectors)}: start both with the same --transport")
@@ -178,7 +179,7 @@ class _Route:
             if self._avoided_until_s.get(scheme, 0.0) > time.monotonic() and connection is not self._connections[-1]:
                 continue
             try:
-                await connection.send(header, data, max(0.0, deadline_s - time.monotonic()))
+                await self._send_by(connection, header, data, max(0.0, deadline_s - time.monotonic()))
                 return scheme
             except Unreachable as error:
                 reasons.append(error.info.message)
@@ -187,8 +188,18 @@ class _Route:
         raise TriptychError("unavailable", f"no way to {self._receiver_id}: {'; '.join(reasons)}")
 
     def close(self) -> None:
+        self._closed = True
         for connection in self._connections:
             connection.close()
+
+    async def _send_by(self, connection: Connection, header: TensorHeader, data: memoryview, timeout_s: float) -> None:
+        try:
+            await connection.send(header, data, timeout_s)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._closed and task is not None and not task.cancelling():  # ZMQ ends pending calls like this
+                raise TriptychError("unavailable", f"{self._receiver_id} has gone") from None
+            raise
 
 
 async def _checksum(data: memoryview) -> int:

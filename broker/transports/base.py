@@ -89,4 +89,5 @@ class Connection(Protocol):
         """
 
     def close(self) -> None:
-        """Close the connection and give its memory back; whatever is being sent fails. Twice is fine."""
+        """Close the connection and give its memory back; what is being sent fails, by its deadline at
+        the latest. Twice is fine."""

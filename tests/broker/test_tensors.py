@@ -92,6 +92,25 @@ async def test_a_receiver_that_is_not_there_is_unavailable_within_the_deadline(k
     assert time.monotonic() - began_s < 10.0
 
 
+async def test_a_receiver_that_leaves_the_registry_ends_what_is_being_sent_to_it(kit: Kit) -> None:
+    sender = kit.sender()
+    sending = asyncio.create_task(sender.send(to("tcp://127.0.0.1:1"), of_bytes(ONE), ONE, timeout_s=60))
+    await asyncio.sleep(0.05)
+    sender.keep_only(())
+    with pytest.raises(TriptychError, match="has gone") as caught:
+        async with asyncio.timeout(10):
+            await sending
+    assert caught.value.info.code == "unavailable"
+
+
+async def test_a_cancelled_send_is_cancelled(kit: Kit) -> None:
+    sending = asyncio.create_task(kit.sender().send(to("tcp://127.0.0.1:1"), of_bytes(ONE), ONE, timeout_s=60))
+    await asyncio.sleep(0.05)
+    sending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sending
+
+
 async def test_an_unknown_scheme_from_a_newer_version_is_passed_over(kit: Kit) -> None:
     sender, receiver = kit.sender(), kit.receiver()
     await sender.send(to(f"rdma+tcp://10.0.0.1:1 {receiver.address}"), of_bytes(ONE), ONE, timeout_s=5)
