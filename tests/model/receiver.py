@@ -238,7 +238,7 @@ class Receiver:
             raise AssertionError(f"the burst does not drain: {self.fingerprint()}")
         for request in list(self.requests.values()):
             self.apply(("abort", request.request_id))
-        for key in list(self.intake._early):
+        for key in list(self.intake._early._offers):
             self.apply(("abort", key[0]))
         assert self.intake.is_empty(), "every request has ended, but something is held"
 
@@ -267,7 +267,7 @@ class Receiver:
             tuple(sorted(self.granted)),
             tuple(sorted(self.ended)),
             () if "duplicate" in self.plan.faults else tuple(sorted(self.sent)),
-            tuple(sorted((key, attempt) for key, (attempt, _, _) in intake._early.items())),
+            tuple(sorted((key, offer.attempt) for key, offer in intake._early._offers.items())),
             tuple((request.request_id, item.slot.input_id) for request, item in intake._dormant),
             tuple(sorted((name, entry.tensor is None) for name, entry in cache._entries.items())),
             tuple(cache._unreferenced),

@@ -1,7 +1,7 @@
 """The sender's half of one handoff in a world where the receiver, the network and the clock may do anything.
 
-The handoff is that of the encoder: offer, wait for the grant, compute, deliver. Futures cannot be copied, so a copy
-of the world lives through the same actions again.
+What is handed over is an encoder's output (offer, wait for the grant, compute, deliver) or keys and values (the same,
+but part after part). Futures cannot be copied, so a copy of the world lives through the same actions again.
 """
 
 from __future__ import annotations
@@ -11,10 +11,20 @@ from collections.abc import Hashable
 from typing import Any, cast
 
 from broker.channels import ChannelSender, Delivery
-from broker.handoff import ABSENCE_S, HandoffSender, key_of
+from broker.handoff import ABSENCE_S, MAX_SENDS, REPEAT_S, HandoffSender, Part, key_of
 from broker.tensors import TensorSender
 from common.errors import ErrorInfo, TriptychError
-from common.messages import Grant, HandoffMessage, InputLayout, InstanceRecord, Offer, Receipt, Role, TensorHeader
+from common.messages import (
+    Grant,
+    HandoffMessage,
+    InputLayout,
+    InstanceRecord,
+    KvOffer,
+    Offer,
+    Receipt,
+    Role,
+    TensorHeader,
+)
 from tests.model.explore import Action
 from tests.model.simulated_loop import EPOCH_S, SimulatedLoop
 
@@ -22,9 +32,9 @@ DATA = memoryview(bytes(64))
 TIMEOUT_S = 10.0
 GRANTS = ("granted", "cached", "refused", "cancelled")
 RECEIPTS = ("stored", "expired", "cancelled", "corrupt")
-OFFER = Offer(
-    "r", 0, 0, "hash", "image", [4, 8], "bfloat16", 64, InputLayout(4, [(7, 4)]), "e0", 1, EPOCH_S + 2 * TIMEOUT_S
-)
+DEADLINE_S = EPOCH_S + 2 * TIMEOUT_S
+INPUT = Offer("r", 0, 0, "hash", "image", [4, 8], "bfloat16", 64, InputLayout(4, [(7, 4)]), "e0", 1, DEADLINE_S)
+KEYS_AND_VALUES = KvOffer("r", 0, 8, 0, [1, 2, 1, 2], [], "bfloat16", [], 0, 0, "p0", 1, DEADLINE_S)
 REFUSAL = ErrorInfo("item_too_large", "needs 9 bytes, the whole budget is 8")
 
 
@@ -36,13 +46,11 @@ class _Network:
     """Takes what the sender sends: messages for Redis and tensors for a transport that can be told to fail."""
 
     def __init__(self) -> None:
-        self.offers = 0
         self.tensors: list[TensorHeader] = []
         self.broken = False
 
     def send_message(self, instance_id: str, channel: str, message: HandoffMessage) -> None:
         assert (instance_id, channel) == ("d0", "metadata")
-        self.offers += 1
 
     async def send_tensor(self, receiver: object, header: TensorHeader, data: memoryview, timeout_s: float) -> None:
         self.tensors.append(header)
@@ -67,7 +75,8 @@ class _Tensors:
 class Sender:
     """One state of the world: the real `HandoffSender` and the actions that have led here."""
 
-    def __init__(self) -> None:
+    def __init__(self, offer: Offer | KvOffer = INPUT, num_parts: int = 1) -> None:
+        self.offer, self.num_parts = offer, num_parts
         self.trace: list[Action] = []
         self.loop = SimulatedLoop()
         self.network = _Network()
@@ -75,23 +84,27 @@ class Sender:
         channels, tensors = cast(ChannelSender, _Channels(self.network)), cast(TensorSender, _Tensors(self.network))
         self.handoffs = HandoffSender(channels, tensors, TIMEOUT_S)
         self.handoffs.own = record("e0", "encoder")
-        self.computed = False
         self.computation_ended = asyncio.Event()
         self.outcome: str | None = None
         with self.loop.clocks():
             self.task = self.loop.create_task(self._hand_over())
             self.loop.settle()
-        self.handoff = self.handoffs._handoffs[key_of(OFFER)]
+        self.handoff = self.handoffs._handoffs[key_of(offer)]
 
     async def _hand_over(self) -> None:
-        """What a worker does with an item."""
+        """What a worker does with an item, or with a prompt."""
         try:
-            handoff = await self.handoffs.offer(OFFER, record("d0", "prefill_decode"))
+            handoff = await self.handoffs.offer(self.offer, record("d0", "prefill_decode"))
             if handoff.grant.result().status == "cached":
                 self.outcome = "cached"
                 return
             await self.computation_ended.wait()
-            await self.handoffs.deliver(handoff, [4, 8], "bfloat16", DATA)
+            if isinstance(self.offer, Offer):
+                await self.handoffs.deliver(handoff, [4, 8], "bfloat16", DATA)
+            else:
+                for number in range(self.num_parts):
+                    await self.handoffs.send(handoff, Part([4, 1, 2, 1, 2], "bfloat16", DATA, "self", 4 * number))
+                self.handoffs.complete(handoff)
             self.outcome = "stored"
         except TriptychError as error:
             self.outcome = error.info.code
@@ -99,16 +112,17 @@ class Sender:
             self.outcome = "aborted"
             raise
         finally:
-            self.handoffs.close(key_of(OFFER))
+            self.handoffs.close(key_of(self.offer))
 
     # --- what can happen
 
     def actions(self) -> list[Action]:
-        found = [("grant", status) for status in GRANTS] + [("receipt", status) for status in RECEIPTS]
+        found: list[Action] = [("grant", status) for status in GRANTS]
+        found += [("receipt", status, str(part)) for status in RECEIPTS for part in range(self.num_parts)]
         found += [("stale",), ("restarted",), ("gone",)]
         if not self.task.done():
-            found += [("abort",), ("wait",)]
-        if not self.computed:
+            found += [("abort",), ("wait", "repeat"), ("wait", "timeout")]
+        if not self.computation_ended.is_set():
             found += [("compute",), ("compute", "broken")]
         return found
 
@@ -122,20 +136,21 @@ class Sender:
 
     def _grant(self, status: str) -> None:
         self.told.add(status)
-        self._deliver(Grant("r", 0, 0, cast(Any, status), error=REFUSAL if status == "refused" else None))
+        error = REFUSAL if status == "refused" else None
+        self._deliver(Grant("r", self.offer.input_id, 0, cast(Any, status), error=error))
 
-    def _receipt(self, status: str) -> None:
-        self._deliver(Receipt("r", 0, 0, cast(Any, status)))
+    def _receipt(self, status: str, part: str) -> None:
+        self.told.add(f"{status} {part}")
+        self._deliver(Receipt("r", self.offer.input_id, 0, cast(Any, status), int(part)))
 
     def _stale(self) -> None:
         """A message to a former life of this instance must not count."""
-        self._deliver(Grant("r", 0, 0, "granted"), stale=True)
+        self._deliver(Grant("r", self.offer.input_id, 0, "granted"), stale=True)
 
     def _deliver(self, message: HandoffMessage, *, stale: bool = False) -> None:
         self.handoffs.handle(Delivery(b"stream", b"1-0", message, stale))
 
     def _compute(self, network: str = "") -> None:
-        self.computed = True
         self.network.broken = bool(network)
         self.computation_ended.set()
 
@@ -149,15 +164,20 @@ class Sender:
     def _abort(self) -> None:
         self.task.cancel()
 
-    def _wait(self) -> None:
-        self.loop.advance_to(self.loop.now_s + TIMEOUT_S + 0.1)
+    def _wait(self, until: str) -> None:
+        self.loop.advance_to(self.loop.now_s + (REPEAT_S if until == "repeat" else TIMEOUT_S) + 0.1)
 
     # --- what has to hold
 
     def check(self) -> None:
-        if self.network.tensors:
+        parts = [header.part for header in self.network.tensors]
+        if parts:
             assert "granted" in self.told, "a tensor has been sent without a grant"
-            assert self.computed
+            assert self.computation_ended.is_set()
+        assert parts == sorted(parts), "parts are not sent in order"
+        assert all(parts.count(part) <= MAX_SENDS for part in parts)
+        for part in set(parts) - {0}:
+            assert self.told & {f"stored {part - 1}", "cached"}, "the next part is sent before the last one's receipt"
         assert self.handoffs.num_open == (not self.task.done()), "a handoff is open that nobody waits for"
         if self.task.done():
             assert self.outcome is not None
@@ -166,28 +186,29 @@ class Sender:
 
     def run_quietly(self) -> None:
         """Nothing more comes: time alone must end it."""
-        if not self.computed:
+        if not self.computation_ended.is_set():
             self.apply(("compute",))
         for _ in range(3):
             if not self.task.done():
-                self.apply(("wait",))
+                self.apply(("wait", "timeout"))
         assert self.task.done(), "silence has no end"
 
     def fingerprint(self) -> Hashable:
-        late = self.loop.now_s > EPOCH_S + TIMEOUT_S, self.loop.now_s > EPOCH_S + 2 * TIMEOUT_S
         return (
             self.handoff.state,
+            self.handoff.part,
+            self.handoff.asked_again,
             _state(self.handoff.grant),
             _state(self.handoff.receipt),
             self.outcome,
-            self.computed,
+            self.computation_ended.is_set(),
             self.network.broken,
             len(self.network.tensors),
-            *late,
+            min(int((self.loop.now_s - EPOCH_S) / TIMEOUT_S), 2),
         )
 
     def copy(self) -> Sender:
-        again = Sender()
+        again = Sender(self.offer, self.num_parts)
         for action in self.trace:
             again.apply(action)
         return again

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
+from common.messages import KvOffer, Offer
 from tests.model.explore import explore
-from tests.model.sender import Sender
+from tests.model.sender import INPUT, KEYS_AND_VALUES, Sender
+
+OFFERS = {"an encoder output": (INPUT, 1), "keys and values in two parts": (KEYS_AND_VALUES, 2)}
 
 
-def test_every_state_of_a_handoff_has_a_defined_end() -> None:
-    found = explore(Sender(), Sender.copy, Sender.run_quietly, max_states=5000)
+@pytest.mark.parametrize(("offer", "num_parts"), OFFERS.values(), ids=OFFERS)
+def test_every_state_of_a_handoff_has_a_defined_end(offer: Offer | KvOffer, num_parts: int) -> None:
+    found = explore(Sender(offer, num_parts), Sender.copy, Sender.run_quietly, max_states=20_000)
     assert found.num_transitions > found.num_states > 100

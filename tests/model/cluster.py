@@ -1,0 +1,281 @@
+"""A whole cluster in one process: the real proxy, workers and engines over a network that may do anything.
+
+Every step is one thing that happens: a message arrives, an engine makes a turn, time goes on, something dies. After
+each one the promises are checked; `run_quietly` then lets everything come to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass, field
+from typing import Any, cast
+from unittest.mock import patch
+
+from common.config import Settings
+from common.errors import TriptychError
+from common.messages import InstanceRecord, Role
+from common.sampling_params import SamplingParams
+from proxy.dispatch import Dispatcher
+from proxy.jobs import Job, MediaItem, make_slots
+from proxy.metrics import ProxyMetrics
+from proxy.timeline import Timelines
+from proxy.workers import WorkerPool
+from tests.model.network import Connection, Letter, Network, SimulatedClient, SimulatedRegistry
+from tests.model.simulated_loop import SimulatedLoop
+from tests.model.symbols import expected_tokens, media, placeholder, rows_of, tiny_config
+from tests.model.workers import SimulatedWorker, SteppedThread, symbolic_workers
+
+HANDOFF_TIMEOUT_S = 4.0
+REQUEST_TIMEOUT_S = 60.0
+QUIET_S = 120.0
+"""However the faults were, so long after the last one everything has ended."""
+
+
+@dataclass
+class Client:
+    """One request, and what has come of it."""
+
+    job: Job
+    expected: list[int]
+    task: asyncio.Task[None] | None = None
+    tokens: list[int] = field(default_factory=list)
+    error: str | None = None
+    left: bool = False
+
+    @property
+    def ended(self) -> bool:
+        return self.task is not None and self.task.done()
+
+
+class Cluster:
+    """`topology` names the workers: {"e0": "encoder", "d0": "prefill_decode"}."""
+
+    def __init__(self, topology: Mapping[str, Role], **engine: Any) -> None:
+        self.stack = ExitStack()
+        self.loop = SimulatedLoop()
+        self.stack.enter_context(self.loop.clocks())
+        self.stack.enter_context(symbolic_workers())
+        self.network = Network()
+        self.stack.enter_context(
+            patch("proxy.workers.WatchedClient", lambda _, address, name: SimulatedClient(self.network, address, name))
+        )
+        config = tiny_config(**({"block_size": 2, "num_blocks": 12, "cache_rows": 3} | engine))
+        self.settings = Settings(handoff_timeout_s=HANDOFF_TIMEOUT_S, engine=config)
+        self.topology = dict(topology)
+        self.workers: dict[str, SimulatedWorker] = {}
+        self.clients: list[Client] = []
+        self.faulty = False
+        self._epoch = 0
+        self.metrics = ProxyMetrics()
+        self.dispatcher = Dispatcher(self.settings, self.metrics, Timelines())
+        own = InstanceRecord("proxy", "proxy", 1, "signpost", "f", "", "http://simulated", "")
+        self.pool = WorkerPool(
+            cast(Any, SimulatedRegistry(self.network)), own, self.dispatcher, lambda: None, cast(Any, None)
+        )
+        for name in self.topology:
+            self.start(name)
+        self.run(self._start_pool())
+        self.pass_time(1.0)
+        assert len(self.pool._workers) == len(self.topology), "the proxy has not found the workers"
+
+    async def _start_pool(self) -> None:
+        self.pool.start()
+
+    def run(self, coroutine: Any) -> None:
+        task = self.loop.create_task(coroutine)
+        self.loop.settle()
+        if task.done():
+            task.result()
+
+    # --- what people and fate do
+
+    def start(self, name: str) -> None:
+        """Start a worker, for the first time or again."""
+        self._epoch += 1
+        self.run(self._start_worker(name, self._epoch))
+
+    async def _start_worker(self, name: str, epoch: int) -> None:
+        worker = SimulatedWorker(self.network, name, self.topology[name], self.settings, epoch)
+        self.workers[name] = worker
+        await worker.begin()
+
+    def kill(self, name: str) -> None:
+        self.faulty = True
+        self.workers.pop(name).die()
+        self.loop.settle()
+
+    def ask(self, *pictures: tuple[str, int], num_tokens: int = 3) -> Client:
+        """A request with a text token before and after each picture, (name, rows)."""
+        number = len(self.clients)
+        prompt, expanded, contents = [5], [5], [""]
+        indices, items = [], []
+        for name, rows in pictures:
+            item = MediaItem.of("image", media(name, rows), "messages")
+            items.append(item)
+            indices.append(len(prompt))
+            prompt += [placeholder(), 7]
+            expanded += [*[placeholder()] * rows_of(item.data), 7]
+            contents += [*[item.content_hash] * rows, ""]
+        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        job = Job(f"r{number}", prompt, sampling, make_slots(items, indices), items)
+        client = Client(job, expected_tokens(expanded, contents, num_tokens))
+        self.clients.append(client)
+        client.task = self.loop.create_task(self._converse(client))
+        self.loop.settle()
+        return client
+
+    async def _converse(self, client: Client) -> None:
+        try:
+            async with aclosing(
+                self.dispatcher.run(self.pool, client.job, self.loop.now_s + REQUEST_TIMEOUT_S)
+            ) as batches:
+                async for batch in batches:
+                    client.tokens += batch.token_ids
+        except TriptychError as error:
+            client.error = f"{error.info.code}: {error.info.message}"
+
+    def leave(self, client: Client) -> None:
+        """The client goes away."""
+        assert client.task is not None
+        client.left = True
+        client.task.cancel()
+        self.loop.settle()
+
+    def preempt(self, name: str) -> None:
+        """The youngest running request of a worker loses its blocks, as if somebody else needed them."""
+        engine = self.workers[name].engine
+        if engine is not None and engine.scheduler.running:
+            engine.scheduler.preempt(max(engine.scheduler.running, key=lambda request: request.order))
+            engine._dirty = True
+
+    # --- what happens by itself, in any order
+
+    def threads_due(self) -> list[tuple[str, SteppedThread]]:
+        workers = sorted(self.workers.items())
+        return [(name, thread) for name, worker in workers for thread in worker.threads if thread.is_due()]
+
+    def turn(self, thread: SteppedThread) -> None:
+        thread.turn()
+        self.loop.settle()
+
+    def arrive(self, letter: Letter, *, keep: bool = False) -> None:
+        """A loose message arrives, if there is somebody; with `keep` it will come again."""
+        if not keep:
+            self.network.loose.remove(letter)
+        worker = self.workers.get(letter.target)
+        if worker is not None:
+            worker.take(letter)
+            self.loop.settle()
+
+    def lines(self) -> list[tuple[Connection, bool]]:
+        """Connections with something under way; True: to the worker."""
+        connections = self.network.connections.values()
+        found = [(one, True) for one in connections if one.to_worker]
+        return found + [(one, False) for one in connections if one.to_proxy and not one.closed]
+
+    def move(self, connection: Connection, to_worker: bool) -> None:
+        """The next message of a line arrives."""
+        if to_worker:
+            message = connection.to_worker.popleft()
+            worker = self.workers.get(connection.worker[0])
+            if worker is not None and worker.epoch == connection.worker[1]:
+                worker.server.received.put_nowait((connection.identity, message))
+        else:
+            answer = connection.to_proxy.popleft()
+            if answer is None:
+                connection.lost.set()
+            else:
+                connection.received.put_nowait(answer)
+        self.loop.settle()
+
+    def go_on(self, number: int) -> None:
+        """One of the things that can happen without a fault, by number."""
+        lines, letters, threads = self.lines(), self.network.loose, self.threads_due()
+        things = len(lines) + len(letters) + len(threads)
+        if not things:
+            return
+        number %= things
+        if number < len(lines):
+            self.move(*lines[number])
+        elif number < len(lines) + len(letters):
+            self.arrive(letters[number - len(lines)])
+        else:
+            self.turn(threads[number - len(lines) - len(letters)][1])
+
+    def pass_time(self, seconds: float) -> None:
+        self.loop.advance_to(self.loop.now_s + seconds)
+
+    # --- what has to hold, always
+
+    def check(self) -> None:
+        for worker in self.workers.values():
+            if worker.engine is not None:
+                worker.engine.check_integrity()
+                cache = worker.engine.cache
+                assert cache.used_bytes <= cache.capacity_bytes
+        for client in self.clients:
+            assert client.tokens == client.expected[: len(client.tokens)], f"{client.job.request_id} got other tokens"
+
+    # --- and in the end
+
+    def run_quietly(self) -> None:
+        """Let everything happen, in order, until nothing is left to do."""
+        self.network.loose = [letter for letter in self.network.loose if not letter.damaged]
+        for name in self.topology.keys() - self.workers.keys():
+            self.start(name)
+        end_s = self.loop.now_s + QUIET_S
+        while self.loop.now_s < end_s:
+            self._drain()
+            if all(client.ended for client in self.clients) and self._is_quiet():
+                break
+            self.pass_time(self._next_moment_s() - self.loop.now_s)
+        for client in self.clients:
+            self._check_end(client)
+        for name, worker in self.workers.items():
+            assert not worker.what_is_held(), f"{name} still holds {worker.what_is_held()}"
+        assert self.dispatcher.num_flights == 0
+        loads = {name: vars(worker.load) for name, worker in self.pool._workers.items()}
+        assert not any(value for load in loads.values() for value in load.values()), f"the proxy counts {loads}"
+
+    def _check_end(self, client: Client) -> None:
+        name = client.job.request_id
+        assert client.ended, f"{name} has not ended"
+        if client.left:
+            return
+        if client.error is None:
+            assert client.tokens == client.expected, f"{name} ended with {client.tokens} of {client.expected}"
+        else:
+            assert self.faulty, f"{name} failed though nothing went wrong: {client.error}"
+
+    def _drain(self) -> None:
+        """Everything that can happen without time going on."""
+        for _ in range(10_000):
+            if self.lines():
+                self.move(*self.lines()[0])
+            elif self.network.loose:
+                self.arrive(self.network.loose[0])
+            elif due := self.threads_due():
+                self.turn(due[0][1])
+            else:
+                return
+            self.check()
+        raise AssertionError("an engine runs in circles")
+
+    def _is_quiet(self) -> bool:
+        return not any(worker.what_is_held() for worker in self.workers.values())
+
+    def _next_moment_s(self) -> float:
+        times = [self.loop.next_timer_s()]
+        times += [thread.next_deadline_s() for worker in self.workers.values() for thread in worker.threads]
+        return max(self.loop.now_s, min(time for time in times if time is not None)) + 1e-6
+
+    def close(self) -> None:
+        for client in self.clients:
+            if client.task is not None:
+                client.task.cancel()
+        for worker in self.workers.values():
+            worker.die()
+        self.loop.settle()
+        self.stack.close()

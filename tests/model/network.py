@@ -1,0 +1,257 @@
+"""Everything between the processes of a simulated cluster: what has been sent and has not arrived.
+
+    loose    messages of the handoff channels, and tensors: may arrive in any order, twice, damaged, or never
+    lines    connections between a proxy and a worker: in order, until one side dies
+
+Nothing moves by itself: the simulation says what arrives next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import msgspec
+
+from broker.channels import ChannelName
+from broker.registry import RECORD_TTL_S
+from broker.transports.base import ReceivedTensor
+from common.errors import TriptychError
+from common.messages import (
+    FromWorker,
+    HandoffMessage,
+    InstanceRecord,
+    TensorHeader,
+    ToWorker,
+    decode_from_worker,
+    decode_handoff,
+    decode_tensor_header,
+    decode_to_worker,
+    encode,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Letter:
+    """One message of a channel, or one tensor, on its way to an instance.
+
+    `epoch` is that of the life it was sent to; None where there was none: whoever comes next gets it.
+    """
+
+    target: str
+    channel: ChannelName | None
+    message: bytes
+    epoch: int | None
+    data: bytes = b""
+    damaged: bool = False
+
+    def describe(self) -> str:
+        message = self.read()
+        what = type(message).__name__
+        status = f" {message.status}" if hasattr(message, "status") else ""
+        part = f" part {message.table}/{message.part}" if getattr(message, "table", "") else ""
+        name = f"{message.request_id}/{message.input_id}/{message.attempt}"
+        return f"{what}{status}{part} of {name} to {self.target}{' (damaged)' if self.damaged else ''}"
+
+    def read(self) -> HandoffMessage | TensorHeader:
+        return decode_tensor_header(self.message) if self.channel is None else decode_handoff(self.message)
+
+    def tensor(self) -> ReceivedTensor:
+        fault = "the checksum is not the one of these bytes" if self.damaged else None
+        return ReceivedTensor(decode_tensor_header(self.message), memoryview(bytearray(self.data)), fault)
+
+
+@dataclass(eq=False)
+class Connection:
+    """A proxy's connection to one life of a worker. None in `to_proxy` means: it is lost."""
+
+    identity: bytes
+    worker: tuple[str, int]
+    to_worker: deque[ToWorker] = field(default_factory=deque)
+    to_proxy: deque[FromWorker | None] = field(default_factory=deque)
+    received: asyncio.Queue[FromWorker] = field(default_factory=asyncio.Queue)
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    closed: bool = False
+
+
+class Network:
+    """Messages under way, connections, and the registry."""
+
+    def __init__(self) -> None:
+        self.loose: list[Letter] = []
+        self.connections: dict[bytes, Connection] = {}
+        self.epochs: dict[str, int] = {}
+        """The lives that are reachable now: instance id -> epoch."""
+        self._records: dict[str, tuple[InstanceRecord, float]] = {}
+
+    def send(self, target: str, channel: ChannelName, message: HandoffMessage) -> None:
+        self.loose.append(Letter(target, channel, encode(message), self.epochs.get(target)))
+
+    def send_tensor(self, target: str, header: TensorHeader, data: memoryview) -> None:
+        self.loose.append(Letter(target, None, encode(header), self.epochs.get(target), bytes(data)))
+
+    def damage(self, letter: Letter) -> None:
+        self.loose[self.loose.index(letter)] = replace(letter, damaged=True)
+
+    # --- the registry
+
+    def enter(self, record: InstanceRecord) -> None:
+        self._records[record.instance_id] = record, time.time() + RECORD_TTL_S
+
+    def leave(self, instance_id: str) -> None:
+        self._records.pop(instance_id, None)
+
+    def instances(self) -> dict[str, InstanceRecord]:
+        now_s = time.time()
+        return {name: record for name, (record, until_s) in self._records.items() if until_s > now_s}
+
+    # --- connections
+
+    def connect(self, address: str, identity: str) -> Connection:
+        instance_id, _, epoch = address.rpartition("/")
+        connection = Connection(identity.encode(), (instance_id, int(epoch)))
+        self.connections[connection.identity] = connection
+        if self.epochs.get(instance_id) != int(epoch):
+            connection.to_proxy.append(None)
+        return connection
+
+    def lose(self, worker: tuple[str, int]) -> None:
+        """A worker has died: what it has sent still arrives, what it was sent does not."""
+        for connection in self.connections.values():
+            if connection.worker == worker:
+                connection.to_worker.clear()
+                connection.to_proxy.append(None)
+
+
+class SimulatedRegistry:
+    """Stands in for broker.registry.Registry."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._own: InstanceRecord | None = None
+
+    async def register(self, record: InstanceRecord) -> None:
+        self._own = record
+        self._network.enter(record)
+
+    async def heartbeat(self, **changes: Any) -> None:
+        assert self._own is not None
+        for name, value in changes.items():
+            self._own = msgspec.structs.replace(self._own, **{name: value})
+        self._network.enter(self._own)
+
+    async def get(self, instance_id: str) -> InstanceRecord | None:
+        return self._network.instances().get(instance_id)
+
+    async def instances(self) -> dict[str, InstanceRecord]:
+        return self._network.instances()
+
+    async def unregister(self) -> bool:
+        assert self._own is not None
+        self._network.leave(self._own.instance_id)
+        return True
+
+
+class SimulatedChannels:
+    """Stands in for broker.channels.ChannelSender; a dead process sends nothing."""
+
+    num_waiting = num_dropped = 0
+
+    def __init__(self, network: Network, alive: Callable[[], bool]) -> None:
+        self._network = network
+        self._alive = alive
+
+    def send(self, instance_id: str, channel: ChannelName, message: HandoffMessage) -> None:
+        if self._alive():
+            self._network.send(instance_id, channel, message)
+
+
+class SimulatedReader:
+    """Stands in for broker.channels.ChannelReader: the simulation hands over what arrives."""
+
+    num_invalid = 0
+
+    async def keep_alive(self) -> None: ...
+
+
+class SimulatedServer:
+    """Stands in for broker.rpc.WorkerServer."""
+
+    num_invalid = 0
+
+    def __init__(self, network: Network, worker: tuple[str, int]) -> None:
+        self._network = network
+        self.worker = worker
+        self.received: asyncio.Queue[tuple[bytes, ToWorker]] = asyncio.Queue()
+
+    async def receive(self) -> tuple[bytes, ToWorker]:
+        return await self.received.get()
+
+    def send(self, proxy: bytes, message: FromWorker) -> bool:
+        connection = self._network.connections.get(proxy)
+        if connection is None or connection.closed:
+            return False
+        if self._network.epochs.get(self.worker[0]) == self.worker[1]:
+            connection.to_proxy.append(decode_from_worker(encode(message)))
+        return True
+
+
+class SimulatedClient:
+    """Stands in for proxy.worker.WatchedClient."""
+
+    def __init__(self, network: Network, address: str, identity: str) -> None:
+        self._connection = network.connect(address, identity)
+        self.address = address
+
+    async def send(self, message: ToWorker) -> None:
+        if not self._connection.closed:
+            self._connection.to_worker.append(decode_to_worker(encode(message)))
+
+    async def receive(self) -> FromWorker:
+        return await self._connection.received.get()
+
+    async def lost(self) -> None:
+        await self._connection.lost.wait()
+
+    def close(self, linger_ms: int = 0) -> None:
+        self._connection.closed = True
+        if not linger_ms:
+            self._connection.to_worker.clear()
+
+
+class SimulatedTensorSender:
+    """Stands in for broker.tensors.TensorSender."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+
+    async def send(self, receiver: InstanceRecord, header: TensorHeader, data: memoryview, timeout_s: float) -> None:
+        if receiver.instance_id not in self._network.epochs:
+            await asyncio.sleep(timeout_s)
+            raise TriptychError("unavailable", f"{receiver.instance_id} took no tensor within {timeout_s:g} s")
+        self._network.send_tensor(receiver.instance_id, header, data)
+
+    def keep_only(self, addresses: set[str]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class SimulatedTensorReceiver:
+    """Stands in for broker.tensors.TensorReceiver."""
+
+    address = "simulated://"
+    num_invalid = 0
+
+    def __init__(self) -> None:
+        self.received: asyncio.Queue[ReceivedTensor] = asyncio.Queue()
+
+    async def receive(self) -> ReceivedTensor:
+        return await self.received.get()
+
+    def close(self) -> None: ...

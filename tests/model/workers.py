@@ -1,0 +1,210 @@
+"""Worker processes of a simulated cluster: the real shell's conversations, the real role, the real engine thread.
+
+What is made up: sockets, Redis, the model's arithmetic (tests.model.symbols), and that an engine thread makes a turn
+when the simulation says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+from unittest.mock import patch
+
+from broker.channels import Delivery
+from broker.tensors import TensorReceiver, TensorSender
+from common.config import Settings
+from common.messages import HandoffMessage, InstanceRecord, Role
+from engine.decoder_engine import DecoderEngine
+from engine.encoder_engine import EncoderEngine
+from engine.runner.decoder import DecoderRunner
+from services.departure import Departure
+from services.engine_thread import EngineThread
+from services.hops import HopRecorder
+from services.links import Links
+from services.metrics import WorkerMetrics
+from services.preprocess import PreprocessPool
+from services.proxies import ProxyWatch
+from services.roles import make_role
+from services.shell import Shell
+from tests.model.network import (
+    Letter,
+    Network,
+    SimulatedChannels,
+    SimulatedReader,
+    SimulatedRegistry,
+    SimulatedServer,
+    SimulatedTensorReceiver,
+    SimulatedTensorSender,
+)
+from tests.model.symbols import TOKEN_BYTES, SymbolicEncoder, SymbolicPool, SymbolicRunner, model_info
+
+HELD = {
+    "encoder_items_open",
+    "encoder_items_computing",
+    "encoder_held_bytes",
+    "handoffs_open",
+    "prefills_open",
+    "inputs_encoding_here",
+}
+"""Gauges of what a worker holds for somebody."""
+
+
+class SteppedThread(EngineThread[Any, Any]):
+    """An engine thread whose turns are made by the simulation."""
+
+    engine: Any = None
+    failure: BaseException | None = None
+
+    def start(self) -> None:
+        self.engine = self._build()
+        self._set_loaded()
+
+    def is_due(self) -> bool:
+        """Whether the real thread would wake up now."""
+        deadline_s = self._next_deadline_s(self.engine)
+        return self.num_waiting > 0 or self.engine.has_work() or (deadline_s is not None and deadline_s <= time.time())
+
+    def next_deadline_s(self) -> float | None:
+        deadline_s: float | None = self._next_deadline_s(self.engine)
+        return deadline_s
+
+    def turn(self) -> None:
+        self._turn(self.engine)
+
+
+class SimulatedLinks(Links):
+    """Connections of a worker into the simulated network."""
+
+    receiver: SimulatedTensorReceiver
+    network: Network
+
+    def tensor_sender(self) -> TensorSender:
+        return cast(TensorSender, SimulatedTensorSender(self.network))
+
+    def tensor_receiver(self, max_bytes: int) -> TensorReceiver:
+        return cast(TensorReceiver, self.receiver)
+
+
+class SimulatedWorker(Shell):
+    """One life of one worker. Its conversations with proxies, registry and heartbeat are those of the real shell."""
+
+    def __init__(self, network: Network, instance_id: str, role: Role, settings: Settings, epoch: int) -> None:
+        self.network, self.instance_id, self.epoch = network, instance_id, epoch
+        self.alive = True
+        self._proxies = ProxyWatch()
+        self._departure = Departure(lambda: len(self._proxies))
+        self._registry = cast(Any, SimulatedRegistry(network))
+        self._reader = cast(Any, SimulatedReader())
+        self.server = SimulatedServer(network, (instance_id, epoch))
+        self._server = cast(Any, self.server)
+        self.receiver = SimulatedTensorReceiver()
+        self._links = SimulatedLinks(
+            settings=settings,
+            info=model_info(),
+            instance_id=instance_id,
+            epoch=epoch,
+            host="simulated",
+            dtype="float32",
+            context=cast(Any, None),
+            redis=cast(Any, None),
+            registry=self._registry,
+            channels=cast(Any, SimulatedChannels(network, lambda: self.alive)),
+            server=self._server,
+            proxies=self._proxies,
+            metrics=WorkerMetrics(),
+            hops=HopRecorder(),
+        )
+        object.__setattr__(self._links, "network", network)
+        object.__setattr__(self._links, "receiver", self.receiver)
+        self._role = self.role = make_role(role, self._links)
+        self.record = InstanceRecord(
+            instance_id=instance_id,
+            role=role,
+            epoch=epoch,
+            model="signpost",
+            fingerprint="f",
+            dtype="float32",
+            http_address="http://simulated",
+            requests_address=f"{instance_id}/{epoch}",
+            tensor_address=self._role.tensor_address,
+            encodes=self._role.encodes,
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def threads(self) -> list[SteppedThread]:
+        return [cast(SteppedThread, thread) for thread in self.role.threads]
+
+    @property
+    def engine(self) -> DecoderEngine | None:
+        """The engine of a worker with a decoder."""
+        return next((one.engine for one in self.threads if isinstance(one.engine, DecoderEngine)), None)
+
+    async def begin(self) -> None:
+        """As the real shell does once its sockets are open."""
+        for thread in self.threads:
+            thread.start()
+        await self.role.start(self.record)
+        self.network.epochs[self.instance_id] = self.epoch
+        await self._registry.register(self.record)
+        for coroutine in (*self.role.tasks(), self._take_requests(), self._beat()):
+            self._tasks.append(asyncio.get_running_loop().create_task(coroutine))
+
+    def die(self) -> None:
+        """No goodbye: nothing that it does from now on can be seen."""
+        self.alive = False
+        self.network.epochs.pop(self.instance_id, None)
+        self.network.lose((self.instance_id, self.epoch))
+        for task in self._tasks:
+            task.cancel()
+        self.role.close()
+
+    def take(self, letter: Letter) -> None:
+        if letter.channel is None:
+            self.receiver.received.put_nowait(letter.tensor())
+        elif letter.channel in self.role.channels:
+            stale = letter.epoch is not None and letter.epoch != self.epoch
+            self.role.handle_delivery(Delivery(b"", b"", cast(HandoffMessage, letter.read()), stale))
+
+    def what_is_held(self) -> dict[str, float]:
+        """What is not 0 though it should be in a worker that has nothing to do."""
+        gauges = self._links.metrics.gauges
+        held: dict[str, float] = {name: gauges[name]() for name in HELD & gauges.keys()}
+        held["requests"] = len(self._proxies)
+        receiver = getattr(self.role, "_receiver", None)
+        if receiver is not None:
+            held["offers"] = len(receiver._offers) + len(receiver._kv_keys)
+        held["engine"] = self.engine is not None and not self.engine.is_empty()
+        return {name: value for name, value in held.items() if value}
+
+
+@contextmanager
+def symbolic_workers() -> Iterator[None]:
+    """Meanwhile workers are made with the stand-ins of this package, wherever the real ones are imported."""
+    substitutes: dict[object, object] = {
+        EngineThread: SteppedThread,
+        DecoderRunner: SymbolicRunner,
+        EncoderEngine: SymbolicEncoder,
+        PreprocessPool: SymbolicPool,
+    }
+    for role in ("encoder", "prefill", "decode", "prefill_decode"):
+        importlib.import_module(f"services.{role}")
+    with ExitStack() as stack:
+        stack.enter_context(patch("services.kv_messages.PART_BYTES", 2 * TOKEN_BYTES))
+        for module, name, value in _users_of(list(substitutes)):
+            stack.enter_context(patch.object(module, name, substitutes[value]))
+        yield
+
+
+def _users_of(values: list[object]) -> Iterator[tuple[Any, str, Any]]:
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] not in ("services", "engine"):
+            continue
+        for name, value in list(vars(module).items()):
+            if any(value is one for one in values):
+                yield module, name, value
