@@ -47,7 +47,7 @@ class DecoderService:
     def __init__(self, links: Links) -> None:
         self._links = links
         self._arrived_s: dict[str, float] = {}  # requests without a token yet
-        self._duplicates: Counter[str] = Counter()
+        self._outcomes: Counter[str] = Counter()  # of requests, beside those of handoffs
         self._idle_check = IdleCheck()
         lease_s = links.settings.handoff_timeout_s
         self.thread: EngineThread[DecoderEngine, Event] = EngineThread(
@@ -61,7 +61,7 @@ class DecoderService:
         self.tensor_address = self._receiver.tensor_address
         fallback = self.may_encode and links.settings.encoder_fallback and links.info.media_kind is not None
         self._encoding = LocalEncoding(links, self.thread, fallback) if fallback or self.always_encodes else None
-        links.metrics.tallies["handoffs"] = lambda: self._receiver.outcomes + self._duplicates
+        links.metrics.tallies["handoffs"] = lambda: self._receiver.outcomes + self._outcomes
         links.metrics.gauges["integrity_failures"] = lambda: self._idle_check.num_failures
 
     @property
@@ -123,7 +123,7 @@ class DecoderService:
         if owner is None:
             self._begin(proxy, message)
             return
-        self._duplicates["duplicate_request"] += 1
+        self._outcomes["duplicate_request"] += 1
         if owner != proxy:  # it came on a connection that has been given up: on this one, nothing would ever come
             where = f"{self._links.instance_id} is still at an earlier attempt of this request"
             self._refuse(proxy, message, ErrorInfo("unavailable", f"{where}, which ends in seconds: try again"))
@@ -162,7 +162,7 @@ class DecoderService:
             elif isinstance(event, RequestFailed):
                 self._fail(event)
             elif isinstance(event, InputLost):
-                self._duplicates["input_needed"] += 1
+                self._outcomes["input_needed"] += 1
                 self._links.reply(event.request_id, InputNeeded(event.request_id, event.input_id))
             elif isinstance(event, KvReady | KvComputed | PrefillEnded):
                 self._follow_prefill(event)

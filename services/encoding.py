@@ -7,7 +7,6 @@ proxy) frees whatever the item holds at that point.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -139,8 +138,6 @@ class EncodingStage:
     def _refusal(self, message: Encode) -> ErrorInfo | None:
         """Why an item is not even begun; None if it is."""
         limit, held = self._links.settings.engine.max_waiting, self._pipeline.held_bytes
-        if not math.isfinite(message.deadline_s):
-            return ErrorInfo("invalid_request", f"deadline_s is {message.deadline_s}, not a time", "deadline_s")
         if len(self._items) >= limit:
             what = f"{len(self._items)} items are under way on this encoder, the limit is {limit}"
             return ErrorInfo("overloaded", f"{what}: try again later")

@@ -1,4 +1,4 @@
-"""Keys and values on the wire: what is wrong with an offer or a part of them, and how they are cut into parts."""
+"""Keys and values on the wire: what their offers say, what is wrong with a part, and how large parts are."""
 
 from __future__ import annotations
 
@@ -33,15 +33,6 @@ def metadata_of(offer: KvOffer) -> KvMetadata:
     )
 
 
-def offer_fault(offer: KvOffer) -> str | None:
-    """What is wrong with an offer, whatever the request; None if nothing is. The engine knows the rest."""
-    if offer.dtype not in ITEM_BYTES:
-        return f"dtype {offer.dtype!r} is none of {', '.join(ITEM_BYTES)}"
-    if not math.isfinite(offer.deadline_s):
-        return f"deadline_s is {offer.deadline_s}, not a time"
-    return None
-
-
 def part_fault(header: TensorHeader, offer: KvOffer) -> str | None:
     """What a part's header says that its offer does not allow; None if nothing."""
     if header.table == "self":
@@ -50,7 +41,7 @@ def part_fault(header: TensorHeader, offer: KvOffer) -> str | None:
         token_shape, num_tokens = offer.cross_shape, offer.num_encoder_tokens
     else:
         return f"table {header.table!r} is neither self nor cross"
-    if header.dtype != offer.dtype or header.shape[1:] != token_shape:
+    if not token_shape or header.dtype != offer.dtype or header.shape[1:] != token_shape:
         return f"offered tokens of {token_shape} {offer.dtype}, came {header.shape} {header.dtype}"
     if header.first + header.shape[0] > num_tokens:
         return f"tokens {header.first} to {header.first + header.shape[0]} of {num_tokens}"

@@ -6,7 +6,6 @@ without the request; every decision is the engine's.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, OrderedDict
 from typing import Final
 
@@ -30,7 +29,7 @@ from engine.events import (
 )
 from engine.memory import memory_budget
 from services.engine_thread import EngineThread
-from services.kv_messages import PART_BYTES, metadata_of, offer_fault, part_fault
+from services.kv_messages import PART_BYTES, metadata_of, part_fault
 from services.links import Links
 from services.tensor_bytes import aligned
 
@@ -202,11 +201,8 @@ def _deliver(engine: DecoderEngine, received: ReceivedTensor) -> None:
 
 
 def _offer_fault(offer: Offer | KvOffer) -> str | None:
-    if isinstance(offer, KvOffer):
-        return offer_fault(offer)
-    if not math.isfinite(offer.deadline_s):
-        return f"deadline_s is {offer.deadline_s}, not a time"
-    return payload_fault(offer, offer.size_bytes)
+    """What is wrong with an offer in itself; None if nothing is. Keys and values the engine compares with its model."""
+    return payload_fault(offer, offer.size_bytes) if isinstance(offer, Offer) else None
 
 
 def _tensor_fault(header: TensorHeader, offer: Offer | KvOffer) -> str | None:
