@@ -97,6 +97,8 @@ class Arena:
             await asyncio.sleep(min(fault.at_s for fault in faults))
             done.in_flight_at_fault = under_way.total()
             await self._breaker.run(faults)
+            if {(fault.kind, fault.target) for fault in faults} == {("kill", "proxy")}:
+                await self._settle(SETTLE_S, also_absent=False)  # nothing new comes before it is back
             await eventually(lambda: self._api_is_ready(http), RETURN_S)
             passed.set()
             await asyncio.gather(*slots)
