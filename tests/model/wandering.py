@@ -1,0 +1,45 @@
+"""Clusters that wander: what happens next is drawn from a seed. Fast, and the same every time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from common.messages import Role
+from tests.model.cluster import Cluster
+
+STEPS = 150
+
+
+def wander(topology: Mapping[str, Role], seed: int, **engine: Any) -> None:
+    """One story, with preemptions, deaths and clients that leave, until nothing is left. Raises where a promise is
+    broken."""
+    draw = random.Random(seed)
+    cluster = Cluster(topology, **engine)
+    try:
+        for _ in range(STEPS):
+            _happen(cluster, draw)
+            cluster.check()
+        cluster.run_quietly()
+    finally:
+        cluster.close()
+
+
+def _happen(cluster: Cluster, draw: random.Random) -> None:
+    what = draw.random()
+    if what < 0.05 and len(cluster.clients) < 8:
+        cluster.ask(*[(draw.choice("wxyz"), draw.randint(1, 3)) for _ in range(draw.randint(0, 3))])
+    elif what < 0.10:
+        cluster.preempt(draw.choice(sorted(cluster.workers)))
+    elif what < 0.11:
+        cluster.faulty = True
+        cluster.pass_time(draw.choice([1.0, 5.0]))
+    elif what < 0.12 and cluster.clients:
+        cluster.leave(draw.choice(cluster.clients))
+    elif what < 0.123:
+        name = draw.choice(sorted(cluster.workers))
+        cluster.kill(name)
+        cluster.start(name)
+    else:
+        cluster.go_on(draw.randrange(64))
