@@ -55,8 +55,7 @@ def split(path: str, window_s: float, param: str) -> list[Window]:
     """
     with _open(path, param) as file:
         rate, frames = file.samplerate, file.frames
-        if frames < _UNKNOWN:
-            _check_duration(frames / rate, param)
+        _check_duration(frames / rate, param)
         if 0 < frames <= window_s * rate:
             return [Window(0, frames, rate)]
         energies, total = _energies(file, param)
@@ -105,13 +104,16 @@ def _energies(file: soundfile.SoundFile, param: str) -> tuple[FloatArray, int]:
 
 
 def _check_header(file: soundfile.SoundFile, param: str) -> None:
-    """A second of sound is decoded at once: a header could make it gigabytes."""
+    """Some seconds of sound are decoded at once: a header could make them gigabytes."""
     lowest, highest = SAMPLING_RATES
     if not lowest <= file.samplerate <= highest:
         message = f"{param} has a sampling rate of {file.samplerate} Hz; {lowest} to {highest} are accepted"
         raise TriptychError("bad_media", message, param)
     if file.channels > MAX_CHANNELS:
         message = f"{param} has {file.channels} channels; at most {MAX_CHANNELS} are accepted"
+        raise TriptychError("bad_media", message, param)
+    if file.frames >= _UNKNOWN:
+        message = f"{param} does not tell in its header how long it is: let the recorder write to a file, not to a pipe"
         raise TriptychError("bad_media", message, param)
 
 
