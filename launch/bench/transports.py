@@ -21,13 +21,14 @@ import numpy as np
 import typer
 
 from broker.embedded import EmbeddedBroker
+from broker.transports.nixl_agent import module_name
 from common.messages import TensorHeader
 from launch.bench.transport_ends import PLAIN_ZMQ, Job, Source, make_source, serve_sinks
 
 KIB, MIB = 2**10, 2**20
 SIZES: Final = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 MEMCPY: Final = "memcpy"
-TRANSPORTS: Final = ("shm", "zmq", "redis")
+TRANSPORTS: Final = ("shm", "zmq", "redis", "nixl")
 NUM_BUFFERS: Final = 4
 TURN_BYTES: Final = 256 * MIB
 """Sent in one turn at most, so that no queue takes more memory than that."""
@@ -50,12 +51,13 @@ Measured = dict[tuple[int, str], Samples]
 
 def bench(
     repetitions: Annotated[int, typer.Option(min=1, help="Turns of every way at every size.")] = 5,
-    transports: Annotated[str, typer.Option(help="With commas; nixl only where it is installed.")] = ",".join(
-        TRANSPORTS
-    ),
+    transports: Annotated[str, typer.Option(help="With commas; nixl where it is installed.")] = "shm,zmq,redis",
 ) -> None:
     """Measure the transports of this host and print two tables in markdown."""
     ways = [PLAIN_ZMQ, *transports.split(",")]
+    unknown = set(ways[1:]) - {name for name in TRANSPORTS if name != "nixl" or module_name() is not None}
+    if unknown:
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: not a transport of this host", param_hint="transports")
     with EmbeddedBroker() as broker:
         measured = asyncio.run(_measure(ways, broker, repetitions))
     print(f"{throughput_table(measured, ways)}\n\n{latency_table(measured, ways)}")

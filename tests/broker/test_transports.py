@@ -16,10 +16,10 @@ import pytest
 from redis.asyncio import Redis
 
 from broker.tensors import ITEM_BYTES, TensorSender
-from broker.transports.nixl_agent import module_name
 from common.errors import TriptychError
 from common.hashing import checksum
 from tests.broker.transport_kit import (
+    NIXL,
     Kit,
     header,
     keys_without_expiry,
@@ -33,12 +33,7 @@ from tests.broker.transport_kit import (
 from tests.eventually import eventually
 
 MIB = 2**20
-TRANSPORTS = [
-    "zmq",
-    "shm",
-    "redis",
-    pytest.param("nixl", marks=pytest.mark.skipif(module_name() is None, reason="needs pip install 'triptych[nixl]'")),
-]
+TRANSPORTS = ["zmq", "shm", "redis", NIXL]
 
 
 @pytest.fixture(params=TRANSPORTS)

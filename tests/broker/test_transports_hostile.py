@@ -11,14 +11,16 @@ import pytest
 import zmq
 from redis.asyncio import Redis
 
+from broker.curve import ClusterContext
 from broker.tensors import TensorReceiver
 from broker.transports import nixl_wire, packets, segment
 from broker.transports.base import QUEUE_TENSORS
-from broker.transports.nixl_agent import module_name
 from broker.transports.shm_wire import NONCE_BYTES, Announce, Hello, Release, Welcome, pack
+from common.config import Transport
 from common.errors import TriptychError
+from common.keys import ClusterKey
 from common.messages import encode
-from tests.broker.transport_kit import Kit, header, kit_of, of_bytes, open_files, transfer
+from tests.broker.transport_kit import NIXL, Kit, header, kit_of, of_bytes, open_files, to, transfer
 from tests.eventually import eventually
 
 MIB = 2**20
@@ -52,6 +54,23 @@ async def test_zmq_drops_what_is_no_tensor(kit: Kit) -> None:
     raw.close(linger=0)
 
 
+@pytest.mark.parametrize("transport", ["zmq", NIXL])
+async def test_with_a_cluster_key_tensors_come_from_members_only(
+    transport: Transport, redis: Redis, broker_url: str
+) -> None:
+    key = ClusterKey.generate()
+    members = Kit(transport, redis, broker_url, ClusterContext(key))
+    async with kit_of(transport, redis, broker_url) as strangers:
+        receiver, data = members.receiver(), memoryview(b"four")
+        for context in (strangers.context, ClusterContext(ClusterKey.generate())):
+            stranger = Kit(transport, redis, broker_url, context)
+            with pytest.raises(TriptychError, match="took none within"):
+                await stranger.sender().send(to(receiver.address), of_bytes(data), data, timeout_s=0.5)
+            await stranger.close()
+        assert (await transfer(members.sender(), receiver, of_bytes(data), data)).data == data
+    await members.close()
+
+
 @pytest.mark.parametrize("kit", ["redis"], indirect=True)
 async def test_redis_drops_what_is_no_tensor(kit: Kit) -> None:
     receiver = kit.receiver()
@@ -67,8 +86,7 @@ async def test_redis_drops_what_is_no_tensor(kit: Kit) -> None:
     await still_works(kit, receiver)
 
 
-@pytest.mark.skipif(module_name() is None, reason="needs pip install 'triptych[nixl]'")
-@pytest.mark.parametrize("kit", ["nixl"], indirect=True)
+@pytest.mark.parametrize("kit", [NIXL], indirect=True)
 async def test_nixl_drops_what_is_no_tensor(kit: Kit) -> None:
     receiver = kit.receiver(max_bytes=MIB)
     raw = kit.context.socket(zmq.DEALER)

@@ -15,18 +15,23 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 import zmq.asyncio
 from redis.asyncio import Redis
 
 from broker.tensors import ReceivedTensor, TensorReceiver, TensorSender
 from broker.transports.base import Connection
 from broker.transports.choice import Means, make_connectors
+from broker.transports.nixl_agent import module_name
 from common.config import Transport
 from common.hashing import checksum
 from common.messages import InstanceRecord, TensorHeader
 from tests.broker.conftest import make_record
 
 ROOT = Path(__file__).resolve().parents[2]
+NIXL = pytest.param(
+    "nixl", marks=pytest.mark.skipif(module_name() is None, reason="NIXL is not installed: pip install triptych[nixl]")
+)
 
 
 def to(address: str) -> InstanceRecord:
