@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import httpx
 from redis.exceptions import RedisError
@@ -26,6 +26,8 @@ _POLL_S: Final = 0.1
 
 Tell = Callable[[str], None]
 """Takes a line for a person."""
+Done = Callable[[InstanceRecord, InstanceRecord | None], Awaitable[bool]]
+"""Whether what was asked of a worker has come about, by its record before and the one of now, if it has one."""
 
 
 class Members:
@@ -105,7 +107,7 @@ class Members:
         if response.is_error:
             raise TriptychError("invalid_request", f"{record.instance_id}: {_reason(response)}", "role")
 
-    async def _watch(self, record: InstanceRecord, timeout_s: float, tell: Tell, done: Any) -> None:
+    async def _watch(self, record: InstanceRecord, timeout_s: float, tell: Tell, done: Done) -> None:
         """Tell how many requests are left, each time that this changes, until `done(record, its record now)`."""
         deadline_s, told = time.monotonic() + timeout_s, None
         while True:
