@@ -97,7 +97,7 @@ class InputIntake:
             self.events.append(InputRefused(request_id, input_id, attempt, error or _no_such_input(input_id)))
         elif attempt < item.attempt or (attempt == item.attempt and item.state is InputState.MISSING):
             self.events.append(InputCancelled(request_id, input_id, attempt))
-        elif item.usable:
+        elif item.usable or item.state is InputState.DORMANT:
             self.events.append(InputCached(request_id, input_id, attempt))
         elif attempt > item.attempt:
             self._accept(request, item, attempt, metadata, deadline_s)

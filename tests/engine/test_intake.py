@@ -224,6 +224,16 @@ def test_who_repeats_an_offer_whose_lease_ran_out_is_told_again() -> None:
     assert desk.events() == [InputCancelled("a", 0, 0)]
 
 
+def test_an_offer_of_what_the_kv_cache_still_has_is_answered_as_cached() -> None:
+    desk = Desk(4)
+    request = desk.request("a", "h0")
+    desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
+    desk.events()
+    request.inputs[0].state = InputState.DORMANT  # preempted after its input had been consumed
+    desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
+    assert InputCached("a", 0, 0) in desk.intake.events
+
+
 def test_a_tensor_that_is_not_what_was_granted_is_corrupt() -> None:
     desk = Desk(4)
     desk.request("a", "h0")

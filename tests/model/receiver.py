@@ -18,7 +18,16 @@ from common.sampling_params import SamplingParams
 from engine.cache.block_manager import BlockManager
 from engine.cache.block_pool import BlockPool
 from engine.cache.encoder_cache import EncoderCacheManager
-from engine.events import Event, InputCached, InputGranted, InputLost, InputMetadata, InputStored
+from engine.events import (
+    Event,
+    InputCached,
+    InputCancelled,
+    InputGranted,
+    InputLost,
+    InputMetadata,
+    InputRefused,
+    InputStored,
+)
 from engine.request import InputState, Request, RequestInput
 from engine.scheduler.coverage import Coverage
 from engine.scheduler.expectation import InputExpectation
@@ -37,6 +46,9 @@ CROSS_EXPECTATION = InputExpectation(HIDDEN, vocab_size=20, max_rows=50, placeho
 _tensors: dict[tuple[str, int], torch.Tensor] = {}
 """What encoders make of each content: another number for each."""
 COVERAGE = Coverage(BlockManager(BlockPool(2), block_size=4), enabled=False)
+
+
+ANSWERS = (InputGranted, InputCached, InputRefused, InputCancelled)
 
 
 @dataclass(frozen=True)
@@ -132,6 +144,20 @@ class Receiver:
         content = self.plan.requests[name][int(number)]
         self.sent.add((name, int(number), int(attempt)))
         self.intake.offer(name, int(number), int(attempt), self._metadata(content), FAR_S)
+        self.intake.grant()
+        self._check_answered(name, int(number), int(attempt))
+
+    def _check_answered(self, name: str, number: int, attempt: int) -> None:
+        """Whoever has just offered something is told, or stands in a line."""
+        request, early = self.requests.get(name), self.intake._early._offers.get((name, number))
+        waits = early is not None and early.attempt == attempt
+        if request is not None:
+            item = request.inputs[number]
+            waits = item.state is InputState.OFFERED and item.attempt == attempt
+        key = name, number, attempt
+        answers = (e for e in self.intake.events if isinstance(e, ANSWERS))
+        told = any((e.request_id, e.input_id, e.attempt) == key for e in answers)
+        assert told or waits, f"the offer of {key} is neither answered nor kept"
 
     def _metadata(self, content: str) -> InputMetadata:
         rows = self.plan.rows[content]
