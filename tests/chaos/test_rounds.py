@@ -53,8 +53,7 @@ def arena_of(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     "faults",
     [
         (Fault("kill", "e0", 0.7), Fault("kill", "d0", 1.1)),
-        (Fault("kill", "p0", 0.8),),
-        (Fault("kill", "broker", 0.8), Fault("stop", "e1", 0.9, 2.0)),
+        (Fault("kill", "broker", 0.8), Fault("kill", "p0", 0.9)),
         (Fault("kill", "proxy", 1.0),),
     ],
     ids=lambda faults: "; ".join(map(str, faults)),
