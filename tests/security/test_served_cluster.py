@@ -46,6 +46,7 @@ def served() -> Iterator[Served]:
             api_key=API_KEY,
             broker=with_user(url, f"triptych:{PASSWORD}"),
             cluster="pictures",
+            transport="redis",  # tensors have keys, too
             log_level="debug",
         )
         with LocalCluster(settings, "1e1pd") as cluster:
