@@ -17,7 +17,6 @@ from broker.redis_client import connect
 from broker.registry import Registry
 from common.config import Settings
 from common.keys import bearer, cluster_token, own_api_key
-from common.keys import bearer, cluster_token, own_api_key
 from common.messages import InstanceRecord
 
 ENDPOINTS = ("health", "ready", "metrics")
@@ -37,8 +36,7 @@ async def check(settings: Settings, expected: dict[str, int]) -> list[str]:
         for role, number in expected.items()
         if found[role] != number
     ]
-    key = own_api_key(settings) or cluster_token(settings)
-    async with httpx.AsyncClient(timeout=10, headers={"Authorization": bearer(key)} if key else {}) as client:
+    async with httpx.AsyncClient(timeout=10) as client:
         for record in sorted(records.values(), key=lambda record: (record.role, record.instance_id)):
             key = own_api_key(settings) if record.role == "proxy" else cluster_token(settings)
             answers = [await _ask(client, record, endpoint, key) for endpoint in ENDPOINTS]
