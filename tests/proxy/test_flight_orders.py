@@ -1,0 +1,238 @@
+"""One job among workers that die, fail, forget and come in any order: its tokens come once each, nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from common.errors import ErrorInfo, TriptychError
+from common.messages import (
+    KV_INPUT_ID,
+    WORKER_ROLES,
+    Abort,
+    Encode,
+    Encoded,
+    Failed,
+    Generate,
+    InputNeeded,
+    InputSlot,
+    InstanceRecord,
+    Prefilled,
+    Role,
+    TokenLogprob,
+    Tokens,
+    ToWorker,
+)
+from common.sampling_params import SamplingParams
+from proxy import flight, retries
+from proxy.cluster import Cluster
+from proxy.flight import Flight
+from proxy.jobs import Job, MediaItem
+from proxy.metrics import ProxyMetrics
+from proxy.placement import Placer
+from proxy.worker import Load, Presence, Worker
+from proxy.workers import WorkerPool
+
+NUM_TOKENS = 3
+BUSY = ErrorInfo("unavailable", "not now")
+
+
+@dataclass
+class Sim:
+    """A worker: what it has been told, and what it may do next."""
+
+    world: World
+    worker: Worker
+    job: Generate | None = None
+    encodes: dict[int, Encode] = field(default_factory=dict)
+    inputs: set[int] = field(default_factory=set)
+    sent: int = 0
+
+    async def send(self, message: ToWorker) -> None:
+        if isinstance(message, Generate):
+            resumed = len(message.resumed[0].token_ids) if message.resumed else 0
+            self.job, self.sent, self.inputs = message, resumed, set()
+        elif isinstance(message, Encode):
+            self.encodes[message.input_id] = message
+        elif isinstance(message, Abort):
+            self.job, self.encodes = None, {}
+
+    def say(self, message: Any) -> None:
+        self.world.flight.post(self.worker, message)
+
+    def actions(self, *, faults: bool) -> list[Any]:
+        """What it may do now, each a function without arguments."""
+        found: list[Any] = []
+        for encode in self.encodes.values():
+            found.append(lambda encode=encode: self.encoded(encode, None))
+            if faults:
+                found.append(lambda encode=encode: self.encoded(encode, BUSY))
+        job = self.job
+        if job is None:
+            return found
+        wanted = {KV_INPUT_ID} if job.prefilled else {slot.input_id for slot in job.inputs}
+        if wanted <= self.inputs:
+            found.append(self.prefilled if job.prefill_for else self.token)
+        if faults and job.prefill_for:
+            found.append(lambda: self.prefilled(BUSY))
+        elif faults:
+            found += [lambda: self.need(wanted), self.fail]
+        return found
+
+    def encoded(self, encode: Encode, error: ErrorInfo | None) -> None:
+        del self.encodes[encode.input_id]
+        reader = self.world.find(encode.destination)
+        if error is None and reader is not None and reader.job is not None:
+            reader.inputs.add(encode.input_id)
+        elif error is None:
+            error = ErrorInfo("unavailable", f"{encode.destination} is gone")
+        self.say(Encoded("r", encode.input_id, encode.attempt, error))
+
+    def prefilled(self, error: ErrorInfo | None = None) -> None:
+        assert self.job is not None
+        decoder = self.world.find(self.job.prefill_for)
+        if error is None and decoder is not None and decoder.job is not None:
+            assert decoder.job.prefilled
+            decoder.inputs.add(KV_INPUT_ID)
+        known: list[TokenLogprob | None] = [None] if self.job.sampling.prompt_logprobs is not None else []
+        self.say(Prefilled("r", self.job.attempt, error, prompt_logprobs=known if error is None else []))
+        self.job = None
+
+    def token(self) -> None:
+        assert self.job is not None
+        ends = self.sent == NUM_TOKENS - 1
+        known: list[TokenLogprob | None] = [None] if self.sent == 0 and not self.job.prefilled else []
+        self.say(Tokens("r", self.sent, [self.sent], "length" if ends else None, done=ends, prompt_logprobs=known))
+        self.sent += 1
+        if ends:
+            self.job = None
+
+    def need(self, wanted: set[int]) -> None:
+        for input_id in wanted:
+            self.inputs.discard(input_id)
+            self.say(InputNeeded("r", input_id))
+
+    def fail(self) -> None:
+        self.say(Failed("r", BUSY))
+        self.job = None
+
+
+class World:
+    """Stands in for the pool: workers are here or not, and whoever is missing is waited for."""
+
+    def __init__(self, roles: list[Role], num_inputs: int, prompt_logprobs: bool) -> None:
+        self.sims: list[Sim] = []
+        self._names = itertools.count()
+        items = [MediaItem("image", b"x", f"hash{index}", "picture") for index in range(num_inputs)]
+        slots = [InputSlot(index, "image", item.content_hash, index) for index, item in enumerate(items)]
+        sampling = SamplingParams(max_tokens=NUM_TOKENS, prompt_logprobs=0 if prompt_logprobs else None)
+        self.metrics = ProxyMetrics()
+        for role in roles:
+            self._add(role)
+        cluster = Cluster(cast(WorkerPool, self), Placer(self.metrics), self.metrics, handoff_timeout_s=60.0)
+        self.flight = Flight(Job("r", [1, 2, 3], sampling, slots, items), cluster, deadline_s=2**40)
+        self.got: list[Tokens] = []
+        self.task = asyncio.create_task(self._read())
+
+    def workers(self, *roles: Role, matching: Worker | None = None) -> list[Worker]:
+        return [sim.worker for sim in self.sims if sim.worker.record.role in roles]
+
+    def absent_s(self, *roles: Role, matching: Worker | None = None) -> float:
+        return 0.0 if self.workers(*roles) else 1.0
+
+    def find(self, instance_id: str) -> Sim | None:
+        return next((sim for sim in self.sims if sim.worker.instance_id == instance_id), None)
+
+    def join(self, role: Role) -> None:
+        self.flight.post(self._add(role).worker, Presence.JOINED)
+
+    def kill(self, sim: Sim) -> None:
+        self.sims.remove(sim)
+        sim.worker.gone = True
+        self.flight.post(sim.worker, Presence.GONE)
+
+    def _add(self, role: Role) -> Sim:
+        name = f"{role}{next(self._names)}"
+        record = InstanceRecord(name, role, 1, "m", "f", "float32", "", "", encodes=role == "encode_prefill_decode")
+        worker = Worker(record, cast(Any, None), Load())
+        sim = Sim(self, worker)
+        worker.client = cast(Any, sim)
+        self.sims.append(sim)
+        return sim
+
+    async def _read(self) -> None:
+        async for tokens in self.flight.batches():
+            self.got.append(tokens)
+
+
+async def _settle(world: World) -> None:
+    for _ in range(6):
+        await asyncio.sleep(0)
+
+
+async def _play(data: st.DataObject, world: World) -> None:
+    for _ in range(data.draw(st.integers(0, 25))):
+        if world.task.done():
+            return
+        actions = [action for sim in world.sims for action in sim.actions(faults=True)]
+        actions += [lambda sim=sim: world.kill(sim) for sim in world.sims]
+        actions += [lambda role=role: world.join(role) for role in WORKER_ROLES]
+        data.draw(st.sampled_from(actions))()
+        if data.draw(st.booleans()):
+            await _settle(world)
+
+
+async def _heal(world: World) -> None:
+    """From here on everything works: the job must come to its end."""
+    for role in WORKER_ROLES:
+        world.join(role)
+    for _ in range(200):
+        await _settle(world)
+        if world.task.done():
+            return
+        actions = [action for sim in world.sims for action in sim.actions(faults=False)]
+        if actions:
+            actions[0]()
+        else:
+            await asyncio.sleep(0.001)  # a pause before another attempt
+    raise AssertionError("the job did not end")
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (retries, flight):
+        monkeypatch.setattr(module, "BACKOFF_S", 0.0)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data(), st.lists(st.sampled_from(WORKER_ROLES), max_size=5), st.integers(0, 2), st.booleans())
+def test_tokens_come_once_and_nothing_is_left(
+    data: st.DataObject, roles: list[Role], num_inputs: int, prompt_logprobs: bool
+) -> None:
+    async def run() -> None:
+        world = World([*roles, "encoder", "prefill", "decode"], num_inputs, prompt_logprobs)
+        await _settle(world)
+        await _play(data, world)
+        await _heal(world)
+        error = world.task.exception()
+        tokens = [token for message in world.got for token in message.token_ids]
+        if error is None:
+            assert tokens == list(range(NUM_TOKENS))
+            assert Counter(bool(message.prompt_logprobs) for message in world.got)[True] <= 1 or not prompt_logprobs
+            assert not prompt_logprobs or world.got[0].prompt_logprobs
+        else:
+            assert isinstance(error, TriptychError), error
+            assert error.info.retryable, error
+            assert tokens == list(range(len(tokens)))
+        for sim in world.sims:
+            assert sim.worker.load == Load(), sim.worker.instance_id
+            assert sim.job is None, f"{sim.worker.instance_id} is still at it"
+
+    asyncio.run(run())
