@@ -42,14 +42,17 @@ class HopRecorder:
     def __init__(self) -> None:
         self._times_s: OrderedDict[Key, dict[str, float]] = OrderedDict()
 
-    def mark(self, key: Key, moment: str, at_s: float | None = None) -> None:
-        """Note a moment, now unless given; the first time counts."""
+    def mark(self, key: Key, moment: str, at_s: float | None = None) -> bool:
+        """Note a moment, now unless given. The first time counts; False where this is a later one."""
         times_s = self._times_s.get(key)
         if times_s is None:
             times_s = self._times_s[key] = {}
             while len(self._times_s) > MAX_KEPT:
                 self._times_s.popitem(last=False)
-        times_s.setdefault(moment, time.time() if at_s is None else at_s)
+        if moment in times_s:
+            return False
+        times_s[moment] = time.time() if at_s is None else at_s
+        return True
 
     def elapsed_s(self, key: Key, start: str, end: str) -> float | None:
         """Seconds between two moments; None where one is missing."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
@@ -92,6 +93,7 @@ class KvSender:
         self._on_ended = on_ended
         self._timeout_s = links.settings.handoff_timeout_s
         self._prefills: dict[str, tuple[_Prefill, asyncio.Task[None]]] = {}
+        self.outcomes: Counter[str] = Counter()
 
     @property
     def num_open(self) -> int:
@@ -144,6 +146,7 @@ class KvSender:
         finally:
             self._handoffs.close(prefill.key)
         del self._prefills[request_id]
+        self.outcomes["ok" if error is None else error.code] += 1
         if error is not None:
             self._thread.submit(lambda engine: engine.abort(request_id))
             self._links.reply(request_id, Prefilled(request_id, attempt, error))

@@ -99,6 +99,7 @@ HELP: Final[dict[str, str]] = {
     "integrity_failures": "Times that the books of an idle engine did not add up; always 0.",
     # by outcome
     "handoffs": "Handoffs from an encoder, or to a worker with a decoder, by outcome.",
+    "prefills": "Requests that this worker prefilled for others, by outcome.",
     "kv_handoffs": "Handoffs of keys and values from this prefill worker, by outcome.",
     "encodes": "Items that this encoder was asked for, by outcome.",
     "tensors_sent": "Tensors sent to other workers, by transport.",

@@ -28,6 +28,7 @@ class PrefillService(DecoderService):
         self._sender = KvSender(links, self.thread, self._handoffs, on_ended=self._give_up)
         links.metrics.gauges["prefills_open"] = lambda: self._sender.num_open
         links.metrics.gauges["handoffs_open"] = lambda: self._handoffs.num_open
+        links.metrics.tallies["prefills"] = lambda: self._sender.outcomes
         links.metrics.tallies["kv_handoffs"] = lambda: self._handoffs.outcomes
 
     async def start(self, own: InstanceRecord) -> None:

@@ -6,6 +6,7 @@ without the request; every decision is the engine's.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, OrderedDict
 from typing import Final
 
@@ -51,6 +52,7 @@ class HandoffReceiver:
         self.tensor_address = self._tensors.address
         self._offers: OrderedDict[Key, Offer | KvOffer] = OrderedDict()  # until they are settled
         self._kv_keys: dict[str, set[Key]] = {}  # those of keys and values, by request
+        self._stored_s: dict[Key, float] = {}  # when the engine had a tensor, until it says so
         self.outcomes: Counter[str] = Counter()
 
     async def run(self) -> None:
@@ -92,11 +94,12 @@ class HandoffReceiver:
                 self._answer_offer(sender, grant)
                 return
             case InputStored(part=part):
-                self._mark_hop(key, "tensor_received", "stored")
+                self._mark_hop(key, "tensor_received", "stored", self._stored_s.pop(key, None))
                 self._answer_tensor(sender, Receipt(*key, "stored", part))
                 if event.input_id == KV_INPUT_ID:
                     return  # more parts may come
             case InputRejected(reason=reason, part=part):
+                self._stored_s.pop(key, None)
                 self._answer_tensor(sender, Receipt(*key, reason, part))
                 if reason == "corrupt":
                     return  # it comes again
@@ -161,7 +164,7 @@ class HandoffReceiver:
             self._answer_tensor(header.sender, Receipt(*key, "corrupt", header.part))
         else:
             self._links.hops.mark(key, "tensor_received")
-            self._thread.submit(lambda engine: _deliver(engine, received))
+            self._thread.submit(lambda engine: self._deliver(engine, key, received))
             return True
         return False
 
@@ -181,23 +184,25 @@ class HandoffReceiver:
         offer = self._offers.get(key)
         return None if offer is None else offer.sender
 
-    def _mark_hop(self, key: Key, start: str, end: str) -> None:
-        self._links.hops.mark(key, end)
-        self._links.observe_hop(key, start, end)
+    def _mark_hop(self, key: Key, start: str, end: str, at_s: float | None = None) -> None:
+        if self._links.hops.mark(key, end, at_s):
+            self._links.observe_hop(key, start, end)
 
+    # --- on the engine's thread
 
-def _deliver(engine: DecoderEngine, received: ReceivedTensor) -> None:
-    """On the engine's thread: copy a tensor to where it belongs."""
-    header, shape = received.header, tuple(received.header.shape)
-    try:
-        if header.input_id == KV_INPUT_ID:
-            assert header.table != ""
-            part = header.request_id, header.attempt, header.part, header.table, header.first
-            engine.deliver_kv(*part, shape, header.dtype, aligned(received.data))
-        else:
-            engine.deliver_bytes(*key_of(header), shape, header.dtype, received.data)
-    finally:
-        received.release()
+    def _deliver(self, engine: DecoderEngine, key: Key, received: ReceivedTensor) -> None:
+        """Copy a tensor to where it belongs."""
+        header, shape = received.header, tuple(received.header.shape)
+        try:
+            if header.input_id == KV_INPUT_ID:
+                assert header.table != ""
+                part = header.request_id, header.attempt, header.part, header.table, header.first
+                engine.deliver_kv(*part, shape, header.dtype, aligned(received.data))
+            else:
+                engine.deliver_bytes(*key, shape, header.dtype, received.data)
+            self._stored_s[key] = time.time()
+        finally:
+            received.release()
 
 
 def _offer_fault(offer: Offer | KvOffer) -> str | None:

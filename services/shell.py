@@ -26,20 +26,20 @@ from broker.curve import ClusterContext
 from broker.redis_client import connect, wait_until_reachable
 from broker.registry import HEARTBEAT_S, Registry
 from broker.rpc import WorkerServer
-from broker.tensors import change_hosts
 from common.config import Settings
 from common.errors import ErrorInfo, TriptychError
 from common.http_auth import worker_guard
-from common.keys import ClusterKey, key_id
-from common.messages import Abort, Failed, Heartbeat, InstanceRecord, Role
+from common.keys import ClusterKey
+from common.messages import Abort, Failed, Heartbeat, Role
 from common.model_info import ModelInfo
 from common.telemetry import get_logger
-from services.addresses import advertised, resolve_host
+from services.addresses import resolve_host
 from services.departure import Departure
 from services.engine_thread import EngineThread
 from services.hops import HopRecorder
 from services.http_server import HttpServer, make_app, protect
 from services.links import Links, RoleService
+from services.membership import Membership, make_record
 from services.metrics import WorkerMetrics
 from services.proxies import ProxyWatch
 from services.roles import check_role
@@ -76,16 +76,15 @@ class Shell:
         self._http = HttpServer(app, self._host, settings.port)  # first: nothing is open yet if the port is taken
         self._redis = connect(settings.broker)
         self._reading = connect(settings.broker, retries=0)
-        self._registry = Registry(self._redis, settings.cluster)
+        registry = Registry(self._redis, settings.cluster)
         self._context = ClusterContext(ClusterKey.of(settings))
         self._server = WorkerServer(self._context, self._host)
         self._proxies = ProxyWatch()
         self._departure = Departure(lambda: len(self._proxies))
+        self._membership = Membership(registry, self._proxies, self._departure)
         self.next_role: Role | None = None
         self.stop = asyncio.Event()
         """Set, by a signal or by whoever runs this, to end it."""
-        self._last_contact_s = float("-inf")
-        self._registered = False
         self.instance_id = instance_id = settings.instance_id or f"worker-{uuid.uuid4().hex[:8]}"
         self._links = Links(
             settings=settings,
@@ -96,7 +95,7 @@ class Shell:
             dtype=dtype,
             context=self._context,
             redis=self._redis,
-            registry=self._registry,
+            registry=registry,
             channels=ChannelSender(self._redis, settings.cluster),
             server=self._server,
             proxies=self._proxies,
@@ -143,13 +142,7 @@ class Shell:
         """Why no request should be sent here; None if they may."""
         if not all(thread.loaded.done() for thread in self._role.threads):
             return "the model is being loaded"
-        if not self._registered:
-            return "not registered yet"
-        if self._departure.requested:
-            return "draining: it finishes what it has and takes nothing new"
-        if time.monotonic() - self._last_contact_s > 3 * HEARTBEAT_S:
-            return "the broker is not reachable"
-        return self.health()
+        return self._membership.problem() or self.health()
 
     async def drain(self) -> int:
         """Take nothing new, finish what is under way, then end with status 0. Returns the requests under way.
@@ -167,11 +160,7 @@ class Shell:
     async def _leave(self, next_role: Role | None) -> int:
         self._departure.request(next_role)
         log.info("draining", next_role=next_role, outstanding=len(self._proxies))
-        if self._registered:
-            try:
-                await self._tell_registry()
-            except RedisError as error:
-                log.warning("the broker cannot be told yet that this worker is draining", error=str(error))
+        await self._membership.announce()
         return len(self._proxies)
 
     async def _serve(self) -> None:
@@ -181,15 +170,13 @@ class Shell:
             loading = group.create_task(self._load(group))
             await wait_until_reachable(self._redis, BROKER_WAIT_S)
             await loading
-            record = self._make_record()
+            record = make_record(self._links, role, self._http.port, draining=self._departure.requested)
             await role.start(record)
             await self._reader.open()
             for coroutine in (self._links.channels.run(), self._reader.run(role.handle_delivery), *role.tasks()):
                 group.create_task(coroutine)
             group.create_task(self._take_requests())
-            await self._registry.register(record)
-            self._registered = True
-            self._last_contact_s = time.monotonic()
+            await self._membership.join(record)
             log.info("ready", role=role.role, http=record.http_address, requests=record.requests_address)
             group.create_task(self._beat())
 
@@ -228,40 +215,11 @@ class Shell:
                 log.warning("request dropped: its proxy is silent", request=request_id)
                 self._role.abort(request_id)
             try:
-                await self._tell_registry()
+                instances = await self._membership.beat()
                 await self._reader.keep_alive()
-                self._role.review(await self._registry.instances())
-                self._last_contact_s = time.monotonic()
+                self._role.review(instances)
             except RedisError as error:
                 log.warning("no heartbeat", error=str(error))
-
-    async def _tell_registry(self) -> None:
-        """Write the own record with what has changed. Raises as Registry.heartbeat does."""
-        draining = self._departure.requested
-        await self._registry.heartbeat(
-            outstanding=len(self._proxies), outstanding_tokens=self._proxies.num_tokens, draining=draining
-        )
-        if draining:
-            self._departure.announced()
-
-    def _make_record(self) -> InstanceRecord:
-        settings = self._settings
-        return InstanceRecord(
-            instance_id=self._links.instance_id,
-            role=self._role.role,
-            epoch=self._links.epoch,
-            model=self._info.name,
-            fingerprint=self._info.fingerprint,
-            dtype=self._links.dtype,
-            http_address=advertised(f"http://{self._host}:{self._http.port}", settings.advertise_host),
-            requests_address=advertised(self._server.address, settings.advertise_host),
-            key_id=key_id(settings),
-            tensor_address=change_hosts(
-                self._role.tensor_address, lambda address: advertised(address, settings.advertise_host)
-            ),
-            draining=self._departure.requested,
-            encodes=self._role.encodes,
-        )
 
     def _add_metrics(self) -> None:
         metrics, role, channels = self._links.metrics, self._role, self._links.channels
@@ -295,10 +253,9 @@ class Shell:
 
     async def _close(self) -> None:
         """Leave the cluster, then let go of everything. Bounded: about two seconds at the worst."""
-        self._registered = False
         try:
             async with asyncio.timeout(JOIN_S):
-                if await self._registry.unregister():
+                if await self._membership.leave():
                     await self._reader.delete()
         except (TimeoutError, RedisError) as error:
             log.warning("could not sign off at the broker: the entries there expire", error=repr(error))

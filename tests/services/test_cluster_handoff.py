@@ -77,6 +77,7 @@ async def test_a_picture_is_answered_and_every_stage_tells_its_time(proxy: Proxy
     assert decoder["triptych_handoffs_total{outcome=granted}"] == 2
     assert encoder["triptych_handoffs_total{outcome=stored}"] == 2
     assert encoder["triptych_encoder_batch_items_count"] == 2
+    assert encoder["triptych_tensors_sent_total{outcome=shm+unix}"] == 2
 
 
 async def test_hops_are_told_one_by_one(proxy: Proxy) -> None:

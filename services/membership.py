@@ -1,0 +1,101 @@
+"""A worker's place in its cluster: what it says of itself in the registry, and when it last heard from there."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from redis.exceptions import RedisError
+
+from broker.registry import HEARTBEAT_S, Registry
+from broker.tensors import change_hosts
+from common.keys import key_id
+from common.messages import InstanceRecord
+from common.telemetry import get_logger
+from services.addresses import advertised
+from services.departure import Departure
+from services.links import Links, RoleService
+from services.proxies import ProxyWatch
+
+MAX_SILENCE_S: Final = 3 * HEARTBEAT_S
+
+log = get_logger()
+
+
+class Membership:
+    """From `join` to `leave`. The load that it reports is that of `proxies`, the readiness that of `departure`."""
+
+    def __init__(self, registry: Registry, proxies: ProxyWatch, departure: Departure) -> None:
+        self._registry = registry
+        self._proxies = proxies
+        self._departure = departure
+        self._joined = False
+        self._last_contact_s = float("-inf")
+
+    async def join(self, record: InstanceRecord) -> None:
+        """Enter the registry. Raises as Registry.register does."""
+        await self._registry.register(record)
+        self._joined = True
+        self._last_contact_s = time.monotonic()
+
+    async def beat(self) -> dict[str, InstanceRecord]:
+        """Renew the entry; returns all instances. Raises as Registry.heartbeat does."""
+        await self._tell()
+        instances = await self._registry.instances()
+        self._last_contact_s = time.monotonic()
+        return instances
+
+    async def announce(self) -> None:
+        """Say now that this worker is draining; without a broker, the next beat that finds one does."""
+        if not self._joined:
+            return
+        try:
+            await self._tell()
+        except RedisError as error:
+            log.warning("the broker cannot be told yet that this worker is draining", error=str(error))
+
+    async def leave(self) -> bool:
+        """Remove the entry; False if there is none, or another process has taken it over."""
+        self._joined = False
+        return await self._registry.unregister()
+
+    def problem(self) -> str | None:
+        """Why nobody should count on this worker; None if they may."""
+        if not self._joined:
+            return "not registered yet"
+        if self._departure.requested:
+            return "draining: it finishes what it has and takes nothing new"
+        if time.monotonic() - self._last_contact_s > MAX_SILENCE_S:
+            return "the broker is not reachable"
+        return None
+
+    async def _tell(self) -> None:
+        draining = self._departure.requested
+        await self._registry.heartbeat(
+            outstanding=len(self._proxies), outstanding_tokens=self._proxies.num_tokens, draining=draining
+        )
+        if draining:
+            self._departure.announced()
+
+
+def make_record(links: Links, role: RoleService, http_port: int, *, draining: bool) -> InstanceRecord:
+    """What a worker says of itself, with addresses as others reach them."""
+    settings = links.settings
+
+    def tell(address: str) -> str:
+        return advertised(address, settings.advertise_host)
+
+    return InstanceRecord(
+        instance_id=links.instance_id,
+        role=role.role,
+        epoch=links.epoch,
+        model=links.info.name,
+        fingerprint=links.info.fingerprint,
+        dtype=links.dtype,
+        http_address=tell(f"http://{links.host}:{http_port}"),
+        requests_address=tell(links.server.address),
+        key_id=key_id(settings),
+        tensor_address=change_hosts(role.tensor_address, tell),
+        draining=draining,
+        encodes=role.encodes,
+    )
