@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from common.errors import TriptychError
-from common.messages import Role
+from common.messages import WORKER_ROLES, Role
 from common.model_info import ModelInfo
 
 if TYPE_CHECKING:
     from services.links import Links, RoleService
 
-WORKER_ROLES: Final[tuple[Role, ...]] = ("encoder", "prefill", "decode", "prefill_decode", "encode_prefill_decode")
 _ENCODING_ROLES: Final = ("encoder", "encode_prefill_decode")
 
 

@@ -9,11 +9,10 @@ from typing import get_args
 import pytest
 
 from common.errors import TriptychError
-from common.messages import Role
+from common.messages import WORKER_ROLES, Role
 from common.model_info import ModelInfo, load_model_info
 from launch.cli import WorkerRole
 from launch.topology import LETTERS, Topology, choose_topology, parse_topology, usual_topology
-from services.roles import WORKER_ROLES
 
 
 @pytest.fixture

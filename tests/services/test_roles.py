@@ -8,8 +8,9 @@ import pytest
 
 from common.errors import TriptychError
 from common.families import find_family
+from common.messages import WORKER_ROLES
 from common.model_info import ModelInfo, load_model_info
-from services.roles import WORKER_ROLES, check_role
+from services.roles import check_role
 from services.worker import with_role
 
 
