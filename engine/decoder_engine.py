@@ -295,6 +295,7 @@ class DecoderEngine:
             self.intake.num_granted == 0 and self.scheduler.yield_blocks()
         ):
             self._dirty = True
+        self.kv_outlet.advance(step)
         self.last_step_tokens = sum(step.num_tokens)
         return self._take_events()
 
@@ -326,8 +327,7 @@ class DecoderEngine:
                     count, sequence.num_lost_tokens - sequence.num_computed_tokens
                 )
             sequence.num_computed_tokens += count
-        stepped = dict.fromkeys(sequence.request for sequence in step.sequences)
-        for request in stepped:
+        for request in dict.fromkeys(sequence.request for sequence in step.sequences):
             self.intake.consume(request)
             self.coverage.remember(request)
         for result in self.generation.advance(output):
@@ -337,7 +337,6 @@ class DecoderEngine:
                 self._fail(result)
             elif result.sequence.request.request_id in self._requests:  # else a sibling has failed in this step
                 self.emission.token(result)
-        self.kv_outlet.advance(stepped)
 
     def _fail(self, failed: GenerationFailed) -> None:
         if failed.request.request_id in self._requests:

@@ -300,6 +300,11 @@ class Request:
             return max(0, self.num_handoff_tokens - 1)
         return self.num_handoff_tokens if self.awaits_kv else len(self.sequences[0].token_ids) - 1
 
+    @property
+    def is_prefilled_here(self) -> bool:
+        """Whether this is a prefill for somebody else, and complete."""
+        return self.prefill_only and self.next_missing_input is None and self.num_remaining(self.sequences[0]) <= 0
+
     def num_computable_tokens(self, sequence: Sequence, num_covered: int = 0, *, cross_covered: bool = False) -> int:
         """How far a sequence can be computed now: up to the first input that is still missing.
 

@@ -218,9 +218,13 @@ class DecoderScheduler:
         return num_cached
 
     def _first_chunk(self, request: Request, budget: int) -> int:
-        """Tokens that a waiting request would compute in its first step; 0 while it waits for an input."""
+        """Tokens that a waiting request would compute in its first step; 0 while it waits for an input.
+
+        A prefill with nothing left to compute is wanted back from the host as well: somebody waits for what it has.
+        """
         if self.blocks.is_swapped(request.request_id):
-            return max(min(request.num_remaining(sequence), budget) for sequence in request.sequences)
+            wanted = max(min(request.num_remaining(sequence), budget) for sequence in request.sequences)
+            return max(wanted, 1) if request.is_prefilled_here else wanted
         first = request.sequences[0]
         num_cached = len(self.coverage.prefix(request)) * self.blocks.block_size
         computable = request.num_computable_tokens(first, num_cached, cross_covered=self.coverage.covers_cross(request))

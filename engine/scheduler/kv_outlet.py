@@ -11,14 +11,14 @@ ended; then it is the next one's turn. Reservations thus come to their end, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 
 from engine.cache.block_manager import BlockManager
 from engine.events import Event, KvComputed, KvReady, PrefillEnded
 from engine.request import Request
-from engine.scheduler.decoder import DecoderScheduler
+from engine.scheduler.decoder import DecoderScheduler, ScheduledStep
 from engine.scheduler.kv_expectation import KvExpectation, Table
 
 ReadTokens = Callable[[Table, list[int], int, int], torch.Tensor]
@@ -73,11 +73,11 @@ class KvOutlet:
         begun = self._blocks.has_table(request.sequences[0].sequence_id)
         return begun and request.is_prompt_known and request.next_missing_input is None
 
-    def advance(self, stepped: Iterable[Request]) -> None:
-        """A step has computed something of these requests, prefills or not."""
+    def advance(self, step: ScheduledStep) -> None:
+        """A step is over, and tokens of its requests are computed, or back from the host."""
         if not self._requests:
             return
-        for request in stepped:
+        for request in dict.fromkeys((*step.admitted, *(sequence.request for sequence in step.sequences))):
             if request.request_id in self._requests and request.request_id not in self._unready:
                 self._tell(request)
         self.settle()
@@ -85,7 +85,7 @@ class KvOutlet:
     def _tell(self, request: Request) -> None:
         num_computed = min(request.sequences[0].num_computed_tokens, request.num_handoff_tokens)
         self._emit(KvComputed(request.request_id, num_computed))
-        if request.num_remaining(request.sequences[0]) <= 0 and request.request_id not in self._complete:
+        if request.is_prefilled_here and request.request_id not in self._complete:
             self._complete.add(request.request_id)
             request.recorder.end("inputs")
             request.recorder.end("prefill")

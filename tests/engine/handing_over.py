@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from common.messages import KV_INPUT_ID, TokenLogprob
+from common.model_info import ModelInfo
 from engine.decoder_engine import DecoderEngine
 from engine.events import (
     Event,
@@ -24,7 +26,12 @@ from engine.events import (
     RequestFailed,
 )
 from engine.scheduler.kv_expectation import Table
-from tests.engine.driving import FAR_S, MAX_STEPS, Driver, Job, Tokens
+from tests.engine.driving import FAR_S, MAX_STEPS, Driver, Job, Tokens, make_engine
+
+
+def quick_engine(info: ModelInfo, num_blocks: int = 300, **options: Any) -> DecoderEngine:
+    """An engine all of whose pools are given: it measures nothing at start."""
+    return make_engine(info, num_blocks, **{"encoder_cache_bytes": 2**20, "swap_bytes": 2**21, **options})
 
 
 @dataclass
@@ -82,6 +89,12 @@ class Pair:
     def add(self, job: Job) -> None:
         self._prefill(job, 0)
         self.receiver.add(job, offer=False, prefilled=True)
+
+    def give_up(self, name: str) -> None:
+        """The request is not wanted any more."""
+        del self.transfers[name]
+        for engine in (self.sender.engine, self.receiver.engine):
+            engine.abort(name)
 
     def _prefill(self, job: Job, attempt: int) -> None:
         self.transfers[job.name] = Transfer(attempt)

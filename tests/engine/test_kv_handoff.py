@@ -10,8 +10,8 @@ from common.model_info import ModelInfo
 from common.sampling_params import Grammar
 from engine.decoder_engine import DecoderEngine
 from engine.events import TokensReady
-from tests.engine.driving import Job, greedy, make_engine, run, sampled, text, text_tokens
-from tests.engine.handing_over import Pair
+from tests.engine.driving import Job, greedy, run, sampled, text, text_tokens
+from tests.engine.handing_over import Pair, quick_engine
 
 CLIP_ROWS = 18
 
@@ -108,8 +108,8 @@ def told(events: list[Any], name: str) -> list[tuple[Any, ...]]:
 def test_two_engines_say_what_one_says(model: str, sizes: str, request: pytest.FixtureRequest) -> None:
     info: ModelInfo = request.getfixturevalue(model)
     jobs, (prefill, decode) = LOADS[model](info), SIZES[sizes]
-    expected = run(make_engine(info), jobs, watch=False)
-    pair = hand_over(make_engine(info, **prefill), make_engine(info, **decode), jobs)
+    expected = run(quick_engine(info), jobs, watch=False)
+    pair = hand_over(quick_engine(info, **prefill), quick_engine(info, **decode), jobs)
     assert pair.receiver.tokens == expected.tokens
     for job in jobs:
         assert told(pair.receiver.events, job.name) == told(expected.events, job.name)
