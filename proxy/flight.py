@@ -43,7 +43,7 @@ class Flight:
         self._prompt_logprobs = PromptLogprobs(job.sampling.prompt_logprobs is not None)
         self._crew = Crew(job, cluster, self._progress, self._prompt_logprobs)
         self._events: asyncio.Queue[tuple[Worker, Event]] = asyncio.Queue()
-        self._decoding: Worker | None = None  # whose tokens have come: it has the prompt
+        self._decoding: Worker | None = None  # whose tokens have come: it has the prompt, unless it asks for it
         self._stopped: set[int] = set()
         self._abandoned = False
         self._ended = False
@@ -114,6 +114,7 @@ class Flight:
                 await crew.items.on_encoded(worker, event)
             case InputNeeded(input_id=input_id) if input_id == KV_INPUT_ID:
                 if worker is crew.decoder:
+                    self._decoding = None
                     await crew.prefill.on_needed()
             case InputNeeded(input_id=input_id):
                 if worker in (crew.decoder, crew.prefill.worker):
