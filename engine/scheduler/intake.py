@@ -339,8 +339,6 @@ class InputIntake:
         if item.state in (InputState.GRANTED, InputState.READY) and item.metadata is not None:
             self.cache.release(item.metadata.content_hash, reference)
         self._granted.pop(reference, None)
-        if item.state is not InputState.CONSUMED:
-            item.state = InputState.MISSING
 
     def is_empty(self) -> bool:
         return not (self._requests or self._pending or self._granted or self._early or self.cache.num_references)
