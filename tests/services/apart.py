@@ -84,10 +84,19 @@ async def apart(
     *,
     prefill_engine: dict[str, Any] | None = None,
     decode_engine: dict[str, Any] | None = None,
+    encoder_fallback: bool = False,
 ) -> AsyncIterator[Apart]:
     """Run both workers for the length of the block; they must end idle, with their books in order."""
     async with (
-        in_process(broker_url, redis, context, PrefillService, instance_id="p0", engine=prefill_engine) as prefill,
+        in_process(
+            broker_url,
+            redis,
+            context,
+            PrefillService,
+            instance_id="p0",
+            engine=prefill_engine,
+            encoder_fallback=encoder_fallback,
+        ) as prefill,
         in_process(broker_url, redis, context, DecodeService, instance_id="d0", engine=decode_engine) as decode,
     ):
         workers = Apart(prefill, decode)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import pytest
 import zmq.asyncio
 from redis.asyncio import Redis
 
-from common.messages import Failed, Generate, Resumed, Tokens
+from common.hashing import content_hash
+from common.messages import Encode, Failed, Generate, InputSlot, Resumed, Tokens
 from common.sampling_params import SamplingParams
 from engine.llm import LLM
 from services.prefill import PrefillService
 from tests.eventually import eventually
 from tests.services.apart import Apart, apart, question
+from tests.services.cluster import sign
 from tests.services.inprocess import in_process
 
 LONG = "Which colours does the sign have? " * 20
@@ -52,6 +55,25 @@ async def test_tokens_are_those_of_one_process_and_nothing_is_computed_twice(wor
     )
     assert decoded["prefill_handoff_cached_tokens_total"] > 0  # the second prompt is the first one
     assert prefilled["generated_tokens_total"] == 0
+
+
+async def test_a_prefill_worker_without_an_encoder_encodes_and_hands_on_what_it_has_made_of_a_picture(
+    broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context, llm: LLM
+) -> None:
+    media, text, sampling = sign("blue"), "What colour is the sign?", SamplingParams(max_tokens=6, temperature=0.0)
+    content = [{"type": "image", "image": media}, {"type": "text", "text": text}]
+    [expected] = llm.chat([{"role": "user", "content": content}], sampling)
+    prompt, digest = expected.prompt_token_ids, content_hash("image", media)
+    slots = [InputSlot(0, "image", digest, llm.text.placeholder_indices(prompt, 1)[0])]
+    async with apart(broker_url, redis, zmq_context, encoder_fallback=True) as workers:
+        await workers.generate("r", prompt, sampling, inputs=slots)
+        deadline_s = time.time() + 20
+        await workers.prefill.proxy.send(Encode("r", 0, 0, "image", digest, media, "p0", deadline_s))
+        assert await workers.tokens("r") == {0: expected.outputs[0].token_ids}
+        assert workers.prefill.gauge("encoder_fallbacks_total") == 1
+        decoded = await workers.counts(workers.decode)
+        assert decoded["prefill_handoff_tokens_total"] == expected.num_prompt_tokens - 1
+        assert decoded["recomputed_tokens_total"] == 0
 
 
 async def test_a_resumed_request_goes_on_and_prompt_log_probabilities_come_from_the_prefill(
