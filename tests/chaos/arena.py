@@ -28,15 +28,15 @@ from launch.soak.asks import Ask
 from launch.soak.memory import processes, resident_bytes, shared_files
 from launch.soak.run import TORCH_CACHE
 from tests.chaos.asks import salted
-from tests.chaos.faults import CUTS, Breaker, Fault, allowed_endings
+from tests.chaos.faults import CUTS, Breaker, Fault, allowed_endings, irreplaceable
 from tests.chaos.network import Network, cabled
 from tests.eventually import eventually
 
 IN_FLIGHT = 16
 START_TIMEOUT_S = 150.0
 ANSWER_TIMEOUT_S = 100.0
-RETURN_S = 60.0
-"""How long a killed process may take to be ready again; two shared cores, several at once."""
+RETURN_S = 100.0
+"""How long a killed process may take to be ready again: cores may be busy with something else, too."""
 SETTLE_S = 2.0
 """How soon after the last answer nothing may be held."""
 SETTLE_AFTER_CUT_S = SETTLE_S + KEEP_S
@@ -99,6 +99,7 @@ class Arena:
             await self._breaker.run(faults)
             if {(fault.kind, fault.target) for fault in faults} == {("kill", "proxy")}:
                 await self._settle(SETTLE_S, also_absent=False)  # nothing new comes before it is back
+            await self._wait_until_ready(*irreplaceable(faults, self.cluster))
             await eventually(lambda: self._api_is_ready(http), RETURN_S)
             passed.set()
             await asyncio.gather(*slots)
@@ -137,7 +138,8 @@ class Arena:
         wrong = list(filter(None, (self.fault_of(ask, reply, allowed) for ask, reply in done.replies)))
         what = "; ".join(map(str, done.faults))
         assert not wrong, f"{what}; {dict(done.endings)}:\n" + "\n".join(wrong)
-        assert done.endings["whole"] >= IN_FLIGHT / 2, f"{what}: hardly anything was answered: {dict(done.endings)}"
+        errors = Counter(reply.error for _, reply in done.replies if reply.error)
+        assert done.endings["whole"] >= IN_FLIGHT, f"{what}: hardly anything was answered: {errors}"
 
     async def wait_until_nothing_is_held(self, settle_s: float = SETTLE_S) -> None:
         """Those that live let go within `settle_s`; then those that died come back, and hold nothing, either."""
@@ -218,6 +220,7 @@ def arena(
         topology=topology,
         log_level="warning",
         transport=transport,
+        max_queue_s=600.0,  # however slow the machine is: overload is not what breaks here
         engine=EngineConfig(num_threads=1, **{**small, **engine}),
     )
     cluster = LocalCluster(settings, start_timeout_s=START_TIMEOUT_S)

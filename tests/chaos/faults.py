@@ -98,19 +98,25 @@ class Breaker:
         return instance.state != "ready" or instance.pid not in (pid, None)
 
 
+def irreplaceable(faults: Sequence[Fault], cluster: LocalCluster) -> set[str]:
+    """The instances that are hit while there is no other of their role that is not."""
+    hit = _hit(faults)
+    left = Counter(instance.role for instance in cluster.instances.values() if instance.id not in hit)
+    return {instance.id for instance in cluster.instances.values() if left[instance.role] == 0}
+
+
 def allowed_endings(faults: Sequence[Fault], cluster: LocalCluster) -> set[Ending]:
     """How a request may end. One that does not get its answer must have been hit where nobody could take over."""
-    instances = cluster.instances
-    hit = {end for fault in faults for end in fault.target.split(">")}
-    left = Counter(instance.role for instance in instances.values() if instance.id not in hit)
     allowed: set[Ending] = {"whole"}
-    if any(left[instances[target].role] == 0 for target in hit if target in instances):
-        allowed.add("refused")
-    if BROKER in hit:
+    if BROKER in _hit(faults) or irreplaceable(faults, cluster):
         allowed.add("refused")
     if any(fault.target == "proxy" and fault.kind == "kill" for fault in faults):
         allowed.add("closed")
     return allowed
+
+
+def _hit(faults: Sequence[Fault]) -> set[str]:
+    return {end for fault in faults for end in fault.target.split(">")}
 
 
 def draw_faults(rng: random.Random, instance_ids: Sequence[str], stop_s: float) -> list[Fault]:

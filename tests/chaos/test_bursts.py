@@ -50,7 +50,7 @@ async def test_two_hundred_given_up_at_once_leave_nothing_a_second_later(small: 
     asks = [salted(_long(small.asks[number % len(small.asks)]), f"given up {number}") for number in range(BURST)]
     async with small.client() as http:
         tasks = [asyncio.create_task(send(http, ask)) for ask in asks]
-        await eventually(lambda: _decoder(small)["requests_outstanding"] == BURST, 30.0)
+        await eventually(lambda: _proxy(small)["proxy_flights"] == BURST, 60.0)
         await eventually(lambda: _decoder(small)["requests_running"] >= 1, 30.0)
         for task in tasks:
             task.cancel()
@@ -81,6 +81,10 @@ def _long(ask: Ask, choices: int = 1) -> Ask:
 
 def _decoder(small: Arena) -> dict[str, float]:
     return gauges(small.cluster.instances["pd0"], small.cluster.supervisor.plan.settings)
+
+
+def _proxy(small: Arena) -> dict[str, float]:
+    return gauges(small.cluster.instances["proxy"], small.cluster.supervisor.plan.settings)
 
 
 def _deaf_client(small: Arena, ask: Ask) -> socket.socket:
