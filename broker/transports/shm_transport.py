@@ -32,6 +32,9 @@ from common.telemetry import get_logger
 
 ARENA_BYTES: Final = 128 * 2**20
 """Address space of one pair; memory is taken as far as it is used at once. Larger tensors get memory of their own."""
+KEPT_BYTES: Final = 16 * 2**20
+IDLE_S: Final = 1.0
+"""Of an arena that has been empty for so long, no more than the beginning keeps its memory."""
 COPY_BYTES: Final = 8 * 2**20
 """Bytes copied before others have their turn on the loop: about a millisecond."""
 
@@ -110,6 +113,8 @@ class _Link:
         self._max_bytes = -1  # unknown before the Welcome
         self._changed = asyncio.Event()
         self._arena = Arena(ARENA_BYTES)
+        self._used_bytes = 0  # of the arena, since it was last trimmed
+        self._trimming: asyncio.TimerHandle | None = None
         self._fd, self._memory = segment.create(ARENA_BYTES)
         try:
             self._packets = packets.PacketSocket(packets.connect(name), self._take, self._lost)
@@ -155,6 +160,7 @@ class _Link:
         if self._lent.pop(room.slot, None) is not None:
             if room.fd is None:
                 self._arena.give_back(room.offset)
+                self._trim_soon()
             else:
                 os.close(room.fd)
             self._changed.set()
@@ -164,6 +170,8 @@ class _Link:
         self._packets.close()
         for room in list(self._lent.values()):
             self.give_back(room)
+        if self._trimming is not None:
+            self._trimming.cancel()
         self._memory = self._memory[:0].copy()
         self._changed.set()
 
@@ -177,7 +185,22 @@ class _Link:
             fd, memory = segment.create(num_bytes)
             return _Room(self._next_slot, memory, fd=fd)
         offset = self._arena.lend(num_bytes)
-        return None if offset is None else _Room(self._next_slot, self._memory[offset : offset + num_bytes], offset)
+        if offset is None:
+            return None
+        end = offset + num_bytes
+        self._used_bytes = max(self._used_bytes, end)
+        return _Room(self._next_slot, self._memory[offset:end], offset)
+
+    def _trim_soon(self) -> None:
+        if self._arena.num_lent == 0 and self._used_bytes > KEPT_BYTES and self._trimming is None:
+            self._trimming = asyncio.get_running_loop().call_later(IDLE_S, self._trim)
+
+    def _trim(self) -> None:
+        """Give the system back what a burst has taken; where the next one has begun, its end comes here again."""
+        self._trimming = None
+        if self._arena.num_lent == 0:
+            segment.discard(self._memory, KEPT_BYTES)
+            self._used_bytes = KEPT_BYTES
 
     async def _next_change(self) -> None:
         self._changed.clear()

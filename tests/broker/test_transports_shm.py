@@ -118,6 +118,25 @@ async def test_a_tensor_larger_than_the_arena_gets_memory_of_its_own_one_at_a_ti
     await eventually(lambda: open_files() <= before)
 
 
+async def test_an_arena_that_is_idle_gives_its_memory_back(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm_transport, "KEPT_BYTES", MIB)
+    monkeypatch.setattr(shm_transport, "IDLE_S", 0.01)
+    sender, receiver = kit.sender(), kit.receiver()
+    held = await fill(sender, receiver, [2 * MIB, MIB])
+    held[0].release()
+    full = shared_bytes()
+    held[1].release()
+    await eventually(lambda: shared_bytes() <= full - 4 * MIB)  # 2 MiB of 3, seen by either side
+    held = await fill(sender, receiver, [3 * MIB])
+    assert shared_bytes() > full - 2 * MIB
+
+
+def shared_bytes() -> int:
+    """Shared memory that this process has in its page tables."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssShmem"))
+
+
 async def test_more_tensors_than_may_be_on_their_way_wait_for_one_to_be_released(kit: Kit) -> None:
     sender, receiver = kit.sender(), kit.receiver()
     held = await fill(sender, receiver, [0] * QUEUE_TENSORS)
