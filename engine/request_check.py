@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.errors import ErrorInfo, TriptychError
-from common.messages import InputSlot
+from common.messages import InputSlot, Resumed
 from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
 from engine.cache.block_manager import BlockManager
@@ -37,6 +38,21 @@ class RequestCheck:
         if len(prompt) >= self.max_model_len:
             raise TriptychError("context_length_exceeded", self._too_long(len(prompt)), "messages")
         self._check_inputs(prompt, inputs)
+
+    def check_resumed(self, resumed: Sequence[Resumed], sampling: SamplingParams, num_prompt_tokens: int) -> None:
+        """Raise TriptychError where sequences cannot be what another engine had generated of such a request."""
+        if len({one.index for one in resumed if one.index < sampling.num_sequences}) != len(resumed):
+            indices = [one.index for one in resumed]
+            message = f"sequences {indices} of a request of {sampling.num_sequences} cannot be resumed"
+            raise TriptychError("invalid_request", message, "resumed")
+        for one in resumed:
+            if num_prompt_tokens + len(one.token_ids) > self.max_model_len:
+                length = num_prompt_tokens + len(one.token_ids)
+                raise TriptychError("context_length_exceeded", self._too_long(length), "resumed")
+            bad = next((token for token in one.token_ids if not 0 <= token < self.vocab_size), None)
+            if bad is not None:
+                message = f"token id {bad} to resume from is outside the vocabulary of {self.vocab_size}"
+                raise TriptychError("invalid_request", message, "resumed")
 
     def never_fits(self, request: Request, blocks: BlockManager) -> ErrorInfo | None:
         """Why a request, as far as its prompt is known, can never run here; None if it can."""

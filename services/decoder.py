@@ -26,6 +26,7 @@ from common.messages import (
     Tokens,
     ToWorker,
 )
+from common.sampling_params import MAX_SEQUENCES
 from engine.decoder_engine import DecoderEngine
 from engine.events import Event, InputLost, KvComputed, KvReady, PrefillEnded, RequestFailed, TokensReady
 from services.engine_thread import EngineThread
@@ -129,7 +130,7 @@ class DecoderService:
             self._refuse(proxy, message, ErrorInfo("unavailable", f"{where}, which ends in seconds: try again"))
 
     def _begin(self, proxy: bytes, message: Generate) -> None:
-        self._links.proxies.add(proxy, message.request_id, _most_tokens(message))
+        self._links.proxies.add(proxy, message.request_id, _most_tokens(message, self._links.info.max_model_len))
         self._arrived_s[message.request_id] = time.monotonic()
         self.thread.submit(
             lambda engine: engine.add_request(
@@ -215,8 +216,11 @@ class DecoderService:
             self._encoding.abort(request_id)
 
 
-def _most_tokens(message: Generate) -> int:
-    """Tokens that a request has at its end, at most: its prompt, and where it is decoded here, what it generates."""
+def _most_tokens(message: Generate, max_model_len: int) -> int:
+    """Tokens that a request has at its end, at most: its prompt, and where it is decoded here, what it generates.
+
+    Counted before the engine has looked at the request: whatever it asks for, the number stays one that can be told.
+    """
     sampling = message.sampling
-    generated = 0 if message.prefill_for else sampling.max_tokens * sampling.num_sequences
-    return len(message.prompt_token_ids) + generated
+    most = min(max(0, sampling.max_tokens), max_model_len) * min(max(0, sampling.num_sequences), MAX_SEQUENCES)
+    return len(message.prompt_token_ids) + (0 if message.prefill_for else most)

@@ -68,6 +68,10 @@ def _nested(rng: random.Random, original: bytes, originals: list[bytes]) -> byte
 
 
 def _revalued(rng: random.Random, original: bytes, originals: list[bytes]) -> bytes:
+    return revalued(rng, original)
+
+
+def revalued(rng: random.Random, original: bytes) -> bytes:
     """A well-formed message in which one value is another: of another type, huge, negative, not finite, very long."""
     message = msgpack.unpackb(original, strict_map_key=False)
     place, key = rng.choice(list(_places(message)))
