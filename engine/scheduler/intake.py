@@ -203,8 +203,8 @@ class InputIntake:
         for item in request.inputs:
             if item.usable or item.state is InputState.GRANTED or item.metadata is None:
                 continue
-            end = 0 if request.cross_attention else (item.start or 0) + item.num_prompt_tokens
-            if end <= num_cached:
+            end = 0 if request.cross_attention else _end(item)
+            if end is not None and end <= num_cached:
                 if item.state is InputState.OFFERED:
                     self._pending = [pair for pair in self._pending if pair[1] is not item]
                     self.events.append(InputCached(request.request_id, item.slot.input_id, item.attempt))
@@ -284,8 +284,8 @@ class InputIntake:
         for item in request.inputs:
             if item.state is not InputState.READY:
                 continue
-            end = 1 if request.cross_attention else (item.start or 0) + item.num_prompt_tokens
-            if min(sequence.num_computed_tokens for sequence in request.sequences) >= end:
+            end = 1 if request.cross_attention else _end(item)
+            if end is not None and min(sequence.num_computed_tokens for sequence in request.sequences) >= end:
                 self._drop(request, item)
                 item.state = InputState.CONSUMED
 
@@ -346,6 +346,11 @@ class InputIntake:
 
 def _grant_order(pair: tuple[Request, RequestInput]) -> tuple[tuple[int, int], int]:
     return pair[0].order, pair[1].slot.input_id
+
+
+def _end(item: RequestInput) -> int | None:
+    """The first token of the prompt behind an input; None while an earlier one of unknown size is in front of it."""
+    return None if item.start is None else item.start + item.num_prompt_tokens
 
 
 def _is_blocked(request: Request, item: RequestInput) -> bool:

@@ -245,6 +245,26 @@ def test_a_tensor_that_is_not_what_was_granted_is_corrupt() -> None:
     assert kinds(desk.events()) == [(InputStored, "a")]
 
 
+def test_an_input_whose_place_in_the_prompt_is_not_known_yet_is_kept_however_far_the_prefill_is() -> None:
+    desk = Desk(4)
+    request = desk.request("a", "h0", "h1")
+    desk.intake.offer("a", 1, 0, metadata(1, "h1"), FAR_S)
+    desk.events()
+    desk.intake.deliver("a", 1, 0, tensor(1))
+    desk.consume(request)  # the token in front of both: as many as the second input has
+    assert request.inputs[1].state is InputState.READY
+    desk.intake.cover(request, num_cached=1)
+    assert request.inputs[1].state is InputState.READY
+
+
+def test_what_is_cached_covers_no_input_whose_place_is_not_known_yet() -> None:
+    desk = Desk(4)
+    request = desk.request("a", "h0", "h1")
+    desk.intake.offer("a", 1, 0, metadata(1, "h1"), FAR_S)
+    desk.intake.cover(request, num_cached=1)
+    assert request.inputs[1].state is InputState.OFFERED
+
+
 def test_room_is_promised_in_the_order_of_requests_not_of_offers() -> None:
     desk = Desk(4)
     for name in "abc":

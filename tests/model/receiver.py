@@ -240,6 +240,10 @@ class Receiver:
             assert (name, number, item.attempt) in self.granted, "granted, and nobody has been told"
         if item.state is InputState.READY:
             self._check_content(item)
+        if item.state is InputState.CONSUMED and not self.plan.cross_attention:
+            computed = self.requests[name].sequences[0].num_computed_tokens
+            passed = item.start is not None and item.start + item.num_prompt_tokens <= computed
+            assert passed, "given up before the prefill has passed it"
         assert ((name, number) in self.intake._granted) == (item.state is InputState.GRANTED)
         waits = [pair for pair in self.intake._pending if pair[1] is item]
         assert len(waits) == (item.state is InputState.OFFERED)
