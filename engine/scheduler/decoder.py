@@ -321,8 +321,6 @@ class DecoderScheduler:
         """Take a reservation back."""
         self.reserved.remove(request)
         self._free_tables(request)
-        for sequence in request.sequences:
-            sequence.num_computed_tokens = sequence.num_remembered = 0
 
     def start(self, request: Request) -> None:
         """The keys and values of a reserved request have come: it runs. Inputs are needed no more, but for one that the

@@ -19,7 +19,7 @@ from common.sampling_params import SamplingParams
 from engine.cache.block_manager import BlockManager
 from engine.cache.block_pool import BlockPool
 from engine.cache.encoder_cache import EncoderCacheManager
-from engine.events import Event, InputGranted, KvMetadata
+from engine.events import Event, InputGranted, InputRejected, KvMetadata
 from engine.request import Request
 from engine.runner.kv_transfer import read_tokens, write_tokens
 from engine.scheduler.coverage import Coverage
@@ -77,6 +77,9 @@ class ReceiverMachine(RuleBasedStateMachine):
         self.num_arrived = 0
 
     def _write(self, table: Table, block_table: list[int], first: int, tokens: torch.Tensor) -> None:
+        written = block_table[first // BLOCK_SIZE : -(-(first + len(tokens)) // BLOCK_SIZE)]
+        assert all(self.blocks.pool.references(block) == 1 for block in written), "others read these"
+        assert not set(written) & set(self.blocks._hash_of), "others may find these"
         write_tokens(self.caches, block_table, first, tokens)
 
     # --- what may happen
@@ -132,8 +135,11 @@ class ReceiverMachine(RuleBasedStateMachine):
         metadata = self.metadata(request)
         tables: list[tuple[Table, int]] = [("self", metadata.num_tokens), ("cross", metadata.num_encoder_tokens)]
         table, size = data.draw(st.sampled_from(tables))
-        first = data.draw(st.integers(0, size))
-        self._send(request, table, first, data.draw(st.integers(first, size)), self.attempts[request.request_id] - old)
+        first = data.draw(st.sampled_from([0, size // 2]) | st.integers(0, size))
+        last = data.draw(st.just(size) | st.integers(first, size))
+        self._send(request, table, first, last, self.attempts[request.request_id] - old)
+        if old:
+            assert isinstance(self.events[-1], InputRejected)
 
     def _send(self, request: Request, table: Table, first: int, last: int, attempt: int) -> None:
         tokens = self._truth(request, table)[first:last]
