@@ -29,7 +29,7 @@ SETTLE_S: Final = 2.0
 TORCH_CACHE: Final = "torchinductor_"
 """What torch keeps for its next start, on purpose."""
 _POLL_S: Final = 0.1
-_KV_BYTES: Final = 64 * MIB
+_KV_BYTES: Final = 24 * MIB
 _ENCODER_CACHE_BYTES: Final = 2 * MIB
 """Small ones: they fill and evict within minutes."""
 

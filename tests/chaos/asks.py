@@ -35,7 +35,7 @@ def _picture_ask(model: str, rng: random.Random, number: int) -> Ask:
     body: dict[str, Any] = {
         "model": model,
         "messages": [{"role": "user", "content": [*content, {"type": "text", "text": text}]}],
-        "max_tokens": rng.choice((10, 40, 80, 160)),
+        "max_tokens": rng.choice((10, 30, 60, 120)),
         "ignore_eos": number % 5 != 0,  # the bundled model would rather say one word
         "temperature": 0,
         "return_token_ids": True,
