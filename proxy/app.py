@@ -22,7 +22,7 @@ from broker.registry import Registry
 from common.config import Settings
 from common.errors import TriptychError
 from common.http_auth import RequireKey, proxy_guard
-from common.keys import ClusterKey, key_id
+from common.keys import ClusterKey, api_keys, key_id
 from common.messages import InstanceRecord
 from common.model_info import ModelInfo, load_model_info
 from common.telemetry import get_logger, setup_logging
@@ -182,6 +182,8 @@ async def _serve_until_signal(service: Service, listener: socket.socket) -> bool
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)
+    if service.settings.host not in ("127.0.0.1", "localhost", "::1") and not api_keys(service.settings):
+        log.warning("anybody who reaches this port is served: give API keys, see docs/security.md")
     log.info("serving", model=service.model_name, host=service.settings.host, port=port)
     await server.serve(sockets=[listener])
     log.info("stopped")
