@@ -15,7 +15,7 @@ export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format bench chaos soak compose-test clean distclean
+.PHONY: help demo test lint format bench model chaos soak compose-test clean distclean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ bench: $(VENV)/test.stamp ## Measure throughput and latency (ARGS goes to the be
 	@$(BIN)/python -m launch.bench $(ARGS)
 
 CHAOS_ROUNDS ?= 10
+model: $(VENV)/test.stamp ## Look for stories in which the handoff breaks a promise, for long (the tests take a sample).
+	@MODEL_DEPTH=deep $(BIN)/python -m pytest --timeout 0 tests/model $(ARGS)
+
 chaos: $(VENV)/test.stamp ## Kill, stop and cut off at drawn moments, CHAOS_ROUNDS per setup; CHAOS_SEED makes the same ones again.
 	@CHAOS_ROUNDS=$(CHAOS_ROUNDS) $(BIN)/python -m pytest -s tests/chaos $(ARGS)
 
