@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -60,13 +61,20 @@ class Rig:
         """A metric of the proxy, without its prefix."""
         return self.service.metrics.registry.get_sample_value(f"triptych_proxy_{metric}", labels) or 0.0
 
-    def assert_clean(self) -> None:
-        """Nothing is counted as under way, here or on the fake decoders."""
-        assert self.service.dispatcher.num_flights == 0
-        assert self.service.admission.inflight == 0
-        for worker in self.service.pool.workers(*WORKER_ROLES):
-            assert worker.load == Load()
-        assert not any(worker._running for worker in (*self.cluster.prefills, *self.cluster.decoders))
+    async def assert_clean(self) -> None:
+        """Nothing is under way any more, here or on the fake workers, or is not in a moment."""
+        with contextlib.suppress(AssertionError):  # what is left says more
+            await eventually(lambda: not self._leftovers(), timeout_s=3.0)
+        assert self._leftovers() == []
+
+    def _leftovers(self) -> list[str]:
+        service, pool = self.service, self.service.pool
+        counts = {"flights": service.dispatcher.num_flights, "inflight": service.admission.inflight}
+        counts |= {f"{name} line": line.num_waiting for name, line in service.lines.items()}
+        loads = [f"{one.instance_id}: {one.load}" for one in pool.workers(*WORKER_ROLES) if one.load != Load()]
+        readers = [*self.cluster.prefills, *self.cluster.decoders]
+        running = [f"{one.id} runs {list(one._running)}" for one in readers if one._running]
+        return [*(f"{count} {name}" for name, count in counts.items() if count), *loads, *running]
 
     def aborted(self, request_id: str | None = None) -> set[str]:
         """Workers that were told to forget the request."""

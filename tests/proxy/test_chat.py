@@ -23,7 +23,7 @@ async def test_text_is_answered_with_usage(serve):
         assert (sampling.max_tokens, sampling.temperature, sampling.seed) == (20, 0, 5)
         assert (sampling.top_p, sampling.top_k) == (0.5, 3)
         await eventually(lambda: rig.service.admission.inflight == 0)
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_a_stream_gives_the_same_text_and_its_usage_at_the_end(serve):
@@ -37,7 +37,7 @@ async def test_a_stream_gives_the_same_text_and_its_usage_at_the_end(serve):
         assert chunks[-1].choices == []
         assert len({chunk.id for chunk in chunks}) == 1
         assert len(chunks) > 4
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_max_tokens_ends_with_length_and_the_default_is_the_rest_of_the_context(serve):
@@ -67,7 +67,7 @@ async def test_a_stop_string_across_tokens_ends_the_answer_and_aborts(serve, str
         assert (text, finish) == ("seven red ", "stop")
         await eventually(lambda: rig.aborted() == {"pd0"})
         await eventually(lambda: not decoder._running)
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_pictures_leave_one_placeholder_each_and_go_to_different_encoders(serve):
@@ -87,7 +87,7 @@ async def test_pictures_leave_one_placeholder_each_and_go_to_different_encoders(
         assert [by_input[i].content_hash for i in (0, 1)] == [slot.content_hash for slot in generate.inputs]
         assert by_input[0].destination == "pd0"
         assert answer.usage.prompt_tokens == len(generate.prompt_token_ids) + 20
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_the_same_picture_goes_to_the_same_encoder(serve):
@@ -138,4 +138,4 @@ async def test_a_prompt_over_the_context_length_says_so(serve, text_model):
             await rig.chat("few words", max_tokens=1000)
         assert caught.value.code == "context_length_exceeded"
         assert "128" in str(caught.value)
-        rig.assert_clean()
+        await rig.assert_clean()

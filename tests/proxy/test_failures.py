@@ -31,7 +31,7 @@ async def test_a_client_that_leaves_before_the_first_token_aborts_everywhere(ser
         task.cancel()
         await eventually(lambda: rig.aborted() == {"e0", "pd0"})
         await eventually(lambda: rig.service.admission.inflight == 0)
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_a_client_that_leaves_a_stream_aborts_everywhere(serve):
@@ -42,7 +42,7 @@ async def test_a_client_that_leaves_a_stream_aborts_everywhere(serve):
         await stream.close()
         await eventually(lambda: "pd0" in rig.aborted())
         await eventually(lambda: rig.service.admission.inflight == 0 and not rig.cluster.decoders[0]._running)
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_more_than_max_inflight_is_refused_before_the_body_is_looked_at(serve):
@@ -70,7 +70,7 @@ async def test_a_corrupt_picture_is_the_clients_fault_and_named(serve):
         assert "truncated" in str(caught.value)
         await eventually(lambda: "pd0" in rig.aborted())
         assert len(rig.cluster.encoders[0].of(Encode)) == 1
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_a_failing_encoder_is_replaced_by_another(serve):
@@ -79,7 +79,7 @@ async def test_a_failing_encoder_is_replaced_by_another(serve):
             encoder.script = lambda message: ErrorInfo("internal_error", "boom") if message.attempt == 0 else None
         assert (await rig.chat([image_part(picture())])).choices[0].message.content == "a red sign"
         assert [len(encoder.of(Encode)) for encoder in rig.cluster.encoders] == [1, 1]
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_three_failed_attempts_are_the_last_word(serve):
@@ -91,7 +91,7 @@ async def test_three_failed_attempts_are_the_last_word(serve):
         assert "boom 2" in str(caught.value)
         assert [message.attempt for message in rig.cluster.encoders[0].of(Encode)] == [0, 1, 2]
         await eventually(lambda: not rig.cluster.decoders[0]._running)
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_a_busy_cluster_is_waited_for_longer_than_a_failing_one(serve):
@@ -104,7 +104,7 @@ async def test_a_busy_cluster_is_waited_for_longer_than_a_failing_one(serve):
             await rig.chat([image_part(picture())])
         assert caught.value.status_code == 504
         await eventually(lambda: not rig.cluster.decoders[0]._running)
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_a_dying_encoders_items_go_to_another(serve):
@@ -119,7 +119,7 @@ async def test_a_dying_encoders_items_go_to_another(serve):
         await victim.die()
         assert (await task).choices[0].message.content == "a red sign"
         assert [message.attempt for message in other.of(Encode)] == [1]
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_an_encoder_that_was_given_up_stops_once_the_request_is_answered(serve, monkeypatch):
@@ -130,7 +130,7 @@ async def test_an_encoder_that_was_given_up_stops_once_the_request_is_answered(s
         assert (await rig.chat([image_part(picture())])).choices[0].message.content == "a red sign"
         [silent] = [e for e in rig.cluster.encoders if [message.attempt for message in e.of(Encode)] == [0]]
         await eventually(lambda: rig.aborted() == {silent.id})
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_a_killed_encoder_is_noticed_long_before_its_registry_entry_expires(serve, redis):
@@ -147,7 +147,7 @@ async def test_a_killed_encoder_is_noticed_long_before_its_registry_entry_expire
         assert victim.id in await rig.cluster.encoders[0].registry.instances()
         assert [worker.instance_id for worker in rig.service.pool.workers("encoder")] == [other.id]
         await victim.registry.unregister()
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_many_requests_with_every_kind_of_end_leave_nothing_behind(serve):
@@ -172,7 +172,7 @@ async def test_many_requests_with_every_kind_of_end_leave_nothing_behind(serve):
         assert all(isinstance(error, openai.BadRequestError | TimeoutError) for error in failed), failed
         await eventually(lambda: rig.service.admission.inflight == 0)
         await eventually(lambda: not any(decoder._running for decoder in rig.cluster.decoders))
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def _leave(rig):
@@ -213,7 +213,7 @@ async def test_without_workers_it_is_503_with_retry_after(serve):
         await rig.cluster.add_encoder()
         await rig.wait_for_workers()
         assert (await rig.http.get("/ready")).status_code == 200
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_an_incompatible_worker_is_not_used_and_says_why(serve):
@@ -237,7 +237,7 @@ async def test_a_live_worker_that_is_given_up_is_told_and_found_again_under_a_ne
         assert (await task).choices[0].message.content == "a red sign"
         await eventually(lambda: bool(decoder.of(Abort)) and bool(encoder.of(Abort)))
         assert len(set(decoder.proxies)) == len(set(encoder.proxies)) == 2
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_a_worker_at_a_job_that_nobody_knows_any_more_is_told_once(serve):
@@ -263,7 +263,7 @@ async def test_the_only_decoder_lost_for_good_is_an_error_event_in_a_stream(serv
         with pytest.raises(openai.APIError, match="no decoder"):
             async for _ in stream:
                 pass
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_an_error_before_the_first_token_of_a_stream_has_its_status(serve):
@@ -289,7 +289,7 @@ async def test_a_request_over_its_time_is_ended_everywhere(serve):
             await rig.chat()
         assert caught.value.status_code == 504
         await eventually(lambda: rig.aborted() == {"pd0"})
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_a_restarted_broker_does_not_disturb_requests(serve, redis):

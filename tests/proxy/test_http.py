@@ -115,7 +115,7 @@ async def test_bad_fields_are_named(serve):
             assert (body, error["param"]) == (body, param)
             assert error["type"] == "invalid_request_error"
         assert rig.cluster.decoders[0].received == []
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_unsupported_fields_that_are_switched_off_are_fine(serve):
@@ -176,7 +176,7 @@ async def test_several_prompts_give_a_choice_each(serve, stream):
             texts = [choice.text for choice in answer.choices]
             assert answer.usage.prompt_tokens == 3
         assert texts == ["sign 5", "sign 6", "sign 7"]
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 BAD_COMPLETIONS = (
@@ -207,7 +207,7 @@ async def test_bad_completions_are_named(serve):
         for fields, param in BAD_COMPLETIONS:
             response = await rig.http.post("/v1/completions", json=fields)
             assert (fields, response.status_code, response.json()["error"]["param"]) == (fields, 400, param)
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_metrics_count_what_happened(serve):

@@ -34,7 +34,7 @@ async def test_a_stream_whose_only_decoder_died_goes_on_when_it_is_back(serve):
         back = await rig.cluster.add_decoder()
         assert (await gather(stream))[0] == {0: "a red sign"}
         assert [len(part.token_ids) for part in back.of(Generate)[0].resumed] == [2]
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_a_request_that_comes_while_the_only_decoder_restarts_waits_for_it(serve):
@@ -45,7 +45,7 @@ async def test_a_request_that_comes_while_the_only_decoder_restarts_waits_for_it
         await eventually(lambda: rig.service.dispatcher.num_flights == 1)
         await rig.cluster.add_decoder()
         assert (await task).choices[0].message.content == "a red sign"
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_the_wait_for_a_decoder_counts_from_when_the_last_one_was_lost(serve):
@@ -55,7 +55,7 @@ async def test_the_wait_for_a_decoder_counts_from_when_the_last_one_was_lost(ser
         await eventually(lambda: pool.absent_s("prefill_decode") > 0.3)
         response = await rig.http.post("/v1/completions", json={"prompt": "x"})
         assert (response.status_code, "retry-after" in response.headers) == (503, True)
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_pictures_wait_for_the_only_encoder_to_come_back(serve):
@@ -68,7 +68,7 @@ async def test_pictures_wait_for_the_only_encoder_to_come_back(serve):
         back = await rig.cluster.add_encoder()
         assert (await task).choices[0].message.content == "a red sign"
         assert [message.attempt for message in back.of(Encode)] == [1]
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_pictures_whose_encoder_is_lost_for_good_are_refused_with_retry_after(serve):
@@ -80,7 +80,7 @@ async def test_pictures_whose_encoder_is_lost_for_good_are_refused_with_retry_af
         assert caught.value.status_code == 503
         assert int(caught.value.response.headers["retry-after"]) >= 1
         await eventually(lambda: not rig.cluster.decoders[0]._running)
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 @pytest.mark.parametrize(("name", "fallbacks"), [("pd", 1), ("epd", 0)])
@@ -92,7 +92,7 @@ async def test_without_an_encoder_a_decoder_that_can_encodes_itself(serve, name,
         assert (await rig.chat(PICTURE)).choices[0].message.content == "a red sign"
         assert [message.destination for message in decoder.of(Encode)] == [decoder.id]
         assert rig.count("encoder_fallbacks_total") == fallbacks
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_a_prefill_worker_that_can_encodes_itself(serve):
@@ -112,7 +112,7 @@ async def test_a_decoder_encodes_itself_only_when_every_encoder_has_failed(serve
         rig.cluster.encoders[0].script = lambda message: ErrorInfo("internal_error", "boom")
         assert (await rig.chat(PICTURE)).choices[0].message.content == "a red sign"
         assert len(decoder.of(Encode)) == rig.count("encoder_fallbacks_total") == 1
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_a_new_worker_gets_work_within_two_seconds(serve):
@@ -164,7 +164,7 @@ async def test_an_instance_comes_back_in_another_role(serve):
         assert not new.of(Encode)
         rig.cluster.decoders[0].resume.set()
         await gather(stream)
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_pictures_of_one_request_are_spread_over_encoders(serve):

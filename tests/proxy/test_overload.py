@@ -12,7 +12,7 @@ import pytest
 
 from common.messages import Abort, Generate, Tokens
 from proxy import app, flight
-from proxy.overload import SHORT_LINE, WINDOW, Line, retry_after_s
+from proxy.overload import SHORT_LINE, WINDOW, Line, Place, retry_after_s
 from tests.proxy.conftest import eventually
 from tests.proxy.media import image_part, picture
 
@@ -100,17 +100,18 @@ def test_a_place_counts_once():
     assert line.num_waiting == 0
 
 
-def _overload(line: Line) -> None:
-    """A line that moves by one in a tenth of a second, for long."""
+def _overload(line: Line) -> list[Place]:
+    """A line that has moved by one in a tenth of a second, for long; who still waits in it."""
     clock = Clock()
     line._clock = clock
     places = [line.join() for _ in range(200)]
     _serve_at(line, clock, places, 10, WINDOW)
+    return places
 
 
 async def test_who_would_wait_too_long_is_refused_before_its_media_are_fetched(serve):
     async with serve(max_queue_s=2.0) as rig:
-        _overload(rig.service.lines["media"])
+        waiting = _overload(rig.service.lines["media"])
         part = {"type": "image_url", "image_url": {"url": "http://192.0.2.1/never-asked.png"}}
         with pytest.raises(openai.RateLimitError, match="max_queue_s") as caught:
             await rig.chat([part])
@@ -121,7 +122,9 @@ async def test_who_would_wait_too_long_is_refused_before_its_media_are_fetched(s
         metrics = (await rig.http.get("/metrics")).text
         assert 'triptych_proxy_waiting{line="media"} 136.0' in metrics
         assert 'triptych_proxy_expected_wait_seconds{line="media"} 13.7' in metrics
-        rig.assert_clean()
+        for place in waiting:
+            place.leave()
+        await rig.assert_clean()
 
 
 async def test_requests_leave_the_line_with_their_first_token_or_their_end(serve):
@@ -153,7 +156,7 @@ async def test_two_hundred_cancelled_at_once_leave_nothing(serve):
             client.close()
         await eventually(lambda: not any(d._running for d in rig.cluster.decoders))
         await eventually(lambda: rig.service.admission.inflight == 0)
-        rig.assert_clean()
+        await rig.assert_clean()
         assert all(line.num_waiting == 0 for line in rig.service.lines.values())
 
 
@@ -174,7 +177,7 @@ async def test_a_client_that_reads_nothing_is_ended_and_disturbs_nobody(serve, m
             del decoder.messages
             assert (await rig.chat()).choices[0].message.content == "a red sign"
         await eventually(lambda: rig.service.admission.inflight == 0)
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_the_connection_of_a_client_that_reads_nothing_is_closed(serve, monkeypatch):
@@ -185,7 +188,7 @@ async def test_the_connection_of_a_client_that_reads_nothing_is_closed(serve, mo
             await eventually(lambda: rig.service.admission.inflight == 1)
             await eventually(lambda: rig.service.admission.inflight == 0)
             await eventually(lambda: not rig.cluster.decoders[0]._running)
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 def _unread(rig, path: str) -> socket.socket:

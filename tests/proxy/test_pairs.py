@@ -40,7 +40,7 @@ async def test_one_computes_the_prompt_and_another_one_the_tokens(serve):
         timeline = (await rig.http.get(f"/v1/requests/{answer.id}/timeline")).json()
         assert {"encode", "prefill", "decode"} <= {span["stage"] for span in timeline["spans"]}
         assert rig.aborted() == set()
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_a_failing_prefill_is_repeated_elsewhere_for_the_same_decoder(serve):
@@ -51,7 +51,7 @@ async def test_a_failing_prefill_is_repeated_elsewhere_for_the_same_decoder(serv
         assert [len(prefill.of(Generate)) for prefill in rig.cluster.prefills] == [1, 1]
         assert len(rig.cluster.decoders[0].of(Generate)) == 1
         assert rig.count("retries_total", reason="prefill_error") == 1
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_three_failed_prefills_are_the_last_word(serve):
@@ -61,7 +61,7 @@ async def test_three_failed_prefills_are_the_last_word(serve):
             await rig.chat()
         await eventually(lambda: rig.aborted() == {"d0"})
         await eventually(lambda: not rig.cluster.decoders[0]._running)
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_a_busy_decoder_is_waited_for_longer_than_a_failing_prefill(serve):
@@ -69,7 +69,7 @@ async def test_a_busy_decoder_is_waited_for_longer_than_a_failing_prefill(serve)
         prefill = rig.cluster.prefills[0]
         prefill.script = lambda message: ErrorInfo("timeout", "no room yet") if message.attempt < 9 else None
         assert (await rig.chat()).choices[0].message.content == "a red sign"
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_what_can_never_fit_is_the_clients_error_at_once(serve):
@@ -81,7 +81,7 @@ async def test_what_can_never_fit_is_the_clients_error_at_once(serve):
         assert caught.value.status_code == 413
         assert sum(len(prefill.of(Generate)) for prefill in rig.cluster.prefills) == 1
         await eventually(lambda: not rig.cluster.decoders[0]._running)
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_a_lost_prefill_worker_is_replaced_and_gets_the_pictures_too(serve):
@@ -98,7 +98,7 @@ async def test_a_lost_prefill_worker_is_replaced_and_gets_the_pictures_too(serve
         assert len(rig.cluster.decoders[0].of(Generate)) == 1
         assert [message.destination for message in rig.cluster.encoders[0].of(Encode)] == [victim.id, other.id]
         assert rig.count("retries_total", reason="prefill_gone") == 1
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_the_only_prefill_worker_is_waited_for(serve):
@@ -111,7 +111,7 @@ async def test_the_only_prefill_worker_is_waited_for(serve):
         await eventually(lambda: rig.count("retries_total", reason="prefill_gone") == 1)
         await rig.cluster.add_prefill()
         assert (await task).choices[0].message.content == "a red sign"
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_without_a_prefill_worker_a_whole_one_takes_over(serve):
@@ -126,7 +126,7 @@ async def test_without_a_prefill_worker_a_whole_one_takes_over(serve):
         assert (await task).choices[0].message.content == "a red sign"
         assert not whole.of(Generate)[0].prefilled
         await eventually(lambda: rig.aborted() == {"d0"})
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_a_prefill_worker_that_is_lost_after_its_work_is_not_missed(serve):
@@ -143,7 +143,7 @@ async def test_a_prefill_worker_that_is_lost_after_its_work_is_not_missed(serve)
         decoder.resume.set()
         assert (await task)[0] == {0: "a red sign"}
         assert not other.of(Generate)
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_a_lost_decoder_is_replaced_behind_its_tokens_with_a_new_prefill(serve):
@@ -163,7 +163,7 @@ async def test_a_lost_decoder_is_replaced_behind_its_tokens_with_a_new_prefill(s
         assert second.attempt == again.attempt > first.attempt
         assert second.prefill_for == other.id
         assert second.resumed == again.resumed
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_a_prefill_for_a_lost_decoder_is_aborted(serve):
@@ -177,7 +177,7 @@ async def test_a_prefill_for_a_lost_decoder_is_aborted(serve):
         assert (await task).choices[0].message.content == "a red sign"
         kinds = [type(message) for message in prefill.received]
         assert kinds == [Generate, Abort, Generate]
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_a_decoder_that_lost_the_prompt_gets_it_again(serve):
@@ -186,7 +186,7 @@ async def test_a_decoder_that_lost_the_prompt_gets_it_again(serve):
         assert (await rig.chat()).choices[0].message.content == "a red sign"
         assert [message.attempt for message in rig.cluster.prefills[0].of(Generate)] == [1, 2, 3]
         assert rig.count("retries_total", reason="prompt_needed") == 2
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_a_slow_prefill_is_aborted_when_the_decoder_waits_no_more(serve):
@@ -200,7 +200,7 @@ async def test_a_slow_prefill_is_aborted_when_the_decoder_waits_no_more(serve):
         await decoder.ask_for_prompt(decoder.proxies[0], message.request_id)
         assert (await task).choices[0].message.content == "a red sign"
         await eventually(lambda: bool(slow.of(Abort)))
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_a_decoder_that_computes_again_gets_the_picture_itself(serve):
@@ -215,7 +215,7 @@ async def test_a_decoder_that_computes_again_gets_the_picture_itself(serve):
         decoder.resume.set()
         assert (await task).choices[0].message.content == "a red sign"
         assert [one.destination for one in rig.cluster.encoders[0].of(Encode)] == ["p0", "d0"]
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_log_probabilities_of_the_prompt_come_before_the_tokens(serve):
@@ -230,7 +230,7 @@ async def test_log_probabilities_of_the_prompt_come_before_the_tokens(serve):
         answer = await task
         assert answer.choices[0].message.content == "a red sign"
         assert len(answer.prompt_logprobs) == len(prefill.of(Generate)[0].prompt_token_ids)
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_log_probabilities_that_are_lost_with_a_prefill_worker_are_computed_again(serve):
@@ -247,7 +247,7 @@ async def test_log_probabilities_that_are_lost_with_a_prefill_worker_are_compute
         answer = await task
         assert answer.choices[0].message.content == "a red sign"
         assert answer.prompt_logprobs[1] is not None
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_a_client_that_leaves_aborts_everywhere(serve):
@@ -259,7 +259,7 @@ async def test_a_client_that_leaves_aborts_everywhere(serve):
         await eventually(lambda: rig.aborted() == {"e0", "p0", "d0"})
         await eventually(lambda: rig.service.admission.inflight == 0)
         await eventually(lambda: not rig.cluster.prefills[0]._running and not rig.cluster.decoders[0]._running)
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_a_mixed_cluster_is_used_by_load(serve):
@@ -272,7 +272,7 @@ async def test_a_mixed_cluster_is_used_by_load(serve):
         decoder.resume.set()
         for stream in streams:
             assert (await gather(stream))[0] == {0: "a red sign"}
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_half_a_pair_is_not_ready_and_says_what_is_missing(serve):

@@ -43,7 +43,7 @@ async def test_json_fields(serve, path, model, needed) -> None:
         wrong = [(code, body[:200]) for code, body in zip(statuses, bodies, strict=True) if code not in (200, 400, 404)]
         assert wrong == []
         assert statuses.count(200) > 50
-        rig.assert_clean()
+        await rig.assert_clean()
 
 
 async def test_form_fields(serve, whisper_model) -> None:
@@ -54,4 +54,4 @@ async def test_form_fields(serve, whisper_model) -> None:
                 form = {name: value}
                 response = await rig.http.post("/v1/audio/transcriptions", data=form, files={"file": ("x", clip)})
                 assert response.status_code in (200, 400, 404), (form, response.text)
-        rig.assert_clean()
+        await rig.assert_clean()
