@@ -19,6 +19,7 @@ from engine.cache.block_manager import BlockManager
 from engine.request import InputState, Request, Sequence
 from engine.scheduler.coverage import Coverage
 from engine.scheduler.intake import InputIntake
+from engine.scheduler.places import Places
 
 
 @dataclass
@@ -60,7 +61,6 @@ class DecoderScheduler:
         self.blocks = blocks
         self.intake = intake
         self.coverage = coverage
-        self.max_num_seqs = max_num_seqs
         self._free_slots = free_slots
         self.token_budget = token_budget
         self.preemption = preemption
@@ -68,6 +68,7 @@ class DecoderScheduler:
         self.running: list[Request] = []
         self.reserved: list[Request] = []
         self.line_end: tuple[int, int] | None = None
+        self._places = Places(blocks, coverage, self.running, self.reserved, max_num_seqs)
         self.counters = {"preemptions": 0, "preemptions_by_swap": 0}
 
     def add(self, request: Request) -> None:
@@ -103,9 +104,9 @@ class DecoderScheduler:
             if self._is_behind_the_line(request):
                 return False
             wanted = self._first_chunk(request, self.token_budget)
-            if wanted > 0 and self._could_place(request, wanted):
+            if wanted > 0 and self._places.could_place(request, wanted):
                 return True
-            if wanted > 0 and self._holds_the_line(request):
+            if wanted > 0 and self._places.holds_the_line(request):
                 return False
         return False
 
@@ -183,7 +184,7 @@ class DecoderScheduler:
             if wanted <= 0:
                 continue  # waits for an input; others may go ahead
             if not self._find_place(request, wanted, chosen):
-                if self._holds_the_line(request):
+                if self._places.holds_the_line(request):
                     break  # nobody who comes later may take what it needs
                 continue
             self.waiting.remove(request)
@@ -230,10 +231,6 @@ class DecoderScheduler:
         computable = request.num_computable_tokens(first, num_cached, cross_covered=self.coverage.covers_cross(request))
         return min(computable - num_cached, budget)
 
-    def _holds_the_line(self, request: Request) -> bool:
-        """True for a request that has all it needs but room."""
-        return request.awaits_kv or self.blocks.is_swapped(request.request_id) or self.coverage.has_all(request)
-
     def _is_behind_the_line(self, request: Request) -> bool:
         return self.line_end is not None and request.order > self.line_end
 
@@ -243,64 +240,13 @@ class DecoderScheduler:
 
         They do so only where that is enough: giving way for nothing, again and again, would look like progress.
         """
-        if not self._could_place(request, wanted):
+        if not self._places.could_place(request, wanted):
             return False
-        while not self._has_place(request, wanted):
-            victim = max(self._givers(request), key=lambda candidate: candidate.order)
+        while not self._places.has_place(request, wanted):
+            victim = max(self._places.givers(request), key=lambda candidate: candidate.order)
             chosen.pop(victim.request_id, None)
             self.preempt(victim)
         return True
-
-    def _has_place(self, request: Request, wanted: int) -> bool:
-        slots = sum(other.num_slots for other in (*self.running, *self.reserved)) + request.num_slots
-        return slots <= self.max_num_seqs and self._missing_blocks(request, wanted) <= self.blocks.num_free
-
-    def _missing_blocks(self, request: Request, wanted: int) -> int:
-        if self.blocks.is_swapped(request.request_id):
-            return self._missing_to_go_on(request, wanted)
-        prefix = self.coverage.prefix(request)
-        num_tokens = len(prefix) * self.blocks.block_size + wanted
-        shared = len(request.prompt) // self.blocks.block_size
-        siblings = sum(self.blocks.blocks_for(len(one.token_ids)) - shared for one in request.sequences[1:])
-        return siblings + self.blocks.missing_blocks(
-            num_tokens, request.num_encoder_tokens, request.encoder_content, prefix
-        )
-
-    def _missing_to_go_on(self, request: Request, wanted: int) -> int:
-        """Blocks for what a swapped request has on the host and for its next step there, a copy on write included.
-
-        The whole pool is always enough, since what outgrows it has ended.
-        """
-        blocks, missing = self.blocks, self.blocks.missing_to_swap_in(request.request_id)
-        for sequence in request.sequences:
-            computed, count = sequence.num_computed_tokens, min(wanted, request.num_remaining(sequence))
-            missing += blocks.blocks_for(computed + count) - blocks.blocks_for(computed) + 1
-        return min(missing, blocks.pool.num_usable)
-
-    def _could_place(self, request: Request, wanted: int) -> bool:
-        """Whether there is a place, or would be one without those who would make way."""
-        if self._has_place(request, wanted):
-            return True
-        if not self._holds_the_line(request):
-            return False
-        givers = self._givers(request)
-        held = sum(self.blocks.releasable_blocks(other.request_id, other.sequence_ids) for other in givers)
-        holders = [other for other in (*self.running, *self.reserved) if other not in givers]
-        slots = sum(other.num_slots for other in holders) + request.num_slots
-        return slots <= self.max_num_seqs and self._missing_blocks(request, wanted) <= self.blocks.num_free + held
-
-    def _givers(self, request: Request) -> list[Request]:
-        """Running requests that make way: of a lower priority, or waiting for their first input (they lose little)."""
-        return [
-            other
-            for other in self.running
-            if other.priority > request.priority
-            or (
-                other.next_missing_input is not None
-                and all(other.num_remaining(sequence) <= 0 for sequence in other.sequences)
-                and not any(item.state is InputState.CONSUMED for item in other.inputs)
-            )
-        ]
 
     # --- requests whose keys and values come from elsewhere
 
@@ -334,7 +280,9 @@ class DecoderScheduler:
     def _is_held_up(self, request: Request) -> bool:
         """Whether a waiting request before this one has all it needs but room."""
         earlier = itertools.takewhile(lambda other: other.order < request.order, self.waiting)
-        return any(self._first_chunk(other, self.token_budget) > 0 and self._holds_the_line(other) for other in earlier)
+        return any(
+            self._first_chunk(other, self.token_budget) > 0 and self._places.holds_the_line(other) for other in earlier
+        )
 
     # --- preemption
 
