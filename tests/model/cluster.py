@@ -24,7 +24,7 @@ from proxy.timeline import Timelines
 from proxy.workers import WorkerPool
 from tests.model.network import Connection, Letter, Network, SimulatedClient, SimulatedRegistry
 from tests.model.simulated_loop import SimulatedLoop
-from tests.model.symbols import expected_tokens, media, placeholder, rows_of, tiny_config
+from tests.model.symbols import expected_tokens, media, model_info, placeholder, rows_of, tiny_config
 from tests.model.workers import SimulatedWorker, SteppedThread, symbolic_workers
 
 HANDOFF_TIMEOUT_S = 4.0
@@ -70,7 +70,7 @@ class Cluster:
         self._epoch = 0
         self.metrics = ProxyMetrics()
         self.dispatcher = Dispatcher(self.settings, self.metrics, Timelines())
-        own = InstanceRecord("proxy", "proxy", 1, "signpost", "f", "", "http://simulated", "")
+        own = InstanceRecord("proxy", "proxy", 1, "signpost", model_info().fingerprint, "", "http://simulated", "")
         self.pool = WorkerPool(
             cast(Any, SimulatedRegistry(self.network)), own, self.dispatcher, lambda: None, cast(Any, None)
         )

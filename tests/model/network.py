@@ -188,6 +188,7 @@ class SimulatedServer:
     def __init__(self, network: Network, worker: tuple[str, int]) -> None:
         self._network = network
         self.worker = worker
+        self.address = f"{worker[0]}/{worker[1]}"
         self.received: asyncio.Queue[tuple[bytes, ToWorker]] = asyncio.Queue()
 
     async def receive(self) -> tuple[bytes, ToWorker]:

@@ -18,7 +18,7 @@ from unittest.mock import patch
 from broker.channels import Delivery
 from broker.tensors import TensorReceiver, TensorSender
 from common.config import Settings
-from common.messages import HandoffMessage, InstanceRecord, Role
+from common.messages import HandoffMessage, Role
 from engine.decoder_engine import DecoderEngine
 from engine.encoder_engine import EncoderEngine
 from engine.runner.decoder import DecoderRunner
@@ -26,6 +26,7 @@ from services.departure import Departure
 from services.engine_thread import EngineThread
 from services.hops import HopRecorder
 from services.links import Links
+from services.membership import Membership, make_record
 from services.metrics import WorkerMetrics
 from services.preprocess import PreprocessPool
 from services.proxies import ProxyWatch
@@ -41,6 +42,7 @@ from tests.model.network import (
     SimulatedTensorReceiver,
     SimulatedTensorSender,
 )
+from tests.model.simulated_loop import SimulatedLoop
 from tests.model.symbols import TOKEN_BYTES, SymbolicEncoder, SymbolicPool, SymbolicRunner, model_info
 
 HELD = {
@@ -98,7 +100,8 @@ class SimulatedWorker(Shell):
         self.alive = True
         self._proxies = ProxyWatch()
         self._departure = Departure(lambda: len(self._proxies))
-        self._registry = cast(Any, SimulatedRegistry(network))
+        registry = cast(Any, SimulatedRegistry(network))
+        self._membership = Membership(registry, self._proxies, self._departure)
         self._reader = cast(Any, SimulatedReader())
         self.server = SimulatedServer(network, (instance_id, epoch))
         self._server = cast(Any, self.server)
@@ -112,7 +115,7 @@ class SimulatedWorker(Shell):
             dtype="float32",
             context=cast(Any, None),
             redis=cast(Any, None),
-            registry=self._registry,
+            registry=registry,
             channels=cast(Any, SimulatedChannels(network, lambda: self.alive)),
             server=self._server,
             proxies=self._proxies,
@@ -122,18 +125,7 @@ class SimulatedWorker(Shell):
         object.__setattr__(self._links, "network", network)
         object.__setattr__(self._links, "receiver", self.receiver)
         self._role = self.role = make_role(role, self._links)
-        self.record = InstanceRecord(
-            instance_id=instance_id,
-            role=role,
-            epoch=epoch,
-            model="signpost",
-            fingerprint="f",
-            dtype="float32",
-            http_address="http://simulated",
-            requests_address=f"{instance_id}/{epoch}",
-            tensor_address=self._role.tensor_address,
-            encodes=self._role.encodes,
-        )
+        self.record = make_record(self._links, self.role, http_port=0, draining=False)
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -151,9 +143,19 @@ class SimulatedWorker(Shell):
             thread.start()
         await self.role.start(self.record)
         self.network.epochs[self.instance_id] = self.epoch
-        await self._registry.register(self.record)
+        await self._membership.join(self.record)
         for coroutine in (*self.role.tasks(), self._take_requests(), self._beat()):
-            self._tasks.append(asyncio.get_running_loop().create_task(coroutine))
+            task = asyncio.get_running_loop().create_task(coroutine)
+            task.add_done_callback(self._ended)
+            self._tasks.append(task)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A part that ends by itself would end a real worker."""
+        error = None if task.cancelled() else task.exception()
+        if self.alive:
+            cast(SimulatedLoop, asyncio.get_running_loop()).errors.append(
+                error or RuntimeError("a worker's task ended")
+            )
 
     def die(self) -> None:
         """No goodbye: nothing that it does from now on can be seen."""
