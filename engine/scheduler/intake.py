@@ -238,6 +238,8 @@ class InputIntake:
             return False
         request, item = first
         assert item.metadata is not None
+        if self._rest_covered():
+            return True
         revoked = 0
         for holder, held in sorted(self._ready_inputs(), key=_grant_order, reverse=True):
             oldest_first = _grant_order((holder, held)) < _grant_order((request, item))
@@ -249,6 +251,16 @@ class InputIntake:
             revoked += 1
         self.counters["inputs_revoked"] += revoked
         return revoked > 0
+
+    def _rest_covered(self) -> bool:
+        """Inputs that the KV cache has, too, need no room: else a request whose next input finds none because of them
+        would wait for itself, with nothing to compute in between. Returns False where there were none."""
+        covered = [pair for pair in self._ready_inputs() if self._coverage.covers(*pair)]
+        for request, item in covered:
+            self._drop(request, item)
+            item.state = InputState.DORMANT
+        self._dormant += covered
+        return bool(covered)
 
     def _ready_inputs(self) -> list[tuple[Request, RequestInput]]:
         requests = self._requests.values()

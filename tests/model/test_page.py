@@ -19,7 +19,7 @@ from tests.model.receiver import Plan, Receiver
 from tests.model.sender import INPUT, Sender
 from tests.model.test_receiver import PLANS
 from tests.model.transitions import Transition, watched
-from tests.model.wandering import wander
+from tests.model.wandering import show_a_cached_picture_and_another, wander
 
 PAGE = Path(__file__).parents[2] / "docs" / "handoff.md"
 SECTIONS: dict[str, tuple[type, set[str]]] = {
@@ -55,6 +55,7 @@ def observed() -> Iterator[dict[str, set[Transition]]]:
                 wander(topology, seed)
         _replace_what_is_granted()
         _let_a_reservation_expire()
+        show_a_cached_picture_and_another()
         yield dict(zip(SECTIONS, (sender, inputs, kv), strict=True))
 
 

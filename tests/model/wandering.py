@@ -1,4 +1,4 @@
-"""Clusters that wander: what happens next is drawn from a seed. Fast, and the same every time."""
+"""Clusters that wander: what happens next is drawn from a seed. Fast, and the same every time. And what they found."""
 
 from __future__ import annotations
 
@@ -43,3 +43,16 @@ def _happen(cluster: Cluster, draw: random.Random) -> None:
         cluster.start(name)
     else:
         cluster.go_on(draw.randrange(64))
+
+
+def show_a_cached_picture_and_another() -> None:
+    """A conversation goes on with a second picture. The first one is in the KV cache and in the encoder cache, and both
+    together have no room there."""
+    cluster = Cluster({"e0": "encoder", "d0": "prefill_decode"}, cache_rows=3)
+    try:
+        cluster.ask(("x", 2))
+        cluster.run_quietly()
+        cluster.ask(("x", 2), ("z", 2))
+        cluster.run_quietly()
+    finally:
+        cluster.close()
