@@ -207,7 +207,11 @@ class HandoffReceiver:
 
 def _offer_fault(offer: Offer | KvOffer) -> str | None:
     """What is wrong with an offer in itself; None if nothing is. Keys and values the engine compares with its model."""
-    return payload_fault(offer, offer.size_bytes) if isinstance(offer, Offer) else None
+    if isinstance(offer, KvOffer):
+        return None
+    if offer.input_id == KV_INPUT_ID:
+        return f"input id {KV_INPUT_ID} is that of keys and values, not of an encoder's output"
+    return payload_fault(offer, offer.size_bytes)
 
 
 def _tensor_fault(header: TensorHeader, offer: Offer | KvOffer) -> str | None:

@@ -16,6 +16,7 @@ from broker.channels import stream_key
 from broker.tensors import TensorSender
 from common.errors import TriptychError
 from common.messages import (
+    KV_INPUT_ID,
     Abort,
     Generate,
     InputLayout,
@@ -89,6 +90,24 @@ async def test_a_worker_outlives_messages_that_make_no_sense(
         await worker.proxy.send(Abort("honest"))
         await eventually(lambda: is_idle(worker), 30.0)
         assert worker.gauge("integrity_failures") == 0
+        assert not worker.task.done()
+        sender.close()
+
+
+async def test_an_input_under_the_number_of_keys_and_values_is_refused(
+    broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context
+) -> None:
+    """Else its tensor would be written as a part of them."""
+    async with in_process(broker_url, redis, zmq_context, DecodeService) as worker:
+        sender, layout = TensorSender(zmq_context), InputLayout(16, [(7, 16)], (1, 4, 4))
+        sizes = [16, 192], "float32", 12288
+        offer = Offer("r", KV_INPUT_ID, 0, "h", "image", *sizes, layout, "peer", 7, time.time() + 5)
+        header = TensorHeader("r", KV_INPUT_ID, 0, "peer", 7, *sizes)
+        await worker.record()
+        await send(worker, redis, sender, offer, encode(offer))
+        await eventually(lambda: worker.tally("handoffs").get("refused") == 1)
+        await send(worker, redis, sender, header, encode(header))
+        await eventually(lambda: worker.tally("handoffs").get("receipt_cancelled") == 1)
         assert not worker.task.done()
         sender.close()
 
