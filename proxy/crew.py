@@ -77,7 +77,7 @@ class Crew:
         Raises TriptychError("unavailable") where there are none and none were there a moment ago.
         """
         cluster, job = self._cluster, self._job
-        placement = cluster.placer.choose(cluster.pool, self._cache_keys)
+        placement = cluster.placer.choose(cluster.pool, self._cache_keys, media=bool(job.media))
         if placement is None:
             left_s = cluster.patience_s(absent_s(cluster.pool))
             if left_s <= 0:

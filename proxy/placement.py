@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -42,14 +43,13 @@ class Placer:
         self._computed = AffinityMap()
         self._decoded = AffinityMap()
 
-    def choose(self, pool: WorkerPool, keys: list[bytes]) -> Placement | None:
-        """Who runs a job with these cache keys; None where nobody can at the moment."""
-        options: list[tuple[Placement, Affinity]] = []
-        if whole := pool.workers(*WHOLE):
-            worker, affinity = self._pick(self._computed, whole, keys)
-            options.append((Placement(worker), affinity))
-        if pairs := self._pick_pair(pool, keys):
-            options.append(pairs)
+    def choose(self, pool: WorkerPool, keys: list[bytes], *, media: bool) -> Placement | None:
+        """Who runs a job with these cache keys; None where nobody can at the moment.
+
+        With `media`, those come first whose inputs somebody can encode: where no encoder is left, those that do it.
+        """
+        able = (lambda reader: encodes_for(pool, reader)) if media else _anybody
+        options = self._options(pool, keys, able) or self._options(pool, keys, _anybody)
         if not options:
             return None
         placement, affinity = options[0] if len(options) == 1 else _better(*options)
@@ -71,16 +71,38 @@ class Placer:
         self._computed.remember(keys, worker.instance_id)
         return worker
 
-    def _pick_pair(self, pool: WorkerPool, keys: list[bytes]) -> tuple[Placement, Affinity] | None:
-        decoders = [worker for worker in pool.workers("decode") if pool.workers("prefill", matching=worker)]
+    def _options(
+        self, pool: WorkerPool, keys: list[bytes], able: Callable[[Worker], bool]
+    ) -> list[tuple[Placement, Affinity]]:
+        """The best of each kind, of those that are `able` to compute the prompt."""
+        options: list[tuple[Placement, Affinity]] = []
+        if whole := [worker for worker in pool.workers(*WHOLE) if able(worker)]:
+            worker, affinity = self._pick(self._computed, whole, keys)
+            options.append((Placement(worker), affinity))
+        if pair := self._pick_pair(pool, keys, able):
+            options.append(pair)
+        return options
+
+    def _pick_pair(
+        self, pool: WorkerPool, keys: list[bytes], able: Callable[[Worker], bool]
+    ) -> tuple[Placement, Affinity] | None:
+        def prefillers(decoder: Worker) -> list[Worker]:
+            return [worker for worker in pool.workers("prefill", matching=decoder) if able(worker)]
+
+        decoders = [worker for worker in pool.workers("decode") if prefillers(worker)]
         if not decoders:
             return None
         decoder, _ = self._pick(self._decoded, decoders, keys)
-        prefiller, affinity = self._pick(self._computed, pool.workers("prefill", matching=decoder), keys)
+        prefiller, affinity = self._pick(self._computed, prefillers(decoder), keys)
         return Placement(decoder, prefiller), affinity
 
     def _pick(self, map_: AffinityMap, candidates: list[Worker], keys: list[bytes]) -> tuple[Worker, Affinity]:
         return pick_decoder(candidates, map_.find(keys, (worker.instance_id for worker in candidates)))
+
+
+def encodes_for(pool: WorkerPool, reader: Worker) -> bool:
+    """Whether somebody can encode the inputs of the prompts that `reader` computes."""
+    return reader.record.encodes or bool(pool.workers("encoder", matching=reader))
 
 
 def prompt_readers(pool: WorkerPool) -> list[Worker]:
@@ -116,3 +138,7 @@ def _better(whole: tuple[Placement, Affinity], pair: tuple[Placement, Affinity])
         return whole if whole[1] == "hit" else pair
     assert pair[0].prefiller is not None
     return pair if prefer_pair(whole[0].decoder, pair[0].prefiller, pair[0].decoder) else whole
+
+
+def _anybody(_: Worker) -> bool:
+    return True

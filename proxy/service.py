@@ -26,7 +26,7 @@ from proxy.logprobs import LogprobShapes
 from proxy.media import MediaIntake
 from proxy.metrics import ProxyMetrics
 from proxy.overload import Line, retry_after_s
-from proxy.placement import missing, prompt_readers
+from proxy.placement import encodes_for, missing, prompt_readers
 from proxy.recordings import Recordings
 from proxy.router import imbalance
 from proxy.timeline import Timelines
@@ -85,8 +85,7 @@ class Service:
         if (what := missing(self.pool)) is not None:
             return "; ".join([f"no {what}", *self._refusals()])
         if self.info.media_kind is not None and not any(
-            reader.record.encodes or self.pool.workers("encoder", matching=reader)
-            for reader in prompt_readers(self.pool)
+            encodes_for(self.pool, reader) for reader in prompt_readers(self.pool)
         ):
             return "; ".join(["no encoder worker", *self._refusals()])
         return None

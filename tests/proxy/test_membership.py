@@ -95,6 +95,17 @@ async def test_without_an_encoder_a_decoder_that_can_encodes_itself(serve, name,
         await rig.assert_clean()
 
 
+async def test_without_an_encoder_pictures_go_to_those_that_encode_however_busy(serve):
+    async with serve(encoders=0, decoders=1) as rig:
+        able = await rig.cluster.add_decoder("epd", encodes=True, outstanding_tokens=1000)
+        await rig.wait_for_workers()
+        assert (await rig.chat(PICTURE)).choices[0].message.content == "a red sign"
+        assert len(able.of(Generate)) == len(able.of(Encode)) == 1
+        await rig.chat()
+        assert len(rig.cluster.decoders[0].of(Generate)) == 1
+        await rig.assert_clean()
+
+
 async def test_a_prefill_worker_that_can_encodes_itself(serve):
     async with serve(encoders=0, decoders=0, pairs=(0, 1)) as rig:
         prefill = await rig.cluster.add_prefill(encodes=True)
