@@ -45,7 +45,7 @@ class Admission:
         if sampling.uses_beams:
             resumed = ()  # nothing of a beam search has been told
         if prefill_only:
-            sampling, resumed = _before_the_last_token(sampling), resumed if len(resumed) == 1 else ()
+            sampling, resumed = _before_the_last_token(sampling), _known_to_all(resumed)
         elif prefilled:  # the log-probabilities of a prompt are known where it is computed
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         self._check.check(prompt_token_ids, inputs, sampling)
@@ -67,6 +67,11 @@ class Admission:
             prefill_only=prefill_only,
             prefilled=prefilled,
         )
+
+
+def _known_to_all(resumed: ListOf[Resumed]) -> list[Resumed]:
+    """What a prefill computes beyond the prompt: the tokens of the only sequence that goes on, whichever it was."""
+    return [msgspec.structs.replace(resumed[0], index=0)] if len(resumed) == 1 else []
 
 
 def _before_the_last_token(sampling: SamplingParams) -> SamplingParams:

@@ -373,6 +373,14 @@ def test_a_stream_goes_on_at_another_decode(model: str, request: pytest.FixtureR
         assert pair.finish() == {key: tokens[3 + key[1] :] for key, tokens in whole.items()}
 
 
+def test_the_last_of_several_sequences_goes_on_at_another_decode(tiny_llama: ModelInfo) -> None:
+    job = text("r", 9, sampled(12, n=3))
+    whole = run(quick_engine(tiny_llama), [job], watch=False).tokens
+    pair = Pair(quick_engine(tiny_llama), quick_engine(tiny_llama))
+    pair.add(dataclasses.replace(job, resumed=[Resumed(2, whole["r", 2][:3])]))
+    assert pair.finish() == {("r", 2): whole["r", 2][3:]}
+
+
 @pytest.mark.parametrize("granted", [False, True])
 def test_a_sequence_may_stop_before_its_prompt_has_come(tiny_llama: ModelInfo, granted: bool) -> None:
     """The first one has the blocks: a sibling takes them over, and what has come stays."""
