@@ -30,6 +30,8 @@ GROUP: Final = "worker"
 FIELD: Final = b"m"
 MAX_ENTRIES: Final = 10_000
 """Older entries are trimmed: far more than a live receiver ever leaves unread."""
+MAX_WAITING: Final = 10_000
+"""Messages that may wait in a sender while Redis is away; then the oldest give way: what matters is repeated."""
 STREAM_TTL_S: Final = 60
 """How long the streams of an instance that died without a goodbye stay in Redis."""
 _BLOCK_MS: Final = 1000
@@ -76,6 +78,9 @@ class ChannelSender:
 
     def send(self, instance_id: str, channel: ChannelName, message: HandoffMessage) -> None:
         """Queue one message."""
+        if self._queue.qsize() >= MAX_WAITING:
+            self._queue.get_nowait()
+            self.num_dropped += 1
         stream = stream_key(self._cluster, instance_id, channel)
         self._queue.put_nowait(_Entry(stream, encode(message), time.monotonic()))
 

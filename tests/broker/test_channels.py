@@ -8,7 +8,7 @@ import signal
 
 from redis.asyncio import Redis
 
-from broker.channels import ChannelReader, ChannelSender, Delivery
+from broker.channels import MAX_WAITING, ChannelReader, ChannelSender, Delivery
 from broker.embedded import EmbeddedBroker
 from broker.redis_client import connect
 from common.messages import Grant, Receipt
@@ -92,6 +92,18 @@ async def test_unreadable_entries_are_counted_and_removed(redis: Redis) -> None:
         await eventually(lambda: reader.num_invalid == 2)
     assert received == []
     assert await redis.xlen("c:d0:metadata") == 0
+
+
+async def test_what_waits_for_redis_is_bounded(redis: Redis) -> None:
+    reader, sender = ChannelReader(redis, "c", "e0", ("allocated",)), ChannelSender(redis, "c", timeout_s=60.0)
+    received: list[Delivery] = []
+    await reader.open()
+    for number in range(MAX_WAITING + 3):
+        sender.send("e0", "allocated", grant(number))
+    assert (sender.num_waiting, sender.num_dropped) == (MAX_WAITING, 3)
+    async with running(sender.run(), reader.run(received.append)):
+        await eventually(lambda: bool(received))
+    assert numbers(received)[:1] == [3]
 
 
 async def test_a_flush_is_survived(redis: Redis) -> None:
