@@ -150,6 +150,8 @@ class Flight:
                 return await self._move("decoder_error", pause_s=BACKOFF_S)
             await self._crew.leave(decoder_has_it=False)
             raise TriptychError(error.code, error.message, self._job.field_of(error.param))
+        else:
+            await self._crew.items.on_failed(worker, error)
         return []
 
     async def _on_gone(self, worker: Worker) -> list[Tokens]:

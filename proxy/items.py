@@ -134,6 +134,13 @@ class ItemSender:
                 error = ErrorInfo("unavailable", f"{worker.instance_id} is gone", item.media.param)
                 await self._retry(item, worker, error, "encoder_gone")
 
+    async def on_failed(self, worker: Worker, error: ErrorInfo) -> None:
+        """An encoder has dropped all items of the job: it had lost us for a while. Raises where nobody takes them."""
+        for item in self._items:
+            if item.encoder is worker:
+                self._give_up(item)  # the last attempt may have reached it after those that it has dropped
+                await self._retry(item, worker, error, "encoder_error")
+
     async def on_joined(self) -> None:
         """There is a new worker: send what nobody could take."""
         for item in self._items:

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from common.errors import ErrorInfo
-from common.messages import Abort, Encode, Tokens
+from common.messages import Abort, Encode, Failed, Tokens
 from proxy import items
 from tests.proxy.conftest import eventually
 from tests.proxy.fake_decoders import FakeDecoder
@@ -42,6 +42,20 @@ async def test_a_client_that_leaves_a_stream_aborts_everywhere(serve):
         await stream.close()
         await eventually(lambda: "pd0" in rig.aborted())
         await eventually(lambda: rig.service.admission.inflight == 0 and not rig.cluster.decoders[0]._running)
+        await rig.assert_clean()
+
+
+async def test_an_encoder_that_had_lost_the_proxy_and_dropped_an_item_gets_it_again(serve):
+    async with serve() as rig:
+        (encoder,) = rig.cluster.encoders
+        encoder.script = lambda message: SILENT if message.attempt == 0 else None
+        task = asyncio.create_task(rig.chat([image_part(picture())]))
+        await eventually(lambda: bool(encoder.of(Encode)))
+        dropped = Failed(encoder.of(Encode)[0].request_id, ErrorInfo("unavailable", "it had lost its connection"))
+        await encoder.reply(encoder.proxies[0], dropped)
+        assert (await task).choices[0].message.content == "a red sign"
+        assert [message.attempt for message in encoder.of(Encode)] == [0, 1]
+        assert rig.count("retries_total", reason="encoder_error") == 1
         await rig.assert_clean()
 
 
