@@ -36,6 +36,19 @@ QUEUE_REQUESTS = 4_096
 log = get_logger()
 
 
+def connection_id(instance_id: str, epoch: int, number: int) -> str:
+    """By what workers know one connection of a proxy: new for each connection, `number` grows."""
+    return f"{instance_id}@{epoch}.{number}"
+
+
+def supersedes(connection: bytes, other: bytes) -> bool:
+    """Whether a proxy has made `connection` after, and so instead of, `other`."""
+    proxy, _, number = connection.rpartition(b".")
+    other_proxy, _, other_number = other.rpartition(b".")
+    numbered = number.isdigit() and other_number.isdigit()
+    return proxy == other_proxy and numbered and int(number) > int(other_number)
+
+
 class WorkerServer:
     """The worker's end: takes messages from any number of proxies, answers each by its routing id."""
 

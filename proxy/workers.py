@@ -15,6 +15,7 @@ import zmq.asyncio
 from redis.exceptions import RedisError
 
 from broker.registry import HEARTBEAT_S, RECORD_TTL_S, Registry, incompatibility, other_key
+from broker.rpc import connection_id
 from common.errors import TriptychError
 from common.messages import Abort, FromWorker, Heartbeat, InstanceRecord, Role
 from common.telemetry import get_logger
@@ -64,7 +65,7 @@ class WorkerPool:
         self._on_failure = on_failure
         # New at every start and for every connection: were it the same, workers would take this one for the one before
         # it, and keep what was asked for there.
-        self._identities = (f"{own.instance_id}@{own.epoch}.{number}" for number in itertools.count())
+        self._identities = (connection_id(own.instance_id, own.epoch, number) for number in itertools.count())
         self._registry = registry
         self._listener = listener
         self._context = context

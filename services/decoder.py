@@ -120,14 +120,20 @@ class DecoderService:
             what = f"{self._links.instance_id} is a {self.role} worker: {why}"
             self._refuse(proxy, message, ErrorInfo("invalid_request", what))
             return
-        owner = self._links.proxies.owner(message.request_id)
-        if owner is None:
-            self._begin(proxy, message)
+        proxies, request_id = self._links.proxies, message.request_id
+        owner = proxies.owner(request_id)
+        if owner == proxy:
+            self._outcomes["duplicate_request"] += 1
             return
-        self._outcomes["duplicate_request"] += 1
-        if owner != proxy:  # it came on a connection that has been given up: on this one, nothing would ever come
-            where = f"{self._links.instance_id} is still at an earlier attempt of this request"
-            self._refuse(proxy, message, ErrorInfo("unavailable", f"{where}, which ends in seconds: try again"))
+        if owner is not None:
+            if not proxies.owns(proxy, request_id):
+                what = f"another proxy has a request {request_id} on {self._links.instance_id}"
+                self._refuse(proxy, message, ErrorInfo("unavailable", f"{what}: try again"))
+                return
+            # It came on a connection that this proxy has given up: nobody waits for what would go there.
+            self._outcomes["taken_over"] += 1
+            self.abort(request_id)
+        self._begin(proxy, message)
 
     def _begin(self, proxy: bytes, message: Generate) -> None:
         self._links.proxies.add(proxy, message.request_id, _most_tokens(message, self._links.info.max_model_len))
@@ -164,7 +170,7 @@ class DecoderService:
                 self._fail(event)
             elif isinstance(event, InputLost):
                 self._outcomes["input_needed"] += 1
-                self._links.reply(event.request_id, InputNeeded(event.request_id, event.input_id))
+                self._links.reply(event.request_id, InputNeeded(event.request_id, event.input_id, event.attempt))
             elif isinstance(event, KvReady | KvComputed | PrefillEnded):
                 self._follow_prefill(event)
             elif self._encoding is None or not self._encoding.settle(event):

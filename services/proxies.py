@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Final
 
+from broker.rpc import supersedes
+
 SILENCE_S: Final = 10.0
 """A proxy unheard of for so long is gone, and its requests with it; it sends a heartbeat every second."""
 _MAX_LOST: Final = 64
@@ -38,6 +40,11 @@ class ProxyWatch:
     def owner(self, request_id: str) -> bytes | None:
         """The routing id of the proxy that answers go to; None for an ended or unknown request."""
         return self._owner.get(request_id)
+
+    def owns(self, proxy: bytes, request_id: str) -> bool:
+        """Whether a request came from this proxy, on this connection or on one that it has given up for it."""
+        owner = self._owner.get(request_id)
+        return owner is not None and (owner == proxy or supersedes(proxy, owner))
 
     def remove(self, request_id: str) -> None:
         self._owner.pop(request_id, None)

@@ -198,7 +198,8 @@ class Shell:
                 error = ErrorInfo("unavailable", f"{self._links.instance_id} had lost its connection to the proxy")
                 self._server.send(proxy, Failed(request_id, error))
             if isinstance(message, Abort):
-                if self._proxies.owner(message.request_id) in (None, proxy):
+                known = self._proxies.owner(message.request_id) is not None
+                if not known or self._proxies.owns(proxy, message.request_id):
                     self._abort(message.request_id)
             elif not isinstance(message, Heartbeat):
                 self._role.handle_request(proxy, message)

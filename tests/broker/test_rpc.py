@@ -10,7 +10,7 @@ import time
 import zmq
 import zmq.asyncio
 
-from broker.rpc import WorkerClient, WorkerServer
+from broker.rpc import WorkerClient, WorkerServer, connection_id, supersedes
 from common.messages import Abort, Encode, Generate, Heartbeat, Tokens
 from common.sampling_params import SamplingParams
 from tests.broker.conftest import running
@@ -113,3 +113,14 @@ async def test_a_reconnecting_proxy_takes_over_its_routing_id(zmq_context: zmq.a
         assert await second.receive() == Tokens("r", 0, [1])
     for closing in (first, second, server):
         closing.close()
+
+
+def test_a_later_connection_of_the_same_proxy_supersedes_an_earlier_one() -> None:
+    first, second, tenth = (connection_id("proxy.a", 7, number).encode() for number in (1, 2, 10))
+    assert supersedes(second, first)
+    assert supersedes(tenth, second)
+    assert not supersedes(first, first)
+    assert not supersedes(first, second)
+    assert not supersedes(connection_id("proxy.a", 8, 2).encode(), first), "another process under the same id"
+    assert not supersedes(connection_id("proxy.b", 7, 2).encode(), first)
+    assert not supersedes(b"\xff", b"")

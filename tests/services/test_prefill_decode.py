@@ -15,7 +15,7 @@ import zmq.asyncio
 from redis.asyncio import Redis
 
 from broker.channels import FIELD, GROUP, stream_key
-from broker.rpc import WorkerClient
+from broker.rpc import WorkerClient, connection_id
 from common.hashing import content_hash
 from common.messages import (
     Abort,
@@ -141,6 +141,29 @@ async def test_a_request_that_comes_again_on_another_connection_is_told_that_it_
     await setting.worker.proxy.send(Abort("r"))
     await eventually(lambda: setting.worker.gauge("requests_outstanding") == 0)
     assert setting.worker.answers == []
+
+
+async def test_a_request_that_comes_again_on_a_newer_connection_of_its_proxy_starts_anew_there(
+    setting: Setting, zmq_context: zmq.asyncio.Context
+) -> None:
+    message = msgspec.structs.replace(await setting.generate("r"), request_id="s")
+    address = (await setting.worker.record()).requests_address
+    older = WorkerClient(zmq_context, address, connection_id("p0", 7, 1))
+    newer = WorkerClient(zmq_context, address, connection_id("p0", 7, 2))
+    async with older, newer, asyncio.timeout(10):
+        await older.send(message)
+        await eventually(lambda: setting.worker.gauge("requests_outstanding") == 2)
+        await newer.send(message)
+        await eventually(lambda: setting.worker.tally("handoffs").get("taken_over") == 1)
+        await older.send(Abort("s"))  # too late: it is the newer one's now
+        offer = setting.offer("s")
+        setting.peer.send("metadata", offer)
+        assert (await setting.peer.message(Grant, "s")).status == "granted"
+        await setting.deliver(offer)
+        tokens = await newer.receive()
+    assert isinstance(tokens, Tokens)
+    assert tokens.offset == 0
+    await setting.worker.proxy.send(Abort("r"))
 
 
 async def test_offers_to_a_former_process_are_cancelled(
