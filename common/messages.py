@@ -204,11 +204,13 @@ class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
 class InputNeeded(msgspec.Struct, frozen=True, tag="input_needed"):
     """The worker needs this input (again): its lease ran out, or it was taken back. The proxy sends another Encode.
 
-    Where `input_id` is KV_INPUT_ID it needs the keys and values: the proxy has them computed again.
+    Where `input_id` is KV_INPUT_ID it needs the keys and values, those of `attempt` did not come: the proxy has them
+    computed again.
     """
 
     request_id: Id
     input_id: Count
+    attempt: Count = 0
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

@@ -129,11 +129,12 @@ class InputRejected:
 class InputLost:
     """The request needs this input (again): whoever has the media has to encode it once more.
 
-    With input id KV_INPUT_ID: the prompt has to be computed again.
+    With input id KV_INPUT_ID: those of `attempt` did not come, the prompt has to be computed again.
     """
 
     request_id: str
     input_id: int
+    attempt: int = 0
 
 
 @dataclass(frozen=True)

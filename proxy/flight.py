@@ -112,10 +112,10 @@ class Flight:
                 await crew.on_joined()
             case Encoded():
                 await crew.items.on_encoded(worker, event)
-            case InputNeeded(input_id=input_id) if input_id == KV_INPUT_ID:
+            case InputNeeded(input_id=input_id, attempt=attempt) if input_id == KV_INPUT_ID:
                 if worker is crew.decoder:
                     self._decoding = None
-                    await crew.prefill.on_needed()
+                    await crew.prefill.on_needed(attempt)
             case InputNeeded(input_id=input_id):
                 if worker in (crew.decoder, crew.prefill.worker):
                     await crew.items.on_needed(input_id, worker)

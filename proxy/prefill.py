@@ -31,7 +31,7 @@ class Prefill:
         self._decoder: Worker | None = None
         self._resumed: list[Resumed] = []
         self._claim: Claim | None = None
-        self._replaced = False  # by us, so that the decoder's complaint about the attempt before is no news
+        self._replaced = False  # by a newer attempt, so that one may run for nothing
         self.attempt = 0
         self.due_s = math.inf
 
@@ -76,14 +76,11 @@ class Prefill:
             raise TriptychError(error.code, error.message, self._job.field_of(error.param))
         await self._again(reason)
 
-    async def on_needed(self) -> None:
-        """The decoder says that nothing came in time, or that it has lost what had. Raises after too many times."""
-        if self._decoder is None or self.due_s < math.inf:
+    async def on_needed(self, attempt: int) -> None:
+        """The decoder says that what `attempt` computed did not come in time. Raises after too many times."""
+        if self._decoder is None or self.due_s < math.inf or attempt < self.attempt:
             return
         worker = self.worker
-        if worker is not None and self._replaced:
-            self._replaced = False
-            return
         if worker is not None:
             self._retries.waited(ErrorInfo("timeout", f"{worker.instance_id} did not deliver the prompt in time"))
             self._release()

@@ -293,7 +293,7 @@ class KvIntake:
         for handoff in [one for one in (*self._pending, *self._reserved) if one.deadline_s <= now_s]:
             self.counters["kv_leases_expired"] += handoff.state is HandoffState.RESERVED
             self._give_up(handoff)
-            self._emit(InputLost(handoff.request.request_id, KV_INPUT_ID))
+            self._emit(InputLost(handoff.request.request_id, KV_INPUT_ID, handoff.attempt))
 
     def _give_up(self, handoff: Handoff) -> None:
         """End the attempt at hand, if there is one, and free what it holds."""

@@ -41,10 +41,12 @@ class FakeReader(FakeWorker):
         super().__init__(cluster, role, instance_id)
         self.ask_again: list[int] = []
         self._inputs: dict[str, set[int]] = {}
+        self._attempts: dict[str, int] = {}
         self._arrived = asyncio.Condition()
         self._running: dict[str, asyncio.Task[None]] = {}
 
-    def put_input(self, request_id: str, input_id: int) -> None:
+    def put_input(self, request_id: str, input_id: int, attempt: int = 0) -> None:
+        self._attempts[request_id] = attempt
         self._inputs.setdefault(request_id, set()).add(input_id)
         self.spawn(self._notify())
 
@@ -64,6 +66,7 @@ class FakeReader(FakeWorker):
             await self.reply(proxy, Encoded(message.request_id, message.input_id, message.attempt))
         elif isinstance(message, Generate):
             self._cancel(message.request_id)
+            self._attempts[message.request_id] = message.attempt
             task = asyncio.current_task()
             assert task is not None
             self._running[message.request_id] = task
@@ -79,7 +82,7 @@ class FakeReader(FakeWorker):
 
     async def ask_for_input(self, proxy: bytes, request_id: str, input_id: int) -> None:
         self._inputs.setdefault(request_id, set()).discard(input_id)
-        await self.reply(proxy, InputNeeded(request_id, input_id))
+        await self.reply(proxy, InputNeeded(request_id, input_id, self._attempts.get(request_id, 0)))
 
     async def wait_for(self, request_id: str, wanted: set[int]) -> None:
         async with self._arrived:
@@ -124,7 +127,7 @@ class FakePrefill(FakeReader):
         if error is None:
             decoder = self.cluster.reader(message.prefill_for)
             assert decoder is not None
-            decoder.put_input(message.request_id, KV_INPUT_ID)
+            decoder.put_input(message.request_id, KV_INPUT_ID, message.attempt)
             if self.hold:
                 await self.release.wait()
         now = time.time()

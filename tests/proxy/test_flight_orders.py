@@ -54,11 +54,15 @@ class Sim:
     encodes: dict[int, Encode] = field(default_factory=dict)
     inputs: set[int] = field(default_factory=set)
     sent: int = 0
+    offered: int = 0  # the last attempt to compute the prompt for it
 
     async def send(self, message: ToWorker) -> None:
         if isinstance(message, Generate):
             resumed = len(message.resumed[0].token_ids) if message.resumed else 0
             self.job, self.sent, self.inputs = message, resumed, set()
+            decoder = self.world.find(message.prefill_for)
+            if decoder is not None:
+                decoder.offered = message.attempt
         elif isinstance(message, Encode):
             self.encodes[message.input_id] = message
         elif isinstance(message, Abort):
@@ -117,7 +121,7 @@ class Sim:
     def need(self, wanted: set[int]) -> None:
         for input_id in wanted:
             self.inputs.discard(input_id)
-            self.say(InputNeeded("r", input_id))
+            self.say(InputNeeded("r", input_id, self.offered))
 
     def fail(self) -> None:
         self.say(Failed("r", BUSY))
