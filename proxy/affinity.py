@@ -21,8 +21,8 @@ from proxy.jobs import Job
 CHUNK_TOKENS: Final = 64
 MAX_CHUNKS: Final = 256
 """Of one prompt; what is longer than 16,384 tokens is told apart by them."""
-MAX_KEYS: Final = 100_000
-"""Remembered: some 20 MiB."""
+MAX_KEYS: Final = 20_000
+"""Remembered: some 4 MiB, a million tokens."""
 
 
 def cache_keys(job: Job) -> list[bytes]:
