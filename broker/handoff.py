@@ -11,7 +11,8 @@ strangers: counted and ignored. The receiver's decisions are made by its engine;
 
 Redis may forget what it was told. So an offer is repeated, the same attempt, until its grant and then each receipt is
 there: a receiver that knows the offer answers again. One that answers a second time that it waits for the tensor has
-not got it, and gets it once more, as one does whose tensor came corrupt.
+not got it, and gets it once more, as one does whose tensor came corrupt. But it may only be slow: each time it is given
+twice as long, or what is sent again would fill the very line that is too full.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class Handoff:
     receipt: asyncio.Future[Receipt] = field(default_factory=_future)
     times_s: dict[str, float] = field(default_factory=dict)
     asked_again: bool = False  # whether the tensor has come, since it was sent
+    patience_s: float = 0.0  # until then (Unix time) it is taken to be on its way
     last_sign_s: float = 0.0  # of life of the sender (monotonic)
 
     def mark(self, hop: str) -> None:
@@ -159,6 +161,7 @@ class HandoffSender:
                 if number:
                     self.outcomes["sent_again"] += 1
                 await self._send_once(handoff, part)
+                handoff.patience_s = time.time() + REPEAT_S * (2**number - 0.5)  # the answer to the 1st, 2nd, 4th, 8th
             receipt = await self._wait(handoff, handoff.receipt, "receipt", deadline_s)
             if receipt.status == "stored":
                 handoff.state, handoff.part, handoff.receipt = "granted", handoff.part + 1, _future()
@@ -193,12 +196,17 @@ class HandoffSender:
             error = TriptychError("unavailable", f"{handoff.receiver.instance_id} took its grant back")
             handoff.fail(self._ended("cancelled", error))
         elif handoff.asked_again and not handoff.receipt.done() and grant.status in ("granted", "cached"):
-            # The answer to a repeated offer: either the receipt was lost, or the tensor.
-            handoff.asked_again = False
-            status: Literal["stored", "corrupt"] = "stored" if grant.status == "cached" else "corrupt"
-            handoff.receipt.set_result(Receipt(*key_of(grant), status, handoff.part))
+            self._take_answer(handoff, grant)
         else:
             self.outcomes["duplicate"] += 1
+
+    def _take_answer(self, handoff: Handoff, grant: Grant) -> None:
+        """To an offer repeated since the tensor was sent: either the receipt was lost, or the tensor, or it is slow."""
+        if grant.status == "granted" and time.time() < handoff.patience_s:
+            return
+        handoff.asked_again = False
+        status: Literal["stored", "corrupt"] = "stored" if grant.status == "cached" else "corrupt"
+        handoff.receipt.set_result(Receipt(*key_of(grant), status, handoff.part))
 
     def complete(self, handoff: Handoff) -> None:
         """All parts of a handoff are stored: it is done."""

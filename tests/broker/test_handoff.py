@@ -307,6 +307,18 @@ async def test_a_lost_receipt_or_tensor_shows_in_the_answer_to_a_repeated_offer(
     assert pair.sender.outcomes["sent_again"] == (lost == "tensor")
 
 
+async def test_a_slow_receiver_is_given_twice_as_long_each_time(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("broker.handoff.REPEAT_S", 0.02)
+    handoff = await pair.granted(make_offer())
+    loop, waiting = asyncio.get_running_loop(), delivery(Grant("r", 0, 0, "granted", time.time() + 30))
+    monkeypatch.setattr(pair.sender, "_send_offer", lambda _: loop.call_soon(pair.sender.handle, waiting))
+    began_s = time.time()
+    with pytest.raises(TriptychError, match="undamaged in 4 attempts"):
+        await pair.sender.deliver(handoff, [4, 8], "bfloat16", DATA)
+    assert pair.sender.outcomes["sent_again"] == MAX_SENDS - 1
+    assert time.time() - began_s >= 0.02 * sum(2**number - 0.5 for number in range(MAX_SENDS))
+
+
 async def test_the_answer_to_an_old_offer_does_not_send_anything_again(pair: Pair) -> None:
     handoff = await pair.granted(make_offer())
     delivering = asyncio.create_task(pair.sender.deliver(handoff, [4, 8], "bfloat16", DATA))

@@ -198,6 +198,7 @@ class Sender:
             self.handoff.state,
             self.handoff.part,
             self.handoff.asked_again,
+            max(-1, round((self.handoff.patience_s - self.loop.now_s) / REPEAT_S)),
             _state(self.handoff.grant),
             _state(self.handoff.receipt),
             self.outcome,
