@@ -9,9 +9,11 @@ from typing import Any
 
 import msgspec
 import uvicorn
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from common.errors import ErrorInfo, TriptychError
 from common.http_auth import Guard, RequireKey
@@ -28,7 +30,7 @@ def make_app(
     handoffs: Callable[[], list[dict[str, Any]]],
     drain: Callable[[], Awaitable[int]],
     switch: Callable[[str], Awaitable[int]],
-) -> FastAPI:
+) -> Starlette:
     """What a worker answers.
 
     GET /health, /ready        200, or 503 with a reason
@@ -37,30 +39,23 @@ def make_app(
     POST /drain                202, the worker ends once it is idle; 400 with an error where it will not
     POST /switch {"role": R}   202, the worker becomes an R once it is idle; 400 with an error where it cannot
     """
-    app = FastAPI(title="Triptych worker", docs_url=None, redoc_url=None, openapi_url=None)
 
-    @app.get("/health")
-    async def _health() -> Response:
+    async def show_health(_: Request) -> Response:
         return _verdict(health())
 
-    @app.get("/ready")
-    async def _ready() -> Response:
+    async def show_ready(_: Request) -> Response:
         return _verdict(ready())
 
-    @app.get("/metrics")
-    async def _metrics() -> Response:
+    async def show_metrics(_: Request) -> Response:
         return Response(await metrics(), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/debug/handoffs")
-    async def _handoffs() -> Response:
+    async def show_handoffs(_: Request) -> Response:
         return JSONResponse(handoffs())
 
-    @app.post("/drain")
-    async def _drain() -> Response:
+    async def begin_drain(_: Request) -> Response:
         return await _departure(drain())
 
-    @app.post("/switch")
-    async def _switch(request: Request) -> Response:
+    async def begin_switch(request: Request) -> Response:
         try:
             role = msgspec.json.decode(await request.body(), type=_SwitchRequest).role
         except msgspec.MsgspecError as error:
@@ -68,14 +63,23 @@ def make_app(
             return _refusal(ErrorInfo("invalid_request", message, "role"))
         return await _departure(switch(role))
 
-    return app
+    return Starlette(
+        routes=[
+            Route("/health", show_health),
+            Route("/ready", show_ready),
+            Route("/metrics", show_metrics),
+            Route("/debug/handoffs", show_handoffs),
+            Route("/drain", begin_drain, methods=["POST"]),
+            Route("/switch", begin_switch, methods=["POST"]),
+        ]
+    )
 
 
 class _SwitchRequest(msgspec.Struct, forbid_unknown_fields=True):
     role: str
 
 
-def protect(app: FastAPI, guard: Guard) -> None:
+def protect(app: Starlette, guard: Guard) -> None:
     """Answer with 401 what `guard` does not allow."""
     message = "this endpoint wants a key: send `Authorization: Bearer KEY`, see docs/security.md"
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": "invalid_api_key"}
@@ -86,7 +90,7 @@ def protect(app: FastAPI, guard: Guard) -> None:
 class HttpServer:
     """uvicorn in the running loop, without its signal handlers: the shell has its own."""
 
-    def __init__(self, app: FastAPI, host: str, port: int) -> None:
+    def __init__(self, app: Starlette, host: str, port: int) -> None:
         """Bind now, so that the port is known; 0 picks a free one.
 
         Raises TriptychError("invalid_request") where the port cannot be had.

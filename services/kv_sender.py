@@ -72,6 +72,10 @@ class _Prefill:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
                     await self.news.wait()
+        self.check()
+
+    def check(self) -> None:
+        """Raise the request's error, if there is one."""
         if self.error is not None:
             raise TriptychError(self.error.code, self.error.message, self.error.param)
 
@@ -168,6 +172,7 @@ class KvSender:
         prefill.recorder.start("grant")
         offer = self._make_offer(prefill)
         receiver = await find_instance(self._links, self._handoffs, prefill.message.prefill_for)
+        prefill.check()  # the engine may have given it up while there was no handoff that could be told
         handoff = await self._handoffs.offer(offer, receiver)
         prefill.recorder.end("grant")
         grant = handoff.grant.result()
