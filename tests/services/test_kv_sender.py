@@ -15,6 +15,7 @@ import torch
 from broker.channels import Delivery
 from broker.handoff import HandoffSender, key_of
 from common.config import Settings
+from common.errors import ErrorInfo
 from common.messages import (
     KV_INPUT_ID,
     Generate,
@@ -27,7 +28,7 @@ from common.messages import (
     TensorHeader,
 )
 from common.sampling_params import SamplingParams
-from engine.events import KvComputed, KvMetadata, KvReady, PrefillEnded
+from engine.events import KvComputed, KvMetadata, KvReady, PrefillEnded, RequestFailed
 from services.kv_messages import PART_BYTES, tokens_per_part
 from services.kv_sender import KvSender
 from services.links import Links
@@ -228,6 +229,16 @@ async def test_a_last_word_of_an_earlier_attempt_does_not_end_the_next_one() -> 
         one.compute(NUM_TOKENS)
         assert await one.store(0) == list(range(NUM_TOKENS))
         assert (await one.finish()).error is None
+
+
+async def test_what_the_engine_has_given_up_before_it_was_offered_is_not_offered() -> None:
+    async with setting() as one:
+        one.sender.begin(Generate("r", [1] * (NUM_TOKENS + 1), [], SamplingParams(), prefill_for="d0"))
+        one.sender.handle(KvReady("r", METADATA))
+        one.sender.handle(RequestFailed("r", ErrorInfo("internal_error", "the engine gave it up")))
+        await eventually(lambda: bool(one.links.replies))
+        assert one.links.replies[0].error == ErrorInfo("internal_error", "the engine gave it up")
+        assert not one.links.offers
 
 
 def test_parts_are_not_larger_than_their_limit_unless_a_token_is() -> None:
