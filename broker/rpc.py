@@ -21,6 +21,7 @@ from common.messages import (
     MAX_CONTROL_BYTES,
     MAX_MEDIA_BYTES,
     FromWorker,
+    Heartbeat,
     ToWorker,
     decode_from_worker,
     decode_to_worker,
@@ -78,7 +79,7 @@ class WorkerServer:
                 self.num_invalid += 1
                 log.warning("dropped a message on the request socket", error=error.info.message)
 
-    def send(self, proxy: bytes, message: FromWorker) -> bool:
+    def send(self, proxy: bytes, message: FromWorker | Heartbeat) -> bool:
         """Send to one proxy, at once and in order; False if it is gone or takes nothing any more."""
         # A non-blocking send of an asyncio socket is over when it returns; its future only holds the outcome.
         sent = self._socket.send_multipart([proxy, encode(message)], flags=zmq.NOBLOCK)
@@ -124,13 +125,15 @@ class WorkerClient:
             raise TriptychError("unavailable", message_text) from error
 
     async def receive(self) -> FromWorker:
-        """The next valid message from the worker; anything else is counted and dropped."""
+        """What the worker tells next of a request. Heartbeats are passed over, what is invalid is counted, too."""
         while True:
             frames = await self._socket.recv_multipart(copy=False)
             try:
                 if len(frames) != 1:
                     raise TriptychError("invalid_request", f"a reply has 1 frame, not {len(frames)}")
-                return decode_from_worker(frames[0].buffer)
+                message = decode_from_worker(frames[0].buffer)
+                if not isinstance(message, Heartbeat):
+                    return message
             except TriptychError as error:
                 self.num_invalid += 1
                 log.warning("dropped a reply", worker=self.address, error=error.info.message)

@@ -136,7 +136,10 @@ class StopSequence(msgspec.Struct, frozen=True, tag="stop_sequence"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """Sent by a proxy once a second; a worker frees the requests of a proxy that has been silent too long."""
+    """Sent by a proxy once a second; a worker frees the requests of a proxy that has been silent too long.
+
+    A worker sends them as well: one that cannot be sent tells it that the proxy is gone.
+    """
 
 
 # --- worker -> proxy
@@ -376,11 +379,12 @@ class InstanceRecord(msgspec.Struct, frozen=True):
 
 ToWorker: TypeAlias = Generate | Encode | StopSequence | Abort | Heartbeat
 FromWorker: TypeAlias = Tokens | Encoded | Prefilled | InputNeeded | Failed
+"""What a worker tells of a request. The wire carries heartbeats beside these."""
 HandoffMessage: TypeAlias = Offer | KvOffer | Grant | Receipt
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
-_from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+_from_worker: msgspec.msgpack.Decoder[FromWorker | Heartbeat] = msgspec.msgpack.Decoder(FromWorker | Heartbeat)
 _handoff: msgspec.msgpack.Decoder[HandoffMessage] = msgspec.msgpack.Decoder(HandoffMessage)
 _tensor_header = msgspec.msgpack.Decoder(TensorHeader)
 _record = msgspec.msgpack.Decoder(InstanceRecord)
@@ -404,7 +408,7 @@ def decode_to_worker(data: bytes | memoryview) -> ToWorker:
     return _decode(_to_worker, data, MAX_MEDIA_BYTES + MAX_CONTROL_BYTES)
 
 
-def decode_from_worker(data: bytes | memoryview) -> FromWorker:
+def decode_from_worker(data: bytes | memoryview) -> FromWorker | Heartbeat:
     """A message from a worker. Raises TriptychError("invalid_request") on anything else."""
     return _decode(_from_worker, data, MAX_CONTROL_BYTES)
 

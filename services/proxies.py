@@ -54,6 +54,11 @@ class ProxyWatch:
         """Its connection does not take messages: the next `take_orphans` returns its requests."""
         self._last_heard_s[proxy] = float("-inf")
 
+    @property
+    def present(self) -> list[bytes]:
+        """Proxies that are not known to be gone."""
+        return list(self._last_heard_s)
+
     def take_orphans(self) -> list[str]:
         """Forget the proxies that are gone or have been silent for too long; returns the requests they leave."""
         limit_s = time.monotonic() - self._silence_s

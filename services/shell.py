@@ -212,8 +212,11 @@ class Shell:
         """Once a second: tell the registry, look around, drop what silent proxies have left."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
+            for proxy in self._proxies.present:
+                if not self._server.send(proxy, Heartbeat()):
+                    self._proxies.mark_gone(proxy)
             for request_id in self._proxies.take_orphans():
-                log.warning("request dropped: its proxy is silent", request=request_id)
+                log.warning("request dropped: its proxy is gone or silent", request=request_id)
                 self._role.abort(request_id)
             try:
                 instances = await self._membership.beat()

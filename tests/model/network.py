@@ -24,6 +24,7 @@ from common.errors import TriptychError
 from common.messages import (
     FromWorker,
     HandoffMessage,
+    Heartbeat,
     InstanceRecord,
     TensorHeader,
     ToWorker,
@@ -194,12 +195,14 @@ class SimulatedServer:
     async def receive(self) -> tuple[bytes, ToWorker]:
         return await self.received.get()
 
-    def send(self, proxy: bytes, message: FromWorker) -> bool:
+    def send(self, proxy: bytes, message: FromWorker | Heartbeat) -> bool:
         connection = self._network.connections.get(proxy)
         if connection is None or connection.closed:
             return False
         if self._network.epochs.get(self.worker[0]) == self.worker[1]:
-            connection.to_proxy.append(decode_from_worker(encode(message)))
+            told = decode_from_worker(encode(message))
+            if not isinstance(told, Heartbeat):
+                connection.to_proxy.append(told)
         return True
 
 

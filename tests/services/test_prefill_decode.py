@@ -36,6 +36,7 @@ from common.sampling_params import SamplingParams
 from common.text import TextProcessor
 from engine.processors import init_worker, process
 from services.prefill_decode import PrefillDecodeService
+from services.proxies import SILENCE_S
 from services.tensor_bytes import ALIGNMENT_BYTES, aligned
 from tests.eventually import eventually
 from tests.services.cluster import sign
@@ -163,6 +164,18 @@ async def test_a_request_that_comes_again_on_a_newer_connection_of_its_proxy_sta
         tokens = await newer.receive()
     assert isinstance(tokens, Tokens)
     assert tokens.offset == 0
+    await setting.worker.proxy.send(Abort("r"))
+
+
+async def test_a_proxy_that_dies_is_noticed_although_there_is_nothing_to_tell_it(
+    setting: Setting, zmq_context: zmq.asyncio.Context
+) -> None:
+    message = msgspec.structs.replace(await setting.generate("r"), request_id="s")
+    address = (await setting.worker.record()).requests_address
+    async with WorkerClient(zmq_context, address, "mortal") as mortal:
+        await mortal.send(message)
+        await eventually(lambda: setting.worker.gauge("requests_outstanding") == 2)
+    await eventually(lambda: setting.worker.gauge("requests_outstanding") == 1, SILENCE_S / 2)
     await setting.worker.proxy.send(Abort("r"))
 
 
