@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -31,9 +32,10 @@ class BackendEntry:
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype]
     phases: frozenset[Phase] = frozenset(PHASES)
+    max_head_dim: float = math.inf
 
-    def serves(self, device: torch.device, dtype: torch.dtype) -> bool:
-        return device.type in self.devices and dtype in self.dtypes
+    def serves(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+        return device.type in self.devices and dtype in self.dtypes and head_dim <= self.max_head_dim
 
 
 def _torch_backend() -> AttentionBackend:
@@ -58,6 +60,7 @@ BACKENDS: Final[dict[str, BackendEntry]] = {
         devices=frozenset({"cpu"}),
         dtypes=frozenset({torch.float32, torch.bfloat16}),
         phases=frozenset({"decode"}),
+        max_head_dim=256,
     ),
     "torch": BackendEntry(
         _torch_backend,
@@ -68,32 +71,36 @@ BACKENDS: Final[dict[str, BackendEntry]] = {
 """Every backend by name, in order of preference: the first that serves device, dtype and phase is taken."""
 
 
-def choose_backend(device: torch.device, dtype: torch.dtype = torch.float32, name: str = "auto") -> AttentionBackend:
-    """The backend for a device and a dtype, one for each phase where two are best; the choice is logged.
+def choose_backend(
+    device: torch.device, dtype: torch.dtype = torch.float32, name: str = "auto", head_dim: int = 64
+) -> AttentionBackend:
+    """The backend for a device, a dtype and a size of heads, one for each phase where two are best; the choice is
+    logged.
 
     With a `name` it serves every phase that it can, and the rest is chosen. Raises TriptychError("invalid_request")
-    for a name that there is not, or that cannot serve this device and dtype.
+    for a name that there is not, or that cannot serve this device, dtype and size of heads.
     """
-    made = {} if name == "auto" else {name: _make_named(name, device, dtype)}
+    made = {} if name == "auto" else {name: _make_named(name, device, dtype, head_dim)}
     order = [*made, *(other for other in BACKENDS if other not in made)]
-    chosen = {phase: _choose(phase, device, dtype, order, made) for phase in PHASES}
+    chosen = {phase: _choose(phase, device, dtype, head_dim, order, made) for phase in PHASES}
     names = {phase: backend.name for phase, backend in chosen.items()}
     log.info("attention backend", **names, device=device.type, dtype=str(dtype).removeprefix("torch."))
     prefill, decode = chosen["prefill"], chosen["decode"]
     return prefill if prefill is decode else PhasedBackend(prefill, decode)
 
 
-def _make_named(name: str, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+def _make_named(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
     entry = BACKENDS.get(name)
     if entry is None:
         names = ", ".join(["auto", *sorted(BACKENDS)])
         raise TriptychError(
             "invalid_request", f"no attention backend {name!r}; there are: {names}", "attention_backend"
         )
-    if not entry.serves(device, dtype):
+    if not entry.serves(device, dtype, head_dim):
         raise TriptychError(
             "invalid_request",
-            f"attention backend {name!r} does not serve {dtype} on {device.type}; leave it at auto",
+            f"attention backend {name!r} does not serve {dtype} with heads of {head_dim} on {device.type}; "
+            "leave it at auto",
             "attention_backend",
         )
     try:
@@ -103,12 +110,17 @@ def _make_named(name: str, device: torch.device, dtype: torch.dtype) -> Attentio
 
 
 def _choose(
-    phase: Phase, device: torch.device, dtype: torch.dtype, order: list[str], made: dict[str, AttentionBackend]
+    phase: Phase,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    order: list[str],
+    made: dict[str, AttentionBackend],
 ) -> AttentionBackend:
     """The first backend in `order` that serves a phase; `made` keeps those that were made for another one."""
     for name in order:
         entry = BACKENDS[name]
-        if phase not in entry.phases or not entry.serves(device, dtype):
+        if phase not in entry.phases or not entry.serves(device, dtype, head_dim):
             continue
         try:
             if name not in made:

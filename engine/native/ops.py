@@ -17,7 +17,6 @@ from engine.native.build import load_kernels
 
 MAX_LINEAR_ROWS: Final = 64
 """From about here on PyTorch's matrix product, which packs its operands, is as fast."""
-MAX_HEAD_DIM: Final = 256
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ATTENTION: Final = [_POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, *[_INT] * 5]

@@ -66,7 +66,7 @@ class DecoderRunner:
         self.max_model_len = min(config.max_model_len or self.spec.max_model_len, self.spec.max_model_len)
         self.block_size = config.block_size
         self.buffers = InputBuffers(config.max_num_seqs, self.max_model_len, self.block_size)
-        self.backend = choose_backend(self.device, self.dtype, config.attention_backend)
+        self.backend = choose_backend(self.device, self.dtype, config.attention_backend, self.spec.head_dim)
         self.memory = self._divide_memory(config)
         self.num_blocks = self.memory.kv_cache // self.block_bytes + 1  # block 0 is never handed out
         shape = (2, self.num_blocks, self.block_size, self.spec.num_kv_heads, self.spec.head_dim)

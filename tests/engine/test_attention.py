@@ -274,7 +274,7 @@ def test_an_unknown_backend_is_refused_by_name() -> None:
 
 
 def test_a_backend_that_cannot_serve_the_dtype_is_refused() -> None:
-    with pytest.raises(TriptychError, match=r"'torch' does not serve torch\.float64 on cpu"):
+    with pytest.raises(TriptychError, match=r"'torch' does not serve torch\.float64 with heads of 64 on cpu"):
         choose_backend(CPU, torch.float64, "torch")
 
 
@@ -299,3 +299,9 @@ def test_phases_may_differ_and_what_cannot_run_is_passed_over(monkeypatch: pytes
     assert isinstance(choose_backend(CPU, torch.float32), TorchBackend)
     with pytest.raises(TriptychError, match="'absent': no compiler"):
         choose_backend(CPU, torch.bfloat16, "absent")
+
+
+def test_heads_that_are_too_large_for_the_kernel_go_to_torch() -> None:
+    assert isinstance(choose_backend(CPU, torch.bfloat16, head_dim=320), TorchBackend)
+    with pytest.raises(TriptychError, match="heads of 320"):
+        choose_backend(CPU, torch.bfloat16, "native", head_dim=320)
