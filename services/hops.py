@@ -30,9 +30,10 @@ HOPS: Final = (
     ("tensor_sent", "tensor_received"),
     ("tensor_received", "stored"),
     ("stored", "receipt_received"),
+    ("encode_done", "stored"),
     ("offer_sent", "receipt_received"),
 )
-"""Pairs of moments: the steps of one handoff in order, and the whole."""
+"""Pairs of moments: the steps of one handoff in order, the way of the tensor alone, and the whole."""
 MAX_KEPT: Final = 4096
 
 
