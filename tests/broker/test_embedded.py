@@ -55,6 +55,8 @@ def test_one_that_was_killed_starts_again_empty_where_it_was() -> None:
     assert first is not None
     os.kill(first, signal.SIGKILL)
     wait_until_dead(first)
+    while broker.running:  # until its owner has noticed, too
+        threading.Event().wait(0.01)
     broker.restart()
     second = broker.pid
     assert second is not None

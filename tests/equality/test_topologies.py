@@ -113,10 +113,11 @@ async def test_sampled_choices_and_their_log_probabilities_equal_those_of_llm(
 
 
 async def test_work_is_spread_over_the_instances_of_a_role(served: Served, setup: Setup, cases: list[Case]) -> None:
-    if "2" not in setup.topology:
+    """Not over encoders: there each content has a home, and these few may all have the same."""
+    if "2p" not in setup.topology:
         pytest.skip("one of each")
     await served.answer_all(cases, MAX_TOKENS[setup.model])
-    done = {"encoder": "encoder_items_total", "prefill": "prefills_ended_total", "decode": "prefill_handoffs_total"}
+    done = {"prefill": "prefills_ended_total", "decode": "prefill_handoffs_total"}
     for instance in served.cluster.instances.values():
         if instance.role in done:
             assert served.gauges(instance.id)[done[instance.role]] > 0, f"{instance.id} has had nothing to do"

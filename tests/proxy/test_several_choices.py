@@ -110,7 +110,7 @@ async def test_the_worker_is_told_to_stop_once_stop_strings_have_ended_every_cho
         decoder.pause_after = 2 * len(rig.cluster.text.encode("one two three four", add_special_tokens=False))
         answer = await rig.chat(n=2, stop=" three")
         assert [_text(choice) for choice in answer.choices] == ["one two"] * 2
-        await eventually(lambda: len(decoder.of(Abort)) == 1)
+        await eventually(lambda: bool(decoder.of(Abort)))  # a second one answers what was on its way meanwhile
         await rig.assert_clean()
 
 

@@ -47,10 +47,17 @@ class Setting:
         await self.worker.proxy.send(Generate(request_id, ids, slots, sampling))
 
     async def encode(
-        self, request_id: str, input_id: int, media: bytes, *, to: str = "w0", timeout_s: float = 20.0
+        self,
+        request_id: str,
+        input_id: int,
+        media: bytes,
+        *,
+        attempt: int = 0,
+        to: str = "w0",
+        timeout_s: float = 20.0,
     ) -> None:
         digest, deadline_s = content_hash("image", media), time.time() + timeout_s
-        await self.worker.proxy.send(Encode(request_id, input_id, 0, "image", digest, media, to, deadline_s))
+        await self.worker.proxy.send(Encode(request_id, input_id, attempt, "image", digest, media, to, deadline_s))
 
     async def answer(self, request_id: str) -> list[int]:
         await eventually(lambda: any(message.done for message in self.worker.of(Tokens, request_id)), 20.0)
@@ -112,7 +119,7 @@ async def test_every_end_of_an_item_leaves_nothing(
         await setting.encode("aborted", 0, sign("red"))
         await setting.worker.proxy.send(Abort("aborted"))
         await eventually(setting.is_idle)
-        await setting.encode("aborted", 0, sign("red"))  # too late for anybody
+        await setting.encode("aborted", 0, sign("red"), attempt=1)  # too late for anybody
         assert await _error(setting, "aborted") == "unavailable"
         await setting.encode("never", 0, sign("red"), timeout_s=0.5)  # whose request does not come
         assert await _error(setting, "never") in ("timeout", "unavailable")
