@@ -12,7 +12,7 @@ Two conversations use them:
 from __future__ import annotations
 
 import math
-from typing import Annotated, Final, Literal, TypeAlias, TypeVar
+from typing import Annotated, Final, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
 
@@ -29,8 +29,9 @@ MAX_MEDIA_BYTES: Final = 64 * 2**20
 KV_INPUT_ID: Final = 1_000_000
 """The input id under which the keys and values of a request are handed over: no request has so many media items."""
 
-Role = Literal["encoder", "prefill", "decode", "prefill_decode", "encode_prefill_decode", "proxy"]
-WORKER_ROLES: Final[tuple[Role, ...]] = ("encoder", "prefill", "decode", "prefill_decode", "encode_prefill_decode")
+WorkerRole = Literal["encoder", "prefill", "decode", "prefill_decode", "encode_prefill_decode"]
+Role = Literal[WorkerRole, "proxy"]
+WORKER_ROLES: Final[tuple[WorkerRole, ...]] = get_args(WorkerRole)
 FinishReason = Literal["stop", "length", "abort"]
 Id = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]

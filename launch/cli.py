@@ -11,9 +11,10 @@ from typing import Annotated, NoReturn, cast
 import typer
 
 from common.errors import TriptychError
+from common.messages import WorkerRole
 from launch import cli_members
 from launch.configure import Flags, load_settings
-from launch.options import ENGINE, KEYS, LOGS, NETWORK, PROXY, WorkerRole, takes_settings
+from launch.options import ENGINE, KEYS, LOGS, NETWORK, PROXY, takes_settings
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from common.messages import WorkerRole
 from launch.configure import Flags, load_settings
-from launch.options import WorkerRole, takes_settings
+from launch.options import takes_settings
 
 if TYPE_CHECKING:
     from common.config import Settings

@@ -8,13 +8,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from launch.configure import Flags
 
-WorkerRole = Literal["encoder", "prefill", "decode", "prefill_decode", "encode_prefill_decode"]
 _SERVING, _KEYS, _ENGINE, _LIMITS = "Serving", "Keys", "Engine", "Logs and limits"
 
 

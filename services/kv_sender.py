@@ -241,7 +241,7 @@ class KvSender:
             return engine.export_kv(request_id, table, first, last)
 
         while (tensor := await self._thread.call(export, self._timeout_s)) is None:
-            # The request was preempted. When it is computed again the engine tells; when it is swapped in it does not.
+            # The request was preempted. The engine tells when it has been computed again, or has come back.
             self._handoffs.keep_alive(handoff)
             await prefill.next_report(RETRY_S)
         return tensor
