@@ -122,6 +122,11 @@ class PartClock:
             setattr(owner, name, original) if own else delattr(owner, name)
 
 
+def _warmed_up(stats: dict[str, float], count: int) -> bool:
+    """All sequences decode, and have done so for a while."""
+    return stats["last_step_tokens"] == count and stats["generated_tokens_total"] >= count * WARMUP_STEPS
+
+
 def _step_row(info: ModelInfo, config: EngineConfig, count: int, prompt_tokens: int, steps: int) -> str:
     from common.sampling_params import SamplingParams
     from engine.decoder_engine import DecoderEngine
@@ -132,7 +137,7 @@ def _step_row(info: ModelInfo, config: EngineConfig, count: int, prompt_tokens: 
     params = SamplingParams(temperature=0.0, max_tokens=steps + WARMUP_STEPS + 8, ignore_eos=True)
     for index in range(count):
         engine.add_request(str(index), [draw.randrange(vocabulary) for _ in range(prompt_tokens)], [], params)
-    while engine.stats()["last_step_tokens"] != count or engine.counters["generated_tokens"] < count * WARMUP_STEPS:
+    while not _warmed_up(engine.stats(), count):
         engine.step()
     totals: list[float] = []
     parts: dict[str, list[float]] = defaultdict(list)
