@@ -17,6 +17,7 @@ from pydantic_settings import (
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "dummy"]
 MediaScheme = Literal["data", "http", "https"]
 PreemptionPolicy = Literal["auto", "recompute", "swap"]
 Transport = Literal["auto", "shm", "zmq", "redis", "nixl"]
@@ -27,6 +28,9 @@ class EngineConfig(BaseModel):
 
     device: Device = "auto"
     dtype: DType = Field("auto", description="auto: the checkpoint's own on CUDA, float32 on a CPU.")
+    load_format: LoadFormat = Field(
+        "auto", description="dummy: random weights instead of the checkpoint's, to measure speed and memory."
+    )
     block_size: int = Field(16, ge=1, le=256, description="Token slots in one KV block.")
     memory_fraction: float | None = Field(
         None,

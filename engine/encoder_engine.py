@@ -51,7 +51,7 @@ class EncoderEngine:
     def __init__(self, info: ModelInfo, config: EngineConfig, instance: str = "engine") -> None:
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device, info)
-        self.encoder, self.load_report = load_encoder(info, self.device, self.dtype)
+        self.encoder, self.load_report = load_encoder(info, self.device, self.dtype, config.load_format)
         use_kernels(self.device, self.dtype, config.attention_backend)
         self._log = log.bind(engine=instance)
         batch_bytes = config.encoder_batch_bytes or DEFAULT_BATCH_BYTES[self.device.type]

@@ -8,28 +8,36 @@ from typing import Any
 
 import torch
 
+from common.config import LoadFormat
 from common.errors import TriptychError
 from common.model_info import ModelInfo
 from engine.models.base import DecoderModel, EncoderModel, LoadReport, Sources
+from engine.models.dummy import draw_weights
 from engine.models.loader import load_weights
 from engine.models.skeleton import without_memory
 
 
-def load_decoder(info: ModelInfo, device: torch.device, dtype: torch.dtype) -> tuple[DecoderModel, LoadReport]:
-    """The decoder of a model, and no weight of its encoder.
+def load_decoder(
+    info: ModelInfo, device: torch.device, dtype: torch.dtype, load_format: LoadFormat = "auto"
+) -> tuple[DecoderModel, LoadReport]:
+    """The decoder of a model, and no weight of its encoder; random weights with the load format "dummy".
 
     Raises CheckpointError where the weights do not fit the configuration, ValueError for a configuration with
     something that is not supported (both name it).
     """
     with without_memory():
         model: DecoderModel = pkgutil.resolve_name(info.family.decoder)(info)
+    if load_format == "dummy":
+        return model, draw_weights(model, device, dtype)
     tied_heads = tuple({"lm_head.weight", "proj_out.weight"} - dict(model.named_parameters()).keys())
     report = load_weights(model, model.sources(), model.layout, info, device, dtype, unused=tied_heads)
     return model, report
 
 
-def load_encoder(info: ModelInfo, device: torch.device, dtype: torch.dtype) -> tuple[EncoderModel, LoadReport]:
-    """The encoder of a model, and no weight of its decoder.
+def load_encoder(
+    info: ModelInfo, device: torch.device, dtype: torch.dtype, load_format: LoadFormat = "auto"
+) -> tuple[EncoderModel, LoadReport]:
+    """The encoder of a model, and no weight of its decoder; random weights with the load format "dummy".
 
     Raises TriptychError("invalid_request") for a text model, CheckpointError where the weights do not fit.
     """
@@ -42,7 +50,10 @@ def load_encoder(info: ModelInfo, device: torch.device, dtype: torch.dtype) -> t
     build: Callable[[Any], EncoderModel] = pkgutil.resolve_name(info.family.encoder)
     with without_memory():
         encoder = build(config)
-    sources: Sources = {name: (name,) for name, _ in encoder.module.named_parameters()}
-    report = load_weights(encoder.module, sources, encoder.layout, info, device, dtype)
+    if load_format == "dummy":
+        report = draw_weights(encoder.module, device, dtype)
+    else:
+        sources: Sources = {name: (name,) for name, _ in encoder.module.named_parameters()}
+        report = load_weights(encoder.module, sources, encoder.layout, info, device, dtype)
     encoder.finish_loading(device)
     return encoder, report

@@ -61,7 +61,7 @@ class DecoderRunner:
         self.info = info
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device, info)
-        self.model, self.load_report = load_decoder(info, self.device, self.dtype)
+        self.model, self.load_report = load_decoder(info, self.device, self.dtype, config.load_format)
         self.spec = self.model.spec
         self.max_model_len = min(config.max_model_len or self.spec.max_model_len, self.spec.max_model_len)
         self.block_size = config.block_size
