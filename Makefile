@@ -45,8 +45,11 @@ chaos: $(VENV)/test.stamp ## Kill, stop and cut off at drawn moments, CHAOS_ROUN
 	@CHAOS_ROUNDS=$(CHAOS_ROUNDS) $(BIN)/python -m pytest -s tests/chaos $(ARGS)
 
 MINUTES ?= 60
-soak: $(VENV)/test.stamp ## Load a cluster for MINUTES, with kills; is memory flat, every answer right, all given back?
-	@$(BIN)/python -m launch.soak --minutes $(MINUTES) $(ARGS)
+soak: $(VENV)/tiny-whisper/tokenizer_config.json ## Load clusters for MINUTES, with kills: flat memory, right answers, nothing left?
+	@$(BIN)/python -m launch.soak --minutes $(MINUTES) --audio-model $(VENV)/tiny-whisper $(ARGS)
+
+$(VENV)/tiny-whisper/tokenizer_config.json: $(VENV)/test.stamp tests/tiny_models.py
+	@$(BIN)/python -m tests.tiny_models $(@D)
 
 compose-test: ## Build the images, run the cluster in containers, ask it, take it down.
 	@python=$$(.ci/find_python "$(PYTHON)") && PYTHON="$$python" launch/compose/test.sh

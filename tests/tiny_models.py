@@ -9,6 +9,7 @@ and returns it. The weights are drawn wide enough that greedy outputs vary from 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -240,3 +241,7 @@ def _byte_symbols() -> list[str]:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True))
+
+
+if __name__ == "__main__":  # for a long run with sounds
+    make_whisper(Path(sys.argv[1]), max_target_positions=160)

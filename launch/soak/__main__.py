@@ -18,25 +18,31 @@ from common.errors import TriptychError
 def soak(
     minutes: Annotated[float, typer.Option(min=0.5)] = 60.0,
     model: Annotated[str, typer.Option(help="Folder, hub id or bundled name; one that takes pictures.")] = "signpost",
-    topology: Annotated[str, typer.Option(help="The first instance of each role is spared by faults.")] = "2e2pd",
-    in_flight: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 4,
+    topology: Annotated[str, typer.Option(help="The first instance of each role is spared by faults.")] = "2e2p2d",
+    audio_model: Annotated[str | None, typer.Option(help="One that transcribes: runs beside the other.")] = None,
+    audio_topology: Annotated[str, typer.Option(help="Of the cluster that transcribes.")] = "1e2pd",
+    in_flight: Annotated[int, typer.Option(min=2, help="Requests at once; a quarter of them audio, if any.")] = 16,
     fault_every_s: Annotated[float, typer.Option(help="Mean time between faults; 0 for none.")] = 90.0,
     seed: Annotated[int | None, typer.Option(help="Of requests and faults; drawn and printed if not given.")] = None,
     write: Annotated[Path | None, typer.Option(help="Folder for soak.md and soak.json.")] = None,
 ) -> None:
-    """Ask about pictures and text, leave some answers, kill workers, and look whether memory stays flat.
+    """Ask about pictures, text and sounds, leave some answers, kill workers, and look whether memory stays flat.
 
     Ends with status 1 where an answer was wrong or missing, something was still held, or memory rose by more than 2 %
     over the last two thirds.
     """
     openmp.set_defaults(os.environ)
     from launch.children import adopt_orphans
+    from launch.soak.plan import Plan, audio, pictures
     from launch.soak.report import as_json, as_markdown
-    from launch.soak.run import Plan, run_soak
+    from launch.soak.run import run_soak
 
     adopt_orphans()
     chosen = seed if seed is not None else random.SystemRandom().randrange(10**6)
-    findings = run_soak(Plan(minutes, model, topology, in_flight, fault_every_s, chosen), _tell)
+    clips = max(1, in_flight // 4) if audio_model else 0
+    parts = [pictures(model, topology, in_flight - clips)]
+    parts += [audio(audio_model, audio_topology, clips)] if audio_model else []
+    findings = run_soak(Plan(minutes, tuple(parts), fault_every_s, chosen), _tell)
     page = as_markdown(findings)
     print(page)
     if write is not None:

@@ -73,6 +73,7 @@ async def _stream(http: httpx.AsyncClient, ask: Ask, reply: Reply) -> None:
             return
         reply.error = "the stream ended without [DONE]"
         reply.ending = "closed"
+        taken = 0
         async for event in _events(response):
             if event is None:
                 if reply.ending == "closed":
@@ -82,7 +83,8 @@ async def _stream(http: httpx.AsyncClient, ask: Ask, reply: Reply) -> None:
                 _refuse(reply, event, None)
                 continue
             _take(event, reply)
-            if ask.leave_after is not None and sum(map(len, reply.tokens.values())) >= ask.leave_after:
+            taken += 1
+            if taken == ask.leave_after:
                 reply.ending, reply.error = "left", ""
                 return
 

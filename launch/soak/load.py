@@ -16,6 +16,8 @@ from launch.soak.asks import Ask
 
 PAUSE_S: Final = 0.5
 """After a refusal, before the next request."""
+SILENCE_S: Final = 300.0
+"""How long a client hears nothing before it calls that a failure: the cores may be busy with something else, too."""
 MAX_TOLD: Final = 20
 
 
@@ -62,7 +64,7 @@ async def run_load(base_url: str, asks: Iterator[Ask], tally: Tally, *, in_fligh
     """Send asks until the time is over, `in_flight` at once; returns when the last has ended."""
     end_s = time.monotonic() + seconds
     limits = httpx.Limits(max_connections=None, keepalive_expiry=20)
-    timeout = httpx.Timeout(120.0, connect=10.0)
+    timeout = httpx.Timeout(SILENCE_S, connect=10.0)
     async with httpx.AsyncClient(base_url=base_url, timeout=timeout, limits=limits, trust_env=False) as http:
 
         async def work() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -54,7 +54,7 @@ class Life:
 
 
 class MemoryLog:
-    """Samples of all processes of a cluster; a process that is started again begins another life."""
+    """Samples of all processes; a process that is started again begins another life."""
 
     def __init__(self) -> None:
         self._lives: dict[tuple[str, int], Life] = {}
@@ -62,11 +62,10 @@ class MemoryLog:
         self.shared: set[Path] = set()
         """Shared memory that any of the processes has ever been seen to use."""
 
-    def sample(self, cluster: LocalCluster, at_s: float) -> dict[str, int]:
-        """Look at every process now; bytes by name."""
+    def sample(self, running: Collection[tuple[str, int]], at_s: float) -> dict[str, int]:
+        """Look at these processes, names and ids, now; bytes by name."""
         self.last_s = at_s
         found: dict[str, int] = {}
-        running = list(processes(cluster))
         self.shared |= shared_files(pid for _, pid in running if pid != os.getpid())
         for name, pid in running:
             size = resident_bytes(pid)
@@ -86,8 +85,7 @@ class MemoryLog:
 
 
 def processes(cluster: LocalCluster) -> Iterable[tuple[str, int]]:
-    """Names and ids of a cluster's processes: workers, what they have started, the proxy, the broker, this one."""
-    yield "load and supervisor", os.getpid()
+    """Names and ids of a cluster's processes: the broker, the proxy, workers and what they have started."""
     if (broker := cluster.supervisor.broker_pid) is not None:
         yield "broker", broker
     for instance in cluster.instances.values():

@@ -1,4 +1,4 @@
-"""One soak from the start of its cluster to the last look at what it left."""
+"""One soak from the start of its clusters to the last look at what they left."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import random
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
 from common.config import EngineConfig, Settings
 from launch.cluster import LocalCluster
 from launch.held import held
-from launch.soak.asks import draw_asks
 from launch.soak.faults import Faults
 from launch.soak.load import Tally, run_load
 from launch.soak.memory import MemoryLog, processes, resident_bytes
+from launch.soak.plan import Part, Plan
 from launch.soak.report import MIB, Findings
 
 SAMPLE_S: Final = 60.0
@@ -34,92 +34,109 @@ _ENCODER_CACHE_BYTES: Final = 2 * MIB
 """Small ones: they fill and evict within minutes."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is going to be done."""
+class Side:
+    """One part of a soak while it runs."""
 
-    minutes: float
-    model: str
-    topology: str
-    in_flight: int
-    fault_every_s: float
-    seed: int
+    def __init__(self, part: Part, seed: int, fault_every_s: float, tell: Callable[[str], None]) -> None:
+        """Settle what will run. Raises TriptychError where the model or the topology is none."""
+        engine = EngineConfig(num_threads=1, kv_cache_bytes=_KV_BYTES, encoder_cache_bytes=_ENCODER_CACHE_BYTES)
+        self.part, self.tally = part, Tally()
+        self.cluster = LocalCluster(
+            Settings(
+                model=part.model,
+                port=0,
+                cluster=f"soak-{part.name}",
+                topology=part.topology,
+                log_level="error",
+                engine=engine,
+            )
+        )
+        self.faults = Faults(
+            self.cluster, random.Random(f"{part.name} faults {seed}"), fault_every_s, lambda line: self._tell(line)
+        )
+        self._asks_rng = random.Random(f"{part.name} asks {seed}")
+        self._fault_every_s = fault_every_s
+        self._told_to = tell
 
-    @property
-    def seconds(self) -> float:
-        return 60 * self.minutes
+    async def run(self, seconds: float) -> None:
+        """Load it, and break it, until the time is over and the last request has ended."""
+        asks = self.part.draw(self.cluster.supervisor.plan.info.name, self._asks_rng)
+        breaking = asyncio.create_task(self.faults.run()) if self._fault_every_s else None
+        try:
+            await run_load(self.cluster.base_url, asks, self.tally, in_flight=self.part.in_flight, seconds=seconds)
+        finally:
+            if breaking is not None:
+                breaking.cancel()
+                await asyncio.gather(breaking, return_exceptions=True)
+
+    def processes(self) -> list[tuple[str, int]]:
+        """Names and ids of the cluster's processes."""
+        return [(f"{self.part.name} {name}", pid) for name, pid in processes(self.cluster)]
+
+    def wait_until_nothing_is_held(self) -> dict[str, float]:
+        """What is still held two seconds after the last request ended and all workers are back."""
+        deadline_s = time.monotonic() + RETURN_S
+        while any(i.state != "ready" for i in self.cluster.instances.values()) and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+        deadline_s = time.monotonic() + SETTLE_S
+        while (left := held(self.cluster)) and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+        self._tell(f"held at the end: {left or 'nothing'}")
+        return {f"{self.part.name} {what}": count for what, count in left.items()}
+
+    def restarts(self) -> dict[str, int]:
+        """How often each of its processes was started again."""
+        return {f"{self.part.name} {i.id}": i.restarts for i in self.cluster.instances.values()}
+
+    def _tell(self, line: str) -> None:
+        self._told_to(f"{self.part.name}: {line}")
 
 
 def run_soak(plan: Plan, tell: Callable[[str], None]) -> Findings:
-    """Run it; progress goes to `tell`. Raises TriptychError where the cluster does not start."""
-    engine = EngineConfig(num_threads=1, kv_cache_bytes=_KV_BYTES, encoder_cache_bytes=_ENCODER_CACHE_BYTES)
-    settings = Settings(
-        model=plan.model, port=0, cluster="soak", topology=plan.topology, log_level="error", engine=engine
-    )
-    tally, memory = Tally(), MemoryLog()
+    """Run it; progress goes to `tell`. Raises TriptychError where a cluster does not start."""
+    memory = MemoryLog()
+    sides = [Side(part, plan.seed, plan.fault_every_s, tell) for part in plan.parts]
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         os.environ["TMPDIR"] = tempfile.tempdir = folder  # so that a file that is left shows
-        tell(f"starting {plan.model} as {plan.topology}, seed {plan.seed}")
-        with LocalCluster(settings) as cluster:
-            faults = Faults(cluster, random.Random(f"faults {plan.seed}"), plan.fault_every_s, tell)
-            asyncio.run(_load(plan, cluster, tally, memory, faults, tell))
-            left = _wait_until_nothing_is_held(cluster, tell)
-            lives, restarts = memory.survivors(), {i.id: i.restarts for i in cluster.instances.values()}
-            pids = [pid for name, pid in processes(cluster) if pid != os.getpid()]
+        with ExitStack() as clusters:
+            for side in sides:
+                tell(f"starting {side.part}, seed {plan.seed}")
+                clusters.enter_context(side.cluster)
+            asyncio.run(_load(plan, sides, memory, tell))
+            left = {what: count for side in sides for what, count in side.wait_until_nothing_is_held().items()}
+            pids = [pid for side in sides for _, pid in side.processes()]
         remains = [f"process {pid}" for pid in pids if resident_bytes(pid)]
         remains += [str(path) for path in sorted(memory.shared) if path.exists()]
         remains += [str(path) for path in Path(folder).iterdir() if not path.name.startswith(TORCH_CACHE)]
-    name = settings.model
     return Findings(
-        plan.minutes,
-        name,
-        plan.topology,
-        plan.in_flight,
-        plan.seed,
-        tally,
-        faults.counts,
-        restarts,
-        lives,
+        plan,
+        [side.tally for side in sides],
+        [side.faults.counts for side in sides],
+        {name: count for side in sides for name, count in side.restarts().items()},
+        memory.survivors(),
         left,
         remains,
     )
 
 
-async def _load(
-    plan: Plan, cluster: LocalCluster, tally: Tally, memory: MemoryLog, faults: Faults, tell: Callable[[str], None]
-) -> None:
-    asks = draw_asks(cluster.supervisor.plan.info.name, random.Random(f"asks {plan.seed}"))
-    watching = asyncio.create_task(_watch(plan, cluster, tally, memory, tell))
-    breaking = [asyncio.create_task(faults.run())] if plan.fault_every_s else []
+async def _load(plan: Plan, sides: list[Side], memory: MemoryLog, tell: Callable[[str], None]) -> None:
+    watching = asyncio.create_task(_watch(plan, sides, memory, tell))
     try:
-        await run_load(cluster.base_url, asks, tally, in_flight=plan.in_flight, seconds=plan.seconds)
+        await asyncio.gather(*(side.run(plan.seconds) for side in sides))
     finally:
-        for task in (watching, *breaking):
-            task.cancel()
-        await asyncio.gather(watching, *breaking, return_exceptions=True)
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
 
 
-async def _watch(
-    plan: Plan, cluster: LocalCluster, tally: Tally, memory: MemoryLog, tell: Callable[[str], None]
-) -> None:
+async def _watch(plan: Plan, sides: list[Side], memory: MemoryLog, tell: Callable[[str], None]) -> None:
     """Sample and tell, once a minute; more often where the run is short."""
     began_s = time.monotonic()
     while True:
         at_s = time.monotonic() - began_s
-        sizes = await asyncio.to_thread(memory.sample, cluster, at_s)
-        shown = "  ".join(f"{name} {size / MIB:.1f}" for name, size in sizes.items())
-        endings = " ".join(f"{ending}={count}" for ending, count in sorted(tally.endings.items()))
-        tell(f"{at_s / 60:6.1f} min  {endings} wrong={tally.wrong}  MiB: {shown}")
+        running = [("load and supervisor", os.getpid()), *(found for side in sides for found in side.processes())]
+        sizes = await asyncio.to_thread(memory.sample, running, at_s)
+        for side in sides:
+            endings = " ".join(f"{ending}={count}" for ending, count in sorted(side.tally.endings.items()))
+            tell(f"{at_s / 60:6.1f} min  {side.part.name}: {endings} wrong={side.tally.wrong}")
+        tell("            MiB: " + "  ".join(f"{name} {size / MIB:.1f}" for name, size in sizes.items()))
         await asyncio.sleep(min(SAMPLE_S, plan.seconds / 30))
-
-
-def _wait_until_nothing_is_held(cluster: LocalCluster, tell: Callable[[str], None]) -> dict[str, float]:
-    """What is still held two seconds after the last request ended and all workers are back."""
-    deadline_s = time.monotonic() + RETURN_S
-    while any(i.state != "ready" for i in cluster.instances.values()) and time.monotonic() < deadline_s:
-        time.sleep(_POLL_S)
-    deadline_s = time.monotonic() + SETTLE_S
-    while (left := held(cluster)) and time.monotonic() < deadline_s:
-        time.sleep(_POLL_S)
-    tell(f"held at the end: {left or 'nothing'}")
-    return left

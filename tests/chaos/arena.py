@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
 import re
 import tempfile
 import time
@@ -173,7 +172,7 @@ class Arena:
             await asyncio.sleep(0.05)
 
     def _processes(self) -> list[tuple[str, int]]:
-        return [(name, pid) for name, pid in processes(self.cluster) if pid != os.getpid()]
+        return list(processes(self.cluster))
 
 
 def _difference(reply: Reply, expected: Reply) -> str:
@@ -231,7 +230,7 @@ def arena(
             ready = Arena(cluster, make_asks(cluster.supervisor.plan.info.name, count), network)
             asyncio.run(ready.learn())
             yield ready
-            pids = [pid for name, pid in processes(cluster) if pid != os.getpid()]
+            pids = [pid for _, pid in processes(cluster)]
             shared = ready.shared | shared_files(pids)
         assert not [pid for pid in pids if resident_bytes(pid)]
         assert not [path for path in shared if path.exists()]
