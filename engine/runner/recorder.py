@@ -1,0 +1,56 @@
+"""How a fixed sequence of device work is recorded once and done again: by CUDA graphs, or by plain calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+WARM_UP_RUNS: Final = 2
+"""Before capturing: libraries choose kernels and take their workspaces in the first run."""
+
+
+class Recorder(Protocol):
+    """Makes work repeatable whose inputs and outputs stay at fixed addresses."""
+
+    def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """What does the work again, on whatever its inputs then hold, and returns its output; `work` is called here,
+        at least once. The output is valid until anything else that was recorded is done again."""
+
+
+class PlainRecorder:
+    """Does the work again by calling it: the same path without a device that could record."""
+
+    def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        work()
+        return work
+
+
+class CudaRecorder:
+    """CUDA graphs that share one pool of memory: only one of them runs at a time, so they use the same addresses.
+
+    Work is warmed up and captured on a stream of its own, as `torch.cuda.graph` asks for, and replayed on the current
+    one. It must not wait for the device, nor copy from pageable memory: CUDA refuses to capture that.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for _ in range(WARM_UP_RUNS):
+                work()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            output = work()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return output
+
+        return replay

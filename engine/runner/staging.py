@@ -1,0 +1,84 @@
+"""The way of small arrays and tensors between the host and the device, without waiting for the device.
+
+    host array ──copy──▶ pinned buffer ──DMA, in the order of the stream──▶ device
+
+A copy from ordinary (pageable) memory makes the host wait until the stream has come so far; one from pinned memory does
+not, but the buffer must not be written again before the copy is done. PyTorch's caching host allocator sees to that:
+it records an event behind each copy out of a pinned buffer, and hands a buffer that was given back out again only once
+its events are done. In steady decoding the same few buffers are used in turn.
+
+On a CPU, tensors share the memory of the arrays: nothing is copied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, Final, TypeAlias
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Array: TypeAlias = npt.NDArray[Any]
+
+ALIGNMENT: Final = 16
+"""Bytes. Where each array begins in the buffer that several are sent in."""
+
+
+def send(device: torch.device, *arrays: Array) -> list[Tensor]:
+    """The arrays as tensors on `device`, all in one transfer. On a CPU they stay where they are."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    packed = pack(arrays, pin=True).to(device, non_blocking=True)
+    return list(unpack(packed, arrays))
+
+
+def pack(arrays: Sequence[Array], *, pin: bool) -> Tensor:
+    """One buffer on the host, uint8, with the bytes of all arrays, each from a multiple of ALIGNMENT on."""
+    *starts, size = _starts(arrays)
+    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pin)
+    flat = buffer.numpy()
+    for array, start in zip(arrays, starts, strict=True):
+        flat[start : start + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
+    return buffer
+
+
+def unpack(buffer: Tensor, arrays: Sequence[Array]) -> Iterator[Tensor]:
+    """Views of a copy of what `pack` has made of arrays: with their dtypes and shapes."""
+    for array, (start, _) in zip(arrays, pairwise(_starts(arrays)), strict=True):
+        dtype = torch.from_numpy(array[:0]).dtype
+        yield buffer[start : start + array.nbytes].view(dtype).view(array.shape)
+
+
+def overwrite(target: Tensor, array: Array) -> None:
+    """Put an array into a tensor of its shape and dtype that keeps its address, after all that the stream has to do."""
+    if target.device.type == "cpu":
+        target.copy_(torch.from_numpy(array))
+        return
+    buffer = torch.empty(target.shape, dtype=target.dtype, pin_memory=True)
+    buffer.numpy()[...] = array
+    target.copy_(buffer, non_blocking=True)
+
+
+def send_tensor(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A tensor in `dtype` on `device`, wherever it is now; itself where nothing is to be done."""
+    if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
+        tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+    return tensor.to(device, non_blocking=True).to(dtype)
+
+
+def fetch(tensor: Tensor) -> Tensor:
+    """A tensor on the CPU with its values. Waits until the device has computed them, and for nothing queued later."""
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensor.device).record_event().synchronize()
+    return host
+
+
+def _starts(arrays: Sequence[Array]) -> list[int]:
+    """Where each array begins, in bytes, and where the last one ends."""
+    return list(accumulate((math.ceil(array.nbytes / ALIGNMENT) * ALIGNMENT for array in arrays), initial=0))
