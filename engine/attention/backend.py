@@ -11,12 +11,48 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from engine.attention.metadata import AttentionMetadata
 from engine.models.base import PositionBias
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """The heads of a decoder's attention layers. `biased`: its self-attention adds a bias by position (T5)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    biased: bool = False
+
+
+class DecodePlan(ABC):
+    """A plan at fixed addresses for `num_requests` requests with one query token each: what CUDA graphs capture.
+
+    A captured graph replays the same kernels over the same addresses, so what changes from step to step is written
+    into buffers that this plan owns. `update`, on the host, comes before the replay; `run` of the backend that made
+    the plan is what a graph captures. Layers with another scale or window may ask for more buffers, which must exist
+    before the capture: run the step once as it is, then capture it.
+    """
+
+    def __init__(self, num_requests: int) -> None:
+        self.num_requests = num_requests
+
+    @abstractmethod
+    def serves(self, metadata: AttentionMetadata) -> bool:
+        """Whether this plan can be brought to a batch; if not, the step has to run outside the graph."""
+
+    @abstractmethod
+    def update(self, metadata: AttentionMetadata) -> None:
+        """Bring the buffers to a batch of exactly `num_requests` requests with one query token each.
+
+        Rows of padding have one key, in block 0, or, in cross-attention, none: these get zeros. Raises ValueError for a
+        batch that the plan does not serve.
+        """
 
 
 class AttentionBackend(ABC):
@@ -29,6 +65,8 @@ class AttentionBackend(ABC):
     name: str
     gathered_share: float = 0.0
     """What a decode step copies of one layer's cache and keeps, as a multiple of that, at most."""
+    slot_dtype: torch.dtype = torch.int64
+    """The type of slot mappings that `write` takes without a conversion; it takes int64 and int32."""
 
     @abstractmethod
     def plan(self, metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> Any:
@@ -50,6 +88,12 @@ class AttentionBackend(ABC):
         `scale` is 1 / sqrt(head_dim) if not given. `bias` is added to the scaled scores. With a `window`, a query of
         causal attention sees the last `window` keys, its own included (Mistral, Jiang et al., 2023).
         """
+
+    def make_decode_plan(
+        self, num_requests: int, max_blocks: int, block_size: int, dtype: torch.dtype, heads: HeadSpec, *, causal: bool
+    ) -> DecodePlan | None:
+        """A plan at fixed addresses, for up to `max_blocks` blocks per request; None where there is none."""
+        return None
 
     def plan_ragged(self, lengths: Sequence[int]) -> Any:
         """What `run_ragged` needs for sequences of these lengths, laid end to end; called once, used by every layer.
@@ -75,7 +119,8 @@ class AttentionBackend(ABC):
         raise TypeError(f"attention backend {self.name!r} does not serve encoders")
 
     def write(self, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Put key and value, [num_tokens, num_kv_heads, head_dim], into their slots."""
+        """Put key and value, [num_tokens, num_kv_heads, head_dim], into their slots, [num_tokens]."""
+        slot_mapping = slot_mapping.long()
         flat = cache.view(2, -1, *cache.shape[3:])
         flat[0].index_copy_(0, slot_mapping, key)
         flat[1].index_copy_(0, slot_mapping, value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from engine.attention.backend import AttentionBackend
@@ -20,18 +22,36 @@ class PagedAttentionContext:
         self,
         backend: AttentionBackend,
         caches: list[torch.Tensor],
-        self_metadata: AttentionMetadata,
-        cross_metadata: AttentionMetadata | None = None,
+        slot_mapping: torch.Tensor,
+        self_plan: Any,
+        cross_plan: Any = None,
+        after_input: torch.Tensor | None = None,
     ) -> None:
+        """The plans are the backend's: of `plan` for one step, or of `make_decode_plan` for a graph's."""
         self._backend = backend
         self._caches = caches
+        self._slot_mapping = slot_mapping
+        self._self_plan = self_plan
+        self._cross_plan = cross_plan
+        self.has_cross = cross_plan is not None
+        self.after_input = after_input
+
+    @classmethod
+    def of_step(
+        cls,
+        backend: AttentionBackend,
+        caches: list[torch.Tensor],
+        self_metadata: AttentionMetadata,
+        cross_metadata: AttentionMetadata | None = None,
+    ) -> PagedAttentionContext:
+        """Plans one step."""
         block_size, dtype = caches[0].shape[2], caches[0].dtype
         assert self_metadata.slot_mapping is not None
-        self._slot_mapping = self_metadata.slot_mapping
-        self.has_cross = cross_metadata is not None
-        self.after_input = None if cross_metadata is None else cross_metadata.after_input
-        self._self_plan = backend.plan(self_metadata, block_size, dtype)
-        self._cross_plan = backend.plan(cross_metadata, block_size, dtype) if cross_metadata is not None else None
+        self_plan = backend.plan(self_metadata, block_size, dtype)
+        if cross_metadata is None:
+            return cls(backend, caches, self_metadata.slot_mapping, self_plan)
+        cross_plan = backend.plan(cross_metadata, block_size, dtype)
+        return cls(backend, caches, self_metadata.slot_mapping, self_plan, cross_plan, cross_metadata.after_input)
 
     def self_attention(
         self,

@@ -23,6 +23,7 @@ class AttentionMetadata:
                      whose blocks are read-only
     key_ranges       [num_tokens, 2] on the host, for cross-attention: token t sees keys key_ranges[t, 0] .. [t, 1] of
                      its request; None where all tokens see all of them. A token with an empty range gets zeros.
+    host_table       block_table on the host, where the runner has it; `table` brings it there otherwise
     after_input      [num_tokens] on the device, for cross-attention: whether an input stands at a token or before it;
                      None where one does for all of them
     """
@@ -36,10 +37,19 @@ class AttentionMetadata:
     num_decodes: int
     key_ranges: IntArray | None = None
     after_input: torch.Tensor | None = None
+    host_table: IntArray | None = None
 
     @property
     def num_requests(self) -> int:
         return len(self.seq_lens)
+
+    @property
+    def table(self) -> IntArray:
+        """[num_requests, max_blocks] on the host. Waits for the device if only that has it."""
+        if self.host_table is not None:
+            return self.host_table
+        table: IntArray = self.block_table.cpu().numpy()
+        return table
 
     def decodes(self) -> AttentionMetadata:
         """The part of the requests with a single query token: tokens 0 .. num_decodes."""
@@ -61,4 +71,5 @@ class AttentionMetadata:
             num_decodes=min(self.num_decodes, end) - begin,
             key_ranges=None if self.key_ranges is None else self.key_ranges[first:last],
             after_input=None if self.after_input is None else self.after_input[first:last],
+            host_table=None if self.host_table is None else self.host_table[begin:end],
         )

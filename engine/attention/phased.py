@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from engine.attention.backend import AttentionBackend
+from engine.attention.backend import AttentionBackend, DecodePlan, HeadSpec
 from engine.attention.metadata import AttentionMetadata
 from engine.models.base import PositionBias
 
@@ -40,6 +40,7 @@ class PhasedBackend(AttentionBackend):
         self.prefill, self.decode = prefill, decode
         self.name = f"{prefill.name}+{decode.name}"
         self.gathered_share = decode.gathered_share
+        self.slot_dtype = decode.slot_dtype
 
     def plan(self, metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> _Plan:
         if _all_small(metadata):
@@ -53,12 +54,14 @@ class PhasedBackend(AttentionBackend):
         self,
         query: torch.Tensor,
         cache: torch.Tensor,
-        plan: _Plan,
+        plan: _Plan | DecodePlan,
         *,
         scale: float | None = None,
         bias: PositionBias | None = None,
         window: int | None = None,
     ) -> torch.Tensor:
+        if isinstance(plan, DecodePlan):
+            return self.decode.run(query, cache, plan, scale=scale, bias=bias, window=window)
         if plan.prefill is None:
             return self.decode.run(query, cache, plan.decode, scale=scale, bias=bias, window=window)
         if plan.decode is None:
@@ -70,6 +73,11 @@ class PhasedBackend(AttentionBackend):
                 self.prefill.run(prefills, cache, plan.prefill, scale=scale, bias=bias, window=window),
             )
         )
+
+    def make_decode_plan(
+        self, num_requests: int, max_blocks: int, block_size: int, dtype: torch.dtype, heads: HeadSpec, *, causal: bool
+    ) -> DecodePlan | None:
+        return self.decode.make_decode_plan(num_requests, max_blocks, block_size, dtype, heads, causal=causal)
 
     def plan_ragged(self, lengths: Sequence[int]) -> Any:
         return self.prefill.plan_ragged(lengths)

@@ -238,7 +238,7 @@ class DecoderRunner:
         )
         reads_inputs = any(sequence.request.num_encoder_tokens for sequence in step.sequences)
         cross_metadata = self._cross_metadata(step, inputs, query_start_loc, blocks) if reads_inputs else None
-        return PagedAttentionContext(self.backend, self.caches, self_metadata, cross_metadata)
+        return PagedAttentionContext.of_step(self.backend, self.caches, self_metadata, cross_metadata)
 
     def _cross_metadata(
         self, step: ScheduledStep, inputs: StepInputs, query_start_loc: list[int], blocks: BlockManager

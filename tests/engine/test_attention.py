@@ -160,9 +160,9 @@ class Paged:
         metadata = self.metadata(key_ranges)
         if not self.shape.causal:
             nothing = AttentionMetadata([0], [], metadata.block_table[:0], [], self.slots[:0], True, 0)
-            context = PagedAttentionContext(backend, [self.cache], nothing, metadata)
+            context = PagedAttentionContext.of_step(backend, [self.cache], nothing, metadata)
             return context.cross_attention(0, self.query, scale=scale)
-        context = PagedAttentionContext(backend, [self.cache], metadata)
+        context = PagedAttentionContext.of_step(backend, [self.cache], metadata)
         new = self.key[self.is_new], self.value[self.is_new]
         return context.self_attention(0, self.query, *new, scale=scale, bias=bias, window=window)
 
@@ -261,7 +261,7 @@ def test_a_bias_is_evaluated_once_for_all_layers() -> None:
 
     shape = Shape([(1, 7), (4, 9)], 4, 2, 1, 8, causal=True)
     paged = Paged(shape, torch.float32, 0)
-    context = PagedAttentionContext(TorchBackend(), [paged.cache] * 3, paged.metadata())
+    context = PagedAttentionContext.of_step(TorchBackend(), [paged.cache] * 3, paged.metadata())
     new = paged.key[paged.is_new], paged.value[paged.is_new]
     for layer in range(3):
         context.self_attention(layer, paged.query, *new, bias=counting)

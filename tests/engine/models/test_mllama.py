@@ -268,7 +268,7 @@ def step_logits(
         key_ranges=np.concatenate(ranges),
         after_input=torch.from_numpy(np.concatenate(behind)),
     )
-    context = PagedAttentionContext(backend, caches, own, cross if any(cross_lens) else None)
+    context = PagedAttentionContext.of_step(backend, caches, own, cross if any(cross_lens) else None)
     ids = torch.tensor([token for prompt, _ in requests for token in prompt])
     positions = torch.cat([torch.arange(length) for length in lengths])
     return list(model.logits(model(model.embed(ids), positions, context)).split(lengths))
