@@ -120,6 +120,8 @@ class Arena:
             reply = await send(http, asked)
             under_way["requests"] -= 1
             done.replies.append((ask, reply))
+            if reply.ending == "broken":
+                reply.error += f"; held then: {await asyncio.to_thread(held, self.cluster)}"
             if last:
                 return
             if reply.ending != "whole":
@@ -136,7 +138,7 @@ class Arena:
     def _judge(self, done: Round, allowed: Collection[Ending]) -> None:
         wrong = list(filter(None, (self.fault_of(ask, reply, allowed) for ask, reply in done.replies)))
         what = "; ".join(map(str, done.faults))
-        assert not wrong, f"{what}; {dict(done.endings)}:\n" + "\n".join(wrong)
+        assert not wrong, "\n".join([f"{what}; {dict(done.endings)}:", *wrong, *self._logs()])
         errors = Counter(reply.error for _, reply in done.replies if reply.error)
         assert done.endings["whole"] >= IN_FLIGHT, f"{what}: hardly anything was answered: {errors}"
 
@@ -170,6 +172,10 @@ class Arena:
                 return
             assert time.monotonic() < deadline_s, f"still held after {settle_s:g} s: {found}"
             await asyncio.sleep(0.05)
+
+    def _logs(self) -> list[str]:
+        """The last lines of everybody's log."""
+        return [f"{i.id}: {i.child.log_tail()}" for i in self.cluster.instances.values() if i.child is not None]
 
     def _processes(self) -> list[tuple[str, int]]:
         return list(processes(self.cluster))

@@ -28,6 +28,9 @@ SETUPS = (
     "whisper 1e2p2d auto",
     "signpost 1e1p1d auto",
     "signpost 1e1pd zmq",
+    "signpost 2e2p2d redis",
+    "signpost 1epd auto",
+    "whisper 2e2p2d auto",
 )
 pytestmark = [pytest.mark.cluster, pytest.mark.chaos, pytest.mark.timeout(300)]
 
