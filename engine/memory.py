@@ -1,8 +1,8 @@
 """How a worker divides its memory: weights, what a step takes while it runs, and pools of what is left.
 
-    CPU    what is available once the weights are loaded x memory_fraction  ┐
-    CUDA   the device x memory_fraction - what is in use by then            ├─ budget = step + pools
-    or     memory_bytes, as given                                           ┘
+    CPU    what is available once the weights are loaded x memory_fraction      ┐
+    CUDA   the device x memory_fraction - what this process has taken by then   ├─ budget = step + pools
+    or     memory_bytes, as given                                               ┘
 
 A pool whose size is given has that size. The others share what is left of the budget after the step that was measured
 at start (as vLLM and others do), and none is larger than what could ever be used.
@@ -20,9 +20,11 @@ import torch
 
 from common.config import EngineConfig
 from common.errors import TriptychError
+from common.gpu_memory import GPU_FRACTION
 from common.host_memory import available_memory
+from engine.gpu_memory import cuda_budget, in_words, measure_gpu
 
-DEFAULT_FRACTION: Final = {"cpu": 0.5, "cuda": 0.9}
+DEFAULT_FRACTION: Final = {"cpu": 0.5, "cuda": GPU_FRACTION}
 """A CPU's memory is everybody's: half of what nobody uses leaves a laptop usable. A GPU is there for this alone."""
 ASSUMED_ACTIVATION_BYTES: Final = 256 * 2**20
 """Where it cannot be measured."""
@@ -36,14 +38,15 @@ HUGE_PAGES_FROM_BYTES: Final = 32 * 2**20
 
 
 def memory_budget(config: EngineConfig, device: torch.device) -> int:
-    """Bytes that a worker may take beside its weights, which are loaded."""
+    """Bytes that a worker may take beside its weights, which are loaded.
+
+    Raises TriptychError("invalid_request") where other processes have left it less of a GPU than its share.
+    """
     if config.memory_bytes is not None:
         return config.memory_bytes
-    fraction = config.memory_fraction or DEFAULT_FRACTION[device.type]
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(fraction * total) - (total - free))
-    return int(fraction * available_memory())
+        return cuda_budget(config, measure_gpu(device))
+    return int((config.memory_fraction or DEFAULT_FRACTION["cpu"]) * available_memory())
 
 
 @dataclass(frozen=True)
@@ -227,15 +230,6 @@ def _share(config: EngineConfig, device: torch.device) -> float:
 
 def _kind(device: torch.device) -> str:
     return "GPU's memory" if device.type == "cuda" else "machine's free memory"
-
-
-def in_words(size_bytes: int) -> str:
-    """A size for a person: 512 KiB, 1.5 GiB."""
-    if abs(size_bytes) < 2**20:
-        return f"{size_bytes / 2**10:.3g} KiB"
-    if abs(size_bytes) < 1000 * 2**20:
-        return f"{size_bytes / 2**20:.3g} MiB"
-    return f"{size_bytes / 2**30:.3g} GiB"
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""How the workers of one host share its memory.
+"""How the workers of one host share its memory, or that of its GPU (launch.gpu_split).
 
 What is available is looked up once, before any worker has taken some, so that shares do not depend on who starts first
 and a worker that is started again gets what it had.
@@ -6,22 +6,21 @@ and a worker that is started again gets what it had.
 
 from __future__ import annotations
 
-import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from common.errors import TriptychError
 from common.host_memory import available_memory
 from common.messages import Role
+from launch.gpu_split import split_gpu
 from launch.topology import Topology
+from launch.weights import count_parameters
 
 if TYPE_CHECKING:
     from common.config import EngineConfig
     from common.model_info import ModelInfo
 
 CPU_FRACTION: Final = 0.5
-GPU_FRACTION: Final = 0.9
 _SHARE: Final[dict[Role, int]] = {
     "encoder": 1,
     "prefill": 2,
@@ -33,7 +32,6 @@ _SHARE: Final[dict[Role, int]] = {
 worker keeps a request only until its keys and values are handed over."""
 _FLOAT32_BYTES: Final = 4
 _HALF_BYTES: Final = 2
-_MAX_HEADER_BYTES: Final = 100 * 2**20
 
 
 def split_memory(
@@ -52,11 +50,10 @@ def split_memory(
     """
     if engine.memory_bytes is not None:
         return {role: {} for role in _SHARE}
+    if runs_on_gpu(engine):
+        return split_gpu(engine, topology, info)
     shares = sum(share * topology.count(role) for role, share in _SHARE.items())
     parts = {role: share / shares for role, share in _SHARE.items()}
-    if runs_on_gpu(engine):
-        fraction = engine.memory_fraction or GPU_FRACTION
-        return {role: {"memory_fraction": fraction * part} for role, part in parts.items()}
     there = available_memory() if available is None else available
     # An encoder has one part of the weights, a decoder the other; which tensors are whose, only the workers know.
     weights = weight_bytes(info, engine)
@@ -82,18 +79,7 @@ def _copies(topology: Topology, encoder_fallback: bool) -> tuple[int, int]:
 def weight_bytes(info: ModelInfo, engine: EngineConfig) -> int:
     """What all weights of a model take once they are loaded on a CPU; an encoder and a decoder have one part each."""
     item_bytes = _FLOAT32_BYTES if engine.dtype in ("auto", "float32") else _HALF_BYTES
-    return item_bytes * sum(map(_count_parameters, info.folder.glob("*.safetensors")))
-
-
-def _count_parameters(path: Path) -> int:
-    """By the header of a safetensors file; 0 for one that is damaged, which the workers report."""
-    try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(size, _MAX_HEADER_BYTES)))
-        return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return 0
+    return item_bytes * sum(count_parameters(info))
 
 
 def runs_on_gpu(engine: EngineConfig) -> bool:

@@ -68,14 +68,6 @@ def test_what_a_user_gives_each_worker_is_left_alone(tmp_path: Path) -> None:
     )
 
 
-def test_workers_on_one_gpu_get_parts_of_it(tmp_path: Path) -> None:
-    split = split_memory(
-        EngineConfig(device="cuda"), Topology(encoder=1, prefill_decode=1), model_of(tmp_path, 8), available=GIB
-    )
-    assert split["encoder"] == {"memory_fraction": pytest.approx(0.9 / 4)}
-    assert split["prefill_decode"] == {"memory_fraction": pytest.approx(0.9 * 3 / 4)}
-
-
 def test_every_worker_of_a_plan_is_told_its_share(tmp_path: Path) -> None:
     plan = make_plan(Settings(model="signpost", port=0, engine=CPU), "1e1pd")
     told = {

@@ -1,0 +1,70 @@
+"""What a worker may take of a GPU that it shares with other processes.
+
+    total = this process (torch's allocator + PROCESS_BYTES) + other processes + free
+            |<----------- at most memory_fraction x total ->|
+
+The share counts what this process has taken, never what others have: several workers on one GPU get what they are told,
+in whatever order they start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from common.config import EngineConfig
+from common.errors import TriptychError
+from common.gpu_memory import GPU_FRACTION, PROCESS_BYTES
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """Bytes of one GPU at one moment. `reserved` is what torch's allocator holds in this process."""
+
+    total: int
+    free: int
+    reserved: int
+
+    @property
+    def own(self) -> int:
+        return self.reserved + PROCESS_BYTES
+
+    @property
+    def others(self) -> int:
+        """What other processes hold, as near as can be told."""
+        return max(0, self.total - self.free - self.own)
+
+
+def measure_gpu(device: torch.device) -> GpuMemory:
+    """The memory of a CUDA device as it is now; makes this process's context, where it has none yet."""
+    free, total = torch.cuda.mem_get_info(device)
+    return GpuMemory(total, free, torch.cuda.memory_reserved(device))
+
+
+def cuda_budget(config: EngineConfig, memory: GpuMemory) -> int:
+    """Bytes that this process may still take, within its share of the device.
+
+    Raises TriptychError("invalid_request") with the numbers where that much is not free.
+    """
+    fraction = config.memory_fraction or GPU_FRACTION
+    budget = max(0, int(fraction * memory.total) - memory.own)
+    if budget <= memory.free:
+        return budget
+    possible = (memory.own + memory.free) / memory.total
+    message = (
+        f"the GPU has {in_words(memory.total)}, of which this worker may take {fraction:g}, {in_words(budget)} more than "
+        f"it has by now; only {in_words(memory.free)} are free, for other processes hold {in_words(memory.others)}: give "
+        f"each worker of this GPU its share by --memory-fraction (here at most {max(0.01, possible - 0.005):.2f}), 0.9 "
+        f"altogether, or end what else runs there"
+    )
+    raise TriptychError("invalid_request", message, "memory_fraction")
+
+
+def in_words(size_bytes: int) -> str:
+    """A size for a person: 512 KiB, 1.5 GiB."""
+    if abs(size_bytes) < 2**20:
+        return f"{size_bytes / 2**10:.3g} KiB"
+    if abs(size_bytes) < 1000 * 2**20:
+        return f"{size_bytes / 2**20:.3g} MiB"
+    return f"{size_bytes / 2**30:.3g} GiB"

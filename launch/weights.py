@@ -1,0 +1,41 @@
+"""How many parameters a model's checkpoint has, by the headers of its files alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from common.model_info import ModelInfo
+
+_MAX_HEADER_BYTES: Final = 100 * 2**20
+_OF_AN_ENCODER: Final = re.compile(
+    r"(^|\.)(encoder|visual|vision_tower|vision_model|audio_tower|multi_modal_projector|connector)\."
+)
+"""What the families' checkpoints call it. Which tensors are whose, only the workers know for certain."""
+
+
+def count_parameters(info: ModelInfo) -> tuple[int, int]:
+    """Parameters of the encoder, by their names, and of all the rest. Damaged files count nothing: the workers report
+    them."""
+    encoder = rest = 0
+    for path in info.folder.glob("*.safetensors"):
+        for name, size in _sizes(path).items():
+            if _OF_AN_ENCODER.search(name):
+                encoder += size
+            else:
+                rest += size
+    return encoder, rest
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(size, _MAX_HEADER_BYTES)))
+        return {name: math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
