@@ -125,8 +125,7 @@ class EncoderEngine:
         """An output or an error per item; after an error the items are tried one by one."""
         try:
             outputs = self.encoder.encode(items)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            _wait_for(self.device)
             for item, output in zip(items, outputs, strict=True):
                 _check_promise(item, output)
             return list(outputs)
@@ -138,6 +137,15 @@ class EncoderEngine:
                 return [self._encode([item])[0] for item in items]
             self._log.exception("encoder failed", shape=items[0].shape)
             return [ErrorInfo("internal_error", f"the encoder failed on this item: {error or type(error).__name__}")]
+
+
+def _wait_for(device: torch.device) -> None:
+    """Return once the batch is computed. Of a GPU, only this stream is waited for: outputs of earlier batches may still
+    be on their way to others, on streams of their own. The thread sleeps meanwhile and leaves its core to preprocessing."""
+    if device.type == "cuda":
+        done = torch.cuda.Event(blocking=True)
+        done.record(torch.cuda.current_stream(device))
+        done.synchronize()
 
 
 def _check_promise(item: ProcessedInput, output: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ from transformers.models.smolvlm.modeling_smolvlm import SmolVLMConnector, SmolV
 from engine.counters import encoder_computations
 from engine.models.base import CheckpointLayout, EncoderModel, own_memory
 from engine.processors import ProcessedInput
+from engine.runner.staging import send_tensor
 
 _CLASSES: Final = {
     "idefics3": (Idefics3VisionTransformer, Idefics3Connector),
@@ -45,7 +46,9 @@ class Idefics3Encoder(EncoderModel):
         encoder_computations.add(len(items))
         weight = next(self.module.parameters())
         pixels = torch.from_numpy(np.concatenate([item.arrays["pixel_values"] for item in items]))
-        parts = torch.split(pixels.to(weight.device, weight.dtype), self._pieces_at_once(pixels.shape[-1], weight))
+        parts = torch.split(
+            send_tensor(pixels, weight.device, weight.dtype), self._pieces_at_once(pixels.shape[-1], weight)
+        )
         features = torch.cat([self._connector(self._tower(part).last_hidden_state) for part in parts])
         outputs = torch.split(features, [len(item.arrays["pixel_values"]) for item in items])
         return own_memory([output.flatten(0, 1) for output in outputs])

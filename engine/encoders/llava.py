@@ -14,6 +14,7 @@ from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 from engine.counters import encoder_computations
 from engine.models.base import CheckpointLayout, EncoderModel, own_memory
 from engine.processors import ProcessedInput
+from engine.runner.staging import send_tensor
 
 
 class LlavaEncoder(EncoderModel):
@@ -39,7 +40,8 @@ class LlavaEncoder(EncoderModel):
         encoder_computations.add(len(items))
         weight = next(self.module.parameters())
         pixels = torch.from_numpy(np.stack([item.arrays["pixel_values"] for item in items]))
-        states = self._tower(pixels.to(weight.device, weight.dtype), output_hidden_states=True).hidden_states
+        pixels = send_tensor(pixels, weight.device, weight.dtype)
+        states = self._tower(pixels, output_hidden_states=True).hidden_states
         features = torch.cat([states[layer][:, self._first_row :] for layer in self._layers], dim=-1)
         return own_memory(self._projector(features).unbind(0))
 

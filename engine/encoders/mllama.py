@@ -12,6 +12,7 @@ from transformers.models.mllama.modeling_mllama import MllamaVisionModel
 from engine.counters import encoder_computations
 from engine.models.base import CheckpointLayout, EncoderModel, own_memory
 from engine.processors import ProcessedInput
+from engine.runner.staging import send_tensor
 
 
 class MllamaEncoder(EncoderModel):
@@ -50,7 +51,7 @@ class MllamaEncoder(EncoderModel):
             present[index, 0, : len(part)] = 1
         ids = torch.tensor([[int(item.arrays["aspect_ratio_ids"])] for item in items])
         states = self._vision(
-            pixel_values=pixels.to(weight.device, weight.dtype),
+            pixel_values=send_tensor(pixels, weight.device, weight.dtype),
             aspect_ratio_ids=ids.to(weight.device),
             aspect_ratio_mask=present.to(weight.device),
         ).last_hidden_state

@@ -16,6 +16,7 @@ from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioMulti
 from engine.counters import encoder_computations
 from engine.models.base import CheckpointLayout, EncoderModel
 from engine.processors import ProcessedInput
+from engine.runner.staging import send_tensor
 
 
 class Qwen2AudioEncoder(EncoderModel):
@@ -57,7 +58,7 @@ class Qwen2AudioEncoder(EncoderModel):
         """The tower's forward pass: [n, mels, frames] -> [n, longest / 2, d_model]."""
         tower, longest = self._tower, int(num_keys.max())
         weight = tower.conv1.weight
-        hidden = F.gelu(tower.conv1(features.to(weight.device, weight.dtype)))
+        hidden = F.gelu(tower.conv1(send_tensor(features, weight.device, weight.dtype)))
         hidden = F.gelu(tower.conv2(hidden)).transpose(1, 2)[:, :longest] + tower.embed_positions.weight[:longest]
         of_the_clip = (torch.arange(longest) < num_keys[:, None]).long().to(weight.device)
         mask = create_bidirectional_mask(self._config, hidden, of_the_clip)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from engine.counters import encoder_computations
 from engine.models.base import CheckpointLayout, EncoderModel, own_memory
 from engine.processors import ProcessedInput
+from engine.runner.staging import send_tensor
 
 
 class QwenVisionEncoder(EncoderModel):
@@ -39,7 +40,8 @@ class QwenVisionEncoder(EncoderModel):
         pixels = np.concatenate([item.arrays["pixel_values"] for item in items])
         grids = np.stack([item.arrays["image_grid_thw"] for item in items])
         output = self.module(
-            torch.from_numpy(pixels).to(weight.device, weight.dtype), grid_thw=torch.from_numpy(grids).to(weight.device)
+            send_tensor(torch.from_numpy(pixels), weight.device, weight.dtype),
+            grid_thw=torch.from_numpy(grids).to(weight.device),
         )
         return own_memory(torch.split(self.rows_of(output), (grids.prod(-1) // self._merge_unit).tolist()))
 

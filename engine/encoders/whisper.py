@@ -14,6 +14,7 @@ from engine.counters import encoder_computations
 from engine.encoders.attention import with_encoder_attention
 from engine.models.base import CheckpointLayout, EncoderModel, own_memory
 from engine.processors import ProcessedInput
+from engine.runner.staging import send_tensor
 
 
 class WhisperEncoder(EncoderModel):
@@ -32,5 +33,5 @@ class WhisperEncoder(EncoderModel):
         encoder_computations.add(len(items))
         weight = next(self.module.parameters())
         features = torch.from_numpy(np.stack([item.arrays["input_features"] for item in items]))
-        output = self.module(features.to(weight.device, weight.dtype))
+        output = self.module(send_tensor(features, weight.device, weight.dtype))
         return own_memory(output.last_hidden_state.unbind(0))
