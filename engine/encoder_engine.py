@@ -141,7 +141,7 @@ class EncoderEngine:
 
 def _wait_for(device: torch.device) -> None:
     """Return once the batch is computed. Of a GPU, only this stream is waited for: outputs of earlier batches may still
-    be on their way to others, on streams of their own. The thread sleeps meanwhile and leaves its core to preprocessing."""
+    be on their way to others, on streams of their own. The thread sleeps meanwhile, so that others have its core."""
     if device.type == "cuda":
         done = torch.cuda.Event(blocking=True)
         done.record(torch.cuda.current_stream(device))
