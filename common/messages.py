@@ -20,7 +20,7 @@ from common.errors import ErrorInfo, TriptychError
 from common.families import MediaKind as MediaKind
 from common.sampling_params import SamplingParams
 
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 MAX_CONTROL_BYTES: Final = 16 * 2**20
 """Cap of a message without media."""
 MAX_MEDIA_BYTES: Final = 64 * 2**20
@@ -90,7 +90,10 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
 
     Where prefill and decode are apart, each of the two gets one. With `prefill_for`, an instance id, the receiver
     computes the keys and values of the prompt and hands them to that instance; it samples nothing. With `prefilled`,
-    they will come by handoff. `attempt` counts prefills of the request: a newer one replaces an older one.
+    they will come by handoff.
+
+    `attempt` counts what the request was sent for, wherever it went: on one worker a newer one replaces an older one,
+    and what is told of it carries its number, so that nothing of an older one is taken for its own.
     """
 
     request_id: Id
@@ -165,7 +168,7 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
     Each tells the prompt's true length and how much of it was found in the prefix cache; the request's last one has
     `done` and carries the spans. `logprobs` has one entry per token where they were asked for; `prompt_logprobs` comes
     once, with the first message, None for the prompt's first token and for tokens of media. Beams come as a whole at
-    the end, best first, with `score`.
+    the end, best first, with `score`. `attempt` is that of Generate.
     """
 
     request_id: Id
@@ -180,6 +183,7 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
     logprobs: list[TokenLogprob] = []
     prompt_logprobs: list[TokenLogprob | None] = []
     score: float | None = None
+    attempt: Count = 0
 
 
 class Encoded(msgspec.Struct, frozen=True, tag="encoded"):
@@ -218,10 +222,11 @@ class InputNeeded(msgspec.Struct, frozen=True, tag="input_needed"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The request has ended with an error; nothing of it is left on the worker."""
+    """The request has ended with an error; nothing of it is left on the worker. `attempt` is that of Generate."""
 
     request_id: Id
     error: ErrorInfo
+    attempt: Count = 0
 
 
 # --- the handoff: sender <-> receiver, by the four channels

@@ -38,6 +38,7 @@ class Admission:
         priority: int,
         resumed: ListOf[Resumed],
         *,
+        attempt: int,
         prefill_only: bool,
         prefilled: bool,
     ) -> Request:
@@ -66,6 +67,7 @@ class Admission:
             resumed=tuple(resumed),
             prefill_only=prefill_only,
             prefilled=prefilled,
+            attempt=attempt,
         )
 
 

@@ -107,6 +107,7 @@ class DecoderEngine:
         priority: int = 0,
         resumed: ListOf[Resumed] = (),
         *,
+        attempt: int = 0,
         prefill_only: bool = False,
         prefilled: bool = False,
     ) -> None:
@@ -114,6 +115,8 @@ class DecoderEngine:
 
         With `prefill_only` its keys and values are computed for another engine, up to the last token but one; it ends
         by `end_prefill`. With `prefilled` they come from another engine, by `offer_kv` and `deliver_kv`.
+        `attempt` comes back in the request's events: those of an aborted request may be read when its id is in use
+        again.
         """
         if request_id in self._requests:
             return
@@ -129,12 +132,13 @@ class DecoderEngine:
                 self.counters["requests"],
                 priority,
                 resumed,
+                attempt=attempt,
                 prefill_only=prefill_only,
                 prefilled=prefilled,
             )
         except TriptychError as error:
             self._forget(request_id)
-            self._emit_failure(request_id, error.info)
+            self._emit_failure(request_id, attempt, error.info)
             return
         request.recorder.start("queue")
         self._requests[request_id] = request
@@ -341,7 +345,7 @@ class DecoderEngine:
     def _fail(self, failed: GenerationFailed) -> None:
         if failed.request.request_id in self._requests:
             self._end(failed.request)
-            self._emit_failure(failed.request.request_id, failed.error)
+            self._emit_failure(failed.request.request_id, failed.request.attempt, failed.error)
 
     # --- ends
 
@@ -373,9 +377,9 @@ class DecoderEngine:
         if len(self._requests) >= self.config.max_waiting + self.config.max_num_seqs:
             raise TriptychError("overloaded", f"{len(self._requests)} requests are waiting or running: try again later")
 
-    def _emit_failure(self, request_id: str, error: ErrorInfo) -> None:
+    def _emit_failure(self, request_id: str, attempt: int, error: ErrorInfo) -> None:
         self.counters["requests_failed"] += 1
-        self._tell(RequestFailed(request_id, error))
+        self._tell(RequestFailed(request_id, error, attempt))
 
     def _tell(self, event: Event) -> None:
         self.intake.events.append(event)
@@ -387,7 +391,7 @@ class DecoderEngine:
         error = self._never_fits(request)
         if error is not None:
             self._end(request)
-            self._emit_failure(request.request_id, error)
+            self._emit_failure(request.request_id, request.attempt, error)
 
     # --- how it is doing
 

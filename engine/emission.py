@@ -52,6 +52,7 @@ class Emission:
             index=sequence.index,
             logprobs=[] if new.logprob is None else [new.logprob],
             prompt_logprobs=self._take_prompt_logprobs(request),
+            attempt=request.attempt,
         )
         self._tell(request, event, done=not request.sequences)
 
@@ -71,6 +72,7 @@ class Emission:
                 index=index,
                 prompt_logprobs=self._take_prompt_logprobs(request),
                 score=one.score,
+                attempt=request.attempt,
             )
             self._tell(request, event, done=index == len(ended.hypotheses) - 1)
 

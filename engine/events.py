@@ -36,10 +36,14 @@ class KvMetadata:
 
 @dataclass(frozen=True)
 class KvReady:
-    """A prefill has every input and has begun: its keys and values can be offered."""
+    """A prefill has every input and has begun: its keys and values can be offered.
+
+    Of this and all that is told of a request as a whole, `attempt` is the one of `DecoderEngine.add_request`.
+    """
 
     request_id: str
     metadata: KvMetadata
+    attempt: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class KvComputed:
 
     request_id: str
     num_tokens: int
+    attempt: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,11 @@ class PrefillEnded:
     request_id: str
     spans: list[Span]
     prompt_logprobs: list[TokenLogprob | None]
+    attempt: int = 0
+
+
+PrefillEvent: TypeAlias = KvReady | KvComputed | PrefillEnded
+"""What is told of a request that was added with `prefill_only`."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +163,7 @@ class TokensReady:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     score: float | None = None
+    attempt: int = 0
 
 
 @dataclass(frozen=True)
@@ -161,6 +172,7 @@ class RequestFailed:
 
     request_id: str
     error: ErrorInfo
+    attempt: int = 0
 
 
 Event: TypeAlias = (

@@ -135,7 +135,7 @@ class Request:
 
     Where prefill and decode are apart, the request is at both. `prefill_only`: its keys and values are computed for
     somebody else, who computes the last known token and samples. `prefilled`: it is that somebody; the keys and values
-    are still to come while it `awaits_kv`.
+    are still to come while it `awaits_kv`. `attempt` is told with what is told of the request.
     """
 
     request_id: str
@@ -152,6 +152,7 @@ class Request:
     resumed: ListOf[Resumed] = ()
     prefill_only: bool = False
     prefilled: bool = False
+    attempt: int = 0
     prompt: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_preemptions: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from typing import Final
@@ -38,8 +39,10 @@ class Crew:
         self._prompt_logprobs = prompt_logprobs
         self._cache_keys = cache_keys(job)
         self.items = ItemSender(job, cluster)
-        self.prefill = Prefill(job, self._cache_keys, cluster, self.items)
+        self._attempts = itertools.count(1)
+        self.prefill = Prefill(job, self._cache_keys, cluster, self.items, self._attempts)
         self._claim: Claim | None = None
+        self._attempt = 0  # the decoder's
         self._place_at_s = math.inf
         self._moves = 0
 
@@ -47,6 +50,14 @@ class Crew:
     def decoder(self) -> Worker | None:
         """Who generates the tokens; None while nobody does."""
         return None if self._claim is None else self._claim.worker
+
+    def decodes(self, worker: Worker, attempt: int) -> bool:
+        """Whether it is this worker, in this attempt, that generates the tokens: the job may have come back to it."""
+        return worker is self.decoder and attempt == self._attempt
+
+    def prefills(self, worker: Worker, attempt: int) -> bool:
+        """Whether it is this worker, in this attempt, that computes the prompt."""
+        return worker is self.prefill.worker and attempt == self.prefill.attempt
 
     def __contains__(self, worker: Worker) -> bool:
         """Whether the job has something under way on that worker."""
@@ -86,7 +97,7 @@ class Crew:
             return
         decoder, apart = placement.decoder, placement.prefiller is not None
         self._place_at_s = math.inf
-        self._claim = Claim(decoder, self._size)
+        self._claim, self._attempt = Claim(decoder, self._size), next(self._attempts)
         self._prompt_logprobs.start(apart=apart)
         resumed = self._progress.resumed(job.enough)
         await decoder.send(
@@ -98,11 +109,11 @@ class Crew:
                 job.priority,
                 resumed,
                 prefilled=apart,
-                attempt=self.prefill.next_attempt() if apart else 0,
+                attempt=self._attempt,
             )
         )
         if apart:
-            await self.prefill.start(placement, resumed)
+            await self.prefill.start(placement, resumed, self._attempt)
         else:
             await self.items.send_all(decoder)
 

@@ -119,13 +119,13 @@ class Flight:
             case InputNeeded(input_id=input_id):
                 if worker in (crew.decoder, crew.prefill.worker):
                     await crew.items.on_needed(input_id, worker)
-            case Failed(error=error):
-                return await self._on_failed(worker, error)
+            case Failed():
+                return await self._on_failed(worker, event)
         return []
 
     def _on_tokens(self, worker: Worker, message: Tokens) -> list[Tokens]:
-        if worker is not self._crew.decoder:
-            return []  # the last words of one that has been replaced
+        if not self._crew.decodes(worker, message.attempt):
+            return []  # the last words of one that has been replaced, perhaps by itself
         self._decoding = worker
         return self._news(self._prompt_logprobs.tokens(message))
 
@@ -134,7 +134,7 @@ class Flight:
 
     async def _on_prefilled(self, worker: Worker, message: Prefilled) -> list[Tokens]:
         prefill = self._crew.prefill
-        if worker is not prefill.worker or message.attempt != prefill.attempt:
+        if not self._crew.prefills(worker, message.attempt):
             return []  # about an attempt that has been given up
         if message.error is not None:
             await self._on_prefill_lost(message.error, "prefill_error")
@@ -142,15 +142,16 @@ class Flight:
         prefill.finish()
         return self._news(self._prompt_logprobs.prefilled(message.prompt_logprobs))
 
-    async def _on_failed(self, worker: Worker, error: ErrorInfo) -> list[Tokens]:
-        if worker is self._crew.prefill.worker:
+    async def _on_failed(self, worker: Worker, message: Failed) -> list[Tokens]:
+        error = message.error
+        if self._crew.prefills(worker, message.attempt):
             await self._on_prefill_lost(error, "prefill_error")
-        elif worker is self._crew.decoder:
+        elif self._crew.decodes(worker, message.attempt):
             if error.code == "unavailable":  # such as: it had lost us, and has dropped everything of ours
                 return await self._move("decoder_error", pause_s=BACKOFF_S)
             await self._crew.leave(decoder_has_it=False)
             raise TriptychError(error.code, error.message, self._job.field_of(error.param))
-        else:
+        elif worker not in (self._crew.decoder, self._crew.prefill.worker):
             await self._crew.items.on_failed(worker, error)
         return []
 

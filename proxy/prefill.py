@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 
 from common.errors import ErrorInfo, TriptychError
 from common.messages import Abort, Generate, Resumed
@@ -18,12 +19,17 @@ from proxy.worker import Claim, Worker
 class Prefill:
     """Runs the prefill of one job for a decoder that stays the same until the next `start`.
 
-    A newer attempt replaces older ones, wherever they run; `attempt` is the last one's number. The inputs go along.
+    A newer attempt replaces older ones, wherever they run; `attempt` is the last one's number, out of the same count as
+    those of the decoders. The inputs go along.
     Where nobody can do it at the moment, or everybody has just failed, it waits by `expire`, to be called at `due_s`.
     """
 
-    def __init__(self, job: Job, cache_keys: list[bytes], cluster: Cluster, items: ItemSender) -> None:
+    def __init__(
+        self, job: Job, cache_keys: list[bytes], cluster: Cluster, items: ItemSender, attempts: Iterator[int]
+    ) -> None:
+        """`attempts` are the numbers of what is still to come."""
         self._job = job
+        self._attempts = attempts
         self._cache_keys = cache_keys
         self._cluster = cluster
         self._items = items
@@ -40,15 +46,10 @@ class Prefill:
         """Who is at it."""
         return None if self._claim is None else self._claim.worker
 
-    def next_attempt(self) -> int:
-        """Number the attempt that is about to `start`: the decoder has to know it first."""
-        self.attempt += 1
-        return self.attempt
-
-    async def start(self, placement: Placement, resumed: list[Resumed]) -> None:
-        """Begin for a new decoder, in the attempt that has been numbered for it. Raises as ItemSender does."""
+    async def start(self, placement: Placement, resumed: list[Resumed], attempt: int) -> None:
+        """Begin for a new decoder, which knows of this attempt already. Raises as ItemSender does."""
         assert placement.prefiller is not None
-        self._decoder, self._resumed, self._replaced = placement.decoder, resumed, False
+        self._decoder, self._resumed, self._replaced, self.attempt = placement.decoder, resumed, False, attempt
         await self._send(placement.prefiller)
 
     def finish(self) -> None:
@@ -123,7 +124,7 @@ class Prefill:
                 raise TriptychError("unavailable", "no prefill worker is ready; try again shortly")
             self.due_s = time.time() + left_s
             return
-        self.next_attempt()
+        self.attempt = next(self._attempts)
         await self._send(worker)
 
     async def _send(self, worker: Worker) -> None:

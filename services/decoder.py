@@ -28,7 +28,7 @@ from common.messages import (
 )
 from common.sampling_params import MAX_SEQUENCES
 from engine.decoder_engine import DecoderEngine
-from engine.events import Event, InputLost, KvComputed, KvReady, PrefillEnded, RequestFailed, TokensReady
+from engine.events import Event, InputLost, PrefillEvent, RequestFailed, TokensReady
 from services.engine_thread import EngineThread
 from services.idle_check import IdleCheck
 from services.links import Links
@@ -113,7 +113,7 @@ class DecoderService:
         raise NotImplementedError
 
     def _refuse(self, proxy: bytes, message: Generate, error: ErrorInfo) -> None:
-        self._links.send(proxy, Failed(message.request_id, error))
+        self._links.send(proxy, Failed(message.request_id, error, message.attempt))
 
     def _generate(self, proxy: bytes, message: Generate) -> None:
         if (why := self._refusal(message)) is not None:
@@ -121,22 +121,23 @@ class DecoderService:
             self._refuse(proxy, message, ErrorInfo("invalid_request", what))
             return
         proxies, request_id = self._links.proxies, message.request_id
-        owner = proxies.owner(request_id)
-        if owner == proxy:
-            self._outcomes["duplicate_request"] += 1
-            return
-        if owner is not None:
+        owner, attempt = proxies.owner(request_id), proxies.attempt(request_id)
+        if attempt is not None:
             if not proxies.owns(proxy, request_id):
                 what = f"another proxy has a request {request_id} on {self._links.instance_id}"
                 self._refuse(proxy, message, ErrorInfo("unavailable", f"{what}: try again"))
                 return
-            # It came on a connection that this proxy has given up: nobody waits for what would go there.
-            self._outcomes["taken_over"] += 1
+            if owner == proxy and message.attempt <= attempt:
+                self._outcomes["duplicate_request"] += 1
+                return
+            # An older attempt, or on a connection that this proxy has given up: nobody waits for what is told of it.
+            self._outcomes["taken_over"] += owner != proxy
             self.abort(request_id)
         self._begin(proxy, message)
 
     def _begin(self, proxy: bytes, message: Generate) -> None:
-        self._links.proxies.add(proxy, message.request_id, _most_tokens(message, self._links.info.max_model_len))
+        most_tokens = _most_tokens(message, self._links.info.max_model_len)
+        self._links.proxies.add(proxy, message.request_id, most_tokens, message.attempt)
         self._arrived_s[message.request_id] = time.monotonic()
         self.thread.submit(
             lambda engine: engine.add_request(
@@ -146,6 +147,7 @@ class DecoderService:
                 message.sampling,
                 message.priority,
                 message.resumed,
+                attempt=message.attempt,
                 prefill_only=bool(message.prefill_for),
                 prefilled=message.prefilled,
             )
@@ -164,6 +166,8 @@ class DecoderService:
 
     def _handle_events(self, events: list[Event]) -> None:
         for event in events:
+            if isinstance(event, TokensReady | RequestFailed | PrefillEvent) and self._is_stale(event):
+                continue
             if isinstance(event, TokensReady):
                 self._send_tokens(event)
             elif isinstance(event, RequestFailed):
@@ -171,16 +175,20 @@ class DecoderService:
             elif isinstance(event, InputLost):
                 self._outcomes["input_needed"] += 1
                 self._links.reply(event.request_id, InputNeeded(event.request_id, event.input_id, event.attempt))
-            elif isinstance(event, KvReady | KvComputed | PrefillEnded):
+            elif isinstance(event, PrefillEvent):
                 self._follow_prefill(event)
             elif self._encoding is None or not self._encoding.settle(event):
                 self._receiver.settle(event)
 
-    def _follow_prefill(self, event: KvReady | KvComputed | PrefillEnded) -> None:
+    def _is_stale(self, event: TokensReady | RequestFailed | PrefillEvent) -> bool:
+        """Whether it was told before the engine had heard that the request was aborted: it may be here again since."""
+        return event.attempt != self._links.proxies.attempt(event.request_id)
+
+    def _follow_prefill(self, event: PrefillEvent) -> None:
         raise NotImplementedError  # only what was added with `prefill_only` has these
 
     def _fail(self, event: RequestFailed) -> None:
-        self._links.reply(event.request_id, Failed(event.request_id, event.error))
+        self._links.reply(event.request_id, Failed(event.request_id, event.error, event.attempt))
         self._give_up(event.request_id)
 
     def _send_tokens(self, event: TokensReady) -> None:
@@ -203,6 +211,7 @@ class DecoderService:
                 logprobs=event.logprobs,
                 prompt_logprobs=event.prompt_logprobs,
                 score=event.score,
+                attempt=event.attempt,
             ),
         )
         if event.done:

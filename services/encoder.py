@@ -53,7 +53,7 @@ class EncoderService:
             self.stage.take(proxy, message)
         elif isinstance(message, Generate):
             what = f"{self._links.instance_id} is an encoder: it generates nothing"
-            self._links.send(proxy, Failed(message.request_id, ErrorInfo("invalid_request", what)))
+            self._links.send(proxy, Failed(message.request_id, ErrorInfo("invalid_request", what), message.attempt))
 
     def handle_delivery(self, delivery: Delivery) -> None:
         self._handoffs.handle(delivery)

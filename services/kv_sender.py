@@ -23,7 +23,7 @@ from common.errors import ErrorInfo, TriptychError
 from common.messages import KV_INPUT_ID, Generate, Grant, KvOffer, Prefilled
 from common.telemetry import SpanRecorder, get_logger
 from engine.decoder_engine import DecoderEngine
-from engine.events import Event, KvComputed, KvReady, PrefillEnded, RequestFailed
+from engine.events import Event, KvComputed, KvReady, PrefillEnded, PrefillEvent, RequestFailed
 from services.destination import find_instance
 from services.engine_thread import EngineThread
 from services.kv_messages import tokens_per_part
@@ -44,7 +44,6 @@ class _Prefill:
     recorder: SpanRecorder
     ready: KvReady | None = None
     num_computed: int | None = None
-    ending: bool = False
     ended: PrefillEnded | None = None
     error: ErrorInfo | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -53,13 +52,13 @@ class _Prefill:
     def key(self) -> Key:
         return self.message.request_id, KV_INPUT_ID, self.message.attempt
 
-    def note(self, event: KvReady | KvComputed | PrefillEnded | RequestFailed) -> None:
+    def note(self, event: PrefillEvent | RequestFailed) -> None:
         match event:
             case KvReady():
                 self.ready = event
             case KvComputed(num_tokens=num_tokens):
                 self.num_computed = num_tokens
-            case PrefillEnded() if self.ending:  # else of an earlier attempt, whose last word this was
+            case PrefillEnded():
                 self.ended = event
             case RequestFailed(error=error):
                 self.error = error
@@ -103,17 +102,12 @@ class KvSender:
     def num_open(self) -> int:
         return len(self._prefills)
 
-    def attempt(self, request_id: str) -> int | None:
-        """The attempt that is under way for a request; None if there is none."""
-        found = self._prefills.get(request_id)
-        return found[0].message.attempt if found is not None else None
-
     def begin(self, message: Generate) -> None:
         """Hand over the keys and values of a request that has just been given to the engine."""
         prefill = _Prefill(message, SpanRecorder(self._links.instance_id))
         self._prefills[message.request_id] = prefill, asyncio.create_task(self._run(prefill))
 
-    def handle(self, event: KvReady | KvComputed | PrefillEnded | RequestFailed) -> None:
+    def handle(self, event: PrefillEvent | RequestFailed) -> None:
         """The engine tells how far it is. What is about no request under way is ignored."""
         found = self._prefills.get(event.request_id)
         if found is None:
@@ -182,7 +176,6 @@ class KvSender:
                 await self._send(prefill, handoff, table, first, last)
             self._handoffs.complete(handoff)
             self._links.note_handoff(prefill.key, handoff)
-        prefill.ending = True
         self._thread.submit(lambda engine: engine.end_prefill(request_id))
         while prefill.ended is None:
             await prefill.next_report()

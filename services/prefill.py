@@ -8,7 +8,7 @@ from broker.channels import ChannelName, Delivery
 from broker.handoff import HandoffSender
 from common.errors import ErrorInfo
 from common.messages import Generate, Grant, InstanceRecord, Prefilled, Receipt, Role
-from engine.events import KvComputed, KvReady, PrefillEnded, RequestFailed
+from engine.events import PrefillEvent, RequestFailed
 from services.decoder import DecoderService
 from services.kv_sender import KvSender
 from services.links import Links
@@ -63,17 +63,11 @@ class PrefillService(DecoderService):
     def _refuse(self, proxy: bytes, message: Generate, error: ErrorInfo) -> None:
         self._links.send(proxy, Prefilled(message.request_id, message.attempt, error))
 
-    def _generate(self, proxy: bytes, message: Generate) -> None:
-        attempt = self._sender.attempt(message.request_id)
-        if attempt is not None and attempt < message.attempt and self._refusal(message) is None:
-            self.abort(message.request_id)
-        super()._generate(proxy, message)
-
     def _begin(self, proxy: bytes, message: Generate) -> None:
         super()._begin(proxy, message)
         self._sender.begin(message)
 
-    def _follow_prefill(self, event: KvReady | KvComputed | PrefillEnded) -> None:
+    def _follow_prefill(self, event: PrefillEvent) -> None:
         self._sender.handle(event)
 
     def _fail(self, event: RequestFailed) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Final
 
 from broker.rpc import supersedes
@@ -12,43 +13,54 @@ SILENCE_S: Final = 10.0
 _MAX_LOST: Final = 64
 
 
+@dataclass(frozen=True)
+class _Request:
+    proxy: bytes
+    num_tokens: int
+    attempt: int
+
+
 class ProxyWatch:
     """The request ids of each proxy (known by its ZMQ routing id), until they end or the proxy is gone."""
 
     def __init__(self, silence_s: float = SILENCE_S) -> None:
         self._silence_s = silence_s
         self._last_heard_s: dict[bytes, float] = {}
-        self._owner: dict[str, bytes] = {}
-        self._tokens: dict[str, int] = {}
-        self._lost: dict[bytes, list[str]] = {}  # what was dropped, in case its proxy comes back
+        self._requests: dict[str, _Request] = {}
+        self._lost: dict[bytes, dict[str, int]] = {}  # what was dropped, in case its proxy comes back
 
-    def heard(self, proxy: bytes) -> list[str]:
-        """A sign of life. Returns the requests that were dropped since the last one: their proxy has to be told."""
+    def heard(self, proxy: bytes) -> dict[str, int]:
+        """A sign of life. Returns the requests that were dropped since the last one, with their attempts: their proxy
+        has to be told."""
         self._last_heard_s[proxy] = time.monotonic()
-        return self._lost.pop(proxy, [])
+        return self._lost.pop(proxy, {})
 
-    def add(self, proxy: bytes, request_id: str, num_tokens: int = 0) -> None:
+    def add(self, proxy: bytes, request_id: str, num_tokens: int = 0, attempt: int = 0) -> None:
         """A request of this proxy is under way, of so many tokens at most, prompt and output together."""
-        self._owner[request_id] = proxy
-        self._tokens[request_id] = num_tokens
+        self._requests[request_id] = _Request(proxy, num_tokens, attempt)
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all requests under way, at most."""
-        return sum(self._tokens.values())
+        return sum(request.num_tokens for request in self._requests.values())
 
     def owner(self, request_id: str) -> bytes | None:
         """The routing id of the proxy that answers go to; None for an ended or unknown request."""
-        return self._owner.get(request_id)
+        request = self._requests.get(request_id)
+        return None if request is None else request.proxy
+
+    def attempt(self, request_id: str) -> int | None:
+        """The attempt that is under way; None for an ended or unknown request."""
+        request = self._requests.get(request_id)
+        return None if request is None else request.attempt
 
     def owns(self, proxy: bytes, request_id: str) -> bool:
         """Whether a request came from this proxy, on this connection or on one that it has given up for it."""
-        owner = self._owner.get(request_id)
+        owner = self.owner(request_id)
         return owner is not None and (owner == proxy or supersedes(proxy, owner))
 
     def remove(self, request_id: str) -> None:
-        self._owner.pop(request_id, None)
-        self._tokens.pop(request_id, None)
+        self._requests.pop(request_id, None)
 
     def mark_gone(self, proxy: bytes) -> None:
         """Its connection does not take messages: the next `take_orphans` returns its requests."""
@@ -63,10 +75,10 @@ class ProxyWatch:
         """Forget the proxies that are gone or have been silent for too long; returns the requests they leave."""
         limit_s = time.monotonic() - self._silence_s
         gone = {proxy for proxy, heard_s in self._last_heard_s.items() if heard_s < limit_s}
-        orphans = [request_id for request_id, proxy in self._owner.items() if proxy in gone]
+        orphans = [request_id for request_id, request in self._requests.items() if request.proxy in gone]
         for request_id in orphans:
-            self._lost.setdefault(self._owner[request_id], []).append(request_id)
-            self.remove(request_id)
+            request = self._requests.pop(request_id)
+            self._lost.setdefault(request.proxy, {})[request_id] = request.attempt
         for proxy in gone:
             del self._last_heard_s[proxy]
         while len(self._lost) > _MAX_LOST:
@@ -75,4 +87,4 @@ class ProxyWatch:
 
     def __len__(self) -> int:
         """Number of requests under way."""
-        return len(self._owner)
+        return len(self._requests)

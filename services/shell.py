@@ -194,9 +194,9 @@ class Shell:
     async def _take_requests(self) -> None:
         while True:
             proxy, message = await self._server.receive()
-            for request_id in self._proxies.heard(proxy):
+            for request_id, attempt in self._proxies.heard(proxy).items():
                 error = ErrorInfo("unavailable", f"{self._links.instance_id} had lost its connection to the proxy")
-                self._server.send(proxy, Failed(request_id, error))
+                self._server.send(proxy, Failed(request_id, error, attempt))
             if isinstance(message, Abort):
                 known = self._proxies.owner(message.request_id) is not None
                 if not known or self._proxies.owns(proxy, message.request_id):

@@ -65,7 +65,7 @@ class KvOutlet:
         """Tell which prefills can be offered: they have begun, and lack no input."""
         for request in [one for one in self._unready.values() if self._is_ready(one)]:
             del self._unready[request.request_id]
-            self._emit(KvReady(request.request_id, self._expectation.describe(request)))
+            self._emit(KvReady(request.request_id, self._expectation.describe(request), request.attempt))
             if not self._blocks.needs_writing(request.request_id):
                 self._tell(request)
 
@@ -84,7 +84,7 @@ class KvOutlet:
 
     def _tell(self, request: Request) -> None:
         num_computed = min(request.sequences[0].num_computed_tokens, request.num_handoff_tokens)
-        self._emit(KvComputed(request.request_id, num_computed))
+        self._emit(KvComputed(request.request_id, num_computed, request.attempt))
         if request.is_prefilled_here and request.request_id not in self._complete:
             self._complete.add(request.request_id)
             request.recorder.end("inputs")
@@ -130,5 +130,6 @@ class KvOutlet:
 
     def _finish(self, request: Request) -> None:
         self.counters["prefills_ended"] += 1
-        self._emit(PrefillEnded(request.request_id, request.finish_spans(), request.prompt_logprobs))
+        spans = request.finish_spans()
+        self._emit(PrefillEnded(request.request_id, spans, request.prompt_logprobs, request.attempt))
         self._end(request)

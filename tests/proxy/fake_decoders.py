@@ -156,7 +156,7 @@ class FakeDecoder(FakeReader):
 
     async def run(self, proxy: bytes, message: Generate) -> None:
         if self.failure is not None:
-            await self.reply(proxy, Failed(message.request_id, self.failure))
+            await self.reply(proxy, Failed(message.request_id, self.failure, message.attempt))
             return
         if message.prefilled:
             await self._take_prompt(proxy, message)
@@ -165,7 +165,7 @@ class FakeDecoder(FakeReader):
         for number, tokens in enumerate(self.messages(message)):
             if number == self.pause_after:
                 await self.resume.wait()
-            await self.reply(proxy, tokens)
+            await self.reply(proxy, msgspec.structs.replace(tokens, attempt=message.attempt))
             await asyncio.sleep(0)
 
     def messages(self, message: Generate) -> list[Tokens]:

@@ -20,6 +20,7 @@ from common.messages import (
     Encode,
     Encoded,
     Failed,
+    FinishReason,
     Generate,
     InputNeeded,
     InputSlot,
@@ -60,6 +61,7 @@ class Sim:
         if isinstance(message, Generate):
             resumed = len(message.resumed[0].token_ids) if message.resumed else 0
             self.job, self.sent, self.inputs = message, resumed, set()
+            self.world.begins[message.attempt] = resumed
             decoder = self.world.find(message.prefill_for)
             if decoder is not None:
                 decoder.offered = message.attempt
@@ -111,9 +113,12 @@ class Sim:
 
     def token(self) -> None:
         assert self.job is not None
+        attempt = self.job.attempt
         ends = self.sent == NUM_TOKENS - 1
         known: list[TokenLogprob | None] = [None] if self.sent == 0 and not self.job.prefilled else []
-        self.say(Tokens("r", self.sent, [self.sent], "length" if ends else None, done=ends, prompt_logprobs=known))
+        reason: FinishReason | None = "length" if ends else None
+        token = NUM_TOKENS * attempt + self.sent  # drawn anew in every attempt
+        self.say(Tokens("r", self.sent, [token], reason, done=ends, prompt_logprobs=known, attempt=attempt))
         self.sent += 1
         if ends:
             self.job = None
@@ -124,7 +129,8 @@ class Sim:
             self.say(InputNeeded("r", input_id, self.offered))
 
     def fail(self) -> None:
-        self.say(Failed("r", BUSY))
+        assert self.job is not None
+        self.say(Failed("r", BUSY, self.job.attempt))
         self.job = None
 
 
@@ -143,6 +149,7 @@ class World:
         cluster = Cluster(cast(WorkerPool, self), Placer(self.metrics), self.metrics, handoff_timeout_s=60.0)
         self.flight = Flight(Job("r", [1, 2, 3], sampling, slots, items), cluster, deadline_s=2**40)
         self.got: list[Tokens] = []
+        self.begins: dict[int, int] = {}  # the first token of each attempt to generate
         self.task = asyncio.create_task(self._read())
 
     def workers(self, *roles: Role, matching: Worker | None = None) -> list[Worker]:
@@ -226,7 +233,12 @@ def test_tokens_come_once_and_nothing_is_left(
         await _play(data, world)
         await _heal(world)
         error = world.task.exception()
-        tokens = [token for message in world.got for token in message.token_ids]
+        drawn = [divmod(token, NUM_TOKENS) for message in world.got for token in message.token_ids]
+        for place, (attempt, _) in enumerate(drawn):
+            assert {other for other, _ in drawn[world.begins[attempt] : place]} <= {attempt}, (
+                "continues what is its own"
+            )
+        tokens = [place for _, place in drawn]
         if error is None:
             assert tokens == list(range(NUM_TOKENS))
             assert Counter(bool(message.prompt_logprobs) for message in world.got)[True] <= 1 or not prompt_logprobs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import openai
 import pytest
 
@@ -197,6 +198,7 @@ async def test_a_slow_prefill_is_aborted_when_the_decoder_waits_no_more(serve):
         task = asyncio.create_task(rig.chat())
         (slow, _) = await _asked(rig.cluster.prefills)
         (message,) = decoder.of(Generate)
+        await eventually(lambda: message.request_id in decoder._running)
         await decoder.ask_for_prompt(decoder.proxies[0], message.request_id)
         assert (await task).choices[0].message.content == "a red sign"
         await eventually(lambda: bool(slow.of(Abort)))
@@ -247,6 +249,29 @@ async def test_log_probabilities_that_are_lost_with_a_prefill_worker_are_compute
         answer = await task
         assert answer.choices[0].message.content == "a red sign"
         assert answer.prompt_logprobs[1] is not None
+        await rig.assert_clean()
+
+
+async def test_tokens_of_an_attempt_before_the_move_are_not_taken_for_those_after_it(serve):
+    """The request comes back to its only decoder, and draws other tokens there: the first ones are still on the way."""
+    async with serve(decoders=0, pairs=(2, 1)) as rig:
+        decoder = rig.cluster.decoders[0]
+        for prefill in rig.cluster.prefills:
+            prefill.hold = True
+        decoder.pause_after = 1
+        decoder.answer = lambda message: "a red sign" if message.attempt == 1 else "no blue door"
+        task = asyncio.create_task(rig.chat(extra_body={"prompt_logprobs": 0}))
+        victim, other = await _asked(rig.cluster.prefills)
+        await eventually(
+            lambda: any(flight._prompt_logprobs.withheld for flight in rig.service.dispatcher._flights.values())
+        )
+        late = msgspec.structs.replace(decoder.messages(decoder.of(Generate)[0])[0], attempt=1)
+        other.hold, decoder.pause_after = False, 0
+        await victim.die()
+        await eventually(lambda: len(decoder.of(Generate)) == 2)
+        await decoder.reply(decoder.proxies[0], late)
+        decoder.resume.set()
+        assert (await task).choices[0].message.content == "no blue door"
         await rig.assert_clean()
 
 

@@ -13,8 +13,21 @@ import zmq.asyncio
 from redis.asyncio import Redis
 
 from broker.handoff import key_of
-from common.messages import KV_INPUT_ID, Abort, Generate, Grant, InputNeeded, KvOffer, Receipt, TensorHeader, Tokens
+from common.errors import ErrorInfo
+from common.messages import (
+    KV_INPUT_ID,
+    Abort,
+    Failed,
+    Generate,
+    Grant,
+    InputNeeded,
+    KvOffer,
+    Receipt,
+    TensorHeader,
+    Tokens,
+)
 from common.sampling_params import SamplingParams
+from engine.events import RequestFailed, TokensReady
 from services.decode import DecodeService
 from services.kv_messages import part_fault
 from tests.eventually import eventually
@@ -32,9 +45,9 @@ class Setting:
     peer: Peer
     token_shape: list[int]
 
-    async def generate(self, request_id: str, max_tokens: int = 4) -> None:
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        await self.worker.proxy.send(Generate(request_id, PROMPT, [], sampling, prefilled=True))
+    async def generate(self, request_id: str, attempt: int = 0) -> None:
+        sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+        await self.worker.proxy.send(Generate(request_id, PROMPT, [], sampling, prefilled=True, attempt=attempt))
 
     def offer(self, request_id: str, **changes: Any) -> KvOffer:
         deadline_s = time.time() + 20
@@ -184,6 +197,23 @@ async def test_an_abort_tells_the_sender_and_frees_everything(setting: Setting, 
     await eventually(setting.is_idle, 2.0)
     if stage != "started":
         assert (await setting.peer.message(Grant, "r", 2 if stage == "granted" else 1)).status == "cancelled"
+
+
+async def test_a_newer_attempt_replaces_an_older_one_and_its_last_words_are_not_told(setting: Setting) -> None:
+    await setting.generate("r", attempt=1)
+    await setting.generate("r", attempt=3)
+    await setting.generate("r", attempt=2)
+    await eventually(lambda: setting.worker.tally("handoffs") == {"duplicate_request": 1})
+    error = ErrorInfo("internal_error", "of the older one")
+    setting.worker.role._handle_events(
+        [TokensReady("r", 0, [5], "length", done=True, attempt=1), RequestFailed("r", error, attempt=1)]
+    )
+    offer = setting.offer("r", attempt=3)
+    setting.peer.send("metadata", offer)
+    await setting.peer.message(Grant, "r")
+    await setting.send(offer, 0, 0, NUM_TOKENS)
+    assert {message.attempt for message in await setting.done("r")} == {3}
+    assert setting.worker.of(Failed, "r") == []
 
 
 async def test_what_does_not_fit_the_request_or_itself_is_refused(setting: Setting) -> None:

@@ -222,15 +222,6 @@ async def test_the_lease_is_kept_alive_while_nothing_is_computed(monkeypatch: py
         one.sender.drop("r")
 
 
-async def test_a_last_word_of_an_earlier_attempt_does_not_end_the_next_one() -> None:
-    async with setting() as one:
-        await one.granted(cross_cached=True)
-        one.sender.handle(PrefillEnded("r", [], []))
-        one.compute(NUM_TOKENS)
-        assert await one.store(0) == list(range(NUM_TOKENS))
-        assert (await one.finish()).error is None
-
-
 async def test_what_the_engine_has_given_up_before_it_was_offered_is_not_offered() -> None:
     async with setting() as one:
         one.sender.begin(Generate("r", [1] * (NUM_TOKENS + 1), [], SamplingParams(), prefill_for="d0"))

@@ -8,15 +8,15 @@ from services.proxies import ProxyWatch
 def test_only_a_silent_proxy_loses_its_requests() -> None:
     watch = ProxyWatch(silence_s=0.0)
     watch.heard(b"p0")
-    watch.add(b"p0", "a")
+    watch.add(b"p0", "a", attempt=3)
     watch.add(b"p0", "b")
     watch.remove("b")
     assert sorted(watch.take_orphans()) == ["a"]
-    assert watch.owner("a") is None
+    assert watch.owner("a") is watch.attempt("a") is None
     assert len(watch) == 0
     assert watch.take_orphans() == []
-    assert watch.heard(b"p0") == ["a"]
-    assert watch.heard(b"p0") == []
+    assert watch.heard(b"p0") == {"a": 3}
+    assert watch.heard(b"p0") == {}
 
 
 def test_a_proxy_that_beats_keeps_its_requests() -> None:
