@@ -1,0 +1,238 @@
+"""Tensors between GPUs of one host, or within one, by CUDA's own way of sharing memory between processes (CUDA IPC).
+
+    sender                                                   receiver
+    +------------ arena, in the GPU's memory ------------+
+    | tensor | free | tensor |           free            |   opened once; tensors are copied out of it
+    +----------------------------------------------------+
+       Unix socket: announce -->   <-- release
+
+The sender copies an output into its arena, on a stream of its own, waits for that stream in a thread, and only then
+announces it: so an announcement says that the bytes are there, and no event has to live in two processes. What that
+costs is one wake-up of a thread for each tensor; an engine's stream waits for nothing. Nothing passes through the host.
+
+Both must be the same user on one host, as for shared memory, the receiver's GPU must be able to read the sender's, and
+it proves that it does. Otherwise another transport is taken. It has not run on a GPU yet: tests run it between two
+processes over memory of the host (tests/broker/fake_cuda.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import ClassVar, Final
+
+from broker.transports import packets
+from broker.transports.base import QUEUE_TENSORS, Unreachable, took_none
+from broker.transports.cuda_arena import ARENA_BYTES, ExportArena
+from broker.transports.cuda_receiver import SCHEME
+from broker.transports.cuda_runtime import CudaError, CudaRuntime
+from broker.transports.cuda_wire import Hello
+from broker.transports.payload import DeviceBuffer
+from broker.transports.shm_receiver import HANDSHAKE_S, boot_id
+from broker.transports.shm_wire import NONCE_BYTES, Announce, Release, for_sender
+from common.errors import TriptychError
+from common.messages import TensorHeader, encode
+from common.telemetry import get_logger
+
+LINK_SHARE: Final = 2
+"""One receiver holds at most this part (a half) of the arena: one that is stopped leaves the others room."""
+
+log = get_logger()
+
+
+class CudaSender:
+    """Makes the connections of one process, which share its arena."""
+
+    scheme: ClassVar[str] = SCHEME
+
+    def __init__(self, runtime: CudaRuntime) -> None:
+        self._runtime = runtime
+        self._arena: ExportArena | None = None
+        self._making = asyncio.Lock()
+        self._closed = False
+
+    def connect(self, address: str) -> CudaConnection:
+        """The connection to an address; it does not connect yet."""
+        return CudaConnection(self, address)
+
+    def carries(self, num_bytes: int) -> bool:
+        """Whether a tensor is small enough for this way."""
+        return num_bytes <= ARENA_BYTES // LINK_SHARE
+
+    @property
+    def device_id(self) -> str:
+        return self._runtime.device_id
+
+    async def arena(self) -> ExportArena:
+        """The process's arena, made when it is first needed. Raises CudaError where the device has no room for it."""
+        async with self._making:
+            if self._closed:
+                raise CudaError("this sender has been closed")
+            if self._arena is None:
+                self._arena = await asyncio.to_thread(ExportArena, self._runtime, ARENA_BYTES)
+            return self._arena
+
+    def close(self) -> None:
+        """Give the arena back, once all connections are closed. Twice is fine."""
+        self._closed = True
+        if self._arena is not None:
+            self._arena.close()
+
+
+class CudaConnection:
+    """See broker.transports.base.Connection: this one takes the memory of a GPU."""
+
+    scheme: ClassVar[str] = SCHEME
+
+    def __init__(self, sender: CudaSender, address: str) -> None:
+        self._sender = sender
+        self._address = address
+        self._host, _, self._name = address.partition("://")[2].partition("/")
+        self._turn = asyncio.Lock()
+        self._link: _Link | None = None
+
+    async def send(self, header: TensorHeader, data: DeviceBuffer, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                async with self._turn:
+                    link = await self._connected()
+                    slot = await link.room(data.nbytes)
+                try:
+                    await link.write(slot, data)
+                    await link.announce(slot, data.nbytes, header)
+                except BaseException:
+                    link.give_back(slot)
+                    raise
+        except TimeoutError as error:
+            raise took_none(self._address, timeout_s) from error
+        except (OSError, CudaError) as error:
+            raise TriptychError("unavailable", f"the receiver of tensors at {self._address}: {error}") from error
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
+
+    async def _connected(self) -> _Link:
+        if self._link is not None and not self._link.closed:
+            return self._link
+        if self._host != boot_id():
+            raise Unreachable(f"{self._address} is on another host")
+        try:
+            link = _Link(self._name, await self._sender.arena())
+            try:
+                async with asyncio.timeout(HANDSHAKE_S):
+                    await link.shake_hands(self._sender.device_id)
+            except BaseException:
+                link.close()
+                raise
+        except (OSError, CudaError) as error:  # TimeoutError among them
+            why = str(error) or f"no answer within {HANDSHAKE_S:g} s"
+            raise Unreachable(f"no memory of a GPU with {self._address}: {why}") from error
+        self._link = link
+        return link
+
+
+class _Link:
+    """The sender's end of one connection. Ends when the other side does."""
+
+    def __init__(self, name: str, arena: ExportArena) -> None:
+        """Raises OSError where nobody listens under the name."""
+        self._arena = arena
+        self._lent: dict[int, tuple[int, int]] = {}  # slot: offset, bytes
+        self._next_slot = 0
+        self._nonce = b""
+        self._max_bytes = -1  # unknown before the Welcome
+        self._packets = packets.PacketSocket(packets.connect(name), self._take, self._lost)
+
+    @property
+    def closed(self) -> bool:
+        return self._packets.closed
+
+    async def shake_hands(self, device_id: str) -> None:
+        """Give the other side the arena's handle and wait until it has read from it. Raises OSError, CudaError."""
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        slot = await self._lend(NONCE_BYTES)
+        try:
+            await self.write(slot, nonce)
+            self._nonce = nonce
+            hello = Hello(self._arena.handle, self._arena.size_bytes, self._offset(slot), device_id)
+            await self._packets.send(encode(hello))
+            while self._max_bytes < 0:
+                await self._next_change()
+        finally:
+            self.give_back(slot)
+
+    async def room(self, num_bytes: int) -> int:
+        """A slot with room for a tensor, as soon as there is some. Raises OSError where the receiver has gone.
+
+        One at a time: callers take turns.
+        """
+        most = min(self._max_bytes, self._arena.size_bytes // LINK_SHARE)
+        if num_bytes > most:
+            raise TriptychError("invalid_request", f"{num_bytes} bytes; this way takes {most} at most")
+        return await self._lend(num_bytes)
+
+    async def write(self, slot: int, data: DeviceBuffer | bytes) -> None:
+        """Copy a tensor to its room; it is there when this returns. Raises CudaError."""
+        await asyncio.to_thread(self._arena.write, self._offset(slot), data)
+
+    async def announce(self, slot: int, num_bytes: int, header: TensorHeader) -> None:
+        """Tell the receiver of a tensor that lies in its room. Raises OSError where it has gone."""
+        await self._packets.send(encode(Announce(slot, self._offset(slot), num_bytes, header)))
+
+    def give_back(self, slot: int) -> None:
+        """The room is free. Nothing happens where it is already, since the link has been closed."""
+        if (lent := self._lent.pop(slot, None)) is not None:
+            self._arena.give_back(lent[0])
+
+    def close(self) -> None:
+        """Let go of everything; whoever waits for something gets an OSError."""
+        self._packets.close()
+        for slot in list(self._lent):
+            self.give_back(slot)
+        self._arena.wake()
+
+    async def _lend(self, num_bytes: int) -> int:
+        while (offset := self._find(num_bytes)) is None:
+            await self._next_change()
+        slot = self._next_slot
+        self._next_slot += 1
+        self._lent[slot] = offset, num_bytes
+        return slot
+
+    def _offset(self, slot: int) -> int:
+        """Where a room is. Raises OSError where it was given back meanwhile: the connection has ended."""
+        if slot not in self._lent:
+            raise ConnectionResetError("it has closed the connection")
+        return self._lent[slot][0]
+
+    def _find(self, num_bytes: int) -> int | None:
+        """None where there is too little at the moment, or this receiver holds its part."""
+        held = sum(size for _, size in self._lent.values())
+        if len(self._lent) >= QUEUE_TENSORS or held + num_bytes > self._arena.size_bytes // LINK_SHARE:
+            return None
+        return self._arena.lend(num_bytes)
+
+    async def _next_change(self) -> None:
+        if not self.closed:
+            await self._arena.next_change()
+        if self.closed:
+            raise ConnectionResetError("it has closed the connection")
+
+    def _take(self, packet: bytes, fds: list[int]) -> None:
+        packets.close_all(fds)
+        message = for_sender(packet)
+        if isinstance(message, Release):
+            if message.slot not in self._lent:
+                raise ValueError(f"slot {message.slot} is not lent")
+            self.give_back(message.slot)
+            return
+        if not self._nonce or message.nonce != self._nonce:
+            raise ValueError("the receiver does not see this memory")
+        self._max_bytes = message.max_bytes
+        self._arena.wake()
+
+    def _lost(self, error: Exception | None) -> None:
+        if error is not None:
+            log.warning("a GPU's memory with a receiver has ended", error=str(error))
+        self.close()

@@ -1,0 +1,35 @@
+"""What a transport is given to carry: bytes in host memory, or memory of a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceBuffer:
+    """`nbytes` of a GPU's memory at `pointer`, for copies and nothing else: this package knows no tensor library.
+
+    `ready` is an event of CUDA (cudaEvent_t) behind the work that writes the bytes: whoever reads them lets its stream
+    wait for it. None where they are written. `owner` keeps the memory, for as long as the buffer is referred to.
+    """
+
+    pointer: int
+    nbytes: int
+    ready: int | None = None
+    owner: Any = field(default=None, repr=False)
+    _to_host: Callable[[], memoryview] | None = field(default=None, repr=False)
+
+    def to_host(self) -> memoryview:
+        """The same bytes in host memory, for transports that know no GPU. Blocks until they are there: call it in a
+        thread. Raises NotImplementedError for a buffer that was received: it is here already."""
+        if self._to_host is None:
+            raise NotImplementedError("a received buffer is not sent on")
+        return self._to_host()
+
+    def release(self) -> None:
+        """As memoryview has it: nothing here counts who looks at the memory."""
+
+
+Payload: TypeAlias = memoryview | DeviceBuffer

@@ -1,0 +1,481 @@
+"""Memory of a GPU between processes, over a fake CUDA that keeps to the order of streams and to nothing beyond it."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import secrets
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from broker.transports import cuda_library, cuda_transport, listener, packets
+from broker.transports.base import QUEUE_TENSORS, ReceivedTensor, Unreachable
+from broker.transports.cuda_library import CudaLibrary
+from broker.transports.cuda_receiver import CudaReceiver
+from broker.transports.cuda_runtime import HANDLE_BYTES, CudaError, CudaRuntime
+from broker.transports.cuda_transport import CudaConnection, CudaSender
+from broker.transports.cuda_wire import Hello
+from broker.transports.payload import DeviceBuffer
+from broker.transports.shm_wire import Announce, Release, Welcome, for_sender
+from common.errors import TriptychError
+from common.messages import encode
+from tests.broker.fake_cuda import GARBAGE, FakeCuda
+from tests.broker.transport_kit import of_bytes
+from tests.eventually import eventually
+
+MIB = 2**20
+
+
+@dataclass
+class Gpu:
+    """One process's GPU and its ends, with an arena of 4 MiB: 2 MiB for each receiver."""
+
+    cuda: FakeCuda
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.sender = CudaSender(self.cuda)
+        self.receiver = self.new_receiver()
+        self.connections: list[CudaConnection] = []
+
+    def new_receiver(self, max_bytes: int = 2**28) -> CudaReceiver:
+        return CudaReceiver(self.cuda, self.arrived.set, max_bytes=max_bytes)
+
+    def connect(self, address: str) -> CudaConnection:
+        self.connections.append(self.sender.connect(address))
+        return self.connections[-1]
+
+    async def send(self, connection: CudaConnection, data: bytes | DeviceBuffer, timeout_s: float = 20) -> None:
+        buffer = self.cuda.upload(data) if isinstance(data, bytes) else data
+        await connection.send(of_bytes(bytes(buffer.nbytes)), buffer, timeout_s)
+
+    async def take(self, receiver: CudaReceiver | None = None) -> ReceivedTensor:
+        async with asyncio.timeout(20):
+            while (received := (receiver or self.receiver).take()) is None:
+                self.arrived.clear()
+                await self.arrived.wait()
+        return received
+
+    def bytes_of(self, received: ReceivedTensor) -> bytes:
+        """Copied out on a stream that is waited for, as a receiver has to."""
+        stream = self.cuda.make_stream()
+        assert isinstance(received.data, DeviceBuffer)
+        target = self.cuda.upload(bytes(received.data.nbytes))
+        self.cuda.copy(target.pointer, received.data.pointer, target.nbytes, stream)
+        self.cuda.synchronize(stream)
+        self.cuda.destroy_stream(stream)
+        return self.cuda.read(target)
+
+    def close(self) -> None:
+        for connection in self.connections:
+            connection.close()
+        self.sender.close()
+        self.receiver.close()
+
+
+@pytest.fixture(autouse=True)
+def _small_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_transport, "ARENA_BYTES", 4 * MIB)
+
+
+@pytest.fixture
+async def one() -> AsyncIterator[Gpu]:
+    async with gpu() as made:
+        yield made
+
+
+@pytest.fixture
+async def other() -> AsyncIterator[Gpu]:
+    """A second process's, on the same device."""
+    async with gpu() as made:
+        yield made
+
+
+@asynccontextmanager
+async def gpu(device_id: str = "0000:01:00.0", peers: tuple[str, ...] = ()) -> AsyncIterator[Gpu]:
+    made = Gpu(FakeCuda(device_id, peers))
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+async def transfer(source: Gpu, target: Gpu, data: bytes, connection: CudaConnection | None = None) -> ReceivedTensor:
+    await source.send(connection or source.connect(target.receiver.address), data)
+    return await target.take()
+
+
+async def times_out(source: Gpu, connection: CudaConnection, size: int) -> bool:
+    with pytest.raises(TriptychError, match="took none within") as caught:
+        await source.send(connection, bytes(size), timeout_s=0.1)
+    return caught.value.info.code == "unavailable"
+
+
+# --- order
+
+
+async def test_bytes_that_are_still_being_computed_arrive_when_they_are_there(one: Gpu, other: Gpu) -> None:
+    connection, data = one.connect(other.receiver.address), os.urandom(MIB)
+    engine = one.cuda.make_stream()
+    buffer = one.cuda.upload(data, engine)
+    assert one.cuda.read(buffer) != data
+    await one.send(connection, buffer)
+    assert other.bytes_of(await other.take()) == data
+    one.cuda.synchronize(engine)
+    one.cuda.destroy_stream(engine)
+
+
+async def test_without_its_event_a_tensor_would_arrive_as_garbage(one: Gpu, other: Gpu) -> None:
+    """What the fake is for: a wait that is left out shows."""
+    connection, engine = one.connect(other.receiver.address), one.cuda.make_stream()
+    buffer = one.cuda.upload(os.urandom(1000), engine)
+    await one.send(connection, DeviceBuffer(buffer.pointer, buffer.nbytes))
+    assert other.bytes_of(await other.take()) == bytes([GARBAGE]) * 1000
+
+
+async def test_a_tensor_is_announced_when_it_is_there_and_not_before(
+    one: Gpu, other: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection, data = one.connect(other.receiver.address), os.urandom(MIB)
+    assert other.bytes_of(await transfer(one, other, data[:10], connection)) == data[:10]
+    told: list[bytes] = []
+    send = packets.PacketSocket.send
+
+    async def look(self: packets.PacketSocket, packet: bytes, *fds: object) -> None:
+        told.append(packet)
+        await send(self, packet)
+
+    def waits_not(stream: int) -> None:
+        assert not told
+        type(one.cuda).synchronize(one.cuda, stream)
+
+    monkeypatch.setattr(packets.PacketSocket, "send", look)
+    monkeypatch.setattr(one.cuda, "synchronize", waits_not)
+    await one.send(connection, data)
+    assert len(told) == 1
+
+
+# --- room
+
+
+async def test_room_goes_back_by_release_or_with_the_buffer(one: Gpu, other: Gpu) -> None:
+    connection = one.connect(other.receiver.address)
+    held = [await transfer(one, other, bytes(MIB), connection) for _ in range(2)]
+    assert await times_out(one, connection, MIB)
+    held[0].release()
+    held[0].release()
+    held.append(await transfer(one, other, bytes(MIB), connection))
+    assert await times_out(one, connection, MIB)
+    del held[1]
+    await transfer(one, other, bytes(MIB), connection)
+
+
+async def test_one_receiver_that_releases_nothing_leaves_room_for_others(one: Gpu, other: Gpu) -> None:
+    stuck, healthy = one.connect(other.receiver.address), other.new_receiver()
+    held = [await transfer(one, other, bytes(MIB), stuck) for _ in range(2)]
+    waiting = asyncio.create_task(one.send(stuck, bytes(MIB), timeout_s=60))
+    connection = one.connect(healthy.address)
+    for number in range(5):
+        await one.send(connection, bytes([number]) * MIB)
+        received = await other.take(healthy)
+        assert other.bytes_of(received) == bytes([number]) * MIB
+        received.release()
+    assert not waiting.done()
+    held[0].release()
+    await waiting
+    healthy.close()
+
+
+async def test_no_more_tensors_are_on_their_way_than_may_be(one: Gpu, other: Gpu) -> None:
+    connection = one.connect(other.receiver.address)
+    held = [await transfer(one, other, b"", connection) for _ in range(QUEUE_TENSORS)]
+    assert await times_out(one, connection, 0)
+    held.pop().release()
+    await transfer(one, other, b"x", connection)
+
+
+async def test_a_send_that_is_cancelled_amid_its_copy_gives_its_room_back_and_damages_nothing(
+    one: Gpu, other: Gpu
+) -> None:
+    connection = one.connect(other.receiver.address)
+    held = await transfer(one, other, b"kept" * 1000, connection)
+    for _ in range(5):
+        sending = asyncio.create_task(one.send(connection, os.urandom(MIB)))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+        while (late := other.receiver.take()) is not None:  # it was too late to cancel it
+            late.release()
+    data = os.urandom(2 * MIB - 8192)
+    assert other.bytes_of(await transfer(one, other, data, connection)) == data
+    assert other.bytes_of(held) == b"kept" * 1000
+
+
+async def test_what_is_larger_than_a_receivers_part_of_the_arena_goes_another_way(one: Gpu, other: Gpu) -> None:
+    assert one.sender.carries(2 * MIB)
+    assert not one.sender.carries(2 * MIB + 1)
+    with pytest.raises(TriptychError, match="takes 2097152 at most"):
+        await one.send(one.connect(other.receiver.address), bytes(2 * MIB + 1))
+    with pytest.raises(TriptychError, match="takes 100 at most"):
+        await one.send(one.connect(other.new_receiver(max_bytes=100).address), bytes(101))
+
+
+# --- who can
+
+
+async def test_a_gpu_that_reads_its_peers_memory_takes_tensors_from_it() -> None:
+    async with gpu("0000:01:00.0") as first, gpu("0000:02:00.0", peers=("0000:01:00.0",)) as second:
+        assert second.bytes_of(await transfer(first, second, b"across")) == b"across"
+
+
+async def test_a_gpu_that_cannot_read_the_other_is_no_way(one: Gpu) -> None:
+    async with gpu("0000:02:00.0") as stranger:
+        with pytest.raises(Unreachable):
+            await transfer(one, stranger, b"x")
+        assert stranger.receiver.num_invalid == 1
+
+
+async def test_another_host_and_a_name_that_is_not_there_are_no_way(one: Gpu, other: Gpu) -> None:
+    scheme, _, place = other.receiver.address.partition("://")
+    host, _, name = place.partition("/")
+    for address in (f"{scheme}://00000000-{host[9:]}/{name}", f"{scheme}://{host}/{name[::-1]}"):
+        with pytest.raises(Unreachable):
+            await one.send(one.connect(address), b"x")
+
+
+async def test_another_user_is_refused(one: Gpu, other: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener.os, "geteuid", lambda: 4711)
+    with pytest.raises(Unreachable):
+        await one.send(one.connect(other.receiver.address), b"x")
+    assert other.receiver.num_invalid == 1
+
+
+async def test_a_receiver_that_reads_other_memory_than_the_senders_is_no_way(
+    one: Gpu, other: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a handle may lead astray between containers: it is found out by doing."""
+    elsewhere = other.cuda.allocate(4 * MIB)
+    monkeypatch.setattr(other.cuda, "open", lambda handle: elsewhere)
+    monkeypatch.setattr(other.cuda, "close", lambda pointer: None)
+    with pytest.raises(Unreachable):
+        await one.send(one.connect(other.receiver.address), b"x")
+    other.cuda.free(elsewhere)
+
+
+async def test_a_receiver_that_says_nothing_is_no_way_after_a_while(
+    one: Gpu, other: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_transport, "HANDSHAKE_S", 0.05)
+    name = f"triptych-test-{secrets.token_hex(8)}"
+    silent = packets.listen(name)
+    address = other.receiver.address.rpartition("/")[0] + f"/{name}"
+    with pytest.raises(Unreachable, match=r"no answer within 0\.05 s"):
+        await one.send(one.connect(address), b"x")
+    silent.close()
+
+
+async def test_a_gpu_without_room_for_the_arena_is_no_way(
+    one: Gpu, other: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(num_bytes: int) -> int:
+        raise CudaError("cudaMalloc: out of memory (error 2)")
+
+    buffer = one.cuda.upload(b"x")
+    monkeypatch.setattr(one.cuda, "allocate", full)
+    with pytest.raises(Unreachable, match="out of memory"):
+        await one.send(one.connect(other.receiver.address), buffer)
+
+
+# --- ends
+
+
+async def test_a_tensor_outlives_its_sender_and_then_everything_is_given_back(one: Gpu, other: Gpu) -> None:
+    data = os.urandom(MIB)
+    received = await transfer(one, other, data)
+    one.close()
+    assert other.bytes_of(received) == data
+    other.close()
+    assert other.bytes_of(received) == data
+    received.release()
+    await eventually(lambda: one.cuda.num_held == other.cuda.num_held == 0)
+
+
+async def test_a_receiver_that_closes_ends_a_waiting_send_at_once_and_the_next_one_is_found(
+    one: Gpu, other: Gpu
+) -> None:
+    connection = one.connect(other.receiver.address)
+    held = [await transfer(one, other, bytes(MIB), connection) for _ in range(2)]
+    waiting = asyncio.create_task(one.send(connection, bytes(MIB), timeout_s=60))
+    await asyncio.sleep(0)
+    other.receiver.close()
+    with pytest.raises(TriptychError) as caught:
+        async with asyncio.timeout(5):
+            await waiting
+    assert caught.value.info.code == "unavailable"
+    assert len(held) == 2
+    other.receiver = other.new_receiver()
+    assert other.bytes_of(await transfer(one, other, b"again")) == b"again"
+
+
+async def test_a_closed_sender_sends_no_more(one: Gpu, other: Gpu) -> None:
+    connection = one.connect(other.receiver.address)
+    await transfer(one, other, b"x", connection)
+    one.close()
+    with pytest.raises(TriptychError, match="closed"):
+        await one.send(connection, b"y")
+
+
+# --- what a stranger may say
+
+
+@pytest.fixture
+async def stranger(one: Gpu) -> AsyncIterator[_Stranger]:
+    made = _Stranger(one)
+    yield made
+    made.socket.close()
+    made.free()
+
+
+class _Stranger:
+    """Connects to a receiver, and says what it likes."""
+
+    def __init__(self, target: Gpu) -> None:
+        self.cuda = FakeCuda()
+        self.pointer = self.cuda.allocate(MIB)
+        self.said: list[object] = []
+        self.ended = asyncio.Event()
+        name = target.receiver.address.rpartition("/")[2]
+        self.socket = packets.PacketSocket(packets.connect(name), self._take, lambda error: self.ended.set())
+
+    def hello(self, **changes: object) -> Hello:
+        values = {"handle": self.cuda.export(self.pointer), "arena_bytes": MIB, "nonce_offset": 0}
+        return Hello(**{**values, "device_id": self.cuda.device_id, **changes})  # type: ignore[arg-type]
+
+    async def greet(self) -> None:
+        self.socket.try_send(encode(self.hello()))
+        await eventually(lambda: bool(self.said))
+        assert self.said == [Welcome(bytes([GARBAGE]) * 16, 2**28)]
+
+    def free(self) -> None:
+        self.cuda.free(self.pointer)
+
+    def _take(self, packet: bytes, fds: list[int]) -> None:
+        self.said.append(for_sender(packet))
+
+
+def announce(**changes: int) -> bytes:
+    return encode(Announce(**{"slot": 0, "offset": 0, "size_bytes": 9, **changes}, header=of_bytes(bytes(9))))
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [announce(offset=MIB - 8), announce(size_bytes=MIB + 1), announce(size_bytes=2**40), b"nonsense"],
+    ids=["beyond the end", "larger than the arena", "larger than taken", "no message"],
+)
+async def test_an_announcement_that_cannot_be_ends_the_connection(one: Gpu, stranger: _Stranger, packet: bytes) -> None:
+    await stranger.greet()
+    stranger.socket.try_send(packet)
+    await asyncio.wait_for(stranger.ended.wait(), 10)
+    assert one.receiver.num_invalid == 1
+    assert one.receiver.take() is None
+    await eventually(lambda: one.cuda.num_held == 0)
+
+
+async def test_a_slot_that_is_held_is_not_announced_again(one: Gpu, stranger: _Stranger) -> None:
+    await stranger.greet()
+    stranger.socket.try_send(announce())
+    received = await one.take()
+    stranger.socket.try_send(announce())
+    await asyncio.wait_for(stranger.ended.wait(), 10)
+    received.release()
+    await eventually(lambda: one.cuda.num_held == 0)
+
+
+@pytest.mark.parametrize("fault", ["no handle", "nonce beyond the end", "another version", "announced first", "twice"])
+async def test_a_greeting_that_is_none_ends_the_connection(one: Gpu, stranger: _Stranger, fault: str) -> None:
+    said = {
+        "no handle": [encode(stranger.hello(handle=bytes(HANDLE_BYTES)))],
+        "nonce beyond the end": [encode(stranger.hello(nonce_offset=MIB - 8))],
+        "another version": [encode(stranger.hello(version=99))],
+        "announced first": [announce()],
+        "twice": [encode(stranger.hello())] * 2,
+    }
+    for packet in said[fault]:
+        stranger.socket.try_send(packet)
+    await asyncio.wait_for(stranger.ended.wait(), 10)
+    assert one.receiver.num_invalid == 1
+    await eventually(lambda: one.cuda.num_held == 0)
+
+
+@pytest.mark.parametrize("answer", [Release(7), Welcome(bytes(16), 2**28)])
+async def test_a_receiver_that_says_nonsense_is_let_go(one: Gpu, other: Gpu, answer: Release | Welcome) -> None:
+    peers: list[packets.PacketSocket] = []
+
+    def accept(connected: object) -> None:
+        peers.append(packets.PacketSocket(connected, lambda packet, fds: None, lambda error: None))  # type: ignore[arg-type]
+        peers[0].try_send(encode(answer))
+
+    hostile = listener.SameUserListener(accept, lambda: None)
+    with pytest.raises(Unreachable):
+        await one.send(one.connect(other.receiver.address.rpartition("/")[0] + f"/{hostile.name}"), b"x")
+    peers[0].close()
+    hostile.close()
+    assert one.sender.carries(1)
+
+
+# --- CUDA's own library
+
+
+@pytest.fixture
+def library() -> Iterator[ctypes.CDLL]:
+    try:
+        yield cuda_library._load()
+    except CudaError as error:
+        pytest.skip(str(error))
+
+
+def test_every_function_is_in_cudas_library(library: ctypes.CDLL) -> None:
+    """As far as it goes without a GPU: the names are right. The list is that of the calls in the module's source."""
+    source = Path(cuda_library.__file__).read_text()
+    names = {word.strip('"') for word in source.replace("(", " ").replace(",", " ").split() if word.startswith('"cuda')}
+    names |= {"cudaGetErrorString", "cudaGetLastError"}
+    assert len(names) == 16
+    for name in names:
+        assert hasattr(library, name), name
+
+
+def test_without_a_gpu_the_error_has_cudas_own_words(library: ctypes.CDLL) -> None:
+    count = ctypes.c_int()
+    if library.cudaGetDeviceCount(ctypes.byref(count)) == 0 and count.value:
+        pytest.skip("there is a GPU")
+    with pytest.raises(CudaError, match=r"cudaSetDevice: .+ \(error \d+\)"):
+        CudaLibrary()
+
+
+@pytest.mark.gpu
+def test_a_device_copies_as_the_fake_does(library: ctypes.CDLL) -> None:
+    """Memory there and back on a stream of its own, and the handle of an allocation."""
+    cuda: CudaRuntime
+    try:
+        cuda = CudaLibrary()
+    except CudaError as error:
+        pytest.skip(str(error))
+    data, back = os.urandom(1000), ctypes.create_string_buffer(1000)
+    pointer, stream = cuda.allocate(1000), cuda.make_stream()
+    cuda.copy(pointer, ctypes.addressof(ctypes.create_string_buffer(data, 1000)), 1000, stream)
+    cuda.synchronize(stream)
+    cuda.copy(ctypes.addressof(back), pointer, 1000, stream)
+    cuda.synchronize(stream)
+    assert back.raw == data
+    assert len(cuda.export(pointer)) == HANDLE_BYTES
+    assert cuda.can_read(cuda.device_id)
+    with pytest.raises(CudaError, match="cudaIpcOpenMemHandle"):
+        cuda.open(bytes(HANDLE_BYTES))
+    cuda.destroy_stream(stream)
+    cuda.free(pointer)
