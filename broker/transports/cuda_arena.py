@@ -17,7 +17,7 @@ from broker.transports.cuda_runtime import CudaError, CudaRuntime
 from broker.transports.payload import DeviceBuffer
 
 ARENA_BYTES: Final = 128 * 2**20
-"""Of the device, for each process that sends; engine.memory leaves it out of the pools. Larger tensors go another way."""
+"""Of the device, for each process that sends; common.gpu_memory leaves it out of what pools share."""
 
 
 class ExportArena:

@@ -31,7 +31,7 @@ class CudaLibrary:
     """See broker.transports.cuda_runtime.CudaRuntime."""
 
     def __init__(self, device: int = 0) -> None:
-        """Device `device` as this process counts them. Raises CudaError where there is no library, or no such device."""
+        """Device `device` as this process counts them. Raises CudaError without a library, or such a device."""
         self._device = device
         self._library = _load()
         self._library.cudaGetErrorString.restype = c_char_p
@@ -96,7 +96,7 @@ class CudaLibrary:
         self._call("cudaStreamSynchronize", c_void_p(stream))
 
     def _call(self, function: str, *arguments: Any) -> None:
-        """The current device is a property of the thread, so it is set before every call; that costs next to nothing."""
+        """The current device is a property of the thread, so it is set before every call: it costs next to nothing."""
         for name, given in (("cudaSetDevice", (c_int(self._device),)), (function, arguments)):
             status = getattr(self._library, name)(*given)
             if status != 0:
