@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import zmq
 import zmq.asyncio
@@ -78,7 +78,7 @@ class ClusterContext(zmq.asyncio.Context):
         super().destroy(linger)
 
 
-def secure_listener(socket: zmq.asyncio.Socket) -> None:
+def secure_listener(socket: zmq.Socket[Any]) -> None:
     """Let only members of the cluster connect. Call before `bind`, on the loop; nothing happens without a key."""
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     context = socket.context
@@ -92,7 +92,7 @@ def secure_listener(socket: zmq.asyncio.Socket) -> None:
     socket.setsockopt(zmq.CURVE_SECRETKEY, context.server.secret)
 
 
-def secure_client(socket: zmq.asyncio.Socket) -> None:
+def secure_client(socket: zmq.Socket[Any]) -> None:
     """Connect to members of the cluster only. Call before `connect`; nothing happens without a key."""
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     context = socket.context

@@ -1,6 +1,6 @@
 """Tensors from one process to another, by whichever transport suits the two.
 
-    TensorSender --- one connection per receiver, checksum ---> TensorReceiver (one address per transport)
+    TensorSender --- one connection per receiver ---> TensorReceiver (one address per transport)
 
 `InstanceRecord.tensor_address` holds the receiver's addresses, separated by spaces; the sender takes the best that it
 can speak (see `Transport` in common.config). dtypes are names and the payload is bytes, so bf16 travels as it is.
@@ -12,28 +12,26 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from typing import Final
 
-import msgspec
 import zmq.asyncio
 from redis.asyncio import Redis
 
-from broker.transports.base import Connection, Receiver, Unreachable
+from broker.transports.base import Connection, Unreachable
 from broker.transports.base import ReceivedTensor as ReceivedTensor
 from broker.transports.choice import Connector, Means, make_connectors, make_receivers
 from common.config import Transport
 from common.errors import TriptychError
-from common.hashing import checksum
 from common.messages import InstanceRecord, Offer, TensorHeader
 from common.telemetry import get_logger
 
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int32": 4, "uint8": 1}
 """Bytes per element of every dtype that may travel."""
-INLINE_BYTES: Final = 16 * 2**20
-"""Checksums of so much are computed on the loop, in a millisecond; of more, in a thread."""
+TURN_S: Final = 0.001
+"""After so long others have their turn on the loop, however many tensors wait."""
 AVOID_S: Final = 10.0
 """A transport that cannot reach a receiver is not tried again for so long, if there is another."""
 
@@ -82,10 +80,11 @@ class TensorReceiver:
 
         Raises TriptychError("invalid_request") where this host does not have the transport.
         """
-        self._receivers = make_receivers(Means(context, redis, cluster), transport, host, max_bytes)
+        self._arrival = asyncio.Event()
+        means = Means(context, redis, cluster)
+        self._receivers = deque(make_receivers(means, transport, host, max_bytes, self._arrival.set))
         self.address = " ".join(receiver.address for receiver in self._receivers)
-        self._arrived: asyncio.Queue[ReceivedTensor] = asyncio.Queue(maxsize=1)  # what waits, waits in the transports
-        self._tasks = [asyncio.create_task(self._pump(receiver)) for receiver in self._receivers]
+        self._turn_began_s = 0.0
 
     @property
     def num_invalid(self) -> int:
@@ -94,25 +93,35 @@ class TensorReceiver:
     async def receive(self) -> ReceivedTensor:
         """The next tensor with a valid header; call its `release` when it has been used or refused.
 
-        Its `fault` tells where header, bytes and checksum do not agree: it must not be used then. Anything that is no
-        tensor is counted and dropped.
+        Nobody has looked at its bytes yet: see `ReceivedTensor`. Anything that is no tensor is counted and dropped.
+        What waits to be received waits in the transports.
         """
-        received = await self._arrived.get()
-        fault = payload_fault(received.header, received.data.nbytes)
-        if fault is None and await _checksum(received.data) != received.header.checksum:
-            fault = "the checksum is not the one of these bytes: they were damaged on the way"
-        return replace(received, fault=fault)
+        if time.monotonic() - self._turn_began_s > TURN_S:
+            await self._pause(asyncio.sleep(0))
+        while True:
+            self._arrival.clear()
+            received = self._take()
+            if received is not None:
+                return replace(received, fault=payload_fault(received.header, received.data.nbytes))
+            await self._pause(self._arrival.wait())
+
+    def _take(self) -> ReceivedTensor | None:
+        """From the transports in turn, so that none of them is kept waiting by another."""
+        for _ in range(len(self._receivers)):
+            received = self._receivers[0].take()
+            self._receivers.rotate(-1)
+            if received is not None:
+                return received
+        return None
+
+    async def _pause(self, awaited: Awaitable[object]) -> None:
+        await awaited
+        self._turn_began_s = time.monotonic()
 
     def close(self) -> None:
         """Take nothing more. What has been received stays valid until it is released."""
-        for task in self._tasks:
-            task.cancel()
         for receiver in self._receivers:
             receiver.close()
-
-    async def _pump(self, receiver: Receiver) -> None:
-        while True:
-            await self._arrived.put(await receiver.receive())
 
 
 class TensorSender:
@@ -133,7 +142,7 @@ class TensorSender:
         """Tensors by the scheme that took them."""
 
     async def send(self, receiver: InstanceRecord, header: TensorHeader, data: memoryview, timeout_s: float) -> None:
-        """Hand one tensor with its checksum to the best connection to `receiver`.
+        """Hand one tensor to the best connection to `receiver`, which adds its checksum to the header.
 
         `data` must not change until the receipt has come. Raises TriptychError("unavailable") where there is no
         connection, or no room in it, within `timeout_s`.
@@ -142,7 +151,6 @@ class TensorSender:
         if route is None:
             route = self._routes[receiver.tensor_address] = _Route(receiver, self._connectors)
         deadline_s = time.monotonic() + timeout_s
-        header = msgspec.structs.replace(header, checksum=await _checksum(data))
         scheme = await route.send(header, data, deadline_s)
         self.num_sent[scheme] += 1
 
@@ -200,11 +208,6 @@ class _Route:
             if self._closed and task is not None and not task.cancelling():  # ZMQ ends pending calls like this
                 raise TriptychError("unavailable", f"{self._receiver_id} has gone") from None
             raise
-
-
-async def _checksum(data: memoryview) -> int:
-    """Of much data in a thread: nobody waits for it but the caller."""
-    return checksum(data) if data.nbytes <= INLINE_BYTES else await asyncio.to_thread(checksum, data)
 
 
 def _list(schemes: Iterable[str]) -> str:

@@ -28,3 +28,18 @@ def checksum(data: bytes | memoryview) -> int:
     No protection against somebody who means harm: that is what keys are for.
     """
     return xxhash.xxh3_64_intdigest(data)
+
+
+class Checksum:
+    """The same of bytes that come one piece after the other."""
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_64()
+
+    def update(self, data: memoryview) -> None:
+        self._digest.update(data)
+
+    @property
+    def value(self) -> int:
+        """Of all bytes so far."""
+        return self._digest.intdigest()

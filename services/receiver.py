@@ -10,6 +10,8 @@ import time
 from collections import Counter, OrderedDict
 from typing import Final
 
+import torch
+
 from broker.channels import Delivery
 from broker.handoff import Key, key_of
 from broker.tensors import ReceivedTensor, payload_fault
@@ -17,7 +19,7 @@ from common.errors import ErrorInfo
 from common.messages import KV_INPUT_ID, Grant, KvOffer, Offer, Receipt, TensorHeader
 from common.telemetry import get_logger
 from engine.decoder_engine import DecoderEngine
-from engine.device import choose_device
+from engine.device import DTYPES, choose_device
 from engine.events import (
     Event,
     InputCached,
@@ -31,6 +33,7 @@ from engine.events import (
 from engine.memory import memory_budget
 from services.engine_thread import EngineThread
 from services.kv_messages import PART_BYTES, metadata_of, part_fault
+from services.landing import Landing
 from services.links import Links
 from services.tensor_bytes import aligned
 
@@ -52,6 +55,7 @@ class HandoffReceiver:
         self.tensor_address = self._tensors.address
         self._offers: OrderedDict[Key, Offer | KvOffer] = OrderedDict()  # until they are settled
         self._kv_keys: dict[str, set[Key]] = {}  # those of keys and values, by request
+        self._landing = Landing()
         self._stored_s: dict[Key, float] = {}  # when the engine had a tensor, until it says so
         self.outcomes: Counter[str] = Counter()
 
@@ -59,7 +63,7 @@ class HandoffReceiver:
         """Take tensors, until cancelled."""
         while True:
             received = await self._tensors.receive()
-            if not self._take(received):
+            if not await self._take(received):
                 received.release()
 
     def close(self) -> None:
@@ -90,6 +94,7 @@ class HandoffReceiver:
         match event:
             case InputGranted():
                 self._mark_hop(key, "offer_received", "granted")
+                self._prepare(key)
                 grant = Grant(*key, "granted", event.lease_until_s, None, event.first_token, event.cross_cached)
                 self._answer_offer(sender, grant)
                 return
@@ -133,11 +138,18 @@ class HandoffReceiver:
 
     def _drop(self, key: Key) -> None:
         self._offers.pop(key, None)
+        self._landing.drop(key)
         keys = self._kv_keys.get(key[0])
         if keys is not None:
             keys.discard(key)
             if not keys:
                 del self._kv_keys[key[0]]
+
+    def _prepare(self, key: Key) -> None:
+        """An offer has been granted: what it offers may come."""
+        offer = self._offers.get(key)
+        if isinstance(offer, Offer):
+            self._landing.prepare(key, offer.shape, offer.dtype)
 
     def _pass_on(self, key: Key, offer: Offer | KvOffer) -> None:
         deadline_s = offer.deadline_s
@@ -151,8 +163,8 @@ class HandoffReceiver:
 
     # --- tensors
 
-    def _take(self, received: ReceivedTensor) -> bool:
-        """Give a tensor to the engine, which releases it. False where it is none that was granted."""
+    async def _take(self, received: ReceivedTensor) -> bool:
+        """Give a tensor to the engine. True where the engine releases it, having copied it."""
         header, key = received.header, key_of(received.header)
         offer = self._offers.get(key)
         if offer is not None and offer.sender != header.sender:
@@ -160,13 +172,34 @@ class HandoffReceiver:
         elif offer is None or header.receiver_epoch != self._links.epoch:
             self._answer_tensor(header.sender, Receipt(*key, "cancelled", header.part))
         elif (fault := received.fault or _tensor_fault(header, offer)) is not None:
-            log.warning("a tensor is not what was offered", sender=header.sender, fault=fault)
-            self._answer_tensor(header.sender, Receipt(*key, "corrupt", header.part))
+            self._refuse(key, header, fault)
         else:
             self._links.hops.mark(key, "tensor_received")
-            self._thread.submit(lambda engine: self._deliver(engine, key, received))
-            return True
+            if isinstance(offer, KvOffer):
+                return await self._take_part(key, received)
+            await self._take_output(key, received)
         return False
+
+    async def _take_output(self, key: Key, received: ReceivedTensor) -> None:
+        """Copied while the engine may be computing; whether it still wants it, it says when it has time."""
+        landed = await self._landing.take(key, received)
+        if isinstance(landed, str):
+            self._refuse(key, received.header, landed)
+        else:
+            self._thread.submit(lambda engine: self._deliver(engine, key, landed))
+
+    async def _take_part(self, key: Key, received: ReceivedTensor) -> bool:
+        """Keys and values are copied by the engine, into its blocks."""
+        fault = await received.verify()
+        if fault is None:
+            self._thread.submit(lambda engine: self._deliver_part(engine, key, received))
+        else:
+            self._refuse(key, received.header, fault)
+        return fault is None
+
+    def _refuse(self, key: Key, header: TensorHeader, fault: str) -> None:
+        log.warning("a tensor is not what was offered", sender=header.sender, fault=fault)
+        self._answer_tensor(header.sender, Receipt(*key, "corrupt", header.part))
 
     # --- answers
 
@@ -190,16 +223,17 @@ class HandoffReceiver:
 
     # --- on the engine's thread
 
-    def _deliver(self, engine: DecoderEngine, key: Key, received: ReceivedTensor) -> None:
-        """Copy a tensor to where it belongs."""
-        header, shape = received.header, tuple(received.header.shape)
+    def _deliver(self, engine: DecoderEngine, key: Key, tensor: torch.Tensor) -> None:
+        engine.deliver(*key, tensor)
+        self._stored_s[key] = time.time()
+
+    def _deliver_part(self, engine: DecoderEngine, key: Key, received: ReceivedTensor) -> None:
+        """Copy a part to where it belongs."""
+        header = received.header
+        assert header.table != ""
+        part = header.request_id, header.attempt, header.part, header.table, header.first
         try:
-            if header.input_id == KV_INPUT_ID:
-                assert header.table != ""
-                part = header.request_id, header.attempt, header.part, header.table, header.first
-                engine.deliver_kv(*part, shape, header.dtype, aligned(received.data))
-            else:
-                engine.deliver_bytes(*key, shape, header.dtype, received.data)
+            engine.deliver_kv(*part, tuple(header.shape), header.dtype, aligned(received.data))
             self._stored_s[key] = time.time()
         finally:
             received.release()
@@ -211,6 +245,8 @@ def _offer_fault(offer: Offer | KvOffer) -> str | None:
         return None
     if offer.input_id == KV_INPUT_ID:
         return f"input id {KV_INPUT_ID} is that of keys and values, not of an encoder's output"
+    if offer.dtype not in DTYPES:
+        return f"dtype {offer.dtype!r} is none of {', '.join(DTYPES)}"
     return payload_fault(offer, offer.size_bytes)
 
 

@@ -1,7 +1,7 @@
 """What every transport of tensors is: a receiver that others connect to, and one connection per pair of processes.
 
-A transport moves a header and raw bytes. It knows no dtype, looks into no header and computes no checksum: that is
-done once for all of them, in broker.tensors.
+A transport moves a header and raw bytes. It knows no dtype and looks into no header; it writes one field of it, the
+checksum, for it makes the last pass over the bytes anyway. What is common to all of them is in broker.tensors.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, Final, Protocol
 
+from broker.transports import passes
 from common.errors import TriptychError
 from common.messages import TensorHeader
 
@@ -24,13 +25,34 @@ def _nothing() -> None: ...
 class ReceivedTensor:
     """`data` holds the bytes that came with `header`; it may be read-only and at any address.
 
-    `fault` says why header and bytes do not agree with each other, or were damaged on the way; None if all is well.
+    `fault` says why the header does not agree with itself or with the number of bytes; None if it does. Whether the
+    bytes are those that were sent is only known after one pass over them: either by `verify` or by `copy_into`.
     """
 
     header: TensorHeader
     data: memoryview
     fault: str | None = None
     _release: Callable[[], None] = field(default=_nothing, repr=False, compare=False)
+
+    async def verify(self) -> str | None:
+        """Why the bytes must not be used; None where they are undamaged, as they lie in `data`."""
+        if self.fault is not None:
+            return self.fault
+        return self._fault_of(await passes.checksum_of(self.data))
+
+    async def copy_into(self, target: memoryview) -> str | None:
+        """Copy the bytes, and look at what has been written: None where it is undamaged.
+
+        Else the return value says why not, and nobody may look at `target`, which holds bytes of the same number.
+        """
+        if self.fault is not None:
+            return self.fault
+        return self._fault_of(await passes.copy(self.data, target, hashed=target))
+
+    def _fault_of(self, checksum: int) -> str | None:
+        if checksum == self.header.checksum:
+            return None
+        return "the checksum is not the one of these bytes: they were damaged on the way"
 
     def release(self) -> None:
         """Say that the bytes have been used: call it once they are in the cache, or were refused.
@@ -60,15 +82,21 @@ def took_none(address: str, timeout_s: float) -> TriptychError:
 
 
 class Receiver(Protocol):
-    """The receiving end: one per process and transport. Made, used and closed on a running loop."""
+    """The receiving end: one per process and transport. Made, used and closed on a running loop.
+
+    It calls the `on_arrival` that it was made with when there may be a tensor again after `take` has found none.
+    """
 
     address: str
     """A URL under which senders find it."""
     num_invalid: int
     """Messages that were none, and connections dropped for them."""
 
-    async def receive(self) -> ReceivedTensor:
-        """The next tensor of any sender, unchecked; what is no tensor at all is counted and dropped."""
+    def take(self) -> ReceivedTensor | None:
+        """The next tensor of any sender, unchecked; None where there is none at the moment.
+
+        What is no tensor at all is counted and dropped. What is not taken waits, and its senders do when it is much.
+        """
 
     def close(self) -> None:
         """Let go of everything but the tensors received: they stay valid until released. Twice is fine."""
@@ -81,11 +109,13 @@ class Connection(Protocol):
     """The beginning of the addresses that it can connect to, up to `://`."""
 
     async def send(self, header: TensorHeader, data: memoryview, timeout_s: float) -> None:
-        """Hand one tensor over; one that never arrives shows by its missing receipt.
+        """Hand one tensor over, with its checksum in the header; one that never arrives shows by its missing receipt.
+
+        `data` are bytes, in one piece, which must not change until the receipt has come. A tensor whose sending has
+        failed or was cancelled leaves nothing behind.
 
         Raises TriptychError("unavailable") where there is no receiver, or no room, within `timeout_s`; Unreachable
-        where this transport is the wrong one. A tensor whose sending has failed or was cancelled leaves nothing
-        behind.
+        where this transport is the wrong one.
         """
 
     def close(self) -> None:

@@ -41,22 +41,24 @@ class Means:
     cluster: str = "triptych"
 
 
-def make_receivers(means: Means, transport: Transport, host: str, max_bytes: int) -> list[Receiver]:
+def make_receivers(
+    means: Means, transport: Transport, host: str, max_bytes: int, on_arrival: Callable[[], None]
+) -> list[Receiver]:
     """The receiving ends that a setting stands for, made on the running loop.
 
     Raises TriptychError("invalid_request") where one that was asked for is not to be had here.
     """
     receivers: list[Receiver] = []
     if transport in ("zmq", "auto"):
-        receivers.append(ZmqReceiver(means.context, host, max_bytes=max_bytes))
+        receivers.append(ZmqReceiver(means.context, host, on_arrival, max_bytes=max_bytes))
     if transport == "shm" or (transport == "auto" and segment.AVAILABLE):
         _require_shared_memory()
-        receivers.append(ShmReceiver(max_bytes=max_bytes))
+        receivers.append(ShmReceiver(on_arrival, max_bytes=max_bytes))
     if transport == "nixl":
         _require_nixl()
-        receivers.append(NixlReceiver(means.context, host, max_bytes=max_bytes))
+        receivers.append(NixlReceiver(means.context, host, on_arrival, max_bytes=max_bytes))
     if transport == "redis":
-        receivers.append(RedisReceiver(_redis_of(means), means.cluster, max_bytes=max_bytes))
+        receivers.append(RedisReceiver(_redis_of(means), means.cluster, on_arrival, max_bytes=max_bytes))
     return receivers
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
@@ -43,9 +44,12 @@ log = get_logger()
 class NixlReceiver:
     """See broker.transports.base.Receiver."""
 
-    def __init__(self, context: zmq.asyncio.Context, host: str, *, max_bytes: int) -> None:
+    def __init__(
+        self, context: zmq.asyncio.Context, host: str, on_arrival: Callable[[], None], *, max_bytes: int
+    ) -> None:
         """Bind a free port for what is said beside the bytes. Raises ImportError where NIXL is not installed."""
         self._agent = NixlAgent()
+        self._on_arrival = on_arrival
         self._max_bytes = max_bytes
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -58,8 +62,8 @@ class NixlReceiver:
         self._senders: dict[bytes, _Sender] = {}
         self._task = asyncio.create_task(self._listen())
 
-    async def receive(self) -> ReceivedTensor:
-        return await self._arrived.get()
+    def take(self) -> ReceivedTensor | None:
+        return None if self._arrived.empty() else self._arrived.get_nowait()
 
     def close(self) -> None:
         self._task.cancel()
@@ -107,6 +111,7 @@ class NixlReceiver:
 
     async def deliver(self, received: ReceivedTensor) -> None:
         await self._arrived.put(received)
+        self._on_arrival()
 
     @property
     def agent(self) -> NixlAgent:

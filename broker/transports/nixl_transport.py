@@ -35,6 +35,7 @@ from broker.transports.nixl_wire import (
     for_sender,
     pack,
 )
+from broker.transports.passes import with_checksum
 from common.errors import TriptychError
 from common.messages import TensorHeader
 
@@ -68,7 +69,7 @@ class NixlConnection:
             async with asyncio.timeout(timeout_s), self._turn:
                 self._number += 1
                 await self._greet()
-                await self._send_pieces(header, np.asarray(data.cast("B")))
+                await self._send_pieces(await with_checksum(header, data), np.asarray(data.cast("B")))
         except TimeoutError as error:
             raise took_none(self._address, timeout_s) from error
         except (NixlError, ValueError) as error:

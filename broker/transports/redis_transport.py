@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Final, cast
 
 import msgspec
@@ -20,6 +21,7 @@ from redis.exceptions import RedisError
 
 from broker.redis_client import pass_on_cancellation
 from broker.transports.base import ReceivedTensor, took_none
+from broker.transports.passes import with_checksum
 from common.errors import TriptychError
 from common.messages import Count, Id, TensorHeader, encode
 from common.telemetry import get_logger
@@ -54,9 +56,10 @@ _passing = msgspec.msgpack.Decoder(Passing)
 class RedisReceiver:
     """See broker.transports.base.Receiver."""
 
-    def __init__(self, redis: Redis, cluster: str, *, max_bytes: int) -> None:
+    def __init__(self, redis: Redis, cluster: str, on_arrival: Callable[[], None], *, max_bytes: int) -> None:
         """`cluster` begins all keys."""
         self._redis = redis
+        self._on_arrival = on_arrival
         self._max_bytes = max_bytes
         self._list = f"{cluster}:tensors:{secrets.token_hex(16)}"
         self.address = f"{SCHEME}://{self._list}"
@@ -64,8 +67,8 @@ class RedisReceiver:
         self._arrived: asyncio.Queue[ReceivedTensor] = asyncio.Queue(_READY_TENSORS)
         self._tasks = {asyncio.create_task(self._listen())}
 
-    async def receive(self) -> ReceivedTensor:
-        return await self._arrived.get()
+    def take(self) -> ReceivedTensor | None:
+        return None if self._arrived.empty() else self._arrived.get_nowait()
 
     def close(self) -> None:
         for task in self._tasks:
@@ -93,6 +96,7 @@ class RedisReceiver:
                     raise ValueError(f"a tensor of {passing.size_bytes} bytes, at most {self._max_bytes} are taken")
                 data = await self._collect(passing)
                 await self._arrived.put(ReceivedTensor(passing.header, memoryview(data)))
+                self._on_arrival()
                 await self._answer(passing, _DONE)
         except ValueError as error:
             self._count_invalid(str(error))
@@ -134,6 +138,7 @@ class RedisConnection:
         self._cleaning: set[asyncio.Task[None]] = set()
 
     async def send(self, header: TensorHeader, data: memoryview, timeout_s: float) -> None:
+        header = await with_checksum(header, data)
         passing = Passing(secrets.token_hex(8), data.nbytes, min(timeout_s, MAX_TIMEOUT_S), header)
         try:
             async with asyncio.timeout(timeout_s), self._turn:

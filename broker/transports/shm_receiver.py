@@ -10,7 +10,9 @@ import asyncio
 import os
 import secrets
 import socket
+import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
@@ -35,20 +37,21 @@ def boot_id() -> str:
 class ShmReceiver:
     """See broker.transports.base.Receiver. Serves processes of the same user on the same host only."""
 
-    def __init__(self, *, max_bytes: int) -> None:
+    def __init__(self, on_arrival: Callable[[], None], *, max_bytes: int) -> None:
         """Listen. Raises OSError where this system has no shared memory of this kind."""
+        self._on_arrival = on_arrival
         self._max_bytes = max_bytes
         name = f"triptych-{secrets.token_hex(16)}"
         self.address = f"{SCHEME}://{boot_id()}/{name}"
         self.num_invalid = 0
-        self._arrived: asyncio.Queue[ReceivedTensor] = asyncio.Queue()  # bounded by what each sender may have out
+        self._arrived: deque[ReceivedTensor] = deque()  # bounded by what each sender may have out
         self._peers: set[_Peer] = set()
         self._loop = asyncio.get_running_loop()
         self._listener = packets.listen(name)
         self._loop.add_reader(self._listener, self._accept)
 
-    async def receive(self) -> ReceivedTensor:
-        return await self._arrived.get()
+    def take(self) -> ReceivedTensor | None:
+        return self._arrived.popleft() if self._arrived else None
 
     def close(self) -> None:
         if self._listener.fileno() >= 0:
@@ -68,8 +71,12 @@ class ShmReceiver:
             self.num_invalid += 1
             log.warning("refused shared memory to another user")
             return
-        peer = _Peer(connected, self._max_bytes, self._arrived.put_nowait, self._ended)
+        peer = _Peer(connected, self._max_bytes, self._deliver, self._ended)
         self._peers.add(peer)
+
+    def _deliver(self, received: ReceivedTensor) -> None:
+        self._arrived.append(received)
+        self._on_arrival()
 
     def _ended(self, peer: _Peer, error: Exception | None) -> None:
         if error is not None:
@@ -98,6 +105,7 @@ class _Peer:
         self._arena: segment.Bytes | None = None
         self._held: set[int] = set()
         self._loop = asyncio.get_running_loop()
+        self._thread_id = threading.get_ident()
         self._deadline = self._loop.call_later(HANDSHAKE_S, self._too_late)
         self._packets = packets.PacketSocket(connected, self._take, self._lost)
 
@@ -147,6 +155,9 @@ class _Peer:
 
     def _unused(self, slot: int) -> None:
         """Nothing looks at the slot any more. Called by whatever thread has let go of it."""
+        if threading.get_ident() == self._thread_id:
+            self._release(slot)
+            return
         with suppress(RuntimeError):  # the loop is closed: so is the connection
             self._loop.call_soon_threadsafe(self._release, slot)
 

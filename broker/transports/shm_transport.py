@@ -19,9 +19,10 @@ import secrets
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
+import msgspec
 import numpy as np
 
-from broker.transports import packets, segment
+from broker.transports import packets, passes, segment
 from broker.transports.arena import Arena
 from broker.transports.base import QUEUE_TENSORS, Unreachable, took_none
 from broker.transports.shm_receiver import HANDSHAKE_S, SCHEME, boot_id
@@ -35,8 +36,6 @@ ARENA_BYTES: Final = 128 * 2**20
 KEPT_BYTES: Final = 16 * 2**20
 IDLE_S: Final = 1.0
 """Of an arena that has been empty for so long, no more than the beginning keeps its memory."""
-COPY_BYTES: Final = 8 * 2**20
-"""Bytes copied before others have their turn on the loop: about a millisecond."""
 
 log = get_logger()
 
@@ -59,8 +58,8 @@ class ShmConnection:
                     link = await self._connected()
                     room = await link.room(data.nbytes)
                 try:
-                    await _copy(data, room.memory)
-                    await link.announce(room, header)
+                    checksum = await passes.copy(data, room.memory.data, hashed=data)
+                    await link.announce(room, msgspec.structs.replace(header, checksum=checksum))
                 except BaseException:
                     link.give_back(room)
                     raise
@@ -226,11 +225,3 @@ class _Link:
         if error is not None:
             log.warning("shared memory with a receiver has ended", error=str(error))
         self.close()
-
-
-async def _copy(data: memoryview, memory: segment.Bytes) -> None:
-    source = np.asarray(data.cast("B"))
-    for start in range(0, source.size, COPY_BYTES):
-        np.copyto(memory[start : start + COPY_BYTES], source[start : start + COPY_BYTES])
-        if start + COPY_BYTES < source.size:
-            await asyncio.sleep(0)

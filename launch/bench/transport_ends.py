@@ -59,8 +59,9 @@ class TransportSink:
 
     async def take(self) -> TensorHeader:
         received = await self._receiver.receive()
-        if received.fault is not None:
-            raise ValueError(received.fault)
+        fault = await received.verify()
+        if fault is not None:
+            raise ValueError(fault)
         received.release()
         return received.header
 

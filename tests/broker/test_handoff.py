@@ -17,6 +17,7 @@ from broker.tensors import TensorReceiver, TensorSender
 from common.errors import ErrorInfo, TriptychError
 from common.messages import KV_INPUT_ID, Grant, HandoffMessage, InputLayout, InstanceRecord, KvOffer, Offer, Receipt
 from tests.broker.conftest import make_record, running
+from tests.broker.transport_kit import receive
 from tests.eventually import eventually
 
 DATA = memoryview(bytes(range(64)))
@@ -239,7 +240,7 @@ async def test_keys_and_values_go_part_after_part_each_with_its_receipt(pair: Pa
     handoff = await pair.granted(make_kv_offer())
     for number, first in enumerate((0, 3, 6)):
         sending = asyncio.create_task(pair.sender.send(handoff, make_part(first, min(3, 8 - first))))
-        received = await pair.tensors.receive()
+        received = await receive(pair.tensors)
         header = received.header
         assert received.fault is None
         assert (header.input_id, header.part, header.table, header.first) == (KV_INPUT_ID, number, "self", first)

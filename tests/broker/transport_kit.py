@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from broker.transports.base import Connection
 from broker.transports.choice import Means, make_connectors
 from broker.transports.nixl_agent import module_name
 from common.config import Transport
-from common.hashing import checksum
 from common.messages import InstanceRecord, TensorHeader
 from tests.broker.conftest import make_record
 
@@ -43,8 +42,8 @@ def header(shape: list[int], dtype: str, size_bytes: int, **more: Any) -> Tensor
 
 
 def of_bytes(data: bytes | memoryview, **more: Any) -> TensorHeader:
-    """The header of these bytes, checksum included, which the facade computes anew."""
-    return header([len(data)], "uint8", len(data), checksum=checksum(data), **more)
+    """The header of these bytes; the connection adds their checksum."""
+    return header([len(data)], "uint8", len(data), **more)
 
 
 @dataclass
@@ -69,7 +68,7 @@ class Kit:
         return sender
 
     def connection(self, address: str) -> Connection:
-        """The bare connection below the facade: it sends what it is told, checksum or not."""
+        """The bare connection below the facade."""
         (make,) = make_connectors(Means(self.context, self.redis), self.transport).values()
         self._ends.append(connection := make(address))
         return connection
@@ -119,11 +118,17 @@ class Peer:
 async def transfer(
     sender: TensorSender, receiver: TensorReceiver, head: TensorHeader, data: memoryview, timeout_s: float = 30
 ) -> ReceivedTensor:
-    """Send one tensor and receive it."""
+    """Send one tensor, receive it and look at its bytes."""
     async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
         group.create_task(sender.send(to(receiver.address), head, data, timeout_s))
-        receiving = group.create_task(receiver.receive())
+        receiving = group.create_task(receive(receiver))
     return receiving.result()
+
+
+async def receive(receiver: TensorReceiver) -> ReceivedTensor:
+    """The next tensor; its `fault` says what a pass over its bytes has found, too."""
+    received = await receiver.receive()
+    return replace(received, fault=await received.verify())
 
 
 async def keys_without_expiry(redis: Redis) -> list[bytes]:

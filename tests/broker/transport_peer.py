@@ -26,11 +26,12 @@ async def receive(transport: Any, broker: str, *, hold: bool) -> None:
     held: list[ReceivedTensor] = []
     while True:
         received = await receiver.receive()
+        fault = await received.verify()
         if hold:
             held.append(received)
         else:
             received.release()
-        print(received.fault or "ok", flush=True)
+        print(fault or "ok", flush=True)
 
 
 async def send(transport: Any, broker: str, address: str, mib: int) -> None:

@@ -20,6 +20,7 @@ import msgspec
 from broker.channels import ChannelName
 from broker.registry import RECORD_TTL_S
 from broker.transports.base import ReceivedTensor
+from broker.transports.passes import with_checksum
 from common.errors import TriptychError
 from common.messages import (
     FromWorker,
@@ -64,8 +65,10 @@ class Letter:
         return decode_tensor_header(self.message) if self.channel is None else decode_handoff(self.message)
 
     def tensor(self) -> ReceivedTensor:
-        fault = "the checksum is not the one of these bytes" if self.damaged else None
-        return ReceivedTensor(decode_tensor_header(self.message), memoryview(bytearray(self.data)), fault)
+        data = bytearray(self.data)
+        if self.damaged:
+            data[0] ^= 1
+        return ReceivedTensor(decode_tensor_header(self.message), memoryview(data))
 
 
 @dataclass(eq=False)
@@ -239,7 +242,7 @@ class SimulatedTensorSender:
         if receiver.instance_id not in self._network.epochs:
             await asyncio.sleep(timeout_s)
             raise TriptychError("unavailable", f"{receiver.instance_id} took no tensor within {timeout_s:g} s")
-        self._network.send_tensor(receiver.instance_id, header, data)
+        self._network.send_tensor(receiver.instance_id, await with_checksum(header, data), data)
 
     def keep_only(self, addresses: set[str]) -> None: ...
 

@@ -97,6 +97,12 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
     def create_task(self, coro: Any, *, name: str | None = None, context: Context | None = None) -> asyncio.Task[Any]:
         return asyncio.Task(coro, loop=self, name=name, context=context)
 
+    def run_in_executor(self, executor: object, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        """What threads do for the loop is done at once."""
+        done = self.create_future()
+        done.set_result(func(*args))
+        return done
+
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         self.errors.append(context.get("exception") or RuntimeError(context["message"]))
 

@@ -116,6 +116,7 @@ async def test_the_tensor_socket_survives(make_context, key):
     async def receive() -> None:
         while True:
             received = await receiver.receive()
+            await received.verify()
             arrived.append(received.header.request_id)
             received.release()
 

@@ -24,6 +24,7 @@ from common.model_info import load_model_info
 from services.links import Links, RoleService
 from services.shell import Shell
 from tests.broker.conftest import running
+from tests.broker.transport_kit import receive
 from tests.eventually import eventually
 
 CLUSTER = "c"
@@ -163,5 +164,6 @@ class Peer:
         self.send("allocated", Grant(offer.request_id, offer.input_id, offer.attempt, **values))
 
     async def tensor(self) -> ReceivedTensor:
+        """What has come, its bytes looked at."""
         async with asyncio.timeout(10):
-            return await self._receiver.receive()
+            return await receive(self._receiver)
