@@ -1,4 +1,4 @@
-"""Counts of this process that are worth an alarm where they should stay at zero."""
+"""Counts of this process: what should stay at zero, and what should not."""
 
 from __future__ import annotations
 
@@ -23,3 +23,6 @@ class Counter:
 
 encoder_computations = Counter()
 """Items that an encoder has computed in this process. A prefill-decode worker exports it: it must stay 0."""
+
+cross_plans_reused = Counter()
+"""Steps, and their decodes and prefills apart, whose cross-attention was not planned anew: the batch was the same."""

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from engine.attention.metadata import AttentionMetadata
+from engine.attention.page_tables import common_keys, num_blocks
+from engine.inputs import IntArray
 from engine.models.base import PositionBias
 
 
@@ -39,20 +41,35 @@ class DecodePlan(ABC):
     before the capture: run the step once as it is, then capture it.
     """
 
-    def __init__(self, num_requests: int) -> None:
-        self.num_requests = num_requests
+    def __init__(self, num_requests: int, max_blocks: int, block_size: int, *, causal: bool) -> None:
+        self.num_requests, self.max_blocks, self.block_size, self.causal = num_requests, max_blocks, block_size, causal
 
-    @abstractmethod
     def serves(self, metadata: AttentionMetadata) -> bool:
         """Whether this plan can be brought to a batch; if not, the step has to run outside the graph."""
+        num_keys = common_keys(metadata)
+        if num_keys is None or metadata.causal != self.causal:
+            return False
+        single = metadata.query_start_loc == list(range(self.num_requests + 1))
+        return single and int(num_blocks(num_keys, self.block_size).max(initial=0)) <= self.max_blocks
 
-    @abstractmethod
     def update(self, metadata: AttentionMetadata) -> None:
         """Bring the buffers to a batch of exactly `num_requests` requests with one query token each.
 
         Rows of padding have one key, in block 0, or, in cross-attention, none: these get zeros. Raises ValueError for a
         batch that the plan does not serve.
         """
+        num_keys = common_keys(metadata)
+        if num_keys is None or not self.serves(metadata):
+            raise ValueError(
+                f"a plan for {self.num_requests} decodes of up to {self.max_blocks} blocks of {self.block_size} does "
+                f"not serve {metadata.num_requests} requests with {metadata.query_start_loc[-1]} tokens over "
+                f"{metadata.seq_lens} keys"
+            )
+        self._update(metadata, num_keys)
+
+    @abstractmethod
+    def _update(self, metadata: AttentionMetadata, num_keys: IntArray) -> None:
+        """`update` to a batch that is served, whose requests see their first `num_keys` [num_requests] keys."""
 
 
 class AttentionBackend(ABC):

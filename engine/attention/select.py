@@ -26,9 +26,10 @@ class BackendUnavailableError(Exception):
 
 @dataclass(frozen=True)
 class BackendEntry:
-    """A backend and what it serves. `make` raises BackendUnavailableError where it cannot run."""
+    """A backend and what it serves. `make`, of a device and the decoder's size of heads, raises
+    BackendUnavailableError where it cannot run."""
 
-    make: Callable[[], AttentionBackend]
+    make: Callable[[torch.device, int], AttentionBackend]
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype]
     phases: frozenset[Phase] = frozenset(PHASES)
@@ -38,13 +39,23 @@ class BackendEntry:
         return device.type in self.devices and dtype in self.dtypes and head_dim <= self.max_head_dim
 
 
-def _torch_backend() -> AttentionBackend:
+def _flashinfer_backend(device: torch.device, head_dim: int) -> AttentionBackend:
+    from engine.attention.flashinfer_backend import FlashInferBackend
+
+    try:
+        return FlashInferBackend(device, head_dim)
+    except ImportError as error:
+        reason = f"FlashInfer cannot be imported ({error}); install it with pip install 'triptych[cuda]'"
+        raise BackendUnavailableError(reason) from error
+
+
+def _torch_backend(device: torch.device, _head_dim: int) -> AttentionBackend:
     from engine.attention.torch_backend import TorchBackend
 
-    return TorchBackend()
+    return TorchBackend(device)
 
 
-def _native_backend() -> AttentionBackend:
+def _native_backend(_device: torch.device, _head_dim: int) -> AttentionBackend:
     from engine.attention.native_backend import NativeBackend
     from engine.native.build import KernelsUnavailableError
 
@@ -55,6 +66,11 @@ def _native_backend() -> AttentionBackend:
 
 
 BACKENDS: Final[dict[str, BackendEntry]] = {
+    "flashinfer": BackendEntry(
+        _flashinfer_backend,
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset({torch.bfloat16, torch.float16}),
+    ),
     "native": BackendEntry(
         _native_backend,
         devices=frozenset({"cpu"}),
@@ -104,7 +120,7 @@ def _make_named(name: str, device: torch.device, dtype: torch.dtype, head_dim: i
             "attention_backend",
         )
     try:
-        return entry.make()
+        return entry.make(device, head_dim)
     except BackendUnavailableError as error:
         raise TriptychError("invalid_request", f"attention backend {name!r}: {error}", "attention_backend") from error
 
@@ -124,7 +140,7 @@ def _choose(
             continue
         try:
             if name not in made:
-                made[name] = entry.make()
+                made[name] = entry.make(device, head_dim)
             return made[name]
         except BackendUnavailableError as error:
             log.warning("attention backend not available", backend=name, reason=str(error))

@@ -14,11 +14,13 @@ from itertools import accumulate, pairwise
 import torch
 import torch.nn.functional as F
 
-from engine.attention.backend import AttentionBackend
+from engine.attention.backend import AttentionBackend, DecodePlan, HeadSpec
 from engine.attention.metadata import AttentionMetadata
+from engine.attention.torch_fixed import MAX_KEYS, TorchDecodePlan
 from engine.attention.visible import Visible, causal_keys, keys_in_ranges
 from engine.models.base import PositionBias
 
+CPU = torch.device("cpu")
 GATHER_WASTE = 2.0
 """Decodes are gathered together while padding costs less than this factor; longer ones run alone."""
 
@@ -60,12 +62,13 @@ class _RaggedPlan:
 
 
 class TorchBackend(AttentionBackend):
-    """Gather and F.scaled_dot_product_attention."""
+    """Gather and F.scaled_dot_product_attention. `device` is where plans at fixed addresses have their buffers."""
 
     name = "torch"
     gathered_share = 2 * GATHER_WASTE  # buffers are made twice as large as needed, to last
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = CPU) -> None:
+        self._device = device
         self._gathered: list[torch.Tensor] = []  # keys and values; kept, because fresh pages cost more than the copy
 
     def plan(self, metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> _Plan:
@@ -80,12 +83,15 @@ class TorchBackend(AttentionBackend):
         self,
         query: torch.Tensor,
         cache: torch.Tensor,
-        plan: _Plan,
+        plan: _Plan | DecodePlan,
         *,
         scale: float | None = None,
         bias: PositionBias | None = None,
         window: int | None = None,
     ) -> torch.Tensor:
+        if isinstance(plan, TorchDecodePlan):
+            return plan.run(query, cache, scale, bias, window)
+        assert isinstance(plan, _Plan)
         masked = plan.masked.get((bias, window))
         if masked is None:
             masked = plan.masked[bias, window] = _mask(plan, bias, window, num_kv_heads=cache.shape[3])
@@ -96,6 +102,13 @@ class TorchBackend(AttentionBackend):
         for row in masked.rows:
             out[row.start : row.end] = _run_row(query[row.start : row.end], cache, row, scale)
         return out
+
+    def make_decode_plan(
+        self, num_requests: int, max_blocks: int, block_size: int, dtype: torch.dtype, heads: HeadSpec, *, causal: bool
+    ) -> DecodePlan | None:
+        if num_requests * max_blocks * block_size > MAX_KEYS:
+            return None
+        return TorchDecodePlan(num_requests, max_blocks, block_size, self._device, causal=causal)
 
     def _run_batched(
         self,

@@ -283,13 +283,13 @@ def test_a_named_backend_serves_both_phases() -> None:
 
 
 def test_phases_may_differ_and_what_cannot_run_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> AttentionBackend:
+    def missing(_device: torch.device, _head_dim: int) -> AttentionBackend:
         raise select.BackendUnavailableError("no compiler")
 
     cpu, half = frozenset({"cpu"}), frozenset({torch.bfloat16})
     entries = {
         "absent": select.BackendEntry(missing, cpu, half),
-        "decoder": select.BackendEntry(TorchBackend, cpu, half, frozenset({"decode"})),
+        "decoder": select.BackendEntry(lambda device, _: TorchBackend(device), cpu, half, frozenset({"decode"})),
         "torch": BACKENDS["torch"],
     }
     monkeypatch.setattr(select, "BACKENDS", entries)

@@ -1,0 +1,59 @@
+"""Keys and values into their slots by a Triton kernel, for head sizes that FlashInfer's does not know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+def write_paged(cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Put key and value, [num_tokens, num_kv_heads, head_dim], into slots [num_tokens] of a layer's cache,
+    [2, num_blocks, block_size, num_kv_heads, head_dim], in one launch."""
+    num_tokens, slot_size = len(key), key[0].numel() if len(key) else 0
+    if num_tokens == 0:
+        return
+    key, value = _dense_rows(key), _dense_rows(value)
+    grid = (num_tokens, 2)
+    _write_slots[grid](
+        cache,
+        key,
+        value,
+        slot_mapping,
+        cache.stride(0),
+        key.stride(0),
+        value.stride(0),
+        slot_size,
+        SIZE=triton.next_power_of_2(slot_size),
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _write_slots(
+    cache: Any,
+    key: Any,
+    value: Any,
+    slot_mapping: Any,
+    side_stride: Any,
+    key_stride: Any,
+    value_stride: Any,
+    slot_size: Any,
+    SIZE: tl.constexpr,
+) -> None:
+    """One program for each token and side: `slot_size` elements that lie together, here and there."""
+    token, side = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    offsets = tl.arange(0, SIZE)
+    inside = offsets < slot_size
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+    if side == 0:
+        row = tl.load(key + token * key_stride + offsets, mask=inside)
+    else:
+        row = tl.load(value + token * value_stride + offsets, mask=inside)
+    tl.store(cache + side * side_stride + slot * slot_size + offsets, row, mask=inside)
+
+
+def _dense_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [n, heads, head_dim], copied unless the elements of a token lie together."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

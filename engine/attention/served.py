@@ -1,0 +1,44 @@
+"""What FlashInfer computes, and computes right; the rest goes to PyTorch's attention.
+
+Found in its sources (0.6.13) and trackers: kernels are made for float16 and bfloat16; the head size is a template
+parameter that FA2 does not check, and with other than multiples of 64 it can return wrong numbers (flashinfer#4299);
+decoding without tensor cores is compiled for some group sizes only.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from engine.attention.backend import HeadSpec
+
+DTYPES: Final = frozenset({torch.float16, torch.bfloat16})
+HEAD_DIMS: Final = frozenset({64, 128, 256})
+APPENDED_HEAD_DIMS: Final = frozenset({64, 128, 256, 512})
+"""What `append_paged_kv_cache` is compiled for."""
+SMALL_GROUPS: Final = frozenset({1, 2, 3, 4})
+"""Query heads per key head for which the vector units keep up with the memory; larger groups need tensor cores."""
+
+
+def unserved(heads: HeadSpec, dtype: torch.dtype, *, has_ranges: bool = False) -> str | None:
+    """Why FlashInfer does not serve a call; None if it does.
+
+    `has_ranges`: tokens of one request see different ranges of its keys, other than a causal mask and a window say.
+    """
+    if dtype not in DTYPES:
+        return f"{str(dtype).removeprefix('torch.')} is neither float16 nor bfloat16"
+    if heads.head_dim not in HEAD_DIMS:
+        return f"heads of {heads.head_dim} are not among {', '.join(map(str, sorted(HEAD_DIMS)))}"
+    if heads.num_heads % heads.num_kv_heads:
+        return f"{heads.num_heads} query heads cannot share {heads.num_kv_heads} key heads evenly"
+    if heads.biased:
+        return "a bias by position is added to the scores"
+    if has_ranges:
+        return "tokens of one request see different ranges of keys"
+    return None
+
+
+def needs_tensor_cores(num_heads: int, num_kv_heads: int) -> bool:
+    """Whether decodes of such heads are computed on tensor cores, by the kernel for prefills."""
+    return num_heads // num_kv_heads not in SMALL_GROUPS
