@@ -1,0 +1,71 @@
+"""The load generator's HTTP, against a real server and against one that breaks off."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from launch.bench.wire import Result, Wire
+from tests.eventually import eventually
+
+EVENTS = (
+    'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}\n\n',
+    'data: {"choices": [{"delta": {"content": "a sign"}}]}\n\n',
+    'data: {"choices": [], "usage": {"completion_tokens": 7}}\n\n',
+    "data: [DONE]\n\n",
+)
+
+
+async def _answer(request: Request) -> Response:
+    body = await request.json()
+    if body == {"refuse": True}:
+        return JSONResponse({"error": {"code": "overloaded"}}, 429)
+    ports.add(request.client.port if request.client else 0)
+    events = (*EVENTS[:2], 'data: {"error": {"code": "unavailable"}}\n\n') if "fail" in body else EVENTS
+    return StreamingResponse(iter(events), media_type="text/event-stream")
+
+
+ports: set[int] = set()
+"""Those that clients came from."""
+
+
+async def test_answers_and_refusals_are_read_to_their_end_over_one_connection():
+    ports.clear()
+    app = Starlette(routes=[Route("/ask", _answer, methods=["POST"])])
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="off"))
+    serving = asyncio.create_task(server.serve())
+    try:
+        await eventually(lambda: server.started)
+        wire = Wire(f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}")
+        bodies = ({"go": 1}, {"refuse": True}, {"fail": True}, {"go": 2})
+        results = [await wire.ask(wire.build("/ask", {"json": body})) for body in bodies]
+        wire.close()
+    finally:
+        server.should_exit = True
+        await serving
+    assert [(result.status, result.num_tokens) for result in results] == [(200, 7), (429, 0), (500, 0), (200, 7)]
+    assert all(0 < result.ttft_s <= result.latency_s for result in results if result.status == 200)
+    assert len(ports) == 1
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", b"nonsense"])
+async def test_an_answer_that_breaks_off_is_none(answer: bytes):
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"{}")
+        writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        wire = Wire(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        assert await wire.ask(wire.build("/ask", {"json": {}})) == Result(0)
+
+
+async def test_a_server_that_is_not_there_gives_no_answer():
+    wire = Wire("http://127.0.0.1:1")
+    assert await wire.ask(wire.build("/ask", {"json": {}})) == Result(0)
