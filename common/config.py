@@ -62,6 +62,10 @@ class EngineConfig(BaseModel):
     max_num_batched_tokens: int = Field(
         1024, ge=1, description="Token budget of one step, prefill and decode together."
     )
+    async_scheduling: bool | None = Field(
+        None,
+        description="Schedule and launch a step before it is known what the last one has given; if not given, on CUDA.",
+    )
     max_model_len: int | None = Field(None, ge=1, description="Context length; the model's own if not given.")
     max_waiting: int = Field(4096, ge=1, description="Requests that may wait; more are refused as overloaded.")
     encoder_batch_items: int = Field(8, ge=1, description="Items in one encoder batch.")
@@ -71,6 +75,9 @@ class EngineConfig(BaseModel):
     num_threads: int | None = Field(None, ge=1, description="CPU threads of the engine.")
     attention_backend: str = Field(
         "auto", description="Name of the attention backend; auto chooses by device, dtype and phase."
+    )
+    enforce_eager: bool = Field(
+        False, description="Compute every step anew: no CUDA graphs for decode steps. Slower, and starts sooner."
     )
 
 

@@ -42,10 +42,6 @@ class StepInputs:
     num_computed_tokens: IntArray
     block_table: IntArray
 
-    @property
-    def max_query_len(self) -> int:
-        return int(np.diff(self.query_start_loc).max(initial=0))
-
 
 class InputBuffers:
     """The two tables and the arithmetic over them. A slot is a row; requests hold one while they run."""
@@ -95,7 +91,11 @@ class InputBuffers:
         blocks: Sequence[Sequence[int]],
         num_computed_tokens: Sequence[int],
     ) -> None:
-        """`update` for a whole step. Rows with one new token, which decodes are, are written all at once."""
+        """`update` for a whole step. Rows with one new token, which decodes are, are written all at once.
+
+        A token that is not known yet (below 0) stays so in the table after it has become known: it is read in the step
+        right behind, and again only after `take_slot`, which writes the whole row anew.
+        """
         count = len(slots)
         rows, lengths = np.array(slots, np.int64), np.fromiter(map(len, token_ids), np.int64, count)
         known = self._num_tokens[rows]

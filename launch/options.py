@@ -87,6 +87,14 @@ _OPTIONS: dict[str, Any] = {
     "engine.encoder_batch_items": _option(int, _ENGINE, "Media items in one encoder batch.", "8"),
     "engine.num_threads": _option(int, _ENGINE, "CPU threads of a worker.", "a share of the cores"),
     "engine.attention_backend": _option(str, _ENGINE, "Attention backend.", "auto: by device, dtype and phase"),
+    "engine.async_scheduling": _option(
+        bool,
+        _ENGINE,
+        "Launch a step before the tokens of the last one are known.",
+        "on CUDA",
+        ("--async-scheduling/--no-async-scheduling",),
+    ),
+    "engine.enforce_eager": _option(bool, _ENGINE, "No CUDA graphs.", "no", ("--enforce-eager",)),
     "encoder_fallback": _option(
         bool,
         _ENGINE,

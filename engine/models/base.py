@@ -19,7 +19,8 @@ class DecoderSpec:
 
     Layers of self-attention and of cross-attention are counted apart: a block of the KV cache belongs to one kind, so
     both kinds use the first of `num_caches` tensors. `encoder_width` is the row width of what the encoder sends.
-    Of `num_embeddings` token ids a prompt may have, the first `vocab_size` can be generated.
+    Of `num_embeddings` token ids a prompt may have, the first `vocab_size` can be generated. `position_bias`: layers of
+    self-attention add a bias by position.
     """
 
     num_layers: int
@@ -33,6 +34,7 @@ class DecoderSpec:
     mrope_section: tuple[int, int, int] | None = None
     encoder_hidden_size: int | None = None
     extra_embeddings: int = 0
+    position_bias: bool = False
 
     @property
     def has_cross_attention(self) -> bool:

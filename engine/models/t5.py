@@ -76,6 +76,7 @@ class T5Decoder(DecoderModel):
             vocab_size=vocab_size,
             max_model_len=info.max_model_len,
             num_cross_layers=num_layers,
+            position_bias=True,
         )
         self.layout = DECODER_LAYOUT
         self.scales_output = bool(config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True)))

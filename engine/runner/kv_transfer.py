@@ -8,31 +8,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from engine.runner.staging import fetch, send, send_tensor
+
 
 def read_tokens(caches: Sequence[Tensor], block_table: Sequence[int], first: int, last: int) -> Tensor:
-    """Tokens `first` to `last` (not included) of a table, over the layers of `caches`: contiguous, on the CPU."""
-    slots = _slots(caches[0], block_table, first, last)
+    """Tokens `first` to `last` (not included) of a table, over the layers of `caches`: contiguous, on the CPU.
+
+    From a GPU they come in one copy, which this waits for.
+    """
+    slots = slots_of(caches[0], block_table, first, last)
     shape = (len(slots), len(caches), 2, *caches[0].shape[3:])
     tokens = torch.empty(shape, dtype=caches[0].dtype, device=caches[0].device)
     for layer, cache in enumerate(caches):
         tokens[:, layer] = cache.flatten(1, 2).index_select(1, slots).transpose(0, 1)
-    return tokens.cpu()
+    return fetch(tokens)
 
 
 def write_tokens(caches: Sequence[Tensor], block_table: Sequence[int], first: int, tokens: Tensor) -> None:
     """Put `tokens` at the places of `first` and those after it."""
-    slots = _slots(caches[0], block_table, first, first + len(tokens))
-    tokens = tokens.to(caches[0].device)
+    slots = slots_of(caches[0], block_table, first, first + len(tokens))
+    tokens = send_tensor(tokens, caches[0].device, tokens.dtype)
     for layer, cache in enumerate(caches):
         cache.flatten(1, 2).index_copy_(1, slots, tokens[:, layer].transpose(0, 1))
 
 
-def _slots(cache: Tensor, block_table: Sequence[int], first: int, last: int) -> Tensor:
-    """[last - first]: place of each token when the blocks of a layer are laid end to end."""
+def slots_of(cache: Tensor, block_table: Sequence[int], first: int, last: int) -> Tensor:
+    """int64 [last - first], on the cache's device: place of each token when the blocks of a layer are laid end to
+    end."""
     block_size, begin = cache.shape[2], first // cache.shape[2]
-    table = torch.tensor(block_table[begin : -(-last // block_size)], device=cache.device)
-    steps = torch.arange(first - begin * block_size, last - begin * block_size, device=cache.device)
-    return table[steps // block_size] * block_size + steps % block_size
+    table = np.array(block_table[begin : -(-last // block_size)], np.int64)
+    steps = np.arange(first - begin * block_size, last - begin * block_size)
+    [slots] = send(cache.device, table[steps // block_size] * block_size + steps % block_size)
+    return slots

@@ -1,0 +1,123 @@
+"""Cross-attention of a step: keys and values of encoder outputs, written once per content, and who reads which."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence as ListOf
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.attention.backend import AttentionBackend
+from engine.attention.metadata import AttentionMetadata
+from engine.cache.block_manager import BlockManager
+from engine.cache.encoder_cache import EncoderCacheManager
+from engine.cross_ranges import CrossInput, after_input, key_ranges, table_rows
+from engine.inputs import IntArray, StepInputs
+from engine.models.base import DecoderModel
+from engine.request import Request
+from engine.runner.kv_transfer import slots_of
+from engine.runner.staging import send, send_tensor
+from engine.scheduler.decoder import ScheduledStep
+
+
+def write_cross(
+    request: Request,
+    block_table: ListOf[int],
+    cache: EncoderCacheManager,
+    model: DecoderModel,
+    backend: AttentionBackend,
+    caches: ListOf[Tensor],
+) -> None:
+    """Project the encoder outputs of a request to each layer's cross keys and values, into the blocks of its table."""
+    device, dtype = caches[0].device, caches[0].dtype
+    outputs = [
+        send_tensor(cache.get(item.metadata.content_hash), device, dtype)
+        for item in request.inputs
+        if item.metadata is not None
+    ]
+    encoder_output = table_rows(outputs, _cross_inputs(request))
+    slots = slots_of(caches[0], block_table, 0, len(encoder_output))
+    for layer, kv_cache in enumerate(caches[: model.spec.num_cross_layers]):
+        key, value = model.project_cross(layer, encoder_output)
+        backend.write(kv_cache, key, value, slots)
+
+
+class CrossBatch:
+    """What the requests of a step read by cross-attention.
+
+    Their block tables, as one array, are kept while the batch stays as it is: in steady decoding nothing is prepared,
+    and nothing sent to the device. `inputs_in_prompt`: what a token reads depends on where it stands (Mllama).
+    """
+
+    def __init__(self, device: torch.device, *, inputs_in_prompt: bool) -> None:
+        self._device = device
+        self._inputs_in_prompt = inputs_in_prompt
+        self._lists: list[list[int]] = []
+        self._table: IntArray = np.zeros((0, 0), np.int64)
+        self._sent: Tensor | None = None
+
+    def metadata(
+        self, step: ScheduledStep, inputs: StepInputs, blocks: BlockManager, *, on_device: bool
+    ) -> AttentionMetadata | None:
+        """None where no request of the step has anything to read. Without `on_device` its tensors stay on the host."""
+        requests = [sequence.request for sequence in step.sequences]
+        seq_lens = [request.num_encoder_tokens for request in requests]
+        if not any(seq_lens):
+            return None
+        self._update([blocks.get_cross_block_table(request.request_id) for request in requests])
+        ranges = after = None
+        if self._inputs_in_prompt:
+            ranges, after = _cross_ranges(requests, inputs)
+        return AttentionMetadata(
+            query_start_loc=inputs.query_start_loc.tolist(),
+            seq_lens=seq_lens,
+            block_table=self._on_device() if on_device else torch.from_numpy(self._table),
+            block_lists=self._lists,
+            slot_mapping=None,
+            causal=False,
+            num_decodes=step.num_decodes,
+            key_ranges=ranges,
+            after_input=None if after is None else send(self._device, after)[0],
+            host_table=self._table,
+        )
+
+    def _update(self, lists: list[list[int]]) -> None:
+        """The lists that the block manager gives out are never changed by it."""
+        if len(lists) == len(self._lists) and all(map(operator.is_, lists, self._lists)):
+            return
+        self._lists, self._sent = lists, None
+        self._table = np.zeros((len(lists), max(map(len, lists))), np.int64)
+        for row, blocks in enumerate(lists):
+            self._table[row, : len(blocks)] = blocks
+
+    def _on_device(self) -> Tensor:
+        if self._sent is None:
+            [self._sent] = send(self._device, self._table)
+        return self._sent
+
+
+def _cross_ranges(requests: ListOf[Request], inputs: StepInputs) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+    """Of each token of the step: the rows that it reads of its request's table, and whether it stands behind an input.
+
+    Returns int64 [num_tokens, 2] and bool [num_tokens].
+    """
+    ranges, after = [], []
+    for request, start, end in zip(requests, inputs.query_start_loc, inputs.query_start_loc[1:], strict=False):
+        known, positions = _cross_inputs(request), inputs.positions[start:end]
+        ranges.append(key_ranges(known, positions))
+        after.append(after_input(known, positions))
+    return np.concatenate(ranges), np.concatenate(after)
+
+
+def _cross_inputs(request: Request) -> list[CrossInput]:
+    """The inputs of a request as the rows of its cross table, in the order of the prompt."""
+    inputs = []
+    for item in request.inputs:
+        assert item.metadata is not None
+        layout = item.metadata.layout
+        visible = layout.num_encoder_tokens if layout.num_visible_tokens is None else layout.num_visible_tokens
+        inputs.append(CrossInput(item.start or 0, layout.num_encoder_tokens, visible))
+    return inputs

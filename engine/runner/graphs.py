@@ -1,0 +1,204 @@
+"""Decode steps as CUDA graphs: recorded at start for some batch sizes, and replayed with new inputs.
+
+Launching the kernels of a decode step one by one takes the host longer than a GPU takes to run them. A graph is
+launched as a whole, but only ever does the same work over the same addresses. So a batch is padded up to the next size,
+and what changes from step to step stands in buffers at fixed addresses:
+
+    rows        int64 [3 + axes, size]     input ids · slots of LastTokens · slot mapping · positions (M-RoPE: 3 axes)
+    self plan, cross plan                  the backend's (DecodePlan)
+
+    batch of 3, size 4     a  b  c  pad    padding: token 0 at position 0, one key in block 0, which is nobody's; of an
+                                           input it reads nothing
+Recorded is what lies between the input ids and the hidden states. Logits and sampling are outside: their shapes vary
+with what requests ask for, and they are few kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.telemetry import get_logger
+from engine.attention.backend import AttentionBackend, DecodePlan, HeadSpec
+from engine.attention.context import PagedAttentionContext
+from engine.attention.metadata import AttentionMetadata
+from engine.inputs import IntArray, StepInputs
+from engine.models.base import DecoderModel
+from engine.runner.last_tokens import LastTokens
+from engine.runner.recorder import Recorder
+from engine.runner.staging import overwrite
+
+log = get_logger()
+
+_SMALL_SIZES: Final = (1, 2, 4)
+_SIZE_STEP: Final = 8
+_POSITIONS: Final = 3
+"""Rows before those of the positions."""
+
+
+@dataclass(frozen=True)
+class GraphParts:
+    """What a recorded step is made of.
+
+    A sequence has up to `max_blocks` blocks, the inputs of a request, where cross-attention reads them, up to
+    `max_cross_blocks`. With `inputs_in_prompt`, which of these a token reads depends on where it stands (Mllama).
+    """
+
+    model: DecoderModel
+    backend: AttentionBackend
+    caches: list[Tensor]
+    last_tokens: LastTokens
+    max_blocks: int
+    max_cross_blocks: int
+    inputs_in_prompt: bool
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """The batch sizes to record: 1, 2, 4, 8, 16, 24 … and the largest that there can be."""
+    steps = range(_SIZE_STEP, max_num_seqs, _SIZE_STEP)
+    return [*(size for size in (*_SMALL_SIZES, *steps) if size < max_num_seqs), max_num_seqs]
+
+
+class DecodeGraphs:
+    """Recorded decode steps, by batch size. `num_replays` counts the steps that were computed by them."""
+
+    def __init__(self, recordings: Sequence[_Recording]) -> None:
+        self._recordings = sorted(recordings, key=lambda recording: recording.size)
+        self.num_replays = 0
+
+    @classmethod
+    @torch.inference_mode()
+    def record(cls, parts: GraphParts, sizes: Sequence[int], recorder: Recorder) -> DecodeGraphs | None:
+        """Record a step of each size, the largest first: the others fit into its memory.
+
+        None, which is logged, where the model or the attention backend cannot be recorded.
+        """
+        spec = parts.model.spec
+        if spec.has_cross_attention and parts.inputs_in_prompt:
+            log.info("decode steps run eagerly", reason="what a token reads of its inputs depends on where it stands")
+            return None
+        recordings = []
+        for size in sorted(sizes, reverse=True):
+            plans = _make_plans(parts, size)
+            if plans is not None:
+                recordings.append(_Recording(parts, size, *plans, recorder))
+        if not recordings:
+            reason = f"attention backend {parts.backend.name!r} has no plan at fixed addresses for this model"
+            log.info("decode steps run eagerly", reason=reason)
+            return None
+        return cls(recordings)
+
+    def run(
+        self, inputs: StepInputs, positions: IntArray, own: AttentionMetadata, cross: AttentionMetadata | None
+    ) -> Tensor | None:
+        """Hidden states [n, hidden_size] of a step with one token for each of its n sequences, valid until the next
+        call; None for a step that has not been recorded.
+
+        positions int64 [n], or [3, n] with M-RoPE. `own` and `cross` need no tensors on the device.
+        """
+        count = len(inputs.input_ids)
+        recording = next((one for one in self._recordings if one.size >= count), None)
+        if recording is None or not recording.prepare(own, cross):
+            return None
+        self.num_replays += 1
+        return recording.run(inputs, positions)[:count]
+
+
+class _Recording:
+    """One batch size: its inputs, its plans and the recorded work over them."""
+
+    def __init__(
+        self, parts: GraphParts, size: int, self_plan: DecodePlan, cross_plan: DecodePlan | None, recorder: Recorder
+    ) -> None:
+        self.size = size
+        self._parts, self._self_plan, self._cross_plan = parts, self_plan, cross_plan
+        self._has_axes = parts.model.spec.mrope_section is not None
+        num_rows = _POSITIONS + (3 if self._has_axes else 1)
+        self._rows = torch.zeros(num_rows, size, dtype=torch.int64, device=parts.caches[0].device)
+        nothing = _no_requests(causal=False) if cross_plan is not None else None
+        if not self.prepare(_no_requests(causal=True), nothing):
+            raise ValueError(f"attention backend {parts.backend.name!r} has a plan that does not serve its own padding")
+        self._replay = recorder.record(self._work)
+
+    def prepare(self, own: AttentionMetadata, cross: AttentionMetadata | None) -> bool:
+        """Bring the plans to a batch of up to `size` requests; False where they do not serve it."""
+        if (cross is None) != (self._cross_plan is None):
+            return False
+        own = padded(own, self.size)
+        if not self._self_plan.serves(own):
+            return False
+        if cross is not None and self._cross_plan is not None:
+            cross = padded(cross, self.size)
+            if not self._cross_plan.serves(cross):
+                return False
+            self._cross_plan.update(cross)
+        self._self_plan.update(own)
+        return True
+
+    def run(self, inputs: StepInputs, positions: IntArray) -> Tensor:
+        """[size, hidden_size]; the plans are prepared for the same batch."""
+        rows, count = np.zeros(self._rows.shape, np.int64), len(inputs.input_ids)
+        rows[0, :count] = inputs.input_ids
+        rows[1, :count] = inputs.request_indices
+        rows[2, :count] = inputs.slot_mapping
+        rows[_POSITIONS:, :count] = positions
+        overwrite(self._rows, rows)
+        return self._replay()
+
+    def _work(self) -> Tensor:
+        parts = self._parts
+        input_ids, slots, slot_mapping = self._rows[:_POSITIONS]
+        positions = self._rows[_POSITIONS:] if self._has_axes else self._rows[_POSITIONS]
+        context = PagedAttentionContext(
+            parts.backend,
+            parts.caches,
+            slot_mapping.to(parts.backend.slot_dtype),
+            self._self_plan,
+            self._cross_plan,
+        )
+        embeddings = parts.model.embed(parts.last_tokens.fill(input_ids, slots))
+        hidden: Tensor = parts.model(embeddings, positions, context)
+        return hidden
+
+
+def _make_plans(parts: GraphParts, size: int) -> tuple[DecodePlan, DecodePlan | None] | None:
+    spec, cache = parts.model.spec, parts.caches[0]
+    heads = HeadSpec(spec.num_heads, spec.num_kv_heads, spec.head_dim, biased=spec.position_bias)
+
+    def make(max_blocks: int, *, causal: bool) -> DecodePlan | None:
+        return parts.backend.make_decode_plan(size, max_blocks, cache.shape[2], cache.dtype, heads, causal=causal)
+
+    own = make(parts.max_blocks, causal=True)
+    cross = make(parts.max_cross_blocks, causal=False) if spec.has_cross_attention else None
+    return None if own is None or (cross is None and spec.has_cross_attention) else (own, cross)
+
+
+def padded(metadata: AttentionMetadata, size: int) -> AttentionMetadata:
+    """The same decodes with rows of padding behind them, `size` in all: these have one key, in block 0, or, in
+    cross-attention, none."""
+    num_requests, table = metadata.num_requests, metadata.table
+    if num_requests == size:
+        return metadata
+    blocks, num_keys = ([0], 1) if metadata.causal else ([], 0)
+    whole = np.zeros((size, max(1, table.shape[1])), np.int64)
+    whole[:num_requests, : table.shape[1]] = table
+    return AttentionMetadata(
+        query_start_loc=list(range(size + 1)),
+        seq_lens=metadata.seq_lens + [num_keys] * (size - num_requests),
+        block_table=torch.from_numpy(whole),
+        block_lists=metadata.block_lists + [blocks] * (size - num_requests),
+        slot_mapping=None,
+        causal=metadata.causal,
+        num_decodes=size,
+        host_table=whole,
+    )
+
+
+def _no_requests(*, causal: bool) -> AttentionMetadata:
+    table = np.zeros((0, 1), np.int64)
+    return AttentionMetadata([0], [], torch.from_numpy(table), [], None, causal, 0, host_table=table)

@@ -1,0 +1,72 @@
+"""Carries out the block moves that the block manager has decided on: copies on write, swapping out and back in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+
+import numpy as np
+from torch import Tensor
+
+from engine.cache.block_manager import BlockMove
+from engine.runner.staging import send
+
+
+def move_blocks(moves: Sequence[BlockMove], caches: Sequence[Tensor], host_cache: Callable[[int], Tensor]) -> None:
+    """The moves in their order, in every layer; all of it is queued on the current stream.
+
+    caches        per layer [2, num_blocks, block_size, num_kv_heads, head_dim]
+    host_cache    the same of a layer on the host, asked for where a move needs it; pinned if the caches are on CUDA
+    """
+    for kind, group in groupby(moves, key=lambda move: move.kind):
+        for batch in _independent(list(group)):
+            for layer, cache in enumerate(caches):
+                source = host_cache(layer) if kind == "in" else cache
+                target = host_cache(layer) if kind == "out" else cache
+                if source.device == target.device:
+                    _copy(source, target, batch)
+                else:
+                    copy_runs(source, target, batch)
+
+
+def _copy(source: Tensor, target: Tensor, moves: Sequence[BlockMove]) -> None:
+    pairs = np.array([(move.source, move.target) for move in moves]).T
+    sources, targets = send(source.device, *pairs)
+    target[:, targets] = source[:, sources]
+
+
+def copy_runs(source: Tensor, target: Tensor, moves: Sequence[BlockMove]) -> None:
+    """The moves as one copy per run of blocks that lie side by side at both ends.
+
+    Between a device and pinned memory such copies need no help of the host: an index would, at the host's end.
+    """
+    for first, length in _runs(moves):
+        sources, targets = slice(first.source, first.source + length), slice(first.target, first.target + length)
+        for side in (0, 1):
+            target[side, targets].copy_(source[side, sources], non_blocking=True)
+
+
+def _runs(moves: Sequence[BlockMove]) -> Iterator[tuple[BlockMove, int]]:
+    """Runs of moves whose sources and targets both count up by one: the first of each, and how many."""
+    first, length = moves[0], 1
+    for move in moves[1:]:
+        if (move.source, move.target) == (first.source + length, first.target + length):
+            length += 1
+        else:
+            yield first, length
+            first, length = move, 1
+    yield first, length
+
+
+def _independent(moves: list[BlockMove]) -> Iterator[list[BlockMove]]:
+    """Runs of moves of one kind that can be done at once: none reads what another one of its run writes."""
+    batch: list[BlockMove] = []
+    written: set[int] = set()
+    for move in moves:
+        if move.target in written or (move.kind == "copy" and move.source in written):
+            yield batch
+            batch, written = [], set()
+        batch.append(move)
+        written.add(move.target)
+    if batch:
+        yield batch
