@@ -141,11 +141,9 @@ class EncoderEngine:
 
 def _wait_for(device: torch.device) -> None:
     """Return once the batch is computed. Of a GPU, only this stream is waited for: outputs of earlier batches may still
-    be on their way to others, on streams of their own. The thread sleeps meanwhile, so that others have its core."""
+    be on their way to others, on streams of their own."""
     if device.type == "cuda":
-        done = torch.cuda.Event(blocking=True)
-        done.record(torch.cuda.current_stream(device))
-        done.synchronize()
+        torch.cuda.current_stream(device).record_event().synchronize()
 
 
 def _check_promise(item: ProcessedInput, output: torch.Tensor) -> None:
