@@ -1,0 +1,57 @@
+"""A decode step of a Qwen2.5-VL-3B, by batch: against the bytes that it has to read, at the speed of a copy."""
+
+from __future__ import annotations
+
+import random
+from typing import Final
+
+from engine.decoder_engine import DecoderEngine
+from launch.gpu.bench.engines import WARM_UP_TOKENS, Driver, endless, make_decoder, random_prompt
+from launch.gpu.bench.setup import Setup
+from launch.gpu.figures import Figure, duration
+from launch.gpu.shapes import qwen2_5_vl_3b
+
+BATCHES: Final = (1, 8, 64, 256)
+CONTEXT: Final = 512
+STEPS: Final = 32
+"""In one measurement."""
+TOY_BATCHES, TOY_CONTEXT, TOY_STEPS = (1, 3), 20, 4
+
+
+def measure(setup: Setup) -> list[Figure]:
+    """One figure for each batch: milliseconds of a step, its limit the weights and the keys and values once."""
+    batches, context, steps = (TOY_BATCHES, TOY_CONTEXT, TOY_STEPS) if setup.toy else (BATCHES, CONTEXT, STEPS)
+    length = context + steps * (setup.repetitions + 1) + 2 * WARM_UP_TOKENS
+    options = {"max_num_seqs": max(batches), "max_num_batched_tokens": 8192, "max_model_len": length + 16}
+    engine = make_decoder(setup, qwen2_5_vl_3b, **options)
+    return [_measure_batch(setup, engine, batch, context, steps) for batch in batches]
+
+
+def _measure_batch(setup: Setup, engine: DecoderEngine, batch: int, context: int, steps: int) -> Figure:
+    driver, rng = Driver(engine), random.Random(batch)
+    params = endless(steps * (setup.repetitions + 1) + 2 * WARM_UP_TOKENS)
+    for number in range(batch):
+        driver.add(f"decode-{batch}-{number}", random_prompt(context, rng), params)
+    driver.until(WARM_UP_TOKENS)
+    seconds = setup.time(driver.step, calls=steps)
+    driver.drop_all()
+    tokens = context + steps * (setup.repetitions + 1) // 2  # in the middle of what was measured
+    size_bytes = weight_bytes(engine) + batch * tokens * token_bytes(engine)
+    flops = 2.0 * batch * weight_bytes(engine) / engine.runner.dtype.itemsize
+    least_s = setup.limits.least_s(size_bytes, flops)
+    beside = f"{size_bytes / 1e9:.2f} GB to read; {setup.limits.bound(size_bytes, flops)}; {batch} sequences"
+    return duration("decode", f"batch {batch}, {tokens} tokens each", seconds, least_s, beside)
+
+
+def weight_bytes(engine: DecoderEngine) -> int:
+    """What a step reads of the weights: of an embedding that is not the head as well, a few rows at most."""
+    model = engine.runner.model
+    sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
+    tied = not any(name.endswith("head.weight") for name in sizes)
+    return sum(size for name, size in sizes.items() if tied or "embed_tokens" not in name)
+
+
+def token_bytes(engine: DecoderEngine) -> int:
+    """The keys and values of one token, over all layers of self-attention."""
+    spec, dtype = engine.runner.spec, engine.runner.dtype
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize

@@ -1,0 +1,75 @@
+"""Engines with random weights, filled with requests and driven to the point that is measured."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from common.config import EngineConfig
+from common.model_info import load_model_info
+from common.sampling_params import SamplingParams
+from engine.decoder_engine import DecoderEngine
+from engine.events import Event, RequestFailed, TokensReady
+from launch.gpu.bench.setup import Setup
+from launch.gpu.shapes import Shape
+
+DEADLINE_S: Final = 120.0
+WARM_UP_TOKENS: Final = 4
+_FIRST_TOKEN, _LAST_TOKEN = 0, 390
+"""Ids of ordinary tokens in every shape; the special ones follow."""
+
+
+def make_decoder(setup: Setup, make: Callable[..., Shape], **options: Any) -> DecoderEngine:
+    """A decoder with random weights. `options` are those of EngineConfig."""
+    info = load_model_info(str(setup.model(make)))
+    config = EngineConfig(device=setup.device.type, load_format="dummy", **options)
+    return DecoderEngine(info, config)
+
+
+def random_prompt(length: int, rng: random.Random) -> list[int]:
+    return [rng.randint(_FIRST_TOKEN, _LAST_TOKEN) for _ in range(length)]
+
+
+def endless(max_tokens: int) -> SamplingParams:
+    """Greedy, and no token ends it before `max_tokens`."""
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
+class Driver:
+    """Steps a decoder and counts the tokens of each request. Raises RuntimeError for one that fails."""
+
+    def __init__(self, engine: DecoderEngine) -> None:
+        self.engine = engine
+        self.num_tokens: dict[str, int] = {}
+
+    def add(self, name: str, prompt: list[int], params: SamplingParams) -> None:
+        """A request without inputs."""
+        self.num_tokens[name] = 0
+        self.engine.add_request(name, prompt, [], params)
+
+    def step(self) -> list[Event]:
+        events = self.engine.step()
+        for event in events:
+            if isinstance(event, RequestFailed):
+                raise RuntimeError(f"request {event.request_id} failed: {event.error.message}")
+            if isinstance(event, TokensReady):
+                self.num_tokens[event.request_id] += len(event.token_ids)
+        return events
+
+    def until(self, num_tokens: int) -> None:
+        """Step until each request has so many tokens. Raises TimeoutError if that takes too long."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        while min(self.num_tokens.values()) < num_tokens:
+            self.step()
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"no {num_tokens} tokens of every request after {DEADLINE_S:.0f} s")
+
+    def drop_all(self) -> None:
+        """Abort every request; the blocks that they leave behind are free."""
+        for name in self.num_tokens:
+            self.engine.abort(name)
+        self.num_tokens.clear()
+        while self.engine.has_work():
+            self.engine.step()

@@ -1,0 +1,34 @@
+"""What every benchmark is given: the device, its limits, how often to measure, and whether it is only a rehearsal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from launch.gpu.bench.limits import Limits
+from launch.gpu.bench.timing import time_calls
+from launch.gpu.shapes import Shape
+
+
+@dataclass(frozen=True)
+class Setup:
+    """`toy`: models and loads so small that a CPU is through in seconds; its figures mean nothing. `folder` is for
+    model folders and goes when the benchmark is over."""
+
+    device: torch.device
+    limits: Limits
+    folder: Path
+    toy: bool = False
+    repetitions: int = 5
+
+    def time(self, call: Callable[[], object], *, calls: int = 1, warm_up: int = 1) -> list[float]:
+        """Seconds of one call, as many times as this setup repeats; each is the mean of `calls` in a row."""
+        return time_calls(call, self.device, repetitions=self.repetitions, calls=calls, warm_up=warm_up)
+
+    def model(self, make: Callable[..., Shape]) -> Path:
+        """The folder of a model of this shape, or of its toy."""
+        shape = make(toy=self.toy)
+        return shape.write(self.folder / shape.name.replace(" ", "-"))

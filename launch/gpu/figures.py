@@ -1,0 +1,79 @@
+"""A measured figure beside its limit. Standard library alone: the check prints what others have measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+HEADER: Final = (
+    "| benchmark | case | median | spread | limit | share of limit | beside it |\n|---|---|---|---|---|---|---|"
+)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number: `value` is the median of repetitions, `low` and `high` the extremes, in `unit`.
+
+    `limit` is what the machine would allow, in the same unit, and `share` how near the figure comes to it: 1 is the
+    limit; both are None where there is none to name. `beside` says what else is to be known.
+    """
+
+    benchmark: str
+    case: str
+    unit: str
+    value: float
+    low: float
+    high: float
+    limit: float | None = None
+    share: float | None = None
+    beside: str = ""
+
+    def row(self) -> str:
+        """A row of the table that HEADER begins."""
+        limit = "–" if self.limit is None else f"{self.limit:.4g} {self.unit}"
+        share = "–" if self.share is None else f"{self.share:.0%}"
+        cells = [self.benchmark, self.case, f"{self.value:.4g} {self.unit}", f"{self.low:.4g}–{self.high:.4g}"]
+        return "| " + " | ".join([*cells, limit, share, self.beside or "–"]) + " |"
+
+
+def duration(
+    benchmark: str, case: str, seconds: Sequence[float], limit_s: float | None = None, beside: str = ""
+) -> Figure:
+    """How long something took, in milliseconds; the limit is the least that it could take."""
+    share = None if limit_s is None else limit_s / statistics.median(seconds)
+    limit_ms = None if limit_s is None else limit_s * 1e3
+    return _figure(benchmark, case, "ms", [one * 1e3 for one in seconds], limit_ms, share, beside)
+
+
+def rate(
+    benchmark: str,
+    case: str,
+    unit: str,
+    seconds: Sequence[float],
+    amount: float,
+    limit: float | None = None,
+    beside: str = "",
+) -> Figure:
+    """How much of `unit` was done in a second: `amount` of it in each of the measured times; `limit` is the most."""
+    rates = [amount / one for one in seconds]
+    share = None if limit is None else statistics.median(rates) / limit
+    return _figure(benchmark, case, unit, rates, limit, share, beside)
+
+
+def _figure(
+    benchmark: str,
+    case: str,
+    unit: str,
+    values: Sequence[float],
+    limit: float | None,
+    share: float | None,
+    beside: str,
+) -> Figure:
+    return Figure(benchmark, case, unit, statistics.median(values), min(values), max(values), limit, share, beside)
+
+
+def ratio(mine: Sequence[float], theirs: Sequence[float]) -> str:
+    """`1.25x`: how often the first goes into the second, by their medians."""
+    return f"{statistics.median(theirs) / statistics.median(mine):.2f}x"

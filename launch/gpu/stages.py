@@ -1,0 +1,156 @@
+"""A stage of the GPU check: a command with a deadline, and how to read what came of it. Standard library alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+from xml.etree import ElementTree
+
+from launch.gpu.layout import ROOT
+
+REPORT: Final = "{report}"
+"""In a command: the file that it writes its report to."""
+_KILL_S: Final = 10.0
+_SHOWN_FAILURES: Final = 5
+_TAIL_CHARACTERS: Final = 300
+
+Verdict = Literal["ok", "FAILED", "timed out", "no time left", "not here"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a report says: in words, in figures, and whether it says that all is well."""
+
+    is_good: bool
+    words: str
+    figures: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """`limit_s` is its deadline. With `decides`, the check fails if the stage does; a benchmark does not decide.
+
+    `missing` says why the stage cannot run on this machine and need not.
+    """
+
+    name: str
+    command: Sequence[str]
+    limit_s: float
+    read: Callable[[Path], Finding]
+    decides: bool = True
+    missing: str | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a stage; `log` is what it printed."""
+
+    stage: str
+    verdict: Verdict
+    seconds: float
+    found: str
+    decides: bool
+    log: str
+    figures: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def fails_the_check(self) -> bool:
+        return self.decides and self.verdict not in ("ok", "not here")
+
+
+def run_stage(stage: Stage, environment: Mapping[str, str], folder: Path, left_s: float) -> Outcome:
+    """Run one stage for at most its own limit and `left_s`; `folder` gets its log and its report.
+
+    Whatever it started is dead when this returns.
+    """
+    log, report = folder / f"{stage.name}.log", folder / f"{stage.name}.report"
+    began_s = time.monotonic()
+
+    def outcome(verdict: Verdict, found: str, figures: list[dict[str, Any]] | None = None) -> Outcome:
+        seconds = time.monotonic() - began_s
+        return Outcome(stage.name, verdict, seconds, found, stage.decides, str(log), figures or [])
+
+    if stage.missing is not None:
+        return outcome("not here", stage.missing)
+    if left_s <= 0:
+        return outcome("no time left", "raise --budget-s, or choose stages with --only")
+    command = [word.replace(REPORT, str(report)) for word in stage.command]
+    report.unlink(missing_ok=True)
+    limit_s = min(stage.limit_s, left_s)
+    status = _run(command, environment, log, limit_s)
+    try:
+        finding = stage.read(report)
+    except (OSError, ValueError, KeyError, ElementTree.ParseError):
+        finding = Finding(False, f"no report; the log ends: {_tail(log)}")
+    if status is None:
+        return outcome("timed out", f"after {limit_s:.0f} s; {finding.words}", finding.figures)
+    return outcome("ok" if status == 0 and finding.is_good else "FAILED", finding.words, finding.figures)
+
+
+def read_json(report: Path) -> Finding:
+    """Of a script that writes `found`, and `figures` if it has some."""
+    content = json.loads(report.read_text())
+    return Finding(True, str(content["found"]), list(content.get("figures", ())))
+
+
+def read_junit(report: Path) -> Finding:
+    """Of pytest with `--junitxml`. That nothing ran is not good: then nothing was checked."""
+    cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = [case for case in cases if case.find("skipped") is not None]
+    passed = len(cases) - len(failed) - len(skipped)
+    words = f"{passed} passed"
+    if failed:
+        more = f" and {len(failed) - _SHOWN_FAILURES} more" if len(failed) > _SHOWN_FAILURES else ""
+        words += f", {len(failed)} failed: {', '.join(map(_name, failed[:_SHOWN_FAILURES]))}{more}"
+    if skipped:
+        reasons = sorted({_reason(case) for case in skipped})
+        words += f", {len(skipped)} skipped: {'; '.join(reasons[:_SHOWN_FAILURES])}"
+    return Finding(passed > 0 and not failed, words)
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str], log: Path, limit_s: float) -> int | None:
+    """The exit status; None if the time was up."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=dict(environment),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            _end_group(process)
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """A stage leads a process group of its own: its children go with it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(_KILL_S)
+
+
+def _name(case: ElementTree.Element) -> str:
+    return str(case.get("name"))
+
+
+def _reason(case: ElementTree.Element) -> str:
+    skipped = case.find("skipped")
+    return str(skipped.get("message")) if skipped is not None else ""
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-_TAIL_CHARACTERS:].strip()

@@ -1,0 +1,48 @@
+"""A cluster on one GPU answers what `LLM` does on it, in the same dtype: encoder, prefill and decode in turn.
+
+Requests come one at a time: rounding depends on who shares a batch, so that only equal batches have equal logits. How
+a prompt is cut into chunks depends on when its pictures come, and a prefill apart computes the last token elsewhere;
+the bundled model is trained, and its choices are further apart than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from common.model_info import BUNDLED
+from engine.llm import LLM
+from tests.equality.cases import MAX_TOKENS, Case
+from tests.equality.runs import answer_all
+from tests.equality.served import serve
+from tests.gpu.device import DEVICE, needs_gpu
+
+pytestmark = [*needs_gpu, pytest.mark.cluster]
+POOLS = {"kv_cache_bytes": 32 * 2**20, "encoder_cache_bytes": 8 * 2**20, "swap_bytes": 0}
+
+
+@pytest.mark.parametrize("topology", ["1epd", "1e1pd", "1e1p1d"])
+async def test_the_bundled_model_answers_as_in_one_process(
+    topology: str, cases_of: Callable[[str], list[Case]], broker_url: str
+) -> None:
+    await check(BUNDLED / "signpost", topology, cases_of("signpost"), MAX_TOKENS["signpost"], broker_url)
+
+
+async def test_random_weights_answer_as_in_one_process(
+    cases_of: Callable[[str], list[Case]], folder_of: Callable[[str], Path], broker_url: str
+) -> None:
+    await check(folder_of("qwen2"), "1pd", cases_of("qwen2"), MAX_TOKENS["qwen2"], broker_url)
+
+
+async def check(folder: Path, topology: str, cases: list[Case], max_tokens: int, broker_url: str) -> None:
+    engine = {"device": DEVICE, "dtype": "bfloat16", **POOLS}
+    llm = LLM(folder, **engine)
+    expected = [answer_all(llm, [case], max_tokens)[0] for case in cases]
+    del llm  # its share of the GPU
+    with serve(folder, broker_url, f"gpu-{folder.name}-{topology}", topology=topology, **engine) as served:
+        async with served.client() as client:
+            answers = [await served.answer(client, case, max_tokens) for case in cases]
+        assert [answer.token_ids for answer in answers] == expected
+        await served.wait_until_nothing_is_held()

@@ -1,0 +1,135 @@
+"""The GPU check as a machine: stages with deadlines, what decides, and what it says. The stages here are small ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.gpu import check, plan
+from launch.gpu.environment import in_words, missing
+from launch.gpu.figures import Figure, duration, rate
+from launch.gpu.layout import Carried
+from launch.gpu.stages import REPORT, Stage, read_json, read_junit, run_stage
+from tests.launch.waiting import alive, eventually
+
+WRITES = "import json, sys; json.dump({'found': 'two things', 'figures': FIGURES}, open(sys.argv[1], 'w'))"
+FOREVER = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
+
+
+def script(name: str, source: str, limit_s: float = 60.0, *, decides: bool = True) -> Stage:
+    return Stage(name, (sys.executable, "-c", source, REPORT), limit_s, read_json, decides)
+
+
+def pytest_stage(folder: Path, body: str) -> Stage:
+    path = folder / "test_it.py"
+    path.write_text(body)
+    command = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={REPORT}", str(path))
+    return Stage("tests", command, 60, read_junit)
+
+
+def test_a_failed_stage_does_not_keep_the_others_from_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figure = vars(duration("decode", "batch 1", [0.002, 0.004, 0.003], 0.0015))
+    good = WRITES.replace("FIGURES", repr([figure]))
+    monkeypatch.setattr(check, "STAGES", (script("broken", "raise SystemExit('no room')"), script("good", good)))
+    arguments = ["--out", str(tmp_path / "out"), "--carried", str(tmp_path)]
+    assert check.main(arguments) == 1
+    report = json.loads((tmp_path / "out" / "gpu-check.json").read_text())
+    assert [stage["verdict"] for stage in report["stages"]] == ["FAILED", "ok"]
+    assert report["stages"][1]["figures"] == [figure]
+    printed = capsys.readouterr().out
+    assert "no report; the log ends: no room" in printed
+    assert "| decode | batch 1 | 3 ms | 2–4 | 1.5 ms | 50% | – |" in printed
+    assert check.main([*arguments, "--only", "good"]) == 0
+
+
+def test_a_benchmark_that_fails_does_not_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "STAGES", (script("slow", "raise SystemExit(1)", decides=False),))
+    assert check.main(["--out", str(tmp_path), "--carried", str(tmp_path)]) == 0
+
+
+def test_a_stage_that_does_not_end_is_ended_with_its_children(tmp_path: Path) -> None:
+    children = tmp_path / "child"
+    source = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {FOREVER!r}, {str(children)!r}])"
+    outcome = run_stage(script("stuck", source, limit_s=5.0), os.environ, tmp_path, left_s=3.0)
+    assert (outcome.verdict, outcome.fails_the_check) == ("timed out", True)
+    pid = int(children.read_text())
+    eventually(lambda: not alive(pid), 10.0, f"the end of process {pid}")
+
+
+def test_a_stage_without_time_does_not_begin_and_fails_the_check(tmp_path: Path) -> None:
+    began_s = time.monotonic()
+    outcome = run_stage(script("late", FOREVER), os.environ, tmp_path, left_s=-1.0)
+    assert (outcome.verdict, outcome.fails_the_check) == ("no time left", True)
+    assert not outcome.figures
+    assert time.monotonic() - began_s < 5
+
+
+@pytest.mark.parametrize(
+    ("body", "verdict", "words"),
+    [
+        ("def test_a(): pass\ndef test_b(): pass", "ok", "2 passed"),
+        ("def test_a(): pass\ndef test_b(): assert False", "FAILED", "1 passed, 1 failed: test_b"),
+        (
+            "import pytest\n@pytest.mark.skip(reason='needs a CUDA device')\ndef test_a(): pass",
+            "FAILED",
+            "0 passed, 1 skipped: needs a CUDA device",
+        ),
+    ],
+)
+def test_tests_that_all_skip_have_checked_nothing(tmp_path: Path, body: str, verdict: str, words: str) -> None:
+    outcome = run_stage(pytest_stage(tmp_path, body), os.environ, tmp_path, left_s=60)
+    assert (outcome.verdict, outcome.found) == (verdict, words)
+
+
+def test_what_this_machine_cannot_run_is_said_and_does_not_decide(tmp_path: Path) -> None:
+    stage = Stage("sanitizer", (), 1.0, read_junit, missing="compute-sanitizer is not on the PATH")
+    outcome = run_stage(stage, os.environ, tmp_path, left_s=60)
+    assert (outcome.verdict, outcome.found) == ("not here", "compute-sanitizer is not on the PATH")
+    assert not outcome.fails_the_check
+
+
+def test_unknown_stages_are_refused_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no stage nonsense; there are: environment, attention"):
+        check.main(["--only", "nonsense", "--out", str(tmp_path), "--carried", str(tmp_path)])
+
+
+def test_the_paths_of_the_plan_exist() -> None:
+    words = [word for stage in plan.STAGES for word in stage.command if word.startswith("tests/")]
+    assert words
+    assert [word for word in words if not (check.ROOT / word).exists()] == []
+
+
+def test_carried_packages_come_first_and_kernels_outlive_the_run(tmp_path: Path) -> None:
+    carried = Carried(tmp_path)
+    carried.site.mkdir()
+    variables = check.environment(carried, tmp_path / "models")
+    assert variables["PYTHONPATH"].split(os.pathsep)[:2] == [str(carried.site), str(check.ROOT)]
+    assert variables["FLASHINFER_WORKSPACE_BASE"] == str(carried.kernels)
+    assert variables["TRIPTYCH_GPU_MODELS"] == str(tmp_path / "models")
+
+
+def test_missing_requirements_are_named_with_who_asks() -> None:
+    assert missing(["redis>=5", "no-such-package>=2", "redis>=99", "torch; python_version < '3'"]) == [
+        "no-such-package>=2 (for triptych, there is none)",
+        f"redis>=99 (for triptych, there is {__import__('redis').__version__})",
+    ]
+    assert missing(["no-such-package"], frozenset({"no-such-package"})) == []
+
+
+def test_a_machine_without_a_gpu_is_told_what_to_do() -> None:
+    facts = {"python": "3.12", "versions": {}, "gpu": None, "missing": []}
+    assert "torch finds no CUDA device" in in_words(facts)
+    assert "make gpu-carry" in in_words({**facts, "missing": ["redis>=5 (for triptych, there is none)"]})
+
+
+def test_the_share_of_a_limit_is_one_at_the_limit() -> None:
+    assert duration("a", "b", [0.004], 0.004).share == 1.0
+    assert rate("a", "b", "GB/s", [2.0], 6.0, limit=4.0).share == 0.75
+    assert rate("a", "b", "GB/s", [2.0, 1.0, 4.0], 4.0) == Figure("a", "b", "GB/s", 2.0, 1.0, 4.0)
