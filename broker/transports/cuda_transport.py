@@ -55,10 +55,6 @@ class CudaSender:
         """The connection to an address; it does not connect yet."""
         return CudaConnection(self, address)
 
-    def carries(self, num_bytes: int) -> bool:
-        """Whether a tensor is small enough for this way."""
-        return num_bytes <= ARENA_BYTES // LINK_SHARE
-
     @property
     def device_id(self) -> str:
         return self._runtime.device_id
@@ -107,6 +103,10 @@ class CudaConnection:
             raise took_none(self._address, timeout_s) from error
         except (OSError, CudaError) as error:
             raise TriptychError("unavailable", f"the receiver of tensors at {self._address}: {error}") from error
+
+    def carries(self, num_bytes: int) -> bool:
+        """Whether a tensor is small enough for this way: one receiver never holds more of the arena."""
+        return num_bytes <= ARENA_BYTES // LINK_SHARE
 
     def close(self) -> None:
         if self._link is not None:
@@ -219,7 +219,7 @@ class _Link:
         if self.closed:
             raise ConnectionResetError("it has closed the connection")
 
-    def _take(self, packet: bytes, fds: list[int]) -> None:
+    def _take(self, packet: memoryview, fds: list[int]) -> None:
         packets.close_all(fds)
         message = for_sender(packet)
         if isinstance(message, Release):

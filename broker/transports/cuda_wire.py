@@ -36,6 +36,6 @@ ToReceiver: TypeAlias = Hello | Announce
 _to_receiver: msgspec.msgpack.Decoder[ToReceiver] = msgspec.msgpack.Decoder(ToReceiver)
 
 
-def for_receiver(packet: bytes) -> ToReceiver:
+def for_receiver(packet: bytes | memoryview) -> ToReceiver:
     """Raises ValueError on anything else."""
     return _to_receiver.decode(packet)

@@ -51,7 +51,8 @@ def peer_uid(connected: socket.socket) -> int:
 
 
 class PacketSocket:
-    """One connected socket. Every packet goes to `on_packet`, which owns the descriptors that came with it.
+    """One connected socket. Every packet goes to `on_packet`, which owns the descriptors that came with it; its bytes
+    are there for the length of the call.
 
     `on_end` is called once, when the other side has gone, has sent too much, or `on_packet` has raised ValueError or
     OSError; not after `close`. Everything happens on the loop.
@@ -60,16 +61,17 @@ class PacketSocket:
     def __init__(
         self,
         connected: socket.socket,
-        on_packet: Callable[[bytes, list[int]], None],
+        on_packet: Callable[[memoryview, list[int]], None],
         on_end: Callable[[Exception | None], None],
     ) -> None:
         self._socket = connected
         self._on_packet = on_packet
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
+        self._buffer = memoryview(bytearray(MAX_PACKET_BYTES))  # used again: a new one costs more than most packets
         self._sending = asyncio.Lock()
         self._writable: asyncio.Future[None] | None = None
-        self._loop.add_reader(connected, self._read)
+        self._loop.add_reader(connected, self.read)
 
     @property
     def closed(self) -> bool:
@@ -92,6 +94,14 @@ class PacketSocket:
                 self._loop.add_writer(self._socket, self._now_writable)
                 await self._writable
 
+    def read(self) -> None:
+        """Take what has come by now, without waiting for the loop to notice."""
+        try:
+            while not self.closed and self._read_one():
+                pass
+        except (OSError, ValueError) as error:
+            self._end(error)
+
     def close(self) -> None:
         """Close the socket; a `send` that waits raises."""
         if self.closed:
@@ -107,27 +117,22 @@ class PacketSocket:
         if self._writable is not None and not self._writable.done():
             self._writable.set_result(None)
 
-    def _read(self) -> None:
-        try:
-            while not self.closed and self._read_one():
-                pass
-        except (OSError, ValueError) as error:
-            self._end(error)
-
     def _read_one(self) -> bool:
         """One packet; False where there is none at the moment."""
         try:
-            packet, ancillary, flags, _ = self._socket.recvmsg(MAX_PACKET_BYTES, _FDS_BYTES, socket.MSG_CMSG_CLOEXEC)
+            num_bytes, ancillary, flags, _ = self._socket.recvmsg_into(
+                [self._buffer], _FDS_BYTES, socket.MSG_CMSG_CLOEXEC
+            )
         except BlockingIOError:
             return False
         fds = _descriptors(ancillary)
-        if not packet:
+        if not num_bytes:
             self._end(None)
         elif flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             close_all(fds)
             raise ValueError("a packet is too long")
         else:
-            self._on_packet(packet, fds)
+            self._on_packet(self._buffer[:num_bytes], fds)
         return True
 
     def _end(self, error: Exception | None) -> None:

@@ -120,7 +120,7 @@ class _Peer:
     def _too_late(self) -> None:
         self._on_end(self, TimeoutError(f"a connection said nothing for {HANDSHAKE_S:g} s"))
 
-    def _take(self, packet: bytes, fds: list[int]) -> None:
+    def _take(self, packet: memoryview, fds: list[int]) -> None:
         try:
             message = for_receiver(packet)
             if isinstance(message, Hello):

@@ -143,7 +143,8 @@ class _Link:
         """
         if num_bytes > self._max_bytes:
             raise TriptychError("invalid_request", f"{num_bytes} bytes; the receiver takes {self._max_bytes} at most")
-        while (room := self._find_room(num_bytes)) is None:
+        self._packets.read()  # room given back just now is in the processor's cache, other room is not
+        while self.closed or (room := self._find_room(num_bytes)) is None:
             await self._next_change()
         self._lent[room.slot] = room
         self._next_slot += 1
@@ -208,7 +209,7 @@ class _Link:
         if self.closed:
             raise ConnectionResetError("it has closed the connection")
 
-    def _take(self, packet: bytes, fds: list[int]) -> None:
+    def _take(self, packet: memoryview, fds: list[int]) -> None:
         packets.close_all(fds)
         message = for_sender(packet)
         if isinstance(message, Release):

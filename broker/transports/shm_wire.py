@@ -57,11 +57,11 @@ def pack(message: ToReceiver | ToSender) -> bytes:
     return encode(message)
 
 
-def for_receiver(packet: bytes) -> ToReceiver:
+def for_receiver(packet: bytes | memoryview) -> ToReceiver:
     """Raises ValueError on anything else."""
     return _to_receiver.decode(packet)
 
 
-def for_sender(packet: bytes) -> ToSender:
+def for_sender(packet: bytes | memoryview) -> ToSender:
     """Raises ValueError on anything else."""
     return _to_sender.decode(packet)

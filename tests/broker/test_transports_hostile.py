@@ -119,7 +119,7 @@ class RawSender:
         name = receiver.address.rpartition("/")[2]
         self.socket = packets.PacketSocket(packets.connect(name), self._take, self._end)
 
-    def _take(self, packet: bytes, fds: list[int]) -> None:
+    def _take(self, packet: memoryview, fds: list[int]) -> None:
         self.packets.append(packet)
 
     def _end(self, error: Exception | None) -> None:
