@@ -120,7 +120,7 @@ class RawSender:
         self.socket = packets.PacketSocket(packets.connect(name), self._take, self._end)
 
     def _take(self, packet: memoryview, fds: list[int]) -> None:
-        self.packets.append(packet)
+        self.packets.append(bytes(packet))
 
     def _end(self, error: Exception | None) -> None:
         self.ended = True
