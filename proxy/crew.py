@@ -14,7 +14,7 @@ from proxy.affinity import cache_keys
 from proxy.cluster import Cluster
 from proxy.items import ItemSender
 from proxy.jobs import Job
-from proxy.placement import WHOLE, absent_s, missing
+from proxy.placement import WHOLE, absent_s, encodes_for, missing, prompt_readers
 from proxy.prefill import Prefill
 from proxy.progress import Progress
 from proxy.prompt_logprobs import PromptLogprobs
@@ -139,6 +139,12 @@ class Crew:
             await decoder.tell(Abort(self._job.request_id))
         await self.prefill.stop()
         self.items.recall()
+
+    @property
+    def stranded(self) -> bool:
+        """Whether nobody can encode the inputs where they are needed, but could if the job were elsewhere."""
+        pool = self._cluster.pool
+        return self.items.stranded and any(encodes_for(pool, reader) for reader in prompt_readers(pool))
 
     def pairless(self) -> bool:
         """Whether only workers that need no prefill worker could go on: the decoder's are gone."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator
 from typing import Final
@@ -75,29 +76,34 @@ class Flight:
         try:
             await self._crew.place()
             while not self._progress.done:
-                for tokens in await self._handle(*await self._next_event()):
+                event = await self._next_event()
+                news = [] if event is None else await self._handle(*event)
+                for tokens in (*news, *await self._follow_encoders()):
                     yield tokens
                 await self._stop_what_is_enough()
         finally:
             await self._end()
 
-    async def _next_event(self) -> tuple[Worker, Event]:
-        """The next event; meanwhile the deadlines of the crew and of the whole job are kept."""
-        while True:
-            if self._abandoned:
-                message = f"more than {MAX_UNREAD} pieces of the answer were not read: it was ended"
-                raise TriptychError("timeout", message)
-            if not self._events.empty():  # usual while tokens stream; a timer for each would cost more than the rest
-                return self._events.get_nowait()
-            now_s = time.time()
-            if now_s >= self._deadline_s:
-                raise TriptychError("timeout", "the request did not end within the server's request_timeout_s")
-            wait_s = min(self._deadline_s, self._crew.next_deadline_s) - now_s
-            try:
-                async with asyncio.timeout(max(wait_s, 0.0)):
-                    return await self._events.get()
-            except TimeoutError:
-                await self._crew.expire(time.time())
+    async def _next_event(self) -> tuple[Worker, Event] | None:
+        """The next event; None where a deadline of the crew came first, and has been kept.
+
+        Deadlines go before events, however many of those wait: a worker may never cease to send them.
+        """
+        if self._abandoned:
+            message = f"more than {MAX_UNREAD} pieces of the answer were not read: it was ended"
+            raise TriptychError("timeout", message)
+        now_s, due_s = time.time(), self._crew.next_deadline_s
+        if now_s >= self._deadline_s:
+            raise TriptychError("timeout", "the request did not end within the server's request_timeout_s")
+        if now_s >= due_s:
+            await self._crew.expire(now_s)
+            return None
+        if not self._events.empty():  # usual while tokens stream; a timer for each would cost more than the rest
+            return self._events.get_nowait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(self._deadline_s, due_s) - now_s):
+                return await self._events.get()
+        return None
 
     async def _handle(self, worker: Worker, event: Event) -> list[Tokens]:
         crew = self._crew
@@ -164,10 +170,17 @@ class Flight:
         await self._crew.items.on_gone(worker)
         return []
 
-    async def _move(self, reason: str, pause_s: float = 0.0) -> list[Tokens]:
+    async def _follow_encoders(self) -> list[Tokens]:
+        """Go where the inputs can be encoded, where they cannot be any more for who reads them."""
+        if not self._crew.stranded:
+            return []
+        self._decoding = None
+        return await self._move("no_encoder", decoder_has_it=True)
+
+    async def _move(self, reason: str, *, pause_s: float = 0.0, decoder_has_it: bool = False) -> list[Tokens]:
         """Go on elsewhere. Returns what turns out to be complete without."""
         complete = self._progress.close(self._job.enough)
-        await self._crew.move(reason, pause_s=pause_s)
+        await self._crew.move(reason, pause_s=pause_s, decoder_has_it=decoder_has_it)
         return complete
 
     async def _on_prefill_lost(self, error: ErrorInfo, reason: str) -> None:

@@ -160,6 +160,12 @@ class ItemSender:
             limit = f"{worker.instance_id} did not answer within {self._cluster.handoff_timeout_s:g} s"
             await self._retry(item, worker, ErrorInfo("timeout", limit, item.media.param), "silent")
 
+    @property
+    def stranded(self) -> bool:
+        """Whether an item waits for an encoder while there is none."""
+        waiting = (item for item in self._items if item.encoder is None and item.due_s < math.inf)
+        return any(not self._able(item) for item in waiting)
+
     def use(self, worker: Worker) -> bool:
         """Whether an item is under way on that encoder."""
         return any(item.encoder is worker for item in self._items)

@@ -60,10 +60,15 @@ class Placer:
         return placement
 
     def choose_prefiller(
-        self, pool: WorkerPool, keys: list[bytes], decoder: Worker, failed_on: set[str]
+        self, pool: WorkerPool, keys: list[bytes], decoder: Worker, failed_on: set[str], *, media: bool
     ) -> Worker | None:
-        """Another one to compute the prompt for a decoder that stays; one of `failed_on` only if there is no other."""
+        """Another one to compute the prompt for a decoder that stays; one of `failed_on` only if there is no other.
+
+        With `media`, as in `choose`.
+        """
         candidates = pool.workers("prefill", matching=decoder)
+        if media:
+            candidates = [worker for worker in candidates if encodes_for(pool, worker)] or candidates
         fresh = [worker for worker in candidates if worker.instance_id not in failed_on] or candidates
         if not fresh:
             return None

@@ -117,7 +117,9 @@ class Prefill:
     async def _place(self) -> None:
         cluster, decoder = self._cluster, self._decoder
         assert decoder is not None
-        worker = cluster.placer.choose_prefiller(cluster.pool, self._cache_keys, decoder, self._retries.failed_on)
+        worker = cluster.placer.choose_prefiller(
+            cluster.pool, self._cache_keys, decoder, self._retries.failed_on, media=bool(self._job.media)
+        )
         if worker is None:
             left_s = cluster.patience_s(cluster.pool.absent_s("prefill", matching=decoder))
             if left_s <= 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -252,3 +253,17 @@ def test_tokens_come_once_and_nothing_is_left(
             assert sim.job is None, f"{sim.worker.instance_id} is still at it"
 
     asyncio.run(run())
+
+
+async def test_a_worker_that_never_ceases_to_send_does_not_outlive_the_deadline() -> None:
+    world = World(["prefill_decode"], num_inputs=0, prompt_logprobs=False)
+    await _settle(world)
+    for _ in range(4):
+        world.sims[0].say(Tokens("r", 0, [1], attempt=1))
+    world.flight._deadline_s = time.time()
+    await _settle(world)
+    error = world.task.exception()
+    assert isinstance(error, TriptychError)
+    assert error.info.code == "timeout"
+    assert len(world.got) == 1, "it was waited for"
+    assert not world.flight._events.empty()

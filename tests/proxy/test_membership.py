@@ -106,6 +106,55 @@ async def test_without_an_encoder_pictures_go_to_those_that_encode_however_busy(
         await rig.assert_clean()
 
 
+async def test_a_job_whose_last_encoder_dies_moves_to_a_worker_that_encodes(serve):
+    async with serve(decoders=1) as rig:
+        able = await rig.cluster.add_decoder("epd", encodes=True, outstanding_tokens=1000)
+        await rig.wait_for_workers()
+        (encoder,) = rig.cluster.encoders
+        encoder.script = lambda message: SILENT
+        task = asyncio.create_task(rig.chat(PICTURE))
+        await eventually(lambda: bool(encoder.of(Encode)))
+        await encoder.die()
+        assert (await task).choices[0].message.content == "a red sign"
+        assert len(able.of(Generate)) == len(able.of(Encode)) == 1
+        assert rig.count("retries_total", reason="no_encoder") == 1
+        await eventually(lambda: rig.aborted() == {"pd0"})
+        await rig.assert_clean()
+
+
+async def test_a_job_that_waits_for_an_encoder_moves_to_a_worker_that_joins_and_encodes(serve):
+    async with serve() as rig:
+        (encoder,) = rig.cluster.encoders
+        encoder.script = lambda message: SILENT
+        task = asyncio.create_task(rig.chat(PICTURE))
+        await eventually(lambda: bool(encoder.of(Encode)))
+        await encoder.die()
+        await eventually(lambda: rig.count("retries_total", reason="encoder_gone") == 1)
+        assert not task.done()
+        able = await rig.cluster.add_decoder("epd", encodes=True)
+        assert (await task).choices[0].message.content == "a red sign"
+        assert len(able.of(Encode)) == 1
+        await rig.assert_clean()
+
+
+async def test_a_prompt_with_a_picture_is_repeated_where_the_picture_can_be_encoded(serve):
+    async with serve(decoders=0, pairs=(2, 1)) as rig:
+        able = await rig.cluster.add_prefill(encodes=True, outstanding_tokens=1000)
+        await rig.wait_for_workers()
+        for prefill in rig.cluster.prefills[:2]:
+            prefill.script = lambda message: SILENT
+        task = asyncio.create_task(rig.chat(PICTURE))
+        await eventually(lambda: any(one._inputs for one in rig.cluster.prefills))
+        victim, other = sorted(rig.cluster.prefills[:2], key=lambda one: not one._inputs)
+        await rig.cluster.encoders[0].die()
+        await rig.wait_for_workers()
+        await victim.die()
+        assert (await task).choices[0].message.content == "a red sign"
+        assert len(able.of(Encode)) == 1
+        assert not other.of(Generate)
+        await rig.assert_clean()
+
+
 async def test_a_prefill_worker_that_can_encodes_itself(serve):
     async with serve(encoders=0, decoders=0, pairs=(0, 1)) as rig:
         prefill = await rig.cluster.add_prefill(encodes=True)
