@@ -7,12 +7,9 @@ One thread drives it. It knows no network: `LLM` drives it in one process, a wor
 
 from __future__ import annotations
 
-import math
-import time
 import warnings
 from collections.abc import Sequence as ListOf
 
-import numpy as np
 import torch
 
 from common.config import EngineConfig
@@ -25,16 +22,16 @@ from engine.admission import Admission
 from engine.cache.block_manager import BlockManager
 from engine.cache.block_pool import BlockPool, IntegrityError
 from engine.cache.encoder_cache import EncoderCacheManager
-from engine.device import DTYPES
 from engine.emission import Emission
 from engine.events import Event, InputMetadata, KvMetadata, RequestFailed
-from engine.generation import BeamsEnded, Generation, GenerationFailed
+from engine.generation import Generation, GenerationFailed
+from engine.loop import StepLoop
 from engine.request import Request, Sequence
 from engine.request_check import RequestCheck
 from engine.runner.decoder import DecoderRunner
 from engine.sampling.sampler import Sampler
 from engine.scheduler.coverage import Coverage
-from engine.scheduler.decoder import DecoderScheduler, ScheduledStep
+from engine.scheduler.decoder import DecoderScheduler
 from engine.scheduler.intake import InputIntake
 from engine.scheduler.kv_expectation import KvExpectation, Table
 from engine.scheduler.kv_intake import KvIntake
@@ -91,10 +88,25 @@ class DecoderEngine:
             min(config.max_num_seqs, config.max_num_batched_tokens),
         )
         self._admission = Admission(info, self.runner.spec, self._limits, self.sampler, instance)
-        self.counters = {"steps": 0, "requests": 0, "requests_failed": 0, "recomputed_tokens": 0}
+        self.loop = StepLoop(
+            self.runner,
+            self.cache,
+            self.scheduler,
+            self.kv_intake,
+            self.kv_outlet,
+            self.generation,
+            self.emission,
+            self._is_alive,
+            self._fail,
+            ahead=self._runs_ahead(),
+        )
+        self.counters = {"requests": 0, "requests_failed": 0}
         self._requests: dict[str, Request] = {}
         self._dirty = False
-        self.last_step_tokens = 0
+
+    def _runs_ahead(self) -> bool:
+        chosen = self.config.async_scheduling
+        return self.runner.device.type == "cuda" if chosen is None else chosen
 
     # --- in
 
@@ -201,19 +213,6 @@ class DecoderEngine:
         if request is not None and request.next_missing_input is None:
             request.recorder.end("inputs")
 
-    def deliver_bytes(
-        self, request_id: str, input_id: int, attempt: int, shape: tuple[int, ...], dtype: str, data: memoryview
-    ) -> None:
-        """The same from raw bytes, at any address. They are copied, into the tensor that the cache keeps."""
-        torch_dtype = DTYPES.get(dtype)
-        size = math.prod(shape)
-        if torch_dtype is None or size * torch_dtype.itemsize != len(data) or size == 0:
-            tensor = torch.empty(0)  # not what any grant says: rejected as corrupt
-        else:
-            tensor = torch.empty(shape, dtype=torch_dtype)
-            tensor.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(data, np.uint8)
-        self.deliver(request_id, input_id, attempt, tensor)
-
     # --- keys and values, from and to another engine
 
     def export_kv(self, request_id: str, table: Table, first: int, last: int) -> torch.Tensor | None:
@@ -270,7 +269,7 @@ class DecoderEngine:
 
     def has_work(self) -> bool:
         """True if `step` would do something now."""
-        return self._dirty or bool(self.intake.events) or self.scheduler.has_work()
+        return self._dirty or bool(self.intake.events) or self.loop.in_flight or self.scheduler.has_work()
 
     def next_deadline_s(self) -> float | None:
         """When `step` has to be called again even if nothing comes (Unix time)."""
@@ -279,68 +278,24 @@ class DecoderEngine:
 
     def answer(self) -> list[Event]:
         """What can be told without a forward pass: grants, receipts, ends of leases. Encoders wait for these."""
-        self._settle_inputs()
+        self.loop.settle_inputs()
         return self._take_events()
 
     def step(self) -> list[Event]:
-        """Expire, grant, schedule, run one forward pass, and return what happened."""
+        """Expire, grant, schedule, launch one forward pass, and return what has become known."""
         self._dirty = False
-        self._settle_inputs()
-        step = self.scheduler.schedule()
-        self.runner.move(self.blocks.take_moves())
-        if step.sequences:
-            self._run(step)
-            self.intake.grant()
-            self.kv_intake.grant()
-            if self.intake.take_back(only_blocked=True):
-                self.intake.grant()
-            self._dirty = self._dirty or self.intake.is_stuck  # if nothing runs next time, the branch below decides
-        elif self.intake.take_back(only_blocked=False) or (
-            self.intake.num_granted == 0 and self.scheduler.yield_blocks()
-        ):
-            self._dirty = True
-        self.kv_outlet.advance(step)
-        self.last_step_tokens = sum(step.num_tokens)
+        again = self.loop.step()
+        self._dirty = self._dirty or again
         return self._take_events()
-
-    def _settle_inputs(self) -> None:
-        now_s = time.time()
-        self.intake.expire(now_s)
-        self.intake.grant()
-        self.kv_intake.expire(now_s)
-        self.kv_intake.grant()
-        self.kv_outlet.settle()
 
     def _take_events(self) -> list[Event]:
         events, self.intake.events = self.intake.events, []
         return events
 
-    def _run(self, step: ScheduledStep) -> None:
-        for request in step.admitted:
-            request.recorder.end("queue")
-            if request.num_preemptions == 0:
-                request.recorder.start("prefill")
-        for sequence in step.sequences:
-            if sequence.slot_index < 0:
-                sequence.slot_index = self.runner.buffers.take_slot()
-        output = self.runner.run(step, self.blocks, self.cache)
-        self.counters["steps"] += 1
-        for sequence, count in zip(step.sequences, step.num_tokens, strict=True):
-            if sequence.num_computed_tokens < sequence.num_lost_tokens:
-                self.counters["recomputed_tokens"] += min(
-                    count, sequence.num_lost_tokens - sequence.num_computed_tokens
-                )
-            sequence.num_computed_tokens += count
-        for request in dict.fromkeys(sequence.request for sequence in step.sequences):
-            self.intake.consume(request)
-            self.coverage.remember(request)
-        for result in self.generation.advance(output):
-            if isinstance(result, BeamsEnded):
-                self.emission.beams(result)
-            elif isinstance(result, GenerationFailed):
-                self._fail(result)
-            elif result.sequence.request.request_id in self._requests:  # else a sibling has failed in this step
-                self.emission.token(result)
+    def _is_alive(self, sequence: Sequence) -> bool:
+        """Whether a sequence still grows: neither it nor its request has ended."""
+        request = sequence.request
+        return self._requests.get(request.request_id) is request and sequence in request.sequences
 
     def _fail(self, failed: GenerationFailed) -> None:
         if failed.request.request_id in self._requests:

@@ -38,7 +38,7 @@ class Emission:
         """One token of one sequence."""
         sequence, request = new.sequence, new.sequence.request
         self._count_tokens(request, 1)
-        offset, reason = sequence.num_output_tokens - 1, self._finish_reason(sequence, new.token_id)
+        offset, reason = new.position - len(request.prompt), self._finish_reason(new)
         if reason is not None:
             self._drop(sequence)
             request.sequences.remove(sequence)
@@ -96,20 +96,24 @@ class Emission:
         request.prompt_logprobs_told = request.prompt_logprobs_told or bool(found)
         return found
 
-    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        request, params = sequence.request, sequence.sampling
-        in_prefix = sequence.num_output_tokens <= len(params.prefix_allowed)
+    def _finish_reason(self, new: NewToken) -> FinishReason | None:
+        request, params, token_id = new.sequence.request, new.sequence.sampling, new.token_id
+        in_prefix = new.position - len(request.prompt) < len(params.prefix_allowed)
         if token_id in params.stop_token_ids and not in_prefix:
             return "stop"
         if token_id in self._info.eos_token_ids and not params.ignore_eos and not in_prefix:
             return "stop"
-        length = len(sequence.token_ids)
-        if sequence.num_output_tokens >= params.max_tokens or length >= self._max_model_len:
+        if self.is_full(new.sequence, new.position + 1):
             return "length"
         # What outgrows the whole pool ends here: preempting it would only make it start over, forever.
-        return None if self._fits_ever(request) else "length"
+        fits = self.fits_ever(request, [sequence.num_known_tokens for sequence in request.sequences])
+        return None if fits else "length"
 
-    def _fits_ever(self, request: Request) -> bool:
-        """Whether all sequences of a request can take one more step, with the whole pool to themselves."""
-        lengths = [len(sequence.token_ids) for sequence in request.sequences]
+    def is_full(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether a sequence of so many tokens takes no other one."""
+        num_output_tokens = num_tokens - len(sequence.request.prompt)
+        return num_output_tokens >= sequence.sampling.max_tokens or num_tokens >= self._max_model_len
+
+    def fits_ever(self, request: Request, lengths: list[int]) -> bool:
+        """Whether the sequences of a request can be computed that far, with the whole pool to themselves."""
         return self._blocks.fits_ever(len(request.prompt), lengths, request.num_encoder_tokens)

@@ -30,7 +30,7 @@ def gauges(engine: DecoderEngine) -> dict[str, float]:
         "inputs_granted": engine.intake.num_granted,
         "kv_offers_pending": engine.kv_intake.num_pending,
         "kv_reserved_requests": engine.kv_intake.num_reserved,
-        "last_step_tokens": engine.last_step_tokens,
+        "last_step_tokens": engine.loop.last_step_tokens,
         "weight_bytes": engine.runner.load_report.parameter_bytes,
         "encoder_computations": encoder_computations.value,
         **engine.runner.memory.stats(),
@@ -39,7 +39,7 @@ def gauges(engine: DecoderEngine) -> dict[str, float]:
 
 def totals(engine: DecoderEngine) -> dict[str, float]:
     """What only grows."""
-    counts = {**engine.counters, **engine.emission.counters, **engine.intake.counters}
+    counts = {**engine.counters, **engine.loop.counters, **engine.emission.counters, **engine.intake.counters}
     counts |= {**engine.kv_intake.counters, **engine.kv_outlet.counters}
     counts |= {**engine.scheduler.counters, **engine.blocks.counters, **engine.coverage.counters}
     counts |= {"encoder_cache_evictions": engine.cache.evictions, "encoder_cache_hits": engine.cache.hits}

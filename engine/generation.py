@@ -20,9 +20,10 @@ from common.errors import ErrorInfo
 from common.messages import TokenLogprob
 from common.telemetry import get_logger
 from engine.cache.block_manager import BlockManager
-from engine.request import Request, Sequence
+from engine.request import UNKNOWN_TOKEN, Request, Sequence
 from engine.runner.decoder import DecoderRunner, PromptRows, StepOutput
 from engine.sampling.beam import BeamSearch, Hypothesis
+from engine.sampling.pending import PendingTokens
 from engine.sampling.sampler import Sampler
 
 log = get_logger()
@@ -37,11 +38,21 @@ _NO_HYPOTHESIS = ErrorInfo(
 
 @dataclass(frozen=True)
 class NewToken:
-    """The next token of a sequence, appended already."""
+    """The next token of a sequence, in its place already: the one at `position`."""
 
     sequence: Sequence
+    position: int
     token_id: int
-    logprob: TokenLogprob | None
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True)
+class TokensInFlight:
+    """Tokens that the device chooses; each stands as UNKNOWN_TOKEN at its position in its sequence."""
+
+    sequences: list[Sequence]
+    positions: list[int]
+    tokens: PendingTokens
 
 
 @dataclass(frozen=True)
@@ -93,27 +104,56 @@ class Generation:
         for rows in output.prompt_rows:
             with self._containing(rows.sequence.request, results):
                 self._add_prompt_logprobs(rows)
-        sampled: list[Sequence] = []
-        sampled_rows: list[int] = []
         beams: dict[Request, list[int]] = {}
+        others: list[int] = []
         for row, sequence in enumerate(output.sequences):
-            request = sequence.request
-            if request.sampling.uses_beams:
-                beams.setdefault(request, []).append(row)
-                continue
-            family = self._fork_all(sequence) if not request.forked else [sequence]
-            sampled += family
-            sampled_rows += [row] * len(family)
+            if sequence.sampling.uses_beams:
+                beams.setdefault(sequence.request, []).append(row)
+            else:
+                others.append(row)
         for request, rows_of_request in beams.items():
             sequences = [output.sequences[row] for row in rows_of_request]
             with self._containing(request, results):
                 ended = self._advance_beams(request, sequences, output.logits[rows_of_request])
                 results += [] if ended is None else [ended]
-        if sampled:
-            everyone = len(sampled) == len(output.logits) and sampled_rows == list(range(len(sampled)))
-            logits = output.logits if everyone else output.logits[sampled_rows]
-            results += self._sample(logits, sampled)
+        if others:
+            results += self._sample(*self._fork_rows(output, others))
         return results
+
+    def is_plain(self, output: StepOutput) -> bool:
+        """Whether the host has no part in choosing the tokens of a step: no beams, no rules, nothing to report."""
+        return not output.prompt_rows and all(
+            not sequence.sampling.uses_beams and self._sampler.is_plain(sequence) for sequence in output.sequences
+        )
+
+    @torch.inference_mode()
+    def launch(self, output: StepOutput) -> TokensInFlight:
+        """Have the device choose the next tokens of a plain output, and do not wait for them."""
+        logits, sequences = self._fork_rows(output, list(range(len(output.sequences))))
+        tokens = self._sampler.launch(logits, sequences)
+        positions = [len(sequence.token_ids) for sequence in sequences]
+        for sequence in sequences:
+            sequence.token_ids.append(UNKNOWN_TOKEN)
+        return TokensInFlight(sequences, positions, tokens)
+
+    def land(self, flight: TokensInFlight) -> list[NewToken]:
+        """Wait for tokens in flight and put them into their places, those of sequences that have ended too."""
+        results = [NewToken(*one) for one in zip(flight.sequences, flight.positions, flight.tokens.wait(), strict=True)]
+        for new in results:
+            new.sequence.token_ids[new.position] = new.token_id
+        return results
+
+    def _fork_rows(self, output: StepOutput, rows: list[int]) -> tuple[Tensor, list[Sequence]]:
+        """Logits and the sequences that sample from them; a prompt that is computed forks into those of its request."""
+        sampled: list[Sequence] = []
+        sampled_rows: list[int] = []
+        for row in rows:
+            sequence = output.sequences[row]
+            family = self._fork_all(sequence) if not sequence.request.forked else [sequence]
+            sampled += family
+            sampled_rows += [row] * len(family)
+        everyone = sampled_rows == list(range(len(output.logits)))
+        return output.logits if everyone else output.logits[sampled_rows], sampled
 
     @contextlib.contextmanager
     def _containing(self, request: Request, results: list[Result]) -> Iterator[None]:
@@ -132,10 +172,10 @@ class Generation:
             if one.error is not None:
                 tokens.append(GenerationFailed(sequence.request, one.error))
                 continue
+            tokens.append(NewToken(sequence, len(sequence.token_ids), one.token_id, one.logprob))
             sequence.token_ids.append(one.token_id)
             if one.logprob is not None:
                 sequence.logprob_sum += one.logprob.logprob
-            tokens.append(NewToken(sequence, one.token_id, one.logprob))
         return tokens
 
     def _fork_all(self, first: Sequence) -> list[Sequence]:

@@ -64,6 +64,9 @@ class RequestInput:
         return sum(count for _, count in self.metadata.layout.expansion)
 
 
+UNKNOWN_TOKEN: Final = -1
+"""Stands in `Sequence.token_ids` for a token that the device has chosen, or is about to, and the host does not know."""
+
 _FIRST: Final = 1 << 64
 """More than any two priorities differ by."""
 
@@ -76,7 +79,7 @@ class Sequence:
 
     `index` is its number within the request. `sampler_state` belongs to the sampler; `hashes` are those of its full
     blocks, of which the first `num_remembered` are in the prefix cache. Its first `num_lost_tokens` were computed once,
-    before a preemption.
+    before a preemption. The last of `token_ids` may be UNKNOWN_TOKENs; `is_full`: whatever they are, none follows them.
     """
 
     request: Request
@@ -86,6 +89,7 @@ class Sequence:
     slot_index: int = -1
     num_remembered: int = 0
     num_lost_tokens: int = 0
+    is_full: bool = False
     hashes: list[bytes] = field(default_factory=list)
     logprob_sum: float = 0.0
     sampler_state: object | None = None
@@ -104,6 +108,14 @@ class Sequence:
     def num_prompt_tokens(self) -> int:
         """Length of the prompt, as far as it is known."""
         return len(self.request.prompt)
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Length without the tokens at its end that only the device knows yet."""
+        count = len(self.token_ids)
+        while count and self.token_ids[count - 1] == UNKNOWN_TOKEN:
+            count -= 1
+        return count
 
     @property
     def num_output_tokens(self) -> int:
@@ -268,8 +280,12 @@ class Request:
 
     @property
     def num_known_tokens(self) -> int:
-        """Length of the longest sequence."""
-        return max((len(sequence.token_ids) for sequence in self.sequences), default=len(self.prompt))
+        """Length of the longest sequence, as far as it is known."""
+        return max((sequence.num_known_tokens for sequence in self.sequences), default=len(self.prompt))
+
+    @property
+    def has_unknown_tokens(self) -> bool:
+        return any(sequence.token_ids[-1:] == [UNKNOWN_TOKEN] for sequence in self.sequences)
 
     @property
     def num_encoder_tokens(self) -> int:
@@ -329,6 +345,8 @@ class Request:
 
     def num_remaining(self, sequence: Sequence) -> int:
         """Tokens of a running sequence that could be computed now."""
+        if sequence.is_full:
+            return 0
         return self.num_computable_tokens(sequence) - sequence.num_computed_tokens
 
     @property

@@ -17,6 +17,8 @@ HELP: Final[dict[str, str]] = {
     "preemptions_by_swap_total": "Those of them whose KV blocks were kept in host memory.",
     # steps and tokens
     "steps_total": "Forward passes of the decoder.",
+    "steps_ahead_total": "Those of them launched before the tokens of the one before were known.",
+    "surplus_tokens_total": "Tokens computed for sequences that had ended by then: what running ahead costs.",
     "last_step_tokens": "Tokens in the last forward pass, prefill and decode together.",
     "prompt_tokens_total": "Prompt tokens of requests that have begun to generate, media included.",
     "generated_tokens_total": "Tokens generated.",

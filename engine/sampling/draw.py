@@ -26,7 +26,8 @@ def draw(scores: torch.Tensor, sampling: Sequence[SamplingParams], uniforms: Seq
     inverting the cumulative distribution at uniforms[i]. A row's outcome does not depend on its neighbours.
     """
     vocab_size = scores.shape[-1]
-    weights = _weights(scores, [params.temperature for params in sampling])
+    temperatures = [[params.temperature] for params in sampling]
+    weights = weights_of(scores, torch.tensor(temperatures, dtype=scores.dtype, device=scores.device))
     numbers = torch.tensor(uniforms, dtype=torch.float64, device=scores.device).unsqueeze(1)
     limits = _Limits(sampling, vocab_size, scores.device)
     tokens = [-1] * len(sampling)
@@ -38,7 +39,7 @@ def draw(scores: torch.Tensor, sampling: Sequence[SamplingParams], uniforms: Seq
     unordered = limits.rows_without_order()
     if unordered:
         kept = _keep(_select(weights, unordered), limits.select(unordered).min_ps)
-        settle(unordered, _invert(kept, _select(numbers, unordered)))
+        settle(unordered, invert(kept, _select(numbers, unordered)))
     for size in CANDIDATES:
         rows = [row for row, token in enumerate(tokens) if token < 0 and limits.top_k[row] < size < vocab_size]
         if rows:
@@ -47,7 +48,7 @@ def draw(scores: torch.Tensor, sampling: Sequence[SamplingParams], uniforms: Seq
     if rows:
         wide = _select(weights, rows)
         least = _least_weight(_sort_descending(wide), wide, limits.select(rows))
-        settle(rows, _invert(_keep(wide, least), _select(numbers, rows)))
+        settle(rows, invert(_keep(wide, least), _select(numbers, rows)))
     return tokens
 
 
@@ -93,9 +94,9 @@ def _select(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
     return tensor if len(rows) == len(tensor) else tensor[rows]
 
 
-def _weights(scores: torch.Tensor, temperatures: Sequence[float]) -> torch.Tensor:
-    """softmax(scores / temperature) up to a factor: the likeliest token of each row weighs 1."""
-    weights = scores / torch.tensor(temperatures, dtype=scores.dtype, device=scores.device).unsqueeze(1)
+def weights_of(scores: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """softmax(scores / temperatures [num_rows, 1]) up to a factor: the likeliest token of each row weighs 1."""
+    weights = scores / temperatures
     weights -= weights.amax(dim=-1, keepdim=True)
     return weights.exp_()
 
@@ -127,17 +128,26 @@ def _least_weight(ordered: torch.Tensor, weights: torch.Tensor, limits: _Limits)
     Tokens that weigh exactly as much as the last one kept are kept too, so that ties, which are common where logits
     come from bfloat16, are not decided by the order of a sort.
     """
-    kept = ordered.gather(1, (limits.ks - 1).clamp(min=0)).masked_fill(limits.ks == 0, 0.0)
+    kept = top_k_weight(ordered, limits.ks)
     head = ordered * (ordered >= kept)
-    # The nucleus (Holtzman et al., 2020): the shortest head that holds at least top_p of what top-k has left.
     total = torch.where(limits.ks > 0, head.sum(dim=-1, keepdim=True), weights.sum(dim=-1, keepdim=True))
+    return torch.maximum(torch.maximum(kept, nucleus_weight(head, total, limits.ps)), limits.min_ps)
+
+
+def top_k_weight(ordered: torch.Tensor, ks: torch.Tensor) -> torch.Tensor:
+    """The ks-th largest weight of each row, [num_rows, 1]; 0 where ks, int64 [num_rows, 1], is 0."""
+    return ordered.gather(1, (ks - 1).clamp(min=0)).masked_fill(ks == 0, 0.0)
+
+
+def nucleus_weight(head: torch.Tensor, total: torch.Tensor, ps: torch.Tensor) -> torch.Tensor:
+    """The least weight in the nucleus of each row (Holtzman et al., 2020): the shortest head that holds at least ps of
+    what top-k has left, the `total`; 0 where ps is 1. All but head, which is sorted, are [num_rows, 1]."""
     cumulative = head.cumsum(dim=-1, dtype=torch.float64)
-    index = torch.searchsorted(cumulative, limits.ps * total).clamp_(max=head.shape[-1] - 1)
-    nucleus = head.gather(1, index).masked_fill(limits.ps >= 1.0, 0.0)
-    return torch.maximum(torch.maximum(kept, nucleus), limits.min_ps)
+    index = torch.searchsorted(cumulative, ps * total).clamp_(max=head.shape[-1] - 1)
+    return head.gather(1, index).masked_fill(ps >= 1.0, 0.0)
 
 
-def _invert(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+def invert(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """The token at which each row's running sum passes numbers [num_rows, 1] of the whole, [num_rows].
 
     In two steps, first the block and then the token in it, and in double precision: single precision would add most

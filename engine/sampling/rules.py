@@ -58,7 +58,7 @@ class SequenceState:
 
     def __init__(self, params: SamplingParams, vocabulary: Vocabulary, grammar: GrammarMatcher | None = None) -> None:
         self.has_rules = any(getattr(params, name) != getattr(_NO_RULES, name) for name in _RULES)
-        self.is_plain = params.greedy and not self.has_rules and params.logprobs is None
+        self.is_plain = not self.has_rules and params.logprobs is None
         self.grammar = grammar
         self.counts = TokenCounts(vocabulary.size) if _has_penalty(params) else None
         self.ngrams = NGrams(params.no_repeat_ngram_size, vocabulary.size) if params.no_repeat_ngram_size else None

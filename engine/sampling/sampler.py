@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from common.errors import ErrorInfo, TriptychError
 from common.messages import TokenLogprob
 from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
+from engine.runner.staging import send
 from engine.sampling import rules
+from engine.sampling.device_draw import draw_on_device
 from engine.sampling.draw import draw, uniform
 from engine.sampling.logprobs import describe_tokens
+from engine.sampling.pending import PendingTokens
 from engine.sampling.sequence import Sampled, SampledSequence
 
 if TYPE_CHECKING:
@@ -37,7 +41,7 @@ class Sampler:
         """logits [num_sequences, vocab_size], float32 (may be changed in place) -> the next token of each."""
         states = [self._state(sequence) for sequence in sequences]
         if all(state.is_plain for state in states):
-            return [Sampled(token) for token in _argmax(logits)]
+            return [Sampled(token) for token in self._choose(logits, sequences)]
         reported = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
         raw = logits[reported] if reported else None  # a copy: the rules write into the logits
         if any(state.has_rules for state in states):
@@ -53,6 +57,21 @@ class Sampler:
             for row, logprob in zip(reported, described, strict=True):
                 sampled[row] = sampled[row]._replace(logprob=logprob)
         return sampled
+
+    def is_plain(self, sequence: SampledSequence) -> bool:
+        """Whether nothing but the scores and one draw decide on its tokens, and nothing is told of them: no rules, no
+        log-probabilities."""
+        return self._state(sequence).is_plain
+
+    def launch(self, logits: torch.Tensor, sequences: Sequence[SampledSequence]) -> PendingTokens:
+        """logits [num_sequences, vocab_size], float32 (may be changed in place) -> the tokens that `sample` would give
+        plain sequences, without waiting for the device.
+
+        What a sequence is asked for is its length: its tokens may be unknown.
+        """
+        if logits.device.type == "cpu":
+            return PendingTokens(torch.tensor(self._choose(logits, sequences), dtype=torch.int64))
+        return PendingTokens(choose_on_device(logits, sequences))
 
     def apply_rules(self, scores: torch.Tensor, sequences: Sequence[SampledSequence]) -> None:
         """The rules alone, in place, on scores [num_sequences, vocab_size]: log-probabilities, in beam search.
@@ -118,6 +137,20 @@ class Sampler:
 
             self._grammars = GrammarCompiler(self._info, self._vocabulary.size)
         return self._grammars
+
+
+def choose_on_device(scores: torch.Tensor, sequences: Sequence[SampledSequence]) -> torch.Tensor:
+    """The next token of each plain sequence, int64 [num_sequences], by what is queued on the device of the scores."""
+    random = [row for row, sequence in enumerate(sequences) if not sequence.sampling.greedy]
+    if not random:
+        return scores.argmax(dim=-1)
+    chosen = [sequences[row] for row in random]
+    uniforms = [uniform(sequence.seed, sequence.num_output_tokens) for sequence in chosen]
+    settings = [sequence.sampling for sequence in chosen]
+    if len(random) == len(sequences):
+        return draw_on_device(scores, settings, uniforms)
+    [rows] = send(scores.device, np.array(random, np.int64))
+    return scores.argmax(dim=-1).index_copy_(0, rows, draw_on_device(scores[rows], settings, uniforms))
 
 
 def _argmax(scores: torch.Tensor) -> list[int]:

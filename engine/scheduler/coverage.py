@@ -52,14 +52,15 @@ class Coverage:
             request.num_cached_tokens = num_cached
 
     def remember(self, request: Request) -> None:
-        """Blocks that a request has filled by now can be found by others."""
+        """Blocks that a request has filled by now, with tokens that are known, can be found by others."""
         if not self._enabled:
             return
         size = self._blocks.block_size
         for sequence in request.sequences:
             first = sequence.num_remembered
             if sequence.num_computed_tokens // size > first and self._blocks.has_table(sequence.sequence_id):
-                hashes = request.extend_hashes(sequence, sequence.num_computed_tokens, size)
+                num_tokens = min(sequence.num_computed_tokens, sequence.num_known_tokens)
+                hashes = request.extend_hashes(sequence, num_tokens, size)
                 self._blocks.remember(sequence.sequence_id, first, hashes[first:])
                 sequence.num_remembered = len(hashes)
 

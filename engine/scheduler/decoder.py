@@ -46,6 +46,9 @@ class DecoderScheduler:
     """Queues of one engine. `waiting` is in order; `running` requests hold blocks and slots, and so do `reserved` ones,
     whose keys and values are on their way. No waiting request behind `line_end`, if given, may begin: a request of
     that order waits for a reservation.
+
+    A request with tokens that are not known yet is not preempted: where one would have to be, `held_back` is set, and
+    whoever knows the tokens in flight lets them come in, resets it and asks again.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class DecoderScheduler:
         self.running: list[Request] = []
         self.reserved: list[Request] = []
         self.line_end: tuple[int, int] | None = None
+        self.held_back = False
         self._places = Places(blocks, coverage, self.running, self.reserved, max_num_seqs)
         self.counters = {"preemptions": 0, "preemptions_by_swap": 0}
 
@@ -115,10 +119,13 @@ class DecoderScheduler:
         chosen: Chosen = {}
         budget, preemptions = self.token_budget, self.counters["preemptions"]
         for request in sorted(self.running, key=lambda request: request.order):
+            if self.held_back:
+                break  # nobody who comes later may take what it needs
             if request in self.running:
                 self._continue(request, chosen, budget)
             budget = self.token_budget - _num_chosen(chosen)
-        admitted = self._admit(chosen, budget) if self.counters["preemptions"] == preemptions else []
+        settled = self.counters["preemptions"] == preemptions and not self.held_back
+        admitted = self._admit(chosen, budget) if settled else []
         batch = sorted((pair for pairs in chosen.values() for pair in pairs), key=lambda pair: pair[1] != 1)
         return ScheduledStep([s for s, _ in batch], [n for _, n in batch], admitted)
 
@@ -133,6 +140,10 @@ class DecoderScheduler:
             end = sequence.num_computed_tokens + count
             while not self.blocks.can_append(sequence.sequence_id, sequence.num_computed_tokens, end):
                 victim = max(self.running, key=lambda candidate: candidate.order)
+                if victim.has_unknown_tokens:
+                    self.held_back = True
+                    chosen.pop(request.request_id, None)  # all of its sequences wait, or none
+                    return
                 chosen.pop(victim.request_id, None)
                 self.preempt(victim)
                 if victim is request:
@@ -244,6 +255,9 @@ class DecoderScheduler:
             return False
         while not self._places.has_place(request, wanted):
             victim = max(self._places.givers(request), key=lambda candidate: candidate.order)
+            if victim.has_unknown_tokens:
+                self.held_back = True
+                return False
             chosen.pop(victim.request_id, None)
             self.preempt(victim)
         return True
