@@ -56,6 +56,12 @@ class PeakMemory:
         self.size_bytes = max(0, peak - self._before)
 
 
+def reserved_memory(device: torch.device) -> int:
+    """Bytes that torch's allocator holds of a CUDA device, in use or not; pools of CUDA graphs among them, which count
+    as free while no graph runs. 0 on a CPU."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+
+
 def give_back_free_memory(device: torch.device) -> None:
     """Return what the allocator of a device keeps for later; of malloc, glibc's only."""
     if device.type == "cuda":

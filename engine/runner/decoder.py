@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 
@@ -15,12 +16,14 @@ from engine.attention.select import choose_backend
 from engine.cache.block_manager import BlockManager, BlockMove
 from engine.cache.encoder_cache import EncoderCacheManager
 from engine.device import choose_device, choose_dtype
+from engine.gpu_memory import in_words
 from engine.inputs import InputBuffers, StepInputs
 from engine.memory import DecoderNeeds, MemoryReport, all_pools_given, size_decoder, zeros
 from engine.models.registry import load_decoder
+from engine.peak import reserved_memory
 from engine.request import Sequence
 from engine.runner.cross import CrossBatch, write_cross
-from engine.runner.graphs import DecodeGraphs, GraphParts, graph_sizes
+from engine.runner.graphs import DecodeGraphs, GraphParts, UnrecordableError, graph_sizes
 from engine.runner.kv_transfer import read_tokens, write_tokens
 from engine.runner.last_tokens import LastTokens
 from engine.runner.moves import move_blocks
@@ -119,7 +122,14 @@ class DecoderRunner:
 
     def record_graphs(self, recorder: Recorder) -> None:
         """Let decode steps be replayed from now on, where the model and the attention backend can be recorded."""
-        self.graphs = DecodeGraphs.record(self.graph_parts(), self.graph_sizes, recorder)
+        began_s, reserved = time.monotonic(), reserved_memory(self.device)
+        try:
+            self.graphs = DecodeGraphs.record(self.graph_parts(), self.graph_sizes, recorder)
+        except UnrecordableError as reason:
+            log.info("decode steps run eagerly", reason=str(reason))
+            return
+        seconds, memory = time.monotonic() - began_s, reserved_memory(self.device) - reserved
+        log.info("decode steps recorded", sizes=self.graphs.sizes, seconds=round(seconds, 1), memory=in_words(memory))
 
     def graph_parts(self) -> GraphParts:
         """What a recorded decode step is made of, with the caches as they are now."""

@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.telemetry import get_logger
 from engine.attention.backend import AttentionBackend, DecodePlan, HeadSpec
 from engine.attention.context import PagedAttentionContext
 from engine.attention.metadata import AttentionMetadata
@@ -32,8 +31,6 @@ from engine.models.base import DecoderModel
 from engine.runner.last_tokens import LastTokens
 from engine.runner.recorder import Recorder
 from engine.runner.staging import overwrite
-
-log = get_logger()
 
 _SMALL_SIZES: Final = (1, 2, 4)
 _SIZE_STEP: Final = 8
@@ -64,6 +61,10 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return [*(size for size in (*_SMALL_SIZES, *steps) if size < max_num_seqs), max_num_seqs]
 
 
+class UnrecordableError(Exception):
+    """Decode steps of this model, with this attention backend, are never the same work; the message says why."""
+
+
 class DecodeGraphs:
     """Recorded decode steps, by batch size. `num_replays` counts the steps that were computed by them."""
 
@@ -73,25 +74,27 @@ class DecodeGraphs:
 
     @classmethod
     @torch.inference_mode()
-    def record(cls, parts: GraphParts, sizes: Sequence[int], recorder: Recorder) -> DecodeGraphs | None:
+    def record(cls, parts: GraphParts, sizes: Sequence[int], recorder: Recorder) -> DecodeGraphs:
         """Record a step of each size, the largest first: the others fit into its memory.
 
-        None, which is logged, where the model or the attention backend cannot be recorded.
+        Sizes that the attention backend has no plan for are left out. Raises UnrecordableError where none is left.
         """
         spec = parts.model.spec
         if spec.has_cross_attention and parts.inputs_in_prompt:
-            log.info("decode steps run eagerly", reason="what a token reads of its inputs depends on where it stands")
-            return None
+            raise UnrecordableError("what a token reads of its inputs depends on where it stands")
         recordings = []
         for size in sorted(sizes, reverse=True):
             plans = _make_plans(parts, size)
             if plans is not None:
                 recordings.append(_Recording(parts, size, *plans, recorder))
         if not recordings:
-            reason = f"attention backend {parts.backend.name!r} has no plan at fixed addresses for this model"
-            log.info("decode steps run eagerly", reason=reason)
-            return None
+            name = parts.backend.name
+            raise UnrecordableError(f"attention backend {name!r} has no plans at fixed addresses for this model")
         return cls(recordings)
+
+    @property
+    def sizes(self) -> list[int]:
+        return [recording.size for recording in self._recordings]
 
     def run(
         self, inputs: StepInputs, positions: IntArray, own: AttentionMetadata, cross: AttentionMetadata | None

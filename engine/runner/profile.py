@@ -2,6 +2,7 @@
 
     prefill   max_num_batched_tokens tokens, the last ones of sequences at full length, whose blocks lie scattered
     logits    of max_num_seqs sequences, sampled with every filter
+    graphs    recorded decode steps, which keep what they use (CUDA)
 
 A step that would take long is measured smaller and scaled: both parts grow with their number of rows, and the layers
 of a model use the same memory one after the other. So no model is held up for much longer than `TIME_S`.
@@ -9,8 +10,10 @@ of a model use the same memory one after the other. So no model is held up for m
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
@@ -22,8 +25,10 @@ from engine.cache.block_manager import BlockManager
 from engine.cache.encoder_cache import EncoderCacheManager
 from engine.events import InputMetadata
 from engine.memory import zeros
-from engine.peak import PeakMemory, give_back_free_memory, one_layer_of_each_stack
+from engine.peak import PeakMemory, give_back_free_memory, one_layer_of_each_stack, reserved_memory
 from engine.request import InputState, Request, Sequence
+from engine.runner.graphs import DecodeGraphs, UnrecordableError
+from engine.runner.recorder import CudaRecorder
 from engine.sampling.sampler import Sampler
 from engine.scheduler.decoder import ScheduledStep
 
@@ -49,10 +54,31 @@ def measure_step(runner: DecoderRunner, config: EngineConfig) -> int | None:
     shape = (2, 2, runner.block_size, runner.spec.num_kv_heads, runner.spec.head_dim)
     runner.caches = [zeros(shape, runner.dtype, runner.device)] * runner.spec.num_caches
     profile = _StepProfile(runner, config)
-    parts = [profile.warm_up(), profile.prefill(), profile.logits()]
+    parts = [profile.warm_up(), profile.prefill(), profile.logits(), measure_graphs(runner)]
     del runner.caches, profile
     give_back_free_memory(runner.device)
     return None if None in parts else sum(part for part in parts if part is not None)
+
+
+def measure_graphs(runner: DecoderRunner) -> int:
+    """Bytes that recorded decode steps will keep, their plans included.
+
+    The largest is recorded, which has the memory that all share, and the one before it: the others add as much again.
+    """
+    if not runner.records_graphs:
+        return 0
+    parts, recorder = runner.graph_parts(), CudaRecorder(runner.device)
+    give_back_free_memory(runner.device)
+    graphs, reserved = [], [reserved_memory(runner.device)]
+    for size in reversed(runner.graph_sizes):
+        with contextlib.suppress(UnrecordableError):
+            graphs.append(DecodeGraphs.record(parts, [size], recorder))
+            give_back_free_memory(runner.device)
+            reserved.append(reserved_memory(runner.device))
+        if len(graphs) == 2:
+            break
+    kept = [after - before for before, after in pairwise(reserved)]
+    return sum(kept[:1]) + sum(kept[1:]) * (len(runner.graph_sizes) - 1)
 
 
 class _StepProfile:

@@ -1,0 +1,235 @@
+"""Decode steps that were recorded and are replayed say what eager ones say, whatever the batch does meanwhile.
+
+Without a GPU, recorded work is done again by calling it: buffers at fixed addresses, padding and the choice between
+both paths are the same ones. With a GPU (marked `gpu`), CUDA graphs are recorded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from common.model_info import ModelInfo
+from engine.cache.block_manager import BlockManager
+from engine.cache.encoder_cache import EncoderCacheManager
+from engine.decoder_engine import DecoderEngine
+from engine.runner.decoder import StepOutput
+from engine.runner.graphs import DecodeGraphs, graph_sizes
+from engine.runner.recorder import PlainRecorder
+from engine.scheduler.decoder import ScheduledStep
+from tests.engine.conftest import AUDIO_FRAMES
+from tests.engine.driving import Driver, Job, greedy, make_engine, run, sampled, text, text_tokens
+
+FAMILIES = ("tiny_llama", "tiny_vision", "tiny_speech", "tiny_bart", "tiny_t5")
+needs_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DEVICES = ("cpu", pytest.param("cuda", marks=needs_gpu))
+
+
+@pytest.fixture(params=FAMILIES)
+def info(request: pytest.FixtureRequest) -> ModelInfo:
+    found: ModelInfo = request.getfixturevalue(request.param)
+    return found
+
+
+def eager(info: ModelInfo, **options: Any) -> DecoderEngine:
+    return make_engine(info, **{"attention_backend": "torch", "num_blocks": 60, "enforce_eager": True, **options})
+
+
+def recorded(info: ModelInfo, **options: Any) -> DecoderEngine:
+    """On CUDA an engine records by itself; on a CPU it is told to."""
+    if options.get("device") == "cuda":
+        return eager(info, enforce_eager=False, **options)
+    engine = eager(info, **options)
+    engine.runner.record_graphs(PlainRecorder())
+    return engine
+
+
+def graphs_of(engine: DecoderEngine) -> DecodeGraphs:
+    assert engine.runner.graphs is not None
+    return engine.runner.graphs
+
+
+def mixed_jobs(info: ModelInfo) -> list[Job]:
+    """Of different lengths, ends and kinds; with media where the model takes them."""
+
+    def job(name: str, length: int, params: Any) -> Job:
+        if info.is_encoder_decoder:
+            rows = AUDIO_FRAMES if info.media_kind == "audio" else length + 3
+            return Job(name, text_tokens(length, 2), params, [(f"content {length}", rows)])
+        if info.media_kind:
+            tokens = [*text_tokens(length, length), info.placeholder_token_id or 0, *text_tokens(length + 1, 3)]
+            return Job(name, tokens, params, [(f"content {length}", 4)])
+        return text(name, length, params)
+
+    return [
+        job("short", 3, greedy(4)),
+        job("long", 9, greedy(17)),
+        job("several", 5, sampled(9, n=3)),  # forks: shared blocks are copied on write
+        job("beams", 4, greedy(7, n=2, beam_width=2)),
+        job("drawn", 6, sampled(13)),
+    ]
+
+
+def run_staggered(engine: DecoderEngine, jobs: list[Job]) -> Driver:
+    """The batch grows while some sequences decode, and shrinks as they end."""
+    driver = Driver(engine)
+    for job in jobs:
+        driver.add(job)
+        for _ in range(3):
+            driver.step()
+    driver.finish()
+    return driver
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_replayed_steps_say_what_eager_ones_say(info: ModelInfo, device: str) -> None:
+    jobs = mixed_jobs(info)
+    expected = run_staggered(eager(info, device=device, dtype="float32"), jobs)
+    engine = recorded(info, device=device, dtype="float32")
+    got = run_staggered(engine, jobs)
+    assert not got.failures
+    assert got.tokens == expected.tokens
+    assert graphs_of(engine).num_replays > 10
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("policy", ["swap", "recompute"])
+def test_sequences_that_lose_their_blocks_go_on_in_others(tiny_vision: ModelInfo, policy: str, device: str) -> None:
+    jobs = mixed_jobs(tiny_vision)
+    engine = recorded(
+        tiny_vision,
+        device=device,
+        dtype="float32",
+        num_blocks=16,
+        preemption=policy,
+        swap_bytes=2**20,
+        prefix_caching=False,
+    )
+    got = run_staggered(engine, jobs)
+    assert engine.scheduler.counters["preemptions"] > 0
+    assert got.tokens == run_staggered(eager(tiny_vision, device=device, dtype="float32"), jobs).tokens
+    assert graphs_of(engine).num_replays > 10
+
+
+def test_a_batch_is_padded_up_to_the_next_size() -> None:
+    assert graph_sizes(1) == [1]
+    assert graph_sizes(6) == [1, 2, 4, 6]
+    assert graph_sizes(8) == [1, 2, 4, 8]
+    assert graph_sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert graph_sizes(256)[-3:] == [240, 248, 256]
+
+
+def test_padding_writes_to_the_block_that_is_nobodys(tiny_llama: ModelInfo) -> None:
+    engine = recorded(tiny_llama, max_num_seqs=4)
+    driver = Driver(engine)  # looks after every step whether a key or value of a sequence has changed
+    for name in "abc":
+        driver.add(text(name, 5, greedy(8)))
+    driver.step()
+    for cache in engine.runner.caches:
+        cache[:, 0] = 0
+    driver.step()
+    assert graphs_of(engine).sizes == [1, 2, 4]
+    for cache in engine.runner.caches:
+        assert cache[:, 0, 0].any()
+        assert not cache[:, 0, 1:].any()
+    driver.finish()
+
+
+def replays_in(driver: Driver, job: Job) -> list[bool]:
+    """For each step of a job: whether it was replayed."""
+    driver.add(job)
+    graphs, replayed = graphs_of(driver.engine), []
+    while driver.engine.has_work():
+        before = graphs.num_replays
+        driver.step()
+        if driver.engine.stats()["last_step_tokens"]:
+            replayed.append(graphs.num_replays > before)
+    return replayed
+
+
+def test_prompts_are_computed_eagerly_and_decodes_are_replayed(tiny_llama: ModelInfo) -> None:
+    driver = Driver(recorded(tiny_llama, max_num_batched_tokens=4))
+    assert replays_in(driver, text("chunks", 10, greedy(4))) == [False] * 3 + [True] * 3
+
+
+def test_log_probabilities_of_a_prompt_are_computed_eagerly(tiny_llama: ModelInfo) -> None:
+    driver = Driver(recorded(tiny_llama))
+    assert replays_in(driver, text("one token", 1, greedy(3))) == [True] * 3
+    assert replays_in(driver, text("told", 1, greedy(3, prompt_logprobs=0))) == [False, True, True]
+
+
+def test_a_single_token_that_is_part_of_a_picture_is_computed_eagerly(tiny_vision: ModelInfo) -> None:
+    driver = Driver(recorded(tiny_vision, max_num_batched_tokens=1, prefix_caching=False))
+    picture = Job("picture", [7, tiny_vision.placeholder_token_id or 0, 8], greedy(2), [("cat", 3)])
+    assert replays_in(driver, picture) == [True, False, False, False, True, True]
+
+
+def test_what_reads_inputs_by_where_it_stands_runs_eagerly(tiny_mllama: ModelInfo) -> None:
+    assert recorded(tiny_mllama).runner.graphs is None
+
+
+def test_backends_without_fixed_plans_run_eagerly(tiny_llama: ModelInfo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.attention.torch_backend.TorchBackend.make_decode_plan", lambda *_, **__: None)
+    engine = recorded(tiny_llama)
+    assert engine.runner.graphs is None
+    assert run(engine, [text("eager", 5, greedy(3))]).tokens["eager", 0]
+
+
+def test_nothing_is_recorded_on_a_cpu_unless_asked_for(tiny_llama: ModelInfo) -> None:
+    assert make_engine(tiny_llama).runner.graphs is None
+
+
+def hide_tokens(engine: DecoderEngine) -> None:
+    """From now on the host does not know the newest token of a sequence when its step is launched."""
+    runner, known_run = engine.runner, engine.runner.run
+
+    def run_without(step: ScheduledStep, blocks: BlockManager, cache: EncoderCacheManager) -> StepOutput:
+        hidden = [sequence for sequence in step.sequences if sequence.num_output_tokens > 0]
+        tokens = [sequence.token_ids[-1] for sequence in hidden]
+        runner.last_tokens.put([one.slot_index for one in hidden], torch.tensor(tokens, device=runner.device))
+        for sequence in hidden:
+            sequence.token_ids[-1] = -1
+        try:
+            return known_run(step, blocks, cache)
+        finally:
+            for sequence, token in zip(hidden, tokens, strict=True):
+                sequence.token_ids[-1] = token
+
+    runner.run = run_without  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("make", [eager, recorded])
+def test_tokens_that_only_the_device_knows_are_read_there(tiny_vision: ModelInfo, make: Any, device: str) -> None:
+    jobs = mixed_jobs(tiny_vision)
+    expected = run_staggered(eager(tiny_vision, device=device, dtype="float32"), jobs).tokens
+    engine = make(tiny_vision, device=device, dtype="float32", num_blocks=16, preemption="recompute")
+    hide_tokens(engine)
+    got = run_staggered(engine, jobs)
+    assert engine.stats()["recomputed_tokens_total"] > 0  # tokens that were unknown once are read again
+    assert got.tokens == expected
+
+
+def test_cross_tables_are_prepared_once_while_the_batch_stays(tiny_speech: ModelInfo) -> None:
+    engine = eager(tiny_speech)
+    seen: list[tuple[int, int]] = []
+    metadata = engine.runner._cross.metadata
+
+    def watched(*args: Any, **options: Any) -> Any:
+        found = metadata(*args, **options)
+        assert found is not None
+        seen.append((id(found.host_table), id(found.block_table)))
+        kept.append(found)
+        return found
+
+    kept: list[Any] = []
+    engine.runner._cross.metadata = watched  # type: ignore[method-assign]
+    jobs = [Job(name, [7, 8], greedy(count), [(name, AUDIO_FRAMES)]) for name, count in (("a", 4), ("b", 8))]
+    run(engine, jobs)
+    assert len(seen) == 8
+    assert len(set(seen)) == 2  # for both, and for the one that is left
