@@ -79,7 +79,7 @@ class HandoffReceiver:
         if delivery.stale:
             self._answer_offer(offer.sender, Grant(*key, "cancelled"))
         elif (fault := _offer_fault(offer)) is not None:
-            self._answer_offer(offer.sender, Grant(*key, "refused", error=ErrorInfo("invalid_request", fault)))
+            self._answer_offer(offer.sender, Grant(*key, "refused", error=ErrorInfo("internal_error", fault)))
         else:
             self._links.hops.mark(key, "offer_received")
             self._keep(key, offer)

@@ -114,13 +114,13 @@ class InputIntake:
                 f"{self.cache.capacity_bytes}: send a smaller one, or serve with a larger --encoder-cache-bytes",
             )
         if metadata.content_hash != item.slot.content_hash:
-            return ErrorInfo("invalid_request", f"input {item.slot.input_id} is offered with another content hash")
+            return ErrorInfo("internal_error", f"input {item.slot.input_id} is offered with another content hash")
         fault = self._expectation.fault(metadata)
         if fault is not None:
             return ErrorInfo("invalid_request", f"input {item.slot.input_id}: {fault}")
         known = item.metadata
         if known is not None and known.layout != metadata.layout:
-            return ErrorInfo("invalid_request", f"input {item.slot.input_id} is offered again with another layout")
+            return ErrorInfo("internal_error", f"input {item.slot.input_id} is offered again with another layout")
         return None
 
     def _too_much(self, request: Request, item: RequestInput | None, metadata: InputMetadata) -> ErrorInfo | None:
@@ -375,4 +375,4 @@ def _is_not(tensor: torch.Tensor, metadata: InputMetadata) -> bool:
 
 
 def _no_such_input(input_id: int) -> ErrorInfo:
-    return ErrorInfo("invalid_request", f"the request has no input {input_id}")
+    return ErrorInfo("internal_error", f"the request has no input {input_id}")

@@ -140,7 +140,8 @@ class KvIntake:
     def _accept(self, handoff: Handoff, attempt: int, metadata: KvMetadata, deadline_s: float) -> None:
         request = handoff.request
         fault = self._expectation.fault(metadata, request)
-        error = None if fault is None else ErrorInfo("invalid_request", f"keys and values of the prompt: {fault}")
+        # Never the client's fault: the prefill has read the same request, and has taken it.
+        error = None if fault is None else ErrorInfo("internal_error", f"keys and values of the prompt: {fault}")
         if error is None:
             self._apply(request, metadata)
             error = self._never_fits(request)

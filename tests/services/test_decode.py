@@ -220,7 +220,8 @@ async def test_what_does_not_fit_the_request_or_itself_is_refused(setting: Setti
     await setting.generate("r")
     for number, changes in enumerate(({"num_tokens": NUM_TOKENS + 1}, {"dtype": "complex128"}, {"cross_shape": [1]})):
         setting.peer.send("metadata", setting.offer("r", attempt=number, **changes))
-        assert (await setting.peer.message(Grant, "r", number + 1)).status == "refused"
+        grant = await setting.peer.message(Grant, "r", number + 1)
+        assert (grant.status, grant.error.code) == ("refused", "internal_error"), "no fault of the client's"
     await setting.worker.proxy.send(Abort("r"))
 
 
