@@ -26,6 +26,7 @@ from typing import Final, Literal, TypeAlias, TypeVar
 from broker.channels import ChannelSender, Delivery
 from broker.registry import incompatibility
 from broker.tensors import TensorSender
+from broker.transports.payload import Payload
 from common.errors import TriptychError
 from common.messages import Encode, Grant, HandoffMessage, InstanceRecord, KvOffer, Offer, Receipt, TensorHeader
 
@@ -51,7 +52,7 @@ class Part:
 
     shape: list[int]
     dtype: str
-    data: memoryview
+    data: Payload
     table: Literal["", "self", "cross"] = ""
     first: int = 0
 
@@ -132,7 +133,7 @@ class HandoffSender:
             self.close(key_of(offer))
             raise
 
-    async def deliver(self, handoff: Handoff, shape: list[int], dtype: str, data: memoryview) -> None:
+    async def deliver(self, handoff: Handoff, shape: list[int], dtype: str, data: Payload) -> None:
         """Send the only tensor of a granted handoff and wait for the receipt; the handoff is done afterwards.
 
         Raises as `send` does, and "internal_error" where the tensor is not what was offered.

@@ -13,16 +13,19 @@ import asyncio
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Final
 
 import zmq.asyncio
 from redis.asyncio import Redis
 
-from broker.transports.base import Connection, Unreachable
+from broker.transports.base import Connection, Sent, Unreachable
 from broker.transports.base import ReceivedTensor as ReceivedTensor
-from broker.transports.choice import Connector, Means, make_connectors, make_receivers
+from broker.transports.choice import Connector, Means, make_connectors, make_cuda_sender, make_receivers
+from broker.transports.cuda_runtime import CudaRuntime
+from broker.transports.cuda_transport import CudaConnection, CudaSender
+from broker.transports.payload import DeviceBuffer, Payload
 from common.config import Transport
 from common.errors import TriptychError
 from common.messages import InstanceRecord, Offer, TensorHeader
@@ -75,13 +78,14 @@ class TensorReceiver:
         transport: Transport = "auto",
         redis: Redis | None = None,
         cluster: str = "triptych",
+        cuda: CudaRuntime | None = None,
     ) -> None:
         """Bind what has to be bound; wants a running loop. No tensor of more than `max_bytes` gets into memory.
 
         Raises TriptychError("invalid_request") where this host does not have the transport.
         """
         self._arrival = asyncio.Event()
-        means = Means(context, redis, cluster)
+        means = Means(context, redis, cluster, cuda)
         self._receivers = deque(make_receivers(means, transport, host, max_bytes, self._arrival.set))
         self.address = " ".join(receiver.address for receiver in self._receivers)
         self._turn_began_s = 0.0
@@ -134,22 +138,28 @@ class TensorSender:
         transport: Transport = "auto",
         redis: Redis | None = None,
         cluster: str = "triptych",
+        cuda: CudaRuntime | None = None,
     ) -> None:
         """Raises TriptychError("invalid_request") where this host does not have the transport."""
-        self._connectors = make_connectors(Means(context, redis, cluster), transport)
+        means = Means(context, redis, cluster, cuda)
+        self._connectors = make_connectors(means, transport)
+        self._cuda = make_cuda_sender(means, transport)
+        self._only_cuda = transport == "cuda"
         self._routes: dict[str, _Route] = {}
         self.num_sent: Counter[str] = Counter()
         """Tensors by the scheme that took them."""
 
-    async def send(self, receiver: InstanceRecord, header: TensorHeader, data: memoryview, timeout_s: float) -> None:
+    async def send(self, receiver: InstanceRecord, header: TensorHeader, data: Payload, timeout_s: float) -> None:
         """Hand one tensor to the best connection to `receiver`, which adds its checksum to the header.
 
-        `data` must not change until the receipt has come. Raises TriptychError("unavailable") where there is no
-        connection, or no room in it, within `timeout_s`.
+        What lies on a GPU goes by CUDA where that leads there, else its bytes are brought to the host. `data` must not
+        change until the receipt has come. Raises TriptychError("unavailable") where there is no connection, or no room
+        in it, within `timeout_s`.
         """
         route = self._routes.get(receiver.tensor_address)
         if route is None:
-            route = self._routes[receiver.tensor_address] = _Route(receiver, self._connectors)
+            route = _Route(receiver, self._connectors, self._cuda, only_cuda=self._only_cuda)
+            self._routes[receiver.tensor_address] = route
         deadline_s = time.monotonic() + timeout_s
         scheme = await route.send(header, data, deadline_s)
         self.num_sent[scheme] += 1
@@ -163,46 +173,97 @@ class TensorSender:
         """Close all connections, for good."""
         self.keep_only(())
         self._connectors = {}
+        if self._cuda is not None:
+            self._cuda.close()
 
 
 class _Route:
     """The ways to one receiver, the best first; connections are made when they are first used, and kept."""
 
-    def __init__(self, receiver: InstanceRecord, connectors: dict[str, Connector]) -> None:
-        """Raises TriptychError("unavailable") where no transport is common to both."""
+    def __init__(
+        self, receiver: InstanceRecord, connectors: dict[str, Connector], cuda: CudaSender | None, *, only_cuda: bool
+    ) -> None:
+        """With `only_cuda`, what lies on a GPU takes no other way.
+
+        Raises TriptychError("unavailable") where no transport is common to both.
+        """
         offered = addresses_by_scheme(receiver.tensor_address)
         self._receiver_id = receiver.instance_id
         self._connections = [make(offered[scheme]) for scheme, make in connectors.items() if scheme in offered]
+        self._cuda: CudaConnection | None = None
+        if cuda is not None and cuda.scheme in offered:
+            self._cuda = cuda.connect(offered[cuda.scheme])
+        self._only_cuda = only_cuda
         self._avoided_until_s: dict[str, float] = {}
         self._closed = False
-        if not self._connections:
+        if not self._connections and self._cuda is None:
             message = f"{receiver.instance_id} takes tensors by {_list(offered)}, this instance sends by "
             raise TriptychError("unavailable", message + f"{_list(connectors)}: start both with the same --transport")
 
-    async def send(self, header: TensorHeader, data: memoryview, deadline_s: float) -> str:
+    async def send(self, header: TensorHeader, data: Payload, deadline_s: float) -> str:
         """Send by the first way that leads there; returns its scheme."""
-        reasons = []
-        for connection in self._connections:
-            scheme = connection.scheme
-            if self._avoided_until_s.get(scheme, 0.0) > time.monotonic() and connection is not self._connections[-1]:
-                continue
-            try:
-                await self._send_by(connection, header, data, max(0.0, deadline_s - time.monotonic()))
-                return scheme
-            except Unreachable as error:
-                reasons.append(error.info.message)
-                self._avoided_until_s[scheme] = time.monotonic() + AVOID_S
-                log.info("another transport is tried", receiver=self._receiver_id, why=error.info.message)
+        reasons: list[str] = []
+        if isinstance(data, DeviceBuffer):
+            if await self._sent_by_cuda(header, data, deadline_s, reasons):
+                return CudaConnection.scheme
+            data = await self._brought_to_host(data, deadline_s)
+        for connection in self._usable():
+            if await self._sent_by(connection, header, data, deadline_s, reasons):
+                return connection.scheme
         raise TriptychError("unavailable", f"no way to {self._receiver_id}: {'; '.join(reasons)}")
 
     def close(self) -> None:
         self._closed = True
         for connection in self._connections:
             connection.close()
+        if self._cuda is not None:
+            self._cuda.close()
 
-    async def _send_by(self, connection: Connection, header: TensorHeader, data: memoryview, timeout_s: float) -> None:
+    async def _sent_by_cuda(
+        self, header: TensorHeader, data: DeviceBuffer, deadline_s: float, reasons: list[str]
+    ) -> bool:
+        way = self._cuda
+        if way is None:
+            reasons.append("it takes nothing by cuda")
+        elif not way.carries(data.nbytes):
+            reasons.append(f"{data.nbytes} bytes are too many for cuda")
+        elif self._is_avoided(way.scheme) and not self._only_cuda:
+            return False
+        elif await self._sent_by(way, header, data, deadline_s, reasons):
+            return True
+        if self._only_cuda:
+            raise TriptychError("unavailable", f"no way to {self._receiver_id}: {'; '.join(reasons)}")
+        return False
+
+    async def _brought_to_host(self, data: DeviceBuffer, deadline_s: float) -> memoryview:
         try:
-            await connection.send(header, data, timeout_s)
+            async with asyncio.timeout(max(0.0, deadline_s - time.monotonic())):
+                return await asyncio.to_thread(data.to_host)
+        except TimeoutError as error:
+            message = f"{data.nbytes} bytes did not come from the GPU in time to be sent to {self._receiver_id}"
+            raise TriptychError("unavailable", message) from error
+
+    def _usable(self) -> Iterator[Connection[memoryview]]:
+        """All but those that have lately led nowhere; the last one in any case."""
+        for connection in self._connections:
+            if connection is self._connections[-1] or not self._is_avoided(connection.scheme):
+                yield connection
+
+    def _is_avoided(self, scheme: str) -> bool:
+        return self._avoided_until_s.get(scheme, 0.0) > time.monotonic()
+
+    async def _sent_by(
+        self, connection: Connection[Sent], header: TensorHeader, data: Sent, deadline_s: float, reasons: list[str]
+    ) -> bool:
+        """False, and why, where this way does not lead there."""
+        try:
+            await connection.send(header, data, max(0.0, deadline_s - time.monotonic()))
+            return True
+        except Unreachable as error:
+            reasons.append(error.info.message)
+            self._avoided_until_s[connection.scheme] = time.monotonic() + AVOID_S
+            log.info("another transport is tried", receiver=self._receiver_id, why=error.info.message)
+            return False
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._closed and task is not None and not task.cancelling():  # ZMQ ends pending calls like this

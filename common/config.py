@@ -20,7 +20,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 MediaScheme = Literal["data", "http", "https"]
 PreemptionPolicy = Literal["auto", "recompute", "swap"]
-Transport = Literal["auto", "shm", "zmq", "redis", "nixl"]
+Transport = Literal["auto", "shm", "zmq", "redis", "nixl", "cuda"]
 
 
 class EngineConfig(BaseModel):
@@ -114,7 +114,9 @@ class Settings(BaseSettings):
         False, description="Let a worker that prefills encode the inputs of its requests while there is no encoder."
     )
     transport: Transport = Field(
-        "auto", description="How tensors travel; auto: shared memory between processes of one host, else ZMQ."
+        "auto",
+        description="How tensors travel; auto: CUDA between GPUs of a host, shared memory between its processes, else "
+        "ZMQ.",
     )
     handoff_timeout_s: float = Field(30.0, gt=0, description="Longest wait for one step of a handoff.")
     request_timeout_s: float = Field(600.0, gt=0, description="Longest life of a request in the proxy.")

@@ -25,6 +25,8 @@ log = get_logger()
 
 DEFAULT_BATCH_BYTES: Final = {"cpu": 2 * 2**20, "cuda": 64 * 2**20}
 """A CPU gains nothing from large batches, and whoever waits for the first output of one waits for the last."""
+OUTGOING_BYTES: Final = {"cpu": 0, "cuda": 256 * 2**20}
+"""Of the device, for outputs that have not been taken yet: whoever drives this engine keeps no more of them there."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ class EncoderEngine:
 
     def _fit(self, config: EngineConfig, batch_bytes: int) -> tuple[MemoryReport, int, int]:
         """Where the memory goes, and the items and bytes of a batch, as many as the budget allows."""
-        weights, budget = self.load_report.parameter_bytes, memory_budget(config, self.device)
+        weights = self.load_report.parameter_bytes
+        budget = max(0, memory_budget(config, self.device) - OUTGOING_BYTES[self.device.type])
         profile, max_items = self.profile, config.encoder_batch_items
         if profile is not None and profile.largest > budget:
             check_encoder_budget(config, self.device, weights, budget, profile.smallest)

@@ -119,9 +119,9 @@ _OPTIONS: dict[str, Any] = {
     "transport": _option(
         str,
         _SERVING,
-        "How tensors travel; auto: shared memory on one host, ZMQ between hosts.",
+        "How tensors travel; auto: CUDA between GPUs, shared memory on one host, ZMQ between hosts.",
         "auto",
-        metavar="auto|shm|zmq|redis|nixl",
+        metavar="auto|shm|zmq|redis|nixl|cuda",
     ),
     "handoff_timeout_s": _option(float, _LIMITS, "Longest wait for one step of a handoff, in seconds.", "30"),
     "request_timeout_s": _option(float, _LIMITS, "Longest life of a request, in seconds.", "600"),

@@ -9,10 +9,11 @@ from broker.channels import ChannelName, Delivery
 from broker.handoff import HandoffSender
 from common.errors import ErrorInfo
 from common.messages import Encode, Failed, Generate, InstanceRecord, Role, ToWorker
+from engine.encoder_engine import OUTGOING_BYTES
 from services.destination import RemoteDestination
+from services.device_tensors import Outgoing
 from services.encoding import EncodingStage
 from services.links import Links
-from services.tensor_bytes import to_host
 
 
 class EncoderService:
@@ -30,7 +31,7 @@ class EncoderService:
         self.stage = EncodingStage(
             links,
             RemoteDestination(links, self._handoffs),
-            prepare=to_host,
+            prepare=Outgoing(OUTGOING_BYTES["cuda"]).keep,
             on_begun=links.proxies.add,
             on_ended=links.proxies.remove,
         )

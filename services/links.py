@@ -14,6 +14,7 @@ from broker.handoff import Handoff, Key
 from broker.registry import Registry
 from broker.rpc import WorkerServer
 from broker.tensors import TensorReceiver, TensorSender
+from broker.transports.cuda_runtime import CudaRuntime
 from common.config import Settings
 from common.messages import FromWorker, InstanceRecord, Role, ToWorker
 from common.model_info import ModelInfo
@@ -41,12 +42,20 @@ class Links:
     proxies: ProxyWatch
     metrics: WorkerMetrics
     hops: HopRecorder
+    cuda: CudaRuntime | None = None
+    """There where the engine computes on a GPU."""
 
     def tensor_receiver(self, max_bytes: int) -> TensorReceiver:
         """Takes tensors of at most `max_bytes` by the transports that the settings name; needs a running loop."""
         transport, cluster = self.settings.transport, self.settings.cluster
         receiver = TensorReceiver(
-            self.context, self.host, max_bytes=max_bytes, transport=transport, redis=self.redis, cluster=cluster
+            self.context,
+            self.host,
+            max_bytes=max_bytes,
+            transport=transport,
+            redis=self.redis,
+            cluster=cluster,
+            cuda=self.cuda,
         )
         self.metrics.gauges["tensors_invalid_total"] = lambda: receiver.num_invalid
         return receiver
@@ -54,7 +63,7 @@ class Links:
     def tensor_sender(self) -> TensorSender:
         """Sends tensors by the transports that the settings name."""
         transport, cluster = self.settings.transport, self.settings.cluster
-        sender = TensorSender(self.context, transport=transport, redis=self.redis, cluster=cluster)
+        sender = TensorSender(self.context, transport=transport, redis=self.redis, cluster=cluster, cuda=self.cuda)
         self.metrics.tallies["tensors_sent"] = lambda: sender.num_sent
         return sender
 

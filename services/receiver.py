@@ -15,6 +15,7 @@ import torch
 from broker.channels import Delivery
 from broker.handoff import Key, key_of
 from broker.tensors import ReceivedTensor, payload_fault
+from broker.transports.payload import DeviceBuffer
 from common.errors import ErrorInfo
 from common.messages import KV_INPUT_ID, Grant, KvOffer, Offer, Receipt, TensorHeader
 from common.telemetry import get_logger
@@ -31,6 +32,7 @@ from engine.events import (
     InputStored,
 )
 from engine.memory import memory_budget
+from services.device_tensors import DeviceLanding
 from services.engine_thread import EngineThread
 from services.kv_messages import PART_BYTES, metadata_of, part_fault
 from services.landing import Landing
@@ -55,7 +57,8 @@ class HandoffReceiver:
         self.tensor_address = self._tensors.address
         self._offers: OrderedDict[Key, Offer | KvOffer] = OrderedDict()  # until they are settled
         self._kv_keys: dict[str, set[Key]] = {}  # those of keys and values, by request
-        self._landing = Landing()
+        cuda = links.cuda
+        self._landing = Landing() if cuda is None else DeviceLanding(cuda, choose_device(config.device))
         self._stored_s: dict[Key, float] = {}  # when the engine had a tensor, until it says so
         self.outcomes: Counter[str] = Counter()
 
@@ -190,12 +193,15 @@ class HandoffReceiver:
 
     async def _take_part(self, key: Key, received: ReceivedTensor) -> bool:
         """Keys and values are copied by the engine, into its blocks."""
-        fault = await received.verify()
-        if fault is None:
-            self._thread.submit(lambda engine: self._deliver_part(engine, key, received))
-        else:
+        data = received.data
+        if isinstance(data, DeviceBuffer):
+            self._refuse(key, received.header, "keys and values go through the host's memory")
+            return False
+        if (fault := await received.verify()) is not None:
             self._refuse(key, received.header, fault)
-        return fault is None
+            return False
+        self._thread.submit(lambda engine: self._deliver_part(engine, key, received, data))
+        return True
 
     def _refuse(self, key: Key, header: TensorHeader, fault: str) -> None:
         log.warning("a tensor is not what was offered", sender=header.sender, fault=fault)
@@ -227,13 +233,13 @@ class HandoffReceiver:
         engine.deliver(*key, tensor)
         self._stored_s[key] = time.time()
 
-    def _deliver_part(self, engine: DecoderEngine, key: Key, received: ReceivedTensor) -> None:
+    def _deliver_part(self, engine: DecoderEngine, key: Key, received: ReceivedTensor, data: memoryview) -> None:
         """Copy a part to where it belongs."""
         header = received.header
         assert header.table != ""
         part = header.request_id, header.attempt, header.part, header.table, header.first
         try:
-            engine.deliver_kv(*part, tuple(header.shape), header.dtype, aligned(received.data))
+            engine.deliver_kv(*part, tuple(header.shape), header.dtype, aligned(data))
             self._stored_s[key] = time.time()
         finally:
             received.release()

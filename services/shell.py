@@ -35,6 +35,7 @@ from common.model_info import ModelInfo
 from common.telemetry import get_logger
 from services.addresses import resolve_host
 from services.departure import Departure
+from services.device_tensors import open_cuda
 from services.engine_thread import EngineThread
 from services.hops import HopRecorder
 from services.http_server import HttpServer, make_app, protect
@@ -101,6 +102,7 @@ class Shell:
             proxies=self._proxies,
             metrics=WorkerMetrics(),
             hops=hops,
+            cuda=open_cuda(settings.engine.device),
         )
         self._role = role(self._links)
         self._reader = ChannelReader(self._reading, settings.cluster, instance_id, self._role.channels)

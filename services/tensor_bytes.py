@@ -10,11 +10,6 @@ import torch
 ALIGNMENT_BYTES: Final = 8
 
 
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values in one piece of host memory; waits for the device where they are not there yet."""
-    return tensor.detach().contiguous().cpu()
-
-
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor in host memory, not copied, whatever the dtype: numpy knows no bf16."""
     as_bytes: Any = tensor.view(-1).view(torch.uint8).numpy()

@@ -2,15 +2,19 @@
 
 A transport moves a header and raw bytes. It knows no dtype and looks into no header; it writes one field of it, the
 checksum, for it makes the last pass over the bytes anyway. What is common to all of them is in broker.tensors.
+
+One of them moves the memory of a GPU (`cuda`). No processor sees those bytes: they have no checksum, and are copied by
+whoever knows the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, Final, Protocol
+from typing import ClassVar, Final, Protocol, TypeVar
 
 from broker.transports import passes
+from broker.transports.payload import DeviceBuffer, Payload
 from common.errors import TriptychError
 from common.messages import TensorHeader
 
@@ -23,20 +27,20 @@ def _nothing() -> None: ...
 
 @dataclass(frozen=True)
 class ReceivedTensor:
-    """`data` holds the bytes that came with `header`; it may be read-only and at any address.
+    """`data` holds the bytes that came with `header`; it may be read-only, at any address, and on a GPU.
 
     `fault` says why the header does not agree with itself or with the number of bytes; None if it does. Whether the
     bytes are those that were sent is only known after one pass over them: either by `verify` or by `copy_into`.
     """
 
     header: TensorHeader
-    data: memoryview
+    data: Payload
     fault: str | None = None
     _release: Callable[[], None] = field(default=_nothing, repr=False, compare=False)
 
     async def verify(self) -> str | None:
-        """Why the bytes must not be used; None where they are undamaged, as they lie in `data`."""
-        if self.fault is not None:
+        """Why the bytes must not be used; None where they are undamaged, as they lie in `data`, or on a GPU."""
+        if self.fault is not None or isinstance(self.data, DeviceBuffer):
             return self.fault
         return self._fault_of(await passes.checksum_of(self.data))
 
@@ -44,9 +48,12 @@ class ReceivedTensor:
         """Copy the bytes, and look at what has been written: None where it is undamaged.
 
         Else the return value says why not, and nobody may look at `target`, which holds bytes of the same number.
+        Raises TypeError for the memory of a GPU.
         """
         if self.fault is not None:
             return self.fault
+        if isinstance(self.data, DeviceBuffer):
+            raise TypeError("memory of a GPU is copied by CUDA")
         return self._fault_of(await passes.copy(self.data, target, hashed=target))
 
     def _fault_of(self, checksum: int) -> str | None:
@@ -102,13 +109,17 @@ class Receiver(Protocol):
         """Let go of everything but the tensors received: they stay valid until released. Twice is fine."""
 
 
-class Connection(Protocol):
+Sent = TypeVar("Sent", contravariant=True)
+"""memoryview, or DeviceBuffer for the memory of a GPU."""
+
+
+class Connection(Protocol[Sent]):
     """The sending end of one pair of processes: connects at the first send, stays, and connects again when broken."""
 
     scheme: ClassVar[str]
     """The beginning of the addresses that it can connect to, up to `://`."""
 
-    async def send(self, header: TensorHeader, data: memoryview, timeout_s: float) -> None:
+    async def send(self, header: TensorHeader, data: Sent, timeout_s: float) -> None:
         """Hand one tensor over, with its checksum in the header; one that never arrives shows by its missing receipt.
 
         `data` are bytes, in one piece, which must not change until the receipt has come. A tensor whose sending has

@@ -1,10 +1,12 @@
 """Which transports a setting stands for, and how each is made.
 
-    setting   a receiver offers   a sender can take
-    auto      shm (Linux), zmq    whatever is offered
-    another   that one            that one
+    setting   a receiver offers                  a sender can take
+    auto      shm (Linux), zmq; on a GPU cuda    whatever is offered
+    cuda      the same                           the same, but what lies on a GPU by cuda alone
+    another   that one                           that one
 
-Senders take the first of shared memory, NIXL, ZMQ and Redis that both have and that works between them.
+Senders take the first of cuda (what lies on a GPU), shared memory, NIXL, ZMQ and Redis that both have and that works
+between them.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from redis.asyncio import Redis
 
 from broker.transports import nixl_agent, segment
 from broker.transports.base import Connection, Receiver
+from broker.transports.cuda_receiver import CudaReceiver
+from broker.transports.cuda_runtime import CudaRuntime
+from broker.transports.cuda_transport import CudaSender
 from broker.transports.nixl_receiver import NixlReceiver
 from broker.transports.nixl_transport import NixlConnection
 from broker.transports.redis_transport import RedisConnection, RedisReceiver
@@ -28,17 +33,19 @@ from broker.transports.zmq_transport import ZmqConnection, ZmqReceiver
 from common.config import Transport
 from common.errors import TriptychError
 
-Connector: TypeAlias = Callable[[str], Connection]
-"""Makes the connection to an address; does not connect yet."""
+Connector: TypeAlias = Callable[[str], Connection[memoryview]]
+"""Makes the connection to an address, for bytes of the host; does not connect yet."""
 
 
 @dataclass(frozen=True)
 class Means:
-    """What transports need of the process. `cluster` begins all keys in Redis."""
+    """What transports need of the process. `cluster` begins all keys in Redis; `cuda` is there if its engine computes
+    on a GPU."""
 
     context: zmq.asyncio.Context
     redis: Redis | None = None
     cluster: str = "triptych"
+    cuda: CudaRuntime | None = None
 
 
 def make_receivers(
@@ -49,6 +56,9 @@ def make_receivers(
     Raises TriptychError("invalid_request") where one that was asked for is not to be had here.
     """
     receivers: list[Receiver] = []
+    if (cuda := _cuda_of(means, transport)) is not None:
+        receivers.append(CudaReceiver(cuda, on_arrival, max_bytes=max_bytes))
+    transport = _of_the_host(transport)
     if transport in ("zmq", "auto"):
         receivers.append(ZmqReceiver(means.context, host, on_arrival, max_bytes=max_bytes))
     if transport == "shm" or (transport == "auto" and segment.AVAILABLE):
@@ -63,7 +73,11 @@ def make_receivers(
 
 
 def make_connectors(means: Means, transport: Transport) -> dict[str, Connector]:
-    """How to connect, by scheme, the best first. Raises TriptychError("invalid_request") as `make_receivers`."""
+    """How to connect for bytes of the host, by scheme, the best first.
+
+    Raises TriptychError("invalid_request") as `make_receivers`.
+    """
+    transport = _of_the_host(transport)
     connectors: dict[str, Connector] = {}
     if transport == "shm" or (transport == "auto" and segment.AVAILABLE):
         _require_shared_memory()
@@ -78,6 +92,27 @@ def make_connectors(means: Means, transport: Transport) -> dict[str, Connector]:
         redis = _redis_of(means)
         connectors[RedisConnection.scheme] = lambda address: RedisConnection(redis, address)
     return connectors
+
+
+def make_cuda_sender(means: Means, transport: Transport) -> CudaSender | None:
+    """What connects for the memory of a GPU; None where the setting does not stand for it, or there is no GPU.
+
+    Raises TriptychError("invalid_request") as `make_receivers`.
+    """
+    cuda = _cuda_of(means, transport)
+    return None if cuda is None else CudaSender(cuda)
+
+
+def _cuda_of(means: Means, transport: Transport) -> CudaRuntime | None:
+    if transport == "cuda" and (means.cuda is None or not segment.AVAILABLE):
+        message = "transport cuda: this engine does not compute on a GPU of a Linux host; use another --transport"
+        raise TriptychError("invalid_request", message, "transport")
+    return means.cuda if transport in ("cuda", "auto") and segment.AVAILABLE else None
+
+
+def _of_the_host(transport: Transport) -> Transport:
+    """The setting for what does not lie on a GPU."""
+    return "auto" if transport == "cuda" else transport
 
 
 def _require_shared_memory() -> None:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import zmq.asyncio
 from redis.asyncio import Redis
 
-from broker.tensors import addresses_by_scheme, change_hosts, payload_fault
-from broker.transports import shm_receiver
+from broker.tensors import TensorReceiver, TensorSender, addresses_by_scheme, change_hosts, payload_fault
+from broker.transports import cuda_transport, shm_receiver
+from broker.transports.payload import DeviceBuffer
+from common.config import Transport
 from common.errors import TriptychError
+from tests.broker.fake_cuda import FakeCuda
 from tests.broker.transport_kit import Kit, header, kit_of, of_bytes, to, transfer
 
 ONE = memoryview(b"x")
@@ -63,6 +69,75 @@ async def test_a_receiver_that_does_not_answer_on_shared_memory_gets_zmq_within_
     assert (await receiver.receive()).data == ONE
     assert sender.num_sent == {"tcp": 1}
     listener.close()
+
+
+@pytest.mark.parametrize("setting", ["auto", "cuda"])
+async def test_what_lies_on_a_gpu_goes_from_there_to_the_receivers(kit: Kit, setting: Transport) -> None:
+    with gpu_ends(kit, setting) as (sender, receiver, cuda):
+        schemes = ["cuda+unix", "shm+unix", "tcp"]
+        assert sorted(addresses_by_scheme(receiver.address)) == schemes
+        received = await transfer(sender, receiver, of_bytes(ONE), cuda.upload(ONE))
+        assert isinstance(received.data, DeviceBuffer)
+        assert received.header.checksum == 0
+        assert sender.num_sent == {"cuda+unix": 1}
+        received.release()
+        assert (await transfer(sender, receiver, of_bytes(ONE), ONE)).data == ONE
+        assert sender.num_sent == {"cuda+unix": 1, "shm+unix": 1}, "what lies on the host goes as ever"
+
+
+@pytest.mark.parametrize("obstacle", ["a receiver on a CPU", "a GPU that cannot read ours", "too large"])
+async def test_what_cannot_go_by_cuda_is_brought_to_the_host(
+    kit: Kit, obstacle: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = memoryview(os.urandom(5000))
+    if obstacle == "too large":
+        monkeypatch.setattr(cuda_transport, "ARENA_BYTES", 8192)
+    with gpu_ends(kit, "auto", device_id="0000:02:00.0" if "cannot" in obstacle else None) as (sender, receiver, cuda):
+        receiver = kit.receiver() if "CPU" in obstacle else receiver
+        for number in range(1, 3):
+            received = await transfer(sender, receiver, of_bytes(data), cuda.upload(data))
+            assert received.fault is None
+            assert received.data == data
+            assert sender.num_sent == {"shm+unix": number}
+            received.release()
+
+
+async def test_the_setting_cuda_brings_nothing_to_the_host(kit: Kit) -> None:
+    with gpu_ends(kit, "cuda", device_id="0000:02:00.0") as (sender, receiver, cuda):
+        with pytest.raises(TriptychError, match="no memory of a GPU with cuda") as caught:
+            await sender.send(to(receiver.address), of_bytes(ONE), cuda.upload(ONE), timeout_s=5)
+        assert caught.value.info.code == "unavailable"
+        with pytest.raises(TriptychError, match="takes nothing by cuda"):
+            await sender.send(to(kit.receiver().address), of_bytes(ONE), cuda.upload(ONE), timeout_s=5)
+        assert not sender.num_sent
+
+
+async def test_bytes_that_do_not_leave_the_gpu_in_time_cost_a_deadline(kit: Kit) -> None:
+    leaving = threading.Event()
+    with gpu_ends(kit, "auto") as (sender, _, _):
+        stuck = DeviceBuffer(0, 1, _to_host=lambda: memoryview(b"x") if leaving.wait(60) else ONE)
+        with pytest.raises(TriptychError, match="did not come from the GPU in time"):
+            await sender.send(to(kit.receiver().address), of_bytes(ONE), stuck, timeout_s=0.05)
+        leaving.set()
+
+
+async def test_cuda_without_a_gpu_is_refused_with_a_remedy(kit: Kit) -> None:
+    for make in (TensorSender, partial(TensorReceiver, max_bytes=1)):
+        with pytest.raises(TriptychError, match="does not compute on a GPU"):
+            make(kit.context, transport="cuda")
+
+
+@contextmanager
+def gpu_ends(
+    kit: Kit, setting: Transport, device_id: str | None = None
+) -> Iterator[tuple[TensorSender, TensorReceiver, FakeCuda]]:
+    """A sender on a GPU, and a receiver on the same one, or on `device_id`; the fake is the sender's."""
+    mine, other = FakeCuda(), FakeCuda() if device_id is None else FakeCuda(device_id)
+    sender = TensorSender(kit.context, transport=setting, cuda=mine)
+    receiver = TensorReceiver(kit.context, max_bytes=2**20, transport=setting, cuda=other)
+    yield sender, receiver, mine
+    sender.close()
+    receiver.close()
 
 
 async def test_a_setting_names_one_transport_for_both_sides(kit: Kit, redis: Redis, broker_url: str) -> None:

@@ -23,9 +23,11 @@ from broker.tensors import ReceivedTensor, TensorReceiver, TensorSender
 from broker.transports.base import Connection
 from broker.transports.choice import Means, make_connectors
 from broker.transports.nixl_agent import module_name
+from broker.transports.payload import Payload
 from common.config import Transport
 from common.messages import InstanceRecord, TensorHeader
 from tests.broker.conftest import make_record
+from tests.broker.device_ends import make_receiver, make_sender
 
 ROOT = Path(__file__).resolve().parents[2]
 NIXL = pytest.param(
@@ -58,12 +60,12 @@ class Kit:
     _peers: list[Peer] = field(default_factory=list)
 
     def receiver(self, max_bytes: int = 2**28) -> TensorReceiver:
-        receiver = TensorReceiver(self.context, max_bytes=max_bytes, transport=self.transport, redis=self.redis)
+        receiver = make_receiver(self.context, self.transport, self.redis, max_bytes)
         self._ends.append(receiver)
         return receiver
 
     def sender(self) -> TensorSender:
-        sender = TensorSender(self.context, transport=self.transport, redis=self.redis)
+        sender = make_sender(self.context, self.transport, self.redis)
         self._ends.append(sender)
         return sender
 
@@ -116,7 +118,7 @@ class Peer:
 
 
 async def transfer(
-    sender: TensorSender, receiver: TensorReceiver, head: TensorHeader, data: memoryview, timeout_s: float = 30
+    sender: TensorSender, receiver: TensorReceiver, head: TensorHeader, data: Payload, timeout_s: float = 30
 ) -> ReceivedTensor:
     """Send one tensor, receive it and look at its bytes."""
     async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:

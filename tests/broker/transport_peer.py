@@ -13,15 +13,16 @@ from typing import Any
 import zmq.asyncio
 
 from broker.redis_client import connect
-from broker.tensors import ReceivedTensor, TensorReceiver, TensorSender
+from broker.tensors import ReceivedTensor
 from common.messages import TensorHeader
 from tests.broker.conftest import make_record
+from tests.broker.device_ends import make_receiver, make_sender
 
 MAX_BYTES = 2**30
 
 
 async def receive(transport: Any, broker: str, *, hold: bool) -> None:
-    receiver = TensorReceiver(zmq.asyncio.Context(), max_bytes=MAX_BYTES, transport=transport, redis=connect(broker))
+    receiver = make_receiver(zmq.asyncio.Context(), transport, connect(broker), MAX_BYTES)
     print(receiver.address, flush=True)
     held: list[ReceivedTensor] = []
     while True:
@@ -35,7 +36,7 @@ async def receive(transport: Any, broker: str, *, hold: bool) -> None:
 
 
 async def send(transport: Any, broker: str, address: str, mib: int) -> None:
-    sender = TensorSender(zmq.asyncio.Context(), transport=transport, redis=connect(broker))
+    sender = make_sender(zmq.asyncio.Context(), transport, connect(broker))
     record = make_record("d0", "prefill_decode", tensor_address=address)
     header = TensorHeader("r", 0, 0, "peer", 1, [mib * 2**20], "uint8", mib * 2**20)
     data = memoryview(bytes(mib * 2**20))

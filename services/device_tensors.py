@@ -1,0 +1,146 @@
+"""Tensors of a GPU on their way out of this process and into it, copied beside the engine's stream.
+
+    out   Outgoing        outputs wait on the device for their way out, as far as there is room for them
+          payload_of      the tensor where it is (cuda), or its copy in pinned host memory (all other transports)
+    in    DeviceLanding   from another process's GPU or from the host's memory into a tensor that the engine keeps
+
+Threads wait for the copies, never the engine's. What comes in is copied by `CudaRuntime`, and so can be tested without
+a GPU; none of it has run on one yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import weakref
+from collections.abc import Sequence
+from functools import cache, partial
+
+import torch
+
+from broker.handoff import Key
+from broker.transports.base import ReceivedTensor
+from broker.transports.cuda_library import CudaLibrary
+from broker.transports.cuda_runtime import CudaError, CudaRuntime
+from broker.transports.payload import DeviceBuffer, Payload
+from common.config import Device
+from common.errors import TriptychError
+from common.messages import TensorHeader
+from engine.device import DTYPES, choose_device
+from engine.runner.staging import fetch
+from services.tensor_bytes import bytes_of
+
+
+def open_cuda(device: Device) -> CudaRuntime | None:
+    """CUDA for the tensors of a worker whose engine computes there; None for one on a CPU.
+
+    Raises TriptychError("invalid_request") where CUDA was asked for and cannot be had.
+    """
+    chosen = choose_device(device)
+    if chosen.type != "cuda":
+        return None
+    try:
+        return CudaLibrary(torch.cuda.current_device())
+    except CudaError as error:
+        raise TriptychError("invalid_request", f"device cuda: {error}", "device") from error
+
+
+class Outgoing:
+    """Outputs of an encoder between its forward pass and their receipt, no more than `limit_bytes` of them on the GPU.
+
+    Receivers that are slow would fill it otherwise: what finds no room goes to host memory, and from there to others.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._kept: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same values in one piece, on the device as long as there is room. Called on the engine's thread."""
+        tensor = tensor.detach().contiguous()
+        if tensor.device.type == "cpu":
+            return tensor
+        if sum(kept.nbytes for kept in self._kept) + tensor.nbytes > self._limit_bytes:
+            return fetch(tensor)
+        self._kept.add(tensor)
+        return tensor
+
+
+def payload_of(tensor: torch.Tensor) -> Payload:
+    """A contiguous tensor as transports take it. Called on a thread whose stream has computed it, or later.
+
+    Nothing is copied or waited for yet. It keeps the tensor.
+    """
+    if tensor.device.type == "cpu":
+        return bytes_of(tensor)
+    ready = torch.cuda.current_stream(tensor.device).record_event()
+    to_host = partial(_to_host, tensor, ready)
+    return DeviceBuffer(tensor.data_ptr(), tensor.nbytes, ready.cuda_event, (tensor, ready), to_host)
+
+
+def _to_host(tensor: torch.Tensor, ready: torch.cuda.Event) -> memoryview:
+    """The bytes in pinned memory. Blocks."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    stream = _leaving(tensor.device)
+    with torch.cuda.stream(stream):
+        stream.wait_event(ready)
+        host.copy_(tensor, non_blocking=True)
+        done = stream.record_event()
+    done.synchronize()
+    return bytes_of(host)
+
+
+@cache
+def _leaving(device: torch.device) -> torch.cuda.Stream:
+    """The stream by which tensors leave for the host."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+class DeviceLanding:
+    """Brings received tensors to the device of the engine. See services.landing.Landing, which it stands in for."""
+
+    def __init__(self, runtime: CudaRuntime, device: torch.device) -> None:
+        self._runtime = runtime
+        self._device = device
+        self._stream = runtime.make_stream()
+
+    def prepare(self, key: Key, shape: Sequence[int], dtype: str) -> None:
+        """Nothing: torch has memory of a GPU at hand."""
+
+    def drop(self, key: Key) -> None:
+        """Nothing was prepared."""
+
+    async def take(self, key: Key, received: ReceivedTensor) -> torch.Tensor | str:
+        """The tensor, complete, on the device; or what is wrong with its bytes. What was received may be released."""
+        header, data = received.header, received.data
+        try:
+            if isinstance(data, DeviceBuffer):
+                return await asyncio.to_thread(self._copy, header, data.pointer, data.nbytes)
+            host = await asyncio.to_thread(self._make_host, header)
+            fault = await received.copy_into(bytes_of(host))
+            if fault is not None:
+                return fault
+            return await asyncio.to_thread(self._copy, header, host.data_ptr(), host.nbytes)
+        except CudaError as error:
+            return f"it could not be copied to the GPU: {error}"
+
+    def _make_host(self, header: TensorHeader) -> torch.Tensor:
+        pinned = self._device.type == "cuda"
+        return torch.empty(tuple(header.shape), dtype=DTYPES[header.dtype], pin_memory=pinned)
+
+    def _copy(self, header: TensorHeader, source: int, num_bytes: int) -> torch.Tensor:
+        """Blocks until the copy is done."""
+        with self._allocating():
+            tensor = torch.empty(tuple(header.shape), dtype=DTYPES[header.dtype], device=self._device)
+        if num_bytes:
+            self._runtime.copy(tensor.data_ptr(), source, num_bytes, self._stream)
+            self._runtime.synchronize(self._stream)
+        return tensor
+
+    def _allocating(self) -> contextlib.AbstractContextManager[object]:
+        """Within, torch takes memory for this stream. Memory that the engine's stream has given back may still be read
+        by what that stream has to do, which this one does not wait for."""
+        if self._device.type == "cpu":
+            return contextlib.nullcontext()
+        stream = torch.cuda.ExternalStream(self._stream, self._device)  # type: ignore[no-untyped-call]
+        return torch.cuda.stream(stream)

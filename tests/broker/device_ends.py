@@ -1,0 +1,83 @@
+"""Senders and receivers of every transport for tests, which give them bytes of the host and look at such.
+
+For `cuda` each gets a fake GPU of its own, as each process has its own view of one: what is sent lies there, still to
+be written by a stream that nobody has waited for, and what is received is copied from there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from functools import partial
+
+import msgspec
+import zmq.asyncio
+from redis.asyncio import Redis
+
+from broker.tensors import ReceivedTensor, TensorReceiver, TensorSender
+from broker.transports.payload import DeviceBuffer, Payload
+from common.config import Transport
+from common.hashing import checksum
+from common.messages import InstanceRecord, TensorHeader
+from tests.broker.fake_cuda import FakeCuda
+
+
+def make_receiver(
+    context: zmq.asyncio.Context, transport: Transport, redis: Redis | None, max_bytes: int
+) -> TensorReceiver:
+    if transport == "cuda":
+        return DeviceReceiver(context, FakeCuda(), max_bytes)
+    return TensorReceiver(context, max_bytes=max_bytes, transport=transport, redis=redis)
+
+
+def make_sender(context: zmq.asyncio.Context, transport: Transport, redis: Redis | None) -> TensorSender:
+    if transport == "cuda":
+        return DeviceSender(context, FakeCuda())
+    return TensorSender(context, transport=transport, redis=redis)
+
+
+class DeviceSender(TensorSender):
+    """Sends what lies on a GPU, and by cuda alone."""
+
+    def __init__(self, context: zmq.asyncio.Context, fake: FakeCuda) -> None:
+        super().__init__(context, transport="cuda", cuda=fake)
+        self._fake = fake
+
+    async def send(self, receiver: InstanceRecord, header: TensorHeader, data: Payload, timeout_s: float) -> None:
+        assert isinstance(data, memoryview)
+        engine = self._fake.make_stream()
+        try:
+            await super().send(receiver, header, self._fake.upload(data, engine), timeout_s)
+        finally:
+            self._fake.destroy_stream(engine)
+
+
+class DeviceReceiver(TensorReceiver):
+    """Takes what lies on a GPU, and copies it to the host at once; its room goes back with the release all the same."""
+
+    def __init__(self, context: zmq.asyncio.Context, fake: FakeCuda, max_bytes: int) -> None:
+        super().__init__(context, max_bytes=max_bytes, transport="cuda", cuda=fake)
+        self._fake = fake
+
+    async def receive(self) -> ReceivedTensor:
+        received = await super().receive()
+        buffer = received.data
+        assert isinstance(buffer, DeviceBuffer)
+        assert received.header.checksum == 0
+        data = self._copied(buffer)
+        header = msgspec.structs.replace(received.header, checksum=checksum(data))
+        return replace(received, header=header, data=data, _release=partial(_release, buffer, received))
+
+    def _copied(self, buffer: DeviceBuffer) -> memoryview:
+        host, stream = bytearray(buffer.nbytes), self._fake.make_stream()
+        if host:
+            address = ctypes.addressof(ctypes.c_char.from_buffer(host))
+            self._fake.copy(address, buffer.pointer, buffer.nbytes, stream)
+        self._fake.synchronize(stream)
+        self._fake.destroy_stream(stream)
+        return memoryview(host)
+
+
+def _release(buffer: DeviceBuffer, received: ReceivedTensor) -> None:
+    """Keeps the buffer until then."""
+    received.release()
