@@ -15,7 +15,7 @@ export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format bench model chaos soak compose-test clean distclean
+.PHONY: help demo test lint format bench model chaos soak compose-test gpu-carry gpu-check clean distclean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,15 @@ $(VENV)/tiny-whisper/tokenizer_config.json: $(VENV)/test.stamp tests/tiny_models
 
 compose-test: ## Build the images, run the cluster in containers, ask it, take it down.
 	@python=$$(.ci/find_python "$(PYTHON)") && PYTHON="$$python" launch/compose/test.sh
+
+# The machine with the GPU may have no index: what it lacks travels in this folder, with the repository.
+DIR ?= build/gpu
+THERE ?= launch/gpu/there.txt
+gpu-carry: $(BIN)/python ## Gather in DIR what a machine with a GPU and without an index needs for gpu-check.
+	@$(BIN)/python -m launch.gpu.carry $(DIR) --there $(THERE) $(ARGS)
+
+gpu-check: ## On a machine with a GPU: is everything right, and how fast is it? Takes what DIR brings.
+	@$(PYTHON) -m launch.gpu.check --carried $(DIR) $(ARGS)
 
 clean: ## Remove caches and build output.
 	@rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info

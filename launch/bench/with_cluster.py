@@ -11,8 +11,9 @@ from typing import Any
 
 import httpx
 
-from common.config import EngineConfig, Settings
+from common.config import EngineConfig, Settings, Transport
 from common.errors import TriptychError
+from common.keys import bearer, cluster_token
 from common.model_info import ModelInfo
 from launch.bench.systems import Outcome
 from launch.bench.workloads import BenchRequest
@@ -25,9 +26,22 @@ TIMEOUT_S = 300.0
 class ClusterSystem:
     """Encoder, prefill-decode worker, proxy and broker, each a process, on this machine."""
 
-    def __init__(self, info: ModelInfo, dtype: str, topology: str | None = None) -> None:
+    def __init__(
+        self,
+        info: ModelInfo,
+        dtype: str,
+        topology: str | None = None,
+        *,
+        transport: Transport = "auto",
+        **engine: Any,
+    ) -> None:
+        """`engine` are further fields of EngineConfig."""
         settings = Settings(
-            model=str(info.folder), port=0, log_level="warning", engine=EngineConfig.model_validate({"dtype": dtype})
+            model=str(info.folder),
+            port=0,
+            log_level="warning",
+            transport=transport,
+            engine=EngineConfig.model_validate({"dtype": dtype, **engine}),
         )
         self._cluster = LocalCluster(settings, topology)
         self._info = info
@@ -47,10 +61,13 @@ class ClusterSystem:
     def hops(self, outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
         """Seconds of every hop of the handoffs of answered requests, by "moment -> moment"."""
         wanted = {outcome.request_id for outcome in outcomes}
+        token = cluster_token(self._cluster.supervisor.plan.settings)
+        headers = {} if token is None else {"Authorization": bearer(token)}
         sides = []
         for instance in self._cluster.instances.values():
             if instance.role != "proxy":
-                response = httpx.get(f"{instance.http_address}/debug/handoffs", timeout=TIMEOUT_S, trust_env=False)
+                url = f"{instance.http_address}/debug/handoffs"
+                response = httpx.get(url, headers=headers, timeout=TIMEOUT_S, trust_env=False)
                 entries = response.raise_for_status().json()
                 sides.append([entry for entry in entries if entry["request_id"].partition(".")[0] in wanted])
         return hop_latencies(sides)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,6 +46,14 @@ def duration(
     share = None if limit_s is None else limit_s / statistics.median(seconds)
     limit_ms = None if limit_s is None else limit_s * 1e3
     return _figure(benchmark, case, "ms", [one * 1e3 for one in seconds], limit_ms, share, beside)
+
+
+def durations(benchmark: str, case: str, seconds: Sequence[float]) -> Figure:
+    """How long many single events took, in milliseconds; the 99th percentile stands beside the median."""
+    ranked = sorted(seconds)
+    p99 = ranked[min(len(ranked) - 1, math.ceil(0.99 * len(ranked)) - 1)]
+    beside = f"p99 {p99 * 1e3:.4g} ms of {len(ranked)}"
+    return duration(benchmark, case, ranked, beside=beside)
 
 
 def rate(

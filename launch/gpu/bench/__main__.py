@@ -15,7 +15,7 @@ import typer
 
 from common import openmp
 
-NAMES: Final = ("decode", "prefill", "cross", "encoder", "handoff", "serving", "batching")
+NAMES: Final = ("decode", "prefill", "cross", "cross_plan", "encoder", "handoff", "serving", "batching")
 """Modules of this package, each with a function `measure`."""
 
 

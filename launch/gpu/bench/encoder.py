@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from common.config import EngineConfig
 from common.model_info import load_model_info
 from engine import processors
 from engine.encoder_engine import EncoderEngine
-from engine.models.dummy import draw_weights
-from engine.models.skeleton import without_memory
 from engine.processors import ProcessedInput
+from launch.gpu.bench.pictures import noise_picture
 from launch.gpu.bench.setup import Setup
 from launch.gpu.figures import Figure, rate, ratio
 from launch.gpu.shapes import Shape, qwen2_5_vl_3b, whisper_large_v3
@@ -33,7 +31,7 @@ TOY_BATCHES: Final = (1, 2)
 def measure(setup: Setup) -> list[Figure]:
     """Two rows for each kind of media and batch: ours, and transformers' with the same sizes."""
     side = TOY_PICTURE_SIDE if setup.toy else PICTURE_SIDE
-    pictures = _measure(setup, qwen2_5_vl_3b, _picture(side), f"{side} x {side}", "pictures/s", 1.0)
+    pictures = _measure(setup, qwen2_5_vl_3b, noise_picture(side), f"{side} x {side}", "pictures/s", 1.0)
     return pictures + _measure(setup, whisper_large_v3, _silence(), f"{CLIP_S} s clips", "s of sound/s", float(CLIP_S))
 
 
@@ -76,12 +74,9 @@ def _transformers_module(folder: Path, engine: EncoderEngine) -> nn.Module:
     picture = getattr(config, "vision_config", None)
     own = picture if picture is not None else config
     own._attn_implementation = "sdpa"
-    with without_memory():
-        module: nn.Module = (WhisperEncoder if picture is None else Qwen2_5_VisionTransformerPretrainedModel)(own)
-    draw_weights(module, engine.device, engine.dtype)
-    for name, buffer in engine.encoder.module.named_buffers():  # computed, not drawn: ours are on the device already
-        parent, _, leaf = name.rpartition(".")
-        module.get_submodule(parent).register_buffer(leaf, buffer, persistent=False)
+    build = WhisperEncoder if picture is None else Qwen2_5_VisionTransformerPretrainedModel
+    with engine.device:
+        module: nn.Module = build(own).to(engine.dtype).eval()
     return module
 
 
@@ -99,12 +94,6 @@ def _batched(items: Sequence[ProcessedInput], device: torch.device, dtype: torch
 @torch.inference_mode()
 def _run(module: nn.Module, inputs: dict[str, Any]) -> object:
     return module(**inputs)
-
-
-def _picture(side: int) -> bytes:
-    file = io.BytesIO()
-    Image.effect_noise((side, side), 64).convert("RGB").save(file, "PNG")
-    return file.getvalue()
 
 
 def _silence() -> bytes:

@@ -1,0 +1,128 @@
+"""Every benchmark of a GPU runs here at the size of a toy: what it measures means nothing, that it measures does."""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.model_info import load_model_info
+from common.text import TextProcessor
+from engine.models.base import DecoderModel
+from engine.models.skeleton import without_memory
+from launch.gpu.bench import __main__ as bench
+from launch.gpu.bench.decode import token_bytes, weight_bytes
+from launch.gpu.bench.engines import Driver, endless, make_decoder
+from launch.gpu.bench.limits import Limits, measure_limits
+from launch.gpu.bench.prefill import prefill_flops
+from launch.gpu.bench.setup import Setup
+from launch.gpu.figures import HEADER, Figure, durations
+from launch.gpu.shapes import Shape, qwen2_3b, qwen2_5_vl_3b, whisper_large_v3
+
+CPU = torch.device("cpu")
+LIMITS = Limits(copy_bytes_per_s=1e10, matmul_flops_per_s=1e11)
+CASES = {
+    "decode": 2,
+    "prefill": 1,
+    "cross": 2,
+    "cross_plan": 2,
+    "encoder": 8,
+    "batching": 2,
+    "handoff": 2,
+    "serving": 4,
+}
+"""How many figures each makes."""
+CLUSTERS = ("handoff", "serving")
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> Setup:
+    return Setup(CPU, LIMITS, tmp_path, toy=True, repetitions=2)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.cluster] if name in CLUSTERS else []) for name in bench.NAMES]
+)
+def test_a_benchmark_measures(name: str, setup: Setup) -> None:
+    measure: Callable[[Setup], list[Figure]] = pkgutil.resolve_name(f"launch.gpu.bench.{name}:measure")
+    figures = measure(setup)
+    assert len(figures) == CASES[name]
+    assert len({(figure.case, figure.unit) for figure in figures}) == len(figures)
+    for figure in figures:
+        assert figure.benchmark == name
+        assert 0 < figure.low <= figure.value <= figure.high
+        assert (figure.limit is None) == (figure.share is None)
+        assert figure.row().count("|") == HEADER.splitlines()[0].count("|")
+
+
+def test_the_command_prints_a_table_and_writes_the_figures(tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "launch.gpu.bench", "prefill", "--device", "cpu", "--toy", "--repetitions", "1"]
+    run = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=120, check=True)
+    report = json.loads(out.read_text())
+    assert report["found"] == "3 figures"
+    assert HEADER in run.stdout
+    assert all(Figure(**figure).row() in run.stdout for figure in report["figures"])
+
+
+def test_the_roofline_is_whichever_takes_longer() -> None:
+    limits = Limits(copy_bytes_per_s=100.0, matmul_flops_per_s=1000.0)
+    assert (limits.least_s(200.0), limits.bound(200.0, 0.0)) == (2.0, "bound by bytes")
+    assert (limits.least_s(200.0, 3000.0), limits.bound(200.0, 3000.0)) == (3.0, "bound by arithmetic")
+
+
+def test_limits_are_measured_where_they_count() -> None:
+    limits, [copy, product] = measure_limits(CPU, toy=True, repetitions=2)
+    assert limits.copy_bytes_per_s == pytest.approx(copy.value * 1e9, rel=0.5)  # medians of times and of rates
+    assert limits.matmul_flops_per_s == pytest.approx(product.value * 1e12, rel=0.5)
+
+
+def test_a_step_reads_the_weights_and_the_keys_and_values_of_its_tokens(setup: Setup) -> None:
+    engine = make_decoder(setup, qwen2_3b, max_num_seqs=2, max_model_len=64)
+    assert weight_bytes(engine) == engine.runner.load_report.parameter_bytes, "the embedding is the head"
+    assert token_bytes(engine) == 2 * 2 * 2 * 16 * 4  # keys and values, layers, heads, their size, bytes
+    driver = Driver(engine)
+    driver.add("one", list(range(5)), endless(3))
+    driver.until(3)
+    assert driver.num_tokens == {"one": 3}
+    driver.drop_all()
+    assert engine.is_empty()
+
+
+def test_the_arithmetic_of_a_prefill_is_that_of_its_matrices(setup: Setup) -> None:
+    engine = make_decoder(setup, qwen2_3b, max_num_seqs=2, max_model_len=64)
+    hidden, heads, kv_heads, head_dim, inner, layers, vocab = 64, 4, 2, 16, 96, 2, 512
+    matrices = layers * (hidden * head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * inner)
+    attention = 2 * layers * heads * head_dim * 10 * 10
+    counted = prefill_flops(engine, 10)
+    assert counted == pytest.approx(2 * matrices * 10 + attention + 2 * vocab * hidden, rel=0.02)  # norms and biases
+
+
+@pytest.mark.parametrize("make", [qwen2_5_vl_3b, qwen2_3b, whisper_large_v3])
+def test_the_large_shapes_are_those_of_their_models(make: Callable[[], Shape], tmp_path: Path) -> None:
+    info = load_model_info(str(make().write(tmp_path / "model")))
+    sizes = {"Qwen2_5_VLForConditionalGeneration": 3.09e9, "Qwen2ForCausalLM": 3.09e9}
+    expected = sizes.get(info.architecture, 0.91e9)  # of decoders; Whisper's has 32 layers
+    with without_memory():
+        model: DecoderModel = pkgutil.resolve_name(info.family.decoder)(info)
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(expected, rel=0.02)
+
+
+def test_every_token_of_a_shape_has_a_text_and_pictures_have_a_place(tmp_path: Path) -> None:
+    info = load_model_info(str(qwen2_5_vl_3b(toy=True).write(tmp_path / "model")))
+    text = TextProcessor(info)
+    assert all(text.decode([token]) for token in range(405, info.vocab_size))
+    parts = [{"type": "image"}, {"type": "text", "text": "what?"}]
+    assert text.render_chat([{"role": "user", "content": parts}]).count(info.placeholder_token_id) == 1
+
+
+def test_single_events_are_told_by_median_and_99th_percentile() -> None:
+    figure = durations("serving", "TTFT", [0.001 * number for number in range(1, 201)])
+    assert (figure.value, figure.low, figure.high) == pytest.approx((100.5, 1.0, 200.0))
+    assert figure.beside == "p99 198 ms of 200"
