@@ -260,7 +260,6 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
     size_bytes: Count
     layout: InputLayout
     sender: Id
-    sender_epoch: int
     deadline_s: float
 
     def __post_init__(self) -> None:
@@ -288,7 +287,6 @@ class KvOffer(msgspec.Struct, frozen=True, tag="kv_offer"):
     seed: int
     num_cached_tokens: Count
     sender: Id
-    sender_epoch: int
     deadline_s: float
 
     def __post_init__(self) -> None:

@@ -14,8 +14,8 @@ from broker.registry import HEARTBEAT_S
 from common.errors import TriptychError
 from common.messages import Encode, InstanceRecord, Offer
 from engine.processors import ProcessedInput
+from services.device_tensors import payload_of
 from services.links import Links
-from services.tensor_bytes import bytes_of
 
 LOOKUP_S: Final = 1.5 * HEARTBEAT_S
 _LOOKUP_PAUSE_S: Final = 0.1
@@ -38,7 +38,7 @@ class Destination(Protocol):
 
 
 class RemoteDestination:
-    """The instance that each Encode names. See `Destination`; tensors have to be in host memory."""
+    """The instance that each Encode names. See `Destination`; tensors have to be complete and in one piece."""
 
     def __init__(self, links: Links, handoffs: HandoffSender) -> None:
         self._links = links
@@ -55,7 +55,7 @@ class RemoteDestination:
     async def deliver(self, key: Key, tensor: torch.Tensor) -> None:
         handoff = self._granted[key]
         dtype = str(tensor.dtype).removeprefix("torch.")
-        await self._handoffs.deliver(handoff, list(tensor.shape), dtype, bytes_of(tensor))
+        await self._handoffs.deliver(handoff, list(tensor.shape), dtype, payload_of(tensor))
         self._links.note_handoff(key, handoff)
 
     def close(self, key: Key) -> None:
@@ -74,7 +74,6 @@ class RemoteDestination:
             size_bytes=item.size_bytes,
             layout=item.layout,
             sender=self._links.instance_id,
-            sender_epoch=self._links.epoch,
             deadline_s=min(message.deadline_s, time.time() + self._links.settings.handoff_timeout_s),
         )
 

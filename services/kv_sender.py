@@ -195,7 +195,6 @@ class KvSender:
             seed=kv.seed,
             num_cached_tokens=kv.num_cached_tokens,
             sender=self._links.instance_id,
-            sender_epoch=self._links.epoch,
             deadline_s=time.time() + self._links.settings.request_timeout_s,
         )
 

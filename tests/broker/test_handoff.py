@@ -26,12 +26,12 @@ DATA = memoryview(bytes(range(64)))
 def make_offer(request_id: str = "r", attempt: int = 0, deadline_s: float | None = None) -> Offer:
     layout = InputLayout(4, [(7, 4)])
     deadline_s = time.time() + 5 if deadline_s is None else deadline_s
-    return Offer(request_id, 0, attempt, "hash", "image", [4, 8], "bfloat16", 64, layout, "e0", 1, deadline_s)
+    return Offer(request_id, 0, attempt, "hash", "image", [4, 8], "bfloat16", 64, layout, "e0", deadline_s)
 
 
 def make_kv_offer(request_id: str = "r") -> KvOffer:
     shape, deadline_s = [2, 2, 1, 4], time.time() + 5
-    return KvOffer(request_id, 0, 8, 0, shape, [], "bfloat16", [], 1, 0, "p0", 1, deadline_s)
+    return KvOffer(request_id, 0, 8, 0, shape, [], "bfloat16", [], 1, 0, "p0", deadline_s)
 
 
 def make_part(first: int, num_tokens: int) -> Part:

@@ -33,8 +33,8 @@ TIMEOUT_S = 10.0
 GRANTS = ("granted", "cached", "refused", "cancelled")
 RECEIPTS = ("stored", "expired", "cancelled", "corrupt")
 DEADLINE_S = EPOCH_S + 2 * TIMEOUT_S
-INPUT = Offer("r", 0, 0, "hash", "image", [4, 8], "bfloat16", 64, InputLayout(4, [(7, 4)]), "e0", 1, DEADLINE_S)
-KEYS_AND_VALUES = KvOffer("r", 0, 8, 0, [1, 2, 1, 2], [], "bfloat16", [], 0, 0, "p0", 1, DEADLINE_S)
+INPUT = Offer("r", 0, 0, "hash", "image", [4, 8], "bfloat16", 64, InputLayout(4, [(7, 4)]), "e0", DEADLINE_S)
+KEYS_AND_VALUES = KvOffer("r", 0, 8, 0, [1, 2, 1, 2], [], "bfloat16", [], 0, 0, "p0", DEADLINE_S)
 REFUSAL = ErrorInfo("item_too_large", "needs 9 bytes, the whole budget is 8")
 
 

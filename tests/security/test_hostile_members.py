@@ -51,14 +51,14 @@ def originals(shape: list[int]) -> list[Any]:
     deadline_s = time.time() + 5
     found: list[Any] = []
     for request_id in IDS:
-        kv = (len(PROMPT) - 1, 0, shape, [], "float32", [], 1, 0, "peer", 7, deadline_s)
+        kv = (len(PROMPT) - 1, 0, shape, [], "float32", [], 1, 0, "peer", deadline_s)
         layout = InputLayout(16, [(7, 16)], (1, 4, 4))
         found += [
             Generate(request_id, PROMPT, [], sampling),
             Generate(request_id, PROMPT, [], sampling, prefilled=True),
             Generate(request_id, PROMPT, [], sampling, resumed=[Resumed(0, [5, 6])]),
             KvOffer(request_id, 0, *kv),
-            Offer(request_id, 0, 0, "h", "image", [16, 192], "float32", 12288, layout, "peer", 7, deadline_s),
+            Offer(request_id, 0, 0, "h", "image", [16, 192], "float32", 12288, layout, "peer", deadline_s),
             StopSequence(request_id, 0),
             Abort(request_id),
             TensorHeader(request_id, 0, 0, "peer", 7, [16, 192], "float32", 12288),
@@ -101,7 +101,7 @@ async def test_an_input_under_the_number_of_keys_and_values_is_refused(
     async with in_process(broker_url, redis, zmq_context, DecodeService) as worker:
         sender, layout = TensorSender(zmq_context), InputLayout(16, [(7, 16)], (1, 4, 4))
         sizes = [16, 192], "float32", 12288
-        offer = Offer("r", KV_INPUT_ID, 0, "h", "image", *sizes, layout, "peer", 7, time.time() + 5)
+        offer = Offer("r", KV_INPUT_ID, 0, "h", "image", *sizes, layout, "peer", time.time() + 5)
         header = TensorHeader("r", KV_INPUT_ID, 0, "peer", 7, *sizes)
         await worker.record()
         await send(worker, redis, sender, offer, encode(offer))

@@ -159,7 +159,6 @@ def _offer_of(message: Encode) -> Offer:
         item.size_bytes,
         item.layout,
         "e0",
-        1,
         time.time() + 5,
     )
 

@@ -51,7 +51,7 @@ class Setting:
 
     def offer(self, request_id: str, **changes: Any) -> KvOffer:
         deadline_s = time.time() + 20
-        offer = KvOffer(request_id, 0, NUM_TOKENS, 0, self.token_shape, [], "float32", [], 1, 0, "peer", 7, deadline_s)
+        offer = KvOffer(request_id, 0, NUM_TOKENS, 0, self.token_shape, [], "float32", [], 1, 0, "peer", deadline_s)
         return msgspec.structs.replace(offer, **changes)
 
     async def granted(self, request_id: str) -> KvOffer:
@@ -226,6 +226,6 @@ async def test_what_does_not_fit_the_request_or_itself_is_refused(setting: Setti
 
 
 def test_a_part_of_a_table_that_was_not_offered_is_a_fault() -> None:
-    offer = KvOffer("r", 0, 4, 0, [1, 2, 1, 4], [], "float32", [], 1, 0, "p0", 1, 0.0)
+    offer = KvOffer("r", 0, 4, 0, [1, 2, 1, 4], [], "float32", [], 1, 0, "p0", 0.0)
     header = TensorHeader("r", KV_INPUT_ID, 0, "p0", 1, [], "float32", 4, table="cross")
     assert part_fault(header, offer) is not None

@@ -88,9 +88,7 @@ def make_offer(request_id: str) -> Offer:
     item = process("image", media)
     digest, shape = content_hash("image", media), list(item.shape)
     deadline_s = time.time() + 20
-    return Offer(
-        request_id, 0, 0, digest, "image", shape, item.dtype, item.size_bytes, item.layout, "peer", 7, deadline_s
-    )
+    return Offer(request_id, 0, 0, digest, "image", shape, item.dtype, item.size_bytes, item.layout, "peer", deadline_s)
 
 
 @pytest.fixture
