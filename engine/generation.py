@@ -120,15 +120,16 @@ class Generation:
             results += self._sample(*self._fork_rows(output, others))
         return results
 
-    def is_plain(self, output: StepOutput) -> bool:
-        """Whether the host has no part in choosing the tokens of a step: no beams, no rules, nothing to report."""
+    def can_run_ahead(self, output: StepOutput) -> bool:
+        """Whether the host has no part in choosing the tokens of a step: no beams, no rules that read what is known by
+        then, nothing to report."""
         return not output.prompt_rows and all(
-            not sequence.sampling.uses_beams and self._sampler.is_plain(sequence) for sequence in output.sequences
+            not sequence.sampling.uses_beams and self._sampler.can_run_ahead(sequence) for sequence in output.sequences
         )
 
     @torch.inference_mode()
     def launch(self, output: StepOutput) -> TokensInFlight:
-        """Have the device choose the next tokens of a plain output, and do not wait for them."""
+        """Have the device choose the next tokens of an output that can run ahead, and do not wait for them."""
         logits, sequences = self._fork_rows(output, list(range(len(output.sequences))))
         tokens = self._sampler.launch(logits, sequences)
         positions = [len(sequence.token_ids) for sequence in sequences]

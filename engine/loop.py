@@ -17,11 +17,11 @@ The overlapped loop is at most one step ahead. What changes when:
     keys and values may be read and sent: the        the sequence may be preempted, and its tokens hashed or computed
     device does what is queued in its order          again
 
-Where the host has a part in choosing a step's tokens (beams, rules, log-probabilities), or a request may outgrow the
-pool with them, the step's tokens are known before the next one is scheduled. Where a sequence with unknown tokens would
-have to be preempted, the scheduler holds back and the next step waits for them. That a sequence reaches its greatest
-length is known beforehand; an end by a token or a stop string is not, and costs a surplus token. Both loops give the
-same tokens.
+Where the host has a part in choosing a step's tokens (beams, rules that read tokens, log-probabilities), or a request
+may outgrow the pool with them, they are known before the next step is scheduled. Where a sequence with unknown tokens
+would have to be preempted, the scheduler holds back and the next step waits for them. That a sequence reaches its
+greatest length is known beforehand; an end by a token or a stop string is not, and costs a surplus token. Both loops
+give the same tokens.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class StepLoop:
             return step
         self.counters["steps_ahead"] += self.in_flight
         output = self._run(step)
-        if not self._generation.is_plain(output):
+        if not self._generation.can_run_ahead(output):
             self._land()
             self._tell(self._generation.advance(self._without_ended(output)))
             return step

@@ -44,13 +44,14 @@ def draw_on_device(
         np.array(uniforms, np.float64)[:, None],
     )
     weights = weights_of(scores, temperatures)
-    kept = torch.where(weights >= min_ps, weights, 0.0)
     if top_k.any():
         ordered = weights.topk(int(top_k.max())).values
         weights = torch.where(weights >= top_k_weight(ordered, ks), weights, 0.0)
     if any(one.top_p < 1.0 for one in sampling):
         weights = (nucleus or _nucleus_for(scores.device))(weights, ps)
-    return invert(torch.minimum(weights, kept), numbers).clamp_(max=vocab_size - 1)
+    if any(one.min_p > 0.0 for one in sampling):
+        weights = torch.where(weights >= min_ps, weights, 0.0)
+    return invert(weights, numbers).clamp_(max=vocab_size - 1)
 
 
 def nucleus_by_sorting(weights: Tensor, ps: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ The order is that of transformers' `generate`, where it has the rule:
     -> allowed ids -> timestamps -> grammar
 
 A forced token (a prefix, or the end at the last token) stands instead of all of them. The rules that name single
-tokens become one indexed operation over the whole batch.
+tokens become one indexed operation over the whole batch. Nothing waits for the device, but for timestamps and grammars.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from common.sampling_params import SamplingParams
+from engine.runner.staging import send
 from engine.sampling.history import BadWords, FloatArray, IntArray, NGrams, TokenCounts
 from engine.sampling.sequence import SampledSequence
 from engine.sampling.timestamps import apply_timestamp_rules
@@ -42,6 +43,16 @@ _RULES: Final = (
     "timestamps",
     "grammar",
 )
+_READING_TOKENS: Final = (
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "no_repeat_ngram_size",
+    "bad_words_ids",
+    "timestamps",
+    "grammar",
+)
+"""Those of them that depend on which tokens came before; the others only on how many."""
 _NO_RULES: Final = SamplingParams()
 
 
@@ -57,8 +68,9 @@ class SequenceState:
     """The rules of one sequence and what they remember of its tokens: all of it follows from the sequence."""
 
     def __init__(self, params: SamplingParams, vocabulary: Vocabulary, grammar: GrammarMatcher | None = None) -> None:
-        self.has_rules = any(getattr(params, name) != getattr(_NO_RULES, name) for name in _RULES)
+        self.has_rules = _has_any(params, _RULES)
         self.is_plain = not self.has_rules and params.logprobs is None
+        self.can_run_ahead = not _has_any(params, _READING_TOKENS) and params.logprobs is None
         self.grammar = grammar
         self.counts = TokenCounts(vocabulary.size) if _has_penalty(params) else None
         self.ngrams = NGrams(params.no_repeat_ngram_size, vocabulary.size) if params.no_repeat_ngram_size else None
@@ -143,6 +155,10 @@ def apply_rules(
             _follow(scores[index], state.grammar)
 
 
+def _has_any(params: SamplingParams, names: Sequence[str]) -> bool:
+    return any(getattr(params, name) != getattr(_NO_RULES, name) for name in names)
+
+
 def _has_penalty(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
@@ -161,13 +177,15 @@ def _forced_ids(sequence: SampledSequence) -> tuple[int, ...]:
 
 def _force(row: torch.Tensor, token_ids: Sequence[int]) -> None:
     """A choice of several keeps its scores; a single token gets 0, so that it costs a beam nothing."""
-    _keep(row, token_ids)
-    if len(token_ids) == 1 or bool(row.amax() == -torch.inf):
-        row[torch.tensor(token_ids, device=row.device)] = 0.0
+    [index] = send(row.device, _to_ids(token_ids))
+    kept = row[index]
+    nothing_is_left = (kept.amax() == -torch.inf) | (len(token_ids) == 1)
+    row.fill_(-torch.inf)
+    row[index] = torch.where(nothing_is_left, 0.0, kept)
 
 
 def _keep(row: torch.Tensor, token_ids: Sequence[int]) -> None:
-    index = torch.tensor(token_ids, device=row.device)
+    [index] = send(row.device, _to_ids(token_ids))
     kept = row[index]
     row.fill_(-torch.inf)
     row[index] = kept
@@ -227,8 +245,10 @@ def _locate(scores: torch.Tensor, named: Sequence[tuple[int, IntArray]]) -> tupl
     """Row and column of every named token."""
     rows = np.repeat([index for index, _ in named], [len(ids) for _, ids in named])
     columns = np.concatenate([ids for _, ids in named])
-    return torch.from_numpy(rows).to(scores.device), torch.from_numpy(columns).to(scores.device)
+    where = send(scores.device, rows, columns)
+    return where[0], where[1]
 
 
 def _values(scores: torch.Tensor, parts: Sequence[FloatArray]) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate(parts)).to(scores.device, scores.dtype)
+    [values] = send(scores.device, np.concatenate(parts))
+    return values.to(scores.dtype)

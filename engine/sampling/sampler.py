@@ -44,9 +44,7 @@ class Sampler:
             return [Sampled(token) for token in self._choose(logits, sequences)]
         reported = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
         raw = logits[reported] if reported else None  # a copy: the rules write into the logits
-        if any(state.has_rules for state in states):
-            rules.apply_rules(logits, sequences, states, self._vocabulary)
-            self._revive(logits)
+        self._restrict(logits, sequences, states)
         tokens = self._choose(logits, sequences)
         sampled = [
             Sampled(token, error=self.error(sequence)) for token, sequence in zip(tokens, sequences, strict=True)
@@ -58,17 +56,15 @@ class Sampler:
                 sampled[row] = sampled[row]._replace(logprob=logprob)
         return sampled
 
-    def is_plain(self, sequence: SampledSequence) -> bool:
-        """Whether nothing but the scores and one draw decide on its tokens, and nothing is told of them: no rules, no
-        log-probabilities."""
-        return self._state(sequence).is_plain
+    def can_run_ahead(self, sequence: SampledSequence) -> bool:
+        """Whether its next token can be chosen while those before it are unknown, and nothing is to be told of it: no
+        rules that read tokens, no log-probabilities."""
+        return self._state(sequence).can_run_ahead
 
     def launch(self, logits: torch.Tensor, sequences: Sequence[SampledSequence]) -> PendingTokens:
-        """logits [num_sequences, vocab_size], float32 (may be changed in place) -> the tokens that `sample` would give
-        plain sequences, without waiting for the device.
-
-        What a sequence is asked for is its length: its tokens may be unknown.
-        """
+        """logits [num_sequences, vocab_size], float32 (may be changed in place) -> the tokens that `sample` would give,
+        without waiting for the device, of sequences that can run ahead."""
+        self._restrict(logits, sequences, [self._state(sequence) for sequence in sequences])
         if logits.device.type == "cpu":
             return PendingTokens(torch.tensor(self._choose(logits, sequences), dtype=torch.int64))
         return PendingTokens(choose_on_device(logits, sequences))
@@ -117,10 +113,15 @@ class Sampler:
                 tokens[row] = token
         return tokens
 
-    def _revive(self, scores: torch.Tensor) -> None:
-        """A sequence whose rules contradict each other ends, if it can; token 0 would mean nothing."""
-        for row in (scores.amax(dim=-1) == -torch.inf).nonzero().squeeze(1).tolist():
-            scores[row, list(self._vocabulary.eos_token_ids[:1]) or [0]] = 0.0
+    def _restrict(
+        self, scores: torch.Tensor, sequences: Sequence[SampledSequence], states: Sequence[rules.SequenceState]
+    ) -> None:
+        """Apply the rules in place. A sequence whose rules contradict each other ends, if it can; token 0 would mean
+        nothing."""
+        if any(state.has_rules for state in states):
+            rules.apply_rules(scores, sequences, states, self._vocabulary)
+            ends = self._vocabulary.eos_token_ids
+            scores[:, ends[0] if ends else 0].masked_fill_(scores.amax(dim=-1) == -torch.inf, 0.0)
 
     def _state(self, sequence: SampledSequence) -> rules.SequenceState:
         state = sequence.sampler_state
@@ -140,7 +141,7 @@ class Sampler:
 
 
 def choose_on_device(scores: torch.Tensor, sequences: Sequence[SampledSequence]) -> torch.Tensor:
-    """The next token of each plain sequence, int64 [num_sequences], by what is queued on the device of the scores."""
+    """The next token of each sequence, int64 [num_sequences], by what is queued on the device of the scores."""
     random = [row for row, sequence in enumerate(sequences) if not sequence.sampling.greedy]
     if not random:
         return scores.argmax(dim=-1)

@@ -28,7 +28,8 @@ _alone: dict[str, DecoderEngine] = {}
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of an engine: a pool of `num_blocks`, a host pool of `host_blocks`, an encoder cache of `cache_rows`."""
+    """Of an engine: a pool of `num_blocks`, a host pool of `host_blocks`, an encoder cache of `cache_rows`; whether it
+    launches steps ahead."""
 
     num_blocks: int
     block_size: int
@@ -37,6 +38,7 @@ class Sizes:
     prefix_caching: bool
     host_blocks: int
     cache_rows: int
+    ahead: bool
 
     def make(self, info: ModelInfo) -> DecoderEngine:
         block_bytes = kv_bytes(info, 1, self.block_size)
@@ -49,6 +51,7 @@ class Sizes:
             "prefix_caching": self.prefix_caching,
             "swap_bytes": self.host_blocks * block_bytes,
             "encoder_cache_bytes": self.cache_rows * 64 * 4,
+            "async_scheduling": self.ahead,
         }
         return DecoderEngine(info, EngineConfig(**options))
 
@@ -63,6 +66,7 @@ def some_sizes(draw: st.DrawFn) -> Sizes:
         prefix_caching=draw(st.booleans()),
         host_blocks=draw(st.sampled_from([5, 60])),
         cache_rows=AUDIO_FRAMES + draw(st.integers(0, 9)),
+        ahead=draw(st.booleans()),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -91,7 +92,6 @@ def test_what_the_host_has_to_look_at_is_not_run_ahead_of(tiny_llama: ModelInfo)
         {"repetition_penalty": 1.3},
         {"logprobs": 2},
         {"no_repeat_ngram_size": 2},
-        {"min_tokens": 2},
         {"n": 2, "beam_width": 3},
         {"prompt_logprobs": 1},
         {"grammar": Grammar("regex", "[a-z]+")},
@@ -108,6 +108,25 @@ def test_what_the_host_has_to_look_at_is_not_run_ahead_of(tiny_llama: ModelInfo)
         assert 0 < stats["steps_ahead_total"] < stats["steps_total"], rule
 
 
+def test_rules_that_only_count_tokens_are_run_ahead_of(tiny_speech: ModelInfo) -> None:
+    """As those of a Whisper checkpoint do: what it never says, how it begins, how it ends."""
+    start = int(tiny_speech.config["decoder_start_token_id"])
+    free = greedy(9, ignore_eos=False)
+    rules: list[dict[str, Any]] = [
+        {"suppress_tokens": tuple(range(5, 30)), "begin_suppress_tokens": tuple(range(30, 50))},
+        {"prefix_allowed": ((7, 8, 9), (11,)), "begin_suppress_tokens": (12,)},
+        {"forced_eos_token_id": 2, "logit_bias": {9: 8.0}},
+        {"allowed_token_ids": (20, 21, 22, 40), "min_tokens": 9},
+        {"suppress_tokens": tuple(range(tiny_speech.config["vocab_size"]))},
+    ]
+    for rule in rules:
+        for params in (msgspec.structs.replace(free, **rule), sampled(9, seed=3, n=2, ignore_eos=False, **rule)):
+            job = Job("r", [start, 5], params, [("clip", AUDIO_FRAMES)])
+            plain, ahead = run(plain_engine(tiny_speech), [job]), run(ahead_engine(tiny_speech), [job])
+            assert (ahead.tokens, reasons(ahead)) == (plain.tokens, reasons(plain)), rule
+            assert ahead.engine.stats()["steps_ahead_total"] == ahead.engine.stats()["steps_total"] - 1, rule
+
+
 def prompt_logprobs(driver: Driver) -> list[Any]:
     return [
         event.prompt_logprobs for event in driver.events if isinstance(event, TokensReady) and event.prompt_logprobs
@@ -118,7 +137,7 @@ def test_a_sequence_that_ends_unforeseen_costs_one_token_and_tells_nothing_of_it
     jobs = [text("a", 6, greedy(12)), text("b", 9, sampled(12, n=2)), text("c", 4, greedy(12))]
     free = run(plain_engine(tiny_llama), jobs).tokens
     stops = tuple({free["a", 0][4], free["b", 1][2]})
-    jobs = [replace(job, params=replace_params(job, stop_token_ids=stops)) for job in jobs]
+    jobs = [replace(job, params=msgspec.structs.replace(job.params, stop_token_ids=stops)) for job in jobs]
     plain, ahead = run(plain_engine(tiny_llama), jobs), run(ahead_engine(tiny_llama), jobs)
     assert (ahead.tokens, reasons(ahead)) == (plain.tokens, reasons(plain))
     stopped = [name for name, reason in reasons(plain).items() if reason == "stop"]
@@ -126,10 +145,6 @@ def test_a_sequence_that_ends_unforeseen_costs_one_token_and_tells_nothing_of_it
     assert {("a", 0), ("b", 1)} <= set(early)
     assert ahead.engine.stats()["surplus_tokens_total"] == len(early)
     assert ahead.engine.stats()["generated_tokens_total"] == plain.engine.stats()["generated_tokens_total"]
-
-
-def replace_params(job: Job, **fields: Any) -> Any:
-    return type(job.params)(**{name: getattr(job.params, name) for name in job.params.__struct_fields__} | fields)
 
 
 def test_no_step_is_launched_for_a_sequence_that_is_known_to_end(tiny_llama: ModelInfo) -> None:
