@@ -6,12 +6,13 @@ both paths are the same ones. With a GPU (marked `gpu`), CUDA graphs are recorde
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from common.model_info import ModelInfo
+from common.model_info import ModelInfo, load_model_info
 from engine.cache.block_manager import BlockManager
 from engine.cache.encoder_cache import EncoderCacheManager
 from engine.decoder_engine import DecoderEngine
@@ -19,8 +20,10 @@ from engine.runner.decoder import StepOutput
 from engine.runner.graphs import DecodeGraphs, graph_sizes
 from engine.runner.recorder import PlainRecorder
 from engine.scheduler.decoder import ScheduledStep
+from tests import tiny_models
 from tests.engine.conftest import AUDIO_FRAMES
 from tests.engine.driving import Driver, Job, greedy, make_engine, run, sampled, text, text_tokens
+from tests.fake_flashinfer.installed import flashinfer_on_cpu
 
 FAMILIES = ("tiny_llama", "tiny_vision", "tiny_speech", "tiny_bart", "tiny_t5")
 needs_gpu = [
@@ -113,6 +116,35 @@ def test_sequences_that_lose_their_blocks_go_on_in_others(tiny_vision: ModelInfo
     got = run_staggered(engine, jobs)
     assert engine.scheduler.counters["preemptions"] > 0
     assert got.tokens == run_staggered(eager(tiny_vision, device=device, dtype="float32"), jobs).tokens
+    assert graphs_of(engine).num_replays > 10
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_steps_that_are_launched_ahead_are_replayed(info: ModelInfo, device: str) -> None:
+    jobs = [job for job in mixed_jobs(info) if job.name != "beams"]  # these always wait
+    engine = recorded(info, device=device, dtype="float32", async_scheduling=True)
+    got = run_staggered(engine, jobs)
+    assert engine.stats()["steps_ahead_total"] > 10
+    assert graphs_of(engine).num_replays > 10
+    plain = eager(info, device=device, dtype="float32", async_scheduling=False)
+    assert got.tokens == run_staggered(plain, jobs).tokens
+
+
+@pytest.mark.parametrize("family", ["llama", "whisper"])
+def test_plans_of_flashinfer_are_replayed(tmp_path: Path, family: str) -> None:
+    """Its kernels are a fake's, which refuses other addresses and other batch sizes than those of the capture."""
+    heads = {"d_model": 128, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    folder = (
+        tiny_models.make_llama(tmp_path, head_dim=64)
+        if family == "llama"
+        else tiny_models.make_whisper(tmp_path, max_source_positions=AUDIO_FRAMES, **heads)
+    )
+    info = load_model_info(str(folder))
+    jobs = mixed_jobs(info)
+    expected = run_staggered(eager(info), jobs)
+    with flashinfer_on_cpu():
+        engine = recorded(info, attention_backend="flashinfer")
+        assert run_staggered(engine, jobs).tokens == expected.tokens
     assert graphs_of(engine).num_replays > 10
 
 
@@ -233,3 +265,23 @@ def test_cross_tables_are_prepared_once_while_the_batch_stays(tiny_speech: Model
     run(engine, jobs)
     assert len(seen) == 8
     assert len(set(seen)) == 2  # for both, and for the one that is left
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_gpu)])
+def test_no_step_waits_for_the_device(info: ModelInfo, device: str) -> None:
+    """Replayed ones: with heads of this size PyTorch's attention serves the eager ones, which makes its masks anew."""
+    engine = recorded(info, device=device, dtype="float32")
+    runner, known_run = engine.runner, engine.runner.run
+
+    def run_strictly(step: ScheduledStep, blocks: BlockManager, cache: EncoderCacheManager) -> StepOutput:
+        if len(step.sequences) < sum(step.num_tokens) or any(one.num_output_tokens == 0 for one in step.sequences):
+            return known_run(step, blocks, cache)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return known_run(step, blocks, cache)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    runner.run = run_strictly  # type: ignore[method-assign]
+    assert run_staggered(engine, mixed_jobs(info)).tokens
+    assert graphs_of(engine).num_replays > 10
