@@ -1,7 +1,8 @@
 """The two ends of every way of a tensor that launch.bench.transports compares, and the process of the receiving ones.
 
-Each is as its users have it, through broker.tensors, with checksums made and verified; beside them a loop of plain
-pyzmq, which does none of this.
+Each is as its users have it, through broker.tensors, with checksums made and verified: where the bytes have arrived, as
+for keys and values, or while they are copied to where they will stay, as for the output of an encoder (COPIED). Beside
+them a loop of plain pyzmq, which does none of this.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ from common.config import Transport
 from common.messages import InstanceRecord, TensorHeader, decode_tensor_header, encode
 
 PLAIN_ZMQ = "plain pyzmq"
+COPIED = " + copy"
+"""Ends the name of a way whose tensors are copied by the receiver."""
+NUM_TARGETS = 4
+"""Copies go to so many places in turn, so that they are not always in the processor's cache."""
 MAX_BYTES = 2**30
 TIMEOUT_S = 60.0
 
@@ -52,18 +57,26 @@ class Job:
 
 
 class TransportSink:
-    def __init__(self, transport: Transport, broker: str) -> None:
+    def __init__(self, transport: Transport, broker: str, *, copies: bool) -> None:
         context, redis = zmq.asyncio.Context(), connect(broker)
         self._receiver = TensorReceiver(context, max_bytes=MAX_BYTES, transport=transport, redis=redis)
         self.address = self._receiver.address
+        self._targets = [bytearray() for _ in range(NUM_TARGETS)] if copies else []
 
     async def take(self) -> TensorHeader:
         received = await self._receiver.receive()
-        fault = await received.verify()
+        fault = await (received.copy_into(self._target(received.data.nbytes)) if self._targets else received.verify())
         if fault is not None:
             raise ValueError(fault)
         received.release()
         return received.header
+
+    def _target(self, num_bytes: int) -> memoryview:
+        target = self._targets.pop(0)
+        if len(target) < num_bytes:
+            target = bytearray(num_bytes)
+        self._targets.append(target)
+        return memoryview(target)[:num_bytes]
 
 
 class TransportSource:
@@ -105,11 +118,17 @@ class PlainZmqSource:
 
 
 def make_sink(way: str, broker: str) -> Sink:
-    return PlainZmqSink() if way == PLAIN_ZMQ else TransportSink(cast(Transport, way), broker)
+    if way == PLAIN_ZMQ:
+        return PlainZmqSink()
+    return TransportSink(_transport_of(way), broker, copies=way.endswith(COPIED))
 
 
 def make_source(way: str, broker: str, address: str) -> Source:
-    return PlainZmqSource(address) if way == PLAIN_ZMQ else TransportSource(cast(Transport, way), broker, address)
+    return PlainZmqSource(address) if way == PLAIN_ZMQ else TransportSource(_transport_of(way), broker, address)
+
+
+def _transport_of(way: str) -> Transport:
+    return cast(Transport, way.removesuffix(COPIED))
 
 
 def serve_sinks(pipe: Connection, ways: list[str], broker: str) -> None:

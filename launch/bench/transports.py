@@ -1,8 +1,10 @@
 """`python -m launch.bench.transports`: how fast tensors travel between two processes of this host, by each transport.
 
 Throughput is measured over tensors sent one after the other without waiting, latency over single ones: from the call
-of `send` to the checked tensor in the receiver's hands. Beside them, in the same run: one memcpy of as many bytes
-within a process, and a loop of plain pyzmq without checksums. All take turns, so that other load hits all alike.
+of `send` to the checked tensor in the receiver's hands; with "+ copy", to the checked copy in memory of its own. Beside
+them, in the same run: one memcpy of as many bytes within a process, and a loop of plain pyzmq without checksums. All
+take turns, so that other load hits all alike; a turn begins with tensors that are not counted, for memory that has been
+idle for a second has to be touched again.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import typer
 from broker.embedded import EmbeddedBroker
 from broker.transports.nixl_agent import module_name
 from common.messages import TensorHeader
-from launch.bench.transport_ends import PLAIN_ZMQ, Job, Source, make_source, serve_sinks
+from launch.bench.transport_ends import COPIED, PLAIN_ZMQ, Job, Source, make_source, serve_sinks
 
 KIB, MIB = 2**10, 2**20
 SIZES: Final = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
@@ -34,6 +36,10 @@ TURN_BYTES: Final = 256 * MIB
 """Sent in one turn at most, so that no queue takes more memory than that."""
 MAX_PER_TURN: Final = 500
 LATENCIES_PER_TURN: Final = 20
+WARM_UP: Final = 4
+"""The first tensors of a turn, not counted."""
+RATIOS: Final = ((MEMCPY, "shm"), (MEMCPY, "shm" + COPIED), (PLAIN_ZMQ, "zmq"))
+"""Columns of the first table: how much faster the one is than the other."""
 SLOWER: Final = {"redis": 8, "nixl": 4}
 """A turn of these is shorter by so much."""
 
@@ -51,11 +57,14 @@ Measured = dict[tuple[int, str], Samples]
 
 def bench(
     repetitions: Annotated[int, typer.Option(min=1, help="Turns of every way at every size.")] = 5,
-    transports: Annotated[str, typer.Option(help="With commas; nixl where it is installed.")] = "shm,zmq,redis",
+    transports: Annotated[
+        str, typer.Option(help="With commas; nixl where it is installed. Each may end in ' + copy'.")
+    ] = "shm,shm + copy,zmq,redis",
 ) -> None:
     """Measure the transports of this host and print two tables in markdown."""
     ways = [PLAIN_ZMQ, *transports.split(",")]
-    unknown = set(ways[1:]) - {name for name in TRANSPORTS if name != "nixl" or module_name() is not None}
+    known = {name for name in TRANSPORTS if name != "nixl" or module_name() is not None}
+    unknown = {way for way in ways[1:] if way.removesuffix(COPIED) not in known}
     if unknown:
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: not a transport of this host", param_hint="transports")
     with EmbeddedBroker() as broker:
@@ -80,6 +89,7 @@ async def _measure(ways: Sequence[str], broker: str, repetitions: int) -> Measur
             _copy_turn(buffers, [copy[k * size : (k + 1) * size] for k in range(NUM_BUFFERS)], measured[size, MEMCPY])
             for way, source in sources.items():
                 turn = _Turn(way, source, pipe, [buffer.data for buffer in buffers])
+                await turn.warm_up()
                 await turn.throughput(measured[size, way])
                 await turn.latency(measured[size, way])
         if repetition < 0:
@@ -100,15 +110,13 @@ class _Turn:
     pipe: Connection
     buffers: Sequence[memoryview]
 
+    async def warm_up(self) -> None:
+        await self._send_all(WARM_UP)
+
     async def throughput(self, samples: Samples) -> None:
         size = self.buffers[0].nbytes
         count = max(2, min(MAX_PER_TURN, TURN_BYTES // size) // SLOWER.get(self.way, 1))
-        self.pipe.send(Job(self.way, count, answer=False))
-        began_ns = time.monotonic_ns()
-        for number in range(count):
-            await self._send(number)
-        arrivals_ns: list[int] = await asyncio.to_thread(self.pipe.recv)
-        samples.bytes_per_s.append(count * size / (arrivals_ns[-1] - began_ns) * 1e9)
+        samples.bytes_per_s.append(count * size / await self._send_all(count) * 1e9)
 
     async def latency(self, samples: Samples) -> None:
         count = LATENCIES_PER_TURN if self.buffers[0].nbytes <= MIB else LATENCIES_PER_TURN // 2
@@ -120,6 +128,15 @@ class _Turn:
             await asyncio.to_thread(self.pipe.recv_bytes)
         arrivals_ns: list[int] = self.pipe.recv()
         samples.latencies_s += [(arrived - began) / 1e9 for began, arrived in zip(began_ns, arrivals_ns, strict=True)]
+
+    async def _send_all(self, count: int) -> int:
+        """Send one after the other; nanoseconds until the last one has arrived."""
+        self.pipe.send(Job(self.way, count, answer=False))
+        began_ns = time.monotonic_ns()
+        for number in range(count):
+            await self._send(number)
+        arrivals_ns: list[int] = await asyncio.to_thread(self.pipe.recv)
+        return arrivals_ns[-1] - began_ns
 
     async def _send(self, number: int) -> None:
         data = self.buffers[number % len(self.buffers)]
@@ -137,10 +154,11 @@ def _copy_turn(sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], sam
 
 def throughput_table(measured: Measured, ways: Sequence[str]) -> str:
     """GB/s, medians over the turns; shared memory against memcpy, ZMQ against plain pyzmq."""
-    lines = [_row(["GB/s", MEMCPY, *ways, "memcpy : shm", "plain pyzmq : zmq"]), _rule(len(ways) + 4)]
+    lines = [_row(["GB/s", MEMCPY, *ways, *(f"{one} : {other}" for one, other in RATIOS)])]
+    lines.append(_rule(len(ways) + 2 + len(RATIOS)))
     for size in SIZES:
         rates = {way: float(np.median(measured[size, way].bytes_per_s)) / 1e9 for way in (MEMCPY, *ways)}
-        ratios = [_ratio(rates, MEMCPY, "shm"), _ratio(rates, PLAIN_ZMQ, "zmq")]
+        ratios = [_ratio(rates, one, other) for one, other in RATIOS]
         lines.append(_row([_size(size), *(f"{rate:.2f}" for rate in rates.values()), *ratios]))
     return "\n".join(lines)
 
@@ -155,7 +173,7 @@ def latency_table(measured: Measured, ways: Sequence[str]) -> str:
 
 
 def _ratio(rates: dict[str, float], one: str, other: str) -> str:
-    return f"{rates[one] / rates[other]:.2f}" if other in rates else "–"
+    return f"{rates[one] / rates[other]:.2f}" if one in rates and other in rates else "–"
 
 
 def _size(size: int) -> str:
