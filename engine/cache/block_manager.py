@@ -320,9 +320,6 @@ class BlockManager:
         cross = self._missing_cross(len(swapped.cross) * self.block_size, swapped.content) if swapped.cross else 0
         return len(swapped.self_blocks) + cross
 
-    def can_swap_in(self, request_id: str) -> bool:
-        return self.missing_to_swap_in(request_id) <= self.num_free
-
     def swap_in(self, request_id: str) -> None:
         """Move the tables of a request back to the device, sharing among its sequences as before."""
         assert self.host_pool is not None

@@ -246,7 +246,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         own, cross = self.own_cells(name), self.cross_blocks(name)
         needed = own + (0 if self.readers(one.content) else cross)
         before, host_before = manager.num_free, manager.num_host_free
-        assert manager.can_swap_in(name) == (needed <= before)
+        assert manager.missing_to_swap_in(name) == needed
         if needed > before:
             return
         manager.swap_in(name)
