@@ -33,7 +33,7 @@ from engine.sampling.sampler import Sampler
 from engine.scheduler.coverage import Coverage
 from engine.scheduler.decoder import DecoderScheduler
 from engine.scheduler.intake import InputIntake
-from engine.scheduler.kv_expectation import KvExpectation, Table
+from engine.scheduler.kv_expectation import KvExpectation, KvPart, Table
 from engine.scheduler.kv_intake import KvIntake
 from engine.scheduler.kv_outlet import KvOutlet
 
@@ -245,21 +245,10 @@ class DecoderEngine:
         if request is not None:
             self._fail_what_never_fits(request)
 
-    def deliver_kv(
-        self,
-        request_id: str,
-        attempt: int,
-        part: int,
-        table: Table,
-        first: int,
-        shape: tuple[int, ...],
-        dtype: str,
-        data: memoryview,
-    ) -> None:
-        """A part of granted keys and values has come: tokens from `first` on, of shape [num_tokens, layers, 2,
-        num_kv_heads, head_dim]. The bytes are copied before this returns."""
+    def deliver_kv(self, request_id: str, attempt: int, part: KvPart) -> None:
+        """A part of granted keys and values has come. Its bytes are copied before this returns."""
         self._dirty = True
-        self.kv_intake.deliver(request_id, attempt, part, table, first, shape, dtype, data)
+        self.kv_intake.deliver(request_id, attempt, part)
 
     def _write_tokens(self, table: Table, block_table: list[int], first: int, tokens: torch.Tensor) -> None:
         self.runner.move(self.blocks.take_moves())  # they may still read what is overwritten now

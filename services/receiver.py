@@ -32,6 +32,7 @@ from engine.events import (
     InputStored,
 )
 from engine.memory import memory_budget
+from engine.scheduler.kv_expectation import KvPart
 from services.device_tensors import DeviceLanding
 from services.engine_thread import EngineThread
 from services.kv_messages import PART_BYTES, metadata_of, part_fault
@@ -237,9 +238,10 @@ class HandoffReceiver:
         """Copy a part to where it belongs."""
         header = received.header
         assert header.table != ""
-        part = header.request_id, header.attempt, header.part, header.table, header.first
+        shape = tuple(header.shape)
+        part = KvPart(header.part, header.table, header.first, shape, header.dtype, aligned(data))
         try:
-            engine.deliver_kv(*part, tuple(header.shape), header.dtype, aligned(data))
+            engine.deliver_kv(header.request_id, header.attempt, part)
             self._stored_s[key] = time.time()
         finally:
             received.release()

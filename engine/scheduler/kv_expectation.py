@@ -21,6 +21,21 @@ Table: TypeAlias = Literal["self", "cross"]
 
 
 @dataclass(frozen=True)
+class KvPart:
+    """Keys and values of some tokens, as they came: those of `table` from token `first` on. `number` is the part's.
+
+    `shape` is [num_tokens, layers, 2, num_kv_heads, head_dim]; nothing of it has been compared with the bytes.
+    """
+
+    number: int
+    table: Table
+    first: int
+    shape: tuple[int, ...]
+    dtype: str
+    data: memoryview
+
+
+@dataclass(frozen=True)
 class KvExpectation:
     """The sizes of the model: shapes are [layers, 2, num_kv_heads, head_dim], empty without cross-attention.
 
@@ -84,13 +99,13 @@ class KvExpectation:
         size_bytes = math.prod(shape) * DTYPES[self.dtype].itemsize
         return InputMetadata(shape, self.dtype, size_bytes, layout, item.slot.content_hash)
 
-    def part_fault(self, table: Table, shape: tuple[int, ...], dtype: str, size_bytes: int) -> str | None:
-        """What is wrong with the tensor of a part, [num_tokens, *shape of a token]."""
-        expected = self.token_shape if table == "self" else self.cross_shape
-        if dtype != self.dtype or len(shape) < 1 or shape[1:] != expected:
-            return f"{dtype} {list(shape)}, expected {self.dtype} {['tokens', *expected]}"
-        needed = math.prod(shape) * DTYPES[dtype].itemsize
-        return None if needed == size_bytes else f"{size_bytes} bytes, {list(shape)} has {needed}"
+    def part_fault(self, part: KvPart) -> str | None:
+        """What is wrong with a part's tensor; None if nothing is."""
+        expected = self.token_shape if part.table == "self" else self.cross_shape
+        if part.dtype != self.dtype or len(part.shape) < 1 or part.shape[1:] != expected:
+            return f"{part.dtype} {list(part.shape)}, expected {self.dtype} {['tokens', *expected]}"
+        needed = math.prod(part.shape) * DTYPES[part.dtype].itemsize
+        return None if needed == len(part.data) else f"{len(part.data)} bytes, {list(part.shape)} has {needed}"
 
 
 def _num_handoff_tokens(request: Request, layouts: list[InputLayout]) -> int:

@@ -40,7 +40,7 @@ from engine.events import (
 from engine.request import Request, Sequence
 from engine.scheduler.decoder import DecoderScheduler
 from engine.scheduler.early_offers import KEEP_S, EarlyOffers
-from engine.scheduler.kv_expectation import KvExpectation, Table
+from engine.scheduler.kv_expectation import KvExpectation, KvPart, Table
 from engine.scheduler.token_ranges import TokenRanges
 
 WriteTokens = Callable[[Table, list[int], int, torch.Tensor], None]
@@ -216,33 +216,23 @@ class KvIntake:
 
     # --- parts
 
-    def deliver(
-        self,
-        request_id: str,
-        attempt: int,
-        part: int,
-        table: Table,
-        first: int,
-        shape: tuple[int, ...],
-        dtype: str,
-        data: memoryview,
-    ) -> None:
+    def deliver(self, request_id: str, attempt: int, part: KvPart) -> None:
         """Some tokens have come, in any order: into their blocks if they are what was granted, else rejected."""
         handoff = self._handoffs.get(request_id)
         key = request_id, KV_INPUT_ID, attempt
         if handoff is None:
-            self._reject(InputRejected(*key, "cancelled", part))
+            self._reject(InputRejected(*key, "cancelled", part.number))
         elif attempt != handoff.attempt or handoff.state in (HandoffState.WAITING, HandoffState.OFFERED):
-            self._reject(InputRejected(*key, "expired", part))
-        elif self._expectation.part_fault(table, shape, dtype, len(data)) is not None:
-            self._reject(InputRejected(*key, "corrupt", part))
+            self._reject(InputRejected(*key, "expired", part.number))
+        elif self._expectation.part_fault(part) is not None:
+            self._reject(InputRejected(*key, "corrupt", part.number))
         elif handoff.state is HandoffState.STARTED:
-            self._emit(InputStored(*key, part))  # sent twice: the first one counts
-        elif not self._wanted(handoff, table).within(first, first + shape[0]):
-            self._reject(InputRejected(*key, "corrupt", part))
+            self._emit(InputStored(*key, part.number))  # sent twice: the first one counts
+        elif not self._wanted(handoff, part.table).within(part.first, part.first + part.shape[0]):
+            self._reject(InputRejected(*key, "corrupt", part.number))
         else:
-            self._store(handoff, table, first, torch.frombuffer(data, dtype=DTYPES[dtype]).view(shape))
-            self._emit(InputStored(*key, part))
+            self._store(handoff, part)
+            self._emit(InputStored(*key, part.number))
             if handoff.tokens.complete and handoff.cross.complete:
                 self._start(handoff)
 
@@ -253,17 +243,18 @@ class KvIntake:
     def _wanted(self, handoff: Handoff, table: Table) -> TokenRanges:
         return handoff.tokens if table == "self" else handoff.cross
 
-    def _store(self, handoff: Handoff, table: Table, first: int, tokens: torch.Tensor) -> None:
+    def _store(self, handoff: Handoff, part: KvPart) -> None:
         handoff.deadline_s = time.time() + self._lease_s
-        request, wanted = handoff.request, self._wanted(handoff, table)
-        if wanted.has(first, first + len(tokens)):
+        request, wanted, last = handoff.request, self._wanted(handoff, part.table), part.first + part.shape[0]
+        if wanted.has(part.first, last):
             return
+        tokens = torch.frombuffer(part.data, dtype=DTYPES[part.dtype]).view(part.shape)
         own = self._blocks.get_block_table(request.sequences[0].sequence_id)
-        blocks = own if table == "self" else self._blocks.get_cross_block_table(request.request_id)
-        self._write(table, blocks, first, tokens)
-        wanted.add(first, first + len(tokens))
+        blocks = own if part.table == "self" else self._blocks.get_cross_block_table(request.request_id)
+        self._write(part.table, blocks, part.first, tokens)
+        wanted.add(part.first, last)
         self.counters["prefill_handoff_bytes"] += tokens.nbytes
-        if table == "self":
+        if part.table == "self":
             self.counters["prefill_handoff_tokens"] += len(tokens)
         elif wanted.complete:
             self._blocks.mark_written(request.request_id)

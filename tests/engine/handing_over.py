@@ -25,7 +25,7 @@ from engine.events import (
     PrefillEnded,
     RequestFailed,
 )
-from engine.scheduler.kv_expectation import Table
+from engine.scheduler.kv_expectation import KvPart, Table
 from tests.engine.driving import FAR_S, MAX_STEPS, Driver, Job, Tokens, make_engine
 
 
@@ -181,7 +181,7 @@ class Pair:
     def deliver(self, name: str, attempt: int, part: int, table: Table, first: int, tokens: torch.Tensor) -> None:
         data = memoryview(tokens.view(torch.uint8).numpy()).cast("B")
         dtype = str(tokens.dtype).removeprefix("torch.")
-        self.receiver.engine.deliver_kv(name, attempt, part, table, first, tuple(tokens.shape), dtype, data)
+        self.receiver.engine.deliver_kv(name, attempt, KvPart(part, table, first, tuple(tokens.shape), dtype, data))
 
     def _end(self, name: str) -> None:
         del self.transfers[name]

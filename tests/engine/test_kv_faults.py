@@ -24,7 +24,7 @@ from engine.events import (
     RequestFailed,
     TokensReady,
 )
-from engine.scheduler.kv_expectation import Table
+from engine.scheduler.kv_expectation import KvPart, Table
 from tests.engine.driving import FAR_S, Driver, Job, greedy, run, sampled, text
 from tests.engine.handing_over import Pair, quick_engine
 from tests.engine.test_swapping import clips, pictures
@@ -69,7 +69,7 @@ class Desk:
     ) -> list[Event]:
         data = memoryview(bytearray(tokens.numpy().tobytes()))
         dtype = str(tokens.dtype).removeprefix("torch.")
-        self.engine.deliver_kv(self.job.name, attempt, part, table, first, tuple(tokens.shape), dtype, data)
+        self.engine.deliver_kv(self.job.name, attempt, KvPart(part, table, first, tuple(tokens.shape), dtype, data))
         return self.answers()
 
     def answers(self) -> list[Event]:

@@ -26,7 +26,7 @@ from engine.scheduler.coverage import Coverage
 from engine.scheduler.decoder import DecoderScheduler
 from engine.scheduler.expectation import InputExpectation
 from engine.scheduler.intake import InputIntake
-from engine.scheduler.kv_expectation import KvExpectation, Table
+from engine.scheduler.kv_expectation import KvExpectation, KvPart, Table
 from engine.scheduler.kv_intake import HandoffState, KvIntake
 
 BLOCK_SIZE = 4
@@ -144,7 +144,8 @@ class ReceiverMachine(RuleBasedStateMachine):
     def _send(self, request: Request, table: Table, first: int, last: int, attempt: int) -> None:
         tokens = self._truth(request, table)[first:last]
         raw = memoryview(bytearray(tokens.numpy().tobytes()))
-        self.intake.deliver(request.request_id, attempt, 0, table, first, tuple(tokens.shape), "float32", raw)
+        part = KvPart(0, table, first, tuple(tokens.shape), "float32", raw)
+        self.intake.deliver(request.request_id, attempt, part)
 
     def _truth(self, request: Request, table: Table) -> torch.Tensor:
         """Keys and values follow from the tokens before them and from what cross-attention reads."""
