@@ -96,6 +96,13 @@ def _leaving(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
+def keep_for_this_stream(tensor: torch.Tensor) -> None:
+    """Called on the engine's thread with what has landed. Its memory belongs to the stream that it landed on: once it
+    is given back, it must not be used again before the engine's stream has read it for the last time."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
 class DeviceLanding:
     """Brings received tensors to the device of the engine. See services.landing.Landing, which it stands in for."""
 

@@ -33,7 +33,7 @@ from engine.events import (
 )
 from engine.memory import memory_budget
 from engine.scheduler.kv_expectation import KvPart
-from services.device_tensors import DeviceLanding
+from services.device_tensors import DeviceLanding, keep_for_this_stream
 from services.engine_thread import EngineThread
 from services.kv_messages import PART_BYTES, metadata_of, part_fault
 from services.landing import Landing
@@ -175,7 +175,7 @@ class HandoffReceiver:
             self.outcomes["stray"] += 1
         elif offer is None or header.receiver_epoch != self._links.epoch:
             self._answer_tensor(header.sender, Receipt(*key, "cancelled", header.part))
-        elif (fault := received.fault or _tensor_fault(header, offer)) is not None:
+        elif (fault := received.fault or _tensor_fault(received, offer)) is not None:
             self._refuse(key, header, fault)
         else:
             self._links.hops.mark(key, "tensor_received")
@@ -194,15 +194,13 @@ class HandoffReceiver:
 
     async def _take_part(self, key: Key, received: ReceivedTensor) -> bool:
         """Keys and values are copied by the engine, into its blocks."""
-        data = received.data
-        if isinstance(data, DeviceBuffer):
-            self._refuse(key, received.header, "keys and values go through the host's memory")
-            return False
-        if (fault := await received.verify()) is not None:
+        fault, data = await received.verify(), received.data
+        assert isinstance(data, memoryview)  # see _tensor_fault
+        if fault is None:
+            self._thread.submit(lambda engine: self._deliver_part(engine, key, received, data))
+        else:
             self._refuse(key, received.header, fault)
-            return False
-        self._thread.submit(lambda engine: self._deliver_part(engine, key, received, data))
-        return True
+        return fault is None
 
     def _refuse(self, key: Key, header: TensorHeader, fault: str) -> None:
         log.warning("a tensor is not what was offered", sender=header.sender, fault=fault)
@@ -231,6 +229,7 @@ class HandoffReceiver:
     # --- on the engine's thread
 
     def _deliver(self, engine: DecoderEngine, key: Key, tensor: torch.Tensor) -> None:
+        keep_for_this_stream(tensor)
         engine.deliver(*key, tensor)
         self._stored_s[key] = time.time()
 
@@ -258,9 +257,12 @@ def _offer_fault(offer: Offer | KvOffer) -> str | None:
     return payload_fault(offer, offer.size_bytes)
 
 
-def _tensor_fault(header: TensorHeader, offer: Offer | KvOffer) -> str | None:
-    """What a tensor's header says other than its offer did; None if nothing."""
+def _tensor_fault(received: ReceivedTensor, offer: Offer | KvOffer) -> str | None:
+    """What a tensor's header says other than its offer did, or where it lies wrongly; None if nothing."""
+    header = received.header
     if isinstance(offer, KvOffer):
+        if isinstance(received.data, DeviceBuffer):
+            return "keys and values come through the host's memory, not from a GPU's"
         return part_fault(header, offer)
     if (header.shape, header.dtype, header.size_bytes) == (offer.shape, offer.dtype, offer.size_bytes):
         return None
