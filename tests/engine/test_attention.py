@@ -3,10 +3,6 @@ rules, with grouped heads, scales, position biases, sliding windows and key rang
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from itertools import accumulate
-
 import numpy as np
 import pytest
 import torch
@@ -18,172 +14,16 @@ from common.errors import TriptychError
 from engine.attention import select
 from engine.attention.backend import AttentionBackend
 from engine.attention.context import PagedAttentionContext
-from engine.attention.metadata import AttentionMetadata
 from engine.attention.phased import PhasedBackend
 from engine.attention.select import BACKENDS, choose_backend
 from engine.attention.torch_backend import TorchBackend
-from engine.cache.block_pool import BlockPool
-from engine.models.base import PositionBias
+from tests.engine.paged import Paged, Shape, assert_equal, dense, distance_bias, shapes
 
-NUM_BLOCKS = 400
 CPU = torch.device("cpu")
-
-
-def dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
-    """softmax(Q K^T * scale + mask) V over all sequences at once, in float64; a row without any key gives zeros.
-
-    query [num_tokens, num_heads, head_dim], key and value [num_keys, num_kv_heads, head_dim],
-    mask [num_heads or 1, num_tokens, num_keys].
-    """
-    groups = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(groups, dim=1).transpose(0, 1).double() for x in (key, value))
-    scale = scale or 1 / math.sqrt(query.shape[2])
-    scores = query.transpose(0, 1).double() @ key.transpose(1, 2) * scale + mask
-    return (scores.softmax(-1).nan_to_num(0.0) @ value).transpose(0, 1)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """`lens` are (queries, keys) of each request, those with one query first."""
-
-    lens: list[tuple[int, int]]
-    block_size: int
-    num_kv_heads: int
-    group: int
-    head_dim: int
-    causal: bool
-
-    @property
-    def num_heads(self) -> int:
-        return self.num_kv_heads * self.group
-
-    @property
-    def query_starts(self) -> list[int]:
-        return [0, *accumulate(queries for queries, _ in self.lens)]
-
-
-@st.composite
-def shapes(draw: st.DrawFn, causal: bool | None = None) -> Shape:
-    is_causal = draw(st.booleans()) if causal is None else causal
-    lens = []
-    for _ in range(draw(st.integers(1, 5))):
-        num_queries = draw(st.one_of(st.just(1), st.integers(1, 20)))
-        past = draw(st.integers(0, 60))
-        lens.append((num_queries, num_queries + past if is_causal else past))
-    lens.sort(key=lambda pair: pair[0] != 1)
-    heads = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 3, 4]))
-    return Shape(lens, draw(st.sampled_from([1, 3, 8, 16])), *heads, draw(st.sampled_from([8, 32, 64])), is_causal)
-
-
-class Paged:
-    """Random tensors of a shape: laid end to end for the dense reference, and in shuffled blocks of a cache."""
-
-    def __init__(self, shape: Shape, dtype: torch.dtype, seed: int) -> None:
-        self.shape, self.dtype = shape, dtype
-        generator = torch.Generator().manual_seed(seed)
-
-        def random(count: int, heads: int) -> Tensor:
-            return torch.randn(count, heads, shape.head_dim, generator=generator).to(dtype)
-
-        self.query = random(shape.query_starts[-1], shape.num_heads)
-        num_keys = sum(keys for _, keys in shape.lens)
-        self.key, self.value = random(num_keys, shape.num_kv_heads), random(num_keys, shape.num_kv_heads)
-        pool = BlockPool(NUM_BLOCKS)
-        self.tables: list[list[int]] = []
-        slots: list[Tensor] = []
-        is_new: list[bool] = []
-        for queries, keys in shape.lens:
-            table = pool.allocate(-(-keys // shape.block_size))
-            if seed % 2 == 0:  # else they are consecutive, which backends may use
-                table = [table[i] for i in torch.randperm(len(table), generator=generator).tolist()]
-            self.tables.append(table)
-            steps = range(keys)
-            slots.append(
-                torch.tensor([table[i // shape.block_size] * shape.block_size + i % shape.block_size for i in steps])
-            )
-            is_new += [shape.causal and i >= keys - queries for i in steps]
-        self.slots, self.is_new = torch.cat(slots).long(), torch.tensor(is_new, dtype=torch.bool)
-        # Old values of blocks that are used again must not show: they are large, not zero.
-        self.cache = torch.full((2, NUM_BLOCKS, shape.block_size, shape.num_kv_heads, shape.head_dim), 50.0).to(dtype)
-
-    def metadata(self, key_ranges: np.ndarray | None = None) -> AttentionMetadata:
-        padded = torch.zeros(len(self.tables), max(map(len, self.tables)), dtype=torch.int64)
-        for row, table in enumerate(self.tables):
-            padded[row, : len(table)] = torch.tensor(table)
-        return AttentionMetadata(
-            query_start_loc=self.shape.query_starts,
-            seq_lens=[keys for _, keys in self.shape.lens],
-            block_table=padded,
-            block_lists=self.tables,
-            slot_mapping=self.slots[self.is_new] if self.shape.causal else None,
-            causal=self.shape.causal,
-            num_decodes=sum(1 for queries, _ in self.shape.lens if queries == 1),
-            key_ranges=key_ranges,
-        )
-
-    def allowed(self, window: int | None = None, key_ranges: np.ndarray | None = None) -> Tensor:
-        """[num_tokens, num_keys]: block-diagonal, and within a block causal, windowed or ranged."""
-        blocks = []
-        for index, (queries, keys) in enumerate(self.shape.lens):
-            query, key = torch.arange(keys - queries, keys)[:, None], torch.arange(keys)[None]
-            block = torch.ones(queries, keys, dtype=torch.bool)
-            if self.shape.causal:
-                block &= key <= query
-            if window is not None:
-                block &= key > query - window
-            if key_ranges is not None:
-                start = self.shape.query_starts[index]
-                ranges = torch.from_numpy(key_ranges[start : start + queries])
-                block &= (key >= ranges[:, :1]) & (key < ranges[:, 1:])
-            blocks.append(block)
-        return torch.block_diag(*blocks).bool()
-
-    def mask(self, allowed: Tensor, bias: PositionBias | None = None) -> Tensor:
-        mask = torch.zeros(allowed.shape, dtype=torch.float64).masked_fill(~allowed, float("-inf"))[None]
-        if bias is None:
-            return mask
-        query_positions = torch.cat([torch.arange(keys - queries, keys) for queries, keys in self.shape.lens])
-        key_positions = torch.cat([torch.arange(keys) for _, keys in self.shape.lens])
-        return mask + bias(query_positions, key_positions).double()
-
-    def attend(
-        self,
-        backend: AttentionBackend,
-        *,
-        scale: float | None = None,
-        bias: PositionBias | None = None,
-        window: int | None = None,
-        key_ranges: np.ndarray | None = None,
-    ) -> Tensor:
-        old = ~self.is_new
-        backend.write(self.cache, self.key[old], self.value[old], self.slots[old])
-        metadata = self.metadata(key_ranges)
-        if not self.shape.causal:
-            nothing = AttentionMetadata([0], [], metadata.block_table[:0], [], self.slots[:0], True, 0)
-            context = PagedAttentionContext.of_step(backend, [self.cache], nothing, metadata)
-            return context.cross_attention(0, self.query, scale=scale)
-        context = PagedAttentionContext.of_step(backend, [self.cache], metadata)
-        new = self.key[self.is_new], self.value[self.is_new]
-        return context.self_attention(0, self.query, *new, scale=scale, bias=bias, window=window)
-
-
-def distance_bias(num_heads: int) -> PositionBias:
-    """Falls with the distance, differently for each head (as in ALiBi, Press et al., 2022)."""
-
-    def bias(query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        slopes = torch.arange(1, num_heads + 1)[:, None, None] * 0.05
-        return -slopes * (query_positions[:, None] - key_positions[None]).abs()
-
-    return bias
 
 
 def backends() -> list[AttentionBackend]:
     return [TorchBackend(), PhasedBackend(TorchBackend(), TorchBackend()), choose_backend(CPU)]
-
-
-def assert_equal(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
-    torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance)
 
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])

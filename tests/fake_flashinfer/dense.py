@@ -1,0 +1,94 @@
+"""What the wrappers compute and what they all refuse."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+DTYPES = frozenset({torch.float16, torch.bfloat16})
+HEAD_DIMS = (64, 128, 256)
+"""Others compile, and some of them return wrong numbers."""
+CUDA_CORE_GROUPS = (1, 2, 3, 4, 8)
+INT_WORKSPACE_BYTES = 8 * 1024 * 1024
+PLAN_BYTES_PER_REQUEST = 17
+
+
+class Refused(Exception):
+    """What the real package raises, or would answer with wrong numbers."""
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, window_left: int, scale: float | None) -> Tensor:
+    """One request: query [q, num_heads, head_dim], key and value [k, num_kv_heads, head_dim] -> as query."""
+    group = query.shape[1] // key.shape[1]
+    keys, values = (x.float().repeat_interleave(group, dim=1).transpose(0, 1) for x in (key, value))
+    scores = query.float().transpose(0, 1) @ keys.transpose(1, 2) * (scale or 1 / math.sqrt(query.shape[2]))
+    positions = torch.arange(len(key) - len(query), len(key))[:, None]
+    hidden = torch.zeros(len(query), len(key), dtype=torch.bool)
+    if causal:
+        hidden |= torch.arange(len(key))[None] > positions
+    if window_left >= 0:
+        hidden |= torch.arange(len(key))[None] < positions - window_left
+    attended = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ values
+    return attended.transpose(0, 1).to(query.dtype)
+
+
+def check_plan(num_qo_heads: int, num_kv_heads: int, head_dim: int, dtypes: tuple[torch.dtype, ...]) -> None:
+    """What a plan asks for in vain."""
+    if not DTYPES.issuperset(dtypes):
+        raise Refused(f"there are no kernels for {dtypes}")
+    if head_dim not in HEAD_DIMS:
+        raise Refused(f"a head_dim of {head_dim} is not checked, and computed wrong")
+    if num_qo_heads % num_kv_heads:
+        raise Refused(f"num_qo_heads {num_qo_heads} is no multiple of num_kv_heads {num_kv_heads}")
+
+
+def check_indptr(*tensors: Tensor) -> None:
+    """Arrays of a plan: int32, on the host, for the plan itself reads them."""
+    for tensor in tensors:
+        if tensor.dtype != torch.int32 or tensor.device.type != "cpu":
+            raise Refused(f"a plan reads int32 on the host, got {tensor.dtype} on {tensor.device}")
+
+
+def check_pages(indptr: Tensor, indices: Tensor, last_page_len: Tensor, page_size: int) -> None:
+    """A page table in which every request has a page, and something in the last one."""
+    check_indptr(indptr, last_page_len)
+    if indices.dtype != torch.int32:
+        raise Refused(f"page indices are int32, got {indices.dtype}")
+    if len(indptr) != len(last_page_len) + 1 or int(indptr[0]) != 0 or int(indptr[-1]) != len(indices):
+        raise Refused("the page table does not add up")
+    if (indptr.diff() < 1).any() or (last_page_len < 1).any() or (last_page_len > page_size).any():
+        raise Refused("every request has at least one page, and the last one holds 1 .. page_size keys")
+
+
+def check_cache(cache: tuple[Tensor, Tensor], page_size: int, num_kv_heads: int, head_dim: int) -> None:
+    for side in cache:
+        if side.shape[1:] != (page_size, num_kv_heads, head_dim):
+            raise Refused(f"planned for pages of {(page_size, num_kv_heads, head_dim)}, got {tuple(side.shape[1:])}")
+
+
+def keys_of(side: Tensor, indptr: Tensor, indices: Tensor, last_page_len: Tensor, request: int) -> Tensor:
+    """[num_keys, num_kv_heads, head_dim] of one request."""
+    first, last = int(indptr[request]), int(indptr[request + 1])
+    pages = side[indices[first:last].long()]
+    num_keys = (last - first - 1) * side.shape[1] + int(last_page_len[request])
+    return pages.reshape(-1, *side.shape[2:])[:num_keys]
+
+
+class Wrapper:
+    """What the wrappers have in common: workspaces, and how many plans were made by all of them."""
+
+    num_plans = 0
+
+    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str, backend: str) -> None:
+        if kv_layout != "NHD":
+            raise Refused(f"the fake knows the layout NHD alone, got {kv_layout!r}")
+        if backend != "fa2":
+            raise Refused(f"backend {backend!r} may take FA3, which serves no paged attention without a causal mask")
+        if float_workspace_buffer.dtype != torch.uint8 or float_workspace_buffer[:1024].any():
+            raise Refused("the workspace is uint8, and zero at first")
+        self.int_workspace_bytes = INT_WORKSPACE_BYTES
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
+        self.int_workspace_bytes = int_workspace_buffer.numel()

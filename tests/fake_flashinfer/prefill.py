@@ -1,0 +1,243 @@
+"""`flashinfer.prefill`"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.fake_flashinfer.dense import (
+    Refused,
+    Wrapper,
+    attend,
+    check_cache,
+    check_indptr,
+    check_pages,
+    check_plan,
+    keys_of,
+)
+
+
+class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Tensor | None = None,
+        paged_kv_indptr_buf: Tensor | None = None,
+        paged_kv_indices_buf: Tensor | None = None,
+        paged_kv_last_page_len_buf: Tensor | None = None,
+        custom_mask_buf: Tensor | None = None,
+        mask_indptr_buf: Tensor | None = None,
+        backend: str = "auto",
+        jit_args: list[Any] | None = None,
+        jit_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(float_workspace_buffer, kv_layout, backend)
+        if use_cuda_graph:
+            raise Refused("the fake knows prefills outside of CUDA graphs alone")
+        self._spec: dict[str, Any] | None = None
+        self._pages: tuple[Tensor, ...] = ()
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        head_dim_vo: int | None = None,
+        custom_mask: Tensor | None = None,
+        packed_custom_mask: Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        o_data_type: str | torch.dtype | None = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: Tensor | None = None,
+        token_pos_in_items_ptr: Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        seq_lens_q: Tensor | None = None,
+        block_tables: Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+    ) -> None:
+        check_plan(num_qo_heads, num_kv_heads, head_dim_qk, (q_data_type, kv_data_type))
+        check_indptr(qo_indptr)
+        check_pages(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size)
+        keys = (paged_kv_indptr.diff() - 1) * page_size + paged_kv_last_page_len
+        if causal and (qo_indptr.diff() > keys).any():
+            raise Refused("the queries of causal attention are the last ones of the keys")
+        self._pages = tuple(tensor.clone() for tensor in (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len))
+        self._spec = {
+            "page": (page_size, num_kv_heads, head_dim_qk),
+            "heads": num_qo_heads,
+            "dtypes": (q_data_type, kv_data_type),
+            "starts": qo_indptr.tolist(),
+            "causal": causal,
+            "window_left": window_left,
+            "scale": sm_scale,
+        }
+        Wrapper.num_plans += 1
+
+    def run(
+        self,
+        q: Tensor,
+        paged_kv_cache: Tensor | tuple[Tensor, Tensor],
+        *args: Any,
+        q_scale: float | Tensor | None = None,
+        k_scale: float | Tensor | None = None,
+        v_scale: float | Tensor | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: Tensor | None = None,
+        kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+    ) -> Tensor:
+        if self._spec is None:
+            raise Refused("run comes after plan")
+        assert isinstance(paged_kv_cache, tuple)
+        check_cache(paged_kv_cache, *self._spec["page"])
+        starts = self._spec["starts"]
+        if (q.dtype, paged_kv_cache[0].dtype) != self._spec["dtypes"] or q.shape[1] != self._spec["heads"]:
+            raise Refused(f"planned for {self._spec}, got {q.dtype} and {q.shape[1]} heads")
+        if len(q) != starts[-1]:
+            raise ValueError(f"q.shape[0] ({len(q)}) does not match qo_indptr[-1] ({starts[-1]})")
+        out = torch.empty(q.shape, dtype=q.dtype) if out is None else out
+        for request in range(len(starts) - 1):
+            tokens = slice(starts[request], starts[request + 1])
+            key, value = (keys_of(side, *self._pages, request) for side in paged_kv_cache)
+            out[tokens] = attend(
+                q[tokens],
+                key,
+                value,
+                causal=self._spec["causal"],
+                window_left=self._spec["window_left"],
+                scale=self._spec["scale"],
+            )
+        return out
+
+
+class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Tensor | None = None,
+        kv_indptr_buf: Tensor | None = None,
+        custom_mask_buf: Tensor | None = None,
+        mask_indptr_buf: Tensor | None = None,
+        backend: str = "auto",
+        jit_args: list[Any] | None = None,
+        jit_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(float_workspace_buffer, kv_layout, backend)
+        if use_cuda_graph:
+            raise Refused("the fake knows prefills outside of CUDA graphs alone")
+        self._spec: dict[str, Any] | None = None
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int | None = None,
+        custom_mask: Tensor | None = None,
+        packed_custom_mask: Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        o_data_type: str | torch.dtype | None = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: Tensor | None = None,
+        token_pos_in_items_ptr: Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        seq_lens: Tensor | None = None,
+        seq_lens_q: Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        v_indptr: Tensor | None = None,
+        o_indptr: Tensor | None = None,
+    ) -> None:
+        check_plan(num_qo_heads, num_kv_heads, head_dim_qk, (q_data_type, kv_data_type))
+        check_indptr(qo_indptr, kv_indptr)
+        self._spec = {
+            "starts": (qo_indptr.tolist(), kv_indptr.tolist()),
+            "heads": (num_qo_heads, num_kv_heads, head_dim_qk),
+            "dtypes": (q_data_type, kv_data_type),
+            "causal": causal,
+            "window_left": window_left,
+            "scale": sm_scale,
+        }
+        Wrapper.num_plans += 1
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *args: Any,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        o_scale: float | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        if self._spec is None:
+            raise Refused("run comes after plan")
+        (query_starts, key_starts), heads = self._spec["starts"], (q.shape[1], k.shape[1], q.shape[2])
+        if (q.dtype, k.dtype) != self._spec["dtypes"] or heads != self._spec["heads"]:
+            raise Refused(f"planned for {self._spec}, got {q.dtype}, {k.dtype} and heads {heads}")
+        if any(x.stride(2) != 1 for x in (q, k, v)):
+            raise Refused("the elements of a head lie together")
+        if len(q) != query_starts[-1] or len(k) != key_starts[-1]:
+            raise ValueError(f"q.shape[0] ({len(q)}) does not match qo_indptr[-1] ({query_starts[-1]})")
+        out = torch.empty(q.shape, dtype=q.dtype) if out is None else out
+        for request in range(len(query_starts) - 1):
+            queries = slice(query_starts[request], query_starts[request + 1])
+            keys = slice(key_starts[request], key_starts[request + 1])
+            out[queries] = attend(
+                q[queries],
+                k[keys],
+                v[keys],
+                causal=self._spec["causal"],
+                window_left=self._spec["window_left"],
+                scale=self._spec["scale"],
+            )
+        return out
