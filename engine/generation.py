@@ -20,16 +20,15 @@ from common.errors import ErrorInfo
 from common.messages import TokenLogprob
 from common.telemetry import get_logger
 from engine.cache.block_manager import BlockManager
+from engine.prompt_logprobs import PromptLogprobs
 from engine.request import UNKNOWN_TOKEN, Request, Sequence
-from engine.runner.decoder import DecoderRunner, PromptRows, StepOutput
+from engine.runner.decoder import DecoderRunner, StepOutput
 from engine.sampling.beam import BeamSearch, Hypothesis
 from engine.sampling.pending import PendingTokens
 from engine.sampling.sampler import Sampler
 
 log = get_logger()
 
-_PROMPT_ROWS = 256
-"""Prompt tokens whose logits are held at once."""
 _NO_HYPOTHESIS = ErrorInfo(
     "invalid_request",
     "no beam could end: its rules for tokens contradict each other (relax them), or length_penalty is too low",
@@ -91,6 +90,7 @@ class Generation:
         self._sampler = sampler
         self._drop = drop
         self._eos_token_ids = tuple(eos_token_ids)
+        self._prompt_logprobs = PromptLogprobs(runner, sampler)
         self._searches: dict[str, BeamSearch] = {}
 
     def forget(self, request_id: str) -> None:
@@ -103,7 +103,7 @@ class Generation:
         results: list[Result] = []
         for rows in output.prompt_rows:
             with self._containing(rows.sequence.request, results):
-                self._add_prompt_logprobs(rows)
+                self._prompt_logprobs.add(rows)
         beams: dict[Request, list[int]] = {}
         others: list[int] = []
         for row, sequence in enumerate(output.sequences):
@@ -241,29 +241,3 @@ class Generation:
         """Whether the whole pool holds all beams with so many tokens."""
         lengths = [len(request.prompt) + num_output_tokens] * request.sampling.beam_width
         return self._blocks.fits_ever(len(request.prompt), lengths, request.num_encoder_tokens)
-
-    def _add_prompt_logprobs(self, rows: PromptRows) -> None:
-        """Log-probabilities of the tokens after those computed now; media tokens have none."""
-        request = rows.sequence.request
-        known, count = request.prompt_logprobs, request.sampling.prompt_logprobs
-        assert count is not None
-        if not known:
-            known.append(None)
-        end = min(rows.first + len(rows.hidden) + 1, len(request.prompt))
-        while len(known) < end:  # some may be known from before a preemption
-            first = len(known)
-            positions = range(first, min(first + _PROMPT_ROWS, end))
-            media = [_is_media(request, position) for position in positions]
-            # The placeholder of media may have an id for which the model has no logit.
-            tokens = [0 if media[i] else request.prompt[position] for i, position in enumerate(positions)]
-            offset = first - 1 - rows.first  # the logits for a token are those of the one before it
-            logits = self._runner.logits(rows.hidden[offset : offset + len(tokens)])
-            found = self._sampler.prompt_logprobs(logits, tokens, count)
-            known += [None if is_media else one for is_media, one in zip(media, found, strict=True)]
-
-
-def _is_media(request: Request, position: int) -> bool:
-    return any(
-        item.start is not None and item.start <= position < item.start + item.num_prompt_tokens
-        for item in request.inputs
-    )

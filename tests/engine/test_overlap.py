@@ -240,6 +240,21 @@ def test_one_who_goes_first_gets_the_blocks_of_one_that_never_waits(tiny_llama: 
     assert driver.finish() == expected
 
 
+def test_keys_and_values_from_elsewhere_get_the_blocks_of_one_that_never_waits(tiny_llama: ModelInfo) -> None:
+    """Room is reserved for them between two steps, while the tokens of one of them are in flight."""
+    pair = Pair(ahead_engine(tiny_llama), ahead_engine(tiny_llama, 10))
+    late, urgent = text("late", 9, greedy(25), priority=1), text("urgent", 22, greedy(3))
+    pair.receiver.add(late)
+    while len(pair.receiver.tokens.get(("late", 0), ())) < 8:
+        pair.receiver.step()
+    pair.add(urgent)
+    while ("urgent", 0) not in pair.receiver.ends:
+        assert pair.step()
+    assert ("late", 0) not in pair.receiver.ends
+    assert pair.receiver.engine.stats()["preemptions_total"] == 1
+    assert pair.finish() == run(plain_engine(tiny_llama), [late, urgent]).tokens
+
+
 def test_what_outgrows_the_whole_pool_ends_where_it_does_in_the_plain_loop(tiny_llama: ModelInfo) -> None:
     jobs = [text("a", 6, sampled(30, n=3)), text("b", 5, greedy(40))]
     plain, ahead = (run(make(tiny_llama, 11), jobs) for make in (plain_engine, ahead_engine))
