@@ -7,6 +7,7 @@ subclasses that say which requests they take.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Coroutine
 from typing import Any, ClassVar
@@ -36,8 +37,8 @@ from services.local_encoding import LocalEncoding
 from services.receiver import HandoffReceiver
 
 
-class DecoderService:
-    """See services.links.RoleService. A subclass takes requests in `_refusal` and, where it prefills only, more."""
+class DecoderService(ABC):
+    """See services.links.RoleService. A subclass says in `_refusal` which requests it takes."""
 
     role: ClassVar[Role]
     channels: ClassVar[tuple[ChannelName, ...]] = ("metadata",)
@@ -81,7 +82,7 @@ class DecoderService:
     def tasks(self) -> list[Coroutine[Any, Any, None]]:
         return [self._receiver.run()]
 
-    def review(self, instances: dict[str, InstanceRecord]) -> None:
+    def review(self, instances: dict[str, InstanceRecord]) -> None:  # noqa: B027 (PrefillService has more to review)
         """Nothing: what a lost sender has offered ends by its deadline, or by the next attempt."""
 
     def close(self) -> None:
@@ -108,9 +109,9 @@ class DecoderService:
     def handle_delivery(self, delivery: Delivery) -> None:
         self._receiver.handle(delivery)
 
+    @abstractmethod
     def _refusal(self, message: Generate) -> str | None:
         """Why this role does not take such a request; None if it does."""
-        raise NotImplementedError
 
     def _refuse(self, proxy: bytes, message: Generate, error: ErrorInfo) -> None:
         self._links.send(proxy, Failed(message.request_id, error, message.attempt))
@@ -166,26 +167,24 @@ class DecoderService:
 
     def _handle_events(self, events: list[Event]) -> None:
         for event in events:
-            if isinstance(event, TokensReady | RequestFailed | PrefillEvent) and self._is_stale(event):
-                continue
-            if isinstance(event, TokensReady):
-                self._send_tokens(event)
-            elif isinstance(event, RequestFailed):
-                self._fail(event)
-            elif isinstance(event, InputLost):
-                self._outcomes["input_needed"] += 1
-                self._links.reply(event.request_id, InputNeeded(event.request_id, event.input_id, event.attempt))
-            elif isinstance(event, PrefillEvent):
-                self._follow_prefill(event)
-            elif self._encoding is None or not self._encoding.settle(event):
-                self._receiver.settle(event)
+            if not (isinstance(event, TokensReady | RequestFailed | PrefillEvent) and self._is_stale(event)):
+                self._handle_event(event)
 
     def _is_stale(self, event: TokensReady | RequestFailed | PrefillEvent) -> bool:
         """Whether it was told before the engine had heard that the request was aborted: it may be here again since."""
         return event.attempt != self._links.proxies.attempt(event.request_id)
 
-    def _follow_prefill(self, event: PrefillEvent) -> None:
-        raise NotImplementedError  # only what was added with `prefill_only` has these
+    def _handle_event(self, event: Event) -> None:
+        assert not isinstance(event, PrefillEvent)  # only what was added with `prefill_only` has these
+        if isinstance(event, TokensReady):
+            self._send_tokens(event)
+        elif isinstance(event, RequestFailed):
+            self._fail(event)
+        elif isinstance(event, InputLost):
+            self._outcomes["input_needed"] += 1
+            self._links.reply(event.request_id, InputNeeded(event.request_id, event.input_id, event.attempt))
+        elif self._encoding is None or not self._encoding.settle(event):
+            self._receiver.settle(event)
 
     def _fail(self, event: RequestFailed) -> None:
         self._links.reply(event.request_id, Failed(event.request_id, event.error, event.attempt))

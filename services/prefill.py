@@ -8,7 +8,7 @@ from broker.channels import ChannelName, Delivery
 from broker.handoff import HandoffSender
 from common.errors import ErrorInfo
 from common.messages import Generate, Grant, InstanceRecord, Prefilled, Receipt, Role
-from engine.events import PrefillEvent, RequestFailed
+from engine.events import Event, PrefillEvent, RequestFailed
 from services.decoder import DecoderService
 from services.kv_sender import KvSender
 from services.links import Links
@@ -67,8 +67,11 @@ class PrefillService(DecoderService):
         super()._begin(proxy, message)
         self._sender.begin(message)
 
-    def _follow_prefill(self, event: PrefillEvent) -> None:
-        self._sender.handle(event)
+    def _handle_event(self, event: Event) -> None:
+        if isinstance(event, PrefillEvent):
+            self._sender.handle(event)
+        else:
+            super()._handle_event(event)
 
     def _fail(self, event: RequestFailed) -> None:
         self._sender.handle(event)
