@@ -28,13 +28,22 @@ from broker.registry import incompatibility
 from broker.tensors import TensorSender
 from broker.transports.payload import Payload
 from common.errors import TriptychError
-from common.messages import Encode, Grant, HandoffMessage, InstanceRecord, KvOffer, Offer, Receipt, TensorHeader
+from common.messages import (
+    REPEAT_S,
+    Encode,
+    Grant,
+    HandoffMessage,
+    InstanceRecord,
+    KvOffer,
+    Offer,
+    Receipt,
+    TensorHeader,
+)
 
 Key: TypeAlias = tuple[str, int, int]
 """(request id, input id, attempt)"""
 State = Literal["offered", "granted", "sent", "done"]
 ABSENCE_S: Final = 3.0
-REPEAT_S: Final = 2.0
 MAX_SENDS: Final = 4
 """Of one part: the first time, and three more."""
 SIGNS_PER_LEASE: Final = 3

@@ -29,6 +29,9 @@ MAX_MEDIA_BYTES: Final = 64 * 2**20
 KV_INPUT_ID: Final = 1_000_000
 """The input id under which the keys and values of a request are handed over: no request has so many media items."""
 
+REPEAT_S: Final = 2.0
+"""A sender that waits for an answer makes its offer again after so long: Redis may have forgotten it, or the answer."""
+
 WorkerRole = Literal["encoder", "prefill", "decode", "prefill_decode", "encode_prefill_decode"]
 Role = Literal[WorkerRole, "proxy"]
 WORKER_ROLES: Final[tuple[WorkerRole, ...]] = get_args(WorkerRole)

@@ -7,14 +7,16 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
+from common.messages import REPEAT_S
 from engine.events import InputCancelled
 
 MAX_ENDED: Final = 8192
 """Ended requests remembered, so that a late offer is answered as cancelled."""
 MAX_EARLY_OFFERS: Final = 8192
 """Offers kept for requests that have not arrived."""
-KEEP_S: Final = 3.0
-"""How long to keep one that is not repeated: its sender, which repeats it every two seconds, has given it up."""
+KEEP_S: Final = 2 * REPEAT_S
+"""How long to keep one that is not repeated: its sender has given it up, or one repetition was lost, or late by as long
+as it takes to the next. With less, a slow machine would lose offers of senders that live, and ask for them again."""
 
 M = TypeVar("M")
 

@@ -11,10 +11,11 @@ from collections.abc import Hashable
 from typing import Any, cast
 
 from broker.channels import ChannelSender, Delivery
-from broker.handoff import ABSENCE_S, MAX_SENDS, REPEAT_S, HandoffSender, Part, key_of
+from broker.handoff import ABSENCE_S, MAX_SENDS, HandoffSender, Part, key_of
 from broker.tensors import TensorSender
 from common.errors import ErrorInfo, TriptychError
 from common.messages import (
+    REPEAT_S,
     Grant,
     HandoffMessage,
     InputLayout,
