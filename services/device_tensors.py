@@ -56,34 +56,31 @@ class Outgoing:
         self._kept: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same values in one piece, on the device as long as there is room. Called on the engine's thread."""
-        tensor = tensor.detach().contiguous()
-        if tensor.device.type == "cpu":
-            return tensor
-        if sum(kept.nbytes for kept in self._kept) + tensor.nbytes > self._limit_bytes:
-            return fetch(tensor)
-        self._kept.add(tensor)
-        return tensor
+        """The same values in one piece and complete, on the device as long as there is room. Called on the thread whose
+        stream has computed them, once it has."""
+        whole = tensor.detach().contiguous()
+        if whole.device.type == "cpu":
+            return whole
+        if not tensor.is_contiguous():
+            torch.cuda.current_stream(whole.device).record_event().synchronize()
+        if sum(kept.nbytes for kept in self._kept) + whole.nbytes > self._limit_bytes:
+            return fetch(whole)
+        self._kept.add(whole)
+        return whole
 
 
 def payload_of(tensor: torch.Tensor) -> Payload:
-    """A contiguous tensor as transports take it. Called on a thread whose stream has computed it, or later.
-
-    Nothing is copied or waited for yet. It keeps the tensor.
-    """
+    """A tensor in one piece, and complete, as transports take it. Nothing is copied yet; it keeps the tensor."""
     if tensor.device.type == "cpu":
         return bytes_of(tensor)
-    ready = torch.cuda.current_stream(tensor.device).record_event()
-    to_host = partial(_to_host, tensor, ready)
-    return DeviceBuffer(tensor.data_ptr(), tensor.nbytes, ready.cuda_event, (tensor, ready), to_host)
+    return DeviceBuffer(tensor.data_ptr(), tensor.nbytes, tensor, partial(_to_host, tensor))
 
 
-def _to_host(tensor: torch.Tensor, ready: torch.cuda.Event) -> memoryview:
+def _to_host(tensor: torch.Tensor) -> memoryview:
     """The bytes in pinned memory. Blocks."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     stream = _leaving(tensor.device)
     with torch.cuda.stream(stream):
-        stream.wait_event(ready)
         host.copy_(tensor, non_blocking=True)
         done = stream.record_event()
     done.synchronize()

@@ -67,7 +67,7 @@ class ExportArena:
                 changed.set_result(None)
 
     def write(self, offset: int, data: DeviceBuffer | bytes) -> None:
-        """Copy something into a room, behind the work that makes it, and wait until it is there.
+        """Copy something into a room, and wait until it is there.
 
         Blocks, but no stream of anybody else: call it in a thread. Raises CudaError.
         """
@@ -75,8 +75,6 @@ class ExportArena:
             if self._closed:
                 raise CudaError("the memory for sending has been given back")
             if isinstance(data, DeviceBuffer):
-                if data.ready is not None:
-                    self._runtime.wait_event(self._stream, data.ready)
                 self._copy(offset, data.pointer, data.nbytes)
             else:
                 source = np.frombuffer(data, np.uint8)

@@ -85,9 +85,6 @@ class CudaLibrary:
     def destroy_stream(self, stream: int) -> None:
         self._call("cudaStreamDestroy", c_void_p(stream))
 
-    def wait_event(self, stream: int, event: int) -> None:
-        self._call("cudaStreamWaitEvent", c_void_p(stream), c_void_p(event), c_uint(0))
-
     def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
         where = c_void_p(target), c_void_p(source), c_size_t(num_bytes)
         self._call("cudaMemcpyAsync", *where, c_int(_COPY_DEFAULT), c_void_p(stream))

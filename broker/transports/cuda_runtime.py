@@ -2,7 +2,7 @@
 
 Memory of one process is exported once, as a handle of 64 bytes; another process opens it and copies out of it, over
 NVLink, PCIe or within the device. Copies are asynchronous: what a stream has been told is done when the stream has been
-waited for, not before. Pointers, streams and events are numbers here.
+waited for, not before. Pointers and streams are numbers here.
 https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__DEVICE.html (cudaIpc...)
 """
 
@@ -46,9 +46,6 @@ class CudaRuntime(Protocol):
         """A stream that waits for no other one, the default stream included."""
 
     def destroy_stream(self, stream: int) -> None: ...
-
-    def wait_event(self, stream: int, event: int) -> None:
-        """Let a stream go on only behind an event; the caller does not wait."""
 
     def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
         """Begin to copy, between devices or a device and the host."""

@@ -11,13 +11,12 @@ from typing import Any, TypeAlias
 class DeviceBuffer:
     """`nbytes` of a GPU's memory at `pointer`, for copies and nothing else: this package knows no tensor library.
 
-    `ready` is an event of CUDA (cudaEvent_t) behind the work that writes the bytes: whoever reads them lets its stream
-    wait for it. None where they are written. `owner` keeps the memory, for as long as the buffer is referred to.
+    They are written: no stream has anything to do with them any more. `owner` keeps the memory, for as long as the
+    buffer is referred to.
     """
 
     pointer: int
     nbytes: int
-    ready: int | None = None
     owner: Any = field(default=None, repr=False)
     _to_host: Callable[[], memoryview] | None = field(default=None, repr=False)
 

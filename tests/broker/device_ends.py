@@ -1,7 +1,7 @@
 """Senders and receivers of every transport for tests, which give them bytes of the host and look at such.
 
-For `cuda` each gets a fake GPU of its own, as each process has its own view of one: what is sent lies there, still to
-be written by a stream that nobody has waited for, and what is received is copied from there.
+For `cuda` each gets a fake GPU of its own, as each process has its own view of one: what is sent lies there, and what
+is received is copied from there.
 """
 
 from __future__ import annotations
@@ -45,11 +45,7 @@ class DeviceSender(TensorSender):
 
     async def send(self, receiver: InstanceRecord, header: TensorHeader, data: Payload, timeout_s: float) -> None:
         assert isinstance(data, memoryview)
-        engine = self._fake.make_stream()
-        try:
-            await super().send(receiver, header, self._fake.upload(data, engine), timeout_s)
-        finally:
-            self._fake.destroy_stream(engine)
+        await super().send(receiver, header, self._fake.upload(data), timeout_s)
 
 
 class DeviceReceiver(TensorReceiver):

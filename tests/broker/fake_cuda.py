@@ -13,8 +13,7 @@ import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,18 +37,6 @@ class _Memory:
         return int(self.array.ctypes.data)
 
 
-@dataclass
-class _Stream:
-    """What it has been told and not done yet."""
-
-    todo: deque[Callable[[], None]] = field(default_factory=deque)
-    num_done: int = 0
-
-    def do_one(self) -> None:
-        self.todo.popleft()()
-        self.num_done += 1
-
-
 class FakeCuda:
     """See broker.transports.cuda_runtime.CudaRuntime. `peers` are the other GPUs that this one can read."""
 
@@ -57,11 +44,10 @@ class FakeCuda:
         self._device_id = device_id
         self._peers = peers
         self._numbers = itertools.count(1)
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._allocated: dict[int, _Memory] = {}
         self._opened: dict[int, _Memory] = {}
-        self._streams: dict[int, _Stream] = {}
-        self._events: dict[int, tuple[_Stream, int]] = {}  # behind so many of the stream's tasks
+        self._streams: dict[int, deque[tuple[int, int, int]]] = {}  # copies that they have been told, and not done
 
     @property
     def device_id(self) -> str:
@@ -109,60 +95,35 @@ class FakeCuda:
 
     def make_stream(self) -> int:
         number = next(self._numbers)
-        self._streams[number] = _Stream()
+        self._streams[number] = deque()
         return number
 
     def destroy_stream(self, stream: int) -> None:
         self._found(self._streams, stream)
         del self._streams[stream]
 
-    def wait_event(self, stream: int, event: int) -> None:
-        source, position = self._found(self._events, event)
-
-        def behind() -> None:
-            while source.num_done < position:
-                source.do_one()
-
-        self._tell(stream, behind)
-
     def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
         ctypes.memset(target, GARBAGE, num_bytes)  # what is there until the copy is done
-        self._tell(stream, lambda: _move(target, source, num_bytes))
+        self._found(self._streams, stream).append((target, source, num_bytes))
 
     def synchronize(self, stream: int) -> None:
-        found = self._found(self._streams, stream)
+        todo = self._found(self._streams, stream)
         with self._lock:
-            while found.todo:
-                found.do_one()
+            while todo:
+                ctypes.memmove(*todo.popleft())
 
-    # --- what an engine does, and a test looks at
+    # --- what a test does, and looks at
 
-    def record(self, stream: int) -> int:
-        """An event behind all that a stream has been told."""
-        found, event = self._found(self._streams, stream), next(self._numbers)
-        self._events[event] = found, found.num_done + len(found.todo)
-        return event
-
-    def upload(self, data: bytes | memoryview, stream: int | None = None) -> DeviceBuffer:
-        """Device memory that will hold `data`: written already, or by a stream that nobody has waited for yet."""
+    def upload(self, data: bytes | memoryview) -> DeviceBuffer:
+        """Device memory that holds `data`, which is freed with the buffer."""
         data = bytes(data)
         pointer = self.allocate(max(1, len(data)))
-        source = np.frombuffer(data, np.uint8)
-        ready = None
-        if stream is None:
-            _move(pointer, int(source.ctypes.data), len(data))
-        else:
-            self._tell(stream, lambda: _move(pointer, int(source.ctypes.data), len(data)))
-            ready = self.record(stream)
-        return DeviceBuffer(pointer, len(data), ready, owner=_Owner(self, pointer), _to_host=lambda: memoryview(data))
+        ctypes.memmove(pointer, data, len(data))
+        return DeviceBuffer(pointer, len(data), owner=_Owner(self, pointer), _to_host=lambda: memoryview(data))
 
     def read(self, buffer: DeviceBuffer) -> bytes:
         """What lies in device memory at this moment, whether or not it is there yet."""
         return ctypes.string_at(buffer.pointer, buffer.nbytes)
-
-    def _tell(self, stream: int, task: Callable[[], None]) -> None:
-        with self._lock:
-            self._found(self._streams, stream).todo.append(task)
 
     def _found(self, among: dict[int, Any], number: int) -> Any:
         if number not in among:
@@ -182,7 +143,3 @@ class _Owner:
 
 def _map(fd: int, num_bytes: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(mmap.mmap(fd, num_bytes), np.uint8)
-
-
-def _move(target: int, source: int, num_bytes: int) -> None:
-    ctypes.memmove(target, source, num_bytes)

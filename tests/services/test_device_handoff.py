@@ -72,7 +72,7 @@ async def pair(
     monkeypatch.setattr("services.shell.open_cuda", lambda device: next(starting))
 
     def on_the_gpu(tensor: torch.Tensor) -> DeviceBuffer:
-        return encoders.upload(bytes_of(tensor), encoders.make_stream())
+        return encoders.upload(bytes_of(tensor))
 
     monkeypatch.setattr("services.destination.payload_of", on_the_gpu)
     ends = broker_url, redis, zmq_context
