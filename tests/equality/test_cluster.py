@@ -16,6 +16,8 @@ from tests.equality.served import Answer, Served, serve
 
 pytestmark = pytest.mark.cluster
 FAMILIES = ("llama", "qwen2", "qwen2_5_vl", "whisper")
+AHEAD = ("qwen2", "whisper")
+"""Clusters whose engines launch steps before the tokens of the last ones are known, as they do on CUDA."""
 BLOCK_SIZE = 8
 NUM_BLOCKS = {"llama": 17, "qwen2": 17, "qwen2_5_vl": 32, "whisper": 2 * -(-1500 // BLOCK_SIZE) + 5}
 """Enough for the longest request, or for two clips with their cross-attention; never for all."""
@@ -29,6 +31,7 @@ def served(request: pytest.FixtureRequest, folder_of: Callable[[str], Path], bro
     folder = folder_of(request.param)
     kv_cache_bytes = kv_bytes(load_model_info(str(folder)), NUM_BLOCKS[request.param], BLOCK_SIZE)
     options = {"max_num_batched_tokens": 32, "block_size": BLOCK_SIZE, "kv_cache_bytes": kv_cache_bytes}
+    options["async_scheduling"] = request.param in AHEAD
     with serve(folder, broker_url, request.param, encoder_cache_bytes=ENCODER_CACHE_BYTES, **options) as cluster:
         yield cluster
 
@@ -49,6 +52,7 @@ async def test_a_mixed_batch_equals_transformers_and_llm(served: Served, cases: 
         assert [_end(answer) for answer in answers] == [_expected_end(case, max_tokens) for case in cases]
     if not served.info.is_encoder_decoder:  # clips come one at a time out of the encoder and may never meet
         assert served.gauges("pd0")["preemptions_total"] > 0
+    assert (served.gauges("pd0")["steps_ahead_total"] > 0) == (served.prefix in AHEAD)
     await served.wait_until_nothing_is_held()
 
 
