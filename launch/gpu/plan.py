@@ -10,7 +10,7 @@ from launch.gpu.stages import REPORT, Stage, read_json, read_junit
 
 _PYTEST: Final = (sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={REPORT}")
 _SANITIZER: Final = "compute-sanitizer"
-_KERNEL_TESTS: Final = ("tests/gpu/test_kernels.py",)
+_KERNELS: Final = ("tests/gpu/test_kernels.py",)
 
 
 def _tests(name: str, *words: str, limit_s: float) -> Stage:
@@ -31,15 +31,16 @@ def _sanitized(name: str, *words: str, limit_s: float) -> Stage:
 
 STAGES: Final = (
     Stage("environment", (sys.executable, "-m", "launch.gpu.environment", "--out", REPORT), 60, read_json),
-    _tests("attention", "tests/engine/test_flashinfer_gpu.py", limit_s=180),
-    _tests("runner", "tests/engine", "--ignore=tests/engine/test_flashinfer_gpu.py", limit_s=120),
+    _tests("attention", "tests/gpu/test_attention.py", *_KERNELS, limit_s=180),
+    _tests("runner", "tests/engine", limit_s=120),
     _tests("engine", "tests/gpu/test_engine.py", limit_s=150),
     _tests("cluster", "tests/gpu/test_cluster.py", limit_s=180),
     _tests("transports", "tests/broker", "tests/services", limit_s=90),
-    _sanitized("sanitizer", *_KERNEL_TESTS, limit_s=90),
+    _sanitized("sanitizer", *_KERNELS, limit_s=90),
     _benchmark("decode", 120),
     _benchmark("prefill", 60),
     _benchmark("cross", 90),
+    _benchmark("cross_plan", 60),
     _benchmark("encoder", 60),
     _benchmark("handoff", 60),
     _benchmark("serving", 150),

@@ -32,7 +32,7 @@ CASES = {
     "prefill": 1,
     "cross": 2,
     "cross_plan": 2,
-    "encoder": 8,
+    "encoder": 4,
     "batching": 2,
     "handoff": 2,
     "serving": 4,

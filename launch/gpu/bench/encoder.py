@@ -25,7 +25,7 @@ from launch.gpu.shapes import Shape, qwen2_5_vl_3b, whisper_large_v3
 PICTURE_SIDE, TOY_PICTURE_SIDE = 896, 84
 CLIP_S, SAMPLE_RATE = 30, 16000
 BATCHES: Final = (1, 8)
-TOY_BATCHES: Final = (1, 2)
+TOY_BATCHES: Final = (1,)
 
 
 def measure(setup: Setup) -> list[Figure]:

@@ -19,8 +19,7 @@ from launch.gpu.bench.setup import Setup
 from launch.gpu.figures import Figure, duration, rate
 from launch.gpu.shapes import qwen2_5_vl_shallow
 
-TRANSPORTS: Final[tuple[Transport, ...]] = ("auto", "shm", "zmq", "redis")
-"""auto: GPU to GPU where both ends are on CUDA."""
+TRANSPORTS: Final[tuple[Transport, ...]] = ("cuda", "shm", "zmq", "redis")
 TOY_TRANSPORTS: Final[tuple[Transport, ...]] = ("auto",)
 SIDES: Final = (448, 896)
 TOY_SIDES: Final = (56,)
