@@ -7,8 +7,6 @@ the room is its own again. A sender that dies takes nothing with it: what has ar
 from __future__ import annotations
 
 import asyncio
-import os
-import secrets
 import socket
 import threading
 import weakref
@@ -19,6 +17,7 @@ from typing import Final
 
 from broker.transports import packets, segment
 from broker.transports.base import QUEUE_TENSORS, ReceivedTensor
+from broker.transports.listener import SameUserListener
 from broker.transports.shm_wire import NONCE_BYTES, VERSION, Announce, Hello, Release, Welcome, for_receiver, pack
 from common.telemetry import get_logger
 
@@ -41,38 +40,26 @@ class ShmReceiver:
         """Listen. Raises OSError where this system has no shared memory of this kind."""
         self._on_arrival = on_arrival
         self._max_bytes = max_bytes
-        name = f"triptych-{secrets.token_hex(16)}"
-        self.address = f"{SCHEME}://{boot_id()}/{name}"
         self.num_invalid = 0
         self._arrived: deque[ReceivedTensor] = deque()  # bounded by what each sender may have out
         self._peers: set[_Peer] = set()
-        self._loop = asyncio.get_running_loop()
-        self._listener = packets.listen(name)
-        self._loop.add_reader(self._listener, self._accept)
+        self._listener = SameUserListener(self._begin, self._refused)
+        self.address = f"{SCHEME}://{boot_id()}/{self._listener.name}"
 
     def take(self) -> ReceivedTensor | None:
         return self._arrived.popleft() if self._arrived else None
 
     def close(self) -> None:
-        if self._listener.fileno() >= 0:
-            self._loop.remove_reader(self._listener)
-            self._listener.close()
+        self._listener.close()
         for peer in list(self._peers):
             self._drop(peer)
 
-    def _accept(self) -> None:
-        try:
-            connected, _ = self._listener.accept()
-        except OSError:  # it has left again, or there are no descriptors: the next one tries anew
-            return
-        connected.setblocking(False)
-        if packets.peer_uid(connected) != os.geteuid():
-            connected.close()
-            self.num_invalid += 1
-            log.warning("refused shared memory to another user")
-            return
-        peer = _Peer(connected, self._max_bytes, self._deliver, self._ended)
-        self._peers.add(peer)
+    def _begin(self, connected: socket.socket) -> None:
+        self._peers.add(_Peer(connected, self._max_bytes, self._deliver, self._ended))
+
+    def _refused(self) -> None:
+        self.num_invalid += 1
+        log.warning("refused shared memory to another user")
 
     def _deliver(self, received: ReceivedTensor) -> None:
         self._arrived.append(received)

@@ -15,7 +15,7 @@ import zmq.asyncio
 from redis.asyncio import Redis
 
 from broker.tensors import TensorReceiver, TensorSender, addresses_by_scheme, change_hosts, payload_fault
-from broker.transports import cuda_transport, shm_receiver
+from broker.transports import cuda_transport, listener, packets
 from broker.transports.payload import DeviceBuffer
 from common.config import Transport
 from common.errors import TriptychError
@@ -50,7 +50,7 @@ async def test_where_shared_memory_does_not_reach_zmq_is_taken_without_an_error(
     elif obstacle == "another network":  # the name is not there
         address = address.replace(name, name[::-1])
     else:
-        monkeypatch.setattr(shm_receiver.os, "geteuid", lambda: 4711)
+        monkeypatch.setattr(listener.os, "geteuid", lambda: 4711)
     for number in range(1, 4):
         await sender.send(to(address), of_bytes(ONE), ONE, timeout_s=5)
         assert (await receiver.receive()).data == ONE
@@ -63,12 +63,12 @@ async def test_a_receiver_that_does_not_answer_on_shared_memory_gets_zmq_within_
     """Somebody else listens under the name, and says nothing."""
     monkeypatch.setattr("broker.transports.shm_transport.HANDSHAKE_S", 0.1)
     sender, receiver = kit.sender(), kit.receiver()
-    listener = shm_receiver.packets.listen("triptych-test-silent")
+    silent = packets.listen("triptych-test-silent")
     name = addresses_by_scheme(receiver.address)["shm+unix"].rpartition("/")[2]
     await sender.send(to(receiver.address.replace(name, "triptych-test-silent")), of_bytes(ONE), ONE, timeout_s=5)
     assert (await receiver.receive()).data == ONE
     assert sender.num_sent == {"tcp": 1}
-    listener.close()
+    silent.close()
 
 
 @pytest.mark.parametrize("setting", ["auto", "cuda"])
