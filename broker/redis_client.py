@@ -8,6 +8,8 @@ It is a secret where it holds a password: messages show it by `without_secrets`.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -22,6 +24,26 @@ SOCKET_TIMEOUT_S = 5.0
 """Longest wait for one reply; blocking reads must ask for less."""
 CONNECTION_ERRORS: tuple[type[RedisError], ...] = (RedisConnectionError, RedisTimeoutError, BusyLoadingError)
 """What a restart of the server looks like from here."""
+REFUSALS: tuple[type[RedisError], ...] = (AuthenticationError, NoPermissionError)
+"""What a server says that does not let us in; redis-py counts the first one as a lost connection."""
+
+_T = TypeVar("_T")
+
+
+class _PatientRetry(Retry):
+    """Repeats what a restart of the server explains, and not what it will refuse again."""
+
+    async def call_with_retry(
+        self,
+        do: Callable[[], Awaitable[_T]],
+        fail: Callable[..., Any],
+        is_retryable: Callable[[Exception], bool] | None = None,
+        with_failure_count: bool = False,
+    ) -> _T:
+        def may_pass(error: Exception) -> bool:
+            return not isinstance(error, REFUSALS) and (is_retryable is None or is_retryable(error))
+
+        return await super().call_with_retry(do, fail, may_pass, with_failure_count)
 
 
 def connect(url: str, *, retries: int = 5) -> Redis:
@@ -29,7 +51,8 @@ def connect(url: str, *, retries: int = 5) -> Redis:
 
     A TLS server must show a certificate for the host of the URL, by the system's authorities or `ssl_ca_certs`.
     A call that meets a lost connection is repeated `retries` times over about two seconds. Everything sent through
-    it must therefore bear repetition. Raises TriptychError("invalid_request") where the URL is none.
+    it must therefore bear repetition. A server that does not let us in is not asked again: see `refused`.
+    Raises TriptychError("invalid_request") where the URL is none.
     """
     try:
         return Redis.from_url(
@@ -38,7 +61,9 @@ def connect(url: str, *, retries: int = 5) -> Redis:
             socket_timeout=SOCKET_TIMEOUT_S,
             socket_connect_timeout=2.0,
             health_check_interval=15,
-            retry=Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.8), retries, supported_errors=CONNECTION_ERRORS),
+            retry=_PatientRetry(
+                ExponentialWithJitterBackoff(base=0.05, cap=0.8), retries, supported_errors=CONNECTION_ERRORS
+            ),
             retry_on_error=list(CONNECTION_ERRORS),
         )
     except ValueError as error:
@@ -65,11 +90,17 @@ def pass_on_cancellation() -> None:
         raise asyncio.CancelledError
 
 
+def refused(error: RedisError) -> TriptychError:
+    """What to say, and what to do, where the server has answered with one of REFUSALS."""
+    message = f"the broker does not let us in: {error}; does the broker's URL hold its password?"
+    return TriptychError("unavailable", message, "broker")
+
+
 async def wait_until_reachable(redis: Redis, timeout_s: float) -> None:
     """Return once the server answers.
 
-    Raises TriptychError("unavailable") with the last error after `timeout_s` seconds, sooner where the server does
-    not let us in: as soon as the client's own repetitions are over.
+    Raises TriptychError("unavailable") with the last error after `timeout_s` seconds, at once where the server does
+    not let us in.
     """
     last: object = "no answer"
     try:
@@ -79,9 +110,8 @@ async def wait_until_reachable(redis: Redis, timeout_s: float) -> None:
                     await redis.ping()
                     pass_on_cancellation()
                     return
-                except (AuthenticationError, NoPermissionError) as error:
-                    message = f"the broker does not let us in: {error}; does the broker's URL hold its password?"
-                    raise TriptychError("unavailable", message, "broker") from error
+                except REFUSALS as error:
+                    raise refused(error) from error
                 except CONNECTION_ERRORS as error:
                     last = error
                     await asyncio.sleep(0.1)

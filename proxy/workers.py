@@ -14,6 +14,7 @@ import zmq
 import zmq.asyncio
 from redis.exceptions import RedisError
 
+from broker.redis_client import REFUSALS, refused
 from broker.registry import HEARTBEAT_S, RECORD_TTL_S, Registry, incompatibility, other_key
 from broker.rpc import connection_id
 from common.errors import TriptychError
@@ -135,7 +136,8 @@ class WorkerPool:
         return time.monotonic() - max(self._last_usable_s.get(role, -math.inf) for role in roles)
 
     async def _watch_registry(self) -> None:
-        """Raises TriptychError("unavailable") where another process has taken this one's instance id."""
+        """Raises TriptychError("unavailable") where another process has taken this one's instance id, and where the
+        broker has never let us in."""
         registered = False
         while True:
             try:
@@ -147,6 +149,8 @@ class WorkerPool:
                 await self._apply(await self._registry.instances())
                 self._last_poll_s = time.monotonic()
             except (RedisError, OSError) as error:  # the workers stay: they may well be there
+                if isinstance(error, REFUSALS) and not registered:
+                    raise refused(error) from error
                 log.warning("cannot read the registry", error=str(error))
             await asyncio.sleep(POLL_S)
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import socket
+from ipaddress import ip_address
 from urllib.parse import urlsplit, urlunsplit
 
 from common.errors import TriptychError
+from common.telemetry import get_logger
+
+log = get_logger()
 
 
 def resolve_host(host: str) -> str:
@@ -15,6 +19,13 @@ def resolve_host(host: str) -> str:
     except OSError as error:
         message = f"cannot listen on host {host!r}: {error}; give an IPv4 address or a name of this machine"
         raise TriptychError("invalid_request", message, "host") from error
+
+
+def warn_of_strangers(host: str, *, has_key: bool) -> None:
+    """Say it where anybody who reaches this machine can use a worker that listens on `host`, a numeric address."""
+    if not has_key and not ip_address(host).is_loopback:
+        message = "anybody who reaches this host can use this worker: give all of the cluster one --cluster-key-file"
+        log.warning(message, host=host, setting="cluster_key_file")
 
 
 def advertised(endpoint: str, advertise_host: str | None) -> str:

@@ -33,7 +33,7 @@ from common.keys import ClusterKey
 from common.messages import Abort, Failed, Heartbeat, Role
 from common.model_info import ModelInfo
 from common.telemetry import get_logger
-from services.addresses import resolve_host
+from services.addresses import resolve_host, warn_of_strangers
 from services.departure import Departure
 from services.device_tensors import open_cuda
 from services.engine_thread import EngineThread
@@ -78,7 +78,9 @@ class Shell:
         self._redis = connect(settings.broker)
         self._reading = connect(settings.broker, retries=0)
         registry = Registry(self._redis, settings.cluster)
-        self._context = ClusterContext(ClusterKey.of(settings))
+        key = ClusterKey.of(settings)
+        warn_of_strangers(self._host, has_key=key is not None)
+        self._context = ClusterContext(key)
         self._server = WorkerServer(self._context, self._host)
         self._proxies = ProxyWatch()
         self._departure = Departure(lambda: len(self._proxies))

@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import uuid
+from urllib.parse import urlsplit
 
 import httpx
 import msgspec
@@ -83,6 +84,15 @@ async def test_a_broker_url_that_is_none_ends_the_process_with_a_hint():
     _, errors = await asyncio.wait_for(process.communicate(), 30)
     assert process.returncode == 1
     assert "try redis://" in errors.decode()
+
+
+async def test_a_broker_that_does_not_let_it_in_ends_the_process_with_a_hint(broker_url):
+    parts = urlsplit(broker_url)
+    process = await _start(f"redis://:wrong@{parts.hostname}:{parts.port}", "nobody", "0")
+    _, errors = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == 1
+    assert "does not let us in" in errors.decode()
+    assert "does the broker's URL hold its password?" in errors.decode()
 
 
 async def test_a_taken_port_is_said_and_ends_the_process(broker_url):

@@ -38,7 +38,7 @@ async def test_without_the_password_nothing_works(broker_url):
 
 @pytest.mark.parametrize("user", ["", ":wrong"])
 async def test_a_wrong_password_is_told_at_once_and_not_shown(broker_url, user):
-    async with connect(with_user(broker_url, user), retries=0) as stranger, asyncio.timeout(5):
+    async with connect(with_user(broker_url, user)) as stranger, asyncio.timeout(5):
         with pytest.raises(TriptychError, match="does not let us in") as caught:
             await wait_until_reachable(stranger, timeout_s=60)
     assert "wrong" not in str(caught.value)

@@ -16,12 +16,14 @@ import httpx
 import pytest
 import zmq.asyncio
 from redis.asyncio import Redis
+from structlog.testing import capture_logs
 
 from broker.channels import ChannelName, Delivery
 from broker.registry import Registry
 from broker.rpc import WorkerClient
 from common.config import Settings
 from common.errors import TriptychError
+from common.keys import ClusterKey
 from common.messages import Abort, Failed, Generate, Heartbeat, InstanceRecord, Role, ToWorker
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
@@ -107,11 +109,11 @@ class Running:
 
 
 @asynccontextmanager
-async def worker(broker_url: str, redis: Redis, *, may_load: bool = True) -> AsyncIterator[Running]:
+async def worker(broker_url: str, redis: Redis, *, may_load: bool = True, **changes: Any) -> AsyncIterator[Running]:
     loading = threading.Event()
     if may_load:
         loading.set()
-    settings = Settings(broker=broker_url, cluster="c", instance_id="w0", port=0)
+    settings = Settings(broker=broker_url, cluster="c", instance_id="w0", port=0, **changes)
     roles: list[IdleRole] = []
 
     def make_role(links: Links) -> IdleRole:
@@ -337,3 +339,17 @@ async def test_a_port_that_is_taken_is_named() -> None:
 async def test_a_worker_without_a_broker_says_what_to_do() -> None:
     with pytest.raises(TriptychError, match="--broker"):
         Shell(Settings(), load_model_info("signpost"), "float32", lambda links: IdleRole(links, threading.Event()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "warnings"),
+    [({"host": "0.0.0.0"}, 1), ({}, 0), ({"host": "0.0.0.0", "cluster_key": ClusterKey.generate().reveal()}, 0)],
+    ids=["beyond loopback", "loopback", "with a key"],
+)
+async def test_a_worker_that_strangers_can_use_says_so_once(
+    broker_url: str, redis: Redis, changes: dict[str, Any], warnings: int
+) -> None:
+    with capture_logs() as logs:
+        async with worker(broker_url, redis, **changes) as running:
+            await running.record()
+    assert sum("--cluster-key-file" in entry["event"] for entry in logs) == warnings
