@@ -1,7 +1,7 @@
 """`make gpu-carry`: gathers what a bare machine without an index needs for `make gpu-check`, in one small folder.
 
     wheels/    what pyproject.toml asks for and the machine has not, resolved by pip for its Python and its packages
-    kernels/   FlashInfer's kernels, built ahead where there is nvcc (python -m launch.gpu.kernels); kept as they are
+    kernels/   FlashInfer's kernels as far as they were built ahead (python -m launch.gpu.kernels): the libraries alone
 
 pip resolves against what stands there: each package of there.txt takes part as an empty wheel of that version.
 Needs pip and the standard library alone.
@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
-from launch.gpu.layout import ROOT, THERE, Carried, There, requirements
+from launch.gpu.layout import ROOT, THERE, WORKSPACE, Carried, There, requirements
 
 PYTHON_VERSION: Final = "3.12"
 PLATFORMS: Final = (*(f"manylinux_2_{minor}_x86_64" for minor in range(39, 4, -1)), "manylinux2014_x86_64")
@@ -28,17 +28,20 @@ PINNED: Final = ("flashinfer-python==0.6.13",)
 LIMIT_MIB: Final = 64
 MIB: Final = 2**20
 _LOCAL: Final = "there"
+_NAME_WIDTH: Final = 60
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Fill the folder and print what is in it; returns the exit status, 1 if it is larger than the limit."""
     parser = argparse.ArgumentParser(prog="python -m launch.gpu.carry", description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path, help="where to put it")
+    parser.add_argument("--workspace", type=Path, default=WORKSPACE, help="where FlashInfer has built its kernels")
     parser.add_argument("--there", type=Path, default=THERE, help="list of what the machine has")
     parser.add_argument("--limit-mib", type=float, default=LIMIT_MIB, help="of the folder and the repository's files")
     options = parser.parse_args(arguments)
     carried = Carried(options.folder)
     fetch_wheels(carried.wheels, There.read(options.there))
+    collect_kernels(options.workspace, carried.kernels)
     sizes = {name: _tree_bytes([path]) for name, path in _parts(carried)}
     sizes["the repository"] = _tree_bytes(_repository_files())
     print(table(sizes, options.limit_mib))
@@ -65,12 +68,24 @@ def fetch_wheels(target: Path, there: There) -> None:
         stand_in.unlink()
 
 
+def collect_kernels(workspace: Path, target: Path) -> None:
+    """Copy the libraries out of a workspace of FlashInfer; what was in `target` before is gone.
+
+    Only they: elsewhere everything would be compiled again, because ninja sees other paths. FlashInfer takes libraries
+    without asking ninja from where its releases with built kernels have them; the check puts them there.
+    """
+    shutil.rmtree(target, ignore_errors=True)
+    for library in workspace.glob("**/cached_ops/*/*.so"):
+        (target / library.stem).mkdir(parents=True, exist_ok=True)
+        shutil.copy2(library, target / library.stem / library.name)
+
+
 def table(sizes: dict[str, int], limit_mib: float) -> str:
     """A row for each part and their sum against the limit, in MiB."""
     total = sum(sizes.values())
     verdict = "fits" if total <= limit_mib * MIB else "TOO LARGE"
-    rows = [f"{name:44} {size / MIB:6.1f} MiB" for name, size in sizes.items()]
-    return "\n".join([*rows, f"{'together':44} {total / MIB:6.1f} MiB of {limit_mib:g}: {verdict}"])
+    rows = [f"{name:{_NAME_WIDTH}} {size / MIB:6.1f} MiB" for name, size in sizes.items()]
+    return "\n".join([*rows, f"{'together':{_NAME_WIDTH}} {total / MIB:6.1f} MiB of {limit_mib:g}: {verdict}"])
 
 
 def _stand_in(name: str, version: str, folder: Path) -> str:
@@ -86,10 +101,14 @@ def _stand_in(name: str, version: str, folder: Path) -> str:
 
 
 def _parts(carried: Carried) -> Iterable[tuple[str, Path]]:
-    """The rows of the table: every wheel by name and version, then the kernels."""
+    """The rows of the table: wheels by name and version, then kernels."""
     for path in sorted(carried.wheels.glob("*.whl"), key=lambda path: -path.stat().st_size):
         yield " ".join(path.name.split("-")[:2]), path
-    yield "kernels of FlashInfer" if carried.kernels.is_dir() else "kernels of FlashInfer: none", carried.kernels
+    libraries = sorted(carried.kernels.glob("*/*.so"))
+    if not libraries:
+        yield "kernels of FlashInfer: none", carried.kernels
+    for library in libraries:
+        yield f"kernel {library.stem}"[:_NAME_WIDTH], library
 
 
 def _repository_files() -> list[Path]:

@@ -57,7 +57,7 @@ def run_all(stages: Sequence[Stage], environment: Mapping[str, str], folder: Pat
 
 
 def install(carried: Carried) -> None:
-    """Put the carried wheels into `site`, from nowhere else; nothing to do where there are none.
+    """Put the carried wheels and kernels into `site`, from nowhere else; nothing to do where there are no wheels.
 
     Raises CalledProcessError where pip refuses one of them.
     """
@@ -69,6 +69,8 @@ def install(carried: Carried) -> None:
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
     command += ["--no-cache-dir", "--target", str(carried.site), *wheels]
     subprocess.run(command, check=True, timeout=INSTALL_LIMIT_S)
+    if carried.kernels.is_dir():
+        shutil.copytree(carried.kernels, carried.site / "flashinfer" / "data" / "aot", dirs_exist_ok=True)
 
 
 def environment(carried: Carried, models: Path | None) -> dict[str, str]:
@@ -80,7 +82,7 @@ def environment(carried: Carried, models: Path | None) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "PYTHONUNBUFFERED": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
-        "FLASHINFER_WORKSPACE_BASE": str(carried.kernels),
+        "FLASHINFER_WORKSPACE_BASE": str(carried.workspace),
     }
     return variables if models is None else variables | {"TRIPTYCH_GPU_MODELS": str(models.resolve())}
 

@@ -10,6 +10,8 @@ from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 THERE: Final = Path(__file__).with_name("there.txt")
+WORKSPACE: Final = ROOT / "build" / "flashinfer"
+"""FLASHINFER_WORKSPACE_BASE of `python -m launch.gpu.kernels` for kernels to be carried."""
 EXTRAS: Final = ("worker", "broker", "cuda")
 CHECKING: Final = ("filelock", "msgpack", "openai", "pytest", "pytest-asyncio", "pytest-timeout")
 """Of the extra `test`: what the checks on a GPU import."""
@@ -29,13 +31,18 @@ class Carried:
 
     @property
     def kernels(self) -> Path:
-        """FlashInfer's workspace with the kernels that were built ahead."""
+        """FlashInfer's libraries that were built ahead: NAME/NAME.so."""
         return self.folder / "kernels"
 
     @property
     def site(self) -> Path:
         """Where the wheels are installed on the machine; never carried."""
         return self.folder / "site"
+
+    @property
+    def workspace(self) -> Path:
+        """Where FlashInfer compiles on the machine what was not built ahead; never carried."""
+        return self.folder / "workspace"
 
 
 def requirements() -> list[str]:

@@ -56,6 +56,18 @@ def test_what_the_machine_has_is_counted_on_and_not_carried(
     ]
 
 
+def test_of_kernels_only_the_libraries_are_carried(tmp_path: Path) -> None:
+    built = tmp_path / "workspace" / ".cache" / "flashinfer" / "0.6.13" / "90a" / "cached_ops" / "page"
+    built.mkdir(parents=True)
+    for name in ("page.so", "page.cuda.o", "build.ninja"):
+        (built / name).touch()
+    target = tmp_path / "kernels"
+    (target / "of_another_release").mkdir(parents=True)
+    carry.collect_kernels(tmp_path / "workspace", target)
+    assert [str(path.relative_to(target)) for path in target.rglob("*.*")] == ["page/page.so"]
+    assert not (target / "of_another_release").exists()
+
+
 def test_a_folder_that_is_too_large_is_said_and_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -66,11 +78,12 @@ def test_a_folder_that_is_too_large_is_said_and_fails(
 
     monkeypatch.setattr(carry, "fetch_wheels", fetch)
     monkeypatch.setattr(carry, "_repository_files", list)
-    assert carry.main([str(tmp_path / "one"), "--limit-mib", "2.5"]) == 1
+    nothing_built = "--workspace", str(tmp_path / "workspace")
+    assert carry.main([str(tmp_path / "one"), *nothing_built, "--limit-mib", "2.5"]) == 1
     printed = capsys.readouterr().out
     assert "large 1.0" in printed
     assert "3.0 MiB of 2.5: TOO LARGE" in printed
-    assert carry.main([str(tmp_path / "two"), "--limit-mib", "3.5"]) == 0
+    assert carry.main([str(tmp_path / "two"), *nothing_built, "--limit-mib", "3.5"]) == 0
     assert "kernels of FlashInfer: none" in capsys.readouterr().out
 
 

@@ -15,6 +15,7 @@ from launch.gpu.environment import in_words, missing
 from launch.gpu.figures import Figure, duration, rate
 from launch.gpu.layout import Carried
 from launch.gpu.stages import REPORT, Stage, read_json, read_junit, run_stage
+from tests.launch.test_gpu_carry import make_wheel
 from tests.launch.waiting import alive, eventually
 
 WRITES = "import json, sys; json.dump({'found': 'two things', 'figures': FIGURES}, open(sys.argv[1], 'w'))"
@@ -111,8 +112,24 @@ def test_carried_packages_come_first_and_kernels_outlive_the_run(tmp_path: Path)
     carried.site.mkdir()
     variables = check.environment(carried, tmp_path / "models")
     assert variables["PYTHONPATH"].split(os.pathsep)[:2] == [str(carried.site), str(check.ROOT)]
-    assert variables["FLASHINFER_WORKSPACE_BASE"] == str(carried.kernels)
+    assert variables["FLASHINFER_WORKSPACE_BASE"] == str(carried.workspace)
     assert variables["TRIPTYCH_GPU_MODELS"] == str(tmp_path / "models")
+
+
+def test_carried_wheels_and_kernels_are_installed_into_a_folder_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    carried = Carried(tmp_path)
+    carried.wheels.mkdir()
+    make_wheel(carried.wheels, "flashinfer_python", "0.6.13", "torch")
+    library = carried.kernels / "page" / "page.so"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"kernel")
+    for _ in range(2):  # again, over what the last check has installed
+        check.install(carried)
+        assert (carried.site / "flashinfer_python-0.6.13.dist-info" / "METADATA").is_file()
+        assert (carried.site / "flashinfer" / "data" / "aot" / "page" / "page.so").read_bytes() == b"kernel"
 
 
 def test_missing_requirements_are_named_with_who_asks() -> None:
