@@ -10,6 +10,7 @@ from common.config import Device, DType
 from common.errors import TriptychError
 from common.model_info import ModelInfo
 from common.telemetry import get_logger
+from engine.models.base import EncoderModel
 from engine.native import ops
 from engine.native.build import KernelsUnavailableError
 
@@ -40,11 +41,18 @@ def choose_dtype(dtype: DType, device: torch.device, info: ModelInfo) -> torch.d
     return torch.bfloat16 if own is torch.float32 else own
 
 
-def use_kernels(device: torch.device, dtype: torch.dtype, attention_backend: str) -> None:
-    """Let an encoder use our own CPU kernels where they serve; an attention backend named `torch` forbids it."""
-    if device.type != "cpu" or dtype != torch.bfloat16 or attention_backend == "torch":
+def use_kernels(encoder: EncoderModel, device: torch.device, dtype: torch.dtype, attention_backend: str) -> None:
+    """Let an encoder use our own CPU kernels, or FlashInfer's on CUDA, where they serve; an attention backend named
+    `torch` forbids it."""
+    if attention_backend == "torch":
         return
-    try:
-        ops.enable()
-    except KernelsUnavailableError as error:
-        log.warning("CPU kernels not available: the encoder computes with PyTorch alone", reason=str(error))
+    if device.type == "cuda" and dtype != torch.float32 and encoder.unmasked is not None:
+        # Imported here: it imports transformers, which is slow.
+        from engine.encoders.ragged_attention import use_flashinfer
+
+        use_flashinfer(encoder.unmasked, device)
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        try:
+            ops.enable()
+        except KernelsUnavailableError as error:
+            log.warning("CPU kernels not available: the encoder computes with PyTorch alone", reason=str(error))

@@ -54,7 +54,7 @@ class EncoderEngine:
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device, info)
         self.encoder, self.load_report = load_encoder(info, self.device, self.dtype, config.load_format)
-        use_kernels(self.device, self.dtype, config.attention_backend)
+        use_kernels(self.encoder, self.device, self.dtype, config.attention_backend)
         self._log = log.bind(engine=instance)
         batch_bytes = config.encoder_batch_bytes or DEFAULT_BATCH_BYTES[self.device.type]
         if config.num_threads is not None:

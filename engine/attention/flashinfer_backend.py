@@ -11,31 +11,27 @@ What FlashInfer does not serve (`served.py`) goes to PyTorch's attention, and th
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 
 import torch
 
-from common.telemetry import get_logger
 from engine.attention.backend import AttentionBackend, DecodePlan, HeadSpec
 from engine.attention.flashinfer_fixed import FlashInferDecodePlan
+from engine.attention.flashinfer_ragged import FlashInferRagged
 from engine.attention.flashinfer_wrappers import (
     WORKSPACE_BYTES,
     Call,
     DecodeWrapper,
     PrefillWrapper,
-    RaggedCall,
-    RaggedWrapper,
     Workspace,
+    load_flashinfer,
 )
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.paged_batch import PagedBatch, Phase, RaggedBatch
-from engine.attention.served import APPENDED_HEAD_DIMS, HEAD_DIMS, unserved
+from engine.attention.served import APPENDED_HEAD_DIMS, HEAD_DIMS, ReasonLog, unserved
 from engine.attention.torch_backend import TorchBackend
 from engine.counters import cross_plans_reused
 from engine.models.base import PositionBias
-
-log = get_logger()
 
 
 class FlashInferBackend(AttentionBackend):
@@ -49,14 +45,14 @@ class FlashInferBackend(AttentionBackend):
 
     def __init__(self, device: torch.device, head_dim: int) -> None:
         self._device = device
-        self._workspace = Workspace(importlib.import_module("flashinfer"), device, WORKSPACE_BYTES)
+        self._workspace = Workspace(load_flashinfer(), device, WORKSPACE_BYTES)
         self._appender = _Appender(self._workspace)
         self._torch = TorchBackend(device)
         self.gathered_share = 0.0 if head_dim in HEAD_DIMS else self._torch.gathered_share
         self._wrappers: dict[Call, DecodeWrapper | PrefillWrapper] = {}
-        self._ragged: dict[RaggedCall, RaggedWrapper] = {}
+        self._ragged = FlashInferRagged(self._workspace)
         self._cross: dict[Phase, PagedBatch] = {}
-        self._told: set[str] = set()
+        self._reasons = ReasonLog()
 
     def plan(self, metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> list[PagedBatch]:
         batches, num_decodes = [], metadata.num_decodes
@@ -99,7 +95,7 @@ class FlashInferBackend(AttentionBackend):
             if reason is None:
                 self._run_batch(queries, cache, batch, attended, scale, window)
             else:
-                self._tell(reason)
+                self._reasons.tell(reason)
                 torch_plan = batch.plan_of(self._torch, query.dtype)
                 attended.copy_(self._torch.run(queries, cache, torch_plan, scale=scale, bias=bias, window=window))
         return out
@@ -142,7 +138,7 @@ class FlashInferBackend(AttentionBackend):
             return FlashInferDecodePlan(
                 self._workspace, num_requests, max_blocks, block_size, dtype, heads, causal=causal
             )
-        self._tell(reason)
+        self._reasons.tell(reason)
         return self._torch.make_decode_plan(num_requests, max_blocks, block_size, dtype, heads, causal=causal)
 
     def plan_ragged(self, lengths: Sequence[int]) -> RaggedBatch:
@@ -158,18 +154,7 @@ class FlashInferBackend(AttentionBackend):
         scale: float | None = None,
         bias: PositionBias | None = None,
     ) -> torch.Tensor:
-        heads = HeadSpec(query.shape[1], key.shape[1], query.shape[2], biased=bias is not None)
-        reason = unserved(heads, query.dtype)
-        if reason is not None:
-            self._tell(reason)
-            torch_plan = plan.plan_of(self._torch)
-            return self._torch.run_ragged(query, key, value, torch_plan, scale=scale, bias=bias)
-        call = RaggedCall(heads.num_heads, heads.num_kv_heads, heads.head_dim, query.dtype, scale)
-        wrapper = self._ragged.get(call)
-        if wrapper is None:
-            wrapper = self._ragged[call] = RaggedWrapper(self._workspace, call)
-        wrapper.bring_to(plan)
-        return wrapper.run(query, key, value)
+        return self._ragged.run(query, key, value, plan, scale=scale, bias=bias)
 
     def write(self, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         if cache.shape[4] in APPENDED_HEAD_DIMS:
@@ -180,11 +165,6 @@ class FlashInferBackend(AttentionBackend):
             write_paged(cache, key, value, slot_mapping)
         else:
             super().write(cache, key, value, slot_mapping)
-
-    def _tell(self, reason: str) -> None:
-        if reason not in self._told:
-            self._told.add(reason)
-            log.warning("attention by PyTorch instead of FlashInfer", reason=reason)
 
 
 class _Appender:

@@ -11,6 +11,7 @@ and does not serve paged prefills without a causal mask.
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Final
@@ -28,6 +29,11 @@ FIXED_PLAN_BYTES: Final = 2**20
 """For the plan of a graph's decodes, instead of 8 MiB: a few thousand pieces of work, 17 bytes each."""
 LAYOUT: Final = "NHD"
 KERNELS: Final = "fa2"
+
+
+def load_flashinfer() -> Any:
+    """The package. Raises ImportError where it, or something that it needs, is not installed."""
+    return importlib.import_module("flashinfer")
 
 
 class Workspace:

@@ -11,7 +11,10 @@ from typing import Final
 
 import torch
 
+from common.telemetry import get_logger
 from engine.attention.backend import HeadSpec
+
+log = get_logger()
 
 DTYPES: Final = frozenset({torch.float16, torch.bfloat16})
 HEAD_DIMS: Final = frozenset({64, 128, 256})
@@ -39,6 +42,23 @@ def unserved(heads: HeadSpec, dtype: torch.dtype, *, has_ranges: bool = False) -
     return None
 
 
+def padded_head_dim(head_dim: int) -> int:
+    """The smallest size that is served and not smaller; the size itself where there is none."""
+    return min((size for size in HEAD_DIMS if size >= head_dim), default=head_dim)
+
+
 def needs_tensor_cores(num_heads: int, num_kv_heads: int) -> bool:
     """Whether decodes of such heads are computed on tensor cores, by the kernel for prefills."""
     return num_heads // num_kv_heads not in SMALL_GROUPS
+
+
+class ReasonLog:
+    """Says once of each reason that something is not FlashInfer's to compute."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def tell(self, reason: str) -> None:
+        if reason not in self._told:
+            self._told.add(reason)
+            log.warning("attention by PyTorch instead of FlashInfer", reason=reason)

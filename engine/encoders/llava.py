@@ -25,6 +25,7 @@ class LlavaEncoder(EncoderModel):
         self._layers: list[int] = [layers] if isinstance(layers, int) else list(layers)
         self._first_row = 1 if config.vision_feature_select_strategy == "default" else 0
         self._tower: Any = AutoModel.from_config(config.vision_config)
+        self.unmasked = self._tower
         self._projector = LlavaMultiModalProjector(config)
         self.module: nn.Module = nn.ModuleDict({"tower": self._tower, "projector": self._projector})
         self.layout = _layout(inner="vision_model." if hasattr(self._tower, "vision_model") else "")

@@ -24,7 +24,7 @@ class QwenVisionEncoder(EncoderModel):
 
     def __init__(self, config: Any) -> None:
         self._config = config.vision_config
-        self.module: nn.Module = self.tower(self._config)
+        self.module = self.unmasked = self.tower(self._config)
         self._merge_unit = self._config.spatial_merge_size**2
 
     def finish_loading(self, device: torch.device) -> None:

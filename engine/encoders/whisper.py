@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.whisper.modeling_whisper import WhisperEncoder as WhisperEncoderModule
 
 from engine.counters import encoder_computations
@@ -23,7 +23,7 @@ class WhisperEncoder(EncoderModel):
     layout = CheckpointLayout(prefixes={"model.encoder.": "", "encoder.": ""})
 
     def __init__(self, config: Any) -> None:
-        self.module: nn.Module = WhisperEncoderModule(with_encoder_attention(config))
+        self.module = self.unmasked = WhisperEncoderModule(with_encoder_attention(config))
 
     def finish_loading(self, device: torch.device) -> None:
         pass

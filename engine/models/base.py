@@ -197,10 +197,14 @@ class DecoderModel(nn.Module, ABC):
 
 
 class EncoderModel(ABC):
-    """An encoder that takes items of many requests in one batch. `module` is transformers' own."""
+    """An encoder that takes items of many requests in one batch. `module` is transformers' own.
+
+    `unmasked` is the part of it whose attention never has a mask, so that a kernel for whole sequences serves it.
+    """
 
     module: nn.Module
     layout: CheckpointLayout
+    unmasked: nn.Module | None = None
 
     @abstractmethod
     def finish_loading(self, device: torch.device) -> None:

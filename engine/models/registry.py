@@ -17,6 +17,13 @@ from engine.models.loader import load_weights
 from engine.models.skeleton import without_memory
 
 
+def make_decoder(info: ModelInfo) -> DecoderModel:
+    """The decoder of a model without memory for its weights. Raises ValueError for what is not supported, by name."""
+    with without_memory():
+        model: DecoderModel = pkgutil.resolve_name(info.family.decoder)(info)
+    return model
+
+
 def load_decoder(
     info: ModelInfo, device: torch.device, dtype: torch.dtype, load_format: LoadFormat = "auto"
 ) -> tuple[DecoderModel, LoadReport]:
@@ -25,8 +32,7 @@ def load_decoder(
     Raises CheckpointError where the weights do not fit the configuration, ValueError for a configuration with
     something that is not supported (both name it).
     """
-    with without_memory():
-        model: DecoderModel = pkgutil.resolve_name(info.family.decoder)(info)
+    model = make_decoder(info)
     if load_format == "dummy":
         return model, draw_weights(model, device, dtype)
     tied_heads = tuple({"lm_head.weight", "proj_out.weight"} - dict(model.named_parameters()).keys())

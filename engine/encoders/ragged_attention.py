@@ -1,0 +1,90 @@
+"""transformers' encoders with FlashInfer's attention on CUDA, in one launch for all sequences of a batch.
+
+transformers asks a registered function for attention by the name in the module's configuration. A name with "flash" in
+it makes the towers of Qwen2-VL and its successors say where pictures and windows begin (`cu_seq_lens_q`), instead of
+calling once for each of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from common.telemetry import get_logger
+from engine.attention.flashinfer_ragged import FlashInferRagged
+from engine.attention.flashinfer_wrappers import RAGGED_WORKSPACE_BYTES, Workspace, load_flashinfer
+from engine.attention.paged_batch import RaggedBatch
+
+NAME: Final = "triptych_flash_encoder"
+log = get_logger()
+
+
+def use_flashinfer(module: PreTrainedModel, device: torch.device) -> None:
+    """Make a module of transformers, whose attention has no masks, compute it by FlashInfer; a warning where that is
+    not installed."""
+    try:
+        flashinfer = load_flashinfer()
+    except ImportError as error:
+        log.warning(
+            "the encoder computes attention with PyTorch alone",
+            reason=f"FlashInfer cannot be imported ({error}); install it with pip install 'triptych[cuda]'",
+        )
+        return
+    ragged = FlashInferRagged(Workspace(flashinfer, device, RAGGED_WORKSPACE_BYTES))
+    AttentionInterface.register(NAME, EncoderAttention(ragged))
+    # Not when it is made: transformers would look for the package flash_attn. Layers read it in every forward pass.
+    module.config._attn_implementation = NAME
+
+
+class EncoderAttention:
+    """What transformers calls for each layer. Sequences of one forward pass are planned once for all of its layers."""
+
+    def __init__(self, ragged: FlashInferRagged) -> None:
+        self._ragged = ragged
+        self._whole: tuple[tuple[int, int], RaggedBatch] | None = None
+        self._parts: list[tuple[Tensor, RaggedBatch]] = []
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        cu_seq_lens_q: Tensor | None = None,
+        **more: Any,
+    ) -> tuple[Tensor, None]:
+        """query, key, value [batch, num_heads, size, head_dim] -> [batch, size, num_heads, head_dim].
+
+        `cu_seq_lens_q` [n + 1]: where sequences begin in a batch of one, and the last one ends.
+        """
+        if attention_mask is not None or dropout != 0.0:
+            attended, _ = sdpa_attention_forward(
+                module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **more
+            )
+            return attended, None
+        batch, _, size, _ = query.shape
+        sequences = self._sequences(batch, size) if cu_seq_lens_q is None else self._between(cu_seq_lens_q)
+        query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        out = self._ragged.run(query, key, value, sequences, scale=scaling)
+        return out.view(batch, size, *out.shape[1:]), None
+
+    def _sequences(self, batch: int, size: int) -> RaggedBatch:
+        if self._whole is None or self._whole[0] != (batch, size):
+            self._whole = (batch, size), RaggedBatch([size] * batch)
+        return self._whole[1]
+
+    def _between(self, starts: Tensor) -> RaggedBatch:
+        """Layers pass the same tensors: pictures and, in Qwen2.5-VL, windows. Its values are fetched once for each."""
+        for known, sequences in self._parts:
+            if known is starts:
+                return sequences
+        sequences = RaggedBatch(starts.diff().tolist())
+        self._parts = [*self._parts[-1:], (starts, sequences)]
+        return sequences

@@ -1,0 +1,137 @@
+"""FlashInfer's kernels, built ahead of their use: those that the decoders and encoders of given models need.
+
+    python -m launch.gpu.kernels MODEL…            into FLASHINFER_WORKSPACE_BASE (the home folder, if not set)
+    python -m launch.gpu.kernels --list MODEL…     what that would be
+
+A kernel is compiled when it is first used, which takes minutes; this does it without a GPU, too. It takes nvcc and
+ninja, FLASHINFER_CUDA_ARCH_LIST (9.0a for H100 and H200) where there is no GPU to ask, and a libcuda to link against:
+without a driver, a stub on LIBRARY_PATH. What is built is found again by the same version of FlashInfer alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+
+from common.model_info import ModelInfo, load_model_info
+from engine.attention.backend import HeadSpec
+from engine.attention.served import APPENDED_HEAD_DIMS, needs_tensor_cores, padded_head_dim, unserved
+from engine.device import DTYPES
+from engine.models.registry import make_decoder
+
+_NO_POSITIONS: Final = 0
+"""FlashInfer's number for "positions are not rotated by attention"."""
+_ENCODER_SIZES: Final = (
+    ("encoder_attention_heads", "d_model"),
+    ("num_attention_heads", "hidden_size"),
+    ("num_heads", "embed_dim"),
+    ("num_heads", "hidden_size"),
+)
+"""Where configurations of encoders say how many heads they have, and how wide these are together."""
+
+
+@dataclass(frozen=True, order=True)
+class Kernel:
+    """One library that FlashInfer compiles. `page` writes keys and values; `decode` runs on the vector units and
+    `prefill` on tensor cores: prefills, encoders, and decodes of large groups of heads."""
+
+    kind: Literal["page", "decode", "prefill"]
+    dtype: str = ""
+    head_dim: int = 0
+    window: bool = False
+
+    def __str__(self) -> str:
+        sizes = f" {self.dtype} heads of {self.head_dim}" if self.head_dim else ""
+        return f"{self.kind}{sizes}{' in a window' if self.window else ''}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Build the kernels and print what each took; returns the exit status, 1 if one could not be built."""
+    parser = argparse.ArgumentParser(prog="python -m launch.gpu.kernels", description=__doc__.split("\n")[0])
+    parser.add_argument("models", nargs="+", help="model folders; configurations suffice")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
+    parser.add_argument("--list", action="store_true", help="print them and build nothing")
+    options = parser.parse_args(arguments)
+    kernels = needed_kernels((load_model_info(model) for model in options.models), options.dtype)
+    if options.list:
+        print("\n".join(map(str, kernels)))
+        return 0
+    failures = 0
+    for number, kernel in enumerate(kernels, 1):
+        print(f"[{number}/{len(kernels)}] {kernel}: ", end="", flush=True)
+        began = time.monotonic()
+        try:
+            library = build(kernel)
+        except RuntimeError as error:
+            failures += 1
+            print(f"FAILED\n{error}")
+        else:
+            print(f"{time.monotonic() - began:.0f} s, {library.stat().st_size / 2**10:.0f} KiB")
+    return int(failures > 0)
+
+
+def needed_kernels(models: Iterable[ModelInfo], dtype: str) -> list[Kernel]:
+    """Without duplicates, those that are quickly built first. Heads that FlashInfer does not serve need none."""
+    needed = {kernel for info in models for kernel in (*_of_decoder(info, dtype), *_of_encoder(info, dtype))}
+    return sorted(needed, key=lambda kernel: (("page", "decode", "prefill").index(kernel.kind), kernel))
+
+
+def build(kernel: Kernel) -> Path:
+    """Compile a kernel, unless it is there already; returns the library. Raises RuntimeError as the compiler says."""
+    spec = _specification(kernel)
+    spec.build(verbose=False)
+    library: Path = spec.jit_library_path
+    return library
+
+
+def _of_decoder(info: ModelInfo, dtype: str) -> Iterator[Kernel]:
+    model = make_decoder(info)
+    heads = HeadSpec(model.spec.num_heads, model.spec.num_kv_heads, model.spec.head_dim)
+    windows = {getattr(module, "window", None) is not None for module in model.modules() if hasattr(module, "window")}
+    if heads.head_dim in APPENDED_HEAD_DIMS:
+        yield Kernel("page")
+    if unserved(heads, DTYPES[dtype]) is not None:
+        return
+    for window in windows or {False}:
+        yield Kernel("prefill", dtype, heads.head_dim, window)
+        if not needs_tensor_cores(heads.num_heads, heads.num_kv_heads):
+            yield Kernel("decode", dtype, heads.head_dim, window)
+
+
+def _of_encoder(info: ModelInfo, dtype: str) -> Iterator[Kernel]:
+    if info.media_kind not in ("image", "audio"):
+        return
+    config = info.config.get("vision_config") or info.config.get("audio_config") or info.config
+    for heads_key, width_key in _ENCODER_SIZES:
+        if heads_key in config and width_key in config:
+            head_dim = padded_head_dim(config[width_key] // config[heads_key])
+            heads = HeadSpec(config[heads_key], config[heads_key], head_dim)
+            if unserved(heads, DTYPES[dtype]) is None:
+                yield Kernel("prefill", dtype, head_dim)
+            return
+
+
+def _specification(kernel: Kernel) -> Any:
+    """FlashInfer's description of the library, by the same words with which its wrappers ask for it."""
+    from flashinfer.jit.attention.modules import gen_batch_decode_module, gen_batch_prefill_module
+    from flashinfer.jit.page import gen_page_module
+
+    if kernel.kind == "page":
+        return gen_page_module()
+    dtype = DTYPES[kernel.dtype]
+    types = (dtype, dtype, dtype, torch.int32)
+    sizes = (kernel.head_dim, kernel.head_dim, _NO_POSITIONS, kernel.window, False)
+    if kernel.kind == "decode":
+        return gen_batch_decode_module(*types, *sizes)
+    return gen_batch_prefill_module("fa2", *types, *sizes, False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""Which kernels of FlashInfer are built ahead for which models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from common.model_info import load_model_info
+from launch.gpu.kernels import Kernel, main, needed_kernels
+from launch.gpu.shapes import qwen2_5_vl_3b, whisper_large_v3
+from tests import tiny_models
+from tests.tiny import text
+
+PAGE = Kernel("page")
+
+
+def needed(folder: Path, dtype: str = "bfloat16") -> list[Kernel]:
+    return needed_kernels([load_model_info(str(folder))], dtype)
+
+
+def test_small_groups_are_decoded_without_tensor_cores_and_large_ones_with(tmp_path: Path) -> None:
+    whisper = needed(whisper_large_v3().write(tmp_path / "whisper"))
+    assert whisper == [PAGE, Kernel("decode", "bfloat16", 64), Kernel("prefill", "bfloat16", 64)]
+    qwen = needed(qwen2_5_vl_3b().write(tmp_path / "qwen"), "float16")  # groups of eight; vision heads of 80, padded
+    assert qwen == [PAGE, Kernel("prefill", "float16", 128)]
+
+
+def test_windows_are_kernels_of_their_own(tmp_path: Path) -> None:
+    folder = text.make_mistral(tmp_path, head_dim=64, sliding_window=8)
+    assert needed(folder) == [PAGE, Kernel("decode", "bfloat16", 64, True), Kernel("prefill", "bfloat16", 64, True)]
+
+
+def test_heads_that_are_not_served_need_none_and_are_listed_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd, even = tiny_models.make_llama(tmp_path / "odd"), tiny_models.make_llama(tmp_path / "even", head_dim=64)
+    assert needed(odd) == []
+    assert main(["--list", str(odd), str(even), str(even)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "page",
+        "decode bfloat16 heads of 64",
+        "prefill bfloat16 heads of 64",
+    ]
