@@ -106,14 +106,20 @@ class Emission:
         if self.is_full(new.sequence, new.position + 1):
             return "length"
         # What outgrows the whole pool ends here: preempting it would only make it start over, forever.
-        fits = self.fits_ever(request, [sequence.num_known_tokens for sequence in request.sequences])
-        return None if fits else "length"
+        return None if self.fits_ever(request) or self._fits_by_now(request) else "length"
 
     def is_full(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether a sequence of so many tokens takes no other one."""
         num_output_tokens = num_tokens - len(sequence.request.prompt)
         return num_output_tokens >= sequence.sampling.max_tokens or num_tokens >= self._max_model_len
 
-    def fits_ever(self, request: Request, lengths: list[int]) -> bool:
-        """Whether the sequences of a request can be computed that far, with the whole pool to themselves."""
+    def fits_ever(self, request: Request) -> bool:
+        """Whether all sequences of a request can take one more step, with the whole pool to themselves."""
+        return self._fits(request, [len(sequence.token_ids) for sequence in request.sequences])
+
+    def _fits_by_now(self, request: Request) -> bool:
+        """The same before the tokens that are not known yet: what comes of those is decided when they are."""
+        return self._fits(request, [sequence.num_known_tokens for sequence in request.sequences])
+
+    def _fits(self, request: Request, lengths: list[int]) -> bool:
         return self._blocks.fits_ever(len(request.prompt), lengths, request.num_encoder_tokens)

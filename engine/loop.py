@@ -107,8 +107,8 @@ class StepLoop:
         if not step.sequences:
             self._land()
             return step
-        self.counters["steps_ahead"] += self.in_flight
         output = self._run(step)
+        self.counters["steps_ahead"] += self.in_flight
         if not self._generation.can_run_ahead(output):
             self._land()
             self._tell(self._generation.advance(self._without_ended(output)))
@@ -219,10 +219,7 @@ class StepLoop:
 
     def _may_outgrow_the_pool(self, flight: TokensInFlight) -> bool:
         alive = _requests_of(sequence for sequence in flight.sequences if self._is_alive(sequence))
-        return not all(
-            self._emission.fits_ever(request, [len(sequence.token_ids) for sequence in request.sequences])
-            for request in alive
-        )
+        return not all(map(self._emission.fits_ever, alive))
 
 
 def _requests_of(sequences: Iterable[Sequence]) -> Iterable[Request]:
