@@ -53,7 +53,7 @@ class Outgoing:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._kept: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+        self._kept: list[weakref.ref[torch.Tensor]] = []
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same values in one piece and complete, on the device as long as there is room. Called on the thread whose
@@ -63,10 +63,15 @@ class Outgoing:
             return whole
         if not tensor.is_contiguous():
             torch.cuda.current_stream(whole.device).record_event().synchronize()
-        if sum(kept.nbytes for kept in self._kept) + whole.nbytes > self._limit_bytes:
+        if self._kept_bytes() + whole.nbytes > self._limit_bytes:
             return fetch(whole)
-        self._kept.add(whole)
+        self._kept.append(weakref.ref(whole))
         return whole
+
+    def _kept_bytes(self) -> int:
+        alive = [(reference, tensor.nbytes) for reference in self._kept if (tensor := reference()) is not None]
+        self._kept = [reference for reference, _ in alive]
+        return sum(size for _, size in alive)
 
 
 def payload_of(tensor: torch.Tensor) -> Payload:
@@ -125,7 +130,7 @@ class DeviceLanding:
             if fault is not None:
                 return fault
             return await asyncio.to_thread(self._copy, header, host.data_ptr(), host.nbytes)
-        except CudaError as error:
+        except (CudaError, torch.OutOfMemoryError) as error:
             return f"it could not be copied to the GPU: {error}"
 
     def _make_host(self, header: TensorHeader) -> torch.Tensor:

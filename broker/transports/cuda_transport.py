@@ -47,8 +47,7 @@ class CudaSender:
 
     def __init__(self, runtime: CudaRuntime) -> None:
         self._runtime = runtime
-        self._arena: ExportArena | None = None
-        self._making = asyncio.Lock()
+        self._arena: asyncio.Task[ExportArena] | None = None
         self._closed = False
 
     def connect(self, address: str) -> CudaConnection:
@@ -61,18 +60,24 @@ class CudaSender:
 
     async def arena(self) -> ExportArena:
         """The process's arena, made when it is first needed. Raises CudaError where the device has no room for it."""
-        async with self._making:
-            if self._closed:
-                raise CudaError("this sender has been closed")
-            if self._arena is None:
-                self._arena = await asyncio.to_thread(ExportArena, self._runtime, ARENA_BYTES)
-            return self._arena
+        if self._closed:
+            raise CudaError("this sender has been closed")
+        if self._arena is None or (self._arena.done() and self._arena.exception() is not None):
+            self._arena = asyncio.create_task(asyncio.to_thread(ExportArena, self._runtime, ARENA_BYTES))
+        return await asyncio.shield(self._arena)  # who gives up leaves it to the next one
 
     def close(self) -> None:
         """Give the arena back, once all connections are closed. Twice is fine."""
         self._closed = True
-        if self._arena is not None:
-            self._arena.close()
+        if self._arena is not None and self._arena.done():
+            _close_arena(self._arena)
+        elif self._arena is not None:
+            self._arena.add_done_callback(_close_arena)
+
+
+def _close_arena(made: asyncio.Task[ExportArena]) -> None:
+    if not made.cancelled() and made.exception() is None:
+        made.result().close()
 
 
 class CudaConnection:

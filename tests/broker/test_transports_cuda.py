@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import os
 import secrets
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -283,6 +284,44 @@ async def test_a_gpu_without_room_for_the_arena_is_no_way(
     monkeypatch.setattr(one.cuda, "allocate", full)
     with pytest.raises(Unreachable, match="out of memory"):
         await one.send(one.connect(other.receiver.address), buffer)
+
+
+async def test_an_arena_that_takes_longer_than_its_first_send_serves_the_next_one(
+    one: Gpu, other: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    going_on, made, allocate = threading.Event(), list[int](), one.cuda.allocate
+
+    def slowly(num_bytes: int) -> int:
+        if num_bytes == 4 * MIB:
+            going_on.wait(20)
+            made.append(num_bytes)
+        return allocate(num_bytes)
+
+    monkeypatch.setattr(one.cuda, "allocate", slowly)
+    connection = one.connect(other.receiver.address)
+    with pytest.raises(TriptychError, match="took none within"):
+        await one.send(connection, b"x", timeout_s=0.05)
+    going_on.set()
+    assert other.bytes_of(await transfer(one, other, b"y", connection)) == b"y"
+    assert len(made) == 1
+    one.close()
+    other.close()
+    await eventually(lambda: one.cuda.num_held == 0)
+
+
+async def test_an_arena_that_is_made_while_its_sender_closes_is_given_back(
+    one: Gpu, other: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer, making = one.cuda.upload(b"x"), threading.Event()
+    monkeypatch.setattr(one.cuda, "export", lambda pointer: making.wait(20) and bytes(HANDLE_BYTES))
+    sending = asyncio.create_task(one.send(one.connect(other.receiver.address), buffer))
+    await eventually(lambda: one.cuda.num_held == 2)
+    one.close()
+    making.set()
+    with pytest.raises(TriptychError):
+        await sending
+    del buffer, sending
+    await eventually(lambda: one.cuda.num_held == 0)
 
 
 # --- ends
