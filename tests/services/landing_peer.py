@@ -1,0 +1,39 @@
+"""A process whose tensors land on a GPU, or on what stands for one.
+
+python -m tests.services.landing_peer fake|cuda    prints its address, then for each tensor its device and its checksum
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import torch
+import zmq.asyncio
+
+from broker.handoff import key_of
+from broker.tensors import TensorReceiver
+from common.hashing import checksum
+from services.device_tensors import DeviceLanding, open_cuda
+from services.tensor_bytes import bytes_of
+from tests.broker.fake_cuda import FakeCuda
+
+
+async def main(kind: str) -> None:
+    device = torch.device("cuda" if kind == "cuda" else "cpu")
+    cuda = open_cuda("cuda") if kind == "cuda" else FakeCuda()
+    assert cuda is not None
+    receiver, landing = TensorReceiver(zmq.asyncio.Context(), max_bytes=2**28, cuda=cuda), DeviceLanding(cuda, device)
+    print(receiver.address, flush=True)
+    while True:
+        received = await receiver.receive()
+        landed = await landing.take(key_of(received.header), received)
+        received.release()
+        if isinstance(landed, str):
+            print(landed, flush=True)
+        else:
+            print(landed.device.type, checksum(bytes_of(landed.cpu())), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))
