@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -31,17 +29,9 @@ def write_paged(cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slo
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _write_slots(
-    cache: Any,
-    key: Any,
-    value: Any,
-    slot_mapping: Any,
-    side_stride: Any,
-    key_stride: Any,
-    value_stride: Any,
-    slot_size: Any,
-    SIZE: tl.constexpr,
-) -> None:
+def _write_slots(  # type: ignore[no-untyped-def]  # Triton reads annotations, and takes none but its own
+    cache, key, value, slot_mapping, side_stride, key_stride, value_stride, slot_size, SIZE: tl.constexpr
+):
     """One program for each token and side: `slot_size` elements that lie together, here and there."""
     token, side = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     offsets = tl.arange(0, SIZE)
