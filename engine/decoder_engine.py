@@ -29,6 +29,7 @@ from engine.loop import StepLoop
 from engine.request import Request, Sequence
 from engine.request_check import RequestCheck
 from engine.runner.decoder import DecoderRunner
+from engine.sampling import device_draw
 from engine.sampling.sampler import Sampler
 from engine.scheduler.coverage import Coverage
 from engine.scheduler.decoder import DecoderScheduler
@@ -73,6 +74,7 @@ class DecoderEngine:
             config.preemption,
         )
         self.sampler = Sampler(info, self.runner.spec.vocab_size)
+        device_draw.prepare(self.runner.device)
         self.kv_outlet = KvOutlet(
             self.blocks, self.scheduler, expectation, self.runner.read_tokens, self._tell, self._end
         )

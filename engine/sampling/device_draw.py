@@ -19,8 +19,11 @@ import torch
 from torch import Tensor
 
 from common.sampling_params import SamplingParams
+from common.telemetry import get_logger
 from engine.runner.staging import send
 from engine.sampling.draw import invert, nucleus_weight, top_k_weight, weights_of
+
+log = get_logger()
 
 Nucleus: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(weights [num_rows, vocab_size], top_p float64 [num_rows, 1]) -> the weights, 0 outside of each row's nucleus."""
@@ -31,7 +34,7 @@ def draw_on_device(
 ) -> Tensor:
     """One token id per row of scores [num_rows, vocab_size], int64 [num_rows] on their device: what `draw` gives.
 
-    `nucleus` finds it; if not given, by FlashInfer on CUDA where it is installed, else by sorting.
+    `nucleus` finds what top-p leaves; if not given, FlashInfer on CUDA where it is installed and runs, else sorting.
     """
     vocab_size = scores.shape[-1]
     top_k = np.array([[one.top_k if 0 < one.top_k < vocab_size else 0] for one in sampling], np.int64)
@@ -69,10 +72,26 @@ def nucleus_by_flashinfer(weights: Tensor, ps: Tensor) -> Tensor:
     return torch.where((renormed > 0.0) | (ps >= 1.0), weights, 0.0)
 
 
-def _nucleus_for(device: torch.device) -> Nucleus:
-    return nucleus_by_flashinfer if device.type == "cuda" and _has_flashinfer() else nucleus_by_sorting
+def prepare(device: torch.device) -> None:
+    """Have what draws on this device ready: FlashInfer compiles its kernels when they are first used, which takes as
+    long as a minute and may fail. That is no matter for the first request."""
+    if device.type == "cuda":
+        _nucleus_for(device)
 
 
 @cache
-def _has_flashinfer() -> bool:
-    return importlib.util.find_spec("flashinfer") is not None
+def _nucleus_for(device: torch.device) -> Nucleus:
+    if device.type != "cuda" or importlib.util.find_spec("flashinfer") is None:
+        return nucleus_by_sorting
+    return unless_it_fails(nucleus_by_flashinfer, device)
+
+
+def unless_it_fails(nucleus: Nucleus, device: torch.device) -> Nucleus:
+    """`nucleus`, if it runs on this device, or else the one that sorts."""
+    try:
+        found = nucleus(torch.ones((1, 32), device=device), torch.full((1, 1), 0.5, dtype=torch.float64, device=device))
+        found.cpu()  # an error on the device is raised here
+    except Exception as error:  # no compiler, no kernels for this GPU: whatever it is, sorting needs none of it
+        log.warning("top-p is found by sorting", reason=f"{type(error).__name__}: {error}"[:300])
+        return nucleus_by_sorting
+    return nucleus

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.sampling_params import MIN_TEMPERATURE, SamplingParams
-from engine.sampling.device_draw import draw_on_device, nucleus_by_flashinfer
+from engine.sampling.device_draw import draw_on_device, nucleus_by_flashinfer, nucleus_by_sorting, unless_it_fails
 from engine.sampling.draw import CANDIDATES, draw, uniform
 from engine.sampling.sampler import choose_on_device
 from tests.engine.sampled import make_sampler, make_sequence
@@ -91,6 +91,18 @@ def test_greedy_and_random_sequences_mix() -> None:
         expected = [sampled.token_id for sampled in make_sampler().sample(logits.clone(), chosen)]
         assert choose_on_device(logits, chosen).tolist() == expected
         assert make_sampler().launch(logits, chosen).wait() == expected
+
+
+def test_kernels_that_do_not_run_are_done_without() -> None:
+    def broken(weights: torch.Tensor, ps: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no compiler")
+
+    def another(weights: torch.Tensor, ps: torch.Tensor) -> torch.Tensor:
+        return nucleus_by_sorting(weights, ps)
+
+    cpu = torch.device("cpu")
+    assert unless_it_fails(broken, cpu) is nucleus_by_sorting
+    assert unless_it_fails(another, cpu) is another
 
 
 @pytest.mark.gpu
