@@ -312,10 +312,17 @@ class Request:
 
     @property
     def num_reusable_tokens(self) -> int:
-        """Tokens of the first sequence that may come from the prefix cache: one at least is left to compute here."""
+        """Tokens of the first sequence that may come from the prefix cache: one at least is left to compute here.
+
+        Of several sequences only the prompt: each computes what stands in the block after its last full one, so that an
+        input there is needed, though the first sequence were found to have it.
+        """
         if self.prefill_only:
             return max(0, self.num_handoff_tokens - 1)
-        return self.num_handoff_tokens if self.awaits_kv else len(self.sequences[0].token_ids) - 1
+        if self.awaits_kv:
+            return self.num_handoff_tokens
+        most = len(self.sequences[0].token_ids) - 1
+        return most if len(self.sequences) == 1 else min(most, len(self.prompt))
 
     @property
     def is_prefilled_here(self) -> bool:

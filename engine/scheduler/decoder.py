@@ -284,10 +284,15 @@ class DecoderScheduler:
 
     def start(self, request: Request) -> None:
         """The keys and values of a reserved request have come: it runs. Inputs are needed no more, but for one that the
-        last token of the prompt belongs to."""
+        last token of the prompt belongs to: all sequences have what has come, a block that it does not fill included.
+        """
         self.reserved.remove(request)
         self.running.append(request)
         self.coverage.remember(request)
+        first, *siblings = request.sequences
+        for sibling in siblings:
+            self.blocks.fork(first.sequence_id, sibling.sequence_id)
+            sibling.num_computed_tokens, sibling.num_remembered = first.num_computed_tokens, first.num_remembered
         self.intake.cover(request, request.num_handoff_tokens)
         self.intake.ask(request)
 

@@ -360,15 +360,17 @@ def test_a_prompt_that_is_here_as_a_whole_is_not_sent_at_all(tiny_speech: ModelI
     assert InputCached("two", KV_INPUT_ID, 0) in pair.receiver.events
 
 
+@pytest.mark.parametrize("block_size", [3, 64])
 @pytest.mark.parametrize("model", ["tiny_llama", "tiny_vision"])
-def test_a_stream_goes_on_at_another_decode(model: str, request: pytest.FixtureRequest) -> None:
-    """With one sequence the tokens so far are prefilled as well; with several only what they share."""
+def test_a_stream_goes_on_at_another_decode(model: str, block_size: int, request: pytest.FixtureRequest) -> None:
+    """With one sequence the tokens so far are prefilled as well; with several only what they share. A block that the
+    prompt does not fill may hold the end of a picture: none of them computes that here."""
     info: ModelInfo = request.getfixturevalue(model)
     for params in (sampled(12), sampled(12, n=3)):
         job = text("r", 9, params) if model == "tiny_llama" else dataclasses.replace(pictures(info)[0], params=params)
         whole = run(quick_engine(info), [job], watch=False).tokens
         resumed = [Resumed(index, whole[job.name, index][: 3 + index]) for index in range(params.n)]
-        pair = Pair(quick_engine(info), quick_engine(info, block_size=3))
+        pair = Pair(quick_engine(info), quick_engine(info, block_size=block_size))
         pair.add(dataclasses.replace(job, resumed=resumed))
         assert pair.finish() == {key: tokens[3 + key[1] :] for key, tokens in whole.items()}
 

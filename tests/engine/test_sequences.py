@@ -216,6 +216,19 @@ def test_beams_may_end_with_every_token(tiny_llama: ModelInfo) -> None:
     assert [len(tokens) for tokens in driver.tokens.values()] == [1, 1]
 
 
+def test_a_picture_that_only_the_first_sequence_finds_in_the_cache_is_asked_for(tiny_vision: ModelInfo) -> None:
+    """It stands in a block that the prompt does not fill, and that the first sequence had filled with its tokens."""
+    token_ids = [*text_tokens(1, 4), tiny_vision.placeholder_token_id or 0, *text_tokens(3, 2)]
+    job = Job("r", token_ids, sampled(30, n=2), [("cat", 8)])
+    engine = make_engine(tiny_vision, block_size=16)
+    whole = run(engine, [job]).tokens
+    engine.cache.reserve("other", engine.cache.capacity_bytes, ("other", 0))  # the encoder's output is gone
+    engine.cache.release("other", ("other", 0))
+    driver = Driver(engine)
+    driver.add(replace(job, resumed=[Resumed(index, whole["r", index][:20]) for index in range(2)]))
+    assert driver.finish() == {key: tokens[20:] for key, tokens in whole.items()}
+
+
 @pytest.mark.parametrize("num_cached_after", [0, 8])
 def test_a_sequence_whose_sibling_had_the_prompt_from_the_cache_and_ends_goes_on(
     tiny_vision: ModelInfo, num_cached_after: int
