@@ -56,8 +56,10 @@ def in_words(facts: dict[str, Any]) -> str:
 
 def missing(wanted: Iterable[str], left_out: frozenset[str] = frozenset()) -> list[str]:
     """Requirements that no installed package meets, those of the packages themselves included, with who asks."""
-    from packaging.requirements import Requirement
-
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:
+        return ["packaging (to look for the others, there is none)"]
     found, seen = [], set()
     queue = [(Requirement(line), "triptych", "") for line in wanted]
     while queue:

@@ -153,4 +153,5 @@ def _reason(case: ElementTree.Element) -> str:
 
 
 def _tail(log: Path) -> str:
-    return log.read_text(errors="replace")[-_TAIL_CHARACTERS:].strip()
+    """The end of a log on one line, as a cell of a table wants it."""
+    return " ".join(log.read_text(errors="replace")[-_TAIL_CHARACTERS:].split())

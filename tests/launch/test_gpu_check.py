@@ -140,6 +140,11 @@ def test_missing_requirements_are_named_with_who_asks() -> None:
     assert missing(["no-such-package"], frozenset({"no-such-package"})) == []
 
 
+def test_a_bare_machine_is_told_so_instead_of_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "packaging.requirements", None)
+    assert "packaging" in missing(["redis>=5"])[0]
+
+
 def test_a_machine_without_a_gpu_is_told_what_to_do() -> None:
     facts = {"python": "3.12", "versions": {}, "gpu": None, "missing": []}
     assert "torch finds no CUDA device" in in_words(facts)

@@ -1,0 +1,35 @@
+"""docs/cuda.md names the stages, benchmarks and settings that there are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from common.config import EngineConfig
+from launch.gpu.bench.__main__ import NAMES
+from launch.gpu.plan import STAGES
+
+PAGE = (Path(__file__).parents[2] / "docs" / "cuda.md").read_text()
+
+
+def first_cells(header: str) -> list[str]:
+    """The names in the first column of the table that begins with `header`."""
+    table = PAGE[PAGE.index(header) :].partition("\n\n")[0]
+    return [name for row in table.splitlines()[2:] for name in re.findall(r"`([\w…-]+)`", row.split("|")[1])]
+
+
+def test_every_stage_of_the_check_is_on_the_page() -> None:
+    benchmarks = [stage.name for stage in STAGES if stage.name.startswith("bench-")]
+    others = [stage.name for stage in STAGES if stage.name not in benchmarks]
+    assert first_cells("| stage |") == [*others, "bench-…"]
+    assert benchmarks == [f"bench-{name}" for name in NAMES]
+
+
+def test_every_benchmark_is_on_the_page() -> None:
+    assert first_cells("| benchmark |") == list(NAMES)
+
+
+def test_the_settings_of_the_page_exist() -> None:
+    settings = [name for name in first_cells("| setting |") if not name.startswith("--")]
+    assert len(settings) >= 4
+    assert set(settings) <= set(EngineConfig.model_fields)
