@@ -2,14 +2,19 @@
 
 {cluster}:instances                the ids of all instances (a set)
 {cluster}:instance:{instance_id}   an InstanceRecord, gone RECORD_TTL_S seconds after the last heartbeat
+{cluster}:changes                  where it is told who has come, is leaving or has left (a pub/sub channel): whoever
+                                   looks at the registry now and then can look at once
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncGenerator
 from typing import Final
 
 import msgspec
 from redis.asyncio import Redis
+from redis.exceptions import NoPermissionError
 
 from broker.redis_client import pass_on_cancellation
 from common.errors import TriptychError
@@ -18,6 +23,8 @@ from common.telemetry import get_logger
 
 RECORD_TTL_S: Final = 5
 HEARTBEAT_S: Final = 1.0
+_LISTEN_S: Final = 1.0
+"""One wait for news, shorter than the client's patience with a server that says nothing."""
 
 log = get_logger()
 
@@ -29,7 +36,9 @@ class Registry:
         self._redis = redis
         self._cluster = cluster
         self._index = f"{cluster}:instances"
+        self._changes = f"{cluster}:changes"
         self._own: InstanceRecord | None = None
+        self._told: tuple[int, bool] | None = None  # epoch, draining
 
     async def register(self, record: InstanceRecord) -> None:
         """Enter `record`; from now on `heartbeat` keeps it alive.
@@ -57,6 +66,9 @@ class Registry:
             pipe.set(self._key(own.instance_id), encode(own), ex=RECORD_TTL_S)
             pipe.sadd(self._index, own.instance_id)
             await pipe.execute()
+        if self._told != (own.epoch, own.draining):
+            await self._tell()
+            self._told = own.epoch, own.draining
         pass_on_cancellation()
 
     async def unregister(self) -> bool:
@@ -69,7 +81,27 @@ class Registry:
             return False
         await self._redis.delete(self._key(own.instance_id))
         await self._redis.srem(self._index, own.instance_id)
+        await self._tell()
+        self._told = None
         return True
+
+    async def changes(self) -> AsyncGenerator[None]:
+        """Yields at the start, and when an instance has come, begins to leave or has left. What is told while the
+        connection is lost is missed, and nobody tells of the dead: look now and then all the same.
+
+        Raises NoPermissionError where the broker's user may not listen; then looking now and then has to do.
+        """
+        async with self._redis.pubsub() as listener:
+            await listener.subscribe(self._changes)
+            while True:
+                message = await listener.get_message(timeout=_LISTEN_S)
+                pass_on_cancellation()
+                if message is not None:
+                    yield
+
+    async def _tell(self) -> None:
+        with contextlib.suppress(NoPermissionError):  # those that listen find out a little later
+            await self._redis.publish(self._changes, "")
 
     async def get(self, instance_id: str) -> InstanceRecord | None:
         """One instance's record; None if it is not alive."""

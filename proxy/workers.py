@@ -14,15 +14,14 @@ import zmq
 import zmq.asyncio
 from redis.exceptions import RedisError
 
-from broker.redis_client import REFUSALS, refused
 from broker.registry import HEARTBEAT_S, RECORD_TTL_S, Registry, incompatibility, other_key
 from broker.rpc import connection_id
 from common.errors import TriptychError
 from common.messages import Abort, FromWorker, Heartbeat, InstanceRecord, Role
 from common.telemetry import get_logger
+from proxy.registry_watch import POLL_S, RegistryWatch
 from proxy.worker import WatchedClient, Worker
 
-POLL_S: Final = 0.5
 ABSENCE_S: Final = 2.0
 """A worker that has not been in the registry for so long is gone."""
 BURST_MESSAGES: Final = 64
@@ -68,6 +67,7 @@ class WorkerPool:
         # it, and keep what was asked for there.
         self._identities = (connection_id(own.instance_id, own.epoch, number) for number in itertools.count())
         self._registry = registry
+        self._watch = RegistryWatch(registry, own)
         self._listener = listener
         self._context = context
         self._workers: dict[str, Worker] = {}
@@ -78,11 +78,11 @@ class WorkerPool:
         self._last_usable_s: dict[Role, float] = {}
         self.failure: str | None = None
         """Why this pool does not work any more; None while it does."""
-        self._last_poll_s = float("-inf")
 
     def start(self) -> None:
         """Begin to look for workers, and go on until `close`. The broker need not be there yet."""
-        self._background(self._watch_registry())
+        self._background(self._watch.look(self._apply))
+        self._background(self._watch.listen())
         self._background(self._send_heartbeats())
 
     async def close(self) -> None:
@@ -103,7 +103,7 @@ class WorkerPool:
 
     @property
     def broker_reachable(self) -> bool:
-        return time.monotonic() - self._last_poll_s < 2 * HEARTBEAT_S + POLL_S
+        return self._watch.broker_reachable
 
     @property
     def refused(self) -> dict[str, str]:
@@ -134,25 +134,6 @@ class WorkerPool:
         if self.workers(*roles):
             return math.inf
         return time.monotonic() - max(self._last_usable_s.get(role, -math.inf) for role in roles)
-
-    async def _watch_registry(self) -> None:
-        """Raises TriptychError("unavailable") where another process has taken this one's instance id, and where the
-        broker has never let us in."""
-        registered = False
-        while True:
-            try:
-                if registered:
-                    await self._registry.heartbeat()
-                else:
-                    await self._registry.register(self.own)
-                    registered = True
-                await self._apply(await self._registry.instances())
-                self._last_poll_s = time.monotonic()
-            except (RedisError, OSError) as error:  # the workers stay: they may well be there
-                if isinstance(error, REFUSALS) and not registered:
-                    raise refused(error) from error
-                log.warning("cannot read the registry", error=str(error))
-            await asyncio.sleep(POLL_S)
 
     async def _send_heartbeats(self) -> None:
         while True:

@@ -11,7 +11,8 @@ from common.errors import TriptychError
 from common.messages import Role
 
 NOTICE_S: Final = 1.5
-"""Proxies look at the registry twice a second: after so long they all know, and what they had sent is here."""
+"""Proxies are told, or look at the registry twice a second: after so long they all know, and what they had sent is
+here."""
 _POLL_S: Final = 0.05
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import aclosing
+from urllib.parse import urlsplit
+
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import NoPermissionError
 
+from broker.redis_client import connect
 from broker.registry import RECORD_TTL_S, Registry, incompatibility
 from common.errors import TriptychError
 from common.messages import PROTOCOL_VERSION
-from tests.broker.conftest import make_record
+from tests.broker.conftest import make_record, running
+from tests.eventually import eventually
 
 
 async def test_registered_instances_are_seen_by_others_and_leave_nothing_behind(redis: Redis) -> None:
@@ -75,3 +81,39 @@ def test_incompatible_instances_are_named_with_what_differs() -> None:
     assert all(word in why for word in ("e0", "d0", "f00d", "beef"))
     assert "protocol" in str(incompatibility(one, make_record("d0", protocol=PROTOCOL_VERSION + 1)))
     assert "bfloat16" in str(incompatibility(one, make_record("d0", dtype="bfloat16")))
+
+
+async def test_who_listens_hears_of_those_that_come_drain_and_leave_and_of_no_heartbeat(redis: Redis) -> None:
+    registry, heard = Registry(redis, "c"), 0
+
+    async def listen() -> None:
+        nonlocal heard
+        async with aclosing(Registry(redis, "c").changes()) as changes:
+            async for _ in changes:
+                heard += 1
+
+    async with running(listen()):
+        await eventually(lambda: heard == 1)
+        await registry.register(make_record("e0"))
+        await eventually(lambda: heard == 2)
+        await registry.heartbeat(outstanding=3)
+        await registry.heartbeat(draining=True)
+        await eventually(lambda: heard == 3)
+        await registry.unregister()
+        await eventually(lambda: heard == 4)
+    assert await redis.keys("*") == []
+
+
+async def test_a_user_that_may_neither_tell_nor_listen_is_a_member_all_the_same(redis: Redis, broker_url: str) -> None:
+    await redis.execute_command("ACL", "SETUSER", "limited", "on", ">word", "~c:*", "resetchannels", "+@all")
+    parts = urlsplit(broker_url)
+    try:
+        async with connect(f"redis://limited:word@{parts.hostname}:{parts.port}") as limited:
+            registry = Registry(limited, "c")
+            await registry.register(make_record("e0"))
+            assert set(await registry.instances()) == {"e0"}
+            with pytest.raises(NoPermissionError):
+                await anext(registry.changes())
+            await registry.unregister()
+    finally:
+        await redis.execute_command("ACL", "DELUSER", "limited")

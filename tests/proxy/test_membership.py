@@ -261,3 +261,13 @@ def _heard(rig, words: str) -> list[str]:
         for message in decoder.of(Generate)
         if words in decode(message.prompt_token_ids)
     ]
+
+
+async def test_a_worker_that_comes_and_one_that_drains_are_seen_without_looking(serve, monkeypatch):
+    monkeypatch.setattr("proxy.registry_watch.POLL_S", 1000.0)
+    async with serve(encoders=0, decoders=0) as rig:
+        first = await rig.cluster.add_decoder()
+        await rig.wait_for_workers()
+        assert (await rig.chat()).choices[0].message.content == "a red sign"
+        await first.registry.heartbeat(draining=True)
+        await eventually(lambda: rig.service.pool.workers("prefill_decode") == [])

@@ -1,0 +1,73 @@
+"""The registry as a proxy follows it: its own entry is kept there, and changes are seen at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from redis.exceptions import NoPermissionError, RedisError
+
+from broker.redis_client import REFUSALS, refused
+from broker.registry import HEARTBEAT_S, Registry
+from common.messages import InstanceRecord
+from common.telemetry import get_logger
+
+POLL_S: Final = 0.5
+"""How often to look at the registry where it says nothing: of the dead, and where the broker was away."""
+
+log = get_logger()
+
+
+class RegistryWatch:
+    """Looks at the registry every POLL_S, and at once when it tells of a change. `own` is the proxy's record."""
+
+    def __init__(self, registry: Registry, own: InstanceRecord) -> None:
+        self._registry = registry
+        self._own = own
+        self._changed = asyncio.Event()
+        self._last_look_s = float("-inf")
+
+    @property
+    def broker_reachable(self) -> bool:
+        return time.monotonic() - self._last_look_s < 2 * HEARTBEAT_S + POLL_S
+
+    async def look(self, apply: Callable[[dict[str, InstanceRecord]], Awaitable[None]]) -> None:
+        """Give `apply` all instances whenever they have been read, until cancelled.
+
+        Raises TriptychError("unavailable") where another process has taken this one's instance id, and where the broker
+        has never let us in.
+        """
+        registered = False
+        while True:
+            self._changed.clear()
+            try:
+                if registered:
+                    await self._registry.heartbeat()
+                else:
+                    await self._registry.register(self._own)
+                    registered = True
+                await apply(await self._registry.instances())
+                self._last_look_s = time.monotonic()
+            except (RedisError, OSError) as error:  # the workers stay: they may well be there
+                if isinstance(error, REFUSALS) and not registered:
+                    raise refused(error) from error
+                log.warning("cannot read the registry", error=str(error))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S):
+                    await self._changed.wait()
+
+    async def listen(self) -> None:
+        """Have `look` look at once when a worker comes, drains or leaves, as far as the broker tells."""
+        while True:
+            try:
+                async with contextlib.aclosing(self._registry.changes()) as changes:
+                    async for _ in changes:
+                        self._changed.set()
+            except NoPermissionError:
+                log.warning("the broker's user may not listen: a worker that comes is used half a second later")
+                return
+            except (RedisError, OSError):  # `look` has told it
+                await asyncio.sleep(POLL_S)
