@@ -1,4 +1,4 @@
-"""How much memory a GPU has, and what its processes have to leave, for those that share it out and those that take it."""
+"""How much memory a GPU has, and what is not for tensors: for those that share it out, and those that take it."""
 
 from __future__ import annotations
 

@@ -53,10 +53,10 @@ def cuda_budget(config: EngineConfig, memory: GpuMemory) -> int:
         return budget
     possible = (memory.own + memory.free) / memory.total
     message = (
-        f"the GPU has {in_words(memory.total)}, of which this worker may take {fraction:g}, {in_words(budget)} more than "
-        f"it has by now; only {in_words(memory.free)} are free, for other processes hold {in_words(memory.others)}: give "
-        f"each worker of this GPU its share by --memory-fraction (here at most {max(0.01, possible - 0.005):.2f}), 0.9 "
-        f"altogether, or end what else runs there"
+        f"the GPU has {in_words(memory.total)}, of which this worker may take {fraction:g}, {in_words(budget)} more "
+        f"than it has by now; only {in_words(memory.free)} are free, for other processes hold "
+        f"{in_words(memory.others)}: give each worker of this GPU its share by --memory-fraction (here at most "
+        f"{max(0.01, possible - 0.005):.2f}), 0.9 altogether, or end what else runs there"
     )
     raise TriptychError("invalid_request", message, "memory_fraction")
 

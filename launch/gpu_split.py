@@ -51,7 +51,7 @@ def split_gpu(
     fractions: dict[Role, float] = {"encoder": of_encoder}
     fractions |= {role: left * part / parts for role, part in _SHARE.items()}
     if total is not None:
-        weights: dict[Role, int] = {role: rest for role in _SHARE}
+        weights: dict[Role, int] = dict.fromkeys(_SHARE, rest)
         weights |= {"encoder": encoder, "encode_prefill_decode": encoder + rest}
         _check(topology, info, total, fractions, weights)
     return {role: {"memory_fraction": int(1e4 * share) / 1e4} for role, share in fractions.items()}
