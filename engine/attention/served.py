@@ -22,6 +22,9 @@ APPENDED_HEAD_DIMS: Final = frozenset({64, 128, 256, 512})
 """What `append_paged_kv_cache` is compiled for."""
 SMALL_GROUPS: Final = frozenset({1, 2, 3, 4})
 """Query heads per key head for which the vector units keep up with the memory; larger groups need tensor cores."""
+MAX_GROUP: Final = 16
+"""Partial results of long sequences are kept for each query head: those of larger groups would not fit into the
+workspace."""
 
 
 def unserved(heads: HeadSpec, dtype: torch.dtype, *, has_ranges: bool = False) -> str | None:
@@ -35,6 +38,8 @@ def unserved(heads: HeadSpec, dtype: torch.dtype, *, has_ranges: bool = False) -
         return f"heads of {heads.head_dim} are not among {', '.join(map(str, sorted(HEAD_DIMS)))}"
     if heads.num_heads % heads.num_kv_heads:
         return f"{heads.num_heads} query heads cannot share {heads.num_kv_heads} key heads evenly"
+    if heads.num_heads // heads.num_kv_heads > MAX_GROUP:
+        return f"groups of {heads.num_heads // heads.num_kv_heads} query heads are larger than {MAX_GROUP}"
     if heads.biased:
         return "a bias by position is added to the scores"
     if has_ranges:

@@ -138,6 +138,7 @@ def test_groups_of_seven_heads_are_served_on_tensor_cores() -> None:
         (replace(SERVED, head_dim=80), torch.bfloat16, False, "heads of 80"),
         (replace(SERVED, head_dim=192), torch.bfloat16, False, "heads of 192"),
         (replace(SERVED, num_heads=13), torch.bfloat16, False, "13 query heads"),
+        (replace(SERVED, num_kv_heads=1, num_heads=32), torch.bfloat16, False, "groups of 32 query heads"),
         (replace(SERVED, biased=True), torch.bfloat16, False, "a bias by position"),
         (SERVED, torch.float16, True, "different ranges of keys"),
     ],
