@@ -19,7 +19,7 @@ from engine.events import TokensReady
 from engine.llm import LLM
 from engine.request import UNKNOWN_TOKEN
 from tests.engine.conftest import AUDIO_FRAMES
-from tests.engine.driving import Driver, Job, Tokens, greedy, make_engine, run, sampled, text, text_tokens
+from tests.engine.driving import Driver, Job, Tokens, greedy, run, sampled, text, text_tokens
 from tests.engine.handing_over import Pair, quick_engine
 from tests.engine.test_swapping import WORKLOADS
 
@@ -30,7 +30,7 @@ def ahead_engine(info: ModelInfo, num_blocks: int = 300, **options: Any) -> Deco
 
 
 def plain_engine(info: ModelInfo, num_blocks: int = 300, **options: Any) -> DecoderEngine:
-    return quick_engine(info, num_blocks, **options)
+    return quick_engine(info, num_blocks, async_scheduling=False, **options)
 
 
 def with_an_encoder(info: ModelInfo) -> list[Job]:
@@ -329,7 +329,7 @@ def test_prefill_and_decode_apart_say_the_same(model: str, request: pytest.Fixtu
 def test_a_stop_string_found_while_the_next_step_runs_cuts_the_same_text(tiny_llama: ModelInfo) -> None:
     prompts = [{"prompt_token_ids": text_tokens(seed, 6)} for seed in range(3)]
     options = {"kv_cache_bytes": 2**20, "encoder_cache_bytes": 2**20, "swap_bytes": 0, "block_size": 4}
-    plain = LLM(tiny_llama.folder, **options)
+    plain = LLM(tiny_llama.folder, async_scheduling=False, **options)
     free = plain.generate(prompts, greedy(16, n=1))
     stops = tuple({one.outputs[0].text[4:7] for one in free})
     texts = {}
@@ -404,15 +404,16 @@ def test_whatever_happens_in_flight_the_books_add_up_and_the_tokens_are_the_same
             assert name in stopped or got == expected
 
 
-_alone: dict[tuple[list[int] | str, ...], Tokens] = {}
+_alone: dict[tuple[str, str], Tokens] = {}
 _engines: list[DecoderEngine] = []
 
 
 def alone(info: ModelInfo, job: Job) -> Tokens:
-    """What the plain loop gives for a job, with nobody beside it."""
-    key = (str(job.token_ids), str(job.params))
+    """What the plain loop gives for a job, with nobody beside it; its name does not matter."""
+    key = str(job.token_ids), str(job.params)
     if key not in _alone:
         if not _engines:
-            _engines.append(make_engine(info, 300, encoder_cache_bytes=2**20, swap_bytes=0))
-        _alone[key] = {(str(index), index): tokens for (_, index), tokens in run(_engines[0], [job]).tokens.items()}
+            _engines.append(plain_engine(info, prefix_caching=False))
+        [engine] = _engines
+        _alone[key] = run(engine, [job], watch=False).tokens
     return {(job.name, index): tokens for (_, index), tokens in _alone[key].items()}
