@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from common.model_info import ModelInfo, load_model_info
+from engine.attention.metadata import AttentionMetadata
 from engine.cache.block_manager import BlockManager
 from engine.cache.encoder_cache import EncoderCacheManager
 from engine.decoder_engine import DecoderEngine
+from engine.inputs import StepInputs
 from engine.runner.decoder import StepOutput
 from engine.runner.graphs import DecodeGraphs, graph_sizes
 from engine.runner.recorder import PlainRecorder
@@ -248,23 +250,25 @@ def test_tokens_that_only_the_device_knows_are_read_there(tiny_vision: ModelInfo
 
 
 def test_cross_tables_are_prepared_once_while_the_batch_stays(tiny_speech: ModelInfo) -> None:
-    engine = eager(tiny_speech)
-    seen: list[tuple[int, int]] = []
+    engine = eager(tiny_speech, max_num_seqs=2)
+    seen: list[AttentionMetadata] = []  # kept, so that none has the id of another
     metadata = engine.runner._cross.metadata
 
-    def watched(*args: Any, **options: Any) -> Any:
-        found = metadata(*args, **options)
+    def watched(step: ScheduledStep, inputs: StepInputs, blocks: BlockManager, *, on_device: bool) -> Any:
+        found = metadata(step, inputs, blocks, on_device=on_device)
         assert found is not None
-        seen.append((id(found.host_table), id(found.block_table)))
-        kept.append(found)
+        tables = [blocks.get_cross_block_table(sequence.request.request_id) for sequence in step.sequences]
+        assert found.table.tolist() == tables
+        assert found.block_table.tolist() == tables
+        seen.append(found)
         return found
 
-    kept: list[Any] = []
     engine.runner._cross.metadata = watched  # type: ignore[method-assign]
-    jobs = [Job(name, [7, 8], greedy(count), [(name, AUDIO_FRAMES)]) for name, count in (("a", 4), ("b", 8))]
-    run(engine, jobs)
-    assert len(seen) == 8
-    assert len(set(seen)) == 2  # for both, and for the one that is left
+    counts = {"a": 4, "b": 9, "c": 7}
+    run(engine, [Job(name, [7, 8], greedy(count), [(name, AUDIO_FRAMES)]) for name, count in counts.items()])
+    batches = [(id(one.host_table), id(one.block_table)) for one in seen]
+    assert len(batches) > 10
+    assert len(set(batches)) == 3  # a and b; b and c, which has come for a; c, which is left
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_gpu)])
