@@ -113,6 +113,10 @@ class DeviceLanding:
         self._device = device
         self._stream = runtime.make_stream()
 
+    def __len__(self) -> int:
+        """Nothing is prepared."""
+        return 0
+
     def prepare(self, key: Key, shape: Sequence[int], dtype: str) -> None:
         """Nothing: torch has memory of a GPU at hand."""
 

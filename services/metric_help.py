@@ -75,6 +75,7 @@ HELP: Final[dict[str, str]] = {
     "encoder_seconds_total": "Seconds spent in the encoder.",
     "encoder_computations": "Items that this process has encoded; 0 on a worker that does not encode.",
     "encoder_fallbacks_total": "Items that this decoder's worker encoded itself because there was no encoder.",
+    "inputs_landing": "Inputs with room granted, whose encoder outputs are waited for.",
     "inputs_encoding_here": "Inputs under way from this worker's own encoder to its decoder.",
     "encoder_staging_bytes": "Budget of preprocessed media that wait for a grant or for the encoder.",
     "preprocess_waiting": "Items that wait for memory or for a process to be preprocessed.",

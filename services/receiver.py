@@ -62,6 +62,7 @@ class HandoffReceiver:
         self._landing = Landing() if cuda is None else DeviceLanding(cuda, choose_device(config.device))
         self._stored_s: dict[Key, float] = {}  # when the engine had a tensor, until it says so
         self.outcomes: Counter[str] = Counter()
+        links.metrics.gauges["inputs_landing"] = lambda: len(self._landing)
 
     async def run(self) -> None:
         """Take tensors, until cancelled."""
@@ -99,8 +100,8 @@ class HandoffReceiver:
             case InputGranted():
                 self._mark_hop(key, "offer_received", "granted")
                 self._prepare(key)
-                grant = Grant(*key, "granted", event.lease_until_s, None, event.first_token, event.cross_cached)
-                self._answer_offer(sender, grant)
+                wanted = event.first_token, event.cross_cached, event.num_parts
+                self._answer_offer(sender, Grant(*key, "granted", event.lease_until_s, None, *wanted))
                 return
             case InputStored(part=part):
                 self._mark_hop(key, "tensor_received", "stored", self._stored_s.pop(key, None))

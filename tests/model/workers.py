@@ -52,6 +52,7 @@ HELD = {
     "handoffs_open",
     "prefills_open",
     "inputs_encoding_here",
+    "inputs_landing",
 }
 """Gauges of what a worker holds for somebody."""
 

@@ -1,83 +1,78 @@
-"""Tensors from one process's GPU to another's: by CUDA where there is a GPU, and anywhere by what stands for it."""
+"""Where encoder outputs land: checked while they are copied, and never written again once they are used."""
 
 from __future__ import annotations
 
-import asyncio
-import subprocess
-import sys
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+import os
 
-import pytest
+import msgspec
 import torch
-import zmq.asyncio
 
-from broker.tensors import TensorSender
-from broker.transports.cuda_transport import ARENA_BYTES, LINK_SHARE
-from broker.transports.payload import Payload
+from broker.transports.base import ReceivedTensor
 from common.hashing import checksum
 from common.messages import TensorHeader
-from services.device_tensors import open_cuda, payload_of
+from services.landing import Landing
 from services.tensor_bytes import bytes_of
-from tests.broker.fake_cuda import FakeCuda
-from tests.broker.transport_kit import ROOT, Peer, to
 
-pytestmark = pytest.mark.cluster
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
-SHAPES = ([1, 1], [257, 1280], [1500, 1024], [4, 0], [3, 333])
+KEY = ("r", 0, 0)
+SHAPE = [300, 16]
+SIZE = 300 * 16 * 2
 
 
-@dataclass
-class Sending:
-    """The sending process, which is this one, and the other one's address."""
-
-    kind: str
-    sender: TensorSender
-    peer: Peer
-    address: str
-    fake: FakeCuda
-
-    async def send(self, values: torch.Tensor) -> None:
-        """Send a tensor that lies on the GPU."""
-        payload: Payload
-        if self.kind == "fake":
-            payload = self.fake.upload(bytes_of(values))
-        else:
-            payload = payload_of(values.cuda())  # a copy from pageable memory is waited for
-        dtype = str(values.dtype).removeprefix("torch.")
-        header = TensorHeader("r", 0, 0, "e0", 1, list(values.shape), dtype, values.nbytes)
-        await self.sender.send(to(self.address), header, payload, 20.0)
-
-    def expected(self, values: torch.Tensor) -> str:
-        """What the other process says once it has landed there whole."""
-        return f"{'cuda' if self.kind == 'cuda' else 'cpu'} {checksum(bytes_of(values))}"
+def received(data: bytes) -> ReceivedTensor:
+    header = TensorHeader(*KEY, "e0", 1, SHAPE, "bfloat16", SIZE, checksum=checksum(data))
+    return ReceivedTensor(header, memoryview(data))
 
 
-@pytest.fixture(params=["fake", pytest.param("cuda", marks=[NO_GPU, pytest.mark.gpu])])
-async def sending(request: pytest.FixtureRequest, zmq_context: zmq.asyncio.Context) -> AsyncIterator[Sending]:
-    command = [sys.executable, "-m", "tests.services.landing_peer", request.param]
-    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, cwd=ROOT)
-    peer, fake = Peer(process), FakeCuda()
-    sender = TensorSender(zmq_context, cuda=open_cuda("cuda") if request.param == "cuda" else fake)
-    try:
-        yield Sending(request.param, sender, peer, await peer.line(), fake)
-    finally:
-        sender.close()
-        await peer.kill()
+def damaged(data: bytes) -> ReceivedTensor:
+    whole = received(data)
+    return ReceivedTensor(whole.header, memoryview(data[:-1] + bytes([data[-1] ^ 1])))
 
 
-async def test_tensors_land_whole_one_by_one_many_at_once_and_when_they_are_too_large(sending: Sending) -> None:
-    """One test, for the other process takes long to start."""
-    for number, shape in enumerate(SHAPES * 3):
-        values = torch.randn(shape).to((torch.float32, torch.bfloat16, torch.float16)[number % 3])
-        await sending.send(values)
-        assert await sending.peer.line() == sending.expected(values)
-    tensors = [torch.full((64, 1024), float(number), dtype=torch.bfloat16) for number in range(24)]
-    await asyncio.gather(*map(sending.send, tensors))
-    landed = [await sending.peer.line() for _ in tensors]
-    assert sorted(landed) == sorted(map(sending.expected, tensors))
-    assert sending.sender.num_sent == {"cuda+unix": 3 * len(SHAPES) + len(tensors)}
-    large = torch.randn(ARENA_BYTES // LINK_SHARE // 2 + 1).to(torch.bfloat16)
-    await sending.send(large)
-    assert await sending.peer.line() == sending.expected(large)
-    assert sending.sender.num_sent["shm+unix"] == 1
+async def test_a_tensor_lands_where_it_was_waited_for() -> None:
+    landing, data = Landing(), os.urandom(SIZE)
+    landing.prepare(KEY, SHAPE, "bfloat16")
+    landing.prepare(KEY, SHAPE, "bfloat16")  # a grant that was told twice
+    assert len(landing) == 1
+    tensor = await landing.take(KEY, received(data))
+    assert isinstance(tensor, torch.Tensor)
+    assert (list(tensor.shape), tensor.dtype) == (SHAPE, torch.bfloat16)
+    assert bytes_of(tensor) == data
+    assert len(landing) == 0
+
+
+async def test_damaged_bytes_are_a_fault_and_the_tensor_is_waited_for_again() -> None:
+    landing, data = Landing(), os.urandom(SIZE)
+    landing.prepare(KEY, SHAPE, "bfloat16")
+    assert "damaged" in str(await landing.take(KEY, damaged(data)))
+    assert len(landing) == 1
+    tensor = await landing.take(KEY, received(data))
+    assert isinstance(tensor, torch.Tensor)
+    assert bytes_of(tensor) == data
+
+
+async def test_what_comes_twice_is_not_written_over_what_is_used() -> None:
+    landing, data = Landing(), os.urandom(SIZE)
+    landing.prepare(KEY, SHAPE, "bfloat16")
+    first = await landing.take(KEY, received(data))
+    second = await landing.take(KEY, received(bytes(SIZE)))
+    assert isinstance(first, torch.Tensor)
+    assert isinstance(second, torch.Tensor)
+    assert bytes_of(first) == data
+    assert bytes_of(second) == bytes(SIZE)
+
+
+async def test_what_is_waited_for_no_more_is_let_go() -> None:
+    landing = Landing()
+    landing.prepare(KEY, SHAPE, "bfloat16")
+    landing.drop(KEY)
+    landing.drop(KEY)
+    assert len(landing) == 0
+
+
+async def test_a_header_that_disagrees_with_its_bytes_is_not_copied() -> None:
+    landing = Landing()
+    landing.prepare(KEY, SHAPE, "bfloat16")
+    whole = received(bytes(SIZE))
+    short = ReceivedTensor(msgspec.structs.replace(whole.header, size_bytes=4), memoryview(b"four"), "4 bytes")
+    assert await landing.take(KEY, short) == "4 bytes"
+    assert len(landing) == 1

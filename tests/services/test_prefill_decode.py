@@ -11,11 +11,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import zmq
 import zmq.asyncio
 from redis.asyncio import Redis
 
 from broker.channels import FIELD, GROUP, stream_key
 from broker.rpc import WorkerClient, connection_id
+from broker.tensors import addresses_by_scheme
 from common.hashing import content_hash
 from common.messages import (
     Abort,
@@ -229,6 +231,42 @@ async def test_a_tensor_that_is_not_what_was_offered_is_corrupt_and_the_next_att
     assert (granted.attempt, granted.status) == (1, "granted")
     await setting.deliver(again)
     await eventually(lambda: any(message.done for message in setting.worker.of(Tokens, "r")))
+
+
+async def test_a_tensor_damaged_on_its_way_is_never_in_the_cache_and_may_come_again(
+    setting: Setting, zmq_context: zmq.asyncio.Context
+) -> None:
+    offer, record = await setting.granted("r"), await setting.worker.record()
+    head = TensorHeader("r", 0, 0, "peer", record.epoch, offer.shape, offer.dtype, offer.size_bytes, checksum=1)
+    with zmq_context.socket(zmq.DEALER) as socket:
+        socket.connect(addresses_by_scheme(record.tensor_address)["tcp"])
+        await socket.send_multipart([encode(head), bytes(offer.size_bytes)])
+        assert await setting.receipt("r") == "corrupt"
+    cache = await setting.worker.role.thread.call(lambda engine: engine.cache, 5.0)
+    assert cache.is_reserved(offer.content_hash)
+    assert not cache.is_ready(offer.content_hash)
+    await setting.deliver(offer)
+    assert (await setting.peer.message(Receipt, "r", count=2)).status == "stored"
+    await eventually(lambda: any(message.done for message in setting.worker.of(Tokens, "r")))
+
+
+async def test_a_tensor_that_comes_after_its_grant_has_expired_leaves_nothing(
+    broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context
+) -> None:
+    async with (
+        in_process(broker_url, redis, zmq_context, PrefillDecodeService, handoff_timeout_s=0.3) as worker,
+        Peer(redis, zmq_context, await worker.record(), "encoder").alive() as peer,
+    ):
+        setting = Setting(worker, peer)
+        offer = await setting.granted("r")
+        assert (await peer.message(Grant, "r", count=2)).status == "cancelled"  # the lease has ended
+        await setting.deliver(offer)
+        assert await setting.receipt("r") == "cancelled"
+        await worker.proxy.send(Abort("r"))
+        await eventually(setting.is_idle)
+        cache = await worker.role.thread.call(lambda engine: engine.cache, 5.0)
+        assert cache.used_bytes == 0
+        assert worker.gauge("inputs_landing") == 0
 
 
 async def test_an_offer_whose_numbers_do_not_add_up_is_refused(setting: Setting) -> None:
