@@ -79,6 +79,13 @@ class ItemSender:
             self._give_up(item)
             item.due_s = math.inf
 
+    def read(self, reader: Worker) -> None:
+        """`reader` has had all that was for it, whatever is still to be told of that: it wants nothing again."""
+        for item in self._items:
+            if item.destination is reader:
+                self._give_up(item)
+                item.due_s = math.inf
+
     async def finish(self) -> None:
         """The job has been answered. What was given up, perhaps for another encoder, may still run for nothing: it
         stops. A last reply that is only late does not matter.

@@ -53,7 +53,9 @@ class Prefill:
         await self._send(placement.prefiller)
 
     def finish(self) -> None:
-        """The prompt is where it is needed."""
+        """The prompt is where it is needed, and its inputs have been read."""
+        if self.worker is not None:
+            self._items.read(self.worker)
         self._release()
         self._retries.succeeded()
         self._replaced = False

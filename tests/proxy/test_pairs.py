@@ -55,6 +55,31 @@ async def test_a_failing_prefill_is_repeated_elsewhere_for_the_same_decoder(serv
         await rig.assert_clean()
 
 
+async def test_an_encoder_that_is_lost_before_it_says_that_it_is_done_costs_nothing_once_the_prompt_is_computed(serve):
+    """Its item has been read: who is offered it again has forgotten the request, and takes no offer for it."""
+    async with serve(encoders=2, decoders=0, pairs=(1, 1)) as rig:
+        encoders, decoder = rig.cluster.encoders, rig.cluster.decoders[0]
+
+        def deliver_silently(message: Encode) -> str:
+            rig.cluster.prefills[0].put_input(message.request_id, message.input_id)
+            return SILENT
+
+        for encoder in encoders:
+            encoder.script = deliver_silently
+        decoder.pause_after = 1
+        task = asyncio.create_task(rig.chat(PICTURE))
+        await eventually(lambda: any(encoder.of(Encode) for encoder in encoders))
+        victim, other = encoders if encoders[0].of(Encode) else encoders[::-1]
+        (prefill,) = rig.service.pool.workers("prefill")
+        await eventually(lambda: bool(decoder.of(Generate)) and prefill.load.requests == 0)
+        await victim.die()
+        await eventually(lambda: [worker.instance_id for worker in rig.service.pool.workers("encoder")] == [other.id])
+        decoder.resume.set()
+        assert (await task).choices[0].message.content == "a red sign"
+        assert other.of(Encode) == []
+        await rig.assert_clean()
+
+
 async def test_three_failed_prefills_are_the_last_word(serve):
     async with serve(decoders=0, pairs=(1, 1)) as rig:
         rig.cluster.prefills[0].script = lambda message: ErrorInfo("internal_error", f"boom {message.attempt}")
