@@ -212,10 +212,11 @@ class HandoffSender:
 
     def _take_answer(self, handoff: Handoff, grant: Grant) -> None:
         """To an offer repeated since the tensor was sent: either the receipt was lost, or the tensor, or it is slow."""
-        if grant.status == "granted" and time.time() < handoff.patience_s:
+        stored = grant.status == "cached" or grant.num_parts > handoff.part
+        if not stored and time.time() < handoff.patience_s:
             return
         handoff.asked_again = False
-        status: Literal["stored", "corrupt"] = "stored" if grant.status == "cached" else "corrupt"
+        status: Literal["stored", "corrupt"] = "stored" if stored else "corrupt"
         handoff.receipt.set_result(Receipt(*key_of(grant), status, handoff.part))
 
     def complete(self, handoff: Handoff) -> None:

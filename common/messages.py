@@ -305,7 +305,8 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
 
     granted: room is reserved until `lease_until_s`; cached: the content is here already, send nothing;
     refused: it can never be taken, `error` says why; cancelled: the request is gone.
-    Of keys and values, only those from `first_token` on are wanted, and no cross-attention ones with `cross_cached`.
+    Of keys and values, only those from `first_token` on are wanted, and no cross-attention ones with `cross_cached`;
+    the first `num_parts` of the parts are here by now.
     """
 
     request_id: Id
@@ -316,6 +317,7 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
     error: ErrorInfo | None = None
     first_token: Count = 0
     cross_cached: bool = False
+    num_parts: Count = 0
 
     def __post_init__(self) -> None:
         _finite(lease_until_s=self.lease_until_s)

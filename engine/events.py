@@ -75,7 +75,7 @@ class InputGranted:
     """Room is reserved until `lease_until_s` (Unix time).
 
     With input id KV_INPUT_ID this, as the next six, is about keys and values: those from `first_token` on are wanted,
-    and no cross-attention ones with `cross_cached`.
+    and no cross-attention ones with `cross_cached`; `num_parts` have come.
     """
 
     request_id: str
@@ -84,6 +84,7 @@ class InputGranted:
     lease_until_s: float
     first_token: int = 0
     cross_cached: bool = False
+    num_parts: int = 0
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,10 @@ class HandoffState(enum.Enum):
 
 @dataclass(eq=False)
 class Handoff:
-    """The keys and values of one request. `tokens` and `cross` are the wanted ones of a reservation."""
+    """The keys and values of one request. `tokens` and `cross` are the wanted ones of a reservation.
+
+    `num_parts` of their parts have come: a sender waits for the receipt of one before it sends the next.
+    """
 
     request: Request
     state: HandoffState = HandoffState.WAITING
@@ -66,6 +69,7 @@ class Handoff:
     deadline_s: float = 0.0
     tokens: TokenRanges = field(default_factory=lambda: TokenRanges(0, 0))
     cross: TokenRanges = field(default_factory=lambda: TokenRanges(0, 0))
+    num_parts: int = 0
 
 
 class KvIntake:
@@ -189,6 +193,7 @@ class KvIntake:
         num_rows = request.num_encoder_tokens if self._blocks.needs_writing(request.request_id) else 0
         handoff.state = HandoffState.RESERVED
         handoff.tokens, handoff.cross = TokenRanges(num_cached, num_tokens), TokenRanges(0, num_rows)
+        handoff.num_parts = 0
         self._reserved.append(handoff)
         request.recorder.end("queue")
         request.recorder.start("handoff")
@@ -203,8 +208,8 @@ class KvIntake:
         """Tell the sender what is wanted, and for how long."""
         handoff.deadline_s = time.time() + self._lease_s
         request_id, first, cross_cached = handoff.request.request_id, handoff.tokens.first, handoff.cross.last == 0
-        event = InputGranted(request_id, KV_INPUT_ID, handoff.attempt, handoff.deadline_s, first, cross_cached)
-        self._emit(event)
+        key = request_id, KV_INPUT_ID, handoff.attempt
+        self._emit(InputGranted(*key, handoff.deadline_s, first, cross_cached, handoff.num_parts))
 
     @property
     def num_pending(self) -> int:
@@ -253,6 +258,7 @@ class KvIntake:
         blocks = own if part.table == "self" else self._blocks.get_cross_block_table(request.request_id)
         self._write(part.table, blocks, part.first, tokens)
         wanted.add(part.first, last)
+        handoff.num_parts = max(handoff.num_parts, part.number + 1)
         self.counters["prefill_handoff_bytes"] += tokens.nbytes
         if part.table == "self":
             self.counters["prefill_handoff_tokens"] += len(tokens)

@@ -308,6 +308,21 @@ async def test_a_lost_receipt_or_tensor_shows_in_the_answer_to_a_repeated_offer(
     assert pair.sender.outcomes["sent_again"] == (lost == "tensor")
 
 
+async def test_a_part_whose_receipt_is_lost_is_not_sent_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    handoff = await pair.granted(make_kv_offer())
+    monkeypatch.setattr("broker.handoff.REPEAT_S", 0.02)
+    for number in range(2):
+        sending = asyncio.create_task(pair.sender.send(handoff, make_part(4 * number, 4)))
+        await pair.tensors.receive()
+        repeated = pair.sender.outcomes["offer_repeated"]
+        await eventually(lambda: pair.sender.outcomes["offer_repeated"] > repeated)  # noqa: B023
+        grant = Grant("r", KV_INPUT_ID, 0, "granted", time.time() + 30, num_parts=number + 1)
+        pair.sender.handle(delivery(grant))
+        await sending
+        assert handoff.part == number + 1
+    assert pair.sender.outcomes["sent_again"] == 0
+
+
 async def test_a_slow_receiver_is_given_twice_as_long_each_time(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("broker.handoff.REPEAT_S", 0.02)
     handoff = await pair.granted(make_offer())

@@ -180,7 +180,20 @@ async def test_signs_of_life_prolong_a_lease(setting: Setting) -> None:
     setting.peer.send("metadata", offer)
     again: Grant = await setting.peer.message(Grant, "r", 2)
     assert again.lease_until_s > first.lease_until_s
+    assert again.num_parts == 0
     await setting.worker.proxy.send(Abort("r"))
+
+
+async def test_the_answer_to_a_repeated_offer_says_how_many_parts_are_here(setting: Setting) -> None:
+    offer = await setting.granted("r")
+    half = NUM_TOKENS // 2
+    await setting.send(offer, 0, 0, half)
+    assert await setting.receipt("r") == (0, "stored")
+    setting.peer.send("metadata", offer)
+    again: Grant = await setting.peer.message(Grant, "r", 2)
+    assert (again.status, again.first_token, again.num_parts) == ("granted", 0, 1)
+    await setting.send(offer, 1, half, NUM_TOKENS)
+    await setting.done("r")
 
 
 @pytest.mark.parametrize("stage", ["offered", "granted", "started"])
