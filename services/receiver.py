@@ -62,6 +62,7 @@ class HandoffReceiver:
         self._landing = Landing() if cuda is None else DeviceLanding(cuda, choose_device(config.device))
         self._stored_s: dict[Key, float] = {}  # when the engine had a tensor, until it says so
         self.outcomes: Counter[str] = Counter()
+        links.metrics.gauges["inputs_landing"] = lambda: len(self._landing)
 
     async def run(self) -> None:
         """Take tensors, until cancelled."""
