@@ -39,10 +39,10 @@ _ENCODER_SIZES: Final = (
 
 @dataclass(frozen=True, order=True)
 class Kernel:
-    """One library that FlashInfer compiles. `page` writes keys and values; `decode` runs on the vector units and
-    `prefill` on tensor cores: prefills, encoders, and decodes of large groups of heads."""
+    """One library that FlashInfer compiles. `page` writes keys and values, `sampling` finds top-p; `decode` runs on the
+    vector units and `prefill` on tensor cores: prefills, encoders, and decodes of large groups of heads."""
 
-    kind: Literal["page", "decode", "prefill"]
+    kind: Literal["page", "sampling", "decode", "prefill"]
     dtype: str = ""
     head_dim: int = 0
     window: bool = False
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def needed_kernels(models: Iterable[ModelInfo], dtype: str) -> list[Kernel]:
     """Without duplicates, those that are quickly built first. Heads that FlashInfer does not serve need none."""
     needed = {kernel for info in models for kernel in (*_of_decoder(info, dtype), *_of_encoder(info, dtype))}
-    return sorted(needed, key=lambda kernel: (("page", "decode", "prefill").index(kernel.kind), kernel))
+    return sorted(needed, key=lambda kernel: (("page", "sampling", "decode", "prefill").index(kernel.kind), kernel))
 
 
 def build(kernel: Kernel) -> Path:
@@ -95,6 +95,7 @@ def _of_decoder(info: ModelInfo, dtype: str) -> Iterator[Kernel]:
     model = make_decoder(info)
     heads = HeadSpec(model.spec.num_heads, model.spec.num_kv_heads, model.spec.head_dim)
     windows = {getattr(module, "window", None) is not None for module in model.modules() if hasattr(module, "window")}
+    yield Kernel("sampling")
     if heads.head_dim in APPENDED_HEAD_DIMS:
         yield Kernel("page")
     if unserved(heads, DTYPES[dtype]) is not None:
@@ -122,9 +123,12 @@ def _specification(kernel: Kernel) -> Any:
     """FlashInfer's description of the library, by the same words with which its wrappers ask for it."""
     from flashinfer.jit.attention.modules import gen_batch_decode_module, gen_batch_prefill_module
     from flashinfer.jit.page import gen_page_module
+    from flashinfer.jit.sampling import gen_sampling_module
 
     if kernel.kind == "page":
         return gen_page_module()
+    if kernel.kind == "sampling":
+        return gen_sampling_module()
     dtype = DTYPES[kernel.dtype]
     types = (dtype, dtype, dtype, torch.int32)
     sizes = (kernel.head_dim, kernel.head_dim, _NO_POSITIONS, kernel.window, False)

@@ -31,7 +31,7 @@ def _sanitized(name: str, *words: str, limit_s: float) -> Stage:
 
 STAGES: Final = (
     Stage("environment", (sys.executable, "-m", "launch.gpu.environment", "--out", REPORT), 60, read_json),
-    _tests("attention", "tests/gpu/test_attention.py", *_KERNELS, limit_s=180),
+    _tests("attention", "tests/gpu/test_attention.py", *_KERNELS, limit_s=240),
     _tests("runner", "tests/engine", limit_s=120),
     _tests("engine", "tests/gpu/test_engine.py", limit_s=150),
     _tests("cluster", "tests/gpu/test_cluster.py", limit_s=180),

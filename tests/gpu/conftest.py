@@ -1,5 +1,45 @@
-"""Models, cases and a broker as the equality tests have them."""
+"""Models, cases and a broker as the equality tests have them, but with heads of a size that FlashInfer serves."""
 
-from tests.equality.conftest import broker_url, cases_of, folder_of, reference_of
+from __future__ import annotations
 
-__all__ = ["broker_url", "cases_of", "folder_of", "reference_of"]
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from common.model_info import BUNDLED
+from tests import tiny_models
+from tests.equality.conftest import MAKERS, broker_url, cases_of, reference_of
+from tests.tiny import encdec
+
+__all__ = ["broker_url", "cases_of", "reference_of"]
+
+_ENCODER_DECODER: Final[dict[str, Any]] = {
+    "d_model": 128,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+}
+_MROPE: Final = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12]}
+OWN_MAKERS: Final[dict[str, Callable[..., Path]]] = {
+    "llama": partial(tiny_models.make_llama, head_dim=64),
+    "qwen2": partial(tiny_models.make_qwen2, head_dim=64, num_attention_heads=14, num_key_value_heads=2),
+    "qwen2_5_vl": partial(tiny_models.make_qwen2_5_vl, head_dim=64, rope_parameters=_MROPE),
+    "whisper": partial(tiny_models.make_whisper, **_ENCODER_DECODER),
+    "bart": partial(encdec.make_bart, **_ENCODER_DECODER),
+}
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a tiny model by family, or of the bundled model."""
+    makers = MAKERS | OWN_MAKERS
+
+    @cache
+    def make(name: str) -> Path:
+        if name == "signpost":
+            return BUNDLED / name
+        return makers[name](tmp_path_factory.mktemp(name) / f"tiny-{name}")
+
+    return make

@@ -12,7 +12,7 @@ from launch.gpu.shapes import qwen2_5_vl_3b, whisper_large_v3
 from tests import tiny_models
 from tests.tiny import text
 
-PAGE = Kernel("page")
+PAGE, SAMPLING = Kernel("page"), Kernel("sampling")
 
 
 def needed(folder: Path, dtype: str = "bfloat16") -> list[Kernel]:
@@ -21,24 +21,30 @@ def needed(folder: Path, dtype: str = "bfloat16") -> list[Kernel]:
 
 def test_small_groups_are_decoded_without_tensor_cores_and_large_ones_with(tmp_path: Path) -> None:
     whisper = needed(whisper_large_v3().write(tmp_path / "whisper"))
-    assert whisper == [PAGE, Kernel("decode", "bfloat16", 64), Kernel("prefill", "bfloat16", 64)]
+    assert whisper == [PAGE, SAMPLING, Kernel("decode", "bfloat16", 64), Kernel("prefill", "bfloat16", 64)]
     qwen = needed(qwen2_5_vl_3b().write(tmp_path / "qwen"), "float16")  # groups of eight; vision heads of 80, padded
-    assert qwen == [PAGE, Kernel("prefill", "float16", 128)]
+    assert qwen == [PAGE, SAMPLING, Kernel("prefill", "float16", 128)]
 
 
 def test_windows_are_kernels_of_their_own(tmp_path: Path) -> None:
     folder = text.make_mistral(tmp_path, head_dim=64, sliding_window=8)
-    assert needed(folder) == [PAGE, Kernel("decode", "bfloat16", 64, True), Kernel("prefill", "bfloat16", 64, True)]
+    assert needed(folder) == [
+        PAGE,
+        SAMPLING,
+        Kernel("decode", "bfloat16", 64, True),
+        Kernel("prefill", "bfloat16", 64, True),
+    ]
 
 
-def test_heads_that_are_not_served_need_none_and_are_listed_once(
+def test_heads_that_are_not_served_need_none_for_attention_and_are_listed_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     odd, even = tiny_models.make_llama(tmp_path / "odd"), tiny_models.make_llama(tmp_path / "even", head_dim=64)
-    assert needed(odd) == []
+    assert needed(odd) == [SAMPLING]
     assert main(["--list", str(odd), str(even), str(even)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "page",
+        "sampling",
         "decode bfloat16 heads of 64",
         "prefill bfloat16 heads of 64",
     ]
