@@ -7,6 +7,7 @@ import contextlib
 import os
 import random
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -165,12 +166,23 @@ async def test_a_receiver_that_is_not_there_is_unavailable_within_the_deadline(k
     receiver = kit.receiver()
     address = receiver.address
     receiver.close()
+    await eventually(lambda: not is_listening(address))  # ZMQ closes its sockets on a thread of its own
     sender = kit.sender()
     began_s = time.monotonic()
     with pytest.raises(TriptychError) as caught:
         await sender.send(to(address), of_bytes(b"x"), memoryview(b"x"), timeout_s=0.3)
     assert caught.value.info.code == "unavailable"
     assert time.monotonic() - began_s < 10.0
+
+
+def is_listening(address: str) -> bool:
+    """Whether somebody takes connections at an address of TCP; False for any other."""
+    scheme, _, place = address.partition("://")
+    host, _, port = place.rpartition(":")
+    if not scheme.endswith("tcp"):
+        return False
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
 
 
 async def test_many_senders_at_once_lose_and_mix_nothing(kit: Kit) -> None:
