@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.cache.block_pool import BlockPool, IntegrityError
+from engine.cache.host_tables import HostTables, share_again
 
 
 @dataclass(frozen=True)
@@ -40,26 +41,12 @@ class _CrossTable:
     written: bool = False
 
 
-@dataclass
-class _Swapped:
-    """A request's blocks on the host: tables by sequence, and its cross table if it had one."""
-
-    tables: dict[int, list[int]]
-    cross: list[int]
-    content: str
-
-    @property
-    def self_blocks(self) -> list[int]:
-        """The distinct blocks of the self tables."""
-        return sorted({block for table in self.tables.values() for block in table})
-
-
 class BlockManager:
     """Who holds which blocks. Lengths are in tokens; sequences are known by number, requests by name."""
 
     def __init__(self, pool: BlockPool, block_size: int, host_pool: BlockPool | None = None) -> None:
         self.pool = pool
-        self.host_pool = host_pool
+        self.host = HostTables(host_pool)
         self.block_size = block_size
         self.counters = {"cross_table_hits": 0, "forks": 0, "block_copies": 0, "blocks_swapped_out": 0}
         self.counters |= {"blocks_swapped_in": 0, "prefix_evictions": 0}
@@ -70,8 +57,6 @@ class BlockManager:
         self._hash_of: dict[int, bytes] = {}
         self._idle: OrderedDict[int | str, None] = OrderedDict()  # blocks and contents nobody holds, oldest first
         self._num_idle_blocks = 0
-        self._swapped: dict[str, _Swapped] = {}
-        self._swapped_with: dict[int, str] = {}  # sequence -> request, of tables on the host
         self._moves: list[BlockMove] = []
 
     # --- how much there is
@@ -178,10 +163,7 @@ class BlockManager:
     def free(self, sequence_id: int) -> None:
         """Free a sequence's table, on the device or on the host; nothing happens where it has none."""
         self._release(self._tables.pop(sequence_id, []))
-        request_id = self._swapped_with.pop(sequence_id, None)
-        if request_id is not None:
-            self._free_host(self._swapped[request_id].tables.pop(sequence_id))
-            self._forget_if_empty(request_id)
+        self.host.free(sequence_id)
 
     def has_table(self, sequence_id: int) -> bool:
         return sequence_id in self._tables
@@ -239,10 +221,10 @@ class BlockManager:
     def free_cross(self, request_id: str) -> None:
         """Stop reading the cross table. The last reader leaves a written one behind, for the next request; a copy on
         the host goes at once."""
-        if request_id in self._swapped:
-            self._free_host(self._swapped[request_id].cross)
-            self._swapped[request_id].cross = []
-            self._forget_if_empty(request_id)
+        self.host.free_cross(request_id)
+        self._stop_reading(request_id)
+
+    def _stop_reading(self, request_id: str) -> None:
         content = self._cross_of.pop(request_id, None)
         if content is None:
             return
@@ -275,9 +257,9 @@ class BlockManager:
 
     def reset(self) -> None:
         """Free everything, on the device and on the host, and forget what was cached."""
-        for sequence_id in [*self._tables, *self._swapped_with]:
+        for sequence_id in [*self._tables, *self.host.sequence_ids]:
             self.free(sequence_id)
-        for request_id in [*self._cross_of, *self._swapped]:
+        for request_id in [*self._cross_of, *self.host.request_ids]:
             self.free_cross(request_id)
         self._make_free(self.pool.num_usable)
         self._moves.clear()
@@ -286,44 +268,36 @@ class BlockManager:
 
     @property
     def num_host_free(self) -> int:
-        return self.host_pool.num_free if self.host_pool else 0
+        return self.host.num_free
 
     def can_swap_out(self, request_id: str, sequence_ids: Sequence[int]) -> bool:
         """Whether the host has room for a request, and its cross table (if any) is worth keeping."""
         needed = len(self.held_blocks(sequence_ids)) + len(self.get_cross_block_table(request_id))
-        return self.host_pool is not None and needed <= self.host_pool.num_free and not self.needs_writing(request_id)
+        return self.host.pool is not None and needed <= self.num_host_free and not self.needs_writing(request_id)
 
     def swap_out(self, request_id: str, sequence_ids: Sequence[int]) -> None:
         """Move the tables of a request to the host. What it shared with others stays on the device for them."""
-        assert self.host_pool is not None
         tables = {name: self._tables[name] for name in sequence_ids if name in self._tables}
         cross = self.get_cross_block_table(request_id)
-        distinct = sorted(self.held_blocks(tables) | set(cross))
-        host = dict(zip(distinct, self.host_pool.allocate(len(distinct)), strict=True))
+        host = self.host.put(request_id, tables, cross, self._cross_of.get(request_id, ""))
         self._moves += [BlockMove("out", block, target) for block, target in host.items()]
         self.counters["blocks_swapped_out"] += len(host)
-        moved = {name: [host[block] for block in table] for name, table in tables.items()}
-        _share_again(self.host_pool, moved.values())
-        swapped = _Swapped(moved, [host[block] for block in cross], self._cross_of.get(request_id, ""))
         for name in tables:
-            self.free(name)
-        self.free_cross(request_id)
-        self._swapped[request_id] = swapped
-        self._swapped_with |= dict.fromkeys(moved, request_id)
+            self._release(self._tables.pop(name))
+        self._stop_reading(request_id)
 
     def is_swapped(self, request_id: str) -> bool:
-        return request_id in self._swapped
+        return request_id in self.host
 
     def missing_to_swap_in(self, request_id: str) -> int:
         """Blocks that `swap_in` would take away from `num_free`."""
-        swapped = self._swapped[request_id]
+        swapped = self.host[request_id]
         cross = self._missing_cross(len(swapped.cross) * self.block_size, swapped.content) if swapped.cross else 0
         return len(swapped.self_blocks) + cross
 
     def swap_in(self, request_id: str) -> None:
         """Move the tables of a request back to the device, sharing among its sequences as before."""
-        assert self.host_pool is not None
-        swapped = self._swapped.pop(request_id)
+        swapped = self.host.take(request_id)
         if swapped.cross:
             known = self.has_cross(swapped.content)
             self.allocate_cross(request_id, len(swapped.cross) * self.block_size, swapped.content)
@@ -334,20 +308,8 @@ class BlockManager:
         device = dict(zip(distinct, self._take(len(distinct)), strict=True))
         self._bring_in(distinct, [device[block] for block in distinct])
         tables = {name: [device[block] for block in table] for name, table in swapped.tables.items()}
-        _share_again(self.pool, tables.values())
+        share_again(self.pool, tables.values())
         self._tables |= tables
-        for name, table in swapped.tables.items():
-            del self._swapped_with[name]
-            self._free_host(table)
-        self._free_host(swapped.cross)
-
-    def _free_host(self, blocks: Sequence[int]) -> None:
-        assert self.host_pool is not None
-        self.host_pool.free(blocks)
-
-    def _forget_if_empty(self, request_id: str) -> None:
-        if not (self._swapped[request_id].tables or self._swapped[request_id].cross):
-            del self._swapped[request_id]
 
     def _bring_in(self, host: Sequence[int], device: Sequence[int]) -> None:
         self._moves += [BlockMove("in", source, target) for source, target in zip(host, device, strict=True)]
@@ -415,23 +377,4 @@ class BlockManager:
             raise IntegrityError(f"{len(idle) + sum(kept)} blocks are idle, {self._num_idle_blocks} counted")
         if self._block_of != {name: block for block, name in self._hash_of.items()}:
             raise IntegrityError("the prefix cache and its blocks do not agree")
-        self._check_host()
-
-    def _check_host(self) -> None:
-        if self.host_pool is None:
-            return
-        self.host_pool.check_integrity()
-        counts: dict[int, int] = {}
-        for swapped in self._swapped.values():
-            for block in (block for table in (*swapped.tables.values(), swapped.cross) for block in table):
-                counts[block] = counts.get(block, 0) + 1
-        if len(counts) != self.host_pool.num_used or any(self.host_pool.references(b) != n for b, n in counts.items()):
-            raise IntegrityError(f"swapped tables hold {len(counts)} host blocks, {self.host_pool.num_used} are used")
-
-
-def _share_again(pool: BlockPool, tables: Iterable[Sequence[int]]) -> None:
-    """One more reference to a block for each table after the first one that holds it."""
-    seen: set[int] = set()
-    for table in tables:
-        pool.share(block for block in table if block in seen)
-        seen.update(table)
+        self.host.check_integrity()

@@ -313,7 +313,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         for move in self.manager.take_moves():
             source, target = ends[move.kind]
             target[move.target] = source[move.source]
-        for pool, array in ((self.manager.pool, self.device), (self.manager.host_pool, self.host)):
+        for pool, array in ((self.manager.pool, self.device), (self.manager.host.pool, self.host)):
             assert pool is not None
             for block in range(pool.num_blocks):
                 if not pool.references(block):
