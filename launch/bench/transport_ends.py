@@ -16,6 +16,7 @@ from typing import Protocol, cast
 import zmq
 import zmq.asyncio
 
+from broker.lifetime import die_with_parent
 from broker.redis_client import connect
 from broker.tensors import TensorReceiver, TensorSender
 from common.config import Transport
@@ -131,8 +132,9 @@ def _transport_of(way: str) -> Transport:
     return cast(Transport, way.removesuffix(COPIED))
 
 
-def serve_sinks(pipe: Connection, ways: list[str], broker: str) -> None:
+def serve_sinks(parent_pid: int, pipe: Connection, ways: list[str], broker: str) -> None:
     """The receiving process: tells its addresses, then does one Job after the other until the pipe is closed."""
+    die_with_parent(parent_pid)
     asyncio.run(_serve(pipe, ways, broker))
 
 

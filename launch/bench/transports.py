@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import sys
 import time
 from collections import defaultdict
@@ -74,7 +75,8 @@ def bench(
 
 async def _measure(ways: Sequence[str], broker: str, repetitions: int) -> Measured:
     pipe, far = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=serve_sinks, args=(far, ways, broker), daemon=True)
+    spawn = multiprocessing.get_context("spawn")
+    process = spawn.Process(target=serve_sinks, args=(os.getpid(), far, ways, broker), daemon=True)
     process.start()
     far.close()
     addresses: dict[str, str] = pipe.recv()
