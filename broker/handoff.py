@@ -205,7 +205,7 @@ class HandoffSender:
         elif grant.status == "cancelled" and not handoff.receipt.done():
             error = TriptychError("unavailable", f"{handoff.receiver.instance_id} took its grant back")
             handoff.fail(self._ended("cancelled", error))
-        elif handoff.asked_again and not handoff.receipt.done() and grant.status in ("granted", "cached"):
+        elif handoff.state == "sent" and handoff.asked_again and _is_answer(handoff, grant):
             self._take_answer(handoff, grant)
         else:
             self.outcomes["duplicate"] += 1
@@ -320,3 +320,8 @@ class HandoffSender:
     def _ended(self, outcome: str, error: TriptychError) -> TriptychError:
         self.outcomes[outcome] += 1
         return error
+
+
+def _is_answer(handoff: Handoff, grant: Grant) -> bool:
+    """Whether a grant that comes again can say what has become of the part that was sent."""
+    return not handoff.receipt.done() and grant.status in ("granted", "cached")

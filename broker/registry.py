@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 from redis.asyncio import Redis
-from redis.exceptions import NoPermissionError
+from redis.exceptions import RedisError
 
 from broker.redis_client import pass_on_cancellation
 from common.errors import TriptychError
@@ -62,6 +62,9 @@ class Registry:
             self._own = None  # the entry is the other's
             message = f"another process has taken the instance id {own.instance_id!r}; give each its own --instance-id"
             raise TriptychError("unavailable", message, "instance_id")
+        if (latest := self._own) is None:
+            return  # it has left meanwhile
+        own = latest  # which may say by now that it drains
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.set(self._key(own.instance_id), encode(own), ex=RECORD_TTL_S)
             pipe.sadd(self._index, own.instance_id)
@@ -89,7 +92,7 @@ class Registry:
         """Yields at the start, and when an instance has come, begins to leave or has left. What is told while the
         connection is lost is missed, and nobody tells of the dead: look now and then all the same.
 
-        Raises NoPermissionError where the broker's user may not listen; then looking now and then has to do.
+        Raises ResponseError where the broker does not let us listen; then looking now and then has to do.
         """
         async with self._redis.pubsub() as listener:
             await listener.subscribe(self._changes)
@@ -100,7 +103,7 @@ class Registry:
                     yield
 
     async def _tell(self) -> None:
-        with contextlib.suppress(NoPermissionError):  # those that listen find out a little later
+        with contextlib.suppress(RedisError):  # no right to, or no such command: those that listen look by themselves
             await self._redis.publish(self._changes, "")
 
     async def get(self, instance_id: str) -> InstanceRecord | None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from redis.exceptions import NoPermissionError, RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from broker.redis_client import REFUSALS, refused
 from broker.registry import HEARTBEAT_S, Registry
@@ -66,8 +66,9 @@ class RegistryWatch:
                 async with contextlib.aclosing(self._registry.changes()) as changes:
                     async for _ in changes:
                         self._changed.set()
-            except NoPermissionError:
-                log.warning("the broker's user may not listen: a worker that comes is used half a second later")
+            except ResponseError as error:
+                why = str(error)
+                log.warning("the broker does not let us listen: new workers are used half a second later", error=why)
                 return
             except (RedisError, OSError):  # `look` has told it
                 await asyncio.sleep(POLL_S)

@@ -50,6 +50,7 @@ class ShmConnection:
         self._host, _, self._name = address.partition("://")[2].partition("/")
         self._turn = asyncio.Lock()
         self._link: _Link | None = None
+        self._closed = False
 
     async def send(self, header: TensorHeader, data: memoryview, timeout_s: float) -> None:
         try:
@@ -69,10 +70,13 @@ class ShmConnection:
             raise TriptychError("unavailable", f"the receiver of tensors at {self._address}: {error}") from error
 
     def close(self) -> None:
+        self._closed = True
         if self._link is not None:
             self._link.close()
 
     async def _connected(self) -> _Link:
+        if self._closed:  # others may have waited for their turn meanwhile: a new link would be nobody's to close
+            raise TriptychError("unavailable", f"the connection to {self._address} is closed")
         if self._link is not None and not self._link.closed:
             return self._link
         if self._host != boot_id():

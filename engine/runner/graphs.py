@@ -86,7 +86,7 @@ class DecodeGraphs:
         for size in sorted(sizes, reverse=True):
             plans = _make_plans(parts, size)
             if plans is not None:
-                recordings.append(_Recording(parts, size, *plans, recorder))
+                recordings.append(_record(parts, size, *plans, recorder))
         if not recordings:
             name = parts.backend.name
             raise UnrecordableError(f"attention backend {name!r} has no plans at fixed addresses for this model")
@@ -167,6 +167,19 @@ class _Recording:
         embeddings = parts.model.embed(parts.last_tokens.fill(input_ids, slots))
         hidden: Tensor = parts.model(embeddings, positions, context)
         return hidden
+
+
+def _record(
+    parts: GraphParts, size: int, self_plan: DecodePlan, cross_plan: DecodePlan | None, recorder: Recorder
+) -> _Recording:
+    """Raises UnrecordableError where the device or a library refuses, and the device can still be used."""
+    try:
+        return _Recording(parts, size, self_plan, cross_plan, recorder)
+    except RuntimeError as error:
+        device = parts.caches[0].device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # raises again where the device is lost
+        raise UnrecordableError(f"a step of {size} was refused: {error}"[:300]) from error
 
 
 def _make_plans(parts: GraphParts, size: int) -> tuple[DecodePlan, DecodePlan | None] | None:

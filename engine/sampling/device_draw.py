@@ -68,7 +68,7 @@ def nucleus_by_flashinfer(weights: Tensor, ps: Tensor) -> Tensor:
     from flashinfer.sampling import top_p_renorm_probs
 
     probabilities = weights / weights.sum(dim=-1, keepdim=True)
-    renormed = cast(Tensor, top_p_renorm_probs(probabilities, ps.squeeze(1).float()))
+    renormed = cast(Tensor, top_p_renorm_probs(probabilities, ps.squeeze(1).float(), is_deterministic=True))
     return torch.where((renormed > 0.0) | (ps >= 1.0), weights, 0.0)
 
 
@@ -76,7 +76,7 @@ def prepare(device: torch.device) -> None:
     """Have what draws on this device ready: FlashInfer compiles its kernels when they are first used, which takes as
     long as a minute and may fail. That is no matter for the first request."""
     if device.type == "cuda":
-        _nucleus_for(device)
+        _nucleus_for(torch.empty(0, device=device).device)  # with its number, as tensors have it
 
 
 @cache

@@ -189,7 +189,7 @@ class DecoderScheduler:
         """Waiting requests that begin now. One whose inputs are all here goes before those that wait for theirs."""
         admitted = []
         for request in list(self.waiting):
-            if budget <= 0 or self._is_behind_the_line(request):
+            if budget <= 0 or self.held_back or self._is_behind_the_line(request):
                 break
             wanted = self._first_chunk(request, budget)
             if wanted <= 0:

@@ -323,6 +323,22 @@ async def test_a_part_whose_receipt_is_lost_is_not_sent_again(pair: Pair, monkey
     assert pair.sender.outcomes["sent_again"] == 0
 
 
+async def test_a_late_answer_says_nothing_about_a_part_that_was_not_sent(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handoff = await pair.granted(make_kv_offer())
+    monkeypatch.setattr("broker.handoff.REPEAT_S", 0.02)
+    sending = asyncio.create_task(pair.sender.send(handoff, make_part(0, 4)))
+    await pair.tensors.receive()
+    await eventually(lambda: pair.sender.outcomes["offer_repeated"] > 0)
+    pair.sender.handle(delivery(Receipt("r", KV_INPUT_ID, 0, "stored")))
+    await sending
+    handoff.patience_s = 0.0
+    pair.sender.handle(delivery(Grant("r", KV_INPUT_ID, 0, "granted", time.time() + 30, num_parts=1)))
+    assert not handoff.receipt.done()
+    assert pair.sender.outcomes["duplicate"] == 1
+
+
 async def test_a_slow_receiver_is_given_twice_as_long_each_time(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("broker.handoff.REPEAT_S", 0.02)
     handoff = await pair.granted(make_offer())

@@ -157,6 +157,20 @@ async def test_a_send_that_is_cancelled_gives_its_room_back(kit: Kit) -> None:
     await fill(sender, receiver, [4 * MIB])
 
 
+async def test_who_waits_for_a_turn_on_a_closed_connection_opens_no_other(kit: Kit) -> None:
+    receiver = kit.receiver()
+    connection = kit.connection(receiver.address)
+    data = memoryview(bytes(3 * MIB))
+    await connection.send(of_bytes(data), data, 5.0)
+    waiting = [asyncio.create_task(connection.send(of_bytes(data), data, 5.0)) for _ in range(2)]
+    await asyncio.sleep(0)  # the first waits for room, the second for its turn
+    files = open_files()
+    connection.close()
+    for error in await asyncio.gather(*waiting, return_exceptions=True):
+        assert isinstance(error, TriptychError)
+    assert open_files() <= files
+
+
 async def test_a_receiver_that_closes_ends_a_waiting_send_at_once(kit: Kit) -> None:
     sender, receiver = kit.sender(), kit.receiver()
     held = await fill(sender, receiver, [3 * MIB])
