@@ -22,13 +22,13 @@ import secrets
 from typing import ClassVar, Final
 
 from broker.transports import packets
-from broker.transports.base import QUEUE_TENSORS, Unreachable, took_none
+from broker.transports.base import QUEUE_TENSORS, took_none
 from broker.transports.cuda_arena import ARENA_BYTES, ExportArena
 from broker.transports.cuda_receiver import SCHEME
 from broker.transports.cuda_runtime import CudaError, CudaRuntime
 from broker.transports.cuda_wire import Hello
+from broker.transports.linked import LinkedConnection
 from broker.transports.payload import DeviceBuffer
-from broker.transports.shm_receiver import HANDSHAKE_S, boot_id
 from broker.transports.shm_wire import NONCE_BYTES, Announce, Release, for_sender
 from common.errors import TriptychError
 from common.messages import TensorHeader, encode
@@ -80,17 +80,16 @@ def _close_arena(made: asyncio.Task[ExportArena]) -> None:
         made.result().close()
 
 
-class CudaConnection:
+class CudaConnection(LinkedConnection["_Link"]):
     """See broker.transports.base.Connection: this one takes the memory of a GPU."""
 
     scheme: ClassVar[str] = SCHEME
+    refusals = (OSError, CudaError)
+    memory = "memory of a GPU"
 
     def __init__(self, sender: CudaSender, address: str) -> None:
+        super().__init__(address)
         self._sender = sender
-        self._address = address
-        self._host, _, self._name = address.partition("://")[2].partition("/")
-        self._turn = asyncio.Lock()
-        self._link: _Link | None = None
 
     async def send(self, header: TensorHeader, data: DeviceBuffer, timeout_s: float) -> None:
         try:
@@ -113,28 +112,11 @@ class CudaConnection:
         """Whether a tensor is small enough for this way: one receiver never holds more of the arena."""
         return num_bytes <= ARENA_BYTES // LINK_SHARE
 
-    def close(self) -> None:
-        if self._link is not None:
-            self._link.close()
+    async def _make_link(self, name: str) -> _Link:
+        return _Link(name, await self._sender.arena())
 
-    async def _connected(self) -> _Link:
-        if self._link is not None and not self._link.closed:
-            return self._link
-        if self._host != boot_id():
-            raise Unreachable(f"{self._address} is on another host")
-        try:
-            link = _Link(self._name, await self._sender.arena())
-            try:
-                async with asyncio.timeout(HANDSHAKE_S):
-                    await link.shake_hands(self._sender.device_id)
-            except BaseException:
-                link.close()
-                raise
-        except (OSError, CudaError) as error:  # TimeoutError among them
-            why = str(error) or f"no answer within {HANDSHAKE_S:g} s"
-            raise Unreachable(f"no memory of a GPU with {self._address}: {why}") from error
-        self._link = link
-        return link
+    async def _shake_hands(self, link: _Link) -> None:
+        await link.shake_hands(self._sender.device_id)
 
 
 class _Link:

@@ -24,8 +24,9 @@ import numpy as np
 
 from broker.transports import packets, passes, segment
 from broker.transports.arena import Arena
-from broker.transports.base import QUEUE_TENSORS, Unreachable, took_none
-from broker.transports.shm_receiver import HANDSHAKE_S, SCHEME, boot_id
+from broker.transports.base import QUEUE_TENSORS, took_none
+from broker.transports.linked import LinkedConnection
+from broker.transports.shm_receiver import SCHEME
 from broker.transports.shm_wire import NONCE_BYTES, Announce, Hello, Release, for_sender, pack
 from common.errors import TriptychError
 from common.messages import TensorHeader
@@ -40,17 +41,11 @@ IDLE_S: Final = 1.0
 log = get_logger()
 
 
-class ShmConnection:
+class ShmConnection(LinkedConnection["_Link"]):
     """See broker.transports.base.Connection."""
 
     scheme: ClassVar[str] = SCHEME
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._host, _, self._name = address.partition("://")[2].partition("/")
-        self._turn = asyncio.Lock()
-        self._link: _Link | None = None
-        self._closed = False
+    memory = "shared memory"
 
     async def send(self, header: TensorHeader, data: memoryview, timeout_s: float) -> None:
         try:
@@ -69,31 +64,11 @@ class ShmConnection:
         except OSError as error:
             raise TriptychError("unavailable", f"the receiver of tensors at {self._address}: {error}") from error
 
-    def close(self) -> None:
-        self._closed = True
-        if self._link is not None:
-            self._link.close()
+    async def _make_link(self, name: str) -> _Link:
+        return _Link(name)
 
-    async def _connected(self) -> _Link:
-        if self._closed:  # others may have waited for their turn meanwhile: a new link would be nobody's to close
-            raise TriptychError("unavailable", f"the connection to {self._address} is closed")
-        if self._link is not None and not self._link.closed:
-            return self._link
-        if self._host != boot_id():
-            raise Unreachable(f"{self._address} is on another host")
-        try:
-            link = _Link(self._name)
-            try:
-                async with asyncio.timeout(HANDSHAKE_S):
-                    await link.shake_hands()
-            except BaseException:
-                link.close()
-                raise
-        except OSError as error:  # TimeoutError among them
-            why = str(error) or f"no answer within {HANDSHAKE_S:g} s"
-            raise Unreachable(f"no shared memory with {self._address}: {why}") from error
-        self._link = link
-        return link
+    async def _shake_hands(self, link: _Link) -> None:
+        await link.shake_hands()
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ async def test_a_receiver_that_does_not_answer_on_shared_memory_gets_zmq_within_
     kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody else listens under the name, and says nothing."""
-    monkeypatch.setattr("broker.transports.shm_transport.HANDSHAKE_S", 0.1)
+    monkeypatch.setattr("broker.transports.linked.HANDSHAKE_S", 0.1)
     sender, receiver = kit.sender(), kit.receiver()
     silent = packets.listen("triptych-test-silent")
     name = addresses_by_scheme(receiver.address)["shm+unix"].rpartition("/")[2]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.transports import cuda_library, cuda_transport, listener, packets
+from broker.transports import cuda_library, cuda_transport, linked, listener, packets
 from broker.transports.base import QUEUE_TENSORS, ReceivedTensor, Unreachable
 from broker.transports.cuda_library import CudaLibrary
 from broker.transports.cuda_receiver import CudaReceiver
@@ -265,13 +265,20 @@ async def test_a_receiver_that_reads_other_memory_than_the_senders_is_no_way(
 async def test_a_receiver_that_says_nothing_is_no_way_after_a_while(
     one: Gpu, other: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_transport, "HANDSHAKE_S", 0.05)
+    monkeypatch.setattr(linked, "HANDSHAKE_S", 0.05)
     name = f"triptych-test-{secrets.token_hex(8)}"
     silent = packets.listen(name)
     address = other.receiver.address.rpartition("/")[0] + f"/{name}"
     with pytest.raises(Unreachable, match=r"no answer within 0\.05 s"):
         await one.send(one.connect(address), b"x")
     silent.close()
+
+
+async def test_a_closed_connection_opens_no_other_link(one: Gpu, other: Gpu) -> None:
+    connection = one.connect(other.receiver.address)
+    connection.close()
+    with pytest.raises(TriptychError, match="is closed"):
+        await one.send(connection, b"x")
 
 
 async def test_a_gpu_without_room_for_the_arena_is_no_way(

@@ -202,7 +202,7 @@ async def test_shared_memory_drops_whoever_lends_the_same_slot_twice_or_too_many
 
 @pytest.mark.parametrize("kit", ["shm"], indirect=True)
 async def test_a_connection_that_says_nothing_is_closed(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("broker.transports.shm_receiver.HANDSHAKE_S", 0.05)
+    monkeypatch.setattr("broker.transports.linked_receiver.HANDSHAKE_S", 0.05)
     receiver = kit.receiver()
     silent = RawSender(receiver)
     await eventually(lambda: silent.ended)

@@ -1,0 +1,83 @@
+"""A link over a Unix socket, at the sender: what shared memory and a GPU's memory have in common."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from typing import ClassVar, Final, Generic, Protocol, TypeVar
+
+from broker.transports.base import Unreachable
+from common.errors import TriptychError
+
+HANDSHAKE_S: Final = 2.0
+
+
+def boot_id() -> str:
+    """Tells this running kernel from any other: two processes with the same one are on the same host."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+
+
+class Link(Protocol):
+    """The sender's end of one connection."""
+
+    @property
+    def closed(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+L = TypeVar("L", bound=Link)
+
+
+class LinkedConnection(ABC, Generic[L]):
+    """Makes its link at the first send, and another one where it has broken, until it is closed.
+
+    `refusals` are the errors of a receiver that there is not, `memory` is what is shared with one, in words.
+    """
+
+    refusals: ClassVar[tuple[type[Exception], ...]] = (OSError,)
+    memory: ClassVar[str]
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._host, _, self._name = address.partition("://")[2].partition("/")
+        self._turn = asyncio.Lock()
+        self._link: L | None = None
+        self._closed = False
+
+    def close(self) -> None:
+        self._closed = True
+        if self._link is not None:
+            self._link.close()
+
+    async def _connected(self) -> L:
+        """Raises Unreachable where the receiver is another host's or does not see what is shared with it, and
+        TriptychError("unavailable") once the connection is closed."""
+        if self._closed:  # others may have waited for their turn meanwhile: a new link would be nobody's to close
+            raise TriptychError("unavailable", f"the connection to {self._address} is closed")
+        if self._link is not None and not self._link.closed:
+            return self._link
+        if self._host != boot_id():
+            raise Unreachable(f"{self._address} is on another host")
+        try:
+            link = await self._make_link(self._name)
+            try:
+                async with asyncio.timeout(HANDSHAKE_S):
+                    await self._shake_hands(link)
+            except BaseException:
+                link.close()
+                raise
+        except self.refusals as error:  # TimeoutError is an OSError
+            why = str(error) or f"no answer within {HANDSHAKE_S:g} s"
+            raise Unreachable(f"no {self.memory} with {self._address}: {why}") from error
+        self._link = link
+        return link
+
+    @abstractmethod
+    async def _make_link(self, name: str) -> L:
+        """Raises one of `refusals` where nobody listens under the name."""
+
+    @abstractmethod
+    async def _shake_hands(self, link: L) -> None:
+        """Give the other side the memory, and wait until it has read from it. Raises one of `refusals` if not."""
