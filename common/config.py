@@ -48,6 +48,12 @@ class EngineConfig(BaseModel):
     encoder_cache_bytes: int | None = Field(
         None, ge=1, description="Budget of encoder outputs not yet consumed; if not given, an eighth of what is left."
     )
+    encoder_output_cache_bytes: int | None = Field(
+        None,
+        ge=0,
+        description="Host memory of an encoder worker for outputs that are kept for the next ones who need them; if "
+        "not given, a sixteenth of what is free, at most 256 MiB. 0 keeps none.",
+    )
     prefix_caching: bool = Field(True, description="Find the KV blocks of prompts that begin alike.")
     preemption: PreemptionPolicy = Field(
         "auto", description="What happens to a request that loses its blocks: swapped to the host, or computed again."
@@ -119,6 +125,12 @@ class Settings(BaseSettings):
         "ZMQ.",
     )
     handoff_timeout_s: float = Field(30.0, gt=0, description="Longest wait for one step of a handoff.")
+    step_timeout_s: float = Field(
+        300.0,
+        gt=0,
+        description="Longest step of an engine, loading not included: a worker that is longer in one has hung. It "
+        "leaves the cluster, and ends with status 1.",
+    )
     request_timeout_s: float = Field(600.0, gt=0, description="Longest life of a request in the proxy.")
     max_inflight: int = Field(1024, ge=1, description="Requests in the proxy at once; more get 429.")
     max_queue_s: float = Field(

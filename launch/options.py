@@ -79,6 +79,11 @@ _OPTIONS: dict[str, Any] = {
     "engine.encoder_cache_bytes": _size(
         _ENGINE, "Budget of encoder outputs on a prefill-decode worker.", "an eighth of what is left"
     ),
+    "engine.encoder_output_cache_bytes": _size(
+        _ENGINE,
+        "Host memory for outputs that an encoder keeps; 0 keeps none.",
+        "a sixteenth of what is free, at most 256MiB",
+    ),
     "engine.swap_bytes": _size(_ENGINE, "Host memory for swapped KV blocks.", "a sixteenth, at most 128MiB on a CPU"),
     "engine.block_size": _option(int, _ENGINE, "Token slots in one KV block.", "16"),
     "engine.max_num_seqs": _option(int, _ENGINE, "Requests that run at once.", "64"),
@@ -124,6 +129,9 @@ _OPTIONS: dict[str, Any] = {
         metavar="auto|shm|zmq|redis|nixl|cuda",
     ),
     "handoff_timeout_s": _option(float, _LIMITS, "Longest wait for one step of a handoff, in seconds.", "30"),
+    "step_timeout_s": _option(
+        float, _LIMITS, "Longest step of an engine, in seconds; a worker that is longer in one starts again.", "300"
+    ),
     "request_timeout_s": _option(float, _LIMITS, "Longest life of a request, in seconds.", "600"),
     "log_level": _option(str, _LIMITS, "What is logged.", "info", metavar="debug|info|warning|error"),
     "log_format": _option(str, _LIMITS, "How it is logged.", "text", metavar="text|json"),
@@ -136,6 +144,7 @@ ENGINE = (
     "encoder_fallback",
     "transport",
     "handoff_timeout_s",
+    "step_timeout_s",
 )
 PROXY = (
     "served_model_name",
