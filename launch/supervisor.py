@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
-import tempfile
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import TriptychError
 from launch.backoff import Backoff
 from launch.children import Child
 from launch.instance import Instance, Reporter, SilentReporter, State
+from launch.log_folders import LogFolder
 from launch.plan import Plan
 
 if TYPE_CHECKING:
@@ -40,7 +38,7 @@ class Supervisor:
         self._reporter = reporter or SilentReporter()
         self._start_timeout_s = start_timeout_s
         self._broker: EmbeddedBroker | None = None
-        self._logs: Path | None = None
+        self._logs: LogFolder | None = None
         self._keepers: list[asyncio.Task[None]] = []
         self._broker_keeper: asyncio.Task[None] | None = None
         self._readiness: asyncio.Task[None] | None = None
@@ -95,11 +93,11 @@ class Supervisor:
             await asyncio.gather(self._readiness, return_exceptions=True)
         await self._leave_broker()
         keep_logs = self._failed or bool(killed) or any(instance.state == "restarting" for instance in self.instances)
-        if self._logs is not None and not keep_logs:
-            shutil.rmtree(self._logs, ignore_errors=True)
+        if self._logs is not None:
+            self._logs.close(keep=keep_logs)
         for instance in self.instances:
             instance.state = "stopped"
-        self._reporter.stopped(killed, str(self._logs) if self._logs and keep_logs else None)
+        self._reporter.stopped(killed, str(self._logs.path) if self._logs and keep_logs else None)
 
     def kill_now(self) -> None:
         """End every process at once; `stop` goes on and cleans up."""
@@ -120,8 +118,8 @@ class Supervisor:
             self._broker_keeper = asyncio.create_task(self._keep_broker(self._broker))
         else:
             await check_broker(broker_url, self.plan)
-        self._logs = Path(tempfile.mkdtemp(prefix="triptych-"))
-        self.instances = self.plan.instances(broker_url, self._logs)
+        self._logs = LogFolder()
+        self.instances = self.plan.instances(broker_url, self._logs.path)
         return broker_url
 
     async def _keep(self, instance: Instance) -> None:

@@ -28,20 +28,21 @@ def soak(
 ) -> None:
     """Ask about pictures, text and sounds, leave some answers, kill workers, and look whether memory stays flat.
 
-    Ends with status 1 where an answer was wrong or missing, something was still held, or memory rose by more than 2 %
-    over the last two thirds.
+    Ends with status 1 where an answer was wrong or missing, something was still held, a process ended that nothing had
+    hit, or the memory of a supervisor or a service rose by more than 2 % over the last two thirds. The load runs in
+    processes of its own: their memory is told and not judged.
     """
     openmp.set_defaults(os.environ)
     from launch.children import adopt_orphans
-    from launch.soak.plan import Plan, audio, pictures
+    from launch.soak.plan import Part, Plan
     from launch.soak.report import as_json, as_markdown
     from launch.soak.run import run_soak
 
     adopt_orphans()
     chosen = seed if seed is not None else random.SystemRandom().randrange(10**6)
     clips = max(1, in_flight // 4) if audio_model else 0
-    parts = [pictures(model, topology, in_flight - clips)]
-    parts += [audio(audio_model, audio_topology, clips)] if audio_model else []
+    parts = [Part("pictures", model, topology, in_flight - clips)]
+    parts += [Part("audio", audio_model, audio_topology, clips)] if audio_model else []
     findings = run_soak(Plan(minutes, tuple(parts), fault_every_s, chosen), _tell)
     page = as_markdown(findings)
     print(page)

@@ -6,9 +6,9 @@ import base64
 import io
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 REPEATED = 24
 """Pictures and clips that come again and again, beside those that are new each time."""
@@ -69,6 +69,13 @@ def draw_transcriptions(model: str, rng: random.Random) -> Iterator[Ask]:
         body = _transcription(model, source, beams=not stream)
         name = f"{name} streamed" if stream else name
         yield Ask(name, "/v1/audio/transcriptions", body, stream, leave, again, files={"file": clip})
+
+
+DRAWS: Final[dict[str, Callable[[str, random.Random], Iterator[Ask]]]] = {
+    "pictures": draw_chats,
+    "audio": draw_transcriptions,
+}
+"""Endless requests of each kind, for a model that the API calls by this name."""
 
 
 def _draw_source(rng: random.Random, number: int) -> tuple[bool, random.Random]:

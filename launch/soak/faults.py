@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import os
 import random
+import re
 import signal
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from redis import Redis
 
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
     from launch.cluster import LocalCluster
     from launch.instance import Instance
 
-STOP_S = 5.0
-"""How long a stopped process stands still."""
+STOPS_S: Final = (3.0, 6.0, 12.0)
+"""How long a stopped process stands still: the last is longer than a worker lives in the registry without a word."""
 
 
 class Faults:
@@ -40,7 +41,7 @@ class Faults:
             await self._one()
 
     async def _one(self) -> None:
-        victims = [i for i in self._cluster.instances.values() if i.role != "proxy" and not i.id.endswith("0")]
+        victims = [i for i in self._cluster.instances.values() if not is_spared(i)]
         ready = [instance for instance in victims if instance.state == "ready" and instance.pid is not None]
         kind = self._rng.choice(("kill", "kill", "stop", "flush"))
         if kind == "flush":
@@ -48,25 +49,32 @@ class Faults:
             await asyncio.to_thread(self._flush)
         elif ready:
             victim = self._rng.choice(ready)
-            self._tell(f"{kind} {victim.id}")
             await (self._kill(victim) if kind == "kill" else self._stop(victim))
         else:
             return
         self.counts[kind] += 1
 
     async def _kill(self, victim: Instance) -> None:
+        self._tell(f"kill {victim.id}")
         send_signal(victim, signal.SIGKILL)
 
     async def _stop(self, victim: Instance) -> None:
+        seconds = self._rng.choice(STOPS_S)
+        self._tell(f"stop {victim.id} for {seconds:g} s")
         send_signal(victim, signal.SIGSTOP)
         try:
-            await asyncio.sleep(STOP_S)
+            await asyncio.sleep(seconds)
         finally:
             send_signal(victim, signal.SIGCONT)
 
     def _flush(self) -> None:
         with Redis.from_url(self._cluster.broker_url) as redis:
             redis.flushall()
+
+
+def is_spared(instance: Instance) -> bool:
+    """Whether it is never hit: the proxy, and the first worker of each role."""
+    return instance.role == "proxy" or re.fullmatch(r"\D+0", instance.id) is not None
 
 
 def send_signal(instance: Instance, number: signal.Signals) -> None:

@@ -1,66 +1,75 @@
-"""Keeps a number of requests in flight and counts what comes of them."""
+"""Keeps a number of requests in flight, in a process of its own: what that takes is not the services'.
+
+LoadProcess, in the process of the supervisors ──Job──▶ `python -m launch.soak.load` ──Tally, twice a second──▶
+"""
 
 from __future__ import annotations
 
 import asyncio
+import random
+import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import httpx
+import msgspec
 
-from launch.soak.asking import Reply, send
-from launch.soak.asks import Ask
+from common.errors import TriptychError
+from launch.children import describe_exit
+from launch.lifeline import follow_parent
+from launch.soak.asking import send
+from launch.soak.asks import DRAWS, Ask
+from launch.soak.tally import Judge, Tally
 
 PAUSE_S: Final = 0.5
 """After a refusal, before the next request."""
 SILENCE_S: Final = 300.0
 """How long a client hears nothing before it calls that a failure: the cores may be busy with something else, too."""
-MAX_TOLD: Final = 20
+_TELL_S: Final = 0.5
+_LINE_BYTES: Final = 2**20
 
 
-@dataclass
-class Tally:
-    """Counts of a run; `wrong` and `broken` are its failures, the first of which are told."""
+@dataclass(frozen=True)
+class Job:
+    """`kind`: of requests, a key of `asks.DRAWS`, drawn from `seed`, for a model by its name in the API."""
 
-    endings: Counter[str] = field(default_factory=Counter)
-    tokens: int = 0
-    compared: int = 0
-    """Answers that were compared with an earlier one to the same request."""
-    wrong: int = 0
-    told: list[str] = field(default_factory=list)
-    _known: dict[str, Reply] = field(default_factory=dict)
-
-    def note(self, ask: Ask, reply: Reply) -> None:
-        self.endings[reply.ending] += 1
-        self.tokens += sum(map(len, reply.tokens.values()))
-        if reply.ending in ("broken", "closed"):
-            self._tell(f"{ask.name}: {reply.ending}: {reply.error}")
-        if not ask.again:
-            return
-        known = self._known.get(ask.name)
-        if known is None:
-            if reply.ending == "whole":
-                self._known[ask.name] = reply
-            return
-        self.compared += 1
-        if not (reply.equals(known) if reply.ending == "whole" else reply.begins(known)):
-            self.wrong += 1
-            self._tell(f"{ask.name}: {dict(reply.tokens)}, and before {dict(known.tokens)}")
-
-    @property
-    def failures(self) -> int:
-        """Answers that were wrong, and requests that ended as none may while the proxy lives."""
-        return self.wrong + self.endings["broken"] + self.endings["closed"]
-
-    def _tell(self, what: str) -> None:
-        if len(self.told) < MAX_TOLD:
-            self.told.append(what)
+    kind: str
+    model: str
+    seed: str
+    base_url: str
+    in_flight: int
+    seconds: float
 
 
-async def run_load(base_url: str, asks: Iterator[Ask], tally: Tally, *, in_flight: int, seconds: float) -> None:
+class LoadProcess:
+    """The load of one cluster: `run` it and look at `tally` meanwhile. It ends with this process."""
+
+    def __init__(self) -> None:
+        self.tally = Tally()
+        self.pid: int | None = None
+
+    async def run(self, job: Job) -> None:
+        """Return when its last request has ended. Raises TriptychError("internal_error") where it ends otherwise."""
+        argv = (sys.executable, "-m", "launch.soak.load", msgspec.json.encode(job).decode())
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*argv, stdin=pipe, stdout=pipe, limit=_LINE_BYTES)
+        self.pid = process.pid
+        assert process.stdout is not None
+        try:
+            async for line in process.stdout:
+                self.tally = msgspec.json.decode(line, type=Tally)
+            if code := await process.wait():
+                raise TriptychError("internal_error", f"the load of {job.kind} ended early: {describe_exit(code)}")
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+            self.pid = None
+
+
+async def run_load(base_url: str, asks: Iterator[Ask], judge: Judge, *, in_flight: int, seconds: float) -> None:
     """Send asks until the time is over, `in_flight` at once; returns when the last has ended."""
     end_s = time.monotonic() + seconds
     limits = httpx.Limits(max_connections=None, keepalive_expiry=20)
@@ -71,8 +80,34 @@ async def run_load(base_url: str, asks: Iterator[Ask], tally: Tally, *, in_fligh
             while time.monotonic() < end_s:
                 ask = next(asks)
                 reply = await send(http, ask)
-                tally.note(ask, reply)
+                judge.note(ask, reply)
                 if reply.ending not in ("whole", "left"):
                     await asyncio.sleep(PAUSE_S)
 
         await asyncio.gather(*(work() for _ in range(in_flight)))
+
+
+async def _main(job: Job) -> None:
+    """The process: tells its tally now and then, and once more at the end."""
+    judge = Judge()
+
+    async def tell() -> None:
+        while True:
+            _tell(judge.tally)
+            await asyncio.sleep(_TELL_S)
+
+    telling = asyncio.create_task(tell())
+    asks = DRAWS[job.kind](job.model, random.Random(job.seed))
+    await run_load(job.base_url, asks, judge, in_flight=job.in_flight, seconds=job.seconds)
+    telling.cancel()
+    _tell(judge.tally)
+
+
+def _tell(tally: Tally) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(tally) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    follow_parent()
+    asyncio.run(_main(msgspec.json.decode(sys.argv[1], type=Job)))

@@ -7,7 +7,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
@@ -15,12 +15,15 @@ from typing import Final
 from common.config import EngineConfig, Settings
 from launch.cluster import LocalCluster
 from launch.held import held
-from launch.soak.faults import Faults
-from launch.soak.load import Tally, run_load
+from launch.instance import SilentReporter
+from launch.soak.faults import Faults, is_spared
+from launch.soak.load import Job, LoadProcess
 from launch.soak.memory import MemoryLog, processes, resident_bytes
 from launch.soak.plan import Part, Plan
 from launch.soak.report import MIB, Findings
 
+SUPERVISORS: Final = "supervisors"
+"""This process: it looks after all the clusters, breaks them and takes the samples, but asks nothing."""
 SAMPLE_S: Final = 60.0
 RETURN_S: Final = 60.0
 """How long workers that were killed last may take to come back before the last look."""
@@ -34,13 +37,26 @@ _ENCODER_CACHE_BYTES: Final = 2 * MIB
 """Small ones: they fill and evict within minutes."""
 
 
+class KeptLogs(SilentReporter):
+    """Notes which folder of logs a supervisor keeps at its end, on purpose, and why."""
+
+    def __init__(self) -> None:
+        self.folder: str | None = None
+        self.why = ""
+
+    def stopped(self, killed: Sequence[str], kept_logs: str | None) -> None:
+        self.folder = kept_logs
+        self.why = f"{', '.join(killed)} had to be killed" if killed else "a process was being started again"
+
+
 class Side:
     """One part of a soak while it runs."""
 
     def __init__(self, part: Part, seed: int, fault_every_s: float, tell: Callable[[str], None]) -> None:
         """Settle what will run. Raises TriptychError where the model or the topology is none."""
         engine = EngineConfig(num_threads=1, kv_cache_bytes=_KV_BYTES, encoder_cache_bytes=_ENCODER_CACHE_BYTES)
-        self.part, self.tally = part, Tally()
+        self.part, self.seed = part, seed
+        self.load, self.logs = LoadProcess(), KeptLogs()
         self.cluster = LocalCluster(
             Settings(
                 model=part.model,
@@ -49,21 +65,22 @@ class Side:
                 topology=part.topology,
                 log_level="error",
                 engine=engine,
-            )
+            ),
+            reporter=self.logs,
         )
         self.faults = Faults(
             self.cluster, random.Random(f"{part.name} faults {seed}"), fault_every_s, lambda line: self._tell(line)
         )
-        self._asks_rng = random.Random(f"{part.name} asks {seed}")
         self._fault_every_s = fault_every_s
         self._told_to = tell
 
     async def run(self, seconds: float) -> None:
         """Load it, and break it, until the time is over and the last request has ended."""
-        asks = self.part.draw(self.cluster.supervisor.plan.info.name, self._asks_rng)
+        model, seed = self.cluster.supervisor.plan.info.name, f"{self.part.name} asks {self.seed}"
+        job = Job(self.part.name, model, seed, self.cluster.base_url, self.part.in_flight, seconds)
         breaking = asyncio.create_task(self.faults.run()) if self._fault_every_s else None
         try:
-            await run_load(self.cluster.base_url, asks, self.tally, in_flight=self.part.in_flight, seconds=seconds)
+            await self.load.run(job)
         finally:
             if breaking is not None:
                 breaking.cancel()
@@ -72,6 +89,12 @@ class Side:
     def processes(self) -> list[tuple[str, int]]:
         """Names and ids of the cluster's processes."""
         return [(f"{self.part.name} {name}", pid) for name, pid in processes(self.cluster)]
+
+    @property
+    def spared(self) -> list[str]:
+        """The names of the processes that no fault hits."""
+        names = ["broker", *(instance.id for instance in self.cluster.instances.values() if is_spared(instance))]
+        return [f"{self.part.name} {name}" for name in names]
 
     def wait_until_nothing_is_held(self) -> dict[str, float]:
         """What is still held two seconds after the last request ended and all workers are back."""
@@ -94,7 +117,7 @@ class Side:
 
 def run_soak(plan: Plan, tell: Callable[[str], None]) -> Findings:
     """Run it; progress goes to `tell`. Raises TriptychError where a cluster does not start."""
-    memory = MemoryLog()
+    memory, loads = MemoryLog(), MemoryLog()
     sides = [Side(part, plan.seed, plan.fault_every_s, tell) for part in plan.parts]
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         os.environ["TMPDIR"] = tempfile.tempdir = folder  # so that a file that is left shows
@@ -102,25 +125,37 @@ def run_soak(plan: Plan, tell: Callable[[str], None]) -> Findings:
             for side in sides:
                 tell(f"starting {side.part}, seed {plan.seed}")
                 clusters.enter_context(side.cluster)
-            asyncio.run(_load(plan, sides, memory, tell))
+            asyncio.run(_load(plan, sides, memory, loads, tell))
             left = {what: count for side in sides for what, count in side.wait_until_nothing_is_held().items()}
             pids = [pid for side in sides for _, pid in side.processes()]
         remains = [f"process {pid}" for pid in pids if resident_bytes(pid)]
         remains += [str(path) for path in sorted(memory.shared) if path.exists()]
-        remains += [str(path) for path in Path(folder).iterdir() if not path.name.startswith(TORCH_CACHE)]
+        remains += _left_files(Path(folder), kept=[side.logs.folder for side in sides])
     return Findings(
         plan,
-        [side.tally for side in sides],
+        [side.load.tally for side in sides],
         [side.faults.counts for side in sides],
         {name: count for side in sides for name, count in side.restarts().items()},
+        [SUPERVISORS, *(name for side in sides for name in side.spared)],
         memory.survivors(),
+        loads.survivors(),
         left,
         remains,
+        [f"of {side.part.name}, because {side.logs.why}" for side in sides if side.logs.folder],
     )
 
 
-async def _load(plan: Plan, sides: list[Side], memory: MemoryLog, tell: Callable[[str], None]) -> None:
-    watching = asyncio.create_task(_watch(plan, sides, memory, tell))
+def _left_files(folder: Path, kept: Iterable[str | None]) -> list[str]:
+    """What is in the folder for temporary files and should not be."""
+    ours = set(kept)
+    found = (path for path in folder.iterdir() if not path.name.startswith(TORCH_CACHE))
+    return [str(path) for path in found if str(path) not in ours]
+
+
+async def _load(
+    plan: Plan, sides: list[Side], memory: MemoryLog, loads: MemoryLog, tell: Callable[[str], None]
+) -> None:
+    watching = asyncio.create_task(_watch(plan, sides, memory, loads, tell))
     try:
         await asyncio.gather(*(side.run(plan.seconds) for side in sides))
     finally:
@@ -128,15 +163,20 @@ async def _load(plan: Plan, sides: list[Side], memory: MemoryLog, tell: Callable
         await asyncio.gather(watching, return_exceptions=True)
 
 
-async def _watch(plan: Plan, sides: list[Side], memory: MemoryLog, tell: Callable[[str], None]) -> None:
+async def _watch(
+    plan: Plan, sides: list[Side], memory: MemoryLog, loads: MemoryLog, tell: Callable[[str], None]
+) -> None:
     """Sample and tell, once a minute; more often where the run is short."""
     began_s = time.monotonic()
     while True:
         at_s = time.monotonic() - began_s
-        running = [("load and supervisor", os.getpid()), *(found for side in sides for found in side.processes())]
+        running = [(SUPERVISORS, os.getpid()), *(found for side in sides for found in side.processes())]
+        asking = [(f"{side.part.name} load", side.load.pid) for side in sides]
         sizes = await asyncio.to_thread(memory.sample, running, at_s)
+        sizes |= loads.sample([(name, pid) for name, pid in asking if pid is not None], at_s)
         for side in sides:
-            endings = " ".join(f"{ending}={count}" for ending, count in sorted(side.tally.endings.items()))
-            tell(f"{at_s / 60:6.1f} min  {side.part.name}: {endings} wrong={side.tally.wrong}")
+            tally = side.load.tally
+            endings = " ".join(f"{ending}={count}" for ending, count in sorted(tally.endings.items()))
+            tell(f"{at_s / 60:6.1f} min  {side.part.name}: {endings} wrong={tally.wrong}")
         tell("            MiB: " + "  ".join(f"{name} {size / MIB:.1f}" for name, size in sizes.items()))
         await asyncio.sleep(min(SAMPLE_S, plan.seconds / 30))

@@ -1,0 +1,59 @@
+"""The folders in which supervisors keep their processes' logs: one each, and only the newest of those left behind.
+
+A supervisor removes its own folder after a good end, and leaves it where something went wrong, for a person to read;
+one that is killed leaves its folder, too. Whichever supervisor starts next removes all but the newest few.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Final
+
+PREFIX: Final = "triptych-logs-"
+KEPT: Final = 5
+"""How many folders that nobody uses any more are left alone."""
+
+
+class LogFolder:
+    """A new folder in the folder for temporary files, locked as long as this process lives or until `close`."""
+
+    def __init__(self) -> None:
+        _remove_old(Path(tempfile.gettempdir()))
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # children do not inherit the descriptor
+
+    def close(self, *, keep: bool) -> None:
+        """Give it up; it stays only where somebody should read it."""
+        os.close(self._lock)
+        if not keep:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _remove_old(folder: Path) -> None:
+    """Remove what dead supervisors of this user have left, but for the newest."""
+    found = []
+    for path in folder.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # another supervisor has just removed it
+            status = path.stat()
+            if status.st_uid == os.getuid() and not _is_used(path):
+                found.append((status.st_mtime, path))
+    for _, path in sorted(found, reverse=True)[KEPT:]:  # one made a moment ago is not locked yet, but among the newest
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_used(path: Path) -> bool:
+    """Whether a living supervisor has locked it. Raises OSError where it is not there."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
