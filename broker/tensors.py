@@ -85,8 +85,8 @@ class TensorReceiver:
         Raises TriptychError("invalid_request") where this host does not have the transport.
         """
         self._arrival = asyncio.Event()
-        means = Means(context, redis, cluster, cuda)
-        self._receivers = deque(make_receivers(means, transport, host, max_bytes, self._arrival.set))
+        means = Means(context, host, redis, cluster, cuda)
+        self._receivers = deque(make_receivers(means, transport, max_bytes, self._arrival.set))
         self.address = " ".join(receiver.address for receiver in self._receivers)
         self._turn_began_s = 0.0
 
@@ -134,14 +134,16 @@ class TensorSender:
     def __init__(
         self,
         context: zmq.asyncio.Context,
+        host: str = "127.0.0.1",
         *,
         transport: Transport = "auto",
         redis: Redis | None = None,
         cluster: str = "triptych",
         cuda: CudaRuntime | None = None,
     ) -> None:
-        """Raises TriptychError("invalid_request") where this host does not have the transport."""
-        means = Means(context, redis, cluster, cuda)
+        """What listens for answers does so on `host`. Raises TriptychError("invalid_request") where this host does not
+        have the transport."""
+        means = Means(context, host, redis, cluster, cuda)
         self._connectors = make_connectors(means, transport)
         self._cuda = make_cuda_sender(means, transport)
         self._only_cuda = transport == "cuda"

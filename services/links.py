@@ -63,7 +63,9 @@ class Links:
     def tensor_sender(self) -> TensorSender:
         """Sends tensors by the transports that the settings name."""
         transport, cluster = self.settings.transport, self.settings.cluster
-        sender = TensorSender(self.context, transport=transport, redis=self.redis, cluster=cluster, cuda=self.cuda)
+        sender = TensorSender(
+            self.context, self.host, transport=transport, redis=self.redis, cluster=cluster, cuda=self.cuda
+        )
         self.metrics.tallies["tensors_sent"] = lambda: sender.num_sent
         return sender
 

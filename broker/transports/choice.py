@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TypeAlias
 
 import zmq.asyncio
@@ -39,17 +39,18 @@ Connector: TypeAlias = Callable[[str], Connection[memoryview]]
 
 @dataclass(frozen=True)
 class Means:
-    """What transports need of the process. `cluster` begins all keys in Redis; `cuda` is there if its engine computes
-    on a GPU."""
+    """What transports need of the process. It listens on `host`, a numeric address, and nowhere else; `cluster` begins
+    all keys in Redis; `cuda` is there if its engine computes on a GPU."""
 
     context: zmq.asyncio.Context
+    host: str = "127.0.0.1"
     redis: Redis | None = None
     cluster: str = "triptych"
     cuda: CudaRuntime | None = None
 
 
 def make_receivers(
-    means: Means, transport: Transport, host: str, max_bytes: int, on_arrival: Callable[[], None]
+    means: Means, transport: Transport, max_bytes: int, on_arrival: Callable[[], None]
 ) -> list[Receiver]:
     """The receiving ends that a setting stands for, made on the running loop.
 
@@ -60,13 +61,13 @@ def make_receivers(
         receivers.append(CudaReceiver(cuda, on_arrival, max_bytes=max_bytes))
     transport = _of_the_host(transport)
     if transport in ("zmq", "auto"):
-        receivers.append(ZmqReceiver(means.context, host, on_arrival, max_bytes=max_bytes))
+        receivers.append(ZmqReceiver(means.context, means.host, on_arrival, max_bytes=max_bytes))
     if transport == "shm" or (transport == "auto" and segment.AVAILABLE):
         _require_shared_memory()
         receivers.append(ShmReceiver(on_arrival, max_bytes=max_bytes))
     if transport == "nixl":
         _require_nixl()
-        receivers.append(NixlReceiver(means.context, host, on_arrival, max_bytes=max_bytes))
+        receivers.append(NixlReceiver(means.context, means.host, on_arrival, max_bytes=max_bytes))
     if transport == "redis":
         receivers.append(RedisReceiver(_redis_of(means), means.cluster, on_arrival, max_bytes=max_bytes))
     return receivers
@@ -84,7 +85,7 @@ def make_connectors(means: Means, transport: Transport) -> dict[str, Connector]:
         connectors[ShmConnection.scheme] = ShmConnection
     if transport == "nixl" or (transport == "auto" and nixl_agent.module_name() is not None):
         _require_nixl()
-        agent = cache(nixl_agent.NixlAgent)  # one for all connections, made when there is the first
+        agent = cache(partial(nixl_agent.NixlAgent, means.host))  # one for all connections, made for the first
         connectors[NixlConnection.scheme] = lambda address: NixlConnection(means.context, agent, address)
     if transport in ("zmq", "auto"):
         connectors[ZmqConnection.scheme] = lambda address: ZmqConnection(means.context, address)

@@ -2,6 +2,8 @@
 
 An agent moves bytes between registered memory of two processes: over InfiniBand, RoCE, shared memory or TCP, whatever
 UCX finds between the two (UCX_TLS narrows it down; tcp has to stay). https://github.com/ai-dynamo/nixl
+
+UCX listens on every network device of the host, unless it is told of one: UCX_NET_DEVICES.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import asyncio
 import importlib.util
 import os
 import secrets
+from ipaddress import ip_address
 from typing import Any, Final
 
 import numpy as np
@@ -57,8 +60,11 @@ class NixlAgent:
     Raises NixlError from all that it does, ImportError where the library is not installed. Belongs to one thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host: str) -> None:
+        """Of a process that listens on `host`, a numeric address: on loopback, UCX is kept to that, too."""
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+        if ip_address(host).is_loopback:
+            os.environ.setdefault("UCX_NET_DEVICES", "lo")  # NIXL's own option takes InfiniBand's names only
         name = module_name()
         if name is None:
             raise ImportError("NIXL is not installed")

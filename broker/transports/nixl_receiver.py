@@ -48,7 +48,7 @@ class NixlReceiver:
         self, context: zmq.asyncio.Context, host: str, on_arrival: Callable[[], None], *, max_bytes: int
     ) -> None:
         """Bind a free port for what is said beside the bytes. Raises ImportError where NIXL is not installed."""
-        self._agent = NixlAgent()
+        self._agent = NixlAgent(host)
         self._on_arrival = on_arrival
         self._max_bytes = max_bytes
         self._socket = context.socket(zmq.ROUTER)

@@ -30,6 +30,7 @@ from tests.broker.transport_kit import (
     open_files,
     receive,
     shared_files,
+    tcp_sockets,
     to,
     transfer,
 )
@@ -206,6 +207,14 @@ async def test_many_senders_at_once_lose_and_mix_nothing(kit: Kit) -> None:
             arrived[received.header.sender].append(received.data.nbytes)
             received.release()
     assert arrived == {f"e{s}": sizes for s, sizes in plans.items()}
+
+
+async def test_what_is_not_told_otherwise_listens_on_loopback_only(kit: Kit) -> None:
+    sender, receiver = kit.sender(), kit.receiver()
+    (await transfer(sender, receiver, of_bytes(b"x"), memoryview(b"x"))).release()
+    listening = tcp_sockets(listening=True)
+    assert all(address.is_loopback for address in listening)
+    assert listening or kit.transport not in ("zmq", "nixl")
 
 
 async def test_closed_ends_leave_no_descriptor_no_file_and_no_key(redis: Redis, broker_url: str, kit: Kit) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import platform
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,13 @@ from tests.broker.conftest import make_record
 from tests.broker.device_ends import make_receiver, make_sender
 
 ROOT = Path(__file__).resolve().parents[2]
+NIXL_REQUIRED = os.environ.get("CI") == "true" and (sys.platform, platform.machine()) == ("linux", "x86_64")
+"""There it belongs to what tests need: without it they fail."""
 NIXL = pytest.param(
-    "nixl", marks=pytest.mark.skipif(module_name() is None, reason="NIXL is not installed: pip install triptych[nixl]")
+    "nixl",
+    marks=pytest.mark.skipif(
+        module_name() is None and not NIXL_REQUIRED, reason="NIXL is not installed: pip install triptych[nixl]"
+    ),
 )
 
 
@@ -71,7 +78,7 @@ class Kit:
 
     def connection(self, address: str) -> Connection:
         """The bare connection below the facade."""
-        (make,) = make_connectors(Means(self.context, self.redis), self.transport).values()
+        (make,) = make_connectors(Means(self.context, redis=self.redis), self.transport).values()
         self._ends.append(connection := make(address))
         return connection
 
@@ -140,6 +147,34 @@ async def keys_without_expiry(redis: Redis) -> list[bytes]:
 def open_files() -> int:
     gc.collect()
     return len(os.listdir("/proc/self/fd"))
+
+
+def tcp_sockets(*, listening: bool) -> list[IPv4Address | IPv6Address]:
+    """The local addresses of this process' TCP sockets, of those that listen or of those that are connected."""
+    own = {link for fd in os.listdir("/proc/self/fd") if (link := _link_of(fd)).startswith("socket:")}
+    addresses = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if f"socket:[{inode}]" in own and state == (_LISTENING if listening else _CONNECTED):
+                addresses.append(_address_of(local.partition(":")[0]))
+    return addresses
+
+
+_CONNECTED, _LISTENING = "01", "0A"
+
+
+def _link_of(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:  # closed meanwhile, as the one that lists them
+        return ""
+
+
+def _address_of(digits: str) -> IPv4Address | IPv6Address:
+    """From the kernel's notation: hexadecimal digits of words in the processor's byte order."""
+    words = [int(digits[start : start + 8], 16) for start in range(0, len(digits), 8)]
+    return ip_address(b"".join(word.to_bytes(4, sys.byteorder) for word in words))
 
 
 def shared_files() -> set[str]:
