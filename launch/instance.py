@@ -37,7 +37,7 @@ class Instance:
 
     def take_role(self, role: Role) -> None:
         """The process has changed its role by itself: what starts it again has to know."""
-        self.role, self.past_epoch = role, self.epoch
+        self.role, self.past_epoch, self.started_s = role, self.epoch, time.monotonic()
         self.command = replace(self.command, argv=with_role(self.command.argv, role))
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from types import TracebackType
 from typing import get_args
@@ -27,6 +28,7 @@ class ReadinessProbe:
         self._redis = connect(broker_url)
         self._registry = Registry(self._redis, cluster)
         self._http = httpx.AsyncClient(timeout=2.0, trust_env=False)
+        self._present: set[str] = set()
 
     async def __aenter__(self) -> ReadinessProbe:
         return self
@@ -46,7 +48,9 @@ class ReadinessProbe:
         try:
             records = await self._registry.instances() if looked_at else {}
         except (RedisError, OSError):
+            self._present = set()
             return []  # the broker is away for a moment; the next look may find it
+        self._present = set(records)
         found = [(one, _departure(one, records.get(one.id))) for one in looked_at]
         starting = [one for one in looked_at if one.state in ("starting", "switching")]
         for instance in starting:
@@ -57,6 +61,20 @@ class ReadinessProbe:
             if not all([await self._is_ready(proxy) for proxy in proxies]):
                 ready = [instance for instance in ready if not instance.restarts]
         return [(one, state) for one, state in found if state is not None] + [(one, "ready") for one in ready]
+
+    async def heard(self, instances: Sequence[Instance]) -> set[str]:
+        """Who gives a sign of life: by an entry in the registry, as `changes` has just found it, else over HTTP."""
+        asked = [one for one in instances if one.id not in self._present and one.pid is not None and one.http_address]
+        answers = await asyncio.gather(*map(self._answers, asked))
+        return self._present | {one.id for one, answered in zip(asked, answers, strict=True) if answered}
+
+    async def _answers(self, instance: Instance) -> bool:
+        """Whether it says anything at all."""
+        try:
+            await self._http.get(f"{instance.http_address}/health")
+        except httpx.HTTPError:
+            return False
+        return True
 
     async def _is_ready(self, instance: Instance) -> bool:
         if not instance.http_address:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from common.errors import TriptychError
@@ -12,6 +13,7 @@ from launch.backoff import Backoff
 from launch.children import Child
 from launch.instance import Instance, Reporter, SilentReporter, State
 from launch.log_folders import LogFolder
+from launch.overdue import Overdue
 from launch.plan import Plan
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ class Supervisor:
         """None until the embedded broker runs, where none was given."""
         self._reporter = reporter or SilentReporter()
         self._start_timeout_s = start_timeout_s
+        self._overdue = Overdue(start_timeout_s, max(start_timeout_s, plan.settings.step_timeout_s))
+        self._verdicts: dict[str, str] = {}  # why the present process of an instance was killed
         self._broker: EmbeddedBroker | None = None
         self._logs: LogFolder | None = None
         self._keepers: list[asyncio.Task[None]] = []
@@ -128,6 +132,8 @@ class Supervisor:
         """
         while not self._stop.is_set():
             how = await self._run_once(instance)
+            if (why := self._verdicts.pop(instance.id, None)) is not None:
+                how = f"{how}: {why}"
             if self._stop.is_set():
                 return
             if instance.state == "draining" and instance.child is not None and instance.child.ended_well:
@@ -182,7 +188,16 @@ class Supervisor:
             while not self._stop.is_set():  # redis-py may swallow a cancellation
                 for instance, state in await probe.changes(self.instances):
                     self._note(instance, state)
+                if self._up:
+                    self._end_overdue(await probe.heard(self.instances))
                 await asyncio.sleep(_POLL_S if not self._up else 5 * _POLL_S)
+
+    def _end_overdue(self, heard: Collection[str]) -> None:
+        """Kill who takes too long to start, or says nothing; another process takes its place."""
+        for instance, why in self._overdue.look(self.instances, heard):
+            assert instance.child is not None
+            self._verdicts[instance.id] = why
+            instance.child.kill()
 
     def _note(self, instance: Instance, state: State) -> None:
         before, instance.state = instance.state, state

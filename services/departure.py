@@ -10,6 +10,8 @@ from typing import Final
 from common.errors import TriptychError
 from common.messages import Role
 
+ANNOUNCE_S: Final = 30.0
+"""A broker that is away for longer is not waited for: proxies see by the closed connection that the worker has gone."""
 NOTICE_S: Final = 1.5
 """Proxies are told, or look at the registry twice a second: after so long they all know, and what they had sent is
 here."""
@@ -19,9 +21,11 @@ _POLL_S: Final = 0.05
 class Departure:
     """Nobody's, until `request`. `next_role` is what the process is to become then; None if it is to end."""
 
-    def __init__(self, num_open: Callable[[], int]) -> None:
-        """`num_open` counts the requests under way."""
+    def __init__(self, num_open: Callable[[], int], patience_s: float) -> None:
+        """`num_open` counts the requests under way, each of which ends within `patience_s`."""
         self._num_open = num_open
+        self._patience_s = patience_s
+        self._requested_s = float("inf")
         self._announced_s: float | None = None
         self.requested = False
         self.next_role: Role | None = None
@@ -31,6 +35,8 @@ class Departure:
         if self.requested and next_role != self.next_role:
             planned = "end" if self.next_role is None else f"change its role to {self.next_role}"
             raise TriptychError("invalid_request", f"this worker is draining already, to {planned}", "role")
+        if not self.requested:
+            self._requested_s = time.monotonic()
         self.requested, self.next_role = True, next_role
 
     def announced(self) -> None:
@@ -41,12 +47,17 @@ class Departure:
     async def complete(self) -> None:
         """Return once the worker may go: it has been told to, every proxy knows, and nothing has been under way since.
 
-        Who waits for an answer has a deadline of its own, so this ends; without a broker it waits for one.
+        Without a broker to tell it to the proxies, only ANNOUNCE_S are waited for it. What came before has ended after
+        `patience_s`; where new requests come all the same, they are left to others then, as those of a lost worker.
         """
         quiet_since_s = float("inf")
         while time.monotonic() - quiet_since_s < NOTICE_S:
             await asyncio.sleep(_POLL_S)
-            if self._announced_s is None or self._num_open():
+            waited_s = time.monotonic() - self._requested_s
+            if waited_s > self._patience_s:
+                return
+            told = self._announced_s is not None or waited_s > ANNOUNCE_S
+            if not told or self._num_open():
                 quiet_since_s = float("inf")
             elif quiet_since_s == float("inf"):
                 quiet_since_s = time.monotonic()

@@ -44,10 +44,9 @@ from services.membership import Membership, make_record
 from services.metrics import WorkerMetrics
 from services.proxies import ProxyWatch
 from services.roles import check_role
+from services.watchdog import Watchdog
 
 BROKER_WAIT_S: Final = 30.0
-STUCK_S: Final = 60.0
-"""A step that lasts longer has hung."""
 STATS_WAIT_S: Final = 1.0
 JOIN_S: Final = 1.0
 
@@ -83,9 +82,11 @@ class Shell:
         self._context = ClusterContext(key)
         self._server = WorkerServer(self._context, self._host)
         self._proxies = ProxyWatch()
-        self._departure = Departure(lambda: len(self._proxies))
+        self._departure = Departure(lambda: len(self._proxies), settings.request_timeout_s)
         self._membership = Membership(registry, self._proxies, self._departure)
         self.next_role: Role | None = None
+        self.abandons_engine = False
+        """Whether an engine is still in a step once `run` has returned: the process has to end without it."""
         self.stop = asyncio.Event()
         """Set, by a signal or by whoever runs this, to end it."""
         self.instance_id = instance_id = settings.instance_id or f"worker-{uuid.uuid4().hex[:8]}"
@@ -107,6 +108,7 @@ class Shell:
             cuda=open_cuda(settings.engine.device),
         )
         self._role = role(self._links)
+        self._watchdog = Watchdog(self._role.threads, settings.step_timeout_s)
         self._reader = ChannelReader(self._reading, settings.cluster, instance_id, self._role.channels)
         self._add_metrics()
 
@@ -138,9 +140,7 @@ class Shell:
         for thread in self._role.threads:
             if thread.started and not thread.alive:
                 return "the engine thread is dead"
-            if thread.busy_s > STUCK_S:
-                return f"the engine has been in one step for {thread.busy_s:.0f} s"
-        return None
+        return self._watchdog.look()
 
     def ready(self) -> str | None:
         """Why no request should be sent here; None if they may."""
@@ -175,6 +175,7 @@ class Shell:
             await wait_until_reachable(self._redis, BROKER_WAIT_S)
             await loading
             record = make_record(self._links, role, self._http.port, draining=self._departure.requested)
+            group.create_task(self._watchdog.watch())
             await role.start(record)
             await self._reader.open()
             for coroutine in (self._links.channels.run(), self._reader.run(role.handle_delivery), *role.tasks()):
@@ -272,6 +273,7 @@ class Shell:
             thread.stop()
         for thread in self._role.threads:
             if not await asyncio.to_thread(thread.join, JOIN_S):
+                self.abandons_engine = True
                 log.warning("the engine is still in a step; the process ends without it")
         self._server.close()
         self._http.close()

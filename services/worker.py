@@ -49,7 +49,12 @@ async def _run(settings: Settings, info: ModelInfo, role: Role) -> tuple[int, Ro
 
     dtype = choose_dtype(settings.engine.dtype, choose_device(settings.engine.device), info)
     shell = Shell(settings, info, str(dtype).removeprefix("torch."), lambda links: make_role(role, links))
-    return await shell.run(), shell.next_role, shell.instance_id
+    status = await shell.run()
+    if shell.abandons_engine and shell.next_role is None:  # a thread in the depths of a kernel or a driver: the interpreter might wait for it
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status, shell.next_role, shell.instance_id
 
 
 def _become(role: Role, instance_id: str) -> NoReturn:

@@ -16,6 +16,10 @@ from launch.children import Command
 from launch.instance import Instance
 from launch.plan import make_plan
 from launch.supervisor import Supervisor
+from tests.broker.conftest import broker_url
+from tests.eventually import eventually
+
+__all__ = ["broker_url"]
 
 
 async def test_a_mistake_in_what_keeps_a_process_running_ends_the_watch_and_is_told(
@@ -37,3 +41,19 @@ async def test_a_mistake_in_what_keeps_a_process_running_ends_the_watch_and_is_t
             await supervisor.watch()
     assert caught.value.info.code == "unavailable"
     await supervisor.stop()
+
+
+async def test_a_process_that_never_becomes_ready_again_is_killed_and_started_anew(
+    tmp_path: Path, broker_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = Supervisor(make_plan(Settings(model="signpost", port=0, broker=broker_url), None), start_timeout_s=0.2)
+    waits = Command([sys.executable, "-c", "input()"], dict(os.environ), tmp_path / "e0.log")
+    supervisor.instances = [instance] = [Instance("e0", "encoder", waits)]
+    supervisor._up = True
+    told: list[str] = []
+    monkeypatch.setattr(supervisor._reporter, "died", lambda _, how, *rest: told.append(how), raising=False)
+    supervisor._keepers = [asyncio.create_task(supervisor._keep(instance))]
+    supervisor._readiness = asyncio.create_task(supervisor._watch_readiness(broker_url))
+    await eventually(lambda: instance.restarts > 0, 20.0)
+    await supervisor.stop()
+    assert told[0] == "killed by SIGKILL: it was not ready within 0.2 s"

@@ -100,7 +100,7 @@ class SimulatedWorker(Shell):
         self.network, self.instance_id, self.epoch = network, instance_id, epoch
         self.alive = True
         self._proxies = ProxyWatch()
-        self._departure = Departure(lambda: len(self._proxies))
+        self._departure = Departure(lambda: len(self._proxies), settings.request_timeout_s)
         registry = cast(Any, SimulatedRegistry(network))
         self._membership = Membership(registry, self._proxies, self._departure)
         self._reader = cast(Any, SimulatedReader())
