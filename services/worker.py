@@ -50,7 +50,7 @@ async def _run(settings: Settings, info: ModelInfo, role: Role) -> tuple[int, Ro
     dtype = choose_dtype(settings.engine.dtype, choose_device(settings.engine.device), info)
     shell = Shell(settings, info, str(dtype).removeprefix("torch."), lambda links: make_role(role, links))
     status = await shell.run()
-    if shell.abandons_engine and shell.next_role is None:  # a thread in the depths of a kernel or a driver: the interpreter might wait for it
+    if shell.abandons_engine and shell.next_role is None:  # the loop, and the interpreter, might wait for its threads
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
