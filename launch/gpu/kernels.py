@@ -1,7 +1,9 @@
-"""FlashInfer's kernels, built ahead of their use: those that the decoders and encoders of given models need.
+"""FlashInfer's kernels, built ahead of their use: those that given models need, or the GPU check.
 
-    python -m launch.gpu.kernels MODEL…            into FLASHINFER_WORKSPACE_BASE (the home folder, if not set)
-    python -m launch.gpu.kernels --list MODEL…     what that would be
+    python -m launch.gpu.kernels --check           all that `make gpu-check` needs,
+                                                   into FLASHINFER_WORKSPACE_BASE (the home folder, if not set)
+    python -m launch.gpu.kernels MODEL…            what these models need
+    python -m launch.gpu.kernels --list …          what that would be
 
 A kernel is compiled when it is first used, which takes minutes; this does it without a GPU, too. It takes nvcc and
 ninja, FLASHINFER_CUDA_ARCH_LIST (9.0a for H100 and H200) where there is no GPU to ask, and a libcuda to link against:
@@ -13,7 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -25,6 +27,7 @@ from engine.attention.backend import HeadSpec
 from engine.attention.served import APPENDED_HEAD_DIMS, needs_tensor_cores, padded_head_dim, unserved
 from engine.device import DTYPES
 from engine.models.registry import make_decoder
+from launch.gpu.cases import CASES, AttentionCase
 
 _NO_POSITIONS: Final = 0
 """FlashInfer's number for "positions are not rotated by attention"."""
@@ -55,11 +58,16 @@ class Kernel:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build the kernels and print what each took; returns the exit status, 1 if one could not be built."""
     parser = argparse.ArgumentParser(prog="python -m launch.gpu.kernels", description=__doc__.split("\n")[0])
-    parser.add_argument("models", nargs="+", help="model folders; configurations suffice")
+    parser.add_argument("models", nargs="*", help="model folders; configurations suffice")
+    parser.add_argument("--check", action="store_true", help="those that the GPU check needs")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument("--list", action="store_true", help="print them and build nothing")
     options = parser.parse_args(arguments)
+    if not options.models and not options.check:
+        parser.error("which kernels? Name models, or --check")
     kernels = needed_kernels((load_model_info(model) for model in options.models), options.dtype)
+    if options.check:
+        kernels = _in_order({*kernels, *check_kernels()})
     if options.list:
         print("\n".join(map(str, kernels)))
         return 0
@@ -79,8 +87,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def needed_kernels(models: Iterable[ModelInfo], dtype: str) -> list[Kernel]:
     """Without duplicates, those that are quickly built first. Heads that FlashInfer does not serve need none."""
-    needed = {kernel for info in models for kernel in (*_of_decoder(info, dtype), *_of_encoder(info, dtype))}
-    return sorted(needed, key=lambda kernel: (("page", "sampling", "decode", "prefill").index(kernel.kind), kernel))
+    return _in_order({kernel for info in models for kernel in (*_of_decoder(info, dtype), *_of_encoder(info, dtype))})
+
+
+def check_kernels() -> list[Kernel]:
+    """Those that the GPU check asks for: of its cases of attention, and so of all its models."""
+    return _in_order({kernel for case in CASES for kernel in _of_case(case)})
 
 
 def build(kernel: Kernel) -> Path:
@@ -91,19 +103,34 @@ def build(kernel: Kernel) -> Path:
     return library
 
 
+def _in_order(kernels: Collection[Kernel]) -> list[Kernel]:
+    return sorted(kernels, key=lambda kernel: (("page", "sampling", "decode", "prefill").index(kernel.kind), kernel))
+
+
 def _of_decoder(info: ModelInfo, dtype: str) -> Iterator[Kernel]:
     model = make_decoder(info)
     heads = HeadSpec(model.spec.num_heads, model.spec.num_kv_heads, model.spec.head_dim)
     windows = {getattr(module, "window", None) is not None for module in model.modules() if hasattr(module, "window")}
     yield Kernel("sampling")
+    for window in windows or {False}:
+        yield from _of_heads(heads, dtype, window=window)
+
+
+def _of_case(case: AttentionCase) -> Iterator[Kernel]:
+    heads = HeadSpec(case.num_heads, case.num_kv_heads, case.head_dim)
+    yield Kernel("sampling")
+    yield from _of_heads(heads, case.dtype, window=case.window is not None)
+
+
+def _of_heads(heads: HeadSpec, dtype: str, *, window: bool) -> Iterator[Kernel]:
+    """Of a decoder's attention, and of writing its keys and values."""
     if heads.head_dim in APPENDED_HEAD_DIMS:
         yield Kernel("page")
     if unserved(heads, DTYPES[dtype]) is not None:
         return
-    for window in windows or {False}:
-        yield Kernel("prefill", dtype, heads.head_dim, window)
-        if not needs_tensor_cores(heads.num_heads, heads.num_kv_heads):
-            yield Kernel("decode", dtype, heads.head_dim, window)
+    yield Kernel("prefill", dtype, heads.head_dim, window)
+    if not needs_tensor_cores(heads.num_heads, heads.num_kv_heads):
+        yield Kernel("decode", dtype, heads.head_dim, window)
 
 
 def _of_encoder(info: ModelInfo, dtype: str) -> Iterator[Kernel]:

@@ -13,7 +13,7 @@ THERE: Final = Path(__file__).with_name("there.txt")
 WORKSPACE: Final = ROOT / "build" / "flashinfer"
 """FLASHINFER_WORKSPACE_BASE of `python -m launch.gpu.kernels` for kernels to be carried."""
 EXTRAS: Final = ("worker", "broker", "cuda")
-CHECKING: Final = ("filelock", "msgpack", "openai", "pytest", "pytest-asyncio", "pytest-timeout")
+CHECKING: Final = ("filelock", "hypothesis", "msgpack", "openai", "pytest", "pytest-asyncio", "pytest-timeout")
 """Of the extra `test`: what the checks on a GPU import."""
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]+")
 _THERE: Final = re.compile(r"(-?)([A-Za-z0-9._-]+)(?:==|>=)([0-9.]+)")

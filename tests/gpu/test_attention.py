@@ -14,23 +14,13 @@ import torch
 from engine.attention.backend import HeadSpec
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.select import choose_backend
+from engine.device import DTYPES
+from launch.gpu.cases import CASES, AttentionCase
 from tests.engine.paged import Paged, Shape, assert_equal, dense
 from tests.gpu.device import DEVICE, needs_gpu
 
 pytestmark = needs_gpu
 SEED = int(os.environ.get("SEED") or secrets.randbits(31))
-CASES = (
-    (torch.bfloat16, (3, 3, 64), None),  # Whisper
-    (torch.bfloat16, (3, 9, 64), None),  # SmolLM2
-    (torch.bfloat16, (2, 14, 64), None),  # Qwen2.5, 0.5B: groups that need tensor cores
-    (torch.bfloat16, (2, 16, 128), None),  # Qwen2.5, 3B
-    (torch.bfloat16, (4, 4, 128), None),  # Llama 2
-    (torch.bfloat16, (3, 9, 64), 17),  # a window, as Mistral's
-    (torch.float16, (3, 9, 64), None),
-    (torch.bfloat16, (2, 4, 80), None),  # falls back
-    (torch.float32, (3, 9, 64), None),  # falls back
-)
-"""dtype; key heads, query heads and their size; window. Few, for FlashInfer compiles kernels for each kind of them."""
 BATCHES = {
     "decodes": [(1, keys) for keys in (1, 15, 16, 17, 300, 1500)],
     "prefill": [(257, 257)],
@@ -38,7 +28,6 @@ BATCHES = {
     "mixed": [(1, 40), (1, 700), (2, 2), (33, 50), (120, 400)],
 }
 BLOCK_SIZE = 16
-Case = tuple[torch.dtype, tuple[int, int, int], int | None]
 
 
 class OnDevice(Paged):
@@ -61,28 +50,28 @@ class OnDevice(Paged):
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("causal", [True, False], ids=["self", "cross"])
-def test_attention_equals_dense(batch: str, case: Case, causal: bool) -> None:
-    dtype, heads, window = case
+def test_attention_equals_dense(batch: str, case: AttentionCase, causal: bool) -> None:
+    dtype, window = DTYPES[case.dtype], case.window
     if window is not None and not causal:
         pytest.skip("cross-attention has no window")
-    backend = choose_backend(torch.device(DEVICE), dtype, head_dim=heads[2])
+    backend = choose_backend(torch.device(DEVICE), dtype, head_dim=case.head_dim)
     for scale in (None, 0.1):
-        paged = OnDevice(shape_of(BATCHES[batch], heads, causal), dtype)
+        paged = OnDevice(shape_of(BATCHES[batch], case, causal), dtype)
         got = paged.attend(backend, window=window, scale=scale)
         assert_equal(got, paged.expected(window, scale), dtype)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("causal", [True, False], ids=["self", "cross"])
-def test_a_plan_at_fixed_addresses_follows_the_batch(case: Case, causal: bool) -> None:
-    dtype, heads, window = case
-    backend = choose_backend(torch.device(DEVICE), dtype, head_dim=heads[2])
-    plan = backend.make_decode_plan(4, 128, BLOCK_SIZE, dtype, HeadSpec(heads[1], heads[0], heads[2]), causal=causal)
+def test_a_plan_at_fixed_addresses_follows_the_batch(case: AttentionCase, causal: bool) -> None:
+    dtype, window = DTYPES[case.dtype], case.window if causal else None
+    backend = choose_backend(torch.device(DEVICE), dtype, head_dim=case.head_dim)
+    heads = HeadSpec(case.num_heads, case.num_kv_heads, case.head_dim)
+    plan = backend.make_decode_plan(4, 128, BLOCK_SIZE, dtype, heads, causal=causal)
     if plan is None:
         pytest.skip(f"{backend.name} has no such plan")
-    window = window if causal else None
     for keys in ((1, 16, 17, 300), (2000, 5, 1, 31)):
-        paged = OnDevice(shape_of([(1, count) for count in keys], heads, causal), dtype)
+        paged = OnDevice(shape_of([(1, count) for count in keys], case, causal), dtype)
         backend.write(paged.cache, paged.key, paged.value, paged.slots)
         plan.update(paged.metadata())
         got = backend.run(paged.query, paged.cache, plan, window=window)
@@ -103,6 +92,6 @@ def test_encoder_attention_is_block_diagonal(head_dim: int) -> None:
     assert_equal(got, dense(query, key, value, mask), dtype)
 
 
-def shape_of(lens: list[tuple[int, int]], heads: tuple[int, int, int], causal: bool) -> Shape:
-    num_kv_heads, num_heads, head_dim = heads
-    return Shape(lens, BLOCK_SIZE, num_kv_heads, num_heads // num_kv_heads, head_dim, causal)
+def shape_of(lens: list[tuple[int, int]], case: AttentionCase, causal: bool) -> Shape:
+    group = case.num_heads // case.num_kv_heads
+    return Shape(lens, BLOCK_SIZE, case.num_kv_heads, group, case.head_dim, causal)

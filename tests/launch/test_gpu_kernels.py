@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from common.model_info import load_model_info
-from launch.gpu.kernels import Kernel, main, needed_kernels
-from launch.gpu.shapes import qwen2_5_vl_3b, whisper_large_v3
+from common.model_info import BUNDLED, load_model_info
+from launch.gpu.cases import CASES
+from launch.gpu.kernels import Kernel, check_kernels, main, needed_kernels
+from launch.gpu.shapes import qwen2_3b, qwen2_5_vl_3b, whisper_large_v3
 from tests import tiny_models
+from tests.gpu.conftest import OWN_MAKERS
+from tests.gpu.test_engine import DTYPES
 from tests.tiny import text
 
 PAGE, SAMPLING = Kernel("page"), Kernel("sampling")
@@ -48,3 +51,28 @@ def test_heads_that_are_not_served_need_none_for_attention_and_are_listed_once(
         "decode bfloat16 heads of 64",
         "prefill bfloat16 heads of 64",
     ]
+
+
+def test_those_of_the_check_are_listed_by_its_cases_of_attention(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--check", "--list"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert listed == list(map(str, check_kernels()))
+    assert listed[:2] == ["page", "sampling"]
+    assert {"decode bfloat16 heads of 128", "prefill bfloat16 heads of 64 in a window"} < set(listed)
+    served = [case for case in CASES if case.head_dim != 80 and case.dtype != "float32"]
+    assert {f"prefill {case.dtype} heads of {case.head_dim}" for case in served} < set(listed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_model_of_the_check_needs_another_one(dtype: str, tmp_path: Path) -> None:
+    folders = [BUNDLED / "signpost", *(make(tmp_path / name) for name, make in OWN_MAKERS.items())]
+    if dtype == "bfloat16":  # the dtype of the benchmarks
+        shapes = (qwen2_3b(), qwen2_5_vl_3b(), whisper_large_v3())
+        folders += [shape.write(tmp_path / str(number)) for number, shape in enumerate(shapes)]
+    assert set(needed_kernels([load_model_info(str(folder)) for folder in folders], dtype)) <= set(check_kernels())
+
+
+def test_it_asks_which_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--list"])
+    assert "Name models, or --check" in capsys.readouterr().err

@@ -1,0 +1,37 @@
+"""The shapes of attention that the check compares with dense attention: the one list of them, by which kernels are
+built ahead, too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """Heads of one size in one dtype; with a `window`, self-attention sees so many keys."""
+
+    dtype: str
+    num_kv_heads: int
+    num_heads: int
+    head_dim: int
+    window: int | None = None
+
+    def __str__(self) -> str:
+        window = f"-window-{self.window}" if self.window else ""
+        return f"{self.dtype}-{self.num_kv_heads}-{self.num_heads}-{self.head_dim}{window}"
+
+
+CASES: Final = (
+    AttentionCase("bfloat16", 3, 3, 64),  # Whisper
+    AttentionCase("bfloat16", 3, 9, 64),  # SmolLM2
+    AttentionCase("bfloat16", 2, 14, 64),  # Qwen2.5, 0.5B: groups that need tensor cores
+    AttentionCase("bfloat16", 2, 16, 128),  # Qwen2.5, 3B
+    AttentionCase("bfloat16", 4, 4, 128),  # Llama 2
+    AttentionCase("bfloat16", 3, 9, 64, 17),  # a window, as Mistral's
+    AttentionCase("float16", 3, 9, 64),
+    AttentionCase("bfloat16", 2, 4, 80),  # falls back
+    AttentionCase("float32", 3, 9, 64),  # falls back
+)
+"""Few, for FlashInfer compiles kernels for each kind of them. Models of the check and of its benchmarks have heads of
+these sizes in these dtypes, and no others."""
