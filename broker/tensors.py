@@ -15,6 +15,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import zmq.asyncio
@@ -191,14 +192,15 @@ class _Route:
         """
         offered = addresses_by_scheme(receiver.tensor_address)
         self._receiver_id = receiver.instance_id
-        self._connections = [make(offered[scheme]) for scheme, make in connectors.items() if scheme in offered]
+        self._makers = {name: partial(make, offered[name]) for name, make in connectors.items() if name in offered}
+        self._connections: dict[str, Connection[memoryview]] = {}
         self._cuda: CudaConnection | None = None
         if cuda is not None and cuda.scheme in offered:
             self._cuda = cuda.connect(offered[cuda.scheme])
         self._only_cuda = only_cuda
         self._avoided_until_s: dict[str, float] = {}
         self._closed = False
-        if not self._connections and self._cuda is None:
+        if not self._makers and self._cuda is None:
             message = f"{receiver.instance_id} takes tensors by {_list(offered)}, this instance sends by "
             raise TriptychError("unavailable", message + f"{_list(connectors)}: start both with the same --transport")
 
@@ -216,7 +218,7 @@ class _Route:
 
     def close(self) -> None:
         self._closed = True
-        for connection in self._connections:
+        for connection in self._connections.values():
             connection.close()
         if self._cuda is not None:
             self._cuda.close()
@@ -246,10 +248,17 @@ class _Route:
             raise TriptychError("unavailable", message) from error
 
     def _usable(self) -> Iterator[Connection[memoryview]]:
-        """All but those that have lately led nowhere; the last one in any case."""
-        for connection in self._connections:
-            if connection is self._connections[-1] or not self._is_avoided(connection.scheme):
-                yield connection
+        """All but those that have lately led nowhere; the last one in any case.
+
+        Raises TriptychError("unavailable") once the route is closed: what were made now would be nobody's to close.
+        """
+        for number, (scheme, make) in enumerate(self._makers.items(), 1):
+            if self._closed:
+                raise TriptychError("unavailable", f"{self._receiver_id} has gone")
+            if number == len(self._makers) or not self._is_avoided(scheme):
+                if scheme not in self._connections:
+                    self._connections[scheme] = make()
+                yield self._connections[scheme]
 
     def _is_avoided(self, scheme: str) -> bool:
         return self._avoided_until_s.get(scheme, 0.0) > time.monotonic()

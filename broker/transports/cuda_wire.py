@@ -10,12 +10,14 @@ All but the greeting is as for shared memory: see shm_wire.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
 from broker.transports.cuda_runtime import HANDLE_BYTES
 from broker.transports.shm_wire import NONCE_BYTES, Announce
+from broker.transports.wire import make_decode
 from common.messages import Count
 
 VERSION: Final = 1
@@ -33,9 +35,4 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 ToReceiver: TypeAlias = Hello | Announce
-_to_receiver: msgspec.msgpack.Decoder[ToReceiver] = msgspec.msgpack.Decoder(ToReceiver)
-
-
-def for_receiver(packet: bytes | memoryview) -> ToReceiver:
-    """Raises ValueError on anything else."""
-    return _to_receiver.decode(packet)
+for_receiver: Final[Callable[[bytes | memoryview], ToReceiver]] = make_decode(ToReceiver)

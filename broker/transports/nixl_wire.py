@@ -8,10 +8,12 @@ sender    Greeting, once                 -->
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
+from broker.transports.wire import make_decode
 from common.messages import Count, TensorHeader, encode
 
 VERSION: Final = 1
@@ -59,19 +61,9 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
 
 ToReceiver: TypeAlias = Greeting | Piece | Goodbye
 ToSender: TypeAlias = Welcome | Taken
-_to_receiver: msgspec.msgpack.Decoder[ToReceiver] = msgspec.msgpack.Decoder(ToReceiver)
-_to_sender: msgspec.msgpack.Decoder[ToSender] = msgspec.msgpack.Decoder(ToSender)
+for_receiver: Final[Callable[[bytes | memoryview], ToReceiver]] = make_decode(ToReceiver)
+for_sender: Final[Callable[[bytes | memoryview], ToSender]] = make_decode(ToSender)
 
 
 def pack(message: ToReceiver | ToSender) -> bytes:
     return encode(message)
-
-
-def for_receiver(data: bytes) -> ToReceiver:
-    """Raises ValueError on anything else."""
-    return _to_receiver.decode(data)
-
-
-def for_sender(data: bytes) -> ToSender:
-    """Raises ValueError on anything else."""
-    return _to_sender.decode(data)

@@ -22,6 +22,7 @@ from redis.exceptions import RedisError
 from broker.redis_client import pass_on_cancellation
 from broker.transports.base import ReceivedTensor, took_none
 from broker.transports.passes import with_checksum
+from broker.transports.wire import make_decode
 from common.errors import TriptychError
 from common.messages import Count, Id, TensorHeader, encode
 from common.telemetry import get_logger
@@ -50,7 +51,7 @@ class Passing(msgspec.Struct, frozen=True):
     header: TensorHeader
 
 
-_passing = msgspec.msgpack.Decoder(Passing)
+decode_passing: Final[Callable[[bytes], Passing]] = make_decode(Passing)
 
 
 class RedisReceiver:
@@ -79,10 +80,10 @@ class RedisReceiver:
             try:
                 data = await _pop(self._redis, self._list)
                 if data is not None:
-                    task = asyncio.create_task(self._take(_passing.decode(data)))
+                    task = asyncio.create_task(self._take(decode_passing(data)))
                     self._tasks.add(task)
                     task.add_done_callback(self._tasks.discard)
-            except msgspec.MsgspecError as error:
+            except ValueError as error:
                 self._count_invalid(str(error))
             except RedisError as error:  # away, or somebody has put something else under our key
                 log.warning("cannot take tensors from the broker", error=str(error))

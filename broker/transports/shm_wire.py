@@ -8,10 +8,12 @@ sender    Hello (with the arena's descriptor)  -->
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
+from broker.transports.wire import make_decode
 from common.messages import Count, TensorHeader, encode
 
 VERSION: Final = 1
@@ -49,19 +51,9 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 ToReceiver: TypeAlias = Hello | Announce
 ToSender: TypeAlias = Welcome | Release
-_to_receiver: msgspec.msgpack.Decoder[ToReceiver] = msgspec.msgpack.Decoder(ToReceiver)
-_to_sender: msgspec.msgpack.Decoder[ToSender] = msgspec.msgpack.Decoder(ToSender)
+for_receiver: Final[Callable[[bytes | memoryview], ToReceiver]] = make_decode(ToReceiver)
+for_sender: Final[Callable[[bytes | memoryview], ToSender]] = make_decode(ToSender)
 
 
 def pack(message: ToReceiver | ToSender) -> bytes:
     return encode(message)
-
-
-def for_receiver(packet: bytes | memoryview) -> ToReceiver:
-    """Raises ValueError on anything else."""
-    return _to_receiver.decode(packet)
-
-
-def for_sender(packet: bytes | memoryview) -> ToSender:
-    """Raises ValueError on anything else."""
-    return _to_sender.decode(packet)

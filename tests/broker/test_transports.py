@@ -26,11 +26,11 @@ from tests.broker.transport_kit import (
     header,
     keys_without_expiry,
     kit_of,
+    listening_addresses,
     of_bytes,
     open_files,
     receive,
     shared_files,
-    tcp_sockets,
     to,
     transfer,
 )
@@ -212,7 +212,7 @@ async def test_many_senders_at_once_lose_and_mix_nothing(kit: Kit) -> None:
 async def test_what_is_not_told_otherwise_listens_on_loopback_only(kit: Kit) -> None:
     sender, receiver = kit.sender(), kit.receiver()
     (await transfer(sender, receiver, of_bytes(b"x"), memoryview(b"x"))).release()
-    listening = tcp_sockets(listening=True)
+    listening = listening_addresses()
     assert all(address.is_loopback for address in listening)
     assert listening or kit.transport not in ("zmq", "nixl")
 

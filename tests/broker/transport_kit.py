@@ -149,19 +149,20 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def tcp_sockets(*, listening: bool) -> list[IPv4Address | IPv6Address]:
-    """The local addresses of this process' TCP sockets, of those that listen or of those that are connected."""
-    own = {link for fd in os.listdir("/proc/self/fd") if (link := _link_of(fd)).startswith("socket:")}
-    addresses = []
+def listening_addresses() -> list[IPv4Address | IPv6Address]:
+    """Where this process takes TCP connections."""
+    own, addresses = sockets(), []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
             _, local, _, state, *_, inode = line.split()[:10]
-            if f"socket:[{inode}]" in own and state == (_LISTENING if listening else _CONNECTED):
+            if f"socket:[{inode}]" in own and state == "0A":
                 addresses.append(_address_of(local.partition(":")[0]))
     return addresses
 
 
-_CONNECTED, _LISTENING = "01", "0A"
+def sockets() -> set[str]:
+    """All sockets of this process, by their inode."""
+    return {link for fd in os.listdir("/proc/self/fd") if (link := _link_of(fd)).startswith("socket:")}
 
 
 def _link_of(fd: str) -> str:

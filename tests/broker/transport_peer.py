@@ -1,7 +1,7 @@
 """The other side of a transport in a process of its own, to be stopped and killed.
 
 python -m tests.broker.transport_peer receive|hold TRANSPORT BROKER    prints its address, then a line per tensor
-python -m tests.broker.transport_peer send TRANSPORT BROKER ADDRESS MIB  prints a line per tensor sent, for ever
+python -m tests.broker.transport_peer send TRANSPORT BROKER ADDRESS MIB [TIMEOUT_S]    prints a line per tensor
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ async def receive(transport: Any, broker: str, *, hold: bool) -> None:
         print(fault or "ok", flush=True)
 
 
-async def send(transport: Any, broker: str, address: str, mib: int) -> None:
+async def send(transport: Any, broker: str, address: str, mib: int, timeout_s: float = 5.0) -> None:
     sender = make_sender(zmq.asyncio.Context(), transport, connect(broker))
     record = make_record("d0", "prefill_decode", tensor_address=address)
     header = TensorHeader("r", 0, 0, "peer", 1, [mib * 2**20], "uint8", mib * 2**20)
     data = memoryview(bytes(mib * 2**20))
     while True:
-        await sender.send(record, header, data, timeout_s=5.0)
+        await sender.send(record, header, data, timeout_s)
         print("sent", flush=True)
 
 
 if __name__ == "__main__":
     mode, transport, broker, *rest = sys.argv[1:]
     if mode == "send":
-        asyncio.run(send(transport, broker, rest[0], int(rest[1])))
+        asyncio.run(send(transport, broker, rest[0], int(rest[1]), *map(float, rest[2:])))
     else:
         asyncio.run(receive(transport, broker, hold=mode == "hold"))

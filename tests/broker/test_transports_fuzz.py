@@ -1,0 +1,67 @@
+"""20,000 hostile inputs through each decoder of the transports' own messages: a message or ValueError, nothing else."""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from broker.transports import cuda_wire, nixl_wire, shm_wire
+from broker.transports.cuda_runtime import HANDLE_BYTES
+from broker.transports.redis_transport import Passing, decode_passing
+from common.messages import TensorHeader, encode
+from tests.security.mutations import hostile
+from tests.security.test_curve import resident_bytes
+
+SEED = 20_240_607
+PER_DECODER = 20_000
+GROWTH_BYTES = 32 * 2**20
+
+HEADER = TensorHeader("r", 0, 1, "e0", 7, [64, 192], "float32", 49152, 2**63, 1, "self", 16)
+ANNOUNCE = shm_wire.Announce(3, 4096, 49152, HEADER)
+WIRES: dict[str, tuple[Callable[[bytes], object], list[object]]] = {
+    "shm, receiver": (shm_wire.for_receiver, [shm_wire.Hello(2**27), ANNOUNCE]),
+    "shm, sender": (shm_wire.for_sender, [shm_wire.Welcome(bytes(16), 2**30), shm_wire.Release(3)]),
+    "cuda, receiver": (
+        cuda_wire.for_receiver,
+        [cuda_wire.Hello(bytes(HANDLE_BYTES), 2**27, 64, "0000:01:00.0"), ANNOUNCE],
+    ),
+    "nixl, receiver": (
+        nixl_wire.for_receiver,
+        [nixl_wire.Greeting(bytes(400)), nixl_wire.Piece(1, HEADER, 49152, 0, 49152, 2**47), nixl_wire.Goodbye()],
+    ),
+    "nixl, sender": (nixl_wire.for_sender, [nixl_wire.Welcome(2**30), nixl_wire.Taken(1, "greet first")]),
+    "redis": (decode_passing, [Passing("0f" * 8, 49152, 5.0, HEADER)]),
+}
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_decoding_gives_a_message_or_a_value_error(wire: str) -> None:
+    decode, messages = WIRES[wire]
+    kinds, rng, outcomes = tuple(type(message) for message in messages), random.Random(SEED), Counter[str]()
+    before = resident_bytes()
+    for data in hostile(rng, [encode(message) for message in messages], PER_DECODER):
+        outcome = decoded(decode, data)
+        if isinstance(outcome, ValueError):
+            outcomes["error"] += 1
+            assert len(str(outcome)) < 1000
+        else:
+            outcomes["message"] += 1
+            assert isinstance(outcome, kinds)
+            assert encode(outcome)
+            assert math.isfinite(getattr(outcome, "timeout_s", 0.0))
+    gc.collect()
+    assert resident_bytes() - before < GROWTH_BYTES
+    assert min(outcomes["error"], outcomes["message"]) > PER_DECODER / 100  # neither is rare: both are reached
+
+
+def decoded(decode: Callable[[bytes], object], data: bytes) -> object:
+    """The message, or the error; any other exception is the end of the test, and would be that of a worker."""
+    try:
+        return decode(data)
+    except ValueError as error:
+        return error
