@@ -51,8 +51,8 @@ class EngineConfig(BaseModel):
     encoder_output_cache_bytes: int | None = Field(
         None,
         ge=0,
-        description="Host memory of an encoder worker for outputs that are kept for the next ones who need them; if "
-        "not given, a sixteenth of what is free, at most 256 MiB. 0 keeps none.",
+        description="Budget of outputs that an encoder worker keeps for the next ones who need them; if not given, "
+        "256 MiB, on a CPU at most a sixteenth of what it may take. 0 keeps none.",
     )
     prefix_caching: bool = Field(True, description="Find the KV blocks of prompts that begin alike.")
     preemption: PreemptionPolicy = Field(

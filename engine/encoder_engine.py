@@ -50,7 +50,10 @@ class EncoderEngine:
     weights do not fit the model.
     """
 
-    def __init__(self, info: ModelInfo, config: EngineConfig, instance: str = "engine") -> None:
+    def __init__(
+        self, info: ModelInfo, config: EngineConfig, instance: str = "engine", output_cache_bytes: int = 0
+    ) -> None:
+        """`output_cache_bytes` of its memory are left to whoever drives this engine, for outputs that are kept."""
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device, info)
         self.encoder, self.load_report = load_encoder(info, self.device, self.dtype, config.load_format)
@@ -62,22 +65,23 @@ class EncoderEngine:
         self.profile = measure_batch(
             self.encoder, info, self.dtype, self.device, config.encoder_batch_items, batch_bytes
         )
-        self.memory, max_items, batch_bytes = self._fit(config, batch_bytes)
+        self.memory, max_items, batch_bytes = self._fit(config, batch_bytes, output_cache_bytes)
         self._scheduler = EncoderScheduler(max_items, batch_bytes)
         self._batches = self._items = self._failures = self._last_items = 0
         self._seconds = 0.0
 
-    def _fit(self, config: EngineConfig, batch_bytes: int) -> tuple[MemoryReport, int, int]:
+    def _fit(self, config: EngineConfig, batch_bytes: int, kept_bytes: int) -> tuple[MemoryReport, int, int]:
         """Where the memory goes, and the items and bytes of a batch, as many as the budget allows."""
         weights = self.load_report.parameter_bytes
-        budget = max(0, memory_budget(config, self.device) - OUTGOING_BYTES[self.device.type])
+        outputs = OUTGOING_BYTES[self.device.type] + kept_bytes
+        budget = max(0, memory_budget(config, self.device) - outputs)
         profile, max_items = self.profile, config.encoder_batch_items
         if profile is not None and profile.largest > budget:
             check_encoder_budget(config, self.device, weights, budget, profile.smallest)
             max_items = profile.items_within(budget)
             batch_bytes = min(batch_bytes, max_items * profile.item_bytes)
         activation = None if profile is None else profile.largest
-        report = MemoryReport.of_encoder(config, weights, activation, budget)
+        report = MemoryReport.of_encoder(config, weights, activation, budget, kept_bytes)
         self._log.info("memory", **report.describe(), device=self.device.type, batch_items=max_items)
         return report, max_items, batch_bytes
 

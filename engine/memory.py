@@ -34,6 +34,8 @@ ENCODER_CACHE_SHARE: Final = 1 / 8
 """Of what the pools share. Inputs pass through this cache, while keys and values stay as long as their request."""
 MAX_STAGING_BYTES: Final = 512 * 2**20
 """Of preprocessed media that wait for a grant or for the encoder: those of a picture of a megapixel have 24 MB."""
+OUTPUT_CACHE_BYTES: Final = 256 * 2**20
+"""Of outputs that an encoder worker keeps on its device; on a CPU no more than a sixteenth of what it may take."""
 HUGE_PAGES_FROM_BYTES: Final = 32 * 2**20
 
 
@@ -85,12 +87,17 @@ class MemoryReport:
     encoder_cache: int = 0
     swap: int = 0
     given: frozenset[str] = frozenset()
+    output_cache: int = 0
 
     @classmethod
-    def of_encoder(cls, config: EngineConfig, weights: int, activation: int | None, budget: int) -> MemoryReport:
-        """An encoder keeps no pool on its device: what it makes leaves at once. `activation` is its largest batch's."""
+    def of_encoder(
+        cls, config: EngineConfig, weights: int, activation: int | None, budget: int, output_cache: int
+    ) -> MemoryReport:
+        """An encoder's only pool are the outputs that it keeps, which `budget` is without. `activation` is its largest
+        batch's."""
         known = ASSUMED_ACTIVATION_BYTES if activation is None else activation
-        return cls(weights, known, budget, activation is not None, given=_given(config) & {"memory_budget"})
+        given = _given(config) & {"memory_budget", "encoder_output_cache"}
+        return cls(weights, known, budget, activation is not None, output_cache=output_cache, given=given)
 
     def stats(self) -> dict[str, float]:
         """Gauges. `..._given` is 1 for a size that the user has given, 0 for one that was worked out at start."""
@@ -117,8 +124,9 @@ class MemoryReport:
         return "given" if name in self.given else "measured"
 
     def _pools(self) -> dict[str, int]:
-        pools = {"kv_cache": self.kv_cache, "encoder_cache": self.encoder_cache, "swap": self.swap}
-        return {} if self.kv_cache == 0 else pools
+        if self.kv_cache == 0:
+            return {"encoder_output_cache": self.output_cache} if self.output_cache else {}
+        return {"kv_cache": self.kv_cache, "encoder_cache": self.encoder_cache, "swap": self.swap}
 
 
 def all_pools_given(config: EngineConfig) -> bool:
@@ -163,6 +171,7 @@ def _given(config: EngineConfig) -> frozenset[str]:
         "kv_cache": config.kv_cache_bytes,
         "encoder_cache": config.encoder_cache_bytes,
         "swap": config.swap_bytes,
+        "encoder_output_cache": config.encoder_output_cache_bytes,
         "memory_budget": config.memory_bytes,
     }
     return frozenset(name for name, size in sizes.items() if size is not None)
@@ -199,6 +208,15 @@ def check_encoder_budget(config: EngineConfig, device: torch.device, weights: in
 def staging_budget(config: EngineConfig) -> int:
     """Bytes of preprocessed media that an encoder worker holds on the host at most: a quarter of what it may take."""
     return min(MAX_STAGING_BYTES, memory_budget(config, torch.device("cpu")) // 4)
+
+
+def output_cache_bytes(config: EngineConfig, device: torch.device) -> int:
+    """Bytes of outputs that an encoder worker keeps on `device` at most, for instances that will need them."""
+    if config.encoder_output_cache_bytes is not None:
+        return config.encoder_output_cache_bytes
+    if device.type == "cuda":  # its budget is known once the weights are there, and this is a small part of any
+        return OUTPUT_CACHE_BYTES
+    return min(OUTPUT_CACHE_BYTES, memory_budget(config, device) // 16)
 
 
 def _too_little(

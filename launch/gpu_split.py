@@ -44,7 +44,8 @@ def split_gpu(
     item_bytes = 4 if engine.dtype == "float32" else 2
     encoder, rest = (item_bytes * count for count in count_parameters(info))
     most = fraction * MAX_ENCODERS / max(1, topology.encoder)
-    needed = UNKNOWN_SHARE if total is None else (PROCESS_BYTES + encoder + BATCH_BYTES) / total
+    kept = engine.encoder_output_cache_bytes or 0  # the usual outputs lie within what is there for a batch
+    needed = UNKNOWN_SHARE if total is None else (PROCESS_BYTES + encoder + BATCH_BYTES + kept) / total
     of_encoder = min(most, needed)
     left = fraction - topology.encoder * of_encoder
     parts = sum(part * topology.count(role) for role, part in _SHARE.items())

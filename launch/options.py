@@ -81,8 +81,8 @@ _OPTIONS: dict[str, Any] = {
     ),
     "engine.encoder_output_cache_bytes": _size(
         _ENGINE,
-        "Host memory for outputs that an encoder keeps; 0 keeps none.",
-        "a sixteenth of what is free, at most 256MiB",
+        "Budget of outputs that an encoder keeps for the next ones; 0 keeps none.",
+        "256MiB, a sixteenth at most on a CPU",
     ),
     "engine.swap_bytes": _size(_ENGINE, "Host memory for swapped KV blocks.", "a sixteenth, at most 128MiB on a CPU"),
     "engine.block_size": _option(int, _ENGINE, "Token slots in one KV block.", "16"),

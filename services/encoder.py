@@ -9,7 +9,9 @@ from broker.channels import ChannelName, Delivery
 from broker.handoff import HandoffSender
 from common.errors import ErrorInfo
 from common.messages import Encode, Failed, Generate, InstanceRecord, Role, ToWorker
+from engine.device import choose_device
 from engine.encoder_engine import OUTGOING_BYTES
+from engine.memory import output_cache_bytes
 from services.destination import RemoteDestination
 from services.device_tensors import Outgoing
 from services.encoding import EncodingStage
@@ -28,10 +30,13 @@ class EncoderService:
         self._links = links
         self._tensors = links.tensor_sender()
         self._handoffs = HandoffSender(links.channels, self._tensors, links.settings.handoff_timeout_s)
+        engine = links.settings.engine
+        kept_bytes = output_cache_bytes(engine, choose_device(engine.device))
         self.stage = EncodingStage(
             links,
             RemoteDestination(links, self._handoffs),
-            prepare=Outgoing(OUTGOING_BYTES["cuda"]).keep,
+            prepare=Outgoing(OUTGOING_BYTES["cuda"] + kept_bytes).keep,
+            output_cache_bytes=kept_bytes,
             on_begun=links.proxies.add,
             on_ended=links.proxies.remove,
         )

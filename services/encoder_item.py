@@ -1,11 +1,12 @@
-"""The life of one item on its way through an encoder: preprocess -> offer -> grant -> encode -> deliver -> receipt."""
+"""The life of one item on its way through an encoder: preprocess -> offer -> grant -> encode -> deliver -> receipt.
+
+Where the output of equal content has been kept, it is: offer -> grant -> deliver -> receipt.
+"""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -14,6 +15,7 @@ from broker.handoff import Key
 from common.errors import TriptychError
 from common.messages import Encode, Span
 from common.telemetry import SpanRecorder
+from engine.cache.output_cache import OutputCache
 from engine.encoder_engine import EncoderEngine, EncoderResult
 from engine.memory import staging_budget
 from engine.processors import ProcessedInput
@@ -22,18 +24,7 @@ from services.engine_thread import EngineThread
 from services.links import Links
 from services.preprocess import PreprocessPool
 from services.room import Place, Room
-
-
-@dataclass(frozen=True)
-class Encoding:
-    """An encoder's output. Its times (Unix) are those of its batch."""
-
-    tensor: torch.Tensor
-    start_s: float
-    end_s: float
-
-
-EncodingOutcome = tuple[Key, Encoding | TriptychError]
+from services.shared_encoding import Encoding, EncodingOutcome, SharedEncoding
 
 
 def encode_step(engine: EncoderEngine, to: Callable[[torch.Tensor], torch.Tensor]) -> list[EncodingOutcome]:
@@ -57,12 +48,13 @@ class ItemPipeline:
         pool: PreprocessPool,
         thread: EngineThread[EncoderEngine, EncodingOutcome],
         destination: Destination,
+        outputs: OutputCache,
     ) -> None:
         self._links = links
         self._pool = pool
-        self._thread = thread
         self._destination = destination
-        self._computing: dict[Key, asyncio.Future[Encoding]] = {}
+        self._outputs = outputs
+        self.encoding = SharedEncoding(thread, outputs)
         # Preprocessed arrays that may wait for grants. Items that find no room wait with their media only.
         self.staging_bytes = staging_budget(links.settings.engine)
         self._room = Room(self.staging_bytes, links.settings.preprocess_workers)
@@ -78,10 +70,6 @@ class ItemPipeline:
         """Items that wait for memory or for a process to preprocess them."""
         return self._room.num_waiting + self._pool.num_waiting
 
-    @property
-    def num_computing(self) -> int:
-        return len(self._computing)
-
     async def run(self, key: Key, message: Encode, recorder: SpanRecorder) -> None:
         """Return once the input is in place at its destination.
 
@@ -89,42 +77,35 @@ class ItemPipeline:
         Raises TriptychError saying why the input is not in place.
         """
         place: Place | None = None
+        kept = self._outputs.lend(message.content_hash)
         try:
-            with self._holding(len(message.media)):
-                recorder.start("preprocess")
-                place = await self._room.enter()
-                item = await self._preprocess(key, message, recorder)
-                place.weigh(sum(array.nbytes for array in item.arrays.values()))
-                message = msgspec.structs.replace(message, media=b"")
+            if kept is None:
+                with self._holding(len(message.media)):
+                    recorder.start("preprocess")
+                    place = await self._room.enter()
+                    item = await self._preprocess(key, message, recorder)
+                    place.weigh(sum(array.nbytes for array in item.arrays.values()))
+            else:
+                item = kept.item
+            message = msgspec.structs.replace(message, media=b"")
             recorder.start("grant")
             wanted = await self._destination.offer(key, message, item)
             recorder.end("grant")
             if not wanted:
                 return
-            encoding = await self._encode(key, item)
+            tensor = kept.tensor if kept else await self._encode(key, message.content_hash, item, recorder)
             del item
-            place.leave()
-            recorder.spans.append(Span("encode", recorder.instance, encoding.start_s, encoding.end_s))
+            if place is not None:
+                place.leave()
             recorder.start("handoff")
-            await self._destination.deliver(key, encoding.tensor)
+            await self._destination.deliver(key, tensor)
             recorder.end("handoff")
         finally:
             if place is not None:
                 place.leave()
+            if kept is not None:
+                self._outputs.give_back(message.content_hash)
             self._destination.close(key)
-            if self._computing.pop(key, None) is not None:
-                self._thread.submit(lambda engine: engine.cancel(key))
-
-    def settle(self, outcomes: list[EncodingOutcome]) -> None:
-        """The engine has finished a batch. Outputs of items that have gone meanwhile are dropped."""
-        for key, outcome in outcomes:
-            waiting = self._computing.pop(key, None)
-            if waiting is None or waiting.done():
-                continue
-            if isinstance(outcome, TriptychError):
-                waiting.set_exception(outcome)
-            else:
-                waiting.set_result(outcome)
 
     async def _preprocess(self, key: Key, message: Encode, recorder: SpanRecorder) -> ProcessedInput:
         item = await self._pool.process(message.kind, message.media)
@@ -132,14 +113,12 @@ class ItemPipeline:
         self._links.hops.mark(key, "preprocessed")
         return item
 
-    async def _encode(self, key: Key, item: ProcessedInput) -> Encoding:
-        done: asyncio.Future[Encoding] = asyncio.get_running_loop().create_future()
-        self._computing[key] = done
-        self._thread.submit(lambda engine: engine.submit(key, item))
-        encoding = await done
+    async def _encode(self, key: Key, content_hash: str, item: ProcessedInput, recorder: SpanRecorder) -> torch.Tensor:
+        encoding = await self.encoding.encode(key, content_hash, item)
         self._links.hops.mark(key, "encode_start", encoding.start_s)
         self._links.hops.mark(key, "encode_done", encoding.end_s)
-        return encoding
+        recorder.spans.append(Span("encode", recorder.instance, encoding.start_s, encoding.end_s))
+        return encoding.tensor
 
     @contextmanager
     def _holding(self, num_bytes: int) -> Iterator[None]:

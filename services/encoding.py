@@ -18,12 +18,14 @@ from broker.handoff import Key, key_of
 from common.errors import ErrorInfo, TriptychError
 from common.messages import Encode, Encoded
 from common.telemetry import SpanRecorder, get_logger
+from engine.cache.output_cache import OutputCache, in_memory_of_its_own
 from engine.encoder_engine import EncoderEngine
 from services.destination import Destination
-from services.encoder_item import EncodingOutcome, ItemPipeline, encode_step
+from services.encoder_item import ItemPipeline, encode_step
 from services.engine_thread import EngineThread
 from services.links import Links
 from services.preprocess import PreprocessPool
+from services.shared_encoding import EncodingOutcome
 
 MAX_HELD_BYTES: Final = 2 * 2**30
 """Media and preprocessed arrays of all items; more is refused as overload."""
@@ -46,10 +48,14 @@ class EncodingStage:
         links: Links,
         destination: Destination,
         prepare: Callable[[torch.Tensor], torch.Tensor],
+        output_cache_bytes: int = 0,
         on_begun: Callable[[bytes, str], None] = lambda proxy, request_id: None,
         on_ended: Callable[[str], None] = lambda request_id: None,
     ) -> None:
-        """`prepare` puts an output where `destination` wants it; it runs on the engine's thread."""
+        """`prepare` puts an output where `destination` wants it; it runs on the engine's thread.
+
+        Outputs of `output_cache_bytes` at most are kept, in memory that the engine leaves to them.
+        """
         self._links = links
         self._on_begun = on_begun
         self._on_ended = on_ended
@@ -60,13 +66,18 @@ class EncodingStage:
         self._items: dict[Key, asyncio.Task[None]] = {}
         self._replies: OrderedDict[Key, Encoded] = OrderedDict()
         self._outcomes: Counter[str] = Counter()
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            return prepare(in_memory_of_its_own(tensor) if output_cache_bytes else tensor)
+
         self.thread: EngineThread[EncoderEngine, EncodingOutcome] = EngineThread(
-            build=lambda: EncoderEngine(links.info, settings.engine, links.instance_id),
-            step=lambda engine: encode_step(engine, prepare),
+            build=lambda: EncoderEngine(links.info, settings.engine, links.instance_id, output_cache_bytes),
+            step=lambda engine: encode_step(engine, keep),
             next_deadline_s=lambda engine: None,
             on_events=self._settle,
         )
-        self._pipeline = ItemPipeline(links, self._pool, self.thread, destination)
+        self._outputs = OutputCache(output_cache_bytes)
+        self._pipeline = ItemPipeline(links, self._pool, self.thread, destination, self._outputs)
         self._add_metrics()
 
     async def start(self) -> None:
@@ -133,7 +144,7 @@ class EncodingStage:
 
     def _settle(self, outcomes: list[EncodingOutcome]) -> None:
         self._links.metrics.batch_items.observe(len(outcomes))
-        self._pipeline.settle(outcomes)
+        self._pipeline.encoding.settle(outcomes)
 
     def _refusal(self, message: Encode) -> ErrorInfo | None:
         """Why an item is not even begun; None if it is."""
@@ -149,9 +160,14 @@ class EncodingStage:
     def _add_metrics(self) -> None:
         metrics = self._links.metrics
         metrics.gauges["encoder_items_open"] = lambda: len(self._items)
-        metrics.gauges["encoder_items_computing"] = lambda: self._pipeline.num_computing
+        metrics.gauges["encoder_items_computing"] = lambda: self._pipeline.encoding.num_waiting
         metrics.gauges["encoder_staging_bytes"] = lambda: self._pipeline.staging_bytes
         metrics.gauges["encoder_held_bytes"] = lambda: self._pipeline.held_bytes
         metrics.gauges["preprocess_waiting"] = lambda: self._pipeline.num_waiting
         metrics.gauges["preprocess_crashes_total"] = lambda: self._pool.num_crashes
+        metrics.gauges["encoder_items_shared_total"] = lambda: self._pipeline.encoding.num_shared
+        metrics.gauges["encoder_output_cache_bytes_used"] = lambda: self._outputs.used_bytes
+        metrics.gauges["encoder_output_cache_hits_total"] = lambda: self._outputs.hits
+        metrics.gauges["encoder_output_cache_misses_total"] = lambda: self._outputs.misses
+        metrics.gauges["encoder_output_cache_evictions_total"] = lambda: self._outputs.evictions
         metrics.tallies["encodes"] = lambda: self._outcomes

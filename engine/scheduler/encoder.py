@@ -7,7 +7,7 @@ from typing import TypeAlias
 from engine.processors import ProcessedInput
 
 EncoderKey: TypeAlias = tuple[str, int, int]
-"""Request id, input id, attempt."""
+"""Whatever tells items apart: request id, input id, attempt; or content hash, number, 0."""
 
 
 class EncoderScheduler:

@@ -1,0 +1,103 @@
+"""Items on their way through the encoder: equal ones that are under way at the same time are computed once."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from broker.handoff import Key
+from common.errors import TriptychError
+from engine.cache.output_cache import OutputCache
+from engine.encoder_engine import EncoderEngine
+from engine.processors import ProcessedInput
+from engine.scheduler.encoder import EncoderKey
+from services.engine_thread import EngineThread
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """An encoder's output. Its times (Unix) are those of its batch."""
+
+    tensor: torch.Tensor
+    start_s: float
+    end_s: float
+
+
+EncodingOutcome = tuple[EncoderKey, Encoding | TriptychError]
+
+
+@dataclass
+class _Computation:
+    """What the engine knows as `key`, and the items that wait for it."""
+
+    key: EncoderKey
+    item: ProcessedInput
+    waiting: dict[Key, asyncio.Future[Encoding]] = field(default_factory=dict)
+
+
+class SharedEncoding:
+    """Submits items to the engine that `thread` drives, and hands their outputs to all who wait, and to `outputs`."""
+
+    def __init__(self, thread: EngineThread[EncoderEngine, EncodingOutcome], outputs: OutputCache) -> None:
+        self._thread = thread
+        self._outputs = outputs
+        self._computations: dict[str, _Computation] = {}  # by content hash
+        self._numbers = itertools.count()
+        self.num_shared = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Items that wait for their outputs."""
+        return sum(len(computation.waiting) for computation in self._computations.values())
+
+    async def encode(self, key: Key, content_hash: str, item: ProcessedInput) -> Encoding:
+        """The output of an item. Raises TriptychError saying why there is none.
+
+        Where nobody waits for a computation any more, it is taken back.
+        """
+        computation = self._computations.get(content_hash)
+        if computation is None:
+            computation = self._begin(content_hash, item)
+        else:
+            self.num_shared += 1
+        done: asyncio.Future[Encoding] = asyncio.get_running_loop().create_future()
+        computation.waiting[key] = done
+        try:
+            return await done
+        finally:
+            del computation.waiting[key]
+            if not computation.waiting and self._computations.get(content_hash) is computation:
+                del self._computations[content_hash]
+                self._thread.submit(lambda engine: engine.cancel(computation.key))
+
+    def settle(self, outcomes: Iterable[EncodingOutcome]) -> None:
+        """The engine has finished a batch. Outputs that nobody waits for any more are dropped."""
+        for key, outcome in outcomes:
+            content_hash = key[0]
+            computation = self._computations.get(content_hash)
+            if computation is None or computation.key != key:
+                continue
+            del self._computations[content_hash]
+            if isinstance(outcome, Encoding):
+                self._outputs.put(content_hash, computation.item, outcome.tensor)
+            for done in computation.waiting.values():
+                _tell(done, outcome)
+
+    def _begin(self, content_hash: str, item: ProcessedInput) -> _Computation:
+        key = (content_hash, next(self._numbers), 0)
+        self._thread.submit(lambda engine: engine.submit(key, item))
+        computation = self._computations[content_hash] = _Computation(key, item)
+        return computation
+
+
+def _tell(done: asyncio.Future[Encoding], outcome: Encoding | TriptychError) -> None:
+    if done.done():
+        return
+    if isinstance(outcome, Encoding):
+        done.set_result(outcome)
+    else:  # each has one of its own: a traceback grows where it is raised
+        done.set_exception(TriptychError(outcome.info.code, outcome.info.message, outcome.info.param))
