@@ -15,7 +15,7 @@ export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format bench model chaos soak compose-test gpu-carry gpu-check clean distclean
+.PHONY: help demo test lint format bench model chaos fuzz soak compose-test gpu-carry gpu-check clean distclean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,10 @@ model: $(VENV)/test.stamp ## Look for stories in which the handoff breaks a prom
 
 chaos: $(VENV)/test.stamp ## Kill, stop and cut off at drawn moments, CHAOS_ROUNDS per setup; CHAOS_SEED makes the same ones again.
 	@CHAOS_ROUNDS=$(CHAOS_ROUNDS) $(BIN)/python -m pytest -s tests/chaos $(ARGS)
+
+FUZZ_EXAMPLES ?= 2000
+fuzz: $(VENV)/test.stamp ## Send FUZZ_EXAMPLES drawn requests of each kind to a cluster; FUZZ_SEED makes the same ones again.
+	@FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest -s tests/security/test_openapi.py $(ARGS)
 
 MINUTES ?= 60
 soak: $(VENV)/tiny-whisper/tokenizer_config.json ## Load clusters for MINUTES, with kills: flat memory, right answers, nothing left?

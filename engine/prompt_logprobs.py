@@ -26,6 +26,9 @@ class PromptLogprobs:
         assert count is not None
         if not known:
             known.append(None)
+        for position in range(len(known), rows.first + 1):
+            assert _is_media(request, position)  # which was not known yet when the rows before it were computed
+            known.append(None)
         end = min(rows.first + len(rows.hidden) + 1, len(request.prompt))
         while len(known) < end:  # some may be known from before a preemption
             first = len(known)

@@ -97,6 +97,19 @@ async def test_a_prompt_that_is_echoed_has_its_log_probabilities(served: Served,
     assert "".join(answer.choices[0].logprobs.tokens) == answer.choices[0].text
 
 
+async def test_a_prompt_with_a_picture_has_its_log_probabilities(served: Served, llm: LLM) -> None:
+    """The cluster computes what is before the picture while that is still encoded, and its size is not known."""
+    picture, text = sign("red"), {"type": "text", "text": "What does it say?"}
+    message = {"role": "user", "content": [{"type": "image", "image": picture}, text]}
+    [expected] = llm.chat([message], SamplingParams(prompt_logprobs=0, max_tokens=1))
+    content = [{"type": "image_url", "image_url": {"url": data_url(picture)}}, text]
+    answer = await _chat(served, content, {"prompt_logprobs": 0}, max_tokens=1)
+    found = [None if one is None else next(iter(one.values()))["logprob"] for one in answer.prompt_logprobs]
+    wanted = [None if one is None else one.logprob for one in expected.prompt_logprobs]
+    assert [one is None for one in found] == [one is None for one in wanted]
+    assert [one for one in found if one] == pytest.approx([one for one in wanted if one], abs=1e-4)
+
+
 async def test_output_follows_a_schema(served: Served) -> None:
     schema = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}
     strict = {**schema, "additionalProperties": False}

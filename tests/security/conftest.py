@@ -1,17 +1,30 @@
-"""A cluster key, and contexts of members and strangers."""
+"""A cluster key, contexts of members and strangers, and one whole cluster for what only a whole cluster shows."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator
 
 import pytest
 import zmq.asyncio
 
 from broker.curve import ClusterContext
+from common.config import Settings
 from common.keys import ClusterKey
+from launch.cluster import LocalCluster
 from tests.proxy.conftest import broker_url, redis, serve, whisper_model
 
 __all__ = ["broker_url", "redis", "serve", "whisper_model"]
+
+API_KEY = secrets.token_urlsafe(16)
+
+
+@pytest.fixture(scope="package")
+def cluster() -> Iterator[LocalCluster]:
+    """A cluster as `triptych serve` alone starts one, but that it wants a key: its own broker, transports by choice."""
+    settings = Settings(model="signpost", port=0, api_key=API_KEY, log_level="debug")
+    with LocalCluster(settings, "1e1p1d") as cluster:
+        yield cluster
 
 
 @pytest.fixture

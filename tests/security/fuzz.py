@@ -1,0 +1,81 @@
+"""Requests out of the API's own description: a few that are always the same, or FUZZ_EXAMPLES drawn ones of each kind.
+
+`make fuzz` makes the long run; FUZZ_SEED=N makes the same requests again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from schemathesis import GenerationMode
+
+from proxy.openapi import document
+
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES") or 0)
+SEED = int(os.environ.get("FUZZ_SEED") or random.SystemRandom().randrange(10**6))
+FEW = 20
+"""Of each kind in the test suite. Making them is what takes the time: 0.2 s for each conversation."""
+ANSWER_TIMEOUT_S = 60.0
+"""An answer that takes longer is a hang."""
+SCHEMA = schemathesis.openapi.from_dict(document())
+
+Test = Callable[..., None]
+
+
+def examples(few: int = FEW) -> Callable[[Test], Test]:
+    """How often, and how, a hypothesis test draws: `few` times and always the same, but for a long run."""
+    frugal = settings(
+        max_examples=EXAMPLES or few,
+        derandomize=not EXAMPLES,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    return lambda test: frugal(seed(SEED)(test) if EXAMPLES else test)
+
+
+def fuzz(
+    base_url: str,
+    path: str,
+    method: str,
+    mode: GenerationMode,
+    adapt: Callable[[Any, random.Random], Any] | None = None,
+    headers: dict[str, str] | None = None,
+) -> Counter[int]:
+    """Send different requests, of which none may hang or be answered with a 5xx; how often which status came.
+
+    `adapt` makes of every other body one that gets further.
+    """
+    statuses: Counter[int] = Counter()
+
+    @examples()
+    @given(case=SCHEMA[path][method].as_strategy(generation_mode=mode))
+    def send(case: schemathesis.Case) -> None:
+        number = statuses.total()
+        if adapt is not None and number % 2:
+            case.body = adapt(case.body, random.Random(number))
+        response = case.call(base_url=base_url, headers=headers, timeout=ANSWER_TIMEOUT_S)
+        statuses[response.status_code] += 1
+        assert response.status_code < 500, (case.body, response.text)
+        if "text/event-stream" in response.headers.get("content-type", [""])[0]:
+            assert stream_error(response.text) < 500, (case.body, response.text)
+
+    send()
+    print(f"\nFUZZ_SEED={SEED}, {method} {path}, {mode.value}: {dict(sorted(statuses.items()))}")
+    return statuses
+
+
+def stream_error(text: str) -> int:
+    """The status of the error that a stream ended with, by its type; 200 where it had none."""
+    events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    assert events[-1] == "[DONE]"
+    errors = [event["error"] for event in map(json.loads, events[:-1]) if "error" in event]
+    return 500 if any(error["type"] == "server_error" for error in errors) else 200
