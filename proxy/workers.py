@@ -76,6 +76,8 @@ class WorkerPool:
         self._tasks: set[asyncio.Task[None]] = set()
         self._refused: dict[str, str] = {}
         self._last_usable_s: dict[Role, float] = {}
+        self._unknown_since_s = time.monotonic()
+        """Until the first look at the registry: since when nobody knows who is there. Then minus infinity."""
         self.failure: str | None = None
         """Why this pool does not work any more; None while it does."""
 
@@ -128,12 +130,12 @@ class WorkerPool:
 
     def absent_s(self, *roles: Role, matching: Worker | None = None) -> float:
         """For how long there has been no worker of these roles to give work to; infinity if never, and where those that
-        are there do not match: others like them will not either."""
+        are there do not match: others like them will not either. A pool that has not looked yet does not say never."""
         if self.workers(*roles, matching=matching):
             return 0.0
         if self.workers(*roles):
             return math.inf
-        return time.monotonic() - max(self._last_usable_s.get(role, -math.inf) for role in roles)
+        return time.monotonic() - max(self._last_usable_s.get(role, self._unknown_since_s) for role in roles)
 
     async def _send_heartbeats(self) -> None:
         while True:
@@ -158,6 +160,7 @@ class WorkerPool:
             known = record.instance_id in self._workers or (record.instance_id, record.epoch) in self._lost
             if record.role != "proxy" and not known:
                 self._consider(record)
+        self._unknown_since_s = -math.inf
         self._refused = {name: why for name, why in self._refused.items() if name in found}
 
     def _note_usable(self, worker: Worker) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 
 import openai
 import pytest
+import zmq.asyncio
 
 from common.errors import ErrorInfo
 from common.messages import Encode, Generate
+from proxy.workers import WorkerPool
 from tests.proxy.conftest import eventually
 from tests.proxy.fake_decoders import FakeDecoder
 from tests.proxy.fake_workers import SILENT
@@ -56,6 +59,17 @@ async def test_the_wait_for_a_decoder_counts_from_when_the_last_one_was_lost(ser
         response = await rig.http.post("/v1/completions", json={"prompt": "x"})
         assert (response.status_code, "retry-after" in response.headers) == (503, True)
         await rig.assert_clean()
+
+
+async def test_a_proxy_that_has_not_looked_for_workers_yet_waits_for_them(serve):
+    """As one that was started again under load: its clients are there before it has seen the registry."""
+    async with serve() as rig:
+        known = rig.service.pool
+        pool = WorkerPool(known._registry, known.own, rig.service.dispatcher, lambda: None, zmq.asyncio.Context())
+        assert pool.absent_s("prefill_decode") < rig.service.settings.handoff_timeout_s
+        await pool._apply({})
+        assert pool.absent_s("prefill_decode") == math.inf
+        pool._context.term()
 
 
 async def test_pictures_wait_for_the_only_encoder_to_come_back(serve):
