@@ -23,6 +23,7 @@ from engine.cache.block_manager import BlockManager
 from engine.prompt_logprobs import PromptLogprobs
 from engine.request import UNKNOWN_TOKEN, Request, Sequence
 from engine.runner.decoder import DecoderRunner, StepOutput
+from engine.runner.staging import select_rows
 from engine.sampling.beam import BeamSearch, Hypothesis
 from engine.sampling.pending import PendingTokens
 from engine.sampling.sampler import Sampler
@@ -114,7 +115,7 @@ class Generation:
         for request, rows_of_request in beams.items():
             sequences = [output.sequences[row] for row in rows_of_request]
             with self._containing(request, results):
-                ended = self._advance_beams(request, sequences, output.logits[rows_of_request])
+                ended = self._advance_beams(request, sequences, select_rows(output.logits, rows_of_request))
                 results += [] if ended is None else [ended]
         if others:
             results += self._sample(*self._fork_rows(output, others))
@@ -154,7 +155,7 @@ class Generation:
             sampled += family
             sampled_rows += [row] * len(family)
         everyone = sampled_rows == list(range(len(output.logits)))
-        return output.logits if everyone else output.logits[sampled_rows], sampled
+        return output.logits if everyone else select_rows(output.logits, sampled_rows), sampled
 
     @contextlib.contextmanager
     def _containing(self, request: Request, results: list[Result]) -> Iterator[None]:

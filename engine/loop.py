@@ -35,6 +35,7 @@ from engine.emission import Emission
 from engine.generation import BeamsEnded, Generation, GenerationFailed, Result, TokensInFlight
 from engine.request import Request, Sequence
 from engine.runner.decoder import DecoderRunner, StepOutput
+from engine.runner.staging import select_rows
 from engine.scheduler.decoder import DecoderScheduler, ScheduledStep
 from engine.scheduler.kv_intake import KvIntake
 from engine.scheduler.kv_outlet import KvOutlet
@@ -215,7 +216,8 @@ class StepLoop:
         self.counters["surplus_tokens"] += len(output.sequences) - len(rows)
         if len(rows) == len(output.sequences):
             return output
-        return StepOutput([output.sequences[row] for row in rows], output.logits[rows], output.prompt_rows)
+        sequences = [output.sequences[row] for row in rows]
+        return StepOutput(sequences, select_rows(output.logits, rows), output.prompt_rows)
 
     def _may_outgrow_the_pool(self, flight: TokensInFlight) -> bool:
         alive = _requests_of(sequence for sequence in flight.sequences if self._is_alive(sequence))

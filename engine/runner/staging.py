@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Final, TypeAlias
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -67,6 +68,15 @@ def send_tensor(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Ten
     if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
         tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
     return tensor.to(device, non_blocking=True).to(dtype)
+
+
+def select_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """A copy of the rows of these numbers, in this order.
+
+    An index that is a list would be copied to the device from pageable memory, which the host waits for.
+    """
+    [index] = send(tensor.device, np.array(rows, np.int64))
+    return tensor.index_select(0, index)
 
 
 def fetch(tensor: Tensor) -> Tensor:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from common.messages import TokenLogprob
+from engine.runner.staging import send
 
 
 def describe_tokens(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprob]:
@@ -17,7 +19,8 @@ def describe_tokens(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequ
     if not token_ids:
         return []
     normaliser = logits.logsumexp(dim=-1, keepdim=True)
-    chosen = logits.gather(1, torch.tensor(token_ids, device=logits.device).unsqueeze(1))
+    [ids] = send(logits.device, np.array(token_ids, np.int64)[:, None])
+    chosen = logits.gather(1, ids)
     ranks = ((logits > chosen).sum(dim=-1) + 1).tolist()
     logprobs = (chosen - normaliser).squeeze(1).tolist()
     top = logits.topk(min(max(counts), logits.shape[-1]))

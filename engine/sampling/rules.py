@@ -6,7 +6,7 @@ The order is that of transformers' `generate`, where it has the rule:
     -> allowed ids -> timestamps -> grammar
 
 A forced token (a prefix, or the end at the last token) stands instead of all of them. The rules that name single
-tokens become one indexed operation over the whole batch. Nothing waits for the device, but for timestamps and grammars.
+tokens become one indexed operation over the whole batch. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -197,10 +197,9 @@ def _follow(row: torch.Tensor, grammar: GrammarMatcher) -> None:
     if grammar.error is not None:
         row.fill_(-torch.inf)
         return
-    mask = torch.from_numpy(allowed).to(row.device)
+    [mask] = send(row.device, allowed)
     row.masked_fill_(~mask, -torch.inf)
-    if bool(row.amax() == -torch.inf):
-        row.masked_fill_(mask, 0.0)
+    row.masked_fill_(mask & (row.amax() == -torch.inf), 0.0)
 
 
 def _add_biases(scores: torch.Tensor, rows: Sequence[_Row]) -> None:

@@ -12,7 +12,7 @@ from common.errors import ErrorInfo, TriptychError
 from common.messages import TokenLogprob
 from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
-from engine.runner.staging import send
+from engine.runner.staging import select_rows, send
 from engine.sampling import rules
 from engine.sampling.device_draw import draw_on_device
 from engine.sampling.draw import draw, uniform
@@ -43,7 +43,7 @@ class Sampler:
         if all(state.is_plain for state in states):
             return [Sampled(token) for token in self._choose(logits, sequences)]
         reported = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
-        raw = logits[reported] if reported else None  # a copy: the rules write into the logits
+        raw = select_rows(logits, reported) if reported else None  # the rules write into the logits
         self._restrict(logits, sequences, states)
         tokens = self._choose(logits, sequences)
         sampled = [
@@ -100,9 +100,12 @@ class Sampler:
             self._compiler().start(sampling.grammar)
 
     def _choose(self, scores: torch.Tensor, sequences: Sequence[SampledSequence]) -> list[int]:
+        if scores.device.type != "cpu":  # `draw` would wait for every answer on its way
+            return PendingTokens(choose_on_device(scores, sequences)).wait()
         random = [row for row, sequence in enumerate(sequences) if not sequence.sampling.greedy]
         if len(random) < len(sequences):
-            tokens = _argmax(scores)
+            # numpy looks with vector instructions: a tenth of torch's time. The first of equals.
+            tokens: list[int] = scores.numpy().argmax(axis=-1).tolist()
         else:
             tokens = [0] * len(sequences)
         if random:
@@ -152,14 +155,6 @@ def choose_on_device(scores: torch.Tensor, sequences: Sequence[SampledSequence])
         return draw_on_device(scores, settings, uniforms)
     [rows] = send(scores.device, np.array(random, np.int64))
     return scores.argmax(dim=-1).index_copy_(0, rows, draw_on_device(scores[rows], settings, uniforms))
-
-
-def _argmax(scores: torch.Tensor) -> list[int]:
-    """The likeliest token of each row; the first of equals."""
-    # numpy looks with vector instructions: a tenth of torch's time on a CPU.
-    best = scores.numpy().argmax(axis=-1) if scores.device.type == "cpu" else scores.argmax(dim=-1)
-    token_ids: list[int] = best.tolist()
-    return token_ids
 
 
 def _named_tokens(sampling: SamplingParams) -> dict[str, list[int]]:

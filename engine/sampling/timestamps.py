@@ -30,5 +30,5 @@ def apply_timestamp_rules(row: torch.Tensor, generated: list[int], rules: Timest
         row[:first] = -torch.inf
         if rules.max_initial_index is not None:
             row[first + rules.max_initial_index + 1 :] = -torch.inf
-    if bool(row[first:].logsumexp(dim=-1) > row[:first].amax()):
-        row[:first] = -torch.inf
+    # Without a look at the answer: the host would wait for it.
+    row[:first].masked_fill_(row[first:].logsumexp(dim=-1) > row[:first].amax(), -torch.inf)
