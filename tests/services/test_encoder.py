@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import msgspec
 import pytest
@@ -39,8 +41,10 @@ class Setting:
     worker: InProcess[EncoderService]
     peer: Peer
 
-    async def encode(self, request_id: str, *, attempt: int = 0, timeout_s: float = 20.0, to: str = "peer") -> None:
-        media = sign("red")
+    async def encode(
+        self, request_id: str, *, attempt: int = 0, timeout_s: float = 20.0, to: str = "peer", colour: str = "red"
+    ) -> None:
+        media = sign(colour)
         digest = content_hash("image", media)
         deadline_s = time.time() + timeout_s
         await self.worker.proxy.send(Encode(request_id, 0, attempt, "image", digest, media, to, deadline_s))
@@ -49,6 +53,26 @@ class Setting:
         offer = await self.peer.message(Offer, request_id, count)
         assert isinstance(offer, Offer)
         return offer
+
+    async def deliver(self, request_id: str) -> bytes:
+        """Grant an item that has been offered, take what comes, and confirm it."""
+        self.peer.grant(await self.offer(request_id))
+        tensor = await self.peer.tensor()
+        assert tensor.header.request_id == request_id
+        self.peer.send("injected", Receipt(request_id, 0, 0, "stored"))
+        reply = await self.reply(request_id)
+        assert reply.error is None
+        return bytes(tensor.data)
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """The engine computes nothing until the end of the block."""
+        over = threading.Event()
+        self.worker.role.stage.thread.submit(lambda _: over.wait(20) and None)
+        try:
+            yield
+        finally:
+            over.set()
 
     async def reply(self, request_id: str) -> Encoded:
         return await self.worker.one(Encoded, request_id)
@@ -109,6 +133,57 @@ async def test_cached_and_refused_items_are_never_computed(setting: Setting) -> 
     assert (await setting.reply("refused")).error == error
     assert await setting.num_encoded() == 0
     assert setting.worker.tally("handoffs") == {"cached": 1, "refused": 1}
+
+
+async def test_an_output_that_is_kept_goes_to_the_next_one_without_preprocessing_or_computing(setting: Setting) -> None:
+    await setting.encode("first")
+    tensor = await setting.deliver("first")
+    await setting.encode("second")
+    assert await setting.deliver("second") == tensor
+    assert [span.stage for span in (await setting.reply("second")).spans] == ["grant", "handoff"]
+    assert await setting.num_encoded() == 1
+    assert setting.worker.gauge("encoder_output_cache_hits_total") == 1
+    assert setting.worker.gauge("encoder_output_cache_bytes_used") == len(tensor)
+
+
+async def test_an_output_on_its_way_survives_what_others_need_room_for(setting: Setting) -> None:
+    outputs = setting.worker.role.stage._outputs
+    await setting.encode("first")
+    tensor = await setting.deliver("first")
+    outputs.capacity_bytes = len(tensor)
+    await setting.encode("on its way")
+    await setting.offer("on its way")
+    await setting.encode("other", colour="blue")
+    assert await setting.deliver("other") != tensor
+    assert await setting.deliver("on its way") == tensor
+    assert (outputs.evictions, outputs.used_bytes) == (0, len(tensor))
+    await setting.encode("again", colour="blue")
+    await setting.deliver("again")
+    assert await setting.num_encoded() == 3
+    assert outputs.evictions == 1
+    await setting.encode("gone")
+    assert await setting.deliver("gone") == tensor
+    assert await setting.num_encoded() == 4
+
+
+async def test_equal_items_under_way_are_computed_once_for_those_that_are_not_aborted(setting: Setting) -> None:
+    aborted = ("first", "only one of its colour")
+    with setting.busy():
+        for name in ("first", "second", "third", "only one of its colour"):
+            await setting.encode(name, colour="blue" if "colour" in name else "red")
+            setting.peer.grant(await setting.offer(name))
+        await eventually(lambda: setting.worker.gauge("encoder_items_computing") == 4)
+        for name in aborted:
+            await setting.worker.proxy.send(Abort(name))
+        await eventually(lambda: setting.worker.gauge("encoder_items_computing") == 2)
+    tensors = [await setting.peer.tensor() for _ in range(2)]
+    assert {tensor.header.request_id for tensor in tensors} == {"second", "third"}
+    assert bytes(tensors[0].data) == bytes(tensors[1].data)
+    for name in ("second", "third"):
+        setting.peer.send("injected", Receipt(name, 0, 0, "stored"))
+        assert (await setting.reply(name)).error is None
+    assert await setting.num_encoded() == 1
+    assert setting.worker.gauge("encoder_items_shared_total") == 2
 
 
 async def test_a_receiver_of_another_model_gets_nothing(setting: Setting) -> None:
