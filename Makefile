@@ -41,8 +41,10 @@ CHAOS_ROUNDS ?= 10
 model: $(VENV)/test.stamp ## Look for stories in which the handoff breaks a promise, for long (the tests take a sample).
 	@MODEL_DEPTH=deep $(BIN)/python -m pytest --timeout 0 tests/model $(ARGS)
 
-chaos: $(VENV)/test.stamp ## Kill, stop and cut off at drawn moments, CHAOS_ROUNDS per setup; CHAOS_SEED makes the same ones again.
-	@CHAOS_ROUNDS=$(CHAOS_ROUNDS) $(BIN)/python -m pytest -s tests/chaos $(ARGS)
+MATRIX ?=
+chaos: $(VENV)/test.stamp ## Kill, stop and cut off under load: CHAOS_ROUNDS of each setup, or with MATRIX=1 one of every kind.
+	@CHAOS_ROUNDS=$(if $(MATRIX),0,$(CHAOS_ROUNDS)) CHAOS_MATRIX=$(MATRIX) $(BIN)/python -m pytest -s \
+		$(if $(MATRIX),tests/chaos/test_matrix.py,tests/chaos) $(ARGS)
 
 FUZZ_EXAMPLES ?= 2000
 fuzz: $(VENV)/test.stamp ## Send FUZZ_EXAMPLES drawn requests of each kind to a cluster; FUZZ_SEED makes the same ones again.

@@ -25,6 +25,7 @@ GAUGES: Final = (
     "encoder_cache_references",
     "inputs_pending",
     "inputs_granted",
+    "inputs_landing",
     "inputs_encoding_here",
     "kv_offers_pending",
     "kv_reserved_requests",

@@ -24,11 +24,11 @@ from launch.cluster import LocalCluster
 from launch.held import held
 from launch.soak.asking import Ending, Reply, send
 from launch.soak.asks import Ask
-from launch.soak.memory import processes, resident_bytes, shared_files
 from launch.soak.run import TORCH_CACHE
 from tests.chaos.asks import salted
 from tests.chaos.faults import CUTS, Breaker, Fault, allowed_endings, irreplaceable
 from tests.chaos.network import Network, cabled
+from tests.chaos.remains import Remains
 from tests.eventually import eventually
 
 IN_FLIGHT = 16
@@ -40,6 +40,9 @@ SETTLE_S = 2.0
 """How soon after the last answer nothing may be held."""
 SETTLE_AFTER_CUT_S = SETTLE_S + KEEP_S
 """The same where a worker may have been offered what it has never been asked for: it keeps the offer for a while."""
+ORPHANS_S = 5.0
+"""How soon after a worker was killed, and started again, none of its processes and shared memory may be left: those
+are asked to end first, and a supervisor's cores may be busy."""
 PAUSE_S = 0.3
 
 
@@ -49,7 +52,8 @@ class Round:
 
     faults: Sequence[Fault]
     replies: list[tuple[Ask, Reply]] = field(default_factory=list)
-    in_flight_at_fault: int = 0
+    in_flight_at_fault: list[int] = field(default_factory=list)
+    """At the moment of each."""
 
     @property
     def endings(self) -> Counter[str]:
@@ -64,7 +68,7 @@ class Arena:
         self._breaker = Breaker(cluster, network)
         self._expected: dict[str, Reply] = {}
         self._salts = itertools.count()
-        self.shared: set[Path] = set()
+        self.remains = Remains(cluster)
 
     def client(self) -> httpx.AsyncClient:
         """Of the proxy, without any limit on connections."""
@@ -88,14 +92,17 @@ class Arena:
         """
         await self.wait_until_nothing_is_held(RETURN_S)  # of the round before, should that have failed
         done, passed = Round(faults), asyncio.Event()
-        self.shared |= shared_files(pid for _, pid in self._processes())
+        self.remains.look()
         allowed = allowed_endings(faults, self.cluster)
         under_way = Counter[str]()
         async with self.client() as http:
             slots = [asyncio.create_task(self._slot(http, n, done, passed, under_way)) for n in range(IN_FLIGHT)]
-            await asyncio.sleep(min(fault.at_s for fault in faults))
-            done.in_flight_at_fault = under_way.total()
-            await self._breaker.run(faults)
+
+            def note() -> None:
+                self.remains.look()
+                done.in_flight_at_fault.append(under_way.total())
+
+            await self._breaker.run(faults, note)
             if {(fault.kind, fault.target) for fault in faults} == {("kill", "proxy")}:
                 await self._settle(SETTLE_S, also_absent=False)  # nothing new comes before it is back
             await self._wait_until_ready(*irreplaceable(faults, self.cluster))
@@ -147,8 +154,7 @@ class Arena:
         await self._settle(settle_s, also_absent=False)
         await self._wait_until_ready(*self.cluster.instances)
         await self._settle(settle_s, also_absent=True)
-        orphaned = self.shared - shared_files(pid for _, pid in self._processes())
-        assert not [path for path in orphaned if path.exists()], f"left in shared memory: {orphaned}"
+        await eventually(lambda: not self.remains.of_the_dead(), ORPHANS_S)
 
     async def _wait_until_ready(self, *instance_ids: str) -> None:
         deadline_s = time.monotonic() + RETURN_S
@@ -176,9 +182,6 @@ class Arena:
     def _logs(self) -> list[str]:
         """The last lines of everybody's log."""
         return [f"{i.id}: {i.child.log_tail()}" for i in self.cluster.instances.values() if i.child is not None]
-
-    def _processes(self) -> list[tuple[str, int]]:
-        return list(processes(self.cluster))
 
 
 def _difference(reply: Reply, expected: Reply) -> str:
@@ -236,10 +239,8 @@ def arena(
             ready = Arena(cluster, make_asks(cluster.supervisor.plan.info.name, count), network)
             asyncio.run(ready.learn())
             yield ready
-            pids = [pid for _, pid in processes(cluster)]
-            shared = ready.shared | shared_files(pids)
-        assert not [pid for pid in pids if resident_bytes(pid)]
-        assert not [path for path in shared if path.exists()]
+            ready.remains.look()
+        assert ready.remains.of_the_dead() == []
         assert not [path for path in folder.iterdir() if not path.name.startswith(TORCH_CACHE)]
     finally:
         network.close()

@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import random
 import signal
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from redis import Redis
+from redis.exceptions import ConnectionError as BrokerGone
 
+from common.messages import Role
 from launch.cluster import LocalCluster
 from launch.soak.asking import Ending
+from proxy.placement import WHOLE
 from tests.chaos.cable import Mode
 from tests.chaos.network import Network
 from tests.eventually import eventually
 
-Kind = Literal["kill", "stop", "flush", "drop", "stall", "reset"]
+Kind = Literal["kill", "stop", "flush", "restart", "drop", "stall", "reset"]
+"""SIGKILL; SIGSTOP and SIGCONT; the broker emptied, or ended properly so that it starts again empty; a cable cut."""
 CUTS: tuple[Mode, ...] = ("drop", "stall", "reset")
 BROKER = "broker"
 
@@ -29,13 +31,19 @@ BROKER = "broker"
 class Fault:
     """`kind` happens to `target` at `at_s` seconds, for `seconds` where it passes by.
 
-    The target is an instance id or the broker; of cuts a cable: `e0>broker`, or `>e0` for all that lead to an instance.
+    The target is an instance id or the broker; of cuts a cable: `e0>broker`, `>e0` for all that lead to an instance, or
+    `<>e0` and `<>e0,pd0` for all that lead to and from instances, from and to everybody else.
     """
 
     kind: Kind
     target: str
     at_s: float
     seconds: float = 0.0
+
+    @property
+    def hit(self) -> set[str]:
+        """Whom it strikes. A cable to the broker that is cut is no fault of the broker: the others reach it."""
+        return set(self.target.removesuffix(">broker").lstrip("<>").split(","))
 
     def __str__(self) -> str:
         lasting = f" for {self.seconds:.1f} s" if self.seconds else ""
@@ -49,22 +57,29 @@ class Breaker:
         self._cluster = cluster
         self._network = network
 
-    async def run(self, faults: Sequence[Fault]) -> None:
-        """Do all of them, each in its time; returns when the last has passed."""
-        await asyncio.gather(*(self._do(fault) for fault in faults))
+    async def run(self, faults: Sequence[Fault], on_strike: Callable[[], None] = lambda: None) -> None:
+        """Do all of them, each in its time; returns when the last has passed. `on_strike` is called before each."""
+        await asyncio.gather(*(self._do(fault, on_strike) for fault in faults))
 
-    async def _do(self, fault: Fault) -> None:
+    async def _do(self, fault: Fault, on_strike: Callable[[], None]) -> None:
         await asyncio.sleep(fault.at_s)
-        if fault.kind == "flush":
-            await asyncio.to_thread(self._flush)
+        on_strike()
+        if fault.kind in ("flush", "restart"):
+            await self._empty(fault.kind)
         elif fault.kind in ("kill", "stop"):
             await self._signal(fault)
         else:
             await self._cut(fault.target, fault.kind, fault.seconds)
 
-    def _flush(self) -> None:
+    async def _empty(self, kind: Kind) -> None:
+        pid = self._pid(BROKER)
         with Redis.from_url(self._cluster.broker_url) as redis:
-            redis.flushall()
+            if kind == "flush":
+                await asyncio.to_thread(redis.flushall)
+                return
+            with contextlib.suppress(BrokerGone):  # there is no answer
+                await asyncio.to_thread(redis.shutdown, nosave=True)
+        await eventually(lambda: self._is_missed(BROKER, pid), 20.0)
 
     async def _signal(self, fault: Fault) -> None:
         pid = self._pid(fault.target)
@@ -99,34 +114,24 @@ class Breaker:
 
 
 def irreplaceable(faults: Sequence[Fault], cluster: LocalCluster) -> set[str]:
-    """The instances that are hit while there is no other of their role that is not."""
-    hit = _hit(faults)
-    left = Counter(instance.role for instance in cluster.instances.values() if instance.id not in hit)
-    return {instance.id for instance in cluster.instances.values() if left[instance.role] == 0}
+    """The workers that are hit while nobody who is not could do their work."""
+    hit = {end for fault in faults for end in fault.hit}
+    left = {instance.role for instance in cluster.instances.values() if instance.id not in hit}
+    roles = set[Role]()
+    if left.isdisjoint({"encoder", "encode_prefill_decode"}):
+        roles |= {"encoder", "encode_prefill_decode"}
+    if left.isdisjoint(WHOLE) and not {"prefill", "decode"} <= left:
+        roles |= {"prefill", "decode", *WHOLE}
+    return {instance.id for instance in cluster.instances.values() if instance.id in hit and instance.role in roles}
 
 
 def allowed_endings(faults: Sequence[Fault], cluster: LocalCluster) -> set[Ending]:
-    """How a request may end. One that does not get its answer must have been hit where nobody could take over."""
+    """How a request may end. One that does not get its answer must have been hit where nobody could take over: that is
+    where the broker itself is, or those that alone could have done a worker's part.
+    """
     allowed: set[Ending] = {"whole"}
-    if BROKER in _hit(faults) or irreplaceable(faults, cluster):
+    if any(fault.target == BROKER for fault in faults) or irreplaceable(faults, cluster):
         allowed.add("refused")
     if any(fault.target == "proxy" and fault.kind == "kill" for fault in faults):
         allowed.add("closed")
     return allowed
-
-
-def _hit(faults: Sequence[Fault]) -> set[str]:
-    return {end for fault in faults for end in fault.target.split(">")}
-
-
-def draw_faults(rng: random.Random, instance_ids: Sequence[str], stop_s: float) -> list[Fault]:
-    """One or two faults of any kind on any of the instances, the proxy and the broker."""
-    faults = []
-    for target in rng.sample([*instance_ids, BROKER], rng.choice((1, 1, 2))):
-        kinds: tuple[Kind, ...] = ("kill", "stop", "flush") if target == BROKER else ("kill", "stop")
-        kind = rng.choice(kinds)
-        if target not in (BROKER, "proxy") and rng.random() < 0.5:
-            kind, target = rng.choice(CUTS), rng.choice((f"{target}>broker", f">{target}"))
-        lasting = rng.uniform(0.3, 1.0) * stop_s if kind not in ("kill", "flush") else 0.0
-        faults.append(Fault(kind, target, rng.uniform(0.0, 3.0), lasting))
-    return faults

@@ -1,8 +1,10 @@
-"""Every connection to the broker and to a worker goes through a cable of its own, so that each can be cut.
+"""Every connection to the broker and to a worker goes through a cable, so that each can be cut.
 
-    worker ---cable "pd0>broker"---> broker          others ---cables ">pd0"---> worker
+    worker, proxy ---cable "pd0>broker"---> broker          others ---cables ">pd0"---> worker
 
 A worker tells others an address of the loopback network that is its own, 127.0.1.N; what listens there are cables.
+Those know who has connected, so that a worker can be cut off both ways: "<>pd0" are the worker's own cables, and all
+others as far as it is the worker who has connected. "<>e0,pd0" cuts off the two together: they still reach each other.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from common.messages import decode_record
 from launch.instance import Instance
 from launch.plan import Plan
 from tests.chaos.cable import Cable, Mode
+from tests.chaos.owners import Address, owner_of
 
 _POLL_S: Final = 0.05
 _ADVERTISE: Final = "TRIPTYCH_ADVERTISE_HOST"
@@ -34,12 +37,14 @@ class Network:
         self._cluster = cluster
         self._broker_url = ""
         self._cables: dict[str, list[Cable]] = defaultdict(list)
-        self._listening: set[tuple[str, int]] = set()
+        self._listening: set[Address] = set()
+        self._instances: list[Instance] = []
         self._closed = threading.Event()
         self._watcher: threading.Thread | None = None
 
-    def start(self, broker_url: str) -> None:
-        self._broker_url = broker_url
+    def start(self, broker_url: str, instances: list[Instance]) -> None:
+        """Cables to the broker will lead there; whoever connects is one of the instances, or none that one knows."""
+        self._broker_url, self._instances = broker_url, instances
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
 
@@ -53,11 +58,30 @@ class Network:
         return urlunsplit(url._replace(netloc=f"{user}{at}{host}:{port}"))
 
     def set(self, name: str, mode: Mode) -> None:
-        """Of all the cables of one name."""
+        """Of all the cables of one name, or of all that lead to and from instances."""
+        if name.startswith("<>"):
+            self._cut_off(set(name.removeprefix("<>").split(",")), mode)
+            return
         cables = self._cables[name]
         assert cables, f"there is no cable {name!r}, only {sorted(self._cables)}"
         for cable in cables:
             cable.set(mode)
+
+    def _cut_off(self, ids: set[str], mode: Mode) -> None:
+        assert ids < self._known, f"{ids} are not all of {self._known}"
+        for name, cables in list(self._cables.items()):
+            source, _, target = name.partition(">")
+            for cable in cables:
+                if source in ids:
+                    cable.set(mode)
+                elif target in ids:
+                    cable.set(mode, lambda who: who not in ids)
+                elif not source:
+                    cable.set(mode, lambda who: who in ids)
+
+    @property
+    def _known(self) -> set[str]:
+        return {name.partition(">")[0] for name in self._cables}
 
     def close(self) -> None:
         self._closed.set()
@@ -85,7 +109,13 @@ class Network:
                 place = url.hostname, url.port or 0
                 if place not in self._listening:
                     self._listening.add(place)
-                    self._cables[f">{record.instance_id}"].append(Cable(("127.0.0.1", place[1]), place))
+                    cable = Cable(("127.0.0.1", place[1]), place, self._source)
+                    self._cables[f">{record.instance_id}"].append(cable)
+
+    def _source(self, near: Address, far: Address) -> str | None:
+        pids = {instance.pid: instance.id for instance in self._instances if instance.pid is not None}
+        owner = owner_of(near, far, pids)
+        return None if owner is None else pids[owner]
 
 
 class CabledPlan(Plan):
@@ -94,14 +124,14 @@ class CabledPlan(Plan):
     network: Network
 
     def instances(self, broker_url: str, logs: Path) -> list[Instance]:
-        self.network.start(broker_url)
         instances = super().instances(broker_url, logs)
+        self.network.start(broker_url, instances)
         for number, instance in enumerate(instances):
+            environment = instance.command.environment
+            own = self.network.to_broker(instance.id)
+            environment.update({name: value.replace(broker_url, own) for name, value in environment.items()})
             if instance.role != "proxy":
-                environment = instance.command.environment
-                own = self.network.to_broker(instance.id)
-                changed = {name: value.replace(broker_url, own) for name, value in environment.items()}
-                environment.update(changed | {_ADVERTISE: f"127.0.1.{1 + number}"})
+                environment[_ADVERTISE] = f"127.0.1.{1 + number}"
         return instances
 
 

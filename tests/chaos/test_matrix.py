@@ -1,0 +1,81 @@
+"""Every kind of fault in the matrix at least once, at drawn moments: `make chaos MATRIX=1`, as long as an hour or two.
+
+Each cell goes to one of the setups, by the seed: pictures or sounds. CHAOS_SEED=N makes the same rounds again,
+CHAOS_MATRIX=2 two of every cell. What came of it is printed in the end as a table.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from tests.chaos.arena import IN_FLIGHT, Arena
+from tests.chaos.drawing import Cell, matrix
+from tests.chaos.test_rounds import SEED
+
+TURNS = int(os.environ.get("CHAOS_MATRIX") or 0)
+SETUPS = ("signpost 2e2p2d2pd zmq", "whisper 2e2p2d2pd auto")
+"""Two workers of each role. Over ZMQ tensors go through the cables, too: what is cut off both ways belongs there."""
+pytestmark = [pytest.mark.cluster, pytest.mark.chaos, pytest.mark.timeout(400)]
+
+
+def place_cells() -> list[tuple[str, int, Cell]]:
+    """Which setup each cell goes to, in which turn."""
+    rng = random.Random(f"{SEED} places")
+    found = []
+    for turn in range(TURNS):
+        for cell in matrix():
+            setup = rng.choice(SETUPS)
+            found.append((SETUPS[0] if cell.cuts_both_ways else setup, turn, cell))
+    return found
+
+
+class Table:
+    """Rounds and failures by group of cells."""
+
+    def __init__(self) -> None:
+        self._cells: dict[str, set[str]] = {}
+        self._rounds = Counter[str]()
+        self._failures = Counter[str]()
+
+    def note(self, cell: Cell, *, failed: bool) -> None:
+        self._cells.setdefault(cell.group, set()).add(str(cell))
+        self._rounds[cell.group] += 1
+        self._failures[cell.group] += failed
+
+    def __str__(self) -> str:
+        rows = [
+            f"| {group} | {len(cells)} | {self._rounds[group]} | {self._failures[group]} |"
+            for group, cells in self._cells.items()
+        ]
+        cells = sum(map(len, self._cells.values()))
+        total = f"| all | {cells} of {len(matrix())} | {self._rounds.total()} | {self._failures.total()} |"
+        return "\n".join(["| what | cells | rounds | failures |", "|---|---|---|---|", *rows, total])
+
+
+@pytest.fixture(scope="session")
+def table() -> Iterator[Table]:
+    """Printed once all rounds are over."""
+    table = Table()
+    yield table
+    print(f"\nCHAOS_SEED={SEED}\n{table}")
+
+
+@pytest.mark.parametrize(("arena_of", "turn", "cell"), place_cells(), indirect=["arena_of"], ids=str)
+async def test_cell(arena_of: Arena, turn: int, cell: Cell, table: Table, request: pytest.FixtureRequest) -> None:
+    setup = request.node.callspec.params["arena_of"]
+    roles = {instance.id: instance.role for instance in arena_of.cluster.instances.values()}
+    faults = cell.draw(random.Random(f"{SEED} {setup} {turn} {cell}"), roles)
+    print(f"\nCHAOS_SEED={SEED}, {setup}, {cell}: {'; '.join(map(str, faults))}")
+    failed = True
+    try:
+        done = await arena_of.endure(*faults)
+        print(dict(done.endings))
+        assert done.in_flight_at_fault[0] == IN_FLIGHT
+        failed = False
+    finally:
+        table.note(cell, failed=failed)
