@@ -94,7 +94,8 @@ class NixlReceiver:
                 raise ValueError(f"a greeting of version {message.version}, this is {VERSION}")
             if sender is None:
                 name = self._agent.meet(message.metadata)
-                self._senders[identity] = _Sender(self, identity, name)
+                sender = self._senders[identity] = _Sender(self, identity, name)
+            sender.hear()
             await self.say(identity, Welcome(self._max_bytes))
         elif sender is None:
             await self.say(identity, Taken(message.number, "greet first"))
@@ -142,9 +143,13 @@ class _Sender:
     def idle_s(self) -> float:
         return time.monotonic() - self._heard_s
 
+    def hear(self) -> None:
+        """It has said something."""
+        self._heard_s = time.monotonic()
+
     def add(self, piece: Piece) -> None:
         """Raises ValueError where the sender does not keep to its window."""
-        self._heard_s = time.monotonic()
+        self.hear()
         try:
             self._pieces.put_nowait(piece)
         except asyncio.QueueFull:

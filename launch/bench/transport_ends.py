@@ -13,12 +13,16 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Protocol, cast
 
+import numpy as np
 import zmq
 import zmq.asyncio
 
 from broker.lifetime import die_with_parent
 from broker.redis_client import connect
 from broker.tensors import TensorReceiver, TensorSender
+from broker.transports.cuda_library import CudaLibrary
+from broker.transports.cuda_runtime import CudaError
+from broker.transports.payload import DeviceBuffer
 from common.config import Transport
 from common.messages import InstanceRecord, TensorHeader, decode_tensor_header, encode
 
@@ -84,7 +88,7 @@ class TransportSource:
     def __init__(self, transport: Transport, broker: str, address: str) -> None:
         self._context, self._redis = zmq.asyncio.Context(), connect(broker)
         self._sender = TensorSender(self._context, transport=transport, redis=self._redis)
-        self._record = InstanceRecord("sink", "prefill_decode", 1, "", "", "uint8", "", "", tensor_address=address)
+        self._record = _record(address)
 
     async def send(self, header: TensorHeader, data: memoryview) -> None:
         await self._sender.send(self._record, header, data, TIMEOUT_S)
@@ -92,6 +96,70 @@ class TransportSource:
     def close(self) -> None:
         self._sender.close()
         self._context.destroy(linger=0)
+
+
+class CudaSink:
+    """Copies what has come to memory of its own on the device, as a worker does."""
+
+    def __init__(self) -> None:
+        self._cuda = CudaLibrary()
+        self._receiver = TensorReceiver(zmq.asyncio.Context(), max_bytes=MAX_BYTES, transport="cuda", cuda=self._cuda)
+        self.address = self._receiver.address
+        self._stream = self._cuda.make_stream()
+        self._target, self._target_bytes = 0, 0
+
+    async def take(self) -> TensorHeader:
+        received = await self._receiver.receive()
+        if received.fault is not None or not isinstance(received.data, DeviceBuffer):
+            raise ValueError(received.fault or "came through the host")
+        await asyncio.to_thread(self._copy, received.data)
+        received.release()
+        return received.header
+
+    def _copy(self, data: DeviceBuffer) -> None:
+        if data.nbytes > self._target_bytes:
+            if self._target_bytes:
+                self._cuda.free(self._target)
+            self._target, self._target_bytes = self._cuda.allocate(data.nbytes), data.nbytes
+        self._cuda.copy(self._target, data.pointer, data.nbytes, self._stream)
+        self._cuda.synchronize(self._stream)
+
+
+class CudaSource:
+    """Every buffer is brought to the device when it is first sent, which is before anything is measured."""
+
+    def __init__(self, address: str) -> None:
+        self._context, self._cuda = zmq.asyncio.Context(), CudaLibrary()
+        self._sender = TensorSender(self._context, transport="cuda", cuda=self._cuda)
+        self._record = _record(address)
+        self._stream = self._cuda.make_stream()
+        self._uploaded: dict[tuple[int, int], DeviceBuffer] = {}
+
+    async def send(self, header: TensorHeader, data: memoryview) -> None:
+        await self._sender.send(self._record, header, self._on_device(data), TIMEOUT_S)
+
+    def close(self) -> None:
+        self._sender.close()
+        self._context.destroy(linger=0)
+
+    def _on_device(self, data: memoryview) -> DeviceBuffer:
+        address = int(np.frombuffer(data, np.uint8).ctypes.data)
+        key = address, data.nbytes
+        if key not in self._uploaded:
+            pointer = self._cuda.allocate(data.nbytes)
+            self._cuda.copy(pointer, address, data.nbytes, self._stream)
+            self._cuda.synchronize(self._stream)
+            self._uploaded[key] = DeviceBuffer(pointer, data.nbytes)
+        return self._uploaded[key]
+
+
+def has_cuda() -> bool:
+    """Whether this process can use a GPU."""
+    try:
+        CudaLibrary()
+    except CudaError:
+        return False
+    return True
 
 
 class PlainZmqSink:
@@ -118,14 +186,24 @@ class PlainZmqSource:
         self._context.destroy(linger=0)
 
 
+def _record(address: str) -> InstanceRecord:
+    return InstanceRecord("sink", "prefill_decode", 1, "", "", "uint8", "", "", tensor_address=address)
+
+
 def make_sink(way: str, broker: str) -> Sink:
     if way == PLAIN_ZMQ:
         return PlainZmqSink()
+    if _transport_of(way) == "cuda":
+        return CudaSink()
     return TransportSink(_transport_of(way), broker, copies=way.endswith(COPIED))
 
 
 def make_source(way: str, broker: str, address: str) -> Source:
-    return PlainZmqSource(address) if way == PLAIN_ZMQ else TransportSource(_transport_of(way), broker, address)
+    if way == PLAIN_ZMQ:
+        return PlainZmqSource(address)
+    if _transport_of(way) == "cuda":
+        return CudaSource(address)
+    return TransportSource(_transport_of(way), broker, address)
 
 
 def _transport_of(way: str) -> Transport:

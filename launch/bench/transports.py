@@ -2,9 +2,9 @@
 
 Throughput is measured over tensors sent one after the other without waiting, latency over single ones: from the call
 of `send` to the checked tensor in the receiver's hands; with "+ copy", to the checked copy in memory of its own. Beside
-them, in the same run: one memcpy of as many bytes within a process, and a loop of plain pyzmq without checksums. All
-take turns, so that other load hits all alike; a turn begins with tensors that are not counted, for memory that has been
-idle for a second has to be touched again.
+them, in the same run: one memcpy of as many bytes within a process, in cache and over cold memory, and a loop of plain
+pyzmq without checksums. All take turns, so that other load hits all alike; a turn begins with tensors that are not
+counted, for memory that has been idle for a second has to be touched again.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ import typer
 from broker.embedded import EmbeddedBroker
 from broker.transports.nixl_agent import module_name
 from common.messages import TensorHeader
-from launch.bench.transport_ends import COPIED, PLAIN_ZMQ, Job, Source, make_source, serve_sinks
+from launch.bench.memcpy import KINDS, Memcpy
+from launch.bench.transport_ends import COPIED, PLAIN_ZMQ, Job, Source, has_cuda, make_source, serve_sinks
 
 KIB, MIB = 2**10, 2**20
 SIZES: Final = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
-MEMCPY: Final = "memcpy"
-TRANSPORTS: Final = ("shm", "zmq", "redis", "nixl")
+WAYS: Final = ("shm", "shm" + COPIED, "zmq", "redis", "nixl", "cuda" + COPIED)
+"""Of tensors; the last two where this host has them."""
 NUM_BUFFERS: Final = 4
 TURN_BYTES: Final = 256 * MIB
 """Sent in one turn at most, so that no queue takes more memory than that."""
@@ -39,10 +40,13 @@ MAX_PER_TURN: Final = 500
 LATENCIES_PER_TURN: Final = 20
 WARM_UP: Final = 4
 """The first tensors of a turn, not counted."""
-RATIOS: Final = ((MEMCPY, "shm"), (MEMCPY, "shm" + COPIED), (PLAIN_ZMQ, "zmq"))
-"""Columns of the first table: how much faster the one is than the other."""
+RATIOS: Final = (
+    *((kind, way) for way in ("shm", "shm" + COPIED) for kind in KINDS),
+    (PLAIN_ZMQ, "zmq"),
+)
+"""Columns of the second table: how much faster the one is than the other."""
 SLOWER: Final = {"redis": 8, "nixl": 4}
-"""A turn of these is shorter by so much."""
+"""A turn of these is shorter by so much, so that all fit into one run of a few minutes."""
 
 
 @dataclass
@@ -57,20 +61,26 @@ Measured = dict[tuple[int, str], Samples]
 
 
 def bench(
-    repetitions: Annotated[int, typer.Option(min=1, help="Turns of every way at every size.")] = 5,
-    transports: Annotated[
-        str, typer.Option(help="With commas; nixl where it is installed. Each may end in ' + copy'.")
-    ] = "shm,shm + copy,zmq,redis",
+    repetitions: Annotated[int, typer.Option(min=1, help="Turns of every way at every size.")] = 10,
+    transports: Annotated[str, typer.Option(help=f"Of {', '.join(WAYS)}; all that this host has.")] = "",
 ) -> None:
-    """Measure the transports of this host and print two tables in markdown."""
-    ways = [PLAIN_ZMQ, *transports.split(",")]
-    known = {name for name in TRANSPORTS if name != "nixl" or module_name() is not None}
-    unknown = {way for way in ways[1:] if way.removesuffix(COPIED) not in known}
+    """Measure the transports of this host and print three tables in markdown."""
+    known = ways_of_this_host()
+    ways = [PLAIN_ZMQ, *(transports.split(",") if transports else known)]
+    unknown = set(ways[1:]) - set(known)
     if unknown:
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: not a transport of this host", param_hint="transports")
     with EmbeddedBroker() as broker:
         measured = asyncio.run(_measure(ways, broker, repetitions))
-    print(f"{throughput_table(measured, ways)}\n\n{latency_table(measured, ways)}")
+    print("\n\n".join(table(measured, ways) for table in (throughput_table, ratio_table, latency_table)))
+
+
+def ways_of_this_host() -> list[str]:
+    """Those of WAYS whose libraries and devices are here."""
+    missing = {"nixl"} if module_name() is None else set()
+    if not has_cuda():
+        missing.add("cuda" + COPIED)
+    return [way for way in WAYS if way not in missing]
 
 
 async def _measure(ways: Sequence[str], broker: str, repetitions: int) -> Measured:
@@ -82,13 +92,16 @@ async def _measure(ways: Sequence[str], broker: str, repetitions: int) -> Measur
     addresses: dict[str, str] = pipe.recv()
     sources = {way: make_source(way, broker, addresses[way]) for way in ways}
     pool = np.random.default_rng(0).integers(0, 256, NUM_BUFFERS * SIZES[-1], np.uint8)
-    copy = np.zeros_like(pool)
+    memcpy = Memcpy(pool)
     measured: Measured = defaultdict(Samples)
     for repetition in range(-1, repetitions):  # the first one warms up
         print(f"turn {repetition + 1} of {repetitions}", file=sys.stderr, flush=True)
         for size in SIZES:
             buffers = [pool[k * size : (k + 1) * size] for k in range(NUM_BUFFERS)]
-            _copy_turn(buffers, [copy[k * size : (k + 1) * size] for k in range(NUM_BUFFERS)], measured[size, MEMCPY])
+            for kind in KINDS:
+                times_s = memcpy.times_s(kind, size, max(2, min(MAX_PER_TURN, TURN_BYTES // size)))
+                measured[size, kind].latencies_s += times_s
+                measured[size, kind].bytes_per_s.append(size / float(np.median(times_s)))
             for way, source in sources.items():
                 turn = _Turn(way, source, pipe, [buffer.data for buffer in buffers])
                 await turn.warm_up()
@@ -121,7 +134,8 @@ class _Turn:
         samples.bytes_per_s.append(count * size / await self._send_all(count) * 1e9)
 
     async def latency(self, samples: Samples) -> None:
-        count = LATENCIES_PER_TURN if self.buffers[0].nbytes <= MIB else LATENCIES_PER_TURN // 2
+        large = self.buffers[0].nbytes > MIB
+        count = max(1, LATENCIES_PER_TURN // (2 * SLOWER.get(self.way, 1)) if large else LATENCIES_PER_TURN)
         self.pipe.send(Job(self.way, count, answer=True))
         began_ns = []
         for number in range(count):
@@ -145,37 +159,36 @@ class _Turn:
         await self.source.send(TensorHeader("r", 0, 0, "bench", 1, [data.nbytes], "uint8", data.nbytes), data)
 
 
-def _copy_turn(sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], samples: Samples) -> None:
-    size = sources[0].nbytes
-    for number in range(max(2, min(MAX_PER_TURN, TURN_BYTES // size))):
-        began_s = time.perf_counter()
-        np.copyto(targets[number % len(targets)], sources[number % len(sources)])
-        samples.latencies_s.append(time.perf_counter() - began_s)
-    samples.bytes_per_s.append(size / float(np.median(samples.latencies_s)))
-
-
 def throughput_table(measured: Measured, ways: Sequence[str]) -> str:
-    """GB/s, medians over the turns; shared memory against memcpy, ZMQ against plain pyzmq."""
-    lines = [_row(["GB/s", MEMCPY, *ways, *(f"{one} : {other}" for one, other in RATIOS)])]
-    lines.append(_rule(len(ways) + 2 + len(RATIOS)))
+    """GB/s, medians over the turns."""
+    lines = [_row(["GB/s", *KINDS, *ways]), _rule(1 + len(KINDS) + len(ways))]
     for size in SIZES:
-        rates = {way: float(np.median(measured[size, way].bytes_per_s)) / 1e9 for way in (MEMCPY, *ways)}
-        ratios = [_ratio(rates, one, other) for one, other in RATIOS]
-        lines.append(_row([_size(size), *(f"{rate:.2f}" for rate in rates.values()), *ratios]))
+        rates = (_rate(measured, size, way) / 1e9 for way in (*KINDS, *ways))
+        lines.append(_row([_size(size), *(f"{rate:.2f}" for rate in rates)]))
     return "\n".join(lines)
+
+
+def ratio_table(measured: Measured, ways: Sequence[str]) -> str:
+    """How many times as fast one way is as another, by the medians: memcpy and shared memory, plain pyzmq and ZMQ."""
+    ratios = [(one, other) for one, other in RATIOS if other in ways]
+    lines = [_row(["times as fast", *(f"{one} : {other}" for one, other in ratios)]), _rule(1 + len(ratios))]
+    for size in SIZES:
+        rates = {way: _rate(measured, size, way) for pair in ratios for way in pair}
+        lines.append(_row([_size(size), *(f"{rates[one] / rates[other]:.2f}" for one, other in ratios)]))
+    return "\n".join(lines)
+
+
+def _rate(measured: Measured, size: int, way: str) -> float:
+    return float(np.median(measured[size, way].bytes_per_s))
 
 
 def latency_table(measured: Measured, ways: Sequence[str]) -> str:
     """Microseconds one way, p50 / p99 over all single tensors."""
-    lines = [_row(["p50 / p99, µs", MEMCPY, *ways]), _rule(len(ways) + 2)]
+    lines = [_row(["p50 / p99, µs", *KINDS, *ways]), _rule(1 + len(KINDS) + len(ways))]
     for size in SIZES:
-        pairs = (np.percentile(measured[size, way].latencies_s, (50, 99)) * 1e6 for way in (MEMCPY, *ways))
+        pairs = (np.percentile(measured[size, way].latencies_s, (50, 99)) * 1e6 for way in (*KINDS, *ways))
         lines.append(_row([_size(size), *(f"{p50:.0f} / {p99:.0f}" for p50, p99 in pairs)]))
     return "\n".join(lines)
-
-
-def _ratio(rates: dict[str, float], one: str, other: str) -> str:
-    return f"{rates[one] / rates[other]:.2f}" if one in rates and other in rates else "–"
 
 
 def _size(size: int) -> str:

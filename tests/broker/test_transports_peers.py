@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from redis.asyncio import Redis
 from broker.tensors import TensorReceiver
 from broker.transports import cuda_transport, shm_transport
 from broker.transports.nixl_agent import NixlAgent
-from broker.transports.nixl_receiver import NixlReceiver
+from broker.transports.nixl_receiver import FORGET_S, NixlReceiver
 from broker.transports.nixl_transport import NixlConnection
 from broker.transports.redis_transport import RedisConnection, RedisReceiver
 from common.errors import TriptychError
@@ -155,6 +156,17 @@ async def test_a_wire_that_stalls_amid_a_tensor_holds_up_nobody_else(kit: Kit) -
             received = await receiving
         assert (received.data, received.fault) == (data, None)
         assert wire.num_accepted == 1
+
+
+@pytest.mark.parametrize("kit", [NIXL], indirect=True)
+async def test_a_pair_that_has_been_silent_for_long_meets_again(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than the receiver remembers a sender, which is reminded before the next tensor."""
+    sender, receiver = kit.sender(), kit.receiver()
+    (await transfer(sender, receiver, of_bytes(b"x"), memoryview(b"x"))).release()
+    monotonic = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + 2 * FORGET_S)
+    for _ in range(2):
+        assert (await transfer(sender, receiver, of_bytes(b"y"), memoryview(b"y"))).data == b"y"
 
 
 async def test_a_pair_of_processes_keeps_its_connection(kit: Kit, redis: Redis) -> None:
