@@ -11,7 +11,7 @@ from common.errors import TriptychError
 from common.model_info import ModelInfo
 from common.telemetry import get_logger
 from engine.models.base import EncoderModel
-from engine.native import ops
+from engine.native import choice, ops
 from engine.native.build import KernelsUnavailableError
 
 DTYPES: Final[dict[str, torch.dtype]] = {
@@ -39,6 +39,17 @@ def choose_dtype(dtype: DType, device: torch.device, info: ModelInfo) -> torch.d
         return torch.float32
     own = DTYPES.get(str(info.text_config.get("dtype") or info.text_config.get("torch_dtype")), torch.bfloat16)
     return torch.bfloat16 if own is torch.float32 else own
+
+
+def use_layer_kernels(device: torch.device, attention_backend: str) -> None:
+    """Let decoders on CUDA compute their small layers by our own kernels; an attention backend named `torch` forbids
+    it."""
+    if device.type != "cuda" or attention_backend == "torch":
+        return
+    try:
+        choice.enable_on_cuda(device)
+    except KernelsUnavailableError as error:
+        log.warning("small layers are computed by PyTorch alone, which is slower", reason=str(error))
 
 
 def use_kernels(encoder: EncoderModel, device: torch.device, dtype: torch.dtype, attention_backend: str) -> None:

@@ -96,10 +96,10 @@ class LlamaDecoder(DecoderModel):
         spliced: SplicedRows | None = None,
     ) -> Tensor:
         rotation = self.rotary(positions, embeddings.dtype)
-        hidden = embeddings
+        hidden, residual = embeddings, None
         for layer in self.layers:
-            hidden = layer(hidden, rotation, attention)
-        normed: Tensor = self.norm(hidden)
+            hidden, residual = layer(hidden, residual, rotation, attention)
+        normed: Tensor = self.norm.add(hidden, residual)
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -111,7 +111,11 @@ class LlamaDecoder(DecoderModel):
 
 
 class LlamaLayer(nn.Module):
-    """Attention and MLP, each behind a norm and beside a residual."""
+    """Attention and MLP, each behind a norm and beside a residual.
+
+    What a layer gives, and takes from the one before, is the sum of two tensors that the next norm adds up in passing:
+    the output of the MLP and the residual beside it, None for no residual.
+    """
 
     def __init__(self, config: TextConfig, index: int) -> None:
         super().__init__()
@@ -129,13 +133,14 @@ class LlamaLayer(nn.Module):
         self.gate_up_proj = Linear(hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = Linear(config.intermediate_size, hidden_size, bias=config.mlp_bias)
 
-    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], attention: AttentionContext) -> Tensor:
-        # The sums reuse the fresh output of a projection; `hidden` itself may be the caller's embeddings.
-        attended = self._attend(self.input_layernorm(hidden), rotation, attention)
+    def forward(
+        self, hidden: Tensor, residual: Tensor | None, rotation: tuple[Tensor, Tensor], attention: AttentionContext
+    ) -> tuple[Tensor, Tensor]:
+        # The sums reuse the fresh output of a projection; without a residual, `hidden` may be the caller's embeddings.
+        normed = self.input_layernorm.add(hidden, residual)
+        attended = self._attend(normed, rotation, attention)
         normed = self.post_attention_layernorm.add(attended, hidden)
-        hidden = attended
-        output: Tensor = self.down_proj(silu_mul(self.gate_up_proj(normed)))
-        return output.add_(hidden)
+        return self.down_proj(silu_mul(self.gate_up_proj(normed))), attended
 
     def _attend(self, normed: Tensor, rotation: tuple[Tensor, Tensor], attention: AttentionContext) -> Tensor:
         num_tokens, (num_heads, num_kv_heads, _) = len(normed), self.heads

@@ -94,13 +94,13 @@ class MllamaDecoder(DecoderModel):
         spliced: SplicedRows | None = None,
     ) -> Tensor:
         rotation = self.rotary(positions, embeddings.dtype)
-        hidden = embeddings
+        hidden, residual = embeddings, None
         for layer in self.layers:
             if not isinstance(layer, CrossLayer):
-                hidden = layer(hidden, rotation, attention)
+                hidden, residual = layer(hidden, residual, rotation, attention)
             elif attention.has_cross:
-                hidden = layer(hidden, attention)
-        normed: Tensor = self.norm(hidden)
+                hidden, residual = layer(hidden if residual is None else hidden.add_(residual), attention), None
+        normed: Tensor = self.norm.add(hidden, residual)
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -42,10 +42,10 @@ class Qwen3VLDecoder(LlamaDecoder):
     ) -> Tensor:
         rotation = self.rotary(positions, embeddings.dtype)
         deepstack = [] if spliced is None else spliced.outputs.chunk(1 + self.num_deepstack, dim=-1)[1:]
-        hidden = embeddings
+        hidden, residual = embeddings, None
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, rotation, attention)
+            hidden, residual = layer(hidden, residual, rotation, attention)
             if spliced is not None and index < len(deepstack):
-                hidden.index_add_(0, spliced.rows, deepstack[index])
-        normed: Tensor = self.norm(hidden)
+                hidden, residual = hidden.add_(residual).index_add_(0, spliced.rows, deepstack[index]), None
+        normed: Tensor = self.norm.add(hidden, residual)
         return normed

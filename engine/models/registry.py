@@ -40,6 +40,17 @@ def load_decoder(
     return model, report
 
 
+def make_encoder(info: ModelInfo) -> EncoderModel:
+    """The encoder of a model that takes media or texts, without memory for its weights."""
+    # Resolved here: only encoders need transformers, which is slow to import.
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(info.folder)
+    build: Callable[[Any], EncoderModel] = pkgutil.resolve_name(info.family.encoder)
+    with without_memory():
+        return build(config)
+
+
 def load_encoder(
     info: ModelInfo, device: torch.device, dtype: torch.dtype, load_format: LoadFormat = "auto"
 ) -> tuple[EncoderModel, LoadReport]:
@@ -49,13 +60,7 @@ def load_encoder(
     """
     if info.media_kind is None:
         raise TriptychError("invalid_request", f"{info.name} is a text model: it has no encoder", "model")
-    # Resolved here: only encoders need transformers, which is slow to import.
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(info.folder)
-    build: Callable[[Any], EncoderModel] = pkgutil.resolve_name(info.family.encoder)
-    with without_memory():
-        encoder = build(config)
+    encoder = make_encoder(info)
     if load_format == "dummy":
         report = draw_weights(encoder.module, device, dtype)
     else:

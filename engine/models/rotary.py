@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.models.config import TextConfig
-from engine.native import ops
+from engine.native.choice import kernels_for
 
 _SCALED = ("linear", "llama3", "yarn")
 
@@ -44,8 +44,9 @@ def rotate(x: Tensor, cosines: Tensor, signed_sines: Tensor) -> Tensor:
 
     `x` itself may be what is returned.
     """
-    if ops.serves_rotation(x):
-        ops.rotate(x, cosines, signed_sines)
+    kernels = kernels_for(x)
+    if kernels is not None and kernels.serves_rotation(x):
+        kernels.rotate(x, cosines, signed_sines)
         return x
     return torch.addcmul(x * cosines, x.roll(x.shape[-1] // 2, -1), signed_sines)
 

@@ -21,10 +21,17 @@ FLAGS: Final = ("-O3", "-march=x86-64-v4", "-mavx512bf16", "-std=c++17", "-fopen
 _CPU_FLAGS: Final = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})
 _COMPILERS: Final = ("c++", "g++", "clang++")
 _TIMEOUT_S: Final = 120.0
+_SHOWN_CHARACTERS: Final = 300
 
 
 class KernelsUnavailableError(Exception):
     """The kernels cannot run here; the message says why."""
+
+
+def in_one_line(error: BaseException) -> str:
+    """What an error is and where its message ends, which is where compilers say what was wrong."""
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words[-_SHOWN_CHARACTERS:]}" if words else type(error).__name__
 
 
 @functools.cache

@@ -86,6 +86,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
+def serves_norm(hidden: Tensor) -> bool:
+    return serves(hidden) and hidden.is_contiguous()
+
+
 def add_rms_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """Adds `added` to hidden, [..., size], in place and returns the norm of the sum. Both must be contiguous."""
     out, size = torch.empty_like(hidden), hidden.shape[-1]
@@ -93,6 +97,10 @@ def add_rms_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, eps: floa
     rows = hidden.numel() // size
     _library.add_rms_norm(hidden.data_ptr(), other, weight.data_ptr(), out.data_ptr(), rows, size, eps)
     return out
+
+
+def serves_gate(gate_up: Tensor) -> bool:
+    return serves(gate_up) and gate_up.is_contiguous()
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

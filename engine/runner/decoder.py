@@ -15,7 +15,7 @@ from engine.attention.context import PagedAttentionContext
 from engine.attention.select import choose_backend
 from engine.cache.block_manager import BlockManager, BlockMove
 from engine.cache.encoder_cache import EncoderCacheManager
-from engine.device import choose_device, choose_dtype
+from engine.device import choose_device, choose_dtype, use_layer_kernels
 from engine.gpu_memory import in_words
 from engine.inputs import InputBuffers, StepInputs
 from engine.memory import DecoderNeeds, MemoryReport, all_pools_given, size_decoder, zeros
@@ -64,7 +64,8 @@ class DecoderRunner:
     replayed from `graphs` where there are such; the eager path beside it computes the same.
     """
 
-    def __init__(self, info: ModelInfo, config: EngineConfig) -> None:
+    def __init__(self, info: ModelInfo, config: EngineConfig, beside_bytes: int = 0) -> None:
+        """`beside_bytes` of what this process may take are an encoder's, which runs beside it."""
         self.info = info
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device, info)
@@ -75,12 +76,13 @@ class DecoderRunner:
         self.buffers = InputBuffers(config.max_num_seqs, self.max_model_len, self.block_size)
         self.last_tokens = LastTokens(config.max_num_seqs, self.device)
         self.backend = choose_backend(self.device, self.dtype, config.attention_backend, self.spec.head_dim)
+        use_layer_kernels(self.device, config.attention_backend)
         self._uses_mrope = self.spec.mrope_section is not None
         self.records_graphs = self.device.type == "cuda" and not config.enforce_eager
         self.graph_sizes = graph_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
         self.graphs: DecodeGraphs | None = None
         self._cross = CrossBatch(self.device, inputs_in_prompt=not info.is_encoder_decoder)
-        self.memory = self._divide_memory(config)
+        self.memory = self._divide_memory(config, beside_bytes)
         self.num_blocks = self.memory.kv_cache // self.block_bytes + 1  # block 0 is never handed out
         shape = (2, self.num_blocks, self.block_size, self.spec.num_kv_heads, self.spec.head_dim)
         # Zeros, not empty: padding reads block 0, and 0 * NaN would be NaN.
@@ -96,11 +98,12 @@ class DecoderRunner:
         slots = 2 * self.spec.num_caches * self.block_size
         return slots * self.spec.num_kv_heads * self.spec.head_dim * self.dtype.itemsize
 
-    def _divide_memory(self, config: EngineConfig) -> MemoryReport:
+    def _divide_memory(self, config: EngineConfig, beside_bytes: int) -> MemoryReport:
         """Sizes of the pools, and no KV cache larger than all sequences at full length could use."""
         activation = None if all_pools_given(config) else measure_step(self, config)
         weights = self.load_report.parameter_bytes
-        report = size_decoder(config, self._memory_needs(config), self.device, weights, activation)
+        needs = self._memory_needs(config)
+        report = size_decoder(config, needs, self.device, weights, activation, beside_bytes)
         log.info("memory", **report.describe(), device=self.device.type)
         return report
 
