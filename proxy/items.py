@@ -243,11 +243,12 @@ class ItemSender:
         if not encoders:
             return next(iter(fresh), None)
         others = {other.encoder: other for other in self._items if other.encoder in encoders}
-        for encoder, other in others.items():
-            if other.media.content_hash == item.media.content_hash:
-                return encoder
+        content_hash = item.media.content_hash
+        found = next((encoder for encoder, other in others.items() if other.media.content_hash == content_hash), None)
         taken = {worker.instance_id for worker in others if worker is not None}
-        return pick_encoder(item.media.content_hash, encoders, avoid=taken)
+        chosen, affinity = (found, "hit") if found else pick_encoder(content_hash, encoders, avoid=taken)
+        self._cluster.metrics.encoder_affinity.labels(affinity).inc()
+        return chosen
 
     def _able(self, item: _Item) -> list[Worker]:
         """Everybody who may encode an item."""

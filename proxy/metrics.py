@@ -15,6 +15,13 @@ class ProxyMetrics:
         self.registry = CollectorRegistry()
         r = self.registry
         self.requests = Counter("triptych_proxy_requests", "HTTP requests ended.", ["endpoint", "status"], registry=r)
+        self.connections = Gauge("triptych_proxy_connections", "Open HTTP connections.", registry=r)
+        self.connections_ended = Counter(
+            "triptych_proxy_connections_ended",
+            "HTTP connections ended from here: too slow, idle where others needed room, or one too many.",
+            ["reason"],
+            registry=r,
+        )
         self.inflight = Gauge("triptych_proxy_inflight", "Admitted requests that have not ended.", registry=r)
         self.refused = Counter(
             "triptych_proxy_refused", "Requests refused before anything was done for them.", ["reason"], registry=r
@@ -52,13 +59,19 @@ class ProxyMetrics:
             ["outcome"],
             registry=r,
         )
+        self.encoder_affinity = Counter(
+            "triptych_proxy_encoder_affinity",
+            "Media items by whether they went to the encoder that has what is known of their content.",
+            ["outcome"],
+            registry=r,
+        )
         self.aborts = Counter("triptych_proxy_aborts", "Jobs ended before the worker was done.", registry=r)
         self.media_bytes = Counter("triptych_proxy_media_bytes", "Bytes of media taken in.", ["kind"], registry=r)
         self.media_items = Counter("triptych_proxy_media_items", "Media items taken in.", ["kind"], registry=r)
         self.workers = Gauge("triptych_proxy_workers", "Workers in use.", ["role"], registry=r)
         self.load_imbalance = Gauge(
             "triptych_proxy_load_imbalance",
-            "Outstanding tokens of a role's busiest worker over their mean.",
+            "Outstanding tokens, of encoders items, of a role's busiest worker over their mean.",
             ["role"],
             registry=r,
         )

@@ -19,6 +19,10 @@ Affinity = Literal["hit", "overloaded", "unknown"]
 """Whether a request went where its prompt is cached: it did; that instance had too much to do; none is known to have
 it."""
 
+EncoderAffinity = Literal["hit", "overloaded", "avoided"]
+"""Whether an item went to the encoder that its content belongs to, which has its output if anybody has: it did; that
+one had too much to do; it has another item of the same request."""
+
 
 def pick_decoder(candidates: Sequence[Worker], cached_at: str | None = None) -> tuple[Worker, Affinity]:
     """Who computes a prompt, or decodes: the instance `cached_at` unless it is overloaded, else the least loaded one.
@@ -44,25 +48,32 @@ def prefer_pair(single: Worker, prefill: Worker, decode: Worker) -> bool:
     return max(outstanding_tokens(prefill), outstanding_tokens(decode)) < outstanding_tokens(single)
 
 
-def pick_encoder(content_hash: str, candidates: Sequence[Worker], avoid: Collection[str] = ()) -> Worker | None:
+def pick_encoder(
+    content_hash: str, candidates: Sequence[Worker], avoid: Collection[str] = ()
+) -> tuple[Worker, EncoderAffinity]:
     """The encoder of an item: by rendezvous hashing on its content, so that equal items meet, bounded by load.
 
     Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, 2016): the best-scored encoder that is not
-    over its share. `avoid` are instances to pass over while there is another one.
+    over its share. `avoid` are instances to pass over while there is another one. `candidates` must not be empty.
     """
-    if not candidates:
-        return None
-    preferred = [worker for worker in candidates if worker.instance_id not in avoid] or list(candidates)
-    ranked = sorted(preferred, key=lambda worker: rendezvous_score(content_hash, worker.instance_id), reverse=True)
+    scores = {worker: rendezvous_score(content_hash, worker.instance_id) for worker in candidates}
+    ranked = sorted(candidates, key=scores.__getitem__, reverse=True)
+    preferred = [worker for worker in ranked if worker.instance_id not in avoid] or ranked
     total = sum(worker.load.items for worker in preferred) + 1
     bound = max(FREE_ITEMS, math.ceil(LOAD_FACTOR * total / len(preferred)))
-    return next((worker for worker in ranked if worker.load.items < bound), ranked[0])
+    chosen = next((worker for worker in preferred if worker.load.items < bound), preferred[0])
+    if chosen is ranked[0]:
+        return chosen, "hit"
+    return chosen, "avoided" if preferred[0] is not ranked[0] else "overloaded"
 
 
 def imbalance(workers: Sequence[Worker]) -> float:
-    """The busiest worker's outstanding tokens over the mean: 1 where all have the same, or nothing to do."""
-    tokens = [outstanding_tokens(worker) for worker in workers]
-    return max(tokens) / mean(tokens) if any(tokens) else 1.0
+    """The load of the busiest worker of a role over the mean: 1 where all have the same, or nothing to do.
+
+    Of encoders the items count, of all others the tokens.
+    """
+    loads = [outstanding_items(one) if one.record.role == "encoder" else outstanding_tokens(one) for one in workers]
+    return max(loads) / mean(loads) if any(loads) else 1.0
 
 
 def outstanding_tokens(worker: Worker) -> int:
@@ -71,6 +82,11 @@ def outstanding_tokens(worker: Worker) -> int:
     Its own count includes other proxies' requests but is up to a heartbeat old; ours is exact but only ours.
     """
     return max(worker.load.tokens, worker.record.outstanding_tokens)
+
+
+def outstanding_items(worker: Worker) -> int:
+    """Items that an encoder has to encode, at least: of other proxies' work it counts the requests."""
+    return max(worker.load.items, worker.record.outstanding)
 
 
 def outstanding_requests(worker: Worker) -> int:

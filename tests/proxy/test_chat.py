@@ -98,6 +98,7 @@ async def test_the_same_picture_goes_to_the_same_encoder(serve):
         await rig.chat([image_part(picture("blue")), image_part(picture("blue"))])
         counts = [len(encoder.of(Encode)) for encoder in rig.cluster.encoders]
         assert sorted(counts) in ([0, 2, 4], [0, 0, 6])
+        assert rig.count("encoder_affinity_total", outcome="hit") == 6
 
 
 async def test_the_timeline_has_every_stage(serve):

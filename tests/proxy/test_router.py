@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from unittest.mock import Mock
 
-from common.messages import InstanceRecord
+from common.messages import InstanceRecord, Role
 from proxy.router import imbalance, pick_decoder, pick_encoder, prefer_pair
 from proxy.worker import Load, Worker
 
 
 def _worker(
-    name: str, requests: int = 0, tokens: int = 0, items: int = 0, outstanding: int = 0, outstanding_tokens: int = 0
+    name: str,
+    requests: int = 0,
+    tokens: int = 0,
+    items: int = 0,
+    outstanding: int = 0,
+    outstanding_tokens: int = 0,
+    role: Role = "encoder",
 ) -> Worker:
     record = InstanceRecord(
         instance_id=name,
-        role="encoder",
+        role=role,
         epoch=1,
         model="m",
         fingerprint="f",
@@ -64,33 +70,38 @@ def test_a_pair_takes_what_its_busier_half_has_less_of_than_a_whole_instance():
 
 def test_imbalance_is_the_busiest_over_the_mean():
     assert imbalance([]) == imbalance([_worker("a"), _worker("b")]) == 1.0
-    assert imbalance([_worker("a", tokens=30), _worker("b", tokens=10)]) == 1.5
+    decoders = [_worker("a", tokens=30, items=1, role="decode"), _worker("b", tokens=10, role="decode")]
+    assert imbalance(decoders) == 1.5
+
+
+def test_imbalance_of_encoders_is_that_of_their_items():
+    assert imbalance([_worker("a", items=6), _worker("b", items=2)]) == 1.5
+    assert imbalance([_worker("a", items=2), _worker("b", outstanding=4), _worker("c")]) == 2.0
 
 
 def test_content_stays_with_its_encoder_when_others_come_and_go():
     workers = [_worker(f"e{index}") for index in range(4)]
     keys = [f"hash{index}" for index in range(200)]
-    homes = {key: pick_encoder(key, workers) for key in keys}
+    homes = {key: pick_encoder(key, workers)[0] for key in keys}
     counts = Counter(worker.instance_id for worker in homes.values())
     assert min(counts.values()) > 25  # spread over all
-    without_last = {key: pick_encoder(key, workers[:3]) for key in keys}
+    without_last = {key: pick_encoder(key, workers[:3])[0] for key in keys}
     assert all(without_last[key] is homes[key] for key in keys if homes[key] is not workers[3])
 
 
 def test_an_encoder_over_its_share_is_passed_over():
-    home = pick_encoder("x", [_worker("e0"), _worker("e1")])
-    assert home is not None
-    workers = [
-        _worker("e0", items=20 if home.instance_id == "e0" else 0),
-        _worker("e1", items=20 if home.instance_id == "e1" else 0),
-    ]
-    elsewhere = pick_encoder("x", workers)
-    assert elsewhere is not None
+    home, affinity = pick_encoder("x", [_worker("e0"), _worker("e1")])
+    assert affinity == "hit"
+    workers = [_worker(name, items=20 if name == home.instance_id else 0) for name in ("e0", "e1")]
+    elsewhere, affinity = pick_encoder("x", workers)
+    assert affinity == "overloaded"
     assert elsewhere.instance_id != home.instance_id
 
 
 def test_avoided_encoders_are_used_only_where_there_is_no_other():
     one, two = _worker("e0"), _worker("e1")
-    assert pick_encoder("x", [one, two], avoid={"e0"}) is two
-    assert pick_encoder("x", [one], avoid={"e0"}) is one
-    assert pick_encoder("x", []) is None
+    home, _ = pick_encoder("x", [one, two])
+    other = two if home is one else one
+    assert pick_encoder("x", [one, two], avoid={home.instance_id}) == (other, "avoided")
+    assert pick_encoder("x", [one, two], avoid={other.instance_id}) == (home, "hit")
+    assert pick_encoder("x", [one], avoid={"e0"}) == (one, "hit")
