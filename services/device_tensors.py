@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 
 import torch
@@ -112,6 +113,7 @@ class DeviceLanding:
         self._runtime = runtime
         self._device = device
         self._stream = runtime.make_stream()
+        self._copying = ThreadPoolExecutor(1, "landing")  # not asyncio's, which others may keep waiting
 
     def __len__(self) -> int:
         """Nothing is prepared."""
@@ -128,14 +130,18 @@ class DeviceLanding:
         header, data = received.header, received.data
         try:
             if isinstance(data, DeviceBuffer):
-                return await asyncio.to_thread(self._copy, header, data.pointer, data.nbytes)
-            host = await asyncio.to_thread(self._make_host, header)
+                return await self._aside(self._copy, header, data.pointer, data.nbytes)
+            host = await self._aside(self._make_host, header)
             fault = await received.copy_into(bytes_of(host))
             if fault is not None:
                 return fault
-            return await asyncio.to_thread(self._copy, header, host.data_ptr(), host.nbytes)
+            return await self._aside(self._copy, header, host.data_ptr(), host.nbytes)
         except (CudaError, torch.OutOfMemoryError) as error:
             return f"it could not be copied to the GPU: {error}"
+
+    async def _aside(self, function: Callable[..., torch.Tensor], *arguments: object) -> torch.Tensor:
+        """Run what blocks in a thread of this object's, which ends with it."""
+        return await asyncio.get_running_loop().run_in_executor(self._copying, function, *arguments)
 
     def _make_host(self, header: TensorHeader) -> torch.Tensor:
         pinned = self._device.type == "cuda"

@@ -28,12 +28,18 @@ HOPS: Final = (
     ("encode_start", "encode_done"),
     ("encode_done", "tensor_sent"),
     ("tensor_sent", "tensor_received"),
-    ("tensor_received", "stored"),
+    ("tensor_received", "landed"),
+    ("landed", "stored"),
     ("stored", "receipt_received"),
+    ("encode_done", "landed"),
     ("encode_done", "stored"),
     ("offer_sent", "receipt_received"),
 )
-"""Pairs of moments: the steps of one handoff in order, the way of the tensor alone, and the whole."""
+"""Pairs of moments: the steps of one handoff in order, the way of the tensor alone, and the whole.
+
+`landed`: all bytes are checked, in the memory that the cache has reserved for them. `stored`: its engine has noted it,
+after the step that it was in.
+"""
 MAX_KEPT: Final = 4096
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import mmap
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
@@ -18,6 +20,10 @@ from broker.handoff import Key
 from broker.transports.base import ReceivedTensor
 from engine.device import DTYPES
 from services.tensor_bytes import bytes_of
+
+TOUCHING_THREADS: Final = 2
+"""Their own: asyncio's are also those of others, who may keep all of them waiting. Two, so that a large tensor does not
+hold up a small one."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,7 @@ class Landing:
 
     def __init__(self) -> None:
         self._places: dict[Key, _Place] = {}
+        self._touching = ThreadPoolExecutor(TOUCHING_THREADS, "landing")  # its threads end with this object
 
     def __len__(self) -> int:
         return len(self._places)
@@ -38,7 +45,7 @@ class Landing:
     def prepare(self, key: Key, shape: Sequence[int], dtype: str) -> None:
         """Room has been granted to a tensor. Nothing happens where there is memory for it already."""
         if key not in self._places:
-            self._places[key] = _make_place(shape, dtype)
+            self._places[key] = self._make_place(shape, dtype)
 
     async def take(self, key: Key, received: ReceivedTensor) -> torch.Tensor | str:
         """Copy what has come to where it is waited for, and check it on the way: the tensor, or its fault.
@@ -47,7 +54,7 @@ class Landing:
         before, and what becomes of it is the engine's decision.
         """
         header = received.header
-        place = self._places.get(key) or _make_place(header.shape, header.dtype)
+        place = self._places.get(key) or self._make_place(header.shape, header.dtype)
         await place.touched
         fault = await received.copy_into(bytes_of(place.tensor))
         if fault is not None:
@@ -59,10 +66,10 @@ class Landing:
         """A tensor is not waited for any more. Unknown keys are fine."""
         self._places.pop(key, None)
 
-
-def _make_place(shape: Sequence[int], dtype: str) -> _Place:
-    tensor = torch.empty(tuple(shape), dtype=DTYPES[dtype])
-    return _Place(tensor, asyncio.get_running_loop().run_in_executor(None, _touch, bytes_of(tensor)))
+    def _make_place(self, shape: Sequence[int], dtype: str) -> _Place:
+        tensor = torch.empty(tuple(shape), dtype=DTYPES[dtype])
+        touched = asyncio.get_running_loop().run_in_executor(self._touching, _touch, bytes_of(tensor))
+        return _Place(tensor, touched)
 
 
 def _touch(memory: memoryview) -> None:

@@ -191,6 +191,7 @@ class HandoffReceiver:
         if isinstance(landed, str):
             self._refuse(key, received.header, landed)
         else:
+            self._links.hops.mark(key, "landed")
             self._thread.submit(lambda engine: self._deliver(engine, key, landed))
 
     async def _take_part(self, key: Key, received: ReceivedTensor) -> bool:

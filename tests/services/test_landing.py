@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import torch
@@ -12,6 +15,7 @@ from common.hashing import checksum
 from common.messages import TensorHeader
 from services.landing import Landing
 from services.tensor_bytes import bytes_of
+from tests.eventually import eventually
 
 KEY = ("r", 0, 0)
 SHAPE = [300, 16]
@@ -76,3 +80,26 @@ async def test_a_header_that_disagrees_with_its_bytes_is_not_copied() -> None:
     short = ReceivedTensor(msgspec.structs.replace(whole.header, size_bytes=4), memoryview(b"four"), "4 bytes")
     assert await landing.take(KEY, short) == "4 bytes"
     assert len(landing) == 1
+
+
+async def test_it_lands_while_threads_of_others_are_all_busy() -> None:
+    free = threading.Event()
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    busy = asyncio.create_task(asyncio.to_thread(free.wait, 60))
+    landing, data = Landing(), os.urandom(SIZE)
+    landing.prepare(KEY, SHAPE, "bfloat16")
+    async with asyncio.timeout(10):
+        assert isinstance(await landing.take(KEY, received(data)), torch.Tensor)
+    assert not busy.done()
+    free.set()
+    await busy
+
+
+async def test_its_threads_end_with_it() -> None:
+    before = threading.active_count()
+    landing = Landing()
+    landing.prepare(KEY, SHAPE, "bfloat16")
+    await landing.take(KEY, received(os.urandom(SIZE)))
+    assert threading.active_count() > before
+    del landing
+    await eventually(lambda: threading.active_count() <= before)
