@@ -52,12 +52,18 @@ class DecoderEngine:
     """
 
     def __init__(
-        self, info: ModelInfo, config: EngineConfig, instance: str = "engine", lease_s: float = LEASE_S
+        self,
+        info: ModelInfo,
+        config: EngineConfig,
+        instance: str = "engine",
+        lease_s: float = LEASE_S,
+        beside_bytes: int = 0,
     ) -> None:
+        """`beside_bytes` of what this process may take are an encoder's, which runs beside it."""
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         self.info, self.config = info, config
-        self.runner = DecoderRunner(info, config)
+        self.runner = DecoderRunner(info, config, beside_bytes)
         self.cache = EncoderCacheManager(self.runner.memory.encoder_cache)
         host_pool = BlockPool(self.runner.num_host_blocks + 1) if self.runner.num_host_blocks else None
         self.blocks = BlockManager(BlockPool(self.runner.num_blocks), config.block_size, host_pool)

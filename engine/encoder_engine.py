@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,6 +14,7 @@ from common.model_info import ModelInfo
 from common.telemetry import get_logger
 from engine.counters import encoder_computations
 from engine.device import choose_device, choose_dtype, use_kernels
+from engine.encoder_batches import BatchRunner, LaunchedBatch
 from engine.encoder_profile import measure_batch
 from engine.memory import MemoryReport, check_encoder_budget, memory_budget
 from engine.models.registry import load_encoder
@@ -51,9 +51,17 @@ class EncoderEngine:
     """
 
     def __init__(
-        self, info: ModelInfo, config: EngineConfig, instance: str = "engine", output_cache_bytes: int = 0
+        self,
+        info: ModelInfo,
+        config: EngineConfig,
+        instance: str = "engine",
+        output_cache_bytes: int = 0,
+        memory_share: float = 1.0,
     ) -> None:
-        """`output_cache_bytes` of its memory are left to whoever drives this engine, for outputs that are kept."""
+        """`output_cache_bytes` of its memory are left to whoever drives this engine, for outputs that are kept.
+
+        `memory_share` is its part of what this process may take; the rest is for a decoder beside it.
+        """
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device, info)
         self.encoder, self.load_report = load_encoder(info, self.device, self.dtype, config.load_format)
@@ -62,57 +70,74 @@ class EncoderEngine:
         batch_bytes = config.encoder_batch_bytes or DEFAULT_BATCH_BYTES[self.device.type]
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        self.profile = measure_batch(
-            self.encoder, info, self.dtype, self.device, config.encoder_batch_items, batch_bytes
+        self._ahead = self.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
+        profile = measure_batch(self.encoder, info, self.dtype, self.device, config.encoder_batch_items, batch_bytes)
+        self.profile = profile.with_outputs_of_another() if profile is not None and self._ahead else profile
+        outputs = OUTGOING_BYTES[self.device.type] + output_cache_bytes
+        budget = max(0, int(memory_share * memory_budget(config, self.device)) - outputs)
+        max_items, batch_bytes = self._fit(config, batch_bytes, budget)
+        activation = None if self.profile is None else self.profile.bytes_of(max_items)
+        self.memory = MemoryReport.of_encoder(
+            config, self.load_report.parameter_bytes, activation, budget, output_cache_bytes
         )
-        self.memory, max_items, batch_bytes = self._fit(config, batch_bytes, output_cache_bytes)
+        self.taken_bytes = (self.memory.activation or 0) + outputs
+        """What it takes beside its weights while it runs: its largest batch, and outputs that have not left yet."""
+        self._log.info("memory", **self.memory.describe(), device=self.device.type, batch_items=max_items)
         self._scheduler = EncoderScheduler(max_items, batch_bytes)
+        self._runner = BatchRunner(self.encoder, self.device, self._log)
+        self._flight: LaunchedBatch | None = None
+        self._last_end_s = 0.0
         self._batches = self._items = self._failures = self._last_items = 0
         self._seconds = 0.0
 
-    def _fit(self, config: EngineConfig, batch_bytes: int, kept_bytes: int) -> tuple[MemoryReport, int, int]:
-        """Where the memory goes, and the items and bytes of a batch, as many as the budget allows."""
-        weights = self.load_report.parameter_bytes
-        outputs = OUTGOING_BYTES[self.device.type] + kept_bytes
-        budget = max(0, memory_budget(config, self.device) - outputs)
+    def _fit(self, config: EngineConfig, batch_bytes: int, budget: int) -> tuple[int, int]:
+        """The items and bytes of a batch, as many as the budget allows."""
         profile, max_items = self.profile, config.encoder_batch_items
         if profile is not None and profile.largest > budget:
-            check_encoder_budget(config, self.device, weights, budget, profile.smallest)
+            check_encoder_budget(config, self.device, self.load_report.parameter_bytes, budget, profile.smallest)
             max_items = profile.items_within(budget)
             batch_bytes = min(batch_bytes, max_items * profile.item_bytes)
-        activation = None if profile is None else profile.largest
-        report = MemoryReport.of_encoder(config, weights, activation, budget, kept_bytes)
-        self._log.info("memory", **report.describe(), device=self.device.type, batch_items=max_items)
-        return report, max_items, batch_bytes
+        return max_items, batch_bytes
 
     def submit(self, key: EncoderKey, item: ProcessedInput) -> None:
         """Queue a granted item. A key that waits already is replaced."""
         self._scheduler.add(key, item)
 
     def cancel(self, key: EncoderKey) -> None:
-        """Forget an item that waits; unknown keys are fine, it may be done already."""
+        """Forget an item that waits or is being computed; unknown keys are fine, it may be done already."""
         self._scheduler.remove(key)
+        if self._flight is not None:
+            self._flight.dropped.add(key)
 
     def has_work(self) -> bool:
-        return len(self._scheduler) > 0
+        return len(self._scheduler) > 0 or self._flight is not None
 
     def step(self) -> list[EncoderResult]:
-        """Encode one batch. Every item of it has a result: one that fails does not fail its neighbours."""
-        batch = self._scheduler.next_batch()
-        if not batch:
-            return []
-        start_s = time.time()
-        outputs = self._encode([item for _, item in batch])
-        end_s = time.time()
+        """Encode one batch, or ahead: launch one, and tell of the one that was launched before.
+
+        Every item has a result, unless it was cancelled: one that fails does not fail its neighbours. Raises what the
+        device has found wrong: nothing can be computed after that.
+        """
+        items = self._scheduler.next_batch()
+        batch = self._runner.launch(items) if items else None
+        if self._ahead:
+            self._flight, batch = batch, self._flight
+        return [] if batch is None else self._land(batch)
+
+    def _land(self, batch: LaunchedBatch) -> list[EncoderResult]:
+        outputs = self._runner.land(batch)
+        start_s, end_s = max(batch.start_s, self._last_end_s), time.time()
+        self._last_end_s = end_s
         self._batches += 1
-        self._last_items = len(batch)
-        self._items += len(batch)
+        self._last_items = len(batch.items)
+        self._items += len(batch.items)
         self._seconds += end_s - start_s
         results = []
-        for (key, _), output in zip(batch, outputs, strict=True):
+        for (key, _), output in zip(batch.items, outputs, strict=True):
             tensor, error = (None, output) if isinstance(output, ErrorInfo) else (output, None)
             self._failures += error is not None
-            results.append(EncoderResult(key, tensor, error, start_s, end_s))
+            if key not in batch.dropped:
+                results.append(EncoderResult(key, tensor, error, start_s, end_s))
         return results
 
     def stats(self) -> dict[str, float]:
@@ -127,36 +152,3 @@ class EncoderEngine:
             "encoder_computations": encoder_computations.value,
             **self.memory.stats(),
         }
-
-    def _encode(self, items: Sequence[ProcessedInput]) -> list[torch.Tensor | ErrorInfo]:
-        """An output or an error per item; after an error the items are tried one by one."""
-        try:
-            outputs = self.encoder.encode(items)
-            _wait_for(self.device)
-            for item, output in zip(items, outputs, strict=True):
-                _check_promise(item, output)
-            return list(outputs)
-        except Exception as error:  # whatever one item makes the model raise must not reach the others
-            if len(items) > 1:
-                self._log.warning(
-                    "encoder batch failed, trying its items one by one", items=len(items), error=str(error)
-                )
-                return [self._encode([item])[0] for item in items]
-            self._log.exception("encoder failed", shape=items[0].shape)
-            return [ErrorInfo("internal_error", f"the encoder failed on this item: {error or type(error).__name__}")]
-
-
-def _wait_for(device: torch.device) -> None:
-    """Return once the batch is computed. Of a GPU, only this stream is waited for: outputs of earlier batches may still
-    be on their way to others, on streams of their own."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).record_event().synchronize()
-
-
-def _check_promise(item: ProcessedInput, output: torch.Tensor) -> None:
-    """The room that the receiver has reserved is that of `item.shape` and `item.dtype`, computed before encoding."""
-    dtype = str(output.dtype).removeprefix("torch.")
-    if tuple(output.shape) != item.shape or dtype != item.dtype:
-        raise ValueError(
-            f"its output is {tuple(output.shape)} {dtype}, the preprocessor had announced {item.shape} {item.dtype}"
-        )

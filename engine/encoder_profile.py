@@ -13,7 +13,7 @@ import pkgutil
 import time
 import wave
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -46,6 +46,14 @@ class BatchProfile:
     largest: int
     num_items: int
     item_bytes: int
+
+    def with_outputs_of_another(self) -> BatchProfile:
+        """The same while the outputs of the batch before are still there."""
+        return replace(self, largest=self.largest + self.num_items * self.item_bytes)
+
+    def bytes_of(self, num_items: int) -> int:
+        """What a batch of so many of the largest items takes."""
+        return self.largest * min(num_items, self.num_items) // self.num_items
 
     def items_within(self, budget: int) -> int:
         """How many of the largest items can share a batch; at least 1."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.counters import encoder_computations
+from engine.counters import cross_plans_reused, encoder_computations
 
 if TYPE_CHECKING:
     from engine.decoder_engine import DecoderEngine
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def gauges(engine: DecoderEngine) -> dict[str, float]:
     """What goes up and down."""
-    blocks, cache = engine.blocks, engine.cache
+    blocks, cache, graphs = engine.blocks, engine.cache, engine.runner.graphs
     return {
         "requests_running": len(engine.scheduler.running),
         "requests_waiting": len(engine.scheduler.waiting),
@@ -31,6 +31,7 @@ def gauges(engine: DecoderEngine) -> dict[str, float]:
         "kv_offers_pending": engine.kv_intake.num_pending,
         "kv_reserved_requests": engine.kv_intake.num_reserved,
         "last_step_tokens": engine.loop.last_step_tokens,
+        "steps_recorded": len(graphs.sizes) if graphs is not None else 0,
         "weight_bytes": engine.runner.load_report.parameter_bytes,
         "encoder_computations": encoder_computations.value,
         **engine.runner.memory.stats(),
@@ -42,5 +43,8 @@ def totals(engine: DecoderEngine) -> dict[str, float]:
     counts = {**engine.counters, **engine.loop.counters, **engine.emission.counters, **engine.intake.counters}
     counts |= {**engine.kv_intake.counters, **engine.kv_outlet.counters}
     counts |= {**engine.scheduler.counters, **engine.blocks.counters, **engine.coverage.counters}
+    graphs = engine.runner.graphs
+    counts |= {"steps_replayed": 0 if graphs is None else graphs.num_replays}
+    counts |= {"cross_plans_reused": cross_plans_reused.value}
     counts |= {"encoder_cache_evictions": engine.cache.evictions, "encoder_cache_hits": engine.cache.hits}
     return {f"{name}_total": float(value) for name, value in counts.items()}

@@ -52,6 +52,7 @@ from engine.events import (
     RequestFailed,
     TokensReady,
 )
+from engine.memory import ENCODER_SHARE
 
 __all__ = [
     "LLM",
@@ -134,14 +135,18 @@ class LLM:
         self.text = TextProcessor(self.info)
         # The encoder first: the decoder's pools take what is left. And in one process nobody gets lost: grants do not
         # run out, however slow the encoder is.
-        self.encoder = EncoderEngine(self.info, self.config, "llm") if self.info.media_kind else None
-        self.decoder = DecoderEngine(self.info, self.config, "llm", lease_s=math.inf)
+        self.encoder = self._make_encoder() if self.info.media_kind else None
+        beside = self.encoder.taken_bytes if self.encoder is not None else 0
+        self.decoder = DecoderEngine(self.info, self.config, "llm", lease_s=math.inf, beside_bytes=beside)
         if self.encoder is not None:
             dtype = str(self.decoder.runner.dtype).removeprefix("torch.")
             processors.init_worker(str(self.info.folder), dtype)
         self._live: dict[str, _Live] = {}
         self._ids = itertools.count()
         self._outputs: list[RequestOutput] = []  # finished, not returned yet
+
+    def _make_encoder(self) -> EncoderEngine:
+        return EncoderEngine(self.info, self.config, "llm", memory_share=ENCODER_SHARE)
 
     # --- whole batches
 

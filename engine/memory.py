@@ -32,6 +32,8 @@ SWAP_BYTES: Final = {"cpu": 128 * 2**20, "cuda": 4 * 2**30}
 """At most, and a sixteenth of what there is. On a CPU the swap space is no other memory than the pool's own."""
 ENCODER_CACHE_SHARE: Final = 1 / 8
 """Of what the pools share. Inputs pass through this cache, while keys and values stay as long as their request."""
+ENCODER_SHARE: Final = 1 / 4
+"""Of what a process with both engines may take, for the encoder's batches at most; its weights do not count."""
 MAX_STAGING_BYTES: Final = 512 * 2**20
 """Of preprocessed media that wait for a grant or for the encoder: those of a picture of a megapixel have 24 MB."""
 OUTPUT_CACHE_BYTES: Final = 256 * 2**20
@@ -135,9 +137,16 @@ def all_pools_given(config: EngineConfig) -> bool:
 
 
 def size_decoder(
-    config: EngineConfig, needs: DecoderNeeds, device: torch.device, weights: int, activation: int | None
+    config: EngineConfig,
+    needs: DecoderNeeds,
+    device: torch.device,
+    weights: int,
+    activation: int | None,
+    beside: int = 0,
 ) -> MemoryReport:
     """Sizes of a decoder's pools. `activation` is what its largest step takes; None where that is not known.
+
+    `beside` is what an encoder in the same process takes while it runs, its weights apart: both may run at once.
 
     Raises TriptychError("invalid_request") with all the numbers where not even one request would fit.
     """
@@ -147,7 +156,7 @@ def size_decoder(
         assert kv_cache is not None and encoder_cache is not None and swap is not None  # noqa: PT018
         _check_kv_cache(kv_cache, needs)
         return MemoryReport(weights, None, None, False, kv_cache, encoder_cache, swap, given)
-    budget = memory_budget(config, device)
+    budget = memory_budget(config, device) - beside
     step = ASSUMED_ACTIVATION_BYTES if activation is None else activation
     left = budget - step
     swap = config.swap_bytes if config.swap_bytes is not None else _swap_bytes(device, left)
@@ -161,7 +170,7 @@ def size_decoder(
     if kv_cache is None:
         kv_cache = min(int(left / (1 + needs.decode_share)), needs.all_requests)
         if kv_cache < needs.request:
-            raise _too_little(config, device, weights, budget, step, swap, encoder_cache, needs)
+            raise _too_little(config, device, weights, budget, step, swap, encoder_cache, needs, beside)
     _check_kv_cache(kv_cache, needs)
     return MemoryReport(weights, step, budget, activation is not None, kv_cache, encoder_cache, swap, given)
 
@@ -228,13 +237,16 @@ def _too_little(
     swap: int,
     encoder_cache: int,
     needs: DecoderNeeds,
+    beside: int,
 ) -> TriptychError:
     taken = [f"{in_words(step)} for a step of {config.max_num_batched_tokens} tokens"]
+    taken += [f"{in_words(beside)} for the encoder beside it"] if beside else []
     taken += [f"{in_words(encoder_cache)} for encoder outputs"] if encoder_cache else []
     taken += [f"{in_words(swap)} for swapping"] if swap and device.type == "cpu" else []
     message = (
-        f"too little memory: this worker may take {in_words(budget)} beside its weights ({in_words(weights)}); of that "
-        f"{' and '.join(taken)} are taken, and the shortest request needs {in_words(needs.request)} of KV cache. "
+        f"too little memory: this worker may take {in_words(budget + beside)} beside its weights "
+        f"({in_words(weights)}); of that {' and '.join(taken)} are taken, and the shortest request needs "
+        f"{in_words(needs.request)} of KV cache. "
         f"Raise --memory-bytes or --memory-fraction ({_share(config, device)} of this {_kind(device)} now), give "
         f"--kv-cache-bytes, or lower --max-num-batched-tokens ({config.max_num_batched_tokens} now), --max-num-seqs "
         f"({config.max_num_seqs} now) or --max-model-len"

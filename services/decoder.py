@@ -51,9 +51,8 @@ class DecoderService(ABC):
         self._arrived_s: dict[str, float] = {}  # requests without a token yet
         self._outcomes: Counter[str] = Counter()  # of requests, beside those of handoffs
         self._idle_check = IdleCheck()
-        lease_s = links.settings.handoff_timeout_s
         self.thread: EngineThread[DecoderEngine, Event] = EngineThread(
-            build=lambda: DecoderEngine(links.info, links.settings.engine, links.instance_id, lease_s=lease_s),
+            build=self._build,
             step=self._idle_check.step,
             next_deadline_s=lambda engine: engine.next_deadline_s(),
             on_events=self._handle_events,
@@ -65,6 +64,11 @@ class DecoderService(ABC):
         self._encoding = LocalEncoding(links, self.thread, fallback) if fallback or self.always_encodes else None
         links.metrics.tallies["handoffs"] = lambda: self._receiver.outcomes + self._outcomes
         links.metrics.gauges["integrity_failures"] = lambda: self._idle_check.num_failures
+
+    def _build(self) -> DecoderEngine:
+        settings, beside = self._links.settings, 0 if self._encoding is None else self._encoding.taken_bytes
+        lease_s = settings.handoff_timeout_s
+        return DecoderEngine(self._links.info, settings.engine, self._links.instance_id, lease_s, beside)
 
     @property
     def encodes(self) -> bool:

@@ -49,12 +49,14 @@ class EncodingStage:
         destination: Destination,
         prepare: Callable[[torch.Tensor], torch.Tensor],
         output_cache_bytes: int = 0,
+        memory_share: float = 1.0,
         on_begun: Callable[[bytes, str], None] = lambda proxy, request_id: None,
         on_ended: Callable[[str], None] = lambda request_id: None,
     ) -> None:
         """`prepare` puts an output where `destination` wants it; it runs on the engine's thread.
 
-        Outputs of `output_cache_bytes` at most are kept, in memory that the engine leaves to them.
+        Outputs of `output_cache_bytes` at most are kept, in memory that the engine leaves to them. `memory_share` is
+        the engine's part of what this process may take; the rest is for a decoder beside it.
         """
         self._links = links
         self._on_begun = on_begun
@@ -71,14 +73,23 @@ class EncodingStage:
             return prepare(in_memory_of_its_own(tensor) if output_cache_bytes else tensor)
 
         self.thread: EngineThread[EncoderEngine, EncodingOutcome] = EngineThread(
-            build=lambda: EncoderEngine(links.info, settings.engine, links.instance_id, output_cache_bytes),
+            build=lambda: self._build(output_cache_bytes, memory_share),
             step=lambda engine: encode_step(engine, keep),
             next_deadline_s=lambda engine: None,
             on_events=self._settle,
         )
+        self.taken_bytes = 0
+        """What the engine takes beside its weights, once it is loaded."""
         self._outputs = OutputCache(output_cache_bytes)
         self._pipeline = ItemPipeline(links, self._pool, self.thread, destination, self._outputs)
         self._add_metrics()
+
+    def _build(self, output_cache_bytes: int, memory_share: float) -> EncoderEngine:
+        links = self._links
+        config = links.settings.engine
+        engine = EncoderEngine(links.info, config, links.instance_id, output_cache_bytes, memory_share)
+        self.taken_bytes = engine.taken_bytes
+        return engine
 
     async def start(self) -> None:
         """Wait for the preprocessing processes, which have been starting beside the model."""

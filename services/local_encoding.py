@@ -8,6 +8,7 @@ from __future__ import annotations
 from common.messages import Encode
 from engine.decoder_engine import DecoderEngine
 from engine.events import Event
+from engine.memory import ENCODER_SHARE
 from services.encoding import EncodingStage
 from services.engine_thread import EngineThread
 from services.links import Links
@@ -19,12 +20,17 @@ class LocalEncoding:
 
     def __init__(self, links: Links, thread: EngineThread[DecoderEngine, Event], is_fallback: bool) -> None:
         self._destination = LocalDestination(thread)
-        self._stage = EncodingStage(links, self._destination, prepare=lambda tensor: tensor)
+        self._stage = EncodingStage(links, self._destination, prepare=lambda tensor: tensor, memory_share=ENCODER_SHARE)
         self.thread = self._stage.thread
         self._num_fallbacks = 0
         self._is_fallback = is_fallback
         links.metrics.gauges["encoder_fallbacks_total"] = lambda: self._num_fallbacks
         links.metrics.gauges["inputs_encoding_here"] = lambda: self._destination.num_open
+
+    @property
+    def taken_bytes(self) -> int:
+        """What the encoder's engine takes beside its weights, once it is loaded."""
+        return self._stage.taken_bytes
 
     async def start(self) -> None:
         await self._stage.start()

@@ -18,6 +18,9 @@ HELP: Final[dict[str, str]] = {
     # steps and tokens
     "steps_total": "Forward passes of the decoder.",
     "steps_ahead_total": "Those of them launched before the tokens of the one before were known.",
+    "steps_replayed_total": "Forward passes that were replayed from CUDA graphs.",
+    "steps_recorded": "Batch sizes for which a decode step was recorded ahead; 0 where every step is launched anew.",
+    "cross_plans_reused_total": "Plans of cross-attention that served another step, because the batch stayed the same.",
     "surplus_tokens_total": "Tokens computed for sequences that had ended by then: what running ahead costs.",
     "last_step_tokens": "Tokens in the last forward pass, prefill and decode together.",
     "prompt_tokens_total": "Prompt tokens of requests that have begun to generate, media included.",

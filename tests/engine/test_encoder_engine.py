@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +48,7 @@ def key(number: int) -> EncoderKey:
     return (f"request-{number}", 0, 0)
 
 
-def engine_of(folder: Path, **options: int) -> EncoderEngine:
+def engine_of(folder: Path, **options: Any) -> EncoderEngine:
     return EncoderEngine(load_model_info(str(folder)), EngineConfig(device="cpu", **options), "test")
 
 
@@ -146,3 +148,105 @@ def test_an_output_that_is_not_as_announced_is_an_error(folder: Path) -> None:
         [result] = engine.step()
     assert result.error is not None
     assert "its output is (4, 64) float32, the preprocessor had announced (5, 64) bfloat16" in result.error.message
+
+
+# --- a batch ahead
+
+
+@dataclass
+class Order:
+    """What was launched and what was waited for, in turn; `broken` batches make the device fail."""
+
+    events: list[str]
+    broken: frozenset[int] = frozenset()
+
+    def event_behind(self, device: torch.device) -> Done:
+        self.events.append(f"launch {self.count('launch')}")
+        return Done(self, self.count("launch") - 1)
+
+    def count(self, kind: str) -> int:
+        return sum(event.startswith(kind) for event in self.events)
+
+
+@dataclass(frozen=True)
+class Done:
+    """In the place of a CUDA event."""
+
+    order: Order
+    number: int
+
+    def synchronize(self) -> None:
+        self.order.events.append(f"wait {self.number}")
+        if self.number in self.order.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.fixture
+def order(monkeypatch: pytest.MonkeyPatch) -> Order:
+    order = Order([])
+    monkeypatch.setattr("engine.encoder_batches.event_behind", order.event_behind)
+    return order
+
+
+def ahead_of(folder: Path, *items: ProcessedInput) -> EncoderEngine:
+    """An engine that encodes one item at a time, a batch ahead, with these to do."""
+    engine = engine_of(folder, encoder_batch_items=1, async_scheduling=True)
+    for number, item in enumerate(items):
+        engine.submit(key(number), item)
+    return engine
+
+
+def steps(engine: EncoderEngine) -> list[list[EncoderKey]]:
+    """The keys that each step tells of, until nothing is left to do."""
+    told = []
+    while engine.has_work():
+        told.append([result.key for result in engine.step()])
+    return told
+
+
+def test_the_next_batch_is_launched_before_the_one_in_flight_is_waited_for(folder: Path, order: Order) -> None:
+    engine = ahead_of(folder, *(picture(seed=seed) for seed in range(3)))
+    assert steps(engine) == [[], [key(0)], [key(1)], [key(2)]]
+    assert order.events == ["launch 0", "launch 1", "wait 0", "launch 2", "wait 1", "wait 2"]
+
+
+def test_outputs_are_the_same_a_batch_ahead(folder: Path) -> None:
+    items = [picture(2, 3, seed) for seed in range(3)]
+    plain, ahead = engine_of(folder, encoder_batch_items=1), ahead_of(folder, *items)
+    for number, item in enumerate(items):
+        plain.submit(key(number), item)
+    for _ in items:
+        [expected] = plain.step()
+        got = [result for result in ahead.step() or ahead.step() if result.key == expected.key]
+        assert torch.equal(got[0].tensor, expected.tensor)  # type: ignore[arg-type]
+    stats = ahead.stats()
+    assert stats["encoder_items_total"] == stats["encoder_batches_total"] == 3
+
+
+def test_an_item_that_is_cancelled_in_flight_has_no_result(folder: Path) -> None:
+    engine = ahead_of(folder, picture(seed=1), picture(seed=2))
+    assert engine.step() == []
+    engine.cancel(key(0))
+    assert steps(engine) == [[], [key(1)]]
+
+
+def test_a_bad_item_in_flight_fails_alone_and_in_its_turn(folder: Path, order: Order) -> None:
+    engine = engine_of(folder, encoder_batch_items=2, async_scheduling=True)
+    for number, item in enumerate([picture(seed=1), broken_picture(), picture(seed=2)]):
+        engine.submit(key(number), item)
+    with capture_logs():
+        assert engine.step() == []
+        good, bad = engine.step()
+        [last] = engine.step()
+    assert [good.key, bad.key, last.key] == [key(0), key(1), key(2)]
+    assert (good.error, last.error) == (None, None)
+    assert bad.error is not None
+
+
+def test_what_the_device_finds_wrong_ends_the_engine(folder: Path, order: Order) -> None:
+    """No item is to blame, and nothing can be computed any more."""
+    order.broken = frozenset({1})
+    engine = ahead_of(folder, *(picture(seed=seed) for seed in range(3)))
+    assert [result.key for _ in range(2) for result in engine.step()] == [key(0)]
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        engine.step()

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ from common.model_info import load_model_info
 from engine.decoder_engine import DecoderEngine
 from engine.encoder_engine import EncoderEngine
 from engine.encoder_profile import BatchProfile
+from engine.gpu_memory import GpuMemory
+from engine.llm import LLM
 from engine.memory import DecoderNeeds, memory_budget, size_decoder, staging_budget, zeros
 from engine.peak import PeakMemory, one_layer_of_each_stack
 from tests import tiny_models
@@ -140,6 +143,35 @@ def test_too_little_for_one_request_is_an_error_with_the_numbers() -> None:
 def test_an_encoder_batch_shrinks_to_what_fits() -> None:
     profile = BatchProfile(smallest=MIB, largest=80 * MIB, num_items=8, item_bytes=100)
     assert [profile.items_within(budget * MIB) for budget in (200, 80, 79, 25, 1)] == [8, 8, 7, 2, 1]
+    assert [profile.bytes_of(items) for items in (20, 8, 2)] == [80 * MIB, 80 * MIB, 20 * MIB]
+    ahead = replace(profile, item_bytes=2 * MIB).with_outputs_of_another()
+    assert ahead.largest == 96 * MIB, "outputs of the batch before are still there"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_an_encoder_takes_is_not_the_decoders(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The encoder is loaded first, and is idle when the decoder's pools are sized."""
+    monkeypatch.setattr("engine.memory.available_memory", lambda: 1000 * MIB)
+    monkeypatch.setattr("engine.memory.measure_gpu", lambda _: GpuMemory(2000 * MIB, 1600 * MIB, 100 * MIB))
+    config = EngineConfig(swap_bytes=0, memory_fraction=0.9)
+    alone, beside = (
+        size_decoder(config, TEXT_NEEDS, torch.device(device), weights=0, activation=50 * MIB, beside=taken)
+        for taken in (0, 300 * MIB)
+    )
+    assert alone.budget is not None
+    assert beside.budget == alone.budget - 300 * MIB
+    assert beside.kv_cache == alone.kv_cache - 300 * MIB > 0
+    with pytest.raises(TriptychError, match="900 MiB for the encoder beside it"):
+        size_decoder(config, TEXT_NEEDS, torch.device(device), 0, 50 * MIB, beside=900 * MIB)
+
+
+def test_both_engines_of_a_process_stay_within_its_memory(vision: Path) -> None:
+    llm = LLM(vision, device="cpu", memory_bytes=256 * MIB)
+    assert llm.encoder is not None
+    encoder, decoder = llm.encoder.memory, llm.decoder.runner.memory
+    assert encoder.budget == 64 * MIB, "a quarter of it for batches, at most"
+    assert decoder.budget == 256 * MIB - llm.encoder.taken_bytes
+    assert 0 < llm.encoder.taken_bytes == encoder.activation
 
 
 # --- what is measured

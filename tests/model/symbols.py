@@ -91,11 +91,11 @@ class WrongSymbol(AssertionError):
 class SymbolicRunner(DecoderRunner):
     """Stands in for the real runner, with real (tiny) cache tensors, so that moves and transfers of blocks are real."""
 
-    def __init__(self, info: ModelInfo, config: EngineConfig) -> None:
+    def __init__(self, info: ModelInfo, config: EngineConfig, beside_bytes: int = 0) -> None:
         assert config.kv_cache_bytes is not None
         assert config.encoder_cache_bytes is not None
         self.info = info
-        self.device, self.dtype = torch.device("cpu"), torch.float32
+        self.device, self.dtype, self.graphs = torch.device("cpu"), torch.float32, None
         self.spec = DecoderSpec(
             num_layers=1,
             num_heads=1,
@@ -196,7 +196,9 @@ class SymbolicPool:
 class SymbolicEncoder:
     """Stands in for engine.encoder_engine.EncoderEngine: one item per step, so that the next may wait."""
 
-    def __init__(self, info: ModelInfo, config: EngineConfig, instance: str = "") -> None:
+    taken_bytes = 0
+
+    def __init__(self, info: ModelInfo, config: EngineConfig, instance: str = "", *memory: float) -> None:
         self._items: dict[Any, ProcessedInput] = {}
 
     def submit(self, key: Any, item: ProcessedInput) -> None:
