@@ -42,7 +42,7 @@ def split_gpu(
     total = total or total_gpu_memory()
     fraction = engine.memory_fraction or GPU_FRACTION
     item_bytes = 4 if engine.dtype == "float32" else 2
-    encoder, rest = (item_bytes * count for count in count_parameters(info))
+    encoder, rest = (item_bytes * count for count in count_parameters(info, engine.load_format))
     most = fraction * MAX_ENCODERS / max(1, topology.encoder)
     kept = engine.encoder_output_cache_bytes or 0  # the usual outputs lie within what is there for a batch
     needed = UNKNOWN_SHARE if total is None else (PROCESS_BYTES + encoder + BATCH_BYTES + kept) / total

@@ -79,7 +79,7 @@ def _copies(topology: Topology, encoder_fallback: bool) -> tuple[int, int]:
 def weight_bytes(info: ModelInfo, engine: EngineConfig) -> int:
     """What all weights of a model take once they are loaded on a CPU; an encoder and a decoder have one part each."""
     item_bytes = _FLOAT32_BYTES if engine.dtype in ("auto", "float32") else _HALF_BYTES
-    return item_bytes * sum(count_parameters(info))
+    return item_bytes * sum(count_parameters(info, engine.load_format))
 
 
 def runs_on_gpu(engine: EngineConfig) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from common.config import EngineConfig
 from common.errors import TriptychError
 from common.gpu_memory import PROCESS_BYTES, total_gpu_memory
 from common.model_info import ModelInfo, load_model_info
+from launch.gpu.shapes import Shape, qwen2_5_vl_3b, whisper_large_v3
 from launch.gpu_split import BATCH_BYTES, split_gpu
 from launch.memory import split_memory
 from launch.topology import parse_topology
@@ -70,6 +72,24 @@ def test_a_gpu_whose_size_is_not_known_is_divided_all_the_same(
     split = split_memory(CUDA, parse_topology("1e1pd"), model)
     assert split["encoder"] == {"memory_fraction": 0.15}
     assert split["prefill_decode"] == {"memory_fraction": pytest.approx(0.75)}
+
+
+@pytest.mark.parametrize(
+    ("shape", "encoder", "decoder"),
+    [(qwen2_5_vl_3b, 0.67e9, 3.09e9), (whisper_large_v3, 0.64e9, 0.91e9)],
+    ids=["qwen2_5_vl", "whisper"],
+)
+def test_random_weights_count_although_there_are_no_files(
+    tmp_path: Path, shape: Callable[[], Shape], encoder: float, decoder: float
+) -> None:
+    info = load_model_info(str(shape().write(tmp_path)))
+    assert count_parameters(info, "dummy") == (pytest.approx(encoder, rel=0.02), pytest.approx(decoder, rel=0.02))
+    assert count_parameters(info) == (0, 0)
+    dummy = CUDA.model_copy(update={"load_format": "dummy"})
+    topology = parse_topology("1e1pd")
+    with pytest.raises(TriptychError, match=r"weights of .* take"):
+        split_gpu(dummy, topology, info, 6 * GIB if info.media_kind != "audio" else 3 * GIB)
+    assert split_gpu(dummy, topology, info, 80 * GIB)["prefill_decode"]["memory_fraction"] > 0.8
 
 
 def test_without_a_gpu_there_is_no_size() -> None:
