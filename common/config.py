@@ -133,11 +133,29 @@ class Settings(BaseSettings):
     )
     request_timeout_s: float = Field(600.0, gt=0, description="Longest life of a request in the proxy.")
     max_inflight: int = Field(1024, ge=1, description="Requests in the proxy at once; more get 429.")
+    max_inflight_bytes: int | None = Field(
+        None,
+        ge=1,
+        description="Bytes of request bodies and media in the proxy at once; more get 429. If not given, a quarter of "
+        "the memory that is free at start.",
+    )
     max_queue_s: float = Field(
-        30.0,
+        10.0,
         gt=0,
         description="Longest expected wait for a first token, in seconds; while it is longer, new requests get 429. "
-        "Bursts are taken in whole. For good answers under overload: what a user would wait.",
+        "Bursts are taken in whole. For good answers under overload: half of what a user would wait.",
+    )
+    max_connections: int = Field(
+        4096,
+        ge=1,
+        description="HTTP connections of a process at once, at most half of its descriptors; beyond it an idle one is "
+        "closed for a new one.",
+    )
+    client_timeout_s: float = Field(
+        20.0,
+        gt=0,
+        description="Longest wait for the head of an HTTP request, and period in which at least 500 bytes per second "
+        "of its body come.",
     )
     max_body_bytes: int = Field(128 * 2**20, ge=1, description="Largest HTTP request body.")
     max_media_bytes: int = Field(32 * 2**20, ge=1, description="Largest picture or audio file.")

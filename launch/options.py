@@ -109,8 +109,11 @@ _OPTIONS: dict[str, Any] = {
     ),
     "preprocess_workers": _option(int, _ENGINE, "Processes that preprocess media on an encoder.", "1"),
     "max_inflight": _option(int, _LIMITS, "Requests in the proxy at once; more get 429.", "1024"),
+    "max_inflight_bytes": _size(
+        _LIMITS, "Bodies and media in the proxy at once; more get 429.", "a quarter of the free memory"
+    ),
     "max_queue_s": _option(
-        float, _LIMITS, "Longest expected wait for a first token, in seconds; new requests get 429 meanwhile.", "30"
+        float, _LIMITS, "Longest expected wait for a first token, in seconds; new requests get 429 meanwhile.", "10"
     ),
     "max_media_bytes": _size(_LIMITS, "Largest picture or audio file.", "32MiB"),
     "max_media_items": _option(int, _LIMITS, "Pictures and clips in one request.", "16"),
@@ -149,6 +152,7 @@ ENGINE = (
 PROXY = (
     "served_model_name",
     "max_inflight",
+    "max_inflight_bytes",
     "max_queue_s",
     "request_timeout_s",
     "max_media_bytes",

@@ -8,11 +8,10 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
 
-import uvicorn
 from fastapi import FastAPI
 from redis.exceptions import RedisError
 
@@ -22,6 +21,7 @@ from broker.registry import Registry
 from common.config import Settings
 from common.errors import TriptychError
 from common.http_auth import RequireKey, proxy_guard
+from common.http_server import Server, bind
 from common.keys import ClusterKey, api_keys, key_id
 from common.messages import InstanceRecord
 from common.model_info import ModelInfo, load_model_info
@@ -42,8 +42,6 @@ from proxy.service import Service
 from proxy.timeline import Timelines
 from proxy.workers import WorkerPool
 
-UNREAD_MS: Final = 60_000
-"""A client that takes nothing for so long is gone: the system closes its connection."""
 GRACE_S: Final = 2
 """How long requests may still run after the signal to stop."""
 
@@ -131,42 +129,20 @@ async def connected(service: Service, port: int) -> AsyncIterator[None]:
             await service.redis.aclose()
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 picks a free one. Raises TriptychError("invalid_request") where it is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, port), family=family, backlog=1024)
-        # asyncio does so only where the protocol is explicit; without it a stream waits 40 ms for a delayed ACK.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # elsewhere such a connection lives until the request's deadline
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_MS)
-        return listener
-    except OSError as error:
-        message = f"cannot listen on {host}:{port}: {error}; choose another --port, or 0 for a free one"
-        raise TriptychError("invalid_request", message, "port") from error
+class ProxyServer(Server):
+    """The proxy's HTTP server."""
 
-
-class ProxyServer(uvicorn.Server):
-    """uvicorn without its own signal handlers, which would end the process by the signal after a clean stop."""
-
-    def __init__(self, app: FastAPI, admission: Admission) -> None:
+    def __init__(self, app: FastAPI, service: Service) -> None:
+        self._admission, metrics = service.admission, service.metrics
         super().__init__(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                access_log=False,
-                lifespan="on",
-                timeout_graceful_shutdown=GRACE_S,
-                timeout_keep_alive=30,
-                ws="none",
-                server_header=False,
-            )
+            app,
+            service.settings,
+            lambda reason: metrics.connections_ended.labels(reason).inc(),
+            lifespan="on",
+            timeout_graceful_shutdown=GRACE_S,
+            timeout_keep_alive=30,
         )
-        self._admission = admission
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+        metrics.connections.set_function(lambda: len(self.server_state.connections))
 
     def stop(self) -> None:
         """Refuse what is new, give what runs GRACE_S, then end."""
@@ -177,7 +153,7 @@ class ProxyServer(uvicorn.Server):
 async def _serve_until_signal(service: Service, listener: socket.socket) -> bool:
     """Returns False where the application did not start or could not go on; the log says why."""
     port = int(listener.getsockname()[1])
-    server = ProxyServer(make_app(service, port), service.admission)
+    server = ProxyServer(make_app(service, port), service)
     service.on_failure = server.stop
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
-import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from common.config import Settings
 from common.errors import ErrorInfo, TriptychError
 from common.http_auth import Guard, RequireKey
+from common.http_server import Server, bind
 
 Check = Callable[[], str | None]
 """Why not; None if all is well."""
@@ -88,24 +87,13 @@ def protect(app: Starlette, guard: Guard) -> None:
 
 
 class HttpServer:
-    """uvicorn in the running loop, without its signal handlers: the shell has its own."""
+    """A worker's HTTP server, on a port that is known before it serves."""
 
-    def __init__(self, app: Starlette, host: str, port: int) -> None:
-        """Bind now, so that the port is known; 0 picks a free one.
-
-        Raises TriptychError("invalid_request") where the port cannot be had.
-        """
-        try:
-            self._socket = socket.create_server((host, port), backlog=128)
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError as error:
-            message = f"cannot listen on {host}:{port}: {error.strerror}; give another --port, or 0 for a free one"
-            raise TriptychError("invalid_request", message, "port") from error
+    def __init__(self, app: Starlette, host: str, settings: Settings) -> None:
+        """Bind now; port 0 picks a free one. Raises TriptychError("invalid_request") where the port cannot be had."""
+        self._socket = bind(host, settings.port)
         self.port = int(self._socket.getsockname()[1])
-        config = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1, ws="none"
-        )
-        self._server = _QuietServer(config)
+        self._server = Server(app, settings, lifespan="off", timeout_graceful_shutdown=1)
 
     async def run(self) -> None:
         """Serve until `stop`."""
@@ -116,12 +104,6 @@ class HttpServer:
 
     def close(self) -> None:
         self._socket.close()
-
-
-class _QuietServer(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 async def _departure(leaving: Awaitable[int]) -> Response:

@@ -73,7 +73,7 @@ class Shell:
             switch=self.switch,
         )
         protect(app, worker_guard(settings))
-        self._http = HttpServer(app, self._host, settings.port)  # first: nothing is open yet if the port is taken
+        self._http = HttpServer(app, self._host, settings)  # first: nothing is open yet if the port is taken
         self._redis = connect(settings.broker)
         self._reading = connect(settings.broker, retries=0)
         registry = Registry(self._redis, settings.cluster)
@@ -234,6 +234,7 @@ class Shell:
         metrics, role, channels = self._links.metrics, self._role, self._links.channels
         metrics.gauges["requests_outstanding"] = lambda: len(self._proxies)
         metrics.gauges["requests_outstanding_tokens"] = lambda: self._proxies.num_tokens
+        metrics.gauges["requests_orphaned_total"] = lambda: self._proxies.num_orphans
         metrics.gauges["draining"] = lambda: self._departure.requested
         metrics.gauges["engine_busy_seconds"] = lambda: max(thread.busy_s for thread in role.threads)
         metrics.gauges["channel_messages_waiting"] = lambda: channels.num_waiting

@@ -21,9 +21,10 @@ from redis.asyncio import Redis
 from broker.embedded import EmbeddedBroker
 from broker.redis_client import connect
 from common.config import Settings
+from common.http_server import bind
 from common.messages import WORKER_ROLES, Abort
 from common.model_info import ModelInfo, load_model_info
-from proxy.app import ProxyServer, bind, make_app, make_service
+from proxy.app import ProxyServer, make_app, make_service
 from proxy.service import Service
 from proxy.worker import Load
 from tests import eventually as waiting
@@ -155,7 +156,7 @@ async def running_proxy(service: Service) -> AsyncIterator[tuple[str, ProxyServe
     with bind("127.0.0.1", 0) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 * 2**10)  # or the system holds megabytes unread
         port = listener.getsockname()[1]
-        server = ProxyServer(make_app(service, port), service.admission)
+        server = ProxyServer(make_app(service, port), service)
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             await eventually(lambda: server.started or task.done())

@@ -10,8 +10,9 @@ from typing import Any
 import openai
 import pytest
 
+from common import http_server
 from common.messages import Abort, Generate, Tokens
-from proxy import app, flight
+from proxy import flight
 from proxy.overload import SHORT_LINE, WINDOW, Line, Place, retry_after_s
 from tests.proxy.conftest import eventually
 from tests.proxy.media import image_part, picture
@@ -181,7 +182,7 @@ async def test_a_client_that_reads_nothing_is_ended_and_disturbs_nobody(serve, m
 
 
 async def test_the_connection_of_a_client_that_reads_nothing_is_closed(serve, monkeypatch):
-    monkeypatch.setattr(app, "UNREAD_MS", 500)
+    monkeypatch.setattr(http_server, "UNREAD_MS", 500)
     async with serve() as rig:
         rig.cluster.decoders[0].messages = lambda message: (Tokens(message.request_id, n, [5]) for n in range(5000))
         with _unread(rig, "/v1/completions"):

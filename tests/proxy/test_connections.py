@@ -1,0 +1,184 @@
+"""Connections that bring nothing, or a byte now and then, cost nobody else anything and end by their deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+
+from common.config import Settings
+from services.http_server import HttpServer
+from tests.proxy.conftest import Rig, eventually
+
+BODY = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode() + b" " * 2000
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+def head(path: str, size: int) -> bytes:
+    return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n".encode()
+
+
+async def connect(base_url: str) -> Connection:
+    return await asyncio.open_connection("127.0.0.1", int(base_url.rpartition(":")[2]))
+
+
+@asynccontextmanager
+async def connections(rig: Rig, count: int) -> AsyncIterator[list[Connection]]:
+    """So many connections, closed at the end."""
+    opened = [await connect(rig.base_url) for _ in range(count)]
+    try:
+        yield opened
+    finally:
+        for _, writer in opened:
+            writer.close()
+
+
+@asynccontextmanager
+async def dripping(*writers: asyncio.StreamWriter, data: bytes) -> AsyncIterator[None]:
+    """Meanwhile these send something ten times a second, whether anybody reads it or not."""
+
+    async def drip() -> None:
+        while True:
+            for writer in writers:
+                with contextlib.suppress(OSError):
+                    writer.write(data)
+            await asyncio.sleep(0.1)
+
+    task = asyncio.create_task(drip())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+async def response(reader: asyncio.StreamReader) -> tuple[int, str]:
+    """The status and the rest of what comes until the connection ends; (0, "") where it just ends."""
+    data = b""
+    async with asyncio.timeout(10):
+        with contextlib.suppress(ConnectionError):
+            data = await reader.read()
+    return (int(data.split()[1]), data.decode()) if data else (0, "")
+
+
+async def test_two_thousand_silent_connections_disturb_nobody_and_end(serve):
+    async with serve(client_timeout_s=1.5) as rig:
+        assert (await rig.chat()).choices[0].finish_reason == "stop"
+        before, address = len(os.listdir("/proc/self/fd")), ("127.0.0.1", httpx.URL(rig.base_url).port)
+        with ExitStack() as held:
+            silent = [held.enter_context(socket.create_connection(address)) for _ in range(2000)]
+            await eventually(lambda: rig.count("connections") >= 2000)
+            assert (await rig.chat()).choices[0].finish_reason == "stop"
+            await eventually(lambda: rig.count("connections") < 10)
+            assert {one.recv(1) for one in silent} == {b""}
+        assert rig.count("connections_ended_total", reason="timeout") >= 2000
+        assert len(os.listdir("/proc/self/fd")) <= before
+
+
+async def test_heads_that_come_by_the_byte_disturb_nobody_and_end(serve):
+    async with serve(client_timeout_s=0.8) as rig, connections(rig, 50) as opened:
+        async with dripping(*(writer for _, writer in opened), data=b"G"):
+            assert (await rig.chat()).choices[0].finish_reason == "stop"
+            answers = await asyncio.gather(*(response(reader) for reader, _ in opened))
+        assert {status for status, _ in answers} <= {408, 0}  # what is under way when a connection ends resets it
+
+
+async def test_a_body_that_comes_too_slowly_is_given_up(serve):
+    async with serve(client_timeout_s=0.6) as rig, connections(rig, 1) as [(reader, writer)]:
+        writer.write(head("/v1/chat/completions", 1000) + b"xxx")
+        await eventually(lambda: rig.service.admission.inflight == 1)
+        status, text = await response(reader)
+        assert status == 408
+        assert '"code": "timeout"' in text
+        await rig.assert_clean()
+
+
+async def test_a_slow_body_that_gets_on_is_served(serve):
+    async with serve(client_timeout_s=0.3) as rig, connections(rig, 1) as [(reader, writer)]:
+        writer.write(head("/v1/chat/completions", len(BODY))[:-2] + b"Connection: close\r\n\r\n")
+        for start in range(0, len(BODY), 300):  # of which 50 would do
+            writer.write(BODY[start : start + 300])
+            await asyncio.sleep(0.1)
+        assert (await response(reader))[0] == 200
+
+
+async def test_a_second_request_has_a_deadline_too(serve):
+    async with serve(client_timeout_s=0.6) as rig, connections(rig, 1) as [(reader, writer)]:
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readuntil(b'{"status":"ok"}')  # the head of the answer, too
+        writer.write(b"GET /h")
+        assert (await response(reader))[0] == 408
+
+
+async def test_what_is_refused_unread_is_not_waited_for(serve):
+    async with serve(client_timeout_s=0.6, api_key="right") as rig, connections(rig, 1) as [(reader, writer)]:
+        writer.write(head("/v1/chat/completions", 10**9))
+        assert b" 401 " in await reader.readline()
+        writer.write(b"x")  # the connection is not idle then, for uvicorn alone
+        assert "408" not in (await response(reader))[1]
+
+
+async def test_beyond_the_cap_the_oldest_idle_connection_makes_room(serve):
+    async with serve(max_connections=20) as rig, connections(rig, 30) as opened:
+        assert (await rig.chat()).choices[0].finish_reason == "stop"
+        assert rig.count("connections_ended_total", reason="evicted") >= 10
+        ended = await asyncio.gather(*(response(reader) for reader, _ in opened[:10]))
+        assert ended == [(0, "")] * 10
+        assert not any(reader.at_eof() for reader, _ in opened[15:])
+
+
+async def test_where_all_have_requests_a_new_connection_is_refused_at_once(serve):
+    async with serve(max_connections=2) as rig, connections(rig, 2) as opened:
+        decoder = rig.cluster.decoders[0]
+        decoder.pause_after = 0
+        for _, writer in opened:
+            writer.write(head("/v1/chat/completions", len(BODY)) + BODY)
+        await eventually(lambda: len(decoder._running) == 2)
+        async with httpx.AsyncClient(trust_env=False) as client:
+            refused = await client.get(f"{rig.base_url}/health")
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["code"] == "unavailable"
+        decoder.resume.set()
+        for reader, _ in opened:
+            assert b" 200 " in await reader.readline()
+
+
+async def test_workers_do_not_wait_either():
+    settings = Settings(port=0, client_timeout_s=0.3)
+    server = HttpServer(Starlette(), "127.0.0.1", settings)
+    serving = asyncio.create_task(server.run())
+    reader, writer = await connect(f":{server.port}")
+    assert await response(reader) == (0, "")
+    writer.close()
+    server.stop()
+    await serving
+
+
+def test_descriptors_are_raised_and_half_of_them_kept_back():
+    program = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 200))
+from common.http_connections import allowed_connections
+print(allowed_connections(4096), allowed_connections(50), resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "100 50 (200, 200)"
+
+
+@pytest.fixture(autouse=True)
+def many_descriptors() -> None:
+    """Both ends of two thousand connections are here."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 6000:
+        pytest.skip(f"this system allows {hard} descriptors to a process")
