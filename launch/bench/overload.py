@@ -5,6 +5,10 @@ rate whether or not others have been answered. What counts is goodput: the reque
 within their objective. Its peak is the best of all levels, the one with so many in flight included.
 
 All levels take turns, several times over: what else a machine does falls on all of them alike.
+
+A server refuses whoever would wait longer than its max_queue_s, so it can keep objectives of that and a little more:
+the queue is measured with one that is half of the objective. Where the queue may be long, a turn has to be longer still
+(`--defaults --seconds 40`).
 """
 
 from __future__ import annotations
@@ -40,21 +44,28 @@ def overload(
     ttft_s: Annotated[float, typer.Option(min=0.01, help="Objective: to the first token, in seconds.")] = 2.0,
     tpot_s: Annotated[float, typer.Option(min=0.001, help="Objective: for each token after that.")] = 0.1,
     max_queue_s: Annotated[float | None, typer.Option(help="The server's; half of --ttft-s if not given.")] = None,
+    defaults: Annotated[
+        bool, typer.Option("--defaults", help="The server's own max_queue_s, and twice as much for --ttft-s.")
+    ] = False,
 ) -> None:
     """Measure goodput under overload on a local cluster, and print a table."""
     from common.config import Settings
     from launch.bench.workloads import make_workload
     from launch.cluster import LocalCluster
 
+    if defaults:
+        max_queue_s = Settings().max_queue_s
+        ttft_s = 2 * max_queue_s
     workload, objective = make_workload(model), Objective(ttft_s, tpot_s)
     limit_s = max_queue_s or ttft_s / 2
     settings = Settings(model=model, port=0, log_level="error", max_queue_s=limit_s)
     levels = [Level(None), *(Level(float(share)) for share in shares.split(","))]
     with LocalCluster(settings, topology) as cluster:
+        used = cluster.supervisor.plan.topology
         asyncio.run(_measure(Wire(cluster.base_url), workload, levels, seconds, turns, in_flight))
     print(
-        f"{workload.name} ({workload.unit}), max_queue_s {limit_s:g}, objective TTFT {ttft_s:g} s, TPOT {tpot_s:g} s; "
-        f"{turns} turns of {seconds:g} s\n"
+        f"{workload.name} ({workload.unit}) as {used}, max_queue_s {limit_s:g}, objective TTFT {ttft_s:g} s, "
+        f"TPOT {tpot_s:g} s; {turns} turns of {seconds:g} s\n"
     )
     print(table(levels, objective))
 
