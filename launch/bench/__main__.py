@@ -7,7 +7,7 @@ import shlex
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -15,10 +15,8 @@ from common import openmp
 from common.errors import TriptychError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    from common.config import Device
     from launch.bench.measure import Schedule
-    from launch.bench.systems import System
     from launch.bench.with_cluster import ClusterSystem
     from launch.bench.workloads import Workload
 
@@ -33,6 +31,7 @@ def bench(
     repetitions: Annotated[int, typer.Option(min=1, help="Turns of every system at every number in flight.")] = 3,
     requests: Annotated[int | None, typer.Option(min=1, help="In one turn, at least one per place in flight.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or auto, for every system.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto, for every system.")] = "auto",
     topology: Annotated[str | None, typer.Option(help="Of the cluster; 1e1pd, or 1pd for text.")] = None,
     note: Annotated[list[str] | None, typer.Option(help="A sentence about this run, for the page.")] = None,
     write: Annotated[Path | None, typer.Option(help="A page to write into, between its marks.")] = None,
@@ -54,7 +53,9 @@ def bench(
 
     schedule = Schedule([int(part) for part in in_flight.split(",")], repetitions, requests)
     sections = [
-        section for model in models or DEFAULT_MODELS for section in _sections(model, dtype, topology, schedule)
+        section
+        for model in models or DEFAULT_MODELS
+        for section in _sections(model, dtype, cast("Device", device), topology, schedule)
     ]
     command = shlex.join(["python", "-m", "launch.bench", *(_relative(argument) for argument in sys.argv[1:])])
     measured = report.page(sections, command, note or [], datetime.now(tz=UTC).date())
@@ -64,37 +65,20 @@ def bench(
         report.write_into(write, measured)
 
 
-def _sections(model: str, dtype: str, topology: str | None, schedule: Schedule) -> list[str]:
+def _sections(model: str, dtype: str, device: Device, topology: str | None, schedule: Schedule) -> list[str]:
     """The table of one model, and the way of a picture through the cluster if it takes pictures."""
     from launch.bench import report
+    from launch.bench.lineup import lineup
     from launch.bench.measure import measure
-    from launch.bench.with_cluster import ClusterSystem
     from launch.bench.workloads import make_workload
 
     workload = make_workload(model)
-    cluster = ClusterSystem(workload.info, dtype, topology)
-    try:
-        systems = [*_in_process_systems(workload, dtype), cluster]
+    with lineup(workload, dtype, device, topology) as systems:
         sections = [report.table(workload, measure(workload, systems, schedule, _progress))]
         if workload.kind != "text":
             title = f"### {workload.name}: one handoff, hop by hop; {HANDOFFS} requests one after the other"
-            sections.append(f"{title}\n\n{report.hop_table(_hops(workload, cluster))}")
-        return sections
-    finally:
-        cluster.close()
-
-
-def _in_process_systems(workload: Workload, dtype: str) -> Sequence[System]:
-    from engine.device import DTYPES, choose_device, choose_dtype
-    from launch.bench.with_llm import LLMSystem
-    from launch.bench.with_transformers import TransformersSystem
-    from launch.cpus import available_cores
-
-    cores = available_cores()
-    if dtype != "auto" and dtype not in DTYPES:
-        raise TriptychError("invalid_request", f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}", "dtype")
-    chosen = DTYPES[dtype] if dtype != "auto" else choose_dtype("auto", choose_device("cpu"), workload.info)
-    return [TransformersSystem(workload.info, chosen, cores), LLMSystem(workload.info, dtype, cores)]
+            sections.append(f"{title}\n\n{report.hop_table(_hops(workload, systems[-1]))}")
+    return sections
 
 
 def _hops(workload: Workload, cluster: ClusterSystem) -> dict[str, list[float]]:

@@ -19,8 +19,9 @@ class LLMSystem:
 
     name = "LLM (one process)"
 
-    def __init__(self, info: ModelInfo, dtype: str, num_threads: int) -> None:
-        self._llm = LLM(info.folder, dtype=dtype, num_threads=num_threads)
+    def __init__(self, info: ModelInfo, dtype: str, num_threads: int, **engine: Any) -> None:
+        """`engine` are further fields of EngineConfig."""
+        self._llm = LLM(info.folder, dtype=dtype, num_threads=num_threads, **engine)
         self._rules: dict[str, Any] = {}
         if info.is_encoder_decoder:
             english = "en" if whisper_prompt.is_multilingual(info) else None

@@ -41,16 +41,16 @@ class _FirstTokenClock(BaseStreamer):  # type: ignore[misc]
 
 
 class TransformersSystem:
-    """The reference that everybody has."""
+    """The reference that everybody has. It computes on `device` in `dtype`."""
 
     name = "transformers generate"
 
-    def __init__(self, info: ModelInfo, dtype: torch.dtype, num_threads: int) -> None:
+    def __init__(self, info: ModelInfo, dtype: torch.dtype, num_threads: int, device: str = "cpu") -> None:
         logging.set_verbosity_error()
         torch.set_num_threads(num_threads)
         kind = "text" if info.media_kind is None else info.media_kind
-        self._model: Any = _LOADERS[kind].from_pretrained(info.folder, dtype=dtype).eval()
-        self._info, self._dtype, self._text = info, dtype, TextProcessor(info)
+        self._model: Any = _LOADERS[kind].from_pretrained(info.folder, dtype=dtype).to(device).eval()
+        self._info, self._dtype, self._text, self._device = info, dtype, TextProcessor(info), device
         self._processor: Any = None
         if kind == "image":
             self._processor = AutoImageProcessor.from_pretrained(info.folder, backend="pil")
@@ -60,7 +60,8 @@ class TransformersSystem:
     @torch.inference_mode()
     def run(self, batch: Sequence[BenchRequest]) -> list[Outcome]:
         start, clock = time.perf_counter(), _FirstTokenClock()
-        inputs, options = self._inputs(batch)
+        on_the_host, options = self._inputs(batch)
+        inputs = {name: tensor.to(self._device) for name, tensor in on_the_host.items()}
         limits = {"max_new_tokens": batch[0].max_tokens, "do_sample": False, "streamer": clock}
         if batch[0].ignore_eos:
             limits["min_new_tokens"] = batch[0].max_tokens
@@ -91,9 +92,8 @@ class TransformersSystem:
         ]
         inputs = self._pad(prompts)
         inputs["mm_token_type_ids"] = torch.eq(inputs["input_ids"], placeholder or 0).long()
-        return {**inputs, "pixel_values": pixels["pixel_values"].to(self._dtype)}, {
-            "image_grid_thw": pixels["image_grid_thw"]
-        }
+        inputs["image_grid_thw"] = pixels["image_grid_thw"]
+        return {**inputs, "pixel_values": pixels["pixel_values"].to(self._dtype)}, {}
 
     def _pad(self, prompts: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
         """On the left, as `generate` wants it."""

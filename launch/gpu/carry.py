@@ -3,6 +3,9 @@
     wheels/    what pyproject.toml asks for and the machine has not, resolved by pip for its Python and its packages
     kernels/   FlashInfer's kernels as far as they were built ahead (python -m launch.gpu.kernels): the libraries alone
 
+With --models, real checkpoints are cut into parts in a folder beside it, FOLDER-models: each of its numbered folders is
+for a journey of its own (launch.gpu.parts).
+
 pip resolves against what stands there: each package of there.txt takes part as an empty wheel of that version.
 Needs pip and the standard library alone.
 """
@@ -19,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
+from launch.gpu import parts
 from launch.gpu.layout import ROOT, THERE, WORKSPACE, Carried, There, requirements
 
 PYTHON_VERSION: Final = "3.12"
@@ -37,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="where to put it")
     parser.add_argument("--workspace", type=Path, default=WORKSPACE, help="where FlashInfer has built its kernels")
     parser.add_argument("--there", type=Path, default=THERE, help="list of what the machine has")
+    parser.add_argument("--models", type=Path, nargs="+", default=(), help="folders of checkpoints to carry in parts")
     parser.add_argument("--limit-mib", type=float, default=LIMIT_MIB, help="of the folder and the repository's files")
     options = parser.parse_args(arguments)
     carried = Carried(options.folder)
@@ -45,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = {name: _tree_bytes([path]) for name, path in _parts(carried)}
     sizes["the repository"] = _tree_bytes(_repository_files())
     print(table(sizes, options.limit_mib))
+    if options.models:
+        for journey in parts.cut(options.models, options.folder.with_name(f"{options.folder.name}-models")):
+            print(f"{journey!s:{_NAME_WIDTH}} {_tree_bytes([journey]) / MIB:6.1f} MiB, to be carried by itself")
     return int(sum(sizes.values()) > options.limit_mib * MIB)
 
 

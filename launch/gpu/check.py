@@ -1,8 +1,9 @@
 """`make gpu-check`: is everything right on this GPU, and how fast is it? One command for a bare machine.
 
-It installs the carried wheels into a folder of their own, runs every stage in a process of its own with a deadline,
-goes on after one that fails, and ends with a table and a JSON file. Standard library alone: nothing else is installed
-when it begins.
+It installs the carried wheels into a folder of their own, joins carried checkpoints, and runs every stage in a process
+of its own with a deadline: those that decide side by side, then the benchmarks. It goes on after one that fails. Three
+files are what comes of it, and are whole after every stage: gpu-check.json, gpu-check.md and, at the end, logs.tar.gz.
+Standard library alone: nothing else is installed when it begins.
 """
 
 from __future__ import annotations
@@ -13,19 +14,21 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
+from launch.gpu import parts
 from launch.gpu.figures import HEADER, Figure
 from launch.gpu.layout import ROOT, Carried
-from launch.gpu.plan import STAGES
-from launch.gpu.stages import Outcome, Stage, run_stage
+from launch.gpu.plan import BUDGET_S, LANES, STAGES, expected_s
+from launch.gpu.stages import MODELS, Outcome, Stage, run_stage
 
-BUDGET_S: Final = 540.0
 INSTALL_LIMIT_S: Final = 120.0
 
 
@@ -33,27 +36,72 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the check; returns the exit status: 0 only if every stage that decides is well."""
     options = _parser().parse_args(arguments)
     began_s = time.monotonic()
-    options.out.mkdir(parents=True, exist_ok=True)
+    stages, results = _chosen(options.only), Results(options.out)
+    print(f"{expected_s(stages):.0f} s of stages are expected, {options.budget_s:.0f} s there are", flush=True)
     carried = Carried(options.carried.resolve())
     install(carried)
-    outcomes = run_all(
-        _chosen(options.only), environment(carried, options.models), options.out, began_s + options.budget_s
-    )
+    models = None if options.models is None else parts.join(options.models.resolve())
+    outcomes = run_all(stages, environment(carried, models), results, began_s + options.budget_s)
+    results.bundle()
     print("\n" + table(outcomes))
-    path = options.out / "gpu-check.json"
-    path.write_text(json.dumps({"when": datetime.now(UTC).isoformat(), "stages": [asdict(one) for one in outcomes]}))
-    print(f"\nall figures: {path}")
+    print(f"\nall figures: {results.json}")
     return int(any(outcome.fails_the_check for outcome in outcomes))
 
 
-def run_all(stages: Sequence[Stage], environment: Mapping[str, str], folder: Path, deadline_s: float) -> list[Outcome]:
-    """Every stage in its turn, told as it ends; `deadline_s` is a time of the monotonic clock."""
-    outcomes = []
+class Results:
+    """The files that come of a check, in `folder`; its logs stay beside them, in a folder of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.logs = folder / "logs"
+        self.json = folder / "gpu-check.json"
+        self._table = folder / "gpu-check.md"
+        self._bundle = folder / "logs.tar.gz"
+        shutil.rmtree(self.logs, ignore_errors=True)
+        self.logs.mkdir(parents=True)
+
+    def write(self, outcomes: Sequence[Outcome]) -> None:
+        """What there is so far: who ends the check early keeps it."""
+        content = {"when": datetime.now(UTC).isoformat(), "stages": [asdict(one) for one in outcomes]}
+        for path, text in ((self.json, json.dumps(content)), (self._table, table(outcomes) + "\n")):
+            whole = path.with_name(f"{path.name}.part")
+            whole.write_text(text)
+            whole.replace(path)
+
+    def bundle(self) -> None:
+        """All logs in one file; a machine may give back only a few."""
+        with tarfile.open(self._bundle, "w:gz") as archive:
+            archive.add(self.logs, "logs")
+        shutil.rmtree(self.logs)
+
+
+def run_all(
+    stages: Sequence[Stage], environment: Mapping[str, str], results: Results, deadline_s: float
+) -> list[Outcome]:
+    """Every stage, told as it ends; `deadline_s` is a time of the monotonic clock. Those that decide run in LANES,
+    fewer on few cores; outcomes are in the order of the stages."""
+    done: dict[str, Outcome] = {}
+
+    def run(stage: Stage) -> Outcome:
+        print(f"{stage.name} … {stage.expected_s:.0f} s expected, at most {stage.limit_s:.0f} s", flush=True)
+        return run_stage(stage, environment, results.logs, deadline_s - time.monotonic())
+
+    def note(outcome: Outcome) -> None:
+        done[outcome.stage] = outcome
+        print(f"  {outcome.stage}: {outcome.verdict}, {outcome.seconds:.0f} s: {outcome.found}", flush=True)
+        results.write([done[stage.name] for stage in stages if stage.name in done])
+
+    _side_by_side([stage for stage in stages if stage.decides], run, note)
     for stage in stages:
-        print(f"{stage.name} …", flush=True)
-        outcomes.append(run_stage(stage, environment, folder, deadline_s - time.monotonic()))
-        print(f"  {outcomes[-1].verdict}, {outcomes[-1].seconds:.0f} s: {outcomes[-1].found}", flush=True)
-    return outcomes
+        if not stage.decides:
+            note(run(stage))
+    return [done[stage.name] for stage in stages]
+
+
+def _side_by_side(stages: Sequence[Stage], run: Callable[[Stage], Outcome], note: Callable[[Outcome], None]) -> None:
+    lanes = max(1, min(LANES, len(os.sched_getaffinity(0)) // LANES))
+    with ThreadPoolExecutor(lanes) as pool:
+        for ended in as_completed([pool.submit(run, stage) for stage in stages]):
+            note(ended.result())
 
 
 def install(carried: Carried) -> None:
@@ -74,7 +122,8 @@ def install(carried: Carried) -> None:
 
 
 def environment(carried: Carried, models: Path | None) -> dict[str, str]:
-    """What the stages run with: the carried packages first, kernels that survive the run, sleeping OpenMP threads."""
+    """What the stages run with: the carried packages first, kernels that survive the run, sleeping OpenMP threads, and
+    no look at a hub, which would be waited for."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     if carried.site.is_dir():
         paths.insert(0, str(carried.site))
@@ -82,15 +131,19 @@ def environment(carried: Carried, models: Path | None) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "PYTHONUNBUFFERED": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
+        "HF_HUB_OFFLINE": "1",
         "FLASHINFER_WORKSPACE_BASE": str(carried.workspace),
     }
-    return variables if models is None else variables | {"TRIPTYCH_GPU_MODELS": str(models.resolve())}
+    return variables if models is None else variables | {MODELS: str(models.resolve())}
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """A markdown row for each stage, and one for each figure."""
-    lines = ["| stage | result | seconds | found |", "|---|---|---|---|"]
-    lines += [f"| {one.stage} | {one.verdict} | {one.seconds:.0f} | {one.found} |" for one in outcomes]
+    lines = ["| stage | result | seconds | expected | limit | found |", "|---|---|---|---|---|---|"]
+    lines += [
+        f"| {one.stage} | {one.verdict} | {one.seconds:.0f} | {one.expected_s:.0f} | {one.limit_s:.0f} | {one.found} |"
+        for one in outcomes
+    ]
     rows = [Figure(**figure).row() for outcome in outcomes for figure in outcome.figures]
     return "\n".join([*lines, "", HEADER, *rows] if rows else lines)
 
@@ -109,8 +162,8 @@ def _chosen(only: str | None) -> list[Stage]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m launch.gpu.check", description=__doc__.split("\n")[0])
     parser.add_argument("--carried", type=Path, default=ROOT / "build" / "gpu", help="folder made by `make gpu-carry`")
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-check", help="folder for logs and figures")
-    parser.add_argument("--models", type=Path, help="folder of real checkpoints to compare with transformers")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-check", help="folder for figures and logs")
+    parser.add_argument("--models", type=Path, help="folder of real checkpoints, or of their carried parts")
     parser.add_argument("--only", help="stages to run, with commas")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds for all of it")
     return parser

@@ -12,6 +12,9 @@ HEADER: Final = (
     "| benchmark | case | median | spread | limit | share of limit | beside it |\n|---|---|---|---|---|---|---|"
 )
 
+_MOST_WORDS: Final = 300
+"""Characters of an error in a cell."""
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -19,6 +22,7 @@ class Figure:
 
     `limit` is what the machine would allow, in the same unit, and `share` how near the figure comes to it: 1 is the
     limit; both are None where there is none to name. `beside` says what else is to be known.
+    With `failed` there is no number, and `beside` says why.
     """
 
     benchmark: str
@@ -30,9 +34,12 @@ class Figure:
     limit: float | None = None
     share: float | None = None
     beside: str = ""
+    failed: bool = False
 
     def row(self) -> str:
         """A row of the table that HEADER begins."""
+        if self.failed:
+            return f"| {self.benchmark} | {self.case} | failed | – | – | – | {self.beside} |"
         limit = "–" if self.limit is None else f"{self.limit:.4g} {self.unit}"
         share = "–" if self.share is None else f"{self.share:.0%}"
         cells = [self.benchmark, self.case, f"{self.value:.4g} {self.unit}", f"{self.low:.4g}–{self.high:.4g}"]
@@ -69,6 +76,12 @@ def rate(
     rates = [amount / one for one in seconds]
     share = None if limit is None else statistics.median(rates) / limit
     return _figure(benchmark, case, unit, rates, limit, share, beside)
+
+
+def failure(benchmark: str, case: str, error: Exception) -> Figure:
+    """In the place of a figure that could not be measured. Its words fit into a cell of a table."""
+    words = " ".join(f"{type(error).__name__}: {error}".replace("|", "/").split())
+    return Figure(benchmark, case, "", 0.0, 0.0, 0.0, beside=words[:_MOST_WORDS], failed=True)
 
 
 def _figure(

@@ -1,48 +1,97 @@
-"""The stages of the GPU check, in their order: what decides first, the benchmarks last. Standard library alone."""
+"""The stages of the GPU check: those that decide, which run side by side, then the benchmarks, one after the other.
+
+What matters most comes first. Standard library alone.
+
+Estimates are those of an H100 with 16 cores and kernels that were built ahead, 8 s of each for the start of a process
+with torch and a CUDA context. They are guesses until the check has run there; limits are what a stage may take at most.
+"""
 
 from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Final
 
-from launch.gpu.stages import REPORT, Stage, read_json, read_junit
+from launch.gpu.stages import MODELS, REPORT, Stage, read_json, read_junit
 
+BUDGET_S: Final = 540.0
+"""For all stages: less than ten minutes, with what is left for the installation."""
+LANES: Final = 4
+"""So many stages that decide run at once: they look at results, not at times."""
 _PYTEST: Final = (sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={REPORT}")
 _SANITIZER: Final = "compute-sanitizer"
 _KERNELS: Final = ("tests/gpu/test_kernels.py",)
+_THREADS: Final = {"OMP_NUM_THREADS": "4"}
+"""Side by side, none takes all cores for its reference on the CPU."""
+_NO_CACHING: Final = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+"""Each tensor is an allocation of its own: within torch's large ones, memcheck would see no overrun."""
+_REFUSALS: Final = ("Device not supported", "Internal Sanitizer Error", "Unable to find injection library")
+"""What compute-sanitizer says on a device or driver that it does not know."""
 
 
-def _tests(name: str, *words: str, limit_s: float) -> Stage:
-    return Stage(name, (*_PYTEST, *words), limit_s, read_junit)
+def _tests(name: str, *words: str, expected_s: float, limit_s: float) -> Stage:
+    return Stage(name, (*_PYTEST, *words), expected_s, limit_s, read_junit, variables=_THREADS)
 
 
-def _benchmark(name: str, limit_s: float) -> Stage:
+def _benchmark(name: str, expected_s: float, limit_s: float) -> Stage:
     command = (sys.executable, "-m", "launch.gpu.bench", name, "--out", REPORT)
-    return Stage(f"bench-{name}", command, limit_s, read_json, decides=False)
+    missing = _without_models if name == "small" else _nothing
+    return Stage(f"bench-{name}", command, expected_s, limit_s, read_json, decides=False, missing=missing)
 
 
-def _sanitized(name: str, *words: str, limit_s: float) -> Stage:
+def _sanitized(name: str, *words: str, expected_s: float, limit_s: float) -> Stage:
+    """pytest under memcheck. Where the tool is not there, or refuses the device, that is said and does not decide."""
     there = shutil.which(_SANITIZER)
     command = (there or _SANITIZER, "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "86")
-    missing = None if there else f"{_SANITIZER} is not on the PATH: it comes with the CUDA toolkit"
-    return Stage(name, (*command, *_PYTEST, *words), limit_s, read_junit, missing=missing)
+
+    def missing(_: Mapping[str, str]) -> str | None:
+        return None if there else f"{_SANITIZER} is not on the PATH: it comes with the CUDA toolkit"
+
+    return Stage(
+        name,
+        (*command, *_PYTEST, *words),
+        expected_s,
+        limit_s,
+        read_junit,
+        missing=missing,
+        variables=_THREADS | _NO_CACHING,
+        refusals=_REFUSALS,
+    )
+
+
+def _nothing(_: Mapping[str, str]) -> str | None:
+    return None
+
+
+def _without_models(variables: Mapping[str, str]) -> str | None:
+    return None if MODELS in variables else "no checkpoints are given (--models)"
+
+
+def expected_s(stages: Sequence[Stage]) -> float:
+    """Of all of them, those that decide in LANES, in their order."""
+    lanes = [0.0] * LANES
+    for stage in stages:
+        if stage.decides:
+            lanes[lanes.index(min(lanes))] += stage.expected_s
+    return max(lanes) + sum(stage.expected_s for stage in stages if not stage.decides)
 
 
 STAGES: Final = (
-    Stage("environment", (sys.executable, "-m", "launch.gpu.environment", "--out", REPORT), 60, read_json),
-    _tests("attention", "tests/gpu/test_attention.py", *_KERNELS, limit_s=240),
-    _tests("runner", "tests/engine", limit_s=120),
-    _tests("engine", "tests/gpu/test_engine.py", limit_s=150),
-    _tests("cluster", "tests/gpu/test_cluster.py", limit_s=180),
-    _tests("transports", "tests/broker", "tests/services", limit_s=90),
-    _sanitized("sanitizer", *_KERNELS, limit_s=90),
-    _benchmark("decode", 120),
-    _benchmark("prefill", 60),
-    _benchmark("cross", 90),
-    _benchmark("cross_plan", 60),
-    _benchmark("encoder", 60),
-    _benchmark("handoff", 60),
-    _benchmark("serving", 150),
-    _benchmark("batching", 90),
+    Stage("environment", (sys.executable, "-m", "launch.gpu.environment", "--out", REPORT), 8, 60, read_json),
+    _tests("cluster", "tests/gpu/test_cluster.py", expected_s=90, limit_s=210),
+    _tests("engine", "tests/gpu/test_engine.py", expected_s=80, limit_s=180),
+    _sanitized("sanitizer", *_KERNELS, expected_s=60, limit_s=150),
+    _tests("attention", "tests/gpu/test_attention.py", *_KERNELS, expected_s=35, limit_s=240),
+    _tests("runner", "tests/engine", expected_s=25, limit_s=120),
+    _tests("transports", "tests/broker", "tests/services", expected_s=25, limit_s=90),
+    _benchmark("decode", 40, 90),
+    _benchmark("prefill", 20, 60),
+    _benchmark("cross", 30, 60),
+    _benchmark("cross_plan", 15, 45),
+    _benchmark("encoder", 25, 60),
+    _benchmark("handoff", 75, 150),
+    _benchmark("batching", 45, 90),
+    _benchmark("serving", 180, 240),
+    _benchmark("small", 90, 240),
 )

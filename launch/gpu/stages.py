@@ -18,6 +18,8 @@ from launch.gpu.layout import ROOT
 
 REPORT: Final = "{report}"
 """In a command: the file that it writes its report to."""
+MODELS: Final = "TRIPTYCH_GPU_MODELS"
+"""The variable that names the folder of real checkpoints."""
 _KILL_S: Final = 10.0
 _SHOWN_FAILURES: Final = 5
 _TAIL_CHARACTERS: Final = 300
@@ -36,26 +38,33 @@ class Finding:
 
 @dataclass(frozen=True)
 class Stage:
-    """`limit_s` is its deadline. With `decides`, the check fails if the stage does; a benchmark does not decide.
+    """`expected_s` is how long it takes, `limit_s` its deadline. With `decides`, the check fails if the stage does, and
+    others run beside it; a benchmark does not decide, and runs alone.
 
-    `missing` says why the stage cannot run on this machine and need not.
+    `missing`, of the variables, says why the stage cannot run on this machine and need not; so does a line of its log
+    with one of `refusals`. `variables` are its own beside those of all stages.
     """
 
     name: str
     command: Sequence[str]
+    expected_s: float
     limit_s: float
     read: Callable[[Path], Finding]
     decides: bool = True
-    missing: str | None = None
+    missing: Callable[[Mapping[str, str]], str | None] = lambda _: None
+    variables: Mapping[str, str] = field(default_factory=dict)
+    refusals: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a stage; `log` is what it printed."""
+    """What came of a stage; `log` is the file of what it printed."""
 
     stage: str
     verdict: Verdict
     seconds: float
+    expected_s: float
+    limit_s: float
     found: str
     decides: bool
     log: str
@@ -76,16 +85,22 @@ def run_stage(stage: Stage, environment: Mapping[str, str], folder: Path, left_s
 
     def outcome(verdict: Verdict, found: str, figures: list[dict[str, Any]] | None = None) -> Outcome:
         seconds = time.monotonic() - began_s
-        return Outcome(stage.name, verdict, seconds, found, stage.decides, str(log), figures or [])
+        return Outcome(
+            stage.name, verdict, seconds, stage.expected_s, stage.limit_s, found, stage.decides, log.name, figures or []
+        )
 
-    if stage.missing is not None:
-        return outcome("not here", stage.missing)
+    missing = stage.missing(environment)
+    if missing is not None:
+        return outcome("not here", missing)
     if left_s <= 0:
-        return outcome("no time left", "raise --budget-s, or choose stages with --only")
+        return outcome("no time left", f"run it again with --only {stage.name}, or raise --budget-s")
     command = [word.replace(REPORT, str(report)) for word in stage.command]
     report.unlink(missing_ok=True)
     limit_s = min(stage.limit_s, left_s)
-    status = _run(command, environment, log, limit_s)
+    status = _run(command, {**environment, **stage.variables}, log, limit_s)
+    refusal = _refusal(stage, log)
+    if refusal is not None:
+        return outcome("not here", refusal)
     try:
         finding = stage.read(report)
     except (OSError, ValueError, KeyError, ElementTree.ParseError):
@@ -141,6 +156,12 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(_KILL_S)
+
+
+def _refusal(stage: Stage, log: Path) -> str | None:
+    """The line of a log in which a tool refuses the device."""
+    lines = log.read_text(errors="replace").splitlines() if stage.refusals else []
+    return next((line.strip("= ") for line in lines if any(words in line for words in stage.refusals)), None)
 
 
 def _name(case: ElementTree.Element) -> str:

@@ -6,23 +6,24 @@ import json
 import pkgutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from common.model_info import load_model_info
+from common.model_info import BUNDLED, load_model_info
 from common.text import TextProcessor
 from engine.models.base import DecoderModel
 from engine.models.skeleton import without_memory
 from launch.gpu.bench import __main__ as bench
+from launch.gpu.bench.attempts import attempted
 from launch.gpu.bench.decode import token_bytes, weight_bytes
 from launch.gpu.bench.engines import Driver, endless, make_decoder
 from launch.gpu.bench.limits import Limits, measure_limits
 from launch.gpu.bench.prefill import prefill_flops
-from launch.gpu.bench.setup import Setup
-from launch.gpu.figures import HEADER, Figure, durations
+from launch.gpu.bench.setup import Setup, checkpoints_in
+from launch.gpu.figures import HEADER, Figure, duration, durations
 from launch.gpu.shapes import Shape, qwen2_3b, qwen2_5_vl_3b, whisper_large_v3
 
 CPU = torch.device("cpu")
@@ -31,27 +32,29 @@ CASES = {
     "decode": 2,
     "prefill": 1,
     "cross": 2,
-    "cross_plan": 2,
-    "encoder": 4,
+    "cross_plan": 4,
+    "encoder": 6,
     "batching": 2,
-    "handoff": 2,
-    "serving": 4,
+    "handoff": 3,
+    "serving": 6,
+    "small": 4,
 }
 """How many figures each makes."""
-CLUSTERS = ("handoff", "serving")
+CLUSTERS = ("handoff", "serving", "small")
 
 
 @pytest.fixture
 def setup(tmp_path: Path) -> Setup:
-    return Setup(CPU, LIMITS, tmp_path, toy=True, repetitions=2)
+    return Setup(CPU, LIMITS, tmp_path, toy=True, repetitions=2, checkpoints=(BUNDLED / "signpost",))
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.cluster] if name in CLUSTERS else []) for name in bench.NAMES]
 )
 def test_a_benchmark_measures(name: str, setup: Setup) -> None:
-    measure: Callable[[Setup], list[Figure]] = pkgutil.resolve_name(f"launch.gpu.bench.{name}:measure")
-    figures = measure(setup)
+    measure: Callable[[Setup], Iterator[Figure]] = pkgutil.resolve_name(f"launch.gpu.bench.{name}:measure")
+    figures = list(measure(setup))
+    assert [figure.beside for figure in figures if figure.failed] == []
     assert len(figures) == CASES[name]
     assert len({(figure.case, figure.unit) for figure in figures}) == len(figures)
     for figure in figures:
@@ -67,8 +70,34 @@ def test_the_command_prints_a_table_and_writes_the_figures(tmp_path: Path) -> No
     run = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=120, check=True)
     report = json.loads(out.read_text())
     assert report["found"] == "3 figures"
+    assert not out.with_name("figures.json.part").exists()
     assert HEADER in run.stdout
     assert all(Figure(**figure).row() in run.stdout for figure in report["figures"])
+
+
+def test_a_part_that_fails_is_a_row_and_the_next_one_is_measured() -> None:
+    def breaks() -> Iterator[Figure]:
+        yield duration("decode", "batch 1", [0.001])
+        raise RuntimeError("out of memory | 3 GiB\nwanted")
+
+    figures = list(attempted("decode", "batch 8", breaks))
+    figures += attempted("decode", "batch 64", lambda: [duration("decode", "batch 64", [0.001])])
+    assert [(figure.case, figure.failed) for figure in figures] == [
+        ("batch 1", False),
+        ("batch 8", True),
+        ("batch 64", False),
+    ]
+    assert figures[1].row().count("|") == HEADER.splitlines()[0].count("|")
+    assert "RuntimeError: out of memory / 3 GiB wanted" in figures[1].row()
+
+
+def test_checkpoints_are_the_folders_with_a_configuration(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").touch()
+    (tmp_path / "nothing").mkdir()
+    assert checkpoints_in(tmp_path) == (tmp_path / "a", tmp_path / "b")
+    assert checkpoints_in(None) == ()
 
 
 def test_the_roofline_is_whichever_takes_longer() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tarfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,19 +20,22 @@ from launch.gpu.stages import REPORT, Stage, read_json, read_junit, run_stage
 from tests.launch.test_gpu_carry import make_wheel
 from tests.launch.waiting import alive, eventually
 
-WRITES = "import json, sys; json.dump({'found': 'two things', 'figures': FIGURES}, open(sys.argv[1], 'w'))"
+WRITES = """
+import json, pathlib, sys
+pathlib.Path(sys.argv[1]).write_text(json.dumps({'found': 'two things', 'figures': FIGURES}))
+"""
 FOREVER = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
 
 
-def script(name: str, source: str, limit_s: float = 60.0, *, decides: bool = True) -> Stage:
-    return Stage(name, (sys.executable, "-c", source, REPORT), limit_s, read_json, decides)
+def script(name: str, source: str, limit_s: float = 60.0, *, decides: bool = True, **more: Any) -> Stage:
+    return Stage(name, (sys.executable, "-c", source, REPORT), 1.0, limit_s, read_json, decides, **more)
 
 
 def pytest_stage(folder: Path, body: str) -> Stage:
     path = folder / "test_it.py"
     path.write_text(body)
     command = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={REPORT}", str(path))
-    return Stage("tests", command, 60, read_junit)
+    return Stage("tests", command, 5, 60, read_junit)
 
 
 def test_a_failed_stage_does_not_keep_the_others_from_running(
@@ -47,6 +52,11 @@ def test_a_failed_stage_does_not_keep_the_others_from_running(
     printed = capsys.readouterr().out
     assert "no report; the log ends: no room" in printed
     assert "| decode | batch 1 | 3 ms | 2–4 | 1.5 ms | 50% | – |" in printed
+    results = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert results == ["gpu-check.json", "gpu-check.md", "logs.tar.gz"]
+    assert (tmp_path / "out" / "gpu-check.md").read_text().strip() in printed
+    with tarfile.open(tmp_path / "out" / "logs.tar.gz") as archive:
+        assert {"logs/broken.log", "logs/good.log", "logs/good.report"} <= set(archive.getnames())
     assert check.main([*arguments, "--only", "good"]) == 0
 
 
@@ -90,14 +100,53 @@ def test_tests_that_all_skip_have_checked_nothing(tmp_path: Path, body: str, ver
 
 
 def test_what_this_machine_cannot_run_is_said_and_does_not_decide(tmp_path: Path) -> None:
-    stage = Stage("sanitizer", (), 1.0, read_junit, missing="compute-sanitizer is not on the PATH")
+    stage = script("sanitizer", WRITES, missing=lambda _: "compute-sanitizer is not on the PATH")
     outcome = run_stage(stage, os.environ, tmp_path, left_s=60)
     assert (outcome.verdict, outcome.found) == ("not here", "compute-sanitizer is not on the PATH")
     assert not outcome.fails_the_check
 
 
+def test_a_tool_that_refuses_the_device_is_not_here_in_its_own_words(tmp_path: Path) -> None:
+    source = "raise SystemExit('========= Error: Device not supported. Please refer to the manual')"
+    outcome = run_stage(script("sanitizer", source, refusals=("Device not supported",)), os.environ, tmp_path, 60)
+    assert (outcome.verdict, outcome.fails_the_check) == ("not here", False)
+    assert outcome.found == "Error: Device not supported. Please refer to the manual"
+    assert run_stage(script("sanitizer", source), os.environ, tmp_path, 60).verdict == "FAILED"
+
+
+def test_figures_of_a_benchmark_that_is_ended_are_kept(tmp_path: Path) -> None:
+    figure = vars(duration("decode", "batch 1", [0.002]))
+    source = WRITES.replace("FIGURES", repr([figure])) + "import time; time.sleep(600)"
+    outcome = run_stage(script("slow", source, limit_s=3.0, decides=False), os.environ, tmp_path, 60)
+    assert (outcome.verdict, outcome.figures) == ("timed out", [figure])
+
+
+def test_a_stage_has_variables_of_its_own(tmp_path: Path) -> None:
+    assert plan.STAGES[3].variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
+    source = "import json, os, sys; open(sys.argv[1], 'w').write(json.dumps({'found': os.environ['OWN']}))"
+    stage = script("own", source, variables={"OWN": "its value"})
+    assert run_stage(stage, {**os.environ, "OWN": "another"}, tmp_path, 60).found == "its value"
+
+
+def test_what_comes_of_a_check_is_there_before_it_ends(tmp_path: Path) -> None:
+    results = check.Results(tmp_path)
+    late = f"import sys; open(sys.argv[1], 'w').write(open({str(results.json)!r}).read().replace('stages', 'found'))"
+    stages = [script("good", WRITES.replace("FIGURES", "[]")), script("late", late, decides=False)]
+    outcomes = check.run_all(stages, os.environ, results, time.monotonic() + 60)
+    assert [outcome.stage for outcome in outcomes] == ["good", "late"]
+    assert "'good'" in outcomes[1].found
+
+
+def test_all_stages_are_expected_to_fit_into_the_time_there_is() -> None:
+    without_models = [stage for stage in plan.STAGES if stage.missing({}) != "no checkpoints are given (--models)"]
+    assert len(without_models) == len(plan.STAGES) - 1
+    assert plan.expected_s(without_models) <= plan.BUDGET_S
+    assert all(stage.expected_s < stage.limit_s for stage in plan.STAGES)
+    assert plan.expected_s([script("one", ""), script("two", ""), script("alone", "", decides=False)]) == 2.0
+
+
 def test_unknown_stages_are_refused_with_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="no stage nonsense; there are: environment, attention"):
+    with pytest.raises(SystemExit, match="no stage nonsense; there are: environment, cluster"):
         check.main(["--only", "nonsense", "--out", str(tmp_path), "--carried", str(tmp_path)])
 
 

@@ -6,17 +6,32 @@ import json
 import os
 import pkgutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from common import openmp
 
-NAMES: Final = ("decode", "prefill", "cross", "cross_plan", "encoder", "handoff", "serving", "batching")
-"""Modules of this package, each with a function `measure`."""
+if TYPE_CHECKING:
+    from launch.gpu.bench.setup import Setup
+    from launch.gpu.figures import Figure
+
+NAMES: Final = (
+    "decode",
+    "prefill",
+    "cross",
+    "cross_plan",
+    "encoder",
+    "handoff",
+    "batching",
+    "serving",
+    "small",
+)
+"""Modules of this package, each with a function `measure`; what matters most comes first."""
 
 
 def main(
@@ -24,31 +39,65 @@ def main(
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     toy: Annotated[bool, typer.Option(help="Tiny models and loads: does it run? Its figures mean nothing.")] = False,
     repetitions: Annotated[int, typer.Option(min=1)] = 5,
-    out: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
+    models: Annotated[
+        Path | None, typer.Option(envvar="TRIPTYCH_GPU_MODELS", help="Folder of real checkpoints, for `small`.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the figures, whole after each of them.")] = None,
 ) -> None:
-    """Measure the limits of the device, then what was asked for."""
+    """Measure the limits of the device, then what was asked for. The exit status is 1 if something failed."""
     openmp.set_defaults(os.environ)
     import torch
 
+    from launch.gpu.bench.attempts import attempted
     from launch.gpu.bench.limits import measure_limits
-    from launch.gpu.bench.setup import Setup
-    from launch.gpu.figures import HEADER, Figure
+    from launch.gpu.bench.setup import Setup, checkpoints_in
+    from launch.gpu.figures import HEADER
 
     unknown = set(names or ()) - set(NAMES)
     if unknown:
         raise typer.BadParameter(f"no benchmark {', '.join(sorted(unknown))}; there are: {', '.join(NAMES)}")
-    limits, figures = measure_limits(torch.device(device), toy=toy)
-    print("\n".join([HEADER, *(figure.row() for figure in figures)]), flush=True)
+    report = _Report(out)
+    limits, of_the_device = measure_limits(torch.device(device), toy=toy)
+    print(HEADER, flush=True)
+    for figure in of_the_device:
+        report.add(figure)
     for name in names or NAMES:
-        measure: Callable[[Setup], list[Figure]] = pkgutil.resolve_name(f"launch.gpu.bench.{name}:measure")
         with tempfile.TemporaryDirectory() as folder:
-            setup = Setup(torch.device(device), limits, Path(folder), toy, repetitions)
-            measured = measure(setup)
-        print("\n".join(figure.row() for figure in measured), flush=True)
-        figures += measured
-    if out is not None:
-        found = f"{len(figures)} figures"
-        out.write_text(json.dumps({"found": found, "figures": [asdict(figure) for figure in figures]}))
+            setup = Setup(torch.device(device), limits, Path(folder), toy, repetitions, checkpoints_in(models))
+            for figure in attempted(name, "all of it", partial(_measure, name, setup)):
+                report.add(figure)
+    raise typer.Exit(int(report.has_failed))
+
+
+def _measure(name: str, setup: Setup) -> Iterator[Figure]:
+    """Imported here: that a module cannot be imported is its own failure."""
+    measure: Callable[[Setup], Iterator[Figure]] = pkgutil.resolve_name(f"launch.gpu.bench.{name}:measure")
+    yield from measure(setup)
+
+
+class _Report:
+    """Tells each figure as it comes: a benchmark that is ended later keeps what it has measured."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._figures: list[Figure] = []
+
+    def add(self, figure: Figure) -> None:
+        self._figures.append(figure)
+        print(figure.row(), flush=True)
+        if self._path is not None:
+            whole = self._path.with_name(f"{self._path.name}.part")
+            whole.write_text(json.dumps({"found": self._found(), "figures": [asdict(one) for one in self._figures]}))
+            whole.replace(self._path)
+
+    @property
+    def has_failed(self) -> bool:
+        return any(figure.failed for figure in self._figures)
+
+    def _found(self) -> str:
+        failed: Sequence[Figure] = [figure for figure in self._figures if figure.failed]
+        words = f"{len(self._figures) - len(failed)} figures"
+        return f"{words}, {len(failed)} failed: {'; '.join(one.case for one in failed)}" if failed else words
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Final
 
 import torch
@@ -9,6 +11,7 @@ import torch
 from common.messages import InputLayout, InputSlot
 from engine.decoder_engine import DecoderEngine
 from engine.events import InputGranted, InputMetadata
+from launch.gpu.bench.attempts import attempted
 from launch.gpu.bench.decode import token_bytes, weight_bytes
 from launch.gpu.bench.engines import WARM_UP_TOKENS, Driver, endless, make_decoder
 from launch.gpu.bench.setup import Setup
@@ -22,27 +25,32 @@ PROMPT: Final = (391, 10, 11, 12)
 _FAR_S: Final = 1e12
 
 
-def measure(setup: Setup) -> list[Figure]:
+def measure(setup: Setup) -> Iterator[Figure]:
     """One figure for each batch of clips that are all different: weights, self and cross keys and values once."""
     batches, steps = (TOY_BATCHES, TOY_STEPS) if setup.toy else (BATCHES, STEPS)
     engine = make_decoder(setup, whisper_large_v3, max_num_seqs=max(batches), max_num_batched_tokens=2048)
-    return [_measure_batch(setup, engine, batch, steps) for batch in batches]
+    for batch in batches:
+        yield from attempted("cross", f"{batch} clips", partial(_measure_batch, setup, engine, batch, steps))
 
 
-def _measure_batch(setup: Setup, engine: DecoderEngine, batch: int, steps: int) -> Figure:
-    driver = Driver(engine)
+def _measure_batch(setup: Setup, engine: DecoderEngine, batch: int, steps: int) -> Iterator[Figure]:
+    yield measure_clips(setup, engine, batch, steps, "cross", f"{batch} clips")
+
+
+def measure_clips(setup: Setup, engine: DecoderEngine, batch: int, steps: int, benchmark: str, case: str) -> Figure:
+    """A decode step of `batch` requests with a clip each, beside the least that reading could take."""
     num_tokens = steps * (setup.repetitions + 1) + 2 * WARM_UP_TOKENS
-    for number in range(batch):
-        add_clip(driver, f"cross-{batch}-{number}", num_tokens)
-    driver.until(WARM_UP_TOKENS)
-    seconds = setup.time(driver.step, calls=steps)
-    driver.drop_all()
+    with Driver(engine) as driver:
+        for number in range(batch):
+            add_clip(driver, f"cross-{batch}-{number}", num_tokens)
+        driver.until(WARM_UP_TOKENS)
+        seconds = setup.time(driver.step, calls=steps)
     tokens = len(PROMPT) + num_tokens // 2
     rows = engine.info.max_encoder_tokens
     cross_bytes = batch * rows * _cross_token_bytes(engine)
     size_bytes = weight_bytes(engine) + cross_bytes + batch * tokens * token_bytes(engine)
     beside = f"{size_bytes / 1e9:.2f} GB to read, {cross_bytes / 1e9:.2f} of them by cross-attention"
-    return duration("cross", f"{batch} clips of {rows} rows", seconds, setup.limits.least_s(size_bytes), beside)
+    return duration(benchmark, f"{case} of {rows} rows", seconds, setup.limits.least_s(size_bytes), beside)
 
 
 def add_clip(driver: Driver, name: str, num_tokens: int) -> None:

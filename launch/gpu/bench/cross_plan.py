@@ -1,19 +1,28 @@
-"""Cross-attention alone, all layers of a Whisper large-v3 decoding: with the plan of the step before, and with a new
-one for every step."""
+"""Cross-attention alone, all layers of a Whisper large-v3 decoding, on the path that serves: a plan at fixed addresses
+and, on a GPU, a CUDA graph of the layers.
+
+Apart: the layers (what the device does), the plan (what the host does), and both together with the plan of the step
+before and with a new one for every step.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from engine.attention.backend import AttentionBackend
+from engine.attention.backend import AttentionBackend, DecodePlan, HeadSpec
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.select import choose_backend
+from engine.runner.recorder import CudaRecorder, PlainRecorder
+from launch.gpu.bench.attempts import attempted
 from launch.gpu.bench.setup import Setup
 from launch.gpu.figures import Figure, duration, ratio
 
@@ -36,50 +45,74 @@ class Sizes:
         """Of one request."""
         return -(-self.rows // self.block_size)
 
+    def __str__(self) -> str:
+        return f"{self.batch} clips, {self.layers} layers"
+
 
 LARGE: Final = tuple(Sizes(batch, layers=32, heads=20, head_dim=64, rows=1500) for batch in (1, 8, 32))
 TOY: Final = (Sizes(batch=2, layers=2, heads=4, head_dim=64, rows=40),)
 
 
-def measure(setup: Setup) -> list[Figure]:
-    """Two figures for each batch; the limit of both is reading the keys and values once."""
-    return [figure for sizes in (TOY if setup.toy else LARGE) for figure in _measure_sizes(setup, sizes)]
+def measure(setup: Setup) -> Iterator[Figure]:
+    """Four figures for each batch; the limit of all but the plan is reading the keys and values once."""
+    for sizes in TOY if setup.toy else LARGE:
+        yield from attempted("cross_plan", str(sizes), partial(_measure_sizes, setup, sizes))
 
 
 @torch.inference_mode()
 def _measure_sizes(setup: Setup, sizes: Sizes) -> list[Figure]:
-    device, dtype = setup.device, torch.bfloat16
-    backend = choose_backend(device, dtype, head_dim=sizes.head_dim)
-    shape = (2, 2 * sizes.batch * sizes.num_blocks + 1, sizes.block_size, sizes.heads, sizes.head_dim)
-    caches = [torch.randn(shape, device=device, dtype=dtype) for _ in range(sizes.layers)]
-    query = torch.randn(sizes.batch, sizes.heads, sizes.head_dim, device=device, dtype=dtype)
-    one, other = (_metadata(sizes, first, device) for first in (0, sizes.batch))
+    one, other = (_metadata(sizes, first, setup.device) for first in (0, sizes.batch))
+    plan, layers = _record(setup, sizes, one)
 
     def step(metadata: AttentionMetadata) -> None:
-        _run_layers(backend, caches, query, metadata, sizes)
+        plan.update(metadata)
+        layers()
 
-    turns = itertools.cycle((one, other))
+    turns = itertools.cycle((one, other))  # two batches in turn: no plan fits twice in a row
+    layers_s = setup.time(layers, calls=STEPS)
+    plan_s = [_mean_s(lambda: plan.update(next(turns)), setup.device) for _ in range(setup.repetitions)]
     kept_s = setup.time(lambda: step(one), calls=STEPS)
-    new_s = setup.time(lambda: step(next(turns)), calls=STEPS)  # two batches in turn: no plan fits twice in a row
-    size_bytes = 2 * sizes.layers * sizes.batch * sizes.rows * sizes.heads * sizes.head_dim * dtype.itemsize
-    least_s, case = setup.limits.least_s(size_bytes), f"{sizes.batch} clips, {sizes.layers} layers"
-    beside = f"{size_bytes / 1e9:.2f} GB to read"
+    new_s = setup.time(lambda: step(next(turns)), calls=STEPS)
+    size_bytes = 2 * sizes.layers * sizes.batch * sizes.rows * sizes.heads * sizes.head_dim * 2
+    least_s, beside = setup.limits.least_s(size_bytes), f"{size_bytes / 1e9:.2f} GB to read"
+    saved = f"{beside}; {ratio(kept_s, new_s)} a new plan's"
     return [
-        duration("cross_plan", f"{case}, plan kept", kept_s, least_s, f"{beside}; {ratio(kept_s, new_s)} a new plan's"),
-        duration("cross_plan", f"{case}, plan made anew", new_s, least_s, beside),
+        duration("cross_plan", f"{sizes}, the layers alone", layers_s, least_s, beside),
+        duration("cross_plan", f"{sizes}, a plan alone", plan_s, beside="host time, its copies waited for"),
+        duration("cross_plan", f"{sizes}, a step, plan kept", kept_s, least_s, saved),
+        duration("cross_plan", f"{sizes}, a step, plan made anew", new_s, least_s, beside),
     ]
 
 
-def _run_layers(
-    backend: AttentionBackend,
-    caches: Sequence[torch.Tensor],
-    query: torch.Tensor,
-    metadata: AttentionMetadata,
-    sizes: Sizes,
-) -> None:
-    plan = backend.plan(metadata, sizes.block_size, query.dtype)
+def _record(setup: Setup, sizes: Sizes, metadata: AttentionMetadata) -> tuple[DecodePlan, Callable[[], Tensor]]:
+    """A plan brought to a batch, and what runs all layers with it: on a GPU a recorded graph."""
+    device, dtype, heads = setup.device, torch.bfloat16, HeadSpec(sizes.heads, sizes.heads, sizes.head_dim)
+    backend = choose_backend(device, dtype, "auto" if device.type == "cuda" else "torch", heads)
+    shape = (2, 2 * sizes.batch * sizes.num_blocks + 1, sizes.block_size, sizes.heads, sizes.head_dim)
+    caches = [torch.randn(shape, device=device, dtype=dtype) for _ in range(sizes.layers)]
+    query = torch.randn(sizes.batch, sizes.heads, sizes.head_dim, device=device, dtype=dtype)
+    plan = backend.make_decode_plan(sizes.batch, sizes.num_blocks, sizes.block_size, dtype, heads, causal=False)
+    if plan is None:
+        raise RuntimeError(f"attention backend {backend.name} has no plan at fixed addresses")
+    plan.update(metadata)
+    recorder = CudaRecorder(device) if device.type == "cuda" else PlainRecorder()
+    return plan, recorder.record(partial(_run_layers, backend, caches, query, plan))
+
+
+def _run_layers(backend: AttentionBackend, caches: Sequence[Tensor], query: Tensor, plan: DecodePlan) -> Tensor:
     for cache in caches:
-        backend.run(query, cache, plan)
+        out = backend.run(query, cache, plan)
+    return out
+
+
+def _mean_s(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the host, by a clock: events of the device would not see what it does not wait for."""
+    began_s = time.perf_counter()
+    for _ in range(STEPS):
+        call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - began_s) / STEPS
 
 
 def _metadata(sizes: Sizes, first: int, device: torch.device) -> AttentionMetadata:

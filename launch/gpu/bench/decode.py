@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from functools import partial
 from typing import Final
 
 from engine.decoder_engine import DecoderEngine
+from launch.gpu.bench.attempts import attempted
 from launch.gpu.bench.engines import WARM_UP_TOKENS, Driver, endless, make_decoder, random_prompt
 from launch.gpu.bench.setup import Setup
 from launch.gpu.figures import Figure, duration
@@ -18,29 +21,38 @@ STEPS: Final = 32
 TOY_BATCHES, TOY_CONTEXT, TOY_STEPS = (1, 3), 20, 4
 
 
-def measure(setup: Setup) -> list[Figure]:
+def measure(setup: Setup) -> Iterator[Figure]:
     """One figure for each batch: milliseconds of a step, its limit the weights and the keys and values once."""
     batches, context, steps = (TOY_BATCHES, TOY_CONTEXT, TOY_STEPS) if setup.toy else (BATCHES, CONTEXT, STEPS)
     length = context + steps * (setup.repetitions + 1) + 2 * WARM_UP_TOKENS
     options = {"max_num_seqs": max(batches), "max_num_batched_tokens": 8192, "max_model_len": length + 16}
     engine = make_decoder(setup, qwen2_5_vl_3b, **options)
-    return [_measure_batch(setup, engine, batch, context, steps) for batch in batches]
+    for batch in batches:
+        part = partial(_measure_batch, setup, engine, batch, context, steps)
+        yield from attempted("decode", f"batch {batch}", part)
 
 
-def _measure_batch(setup: Setup, engine: DecoderEngine, batch: int, context: int, steps: int) -> Figure:
-    driver, rng = Driver(engine), random.Random(batch)
+def _measure_batch(setup: Setup, engine: DecoderEngine, batch: int, context: int, steps: int) -> Iterator[Figure]:
+    yield measure_steps(setup, engine, batch, context, steps, "decode", f"batch {batch}")
+
+
+def measure_steps(
+    setup: Setup, engine: DecoderEngine, batch: int, context: int, steps: int, benchmark: str, case: str
+) -> Figure:
+    """A decode step of `batch` requests after `context` tokens each, beside the least that reading could take."""
+    rng = random.Random(batch)
     params = endless(steps * (setup.repetitions + 1) + 2 * WARM_UP_TOKENS)
-    for number in range(batch):
-        driver.add(f"decode-{batch}-{number}", random_prompt(context, rng), params)
-    driver.until(WARM_UP_TOKENS)
-    seconds = setup.time(driver.step, calls=steps)
-    driver.drop_all()
+    with Driver(engine) as driver:
+        for number in range(batch):
+            driver.add(f"decode-{batch}-{number}", random_prompt(context, rng), params)
+        driver.until(WARM_UP_TOKENS)
+        seconds = setup.time(driver.step, calls=steps)
     tokens = context + steps * (setup.repetitions + 1) // 2  # in the middle of what was measured
     size_bytes = weight_bytes(engine) + batch * tokens * token_bytes(engine)
     flops = 2.0 * batch * weight_bytes(engine) / engine.runner.dtype.itemsize
     least_s = setup.limits.least_s(size_bytes, flops)
     beside = f"{size_bytes / 1e9:.2f} GB to read; {setup.limits.bound(size_bytes, flops)}; {batch} sequences"
-    return duration("decode", f"batch {batch}, {tokens} tokens each", seconds, least_s, beside)
+    return duration(benchmark, f"{case}, {tokens} tokens each", seconds, least_s, beside)
 
 
 def weight_bytes(engine: DecoderEngine) -> int:

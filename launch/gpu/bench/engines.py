@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from common.config import EngineConfig
-from common.model_info import load_model_info
+from common.model_info import ModelInfo, load_model_info
 from common.sampling_params import SamplingParams
 from engine.decoder_engine import DecoderEngine
 from engine.events import Event, RequestFailed, TokensReady
@@ -19,13 +19,19 @@ DEADLINE_S: Final = 120.0
 WARM_UP_TOKENS: Final = 4
 _FIRST_TOKEN, _LAST_TOKEN = 0, 390
 """Ids of ordinary tokens in every shape; the special ones follow."""
+MEMORY_FRACTION: Final = 0.4
+"""Of the device, for each engine here: enough for the largest batch, and for another one beside it."""
 
 
 def make_decoder(setup: Setup, make: Callable[..., Shape], **options: Any) -> DecoderEngine:
     """A decoder with random weights. `options` are those of EngineConfig."""
-    info = load_model_info(str(setup.model(make)))
-    config = EngineConfig(device=setup.device.type, load_format="dummy", **options)
-    return DecoderEngine(info, config)
+    return load_decoder(setup, load_model_info(str(setup.model(make))), load_format="dummy", **options)
+
+
+def load_decoder(setup: Setup, info: ModelInfo, **options: Any) -> DecoderEngine:
+    """A decoder of a checkpoint, alone. `options` are those of EngineConfig."""
+    share = {"memory_fraction": MEMORY_FRACTION} if setup.device.type == "cuda" else {}
+    return DecoderEngine(info, EngineConfig(device=setup.device.type, **share, **options))
 
 
 def random_prompt(length: int, rng: random.Random) -> list[int]:
@@ -67,9 +73,20 @@ class Driver:
                 raise TimeoutError(f"no {num_tokens} tokens of every request after {DEADLINE_S:.0f} s")
 
     def drop_all(self) -> None:
-        """Abort every request; the blocks that they leave behind are free."""
+        """Abort every request; the blocks that they leave behind are free. Raises TimeoutError if that takes too
+        long."""
+        deadline_s = time.monotonic() + DEADLINE_S
         for name in self.num_tokens:
             self.engine.abort(name)
         self.num_tokens.clear()
         while self.engine.has_work():
             self.engine.step()
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"the engine still has work {DEADLINE_S:.0f} s after every request was aborted")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """What is measured next begins with an engine that has nothing to do."""
+        self.drop_all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator
 from typing import Final
 
 from engine.decoder_engine import DecoderEngine
@@ -16,7 +17,7 @@ TOKENS: Final = 8192
 TOY_TOKENS: Final = 48
 
 
-def measure(setup: Setup) -> list[Figure]:
+def measure(setup: Setup) -> Iterator[Figure]:
     """Milliseconds from a request to its first token, its limit the arithmetic of all layers."""
     tokens = TOY_TOKENS if setup.toy else TOKENS
     options = {"max_num_seqs": 4, "max_num_batched_tokens": tokens, "max_model_len": tokens + 16}
@@ -32,7 +33,7 @@ def measure(setup: Setup) -> list[Figure]:
     flops = prefill_flops(engine, tokens)
     rate = flops / min(seconds) / 1e12
     beside = f"{flops / 1e12:.1f} TFLOP, {rate:.0f} TFLOP/s at best, sampling and scheduling included"
-    return [duration("prefill", f"{tokens} tokens", seconds, setup.limits.least_s(0.0, flops), beside)]
+    yield duration("prefill", f"{tokens} tokens", seconds, setup.limits.least_s(0.0, flops), beside)
 
 
 def prefill_flops(engine: DecoderEngine, tokens: int) -> float:

@@ -8,78 +8,101 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from common.config import EngineConfig, Settings
 from launch.client import ApiClient, ClientOptions, Job, Outcome
 from launch.cluster import LocalCluster
+from launch.gpu.bench.attempts import attempted
 from launch.gpu.bench.pictures import noise_picture
 from launch.gpu.bench.setup import Setup
 from launch.gpu.figures import Figure, durations
 from launch.gpu.shapes import qwen2_5_vl_3b
 from launch.media import Media
 
-TOPOLOGIES: Final = ("1epd", "1e1pd")
+TOPOLOGIES: Final = ("1e1pd", "1epd")
 PICTURES: Final = (1, 4, 8)
-IN_FLIGHT, REQUESTS, TOKENS, SIDE, TIMEOUT_S = 4, 24, 32, 448, 120.0
+IN_FLIGHT, REQUESTS, TOKENS, SIDE, TIMEOUT_S = 4, 100, 16, 448, 120.0
+"""At least so many requests, and as many probes beside them: fewer have no 99th percentile."""
 TOY_TOPOLOGIES: Final = ("1e1pd",)
 TOY_PICTURES, TOY_REQUESTS, TOY_TOKENS, TOY_SIDE = (1,), 2, 4, 56
 START_TIMEOUT_S: Final = 120.0
 _WORDS: Final = ["tell", "me", "what", "is", "on", "the", "signs", "and", "how", "many", "of", "them", "there", "are"]
 
 
-def measure(setup: Setup) -> list[Figure]:
-    """TTFT and TPOT of requests with 1, 4 and 8 pictures, and of the probes beside them, for each topology."""
-    folder, topologies = setup.model(qwen2_5_vl_3b), TOY_TOPOLOGIES if setup.toy else TOPOLOGIES
-    return [figure for topology in topologies for figure in _measure_topology(setup, folder, topology)]
+def measure(setup: Setup) -> Iterator[Figure]:
+    """For each topology TTFT and TPOT of probes alone, of requests with 1, 4 and 8 pictures, and of probes beside
+    them."""
+    folder = setup.model(qwen2_5_vl_3b)
+    for topology in TOY_TOPOLOGIES if setup.toy else TOPOLOGIES:
+        yield from attempted("serving", topology, partial(_measure_topology, setup, folder, topology))
 
 
-def _measure_topology(setup: Setup, folder: Path, topology: str) -> list[Figure]:
+def _measure_topology(setup: Setup, folder: Path, topology: str) -> Iterator[Figure]:
     engine = EngineConfig(device=setup.device.type, load_format="dummy", max_num_batched_tokens=2048)
     settings = Settings(model=str(folder), port=0, log_level="warning", engine=engine)
+    requests, counts = (TOY_REQUESTS, TOY_PICTURES) if setup.toy else (REQUESTS, PICTURES)
     with LocalCluster(settings, topology, start_timeout_s=START_TIMEOUT_S) as cluster:
-        return asyncio.run(_ask(setup, cluster.base_url, topology))
+
+        def load(pictures: int, count: int) -> Load:
+            return asyncio.run(_load(setup, cluster.base_url, pictures, count))
+
+        load(1, 1)  # warms up
+        yield from _figures(topology, "text alone", load(0, requests).probes)
+        for count in counts:
+            done = load(count, requests)
+            yield from _figures(topology, f"{count} pictures", done.asked)
+            yield from _figures(topology, f"text beside {count} pictures", done.probes)
 
 
-async def _ask(setup: Setup, url: str, topology: str) -> list[Figure]:
-    tokens = TOY_TOKENS if setup.toy else TOKENS
-    figures = []
+@dataclass
+class Load:
+    """What has been answered: requests with pictures, so many at a time, and probes of text, one at a time."""
+
+    client: ApiClient
+    rng: random.Random
+    side: int
+    asked: list[Outcome] = field(default_factory=list)
+    probes: list[Outcome] = field(default_factory=list)
+
+    async def ask(self, pictures: int, done: Callable[[], bool]) -> None:
+        while not done():
+            number = len(self.asked)
+            images = await asyncio.gather(*(asyncio.to_thread(noise_picture, self.side) for _ in range(pictures)))
+            media = tuple(Media(f"{index}.png", "image/png", image) for index, image in enumerate(images))
+            self.asked.append(await self._send(Job(f"pictures {number}", _question(self.rng), media)))
+
+    async def probe(self, done: Callable[[], bool]) -> None:
+        while not done():
+            self.probes.append(await self._send(Job("probe", _question(self.rng))))
+
+    async def _send(self, job: Job) -> Outcome:
+        """Raises RuntimeError where the request failed."""
+        outcome = await self.client.send(job)
+        if outcome.error is not None:
+            raise RuntimeError(f"{job.name}: {outcome.error}")
+        return outcome
+
+
+async def _load(setup: Setup, url: str, pictures: int, requests: int) -> Load:
+    """All load lasts until there are `requests` of each kind; without pictures, probes are alone."""
+    tokens, side = (TOY_TOKENS, TOY_SIDE) if setup.toy else (TOKENS, SIDE)
     async with ApiClient(ClientOptions(url, None, tokens, 0.0, TIMEOUT_S)) as client:
         await client.connect()
-        await _load(client, setup, 1, 1)  # warms up
-        for count in TOY_PICTURES if setup.toy else PICTURES:
-            asked, probes = await _load(client, setup, count, TOY_REQUESTS if setup.toy else REQUESTS)
-            figures += _figures(topology, f"{count} pictures", asked)
-            figures += _figures(topology, f"text beside {count} pictures", probes)
-    return figures
+        load = Load(client, random.Random(pictures), side)
 
+        def done() -> bool:
+            return len(load.probes) >= requests and (not pictures or len(load.asked) >= requests)
 
-async def _load(client: ApiClient, setup: Setup, pictures: int, requests: int) -> tuple[list[Outcome], list[Outcome]]:
-    """Outcomes of the requests with pictures, and of the probes. Raises RuntimeError where one failed."""
-    side, places = TOY_SIDE if setup.toy else SIDE, asyncio.Semaphore(IN_FLIGHT)
-    rng, done = random.Random(pictures), asyncio.Event()
-
-    async def ask(number: int) -> Outcome:
-        async with places:
-            media = tuple(Media(f"{number}-{index}.png", "image/png", noise_picture(side)) for index in range(pictures))
-            return await client.send(Job(f"pictures {number}", _question(rng), media))
-
-    async def probe() -> list[Outcome]:
-        outcomes = [await client.send(Job("probe", _question(rng)))]
-        while not done.is_set():
-            outcomes.append(await client.send(Job("probe", _question(rng))))
-        return outcomes
-
-    probing = asyncio.create_task(probe())
-    asked = await asyncio.gather(*(ask(number) for number in range(requests)))
-    done.set()
-    outcomes, probes = list(asked), await probing
-    failed = [one.error for one in (*outcomes, *probes) if one.error is not None]
-    if failed:
-        raise RuntimeError(f"{len(failed)} of {len(outcomes) + len(probes)} requests failed: {failed[0]}")
-    return outcomes, probes
+        async with asyncio.TaskGroup() as group:
+            group.create_task(load.probe(done))
+            for _ in range(IN_FLIGHT if pictures else 0):
+                group.create_task(load.ask(pictures, done))
+    return load
 
 
 def _figures(topology: str, case: str, outcomes: Sequence[Outcome]) -> list[Figure]:

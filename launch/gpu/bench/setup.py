@@ -23,6 +23,8 @@ class Setup:
     folder: Path
     toy: bool = False
     repetitions: int = 5
+    checkpoints: tuple[Path, ...] = ()
+    """Folders of real checkpoints."""
 
     def time(self, call: Callable[[], object], *, calls: int = 1, warm_up: int = 1) -> list[float]:
         """Seconds of one call, as many times as this setup repeats; each is the mean of `calls` in a row."""
@@ -32,3 +34,8 @@ class Setup:
         """The folder of a model of this shape, or of its toy."""
         shape = make(toy=self.toy)
         return shape.write(self.folder / shape.name.replace(" ", "-"))
+
+
+def checkpoints_in(models: Path | None) -> tuple[Path, ...]:
+    """The checkpoints of a folder, each a folder with a config.json; none if there is no folder."""
+    return () if models is None else tuple(sorted(path.parent for path in models.glob("*/config.json")))

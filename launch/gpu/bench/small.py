@@ -1,0 +1,76 @@
+"""Real checkpoints: a decode step over the bytes that it must read, and tokens per second beside transformers' own
+`generate` on the same device in the same dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Final, cast
+
+from common.config import Device
+from common.model_info import ModelInfo, load_model_info
+from engine.decoder_engine import DecoderEngine
+from launch.bench.lineup import lineup
+from launch.bench.measure import Schedule, Turn
+from launch.bench.measure import measure as measure_turns
+from launch.bench.workloads import make_workload
+from launch.gpu.bench.attempts import attempted
+from launch.gpu.bench.cross import measure_clips
+from launch.gpu.bench.decode import measure_steps
+from launch.gpu.bench.engines import load_decoder
+from launch.gpu.bench.setup import Setup
+from launch.gpu.figures import Figure, rate
+
+BATCHES: Final = (1, 8, 64)
+CONTEXT, STEPS = 512, 32
+CLIP_STEPS: Final = 16
+"""A clip's answer is short."""
+IN_FLIGHT, REPETITIONS = 32, 3
+TOY_BATCHES, TOY_CONTEXT, TOY_STEPS, TOY_IN_FLIGHT, TOY_REPETITIONS = (2,), 12, 2, 2, 1
+
+
+def measure(setup: Setup) -> Iterator[Figure]:
+    """For each checkpoint a figure for each batch, and three rows of tokens/s. Nothing where there is no checkpoint."""
+    for folder in setup.checkpoints:
+        info = load_model_info(str(folder))
+        yield from attempted("small", f"{info.name}, decode", partial(_measure_steps, setup, info))
+        yield from attempted("small", f"{info.name}, tokens/s", partial(_measure_systems, setup, folder))
+
+
+def _measure_steps(setup: Setup, info: ModelInfo) -> Iterator[Figure]:
+    batches = TOY_BATCHES if setup.toy else BATCHES
+    engine = load_decoder(setup, info, max_num_seqs=max(batches), max_num_batched_tokens=8192)
+    for batch in batches:
+        yield from attempted("small", f"{info.name}, batch {batch}", partial(_measure_batch, setup, engine, batch))
+
+
+def _measure_batch(setup: Setup, engine: DecoderEngine, batch: int) -> Iterator[Figure]:
+    case = f"{engine.info.name}, batch {batch}"
+    if engine.info.is_encoder_decoder:
+        yield measure_clips(setup, engine, batch, TOY_STEPS if setup.toy else CLIP_STEPS, "small", case)
+    else:
+        context, steps = (TOY_CONTEXT, TOY_STEPS) if setup.toy else (CONTEXT, STEPS)
+        yield measure_steps(setup, engine, batch, context, steps, "small", case)
+
+
+def _measure_systems(setup: Setup, folder: Path) -> Iterator[Figure]:
+    """In turns, for so many requests at once; the first system is transformers."""
+    workload = make_workload(str(folder))
+    in_flight, repetitions = (TOY_IN_FLIGHT, TOY_REPETITIONS) if setup.toy else (IN_FLIGHT, REPETITIONS)
+    with lineup(workload, device=cast(Device, setup.device.type)) as systems:
+        turns = measure_turns(workload, systems, Schedule([in_flight], repetitions, in_flight), print)
+        names = [system.name for system in systems]
+    by_system = {name: [turn for turn in turns if turn.system == name] for name in names}
+    for name, own in by_system.items():
+        equal = f"{_num_equal(own, by_system[names[0]])} of {repetitions * in_flight} answers equal to transformers'"
+        case = f"{workload.name}, {in_flight} in flight, {name}"
+        yield rate("small", case, "tokens/s", [1 / turn.tokens_per_s for turn in own], 1, beside=equal)
+
+
+def _num_equal(mine: list[Turn], theirs: list[Turn]) -> int:
+    return sum(
+        one.text.strip() == other.text.strip()
+        for turn, base in zip(mine, theirs, strict=True)
+        for one, other in zip(turn.outcomes, base.outcomes, strict=True)
+    )
