@@ -145,7 +145,7 @@ class BoundedProtocol(H11Protocol):
     def _end_of_period(self) -> None:
         if self._phase is Phase.BODY and self._has_got_on():
             self._enter(Phase.BODY)
-        elif self._phase is Phase.DRAIN or (self._phase is Phase.HEAD and not self._num_read):
+        elif self._phase is Phase.DRAIN or (self._phase is Phase.HEAD and not self.conn.trailing_data[0]):
             self._end("timeout", b"")
         else:
             self._end("timeout", _answer(408, "timeout", "the request took too long to come"))
