@@ -30,13 +30,21 @@ class Membership:
         self._proxies = proxies
         self._departure = departure
         self._joined = False
+        self._joined_s = 0.0
         self._last_contact_s = float("-inf")
 
     async def join(self, record: InstanceRecord) -> None:
         """Enter the registry. Raises as Registry.register does."""
+        self._joined_s = time.monotonic()
         await self._registry.register(record)
         self._joined = True
         self._last_contact_s = time.monotonic()
+
+    @property
+    def first_request_delay_s(self) -> float:
+        """From entering the registry to the first request, in seconds; 0 before that."""
+        first_s = self._proxies.first_request_s
+        return 0.0 if first_s is None else max(0.0, first_s - self._joined_s)
 
     async def beat(self) -> dict[str, InstanceRecord]:
         """Renew the entry; returns all instances. Raises as Registry.heartbeat does."""

@@ -10,9 +10,11 @@ HELP: Final[dict[str, str]] = {
     "requests_waiting": "Requests that wait for room or for inputs.",
     "requests_outstanding": "Requests that have not ended, by this worker's own books.",
     "requests_outstanding_tokens": "Tokens of these requests at most, prompts and outputs together.",
+    "first_request_delay_seconds": "From this worker's entry in the registry to its first request; 0 before that.",
     "draining": "1 while this worker finishes what it has before it leaves, else 0.",
     "requests_total": "Requests taken.",
     "requests_failed_total": "Requests that ended with an error.",
+    "requests_orphaned_total": "Requests dropped because their proxy was gone or silent.",
     "preemptions_total": "Requests that gave up their KV blocks for others, to go on later.",
     "preemptions_by_swap_total": "Those of them whose KV blocks were kept in host memory.",
     # steps and tokens

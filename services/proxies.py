@@ -27,7 +27,11 @@ class ProxyWatch:
         self._silence_s = silence_s
         self._last_heard_s: dict[bytes, float] = {}
         self._requests: dict[str, _Request] = {}
+        self.num_orphans = 0
+        """Requests dropped because their proxy was gone or silent."""
         self._lost: dict[bytes, dict[str, int]] = {}  # what was dropped, in case its proxy comes back
+        self.first_request_s: float | None = None
+        """When the first one came (monotonic)."""
 
     def heard(self, proxy: bytes) -> dict[str, int]:
         """A sign of life. Returns the requests that were dropped since the last one, with their attempts: their proxy
@@ -37,6 +41,8 @@ class ProxyWatch:
 
     def add(self, proxy: bytes, request_id: str, num_tokens: int = 0, attempt: int = 0) -> None:
         """A request of this proxy is under way, of so many tokens at most, prompt and output together."""
+        if self.first_request_s is None:
+            self.first_request_s = time.monotonic()
         self._requests[request_id] = _Request(proxy, num_tokens, attempt)
 
     @property
@@ -76,6 +82,7 @@ class ProxyWatch:
         limit_s = time.monotonic() - self._silence_s
         gone = {proxy for proxy, heard_s in self._last_heard_s.items() if heard_s < limit_s}
         orphans = [request_id for request_id, request in self._requests.items() if request.proxy in gone]
+        self.num_orphans += len(orphans)
         for request_id in orphans:
             request = self._requests.pop(request_id)
             self._lost.setdefault(request.proxy, {})[request_id] = request.attempt

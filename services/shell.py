@@ -235,6 +235,7 @@ class Shell:
         metrics.gauges["requests_outstanding"] = lambda: len(self._proxies)
         metrics.gauges["requests_outstanding_tokens"] = lambda: self._proxies.num_tokens
         metrics.gauges["requests_orphaned_total"] = lambda: self._proxies.num_orphans
+        metrics.gauges["first_request_delay_seconds"] = lambda: self._membership.first_request_delay_s
         metrics.gauges["draining"] = lambda: self._departure.requested
         metrics.gauges["engine_busy_seconds"] = lambda: max(thread.busy_s for thread in role.threads)
         metrics.gauges["channel_messages_waiting"] = lambda: channels.num_waiting

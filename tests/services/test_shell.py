@@ -266,8 +266,11 @@ async def leaving(broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Contex
         address = (await running.record()).requests_address
         await eventually(lambda: running.shell.ready() is None)
         async with WorkerClient(zmq_context, address, "p0") as proxy:
+            delay = running.role.links.metrics.gauges["first_request_delay_seconds"]
+            assert delay() == 0.0
             await proxy.send(Generate("r", [1], [], SamplingParams()))
             await eventually(lambda: len(running.role.links.proxies) == 1)
+            assert delay() > 0.0
             yield Leaving(running, proxy)
 
 
