@@ -20,6 +20,7 @@ from broker.redis_client import connect
 from broker.registry import Registry
 from common.config import Settings
 from common.errors import TriptychError
+from common.host_memory import available_memory
 from common.http_auth import RequireKey, proxy_guard
 from common.http_server import Server, bind
 from common.keys import ClusterKey, api_keys, key_id
@@ -32,6 +33,7 @@ from proxy.auth import refusal
 from proxy.dispatch import Dispatcher
 from proxy.exchange import Admission
 from proxy.fetch import Fetcher
+from proxy.held_bytes import ByteBudget
 from proxy.media import MediaIntake
 from proxy.metrics import ProxyMetrics
 from proxy.middleware import CountRequests
@@ -42,6 +44,9 @@ from proxy.service import Service
 from proxy.timeline import Timelines
 from proxy.workers import WorkerPool
 
+MEMORY_SHARE: Final = 4
+"""One part of so many of the free memory may hold bodies and media. What is made of them, such as text of its tokens,
+and the workers, which may be on the same machine, have the rest."""
 GRACE_S: Final = 2
 """How long requests may still run after the signal to stop."""
 
@@ -71,6 +76,7 @@ def make_service(settings: Settings, info: ModelInfo, instance_id: str) -> Servi
     if settings.broker is None:
         raise TriptychError("invalid_request", "a proxy needs --broker redis://host:port", "broker")
     metrics, timelines = ProxyMetrics(), Timelines()
+    budget = ByteBudget(settings.max_inflight_bytes or available_memory() // MEMORY_SHARE, metrics)
     return Service(
         settings=settings,
         info=info,
@@ -80,7 +86,7 @@ def make_service(settings: Settings, info: ModelInfo, instance_id: str) -> Servi
         dispatcher=Dispatcher(settings, metrics, timelines),
         metrics=metrics,
         timelines=timelines,
-        admission=Admission(settings.max_inflight, settings.request_timeout_s, metrics),
+        admission=Admission(settings.max_inflight, budget, settings.request_timeout_s, metrics),
     )
 
 

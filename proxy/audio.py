@@ -47,6 +47,11 @@ class Window:
     def end_s(self) -> float:
         return self.end / self.sample_rate
 
+    @property
+    def size_bytes(self) -> int:
+        """As `cut` writes it, but for a header."""
+        return 2 * (self.end - self.start)
+
 
 def split(path: str, window_s: float, param: str) -> list[Window]:
     """The windows of a recording: one if it is not longer than `window_s`.

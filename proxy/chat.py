@@ -24,6 +24,7 @@ from proxy.speech import Speech, SpeechOptions
 
 async def chat_completions(service: Service, exchange: Exchange) -> AsyncGenerator[Payload]:
     """The answer to one chat request, whole or as a stream."""
+    service.check_lines()
     body = await parse(ChatRequest, exchange)
     service.check_model(body.model)
     if service.info.media_kind == "text":
@@ -31,7 +32,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> AsyncGenerat
         raise TriptychError("invalid_request", f"{message}: use /v1/completions", "model")
     sources = collect_media(body.messages, service.info.media_kind, service.model_name)
     service.join_line(exchange, "media" if sources else "text")
-    media = await service.intake.load(sources)
+    media = await service.intake.load(sources, exchange.held)
     if service.transcribes:
         answer = _transcribe(service, exchange, body, media)
     else:

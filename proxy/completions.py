@@ -15,14 +15,16 @@ from proxy.logprobs import CompletionLogprobs, LogprobShapes, joined
 from proxy.merge import merge
 from proxy.openai_types import CompletionRequest, Prompt, parse
 from proxy.prompts import make_jobs
-from proxy.service import Service
+from proxy.service import LineName, Service
 
 
 async def completions(service: Service, exchange: Exchange) -> AsyncGenerator[Payload]:
     """`n` choices per prompt, whole or as one stream of all of them."""
+    line: LineName = "media" if service.info.is_encoder_decoder else "text"
+    service.check_line(line)
     body = await parse(CompletionRequest, exchange)
     service.check_model(body.model)
-    service.join_line(exchange, "media" if service.info.is_encoder_decoder else "text")
+    service.join_line(exchange, line)
     jobs = await make_jobs(service, exchange, body)
     shapes, prompts = service.shapes(body), body.prompts
     answers = [

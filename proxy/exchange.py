@@ -23,6 +23,7 @@ from starlette.types import Message, Receive, Scope, Send
 from common.errors import ErrorInfo, TriptychError
 from common.telemetry import get_logger
 from proxy.errors import Overloaded, error_body
+from proxy.held_bytes import ByteBudget, Hold
 from proxy.metrics import ProxyMetrics
 from proxy.overload import Place
 
@@ -69,6 +70,8 @@ class Exchange:
     arrival_s: float
     deadline_s: float
     max_body_bytes: int
+    held: Hold
+    """What this request takes of the memory for bodies and media."""
     body_read: asyncio.Event = field(default_factory=asyncio.Event)
     place: Place | None = None
     """In the line of those that wait for their first token, once it is known what the request is."""
@@ -78,29 +81,33 @@ class Exchange:
         if self.place is not None:
             self.place.begin()
 
-    async def body(self) -> bytes:
-        """The whole body. Raises TriptychError("item_too_large") over the limit, however the client counts."""
+    async def body(self) -> bytearray:
+        """The whole body. Raises TriptychError("item_too_large") over the limit, however the client counts, and
+        Overloaded where there is no room for it."""
         chunks = bytearray()
         async for chunk in self.stream():
             chunks += chunk
-        return bytes(chunks)
+        return chunks
 
     async def stream(self) -> AsyncGenerator[bytes]:
-        """The body as it comes; raises as `body` does."""
+        """The body as it comes; raises as `body` does, for what is declared before anything is read."""
         declared = self.request.headers.get("content-length", "")
-        if declared.isdecimal():
-            self._check(int(declared))
+        taken = self._take(0, int(declared)) if declared.isdecimal() else 0
         size = 0
         async for chunk in self.request.stream():
             size += len(chunk)
-            self._check(size)
+            taken = self._take(taken, size)
             yield chunk
         self.body_read.set()
 
-    def _check(self, size: int) -> None:
+    def _take(self, taken: int, size: int) -> int:
+        """Make room for a body that is known to have `size` bytes; how much room it has now."""
         if size > self.max_body_bytes:
             message = f"the request body has {size} bytes or more, at most {self.max_body_bytes} are allowed"
             raise TriptychError("item_too_large", message)
+        if size > taken:
+            self.held.grow(size - taken)
+        return max(size, taken)
 
 
 Endpoint = Callable[[Exchange], AsyncGenerator[Payload]]
@@ -108,9 +115,11 @@ Endpoint = Callable[[Exchange], AsyncGenerator[Payload]]
 
 @dataclass
 class Admission:
-    """How many requests are in the proxy at once; more are refused before their bodies are read."""
+    """How many requests are in the proxy at once, and how many bytes they hold; more are refused before their bodies
+    are read."""
 
     limit: int
+    budget: ByteBudget
     timeout_s: float
     metrics: ProxyMetrics
     inflight: int = 0
@@ -128,7 +137,8 @@ class Admission:
         Raises what `endpoint` raises before its first payload, and TriptychError("overloaded") over the limit.
         """
         now_s = time.time()
-        exchange = Exchange(request, f"{prefix}-{uuid.uuid4().hex}", now_s, now_s + self.timeout_s, max_body_bytes)
+        request_id, held = f"{prefix}-{uuid.uuid4().hex}", self.budget.open()
+        exchange = Exchange(request, request_id, now_s, now_s + self.timeout_s, max_body_bytes, held)
         request.state.request_id = exchange.id
         payloads = self._admitted(exchange, endpoint)
         headers = {REQUEST_ID_HEADER: exchange.id}
@@ -163,6 +173,7 @@ class Admission:
             finally:
                 if exchange.place is not None:
                     exchange.place.leave()
+                exchange.held.release()
                 self.inflight -= 1
                 self.metrics.inflight.dec()
 

@@ -10,6 +10,7 @@ import asyncio
 import functools
 import ipaddress
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -52,8 +53,8 @@ class Fetcher:
         self._resolvers.shutdown(wait=False, cancel_futures=True)
         await self._client.aclose()
 
-    async def fetch(self, url: str, param: str, max_bytes: int) -> bytes:
-        """The body of `url`.
+    async def fetch(self, url: str, param: str, max_bytes: int, take: Callable[[int], None] = lambda _: None) -> bytes:
+        """The body of `url`. `take` is told of bytes before they are held, and may raise.
 
         Raises TriptychError naming `param`: "invalid_request" for a URL that is not allowed, "bad_media" for one
         that does not answer with 200 in time, "item_too_large" for more than `max_bytes`.
@@ -63,7 +64,7 @@ class Fetcher:
                 for _ in range(MAX_REDIRECTS + 1):
                     target = self._parse(url, param)
                     address = await self._checked_address(target, param)
-                    data, location = await self._get(target, address, param, max_bytes)
+                    data, location = await self._get(target, address, param, max_bytes, take)
                     if location is None:
                         return data
                     url = str(target.join(location))
@@ -83,7 +84,9 @@ class Fetcher:
             return parsed
         raise TriptychError("invalid_request", f"{param}: {what}", param)
 
-    async def _get(self, url: httpx.URL, address: str, param: str, max_bytes: int) -> tuple[bytes, str | None]:
+    async def _get(
+        self, url: httpx.URL, address: str, param: str, max_bytes: int, take: Callable[[int], None]
+    ) -> tuple[bytes, str | None]:
         """One hop: the body, or where it redirects to."""
         request = self._client.build_request(
             "GET",
@@ -97,7 +100,7 @@ class Fetcher:
                 return b"", response.headers["location"]
             if response.status_code != 200:
                 raise _bad(param, f"{_shown(str(url))} answered {response.status_code}")
-            return await _read(response, param, max_bytes), None
+            return await _read(response, param, max_bytes, take), None
         finally:
             await response.aclose()
 
@@ -131,12 +134,15 @@ def is_public(address: str) -> bool:
     return ip.is_global and not ip.is_multicast
 
 
-async def _read(response: httpx.Response, param: str, max_bytes: int) -> bytes:
-    declared = response.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > max_bytes:
+async def _read(response: httpx.Response, param: str, max_bytes: int, take: Callable[[int], None]) -> bytes:
+    text = response.headers.get("content-length", "")
+    declared = int(text) if text.isdecimal() else 0
+    if declared > max_bytes:
         raise _over(param, f"{declared} bytes", max_bytes)
+    take(declared)
     body = bytearray()
     async for chunk in response.aiter_raw():
+        take(max(0, len(body) + len(chunk) - max(declared, len(body))))
         body += chunk
         if len(body) > max_bytes:
             raise _over(param, f"over {max_bytes} bytes", max_bytes)

@@ -17,6 +17,7 @@ from common.config import Settings
 from common.errors import TriptychError
 from common.messages import MAX_MEDIA_BYTES, MediaKind
 from proxy.fetch import Fetcher
+from proxy.held_bytes import Hold
 from proxy.jobs import MediaItem
 from proxy.local_files import read_local
 from proxy.metrics import ProxyMetrics
@@ -60,10 +61,11 @@ class MediaIntake:
         local = ("file",) if settings.allowed_media_folder is not None else ()
         self._schemes = (*settings.allowed_media_schemes, *local)
 
-    async def load(self, sources: list[MediaSource]) -> list[MediaItem]:
-        """The items, in order.
+    async def load(self, sources: list[MediaSource], held: Hold) -> list[MediaItem]:
+        """The items, in order; `held` takes their bytes before they are there.
 
-        Raises TriptychError("bad_media"), ("item_too_large") or ("invalid_request"), each naming the field.
+        Raises TriptychError("bad_media"), ("item_too_large") or ("invalid_request"), each naming the field, and
+        Overloaded where there is no room.
         """
         limit = self._settings.max_media_items
         if len(sources) > limit:
@@ -71,7 +73,7 @@ class MediaIntake:
             raise TriptychError("invalid_request", message, sources[limit].param)
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._load(source)) for source in sources]
+                tasks = [group.create_task(self._load(source, held)) for source in sources]
         except* TriptychError as errors:
             first: BaseException = errors
             while isinstance(first, BaseExceptionGroup):
@@ -89,7 +91,7 @@ class MediaIntake:
         self._metrics.media_bytes.labels(kind).inc(len(data))
         return item
 
-    async def _load(self, source: MediaSource) -> MediaItem:
+    async def _load(self, source: MediaSource, held: Hold) -> MediaItem:
         scheme = source.url[:8].partition(":")[0].lower()
         if not source.data and scheme not in self._schemes:
             allowed = ", ".join(f"{scheme}:" for scheme in self._schemes)
@@ -97,14 +99,17 @@ class MediaIntake:
             raise TriptychError("invalid_request", message, source.param)
         if source.data or scheme == "data":
             text = source.data or source.url
+            held.grow(min(len(text), self._max_bytes))
             big = len(text) > _OFF_LOOP_BYTES
             decode = self._decode_base64 if source.data else self._decode_data_url
             data = await asyncio.to_thread(decode, text, source.param) if big else decode(text, source.param)
         elif scheme == "file":
             folder = self._settings.allowed_media_folder
+            held.grow(self._max_bytes)
             data = await asyncio.to_thread(read_local, source.url, folder, source.param, self._max_bytes)
+            held.shrink(self._max_bytes - len(data))
         else:
-            data = await self._fetcher.fetch(source.url, source.param, self._max_bytes)
+            data = await self._fetcher.fetch(source.url, source.param, self._max_bytes, held.grow)
         return await self.of_bytes(source.kind, data, source.param)
 
     def _decode_data_url(self, url: str, param: str) -> bytes:

@@ -23,6 +23,9 @@ class ProxyMetrics:
             registry=r,
         )
         self.inflight = Gauge("triptych_proxy_inflight", "Admitted requests that have not ended.", registry=r)
+        self.held_bytes = Gauge(
+            "triptych_proxy_held_bytes", "Bytes of bodies and media of requests that have not ended.", registry=r
+        )
         self.refused = Counter(
             "triptych_proxy_refused", "Requests refused before anything was done for them.", ["reason"], registry=r
         )

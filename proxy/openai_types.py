@@ -21,16 +21,20 @@ PromptField = Annotated[Any, WithJsonSchema({"anyOf": [_TEXT, _TOKENS, _SEVERAL,
 """Checked by hand: a list of a hundred thousand token ids is looked at once, not once for every alternative."""
 _OFF_LOOP_BYTES: Final = 256 * 2**10
 """Bodies above this are parsed in a thread."""
+_VALUE_BYTES: Final = 128
+"""What a value of JSON may become: two characters of a list are an object of Python's. There are as many as commas."""
 
 
 R = TypeVar("R", bound=BaseModel)
 
 
 async def parse(model: type[R], exchange: Exchange) -> R:
-    """The body of a request as `model`. Raises TriptychError("invalid_request") naming the field that is wrong."""
+    """The body of a request as `model`. Raises TriptychError("invalid_request") naming the field that is wrong, and as
+    `Exchange.body` does."""
     body = await exchange.body()
     try:
         if len(body) > _OFF_LOOP_BYTES:
+            exchange.held.grow(_VALUE_BYTES * await asyncio.to_thread(body.count, b","))
             return await asyncio.to_thread(model.model_validate_json, body)
         return model.model_validate_json(body)
     except ValidationError as error:

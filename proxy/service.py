@@ -102,6 +102,11 @@ class Service:
             message = f"the first token would come after some {wait_s:.0f} s, more than the {limit_s:g} s allowed"
             raise Overloaded(f"{message} (max_queue_s); try again later", retry_after_s(excess_s))
 
+    def check_lines(self) -> None:
+        """Raises as `check_line` does where each line that requests may join is too long: before one has been read."""
+        joined: tuple[LineName, ...] = ("text",) if self.info.media_kind is None else ("text", "media")
+        self.check_line(min(joined, key=lambda name: self.lines[name].excess_s))
+
     def join_line(self, exchange: Exchange, line: LineName) -> None:
         """Let a request in, before its media are fetched and its text is tokenised. Raises as `check_line` does."""
         self.check_line(line)

@@ -133,6 +133,7 @@ async def _read_form(exchange: Exchange) -> tuple[TranscriptionForm, bytes]:
         file = raw.get("file")
         if not isinstance(file, UploadFile):
             raise TriptychError("invalid_request", "the form has no file", "file")
+        exchange.held.grow(file.size or 0)
         return _validate(raw), await file.read()
     finally:
         await raw.close()
