@@ -29,6 +29,7 @@ from engine.loop import StepLoop
 from engine.request import Request, Sequence
 from engine.request_check import RequestCheck
 from engine.runner.decoder import DecoderRunner
+from engine.runner.side_stream import Arriving
 from engine.sampling import device_draw
 from engine.sampling.sampler import Sampler
 from engine.scheduler.coverage import Coverage
@@ -223,9 +224,10 @@ class DecoderEngine:
 
     # --- keys and values, from and to another engine
 
-    def export_kv(self, request_id: str, table: Table, first: int, last: int) -> torch.Tensor | None:
+    def export_kv(self, request_id: str, table: Table, first: int, last: int) -> Arriving | None:
         """Keys and values of a prefill's tokens `first` to `last` (not included), of its own tokens or of those that
-        cross-attention reads: [last - first, layers, 2, num_kv_heads, head_dim] on the CPU, contiguous.
+        cross-attention reads: [last - first, layers, 2, num_kv_heads, head_dim] for the CPU, contiguous. They are
+        waited for elsewhere: steps go on meanwhile.
 
         None where they are not there at the moment: not computed yet, or given up for a while (preempted).
         """

@@ -24,6 +24,7 @@ from common.messages import KV_INPUT_ID, Generate, Grant, KvOffer, Prefilled
 from common.telemetry import SpanRecorder, get_logger
 from engine.decoder_engine import DecoderEngine
 from engine.events import Event, KvComputed, KvReady, PrefillEnded, PrefillEvent, RequestFailed
+from engine.runner.side_stream import Arriving
 from services.destination import find_instance
 from services.engine_thread import EngineThread
 from services.kv_messages import tokens_per_part
@@ -229,14 +230,14 @@ class KvSender:
         """The keys and values of some tokens, once they are there (again)."""
         request_id = prefill.message.request_id
 
-        def export(engine: DecoderEngine) -> torch.Tensor | None:
+        def export(engine: DecoderEngine) -> Arriving | None:
             return engine.export_kv(request_id, table, first, last)
 
-        while (tensor := await self._thread.call(export, self._timeout_s)) is None:
+        while (arriving := await self._thread.call(export, self._timeout_s)) is None:
             # The request was preempted. The engine tells when it has been computed again, or has come back.
             self._handoffs.keep_alive(handoff)
             await prefill.next_report(RETRY_S)
-        return tensor
+        return arriving.wait() if arriving.is_here else await asyncio.to_thread(arriving.wait)
 
 
 def _wanted(offer: KvOffer, grant: Grant) -> Iterator[tuple[Table, int, int]]:

@@ -29,6 +29,7 @@ from engine.runner.last_tokens import LastTokens
 from engine.runner.moves import move_blocks
 from engine.runner.profile import measure_step
 from engine.runner.recorder import CudaRecorder, Recorder
+from engine.runner.side_stream import Arriving, SideStream
 from engine.runner.splice import Piece, find_pieces, splice
 from engine.runner.staging import send
 from engine.runner.step import WantedRows, positions_of, self_metadata, wanted_rows
@@ -60,8 +61,8 @@ class PromptRows:
 class DecoderRunner:
     """The decoder's weights, its KV cache and the buffers of a step.
 
-    On CUDA nothing here waits for the device, but `read_tokens`, whose result is wanted on the host. Decode steps are
-    replayed from `graphs` where there are such; the eager path beside it computes the same.
+    On CUDA nothing here waits for the device. Decode steps are replayed from `graphs` where there are such; the eager
+    path beside it computes the same.
     """
 
     def __init__(self, info: ModelInfo, config: EngineConfig, beside_bytes: int = 0) -> None:
@@ -75,6 +76,7 @@ class DecoderRunner:
         self.block_size = config.block_size
         self.buffers = InputBuffers(config.max_num_seqs, self.max_model_len, self.block_size)
         self.last_tokens = LastTokens(config.max_num_seqs, self.device)
+        self._side = SideStream.beside(self.device)
         self.backend = choose_backend(self.device, self.dtype, config.attention_backend, self.spec.head_dim)
         use_layer_kernels(self.device, config.attention_backend)
         self._uses_mrope = self.spec.mrope_section is not None
@@ -151,13 +153,13 @@ class DecoderRunner:
         """Carry out block moves in their order. The host's copy of the cache is made when it is first needed."""
         move_blocks(moves, self.caches, self._host_cache)
 
-    def read_tokens(self, table: Table, block_table: list[int], first: int, last: int) -> torch.Tensor:
-        """Keys and values of tokens of a block table: [last - first, layers, 2, num_kv_heads, head_dim], on the CPU."""
-        return read_tokens(self._caches_of(table), block_table, first, last)
+    def read_tokens(self, table: Table, block_table: list[int], first: int, last: int) -> Arriving:
+        """Keys and values of tokens of a table: [last - first, layers, 2, num_kv_heads, head_dim], for the CPU."""
+        return read_tokens(self._caches_of(table), block_table, first, last, self._side)
 
     def write_tokens(self, table: Table, block_table: list[int], first: int, tokens: torch.Tensor) -> None:
         """Write what `read_tokens` has read elsewhere, from token `first` on."""
-        write_tokens(self._caches_of(table), block_table, first, tokens)
+        write_tokens(self._caches_of(table), block_table, first, tokens, self._side)
 
     def _caches_of(self, table: Table) -> list[torch.Tensor]:
         return self.caches[: self.spec.num_layers if table == "self" else self.spec.num_cross_layers]

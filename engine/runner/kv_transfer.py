@@ -12,26 +12,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.runner.staging import fetch, send, send_tensor
+from engine.runner.side_stream import Arriving, SideStream
+from engine.runner.staging import send
 
 
-def read_tokens(caches: Sequence[Tensor], block_table: Sequence[int], first: int, last: int) -> Tensor:
-    """Tokens `first` to `last` (not included) of a table, over the layers of `caches`: contiguous, on the CPU.
+def read_tokens(
+    caches: Sequence[Tensor], block_table: Sequence[int], first: int, last: int, side: SideStream
+) -> Arriving:
+    """Tokens `first` to `last` (not included) of a table, over the layers of `caches`: contiguous, for the CPU.
 
-    From a GPU they come in one copy, which this waits for.
+    They are gathered in the order of the steps; from a GPU they come in one copy beside those that follow.
     """
     slots = slots_of(caches[0], block_table, first, last)
     shape = (len(slots), len(caches), 2, *caches[0].shape[3:])
     tokens = torch.empty(shape, dtype=caches[0].dtype, device=caches[0].device)
     for layer, cache in enumerate(caches):
         tokens[:, layer] = cache.flatten(1, 2).index_select(1, slots).transpose(0, 1)
-    return fetch(tokens)
+    return side.fetch(tokens)
 
 
-def write_tokens(caches: Sequence[Tensor], block_table: Sequence[int], first: int, tokens: Tensor) -> None:
+def write_tokens(
+    caches: Sequence[Tensor], block_table: Sequence[int], first: int, tokens: Tensor, side: SideStream
+) -> None:
     """Put `tokens` at the places of `first` and those after it."""
     slots = slots_of(caches[0], block_table, first, first + len(tokens))
-    tokens = send_tensor(tokens, caches[0].device, tokens.dtype)
+    tokens = side.send(tokens)
     for layer, cache in enumerate(caches):
         cache.flatten(1, 2).index_copy_(1, slots, tokens[:, layer].transpose(0, 1))
 

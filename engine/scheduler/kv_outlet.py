@@ -13,15 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from engine.cache.block_manager import BlockManager
 from engine.events import Event, KvComputed, KvReady, PrefillEnded
 from engine.request import Request
+from engine.runner.side_stream import Arriving
 from engine.scheduler.decoder import DecoderScheduler, ScheduledStep
 from engine.scheduler.kv_expectation import KvExpectation, Table
 
-ReadTokens = Callable[[Table, list[int], int, int], torch.Tensor]
+ReadTokens = Callable[[Table, list[int], int, int], Arriving]
 """Gathers tokens of the paged cache: (table, block table, first, last) -> [last - first, layers, 2, heads, dim]."""
 
 
@@ -101,7 +100,7 @@ class KvOutlet:
             request.go_first()
             self._scheduler.reorder(request)
 
-    def export(self, request_id: str, table: Table, first: int, last: int) -> torch.Tensor | None:
+    def export(self, request_id: str, table: Table, first: int, last: int) -> Arriving | None:
         """Tokens `first` to `last` (not included) of the request's keys and values, [last - first, layers, 2,
         num_kv_heads, head_dim]; None where they are not there at the moment."""
         request = self._requests.get(request_id)

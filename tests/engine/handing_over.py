@@ -167,12 +167,12 @@ class Pair:
         for table, (first, last) in transfer.unsent.items():
             there = last if table == "cross" else min(last, transfer.num_computed)
             end = min(there, first + self.part_tokens)
-            tokens = self.sender.engine.export_kv(name, table, first, end) if first < end else None
-            if tokens is not None:
+            arriving = self.sender.engine.export_kv(name, table, first, end) if first < end else None
+            if arriving is not None:
                 if transfer.metadata is not None and transfer.num_computed < transfer.metadata.num_tokens:
                     self.num_parts_while_prefilling += 1
                 transfer.unsent[table] = end, last
-                self.deliver(name, transfer.attempt, transfer.part, table, first, tokens)
+                self.deliver(name, transfer.attempt, transfer.part, table, first, arriving.wait())
                 transfer.part += 1
         if all(first >= last for first, last in transfer.unsent.values()):
             self._end(name)

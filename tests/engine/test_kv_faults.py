@@ -60,9 +60,9 @@ class Desk:
         return self.answers()
 
     def deliver(self, first: int, last: int, *, table: Table = "self", attempt: int = 0, part: int = 0) -> list[Event]:
-        tokens = self.sender.engine.export_kv(self.job.name, table, first, last)
-        assert tokens is not None
-        return self.deliver_raw(tokens, first, table=table, attempt=attempt, part=part)
+        arriving = self.sender.engine.export_kv(self.job.name, table, first, last)
+        assert arriving is not None
+        return self.deliver_raw(arriving.wait(), first, table=table, attempt=attempt, part=part)
 
     def deliver_raw(
         self, tokens: torch.Tensor, first: int, *, table: Table = "self", attempt: int = 0, part: int = 0

@@ -22,6 +22,7 @@ from engine.cache.encoder_cache import EncoderCacheManager
 from engine.events import Event, InputGranted, InputRejected, KvMetadata
 from engine.request import Request
 from engine.runner.kv_transfer import read_tokens, write_tokens
+from engine.runner.side_stream import SideStream
 from engine.scheduler.coverage import Coverage
 from engine.scheduler.decoder import DecoderScheduler
 from engine.scheduler.expectation import InputExpectation
@@ -33,6 +34,7 @@ BLOCK_SIZE = 4
 NUM_BLOCKS = 14
 MAX_SEQS = 3
 SHAPE = (2, 2, 1, 3)
+SIDE = SideStream.beside(torch.device("cpu"))
 LEASE_S = 10.0
 FAR_S = 1e12
 NAMES = [f"r{number}" for number in range(6)]
@@ -80,7 +82,7 @@ class ReceiverMachine(RuleBasedStateMachine):
         written = block_table[first // BLOCK_SIZE : -(-(first + len(tokens)) // BLOCK_SIZE)]
         assert all(self.blocks.pool.references(block) == 1 for block in written), "others read these"
         assert not set(written) & set(self.blocks._hash_of), "others may find these"
-        write_tokens(self.caches, block_table, first, tokens)
+        write_tokens(self.caches, block_table, first, tokens, SIDE)
 
     # --- what may happen
 
@@ -196,7 +198,7 @@ class ReceiverMachine(RuleBasedStateMachine):
             for table, blocks in (("self", own), ("cross", cross)):
                 truth = self._truth(request, table)
                 if len(truth):
-                    assert torch.equal(read_tokens(self.caches, blocks, 0, len(truth)), truth)
+                    assert torch.equal(read_tokens(self.caches, blocks, 0, len(truth), SIDE).wait(), truth)
 
     def teardown(self) -> None:
         """From here on nobody goes away and nothing is late: every request that has not ended gets its turn."""

@@ -10,6 +10,7 @@ from engine.cache.block_manager import BlockMove
 from engine.runner.kv_transfer import read_tokens, write_tokens
 from engine.runner.last_tokens import LastTokens
 from engine.runner.moves import copy_runs, move_blocks
+from engine.runner.side_stream import SideStream
 from engine.runner.staging import ALIGNMENT, Array, fetch, overwrite, pack, send, send_tensor, unpack
 
 CPU = torch.device("cpu")
@@ -151,9 +152,10 @@ def test_blocks_side_by_side_at_both_ends_are_copied_at_once(monkeypatch: pytest
 @pytest.mark.parametrize("device", DEVICES)
 def test_keys_and_values_of_tokens_are_read_from_and_written_to_any_blocks(device: str) -> None:
     source, target = caches(1, 6, device), caches(2, 9, device)
-    tokens = read_tokens(source, [3, 1, 5], 2, 11)
+    side = SideStream.beside(torch.device(device))
+    tokens = read_tokens(source, [3, 1, 5], 2, 11, side).wait()
     assert tokens.shape == (9, 2, 2, 1, 2)
     assert tokens.device == CPU
-    write_tokens(target, [7, 2, 8], 2, tokens)
-    assert torch.equal(read_tokens(target, [7, 2, 8], 2, 11), tokens)
+    write_tokens(target, [7, 2, 8], 2, tokens, side)
+    assert torch.equal(read_tokens(target, [7, 2, 8], 2, 11, side).wait(), tokens)
     assert torch.equal(target[0][:, 7, 2:].cpu(), source[0][:, 3, 2:].cpu())

@@ -28,6 +28,7 @@ from engine.models.base import DecoderSpec
 from engine.processors import ProcessedInput
 from engine.request import Request, Sequence
 from engine.runner.decoder import DecoderRunner, StepOutput
+from engine.runner.side_stream import SideStream
 from engine.scheduler.decoder import ScheduledStep
 
 HIDDEN = 2
@@ -105,6 +106,7 @@ class SymbolicRunner(DecoderRunner):
             vocab_size=info.vocab_size,
             max_model_len=MAX_MODEL_LEN,
         )
+        self._side = SideStream.beside(self.device)
         self.max_model_len = MAX_MODEL_LEN
         self.block_size = config.block_size
         self.buffers = InputBuffers(config.max_num_seqs, MAX_MODEL_LEN, config.block_size)

@@ -29,6 +29,7 @@ from common.messages import (
 )
 from common.sampling_params import SamplingParams
 from engine.events import KvComputed, KvMetadata, KvReady, PrefillEnded, RequestFailed
+from engine.runner.side_stream import Arriving
 from services.kv_messages import PART_BYTES, tokens_per_part
 from services.kv_sender import KvSender
 from services.links import Links
@@ -47,11 +48,12 @@ class FakeEngine:
     num_computed: int = 0
     calls: list[str] = field(default_factory=list)
 
-    def export_kv(self, request_id: str, table: str, first: int, last: int) -> torch.Tensor | None:
+    def export_kv(self, request_id: str, table: str, first: int, last: int) -> Arriving | None:
         if table == "self" and last > self.num_computed:
             self.calls.append("nothing there")
             return None
-        return torch.arange(first, last, dtype=torch.float32).view(-1, 1, 1, 1, 1).expand(-1, *SHAPE).contiguous()
+        numbers = torch.arange(first, last, dtype=torch.float32).view(-1, 1, 1, 1, 1)
+        return Arriving(numbers.expand(-1, *SHAPE).contiguous())
 
     def grant_kv(self, request_id: str) -> None:
         self.calls.append("grant")
