@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from engine.counters import encoder_computations
 from engine.models.base import own_memory
 from engine.processors import ProcessedInput
+from engine.runner.staging import send
 
 MAX_PADDING: Final = 1.25
 """Texts share a batch while the longest is at most so many times as long as the shortest: padding costs time."""
@@ -45,10 +46,8 @@ def _encode(module: nn.Module, items: Sequence[ProcessedInput]) -> list[Tensor]:
     mask = np.zeros_like(input_ids)
     for row, (item, length) in enumerate(zip(items, lengths, strict=True)):
         input_ids[row, :length], mask[row, :length] = item.arrays["input_ids"], 1
-    device = next(module.parameters()).device
-    hidden = module(
-        input_ids=torch.from_numpy(input_ids).to(device), attention_mask=torch.from_numpy(mask).to(device)
-    ).last_hidden_state
+    ids, attended = send(next(module.parameters()).device, input_ids, mask)
+    hidden = module(input_ids=ids, attention_mask=attended).last_hidden_state
     if min(lengths) == max(lengths):
         return own_memory(hidden.unbind(0))
     return [row[:length].clone() for row, length in zip(hidden, lengths, strict=True)]
