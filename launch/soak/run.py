@@ -54,7 +54,12 @@ class Side:
 
     def __init__(self, part: Part, seed: int, fault_every_s: float, tell: Callable[[str], None]) -> None:
         """Settle what will run. Raises TriptychError where the model or the topology is none."""
-        engine = EngineConfig(num_threads=1, kv_cache_bytes=_KV_BYTES, encoder_cache_bytes=_ENCODER_CACHE_BYTES)
+        engine = EngineConfig(
+            num_threads=1,
+            kv_cache_bytes=_KV_BYTES,
+            encoder_cache_bytes=_ENCODER_CACHE_BYTES,
+            encoder_output_cache_bytes=_ENCODER_CACHE_BYTES,
+        )
         self.part, self.seed = part, seed
         self.load, self.logs = LoadProcess(), KeptLogs()
         self.cluster = LocalCluster(

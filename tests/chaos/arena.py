@@ -214,14 +214,16 @@ def arena(
     *,
     count: int = 24,
     transport: Transport = "auto",
+    settings: Mapping[str, Any] | None = None,
     **engine: Any,
 ) -> Iterator[Arena]:
     """A running cluster that has given its undisturbed answers; afterwards nothing of it is left.
 
-    Its caches are small, so that what was there in one round is not in the next. `folder` is for its temporary files.
+    Its caches are small, so that what was there in one round is not in the next. `folder` is for its temporary files,
+    `settings` for others than here.
     """
-    small = {"kv_cache_bytes": 48 * 2**20, "encoder_cache_bytes": 2**20}
-    settings = Settings(
+    small = {"kv_cache_bytes": 48 * 2**20, "encoder_cache_bytes": 2**20, "encoder_output_cache_bytes": 2**20}
+    chosen = Settings(
         model=model,
         port=0,
         cluster="chaos",
