@@ -31,7 +31,8 @@ _REFUSALS: Final = ("Device not supported", "Internal Sanitizer Error", "Unable 
 
 
 def _tests(name: str, *words: str, expected_s: float, limit_s: float) -> Stage:
-    return Stage(name, (*_PYTEST, *words), expected_s, limit_s, read_junit, variables=_THREADS)
+    missing = _without_models if name == "checkpoints" else _nothing
+    return Stage(name, (*_PYTEST, *words), expected_s, limit_s, read_junit, missing=missing, variables=_THREADS)
 
 
 def _benchmark(name: str, expected_s: float, limit_s: float) -> Stage:
@@ -79,12 +80,13 @@ def expected_s(stages: Sequence[Stage]) -> float:
 
 STAGES: Final = (
     Stage("environment", (sys.executable, "-m", "launch.gpu.environment", "--out", REPORT), 8, 60, read_json),
-    _tests("cluster", "tests/gpu/test_cluster.py", expected_s=90, limit_s=210),
-    _tests("engine", "tests/gpu/test_engine.py", expected_s=80, limit_s=180),
+    _tests("cluster", "tests/gpu/test_cluster.py", expected_s=120, limit_s=240),
+    _tests("engine", "tests/gpu/test_engine.py", expected_s=120, limit_s=240),
     _sanitized("sanitizer", *_KERNELS, expected_s=60, limit_s=150),
     _tests("attention", "tests/gpu/test_attention.py", *_KERNELS, expected_s=35, limit_s=240),
     _tests("runner", "tests/engine", expected_s=25, limit_s=120),
     _tests("transports", "tests/broker", "tests/services", expected_s=25, limit_s=90),
+    _tests("checkpoints", "tests/gpu/test_checkpoints.py", expected_s=90, limit_s=240),
     _benchmark("decode", 40, 90),
     _benchmark("prefill", 20, 60),
     _benchmark("cross", 30, 60),
@@ -92,6 +94,8 @@ STAGES: Final = (
     _benchmark("encoder", 25, 60),
     _benchmark("handoff", 75, 150),
     _benchmark("batching", 45, 90),
-    _benchmark("serving", 180, 240),
-    _benchmark("small", 90, 240),
+    _benchmark("serving", 215, 330),
+    _benchmark("small", 90, 200),
 )
+SECOND: Final = ("checkpoints", "bench-serving", "bench-small")
+"""For a call of their own (--only), since all stages together take longer than there is time for one."""

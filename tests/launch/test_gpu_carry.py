@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tomllib
 import zipfile
 from pathlib import Path
@@ -106,3 +108,13 @@ def test_a_line_that_says_nothing_of_a_version_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'transformers' is neither name==version nor name>=version"):
         There.read(listed)
     assert "torch" in There.read(THERE).versions
+
+
+def test_tests_on_a_gpu_import_nothing_that_is_not_carried() -> None:
+    """What only other tests need is not there: an import of it at the top would end all stages."""
+    known = {normal_name(line) for line in [*requirements(), *There.read(THERE).versions]}
+    others = {"gguf", "schemathesis", "trustme"}
+    assert not others & known
+    code = "import sys, tests.gpu.conftest, tests.broker.conftest, tests.services.conftest, tests.engine.conftest"
+    hidden = f"import sys; sys.modules.update(dict.fromkeys({sorted(others)!r})); {code}"
+    subprocess.run([sys.executable, "-c", hidden], check=True, cwd=ROOT, timeout=120)

@@ -138,9 +138,11 @@ def test_what_comes_of_a_check_is_there_before_it_ends(tmp_path: Path) -> None:
 
 
 def test_all_stages_are_expected_to_fit_into_the_time_there_is() -> None:
-    without_models = [stage for stage in plan.STAGES if stage.missing({}) != "no checkpoints are given (--models)"]
-    assert len(without_models) == len(plan.STAGES) - 1
-    assert plan.expected_s(without_models) <= plan.BUDGET_S
+    first = [stage for stage in plan.STAGES if stage.name not in plan.SECOND]
+    second = [stage for stage in plan.STAGES if stage.name in plan.SECOND]
+    assert len(second) == len(plan.SECOND)
+    assert plan.expected_s(first) <= 0.9 * plan.BUDGET_S
+    assert plan.expected_s(second) <= 0.9 * plan.BUDGET_S
     assert all(stage.expected_s < stage.limit_s for stage in plan.STAGES)
     assert plan.expected_s([script("one", ""), script("two", ""), script("alone", "", decides=False)]) == 2.0
 
