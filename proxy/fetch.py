@@ -67,7 +67,7 @@ class Fetcher:
                     data, location = await self._get(target, address, param, max_bytes, take)
                     if location is None:
                         return data
-                    url = str(target.join(location))
+                    url = _redirected(target, location, param)
         except TimeoutError:
             raise _bad(param, f"{_shown(url)} took longer than {self._timeout_s:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -147,6 +147,15 @@ async def _read(response: httpx.Response, param: str, max_bytes: int, take: Call
         if len(body) > max_bytes:
             raise _over(param, f"over {max_bytes} bytes", max_bytes)
     return bytes(body)
+
+
+def _redirected(url: httpx.URL, location: str, param: str) -> str:
+    """Where a redirect leads. Who asks for https gets nothing that came by plain http."""
+    there = url.join(location)
+    if url.scheme == "https" and there.scheme == "http":
+        message = f"{param}: {_shown(str(url))} redirects from https to http, which is not followed"
+        raise TriptychError("invalid_request", message, param)
+    return str(there)
 
 
 def _bad(param: str, message: str) -> TriptychError:

@@ -7,6 +7,7 @@ fields with the value that means "off".
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
@@ -70,7 +71,7 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
-class GenerationRequest(StructuredFields):
+class GenerationRequest(StructuredFields, ABC):
     """What chat and text completion share. Fields that are null are as good as not given.
 
     The names are OpenAI's and, beyond those, vLLM's. `best_of` is how many sequences are sampled, of which the `n`
@@ -202,9 +203,9 @@ class GenerationRequest(StructuredFields):
         return not self.use_beam_search and self.width > self.num_choices
 
     @property
+    @abstractmethod
     def num_logprobs(self) -> int | None:
         """How many of the likeliest tokens the answer tells at each token; None: no log-probabilities at all."""
-        raise NotImplementedError
 
     @property
     def _sampled_logprobs(self) -> int | None:

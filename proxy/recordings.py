@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from common.child_pool import ChildPool
+from common.errors import TriptychError
 from proxy import audio
 from proxy.audio import Window
 from proxy.audio_child import initialize
@@ -33,12 +34,23 @@ class Recordings(ChildPool):
         )
 
     async def split(self, path: str, window_s: float, param: str) -> list[Window]:
-        """As `audio.split`; raises as `run` does, too."""
-        return await self.run(param, audio.split, path, window_s, param)
+        """As `audio.split`; raises as `run` does, too, naming `param`."""
+        with _naming(param):
+            return await self.run(param, audio.split, path, window_s, param)
 
     async def cut(self, path: str, window: Window, param: str) -> bytes:
-        """As `audio.cut`; raises as `run` does, too."""
-        return await self.run(param, audio.cut, path, window, param)
+        """As `audio.cut`; raises as `run` does, too, naming `param`."""
+        with _naming(param):
+            return await self.run(param, audio.cut, path, window, param)
+
+
+@contextmanager
+def _naming(param: str) -> Iterator[None]:
+    """What goes wrong within names the field of the request."""
+    try:
+        yield
+    except TriptychError as error:
+        raise TriptychError(error.info.code, error.info.message, error.info.param or param) from error
 
 
 @contextmanager

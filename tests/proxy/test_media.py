@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -21,7 +22,7 @@ def _url_part(url: str) -> dict:
 
 
 @asynccontextmanager
-async def web_server(respond: Callable[[str], bytes]) -> AsyncIterator[str]:
+async def web_server(respond: Callable[[str], bytes], tls: ssl.SSLContext | None = None) -> AsyncIterator[str]:
     """A server on loopback whose whole response to a path is `respond(path)`; b"" never answers."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -38,7 +39,7 @@ async def web_server(respond: Callable[[str], bytes]) -> AsyncIterator[str]:
         finally:
             writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls)
     async with server:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 

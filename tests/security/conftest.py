@@ -9,7 +9,7 @@ import pytest
 import zmq.asyncio
 
 from broker.curve import ClusterContext
-from common.config import Settings
+from common.config import EngineConfig, Settings
 from common.keys import ClusterKey
 from launch.cluster import LocalCluster
 from tests.proxy.conftest import broker_url, redis, serve, whisper_model
@@ -22,7 +22,8 @@ API_KEY = secrets.token_urlsafe(16)
 @pytest.fixture(scope="package")
 def cluster() -> Iterator[LocalCluster]:
     """A cluster as `triptych serve` alone starts one, but that it wants a key: its own broker, transports by choice."""
-    settings = Settings(model="signpost", port=0, api_key=API_KEY, log_level="debug")
+    engine = EngineConfig(max_model_len=512)  # answers without a limit of their own stay short
+    settings = Settings(model="signpost", port=0, api_key=API_KEY, log_level="debug", engine=engine)
     with LocalCluster(settings, "1e1p1d") as cluster:
         yield cluster
 

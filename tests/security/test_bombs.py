@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -96,17 +95,6 @@ async def test_a_picture_that_takes_more_memory_than_it_may(pool):
         with pytest.raises(TriptychError, match=r"memory|cannot be decoded|crashed"):
             await pool.process("image", bombs.png_bomb(9_984, 8_000))
     assert await pool.process("image", picture()) is not None
-
-
-async def test_a_helper_that_dies_takes_nobody_along(recordings):
-    """The helper is killed while it decodes; the next recording is cut by another one."""
-    with shared(bombs.silence(7000)) as path:
-        await recordings.split(path, 30.0, "file")
-        for child in list(recordings._executor._processes.values()):
-            os.kill(child.pid, signal.SIGKILL)
-        windows = await recordings.split(path, 30.0, "file")
-    assert sum(window.end - window.start for window in windows) == 7_000_000
-    assert recordings.num_crashes <= 1
 
 
 SOUNDS = {

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import socket
+import ssl
 import threading
 
 import httpx
 import openai
 import pytest
+import trustme
 
 from common.config import Settings
 from common.errors import TriptychError
@@ -19,6 +22,7 @@ from proxy.local_files import read_local
 from tests.proxy.media import image_part, picture
 from tests.proxy.test_media import web_server
 
+CLIENT_INIT = httpx.AsyncClient.__init__
 INSIDE = (
     "127.0.0.1",
     "127.1",
@@ -169,10 +173,34 @@ async def test_only_listed_schemes(serve):
                 await rig.chat([{"type": "image_url", "image_url": {"url": url}}])
 
 
-async def test_a_redirect_to_a_scheme_that_is_not_listed_is_refused(monkeypatch):
-    fetcher = Fetcher(Settings(allowed_media_schemes="https", allow_private_media_urls=True))
-    with pytest.raises(TriptychError, match="is not a URL of https"):
-        await fetcher.fetch("http://127.0.0.1:1/", "image_url", 1000)
+def redirect(location: str) -> bytes:
+    return f"HTTP/1.1 302 Found\r\nLocation: {location}\r\nContent-Length: 0\r\n\r\n".encode()
+
+
+@pytest.mark.parametrize("location", ["https://127.0.0.1:1/", "file:///etc/passwd", "gopher://127.0.0.1:1/"])
+async def test_a_redirect_to_a_scheme_that_is_not_listed_is_refused(location):
+    fetcher = Fetcher(Settings(allowed_media_schemes="data,http", allow_private_media_urls=True))
+    async with web_server(lambda path: redirect(location)) as url:
+        with pytest.raises(TriptychError, match="is not a URL of http"):
+            await fetcher.fetch(url, "image_url", 1000)
+    await fetcher.close()
+
+
+async def test_a_redirect_from_https_to_http_is_not_followed(monkeypatch):
+    authority = trustme.CA()
+    server_side, client_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+    authority.issue_cert("localhost").configure_cert(server_side)
+    authority.configure_trust(client_side)
+    monkeypatch.setattr(fetch.httpx.AsyncClient, "__init__", functools.partialmethod(CLIENT_INIT, verify=client_side))
+    fetcher = Fetcher(Settings(allow_private_media_urls=True))
+    async with web_server(lambda path: ok(b"plain")) as plain:
+        pages = {"/down": redirect(plain), "/same": redirect("/picture"), "/picture": ok(b"secure")}
+        async with web_server(pages.__getitem__, server_side) as url:
+            secure = url.replace("http://127.0.0.1", "https://localhost")
+            assert await fetcher.fetch(f"{secure}/same", "image_url", 1000) == b"secure"
+            with pytest.raises(TriptychError, match="from https to http") as caught:
+                await fetcher.fetch(f"{secure}/down", "image_url", 1000)
+    assert caught.value.info.http_status == 400
     await fetcher.close()
 
 
