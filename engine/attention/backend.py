@@ -19,17 +19,27 @@ import torch
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.page_tables import common_keys, num_blocks
 from engine.inputs import IntArray
-from engine.models.base import PositionBias
+from engine.models.base import DecoderSpec, PositionBias
 
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """The heads of a decoder's attention layers. `biased`: its self-attention adds a bias by position (T5)."""
+    """The heads of a decoder's attention layers.
+
+    `biased`: its self-attention adds a bias by position (T5). `windows` are those that layers of self-attention have,
+    None for all keys.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     biased: bool = False
+    windows: tuple[int | None, ...] = (None,)
+
+    @classmethod
+    def of(cls, spec: DecoderSpec) -> HeadSpec:
+        """Those of a decoder."""
+        return cls(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.position_bias, spec.windows)
 
 
 class DecodePlan(ABC):

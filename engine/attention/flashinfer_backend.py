@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
+from common.telemetry import get_logger
 from engine.attention.backend import AttentionBackend, DecodePlan, HeadSpec
 from engine.attention.flashinfer_fixed import FlashInferDecodePlan
 from engine.attention.flashinfer_ragged import FlashInferRagged
@@ -24,14 +25,17 @@ from engine.attention.flashinfer_wrappers import (
     DecodeWrapper,
     PrefillWrapper,
     Workspace,
+    fixed_decode_bytes,
     load_flashinfer,
 )
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.paged_batch import PagedBatch, Phase, RaggedBatch
-from engine.attention.served import APPENDED_HEAD_DIMS, HEAD_DIMS, ReasonLog, unserved
+from engine.attention.served import APPENDED_HEAD_DIMS, ReasonLog, unserved
 from engine.attention.torch_backend import TorchBackend
 from engine.counters import cross_plans_reused
 from engine.models.base import PositionBias
+
+log = get_logger()
 
 
 class FlashInferBackend(AttentionBackend):
@@ -43,16 +47,17 @@ class FlashInferBackend(AttentionBackend):
     name = "flashinfer"
     slot_dtype = torch.int32
 
-    def __init__(self, device: torch.device, head_dim: int) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, heads: HeadSpec) -> None:
         self._device = device
         self._workspace = Workspace(load_flashinfer(), device, WORKSPACE_BYTES)
         self._appender = _Appender(self._workspace)
         self._torch = TorchBackend(device)
-        self.gathered_share = 0.0 if head_dim in HEAD_DIMS else self._torch.gathered_share
+        self.gathered_share = 0.0 if unserved(heads, dtype) is None else self._torch.gathered_share
         self._wrappers: dict[Call, DecodeWrapper | PrefillWrapper] = {}
         self._ragged = FlashInferRagged(self._workspace)
         self._cross: dict[Phase, PagedBatch] = {}
         self._reasons = ReasonLog()
+        self._told_of_workspace = False
 
     def plan(self, metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> list[PagedBatch]:
         batches, num_decodes = [], metadata.num_decodes
@@ -135,14 +140,31 @@ class FlashInferBackend(AttentionBackend):
     ) -> DecodePlan | None:
         reason = unserved(heads, dtype)
         if reason is None:
-            return FlashInferDecodePlan(
-                self._workspace, num_requests, max_blocks, block_size, dtype, heads, causal=causal
-            )
+            return self._fixed_plan(num_requests, max_blocks, block_size, dtype, heads, causal=causal)
         self._reasons.tell(reason)
         return self._torch.make_decode_plan(num_requests, max_blocks, block_size, dtype, heads, causal=causal)
 
+    def _fixed_plan(
+        self, num_requests: int, max_blocks: int, block_size: int, dtype: torch.dtype, heads: HeadSpec, *, causal: bool
+    ) -> DecodePlan | None:
+        """None where partial results of so many requests do not fit: then these decodes run eagerly."""
+        needed, there = fixed_decode_bytes(num_requests, heads, self._device), self._workspace.buffer.numel()
+        if needed <= there:
+            return FlashInferDecodePlan(
+                self._workspace, num_requests, max_blocks, block_size, dtype, heads, causal=causal
+            )
+        if not self._told_of_workspace:
+            self._told_of_workspace = True
+            log.warning(
+                "no CUDA graph for decodes of so many requests: partial results exceed the workspace of attention",
+                requests=num_requests,
+                needed_mib=needed >> 20,
+                workspace_mib=there >> 20,
+            )
+        return None
+
     def plan_ragged(self, lengths: Sequence[int]) -> RaggedBatch:
-        return RaggedBatch(lengths)
+        return RaggedBatch(lengths, self._device)
 
     def run_ragged(
         self,

@@ -5,6 +5,10 @@ the wrapper's own, from which it is copied to the device in the order of the str
 next one from overwriting what is not copied yet. By then the step before has been launched, and this copy stands at its
 beginning, so that nobody waits for long.
 
+What we give a plan is pinned, and so are lengths that it would work out itself. Two things are FlashInfer's own: a
+plan of decodes outside of CUDA graphs copies 0, 1, 2 … from pageable memory, which waits for the stream, and plans for
+tensor cores find the longest request one element of a tensor after the other (microseconds for each request).
+
 FA2 is asked for everywhere: what `auto` takes on Hopper is a second set of kernels that differs from it in rounding,
 and does not serve paged prefills without a causal mask.
 """
@@ -18,6 +22,7 @@ from typing import Any, Final
 
 import torch
 
+from engine.attention.backend import HeadSpec
 from engine.attention.paged_batch import PagedBatch, Pages, Phase, RaggedBatch
 from engine.attention.served import needs_tensor_cores
 
@@ -29,6 +34,9 @@ FIXED_PLAN_BYTES: Final = 2**20
 """For the plan of a graph's decodes, instead of 8 MiB: a few thousand pieces of work, 17 bytes each."""
 LAYOUT: Final = "NHD"
 KERNELS: Final = "fa2"
+_CTAS_PER_SM: Final = 2
+_TILE_ROWS: Final = 16
+"""Of how FA2 divides the work of decodes on tensor cores: query heads are packed into tiles of so many rows."""
 
 
 def load_flashinfer() -> Any:
@@ -67,6 +75,18 @@ class Call:
         return -1 if self.window is None else self.window - 1
 
 
+def fixed_decode_bytes(num_requests: int, heads: HeadSpec, device: torch.device) -> int:
+    """What the plan of a graph's decodes takes of the workspace for partial results, as `PrefillPlan` of FlashInfer's
+    scheduler.cuh counts it for groups of up to a tile's rows; plans on the vector units take some MiB at most."""
+    if not needs_tensor_cores(heads.num_heads, heads.num_kv_heads):
+        return 0
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    group = heads.num_heads // heads.num_kv_heads
+    num_tiles = -(-num_requests * group // _TILE_ROWS) + num_requests - 1
+    num_pieces = max(_CTAS_PER_SM * num_sms // heads.num_kv_heads, num_tiles)
+    return heads.num_heads * num_pieces * _TILE_ROWS * (heads.head_dim + 1) * torch.float32.itemsize
+
+
 class _Planned(ABC):
     """A wrapper that is planned anew when another batch comes."""
 
@@ -75,12 +95,15 @@ class _Planned(ABC):
         self._batch: object = None
         self._copied: torch.cuda.Event | None = None
 
+    def is_planned_for(self, batch: object) -> bool:
+        return self._batch is batch
+
     def bring_to(self, batch: object) -> None:
         """Plan for a batch, unless that is what was planned for last.
 
         Raises RuntimeError while a CUDA graph is captured, which cannot hold the host's part of a plan.
         """
-        if self._batch is batch:
+        if self.is_planned_for(batch):
             return
         on_cuda = self._device.type == "cuda"
         if on_cuda and torch.cuda.is_current_stream_capturing():
@@ -112,13 +135,23 @@ class FixedBuffers:
         return cls(zeros(num_requests + 1), zeros(num_requests * max_blocks), zeros(num_requests))
 
 
-class DecodeWrapper(_Planned):
+class PagedWrapper(_Planned):
+    """A wrapper over the pages of a cache, planned for one kind of call."""
+
+    def __init__(self, workspace: Workspace, call: Call, wrapper: Any) -> None:
+        super().__init__(workspace)
+        self._call, self._wrapper = call, wrapper
+
+    def run(self, query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:
+        """query and out [num_tokens, num_heads, head_dim], cache as backends have it."""
+        self._wrapper.run(query, (cache[0], cache[1]), out=out)
+
+
+class DecodeWrapper(PagedWrapper):
     """One query token for each request. With `fixed` buffers it can be captured in a CUDA graph."""
 
     def __init__(self, workspace: Workspace, call: Call, fixed: FixedBuffers | None = None) -> None:
-        super().__init__(workspace)
-        self._call = call
-        self._wrapper = workspace.flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        wrapper = workspace.flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             workspace.buffer,
             LAYOUT,
             use_cuda_graph=fixed is not None,
@@ -128,13 +161,10 @@ class DecodeWrapper(_Planned):
             paged_kv_last_page_len_buffer=fixed and fixed.last_page_len,
             backend=KERNELS,
         )
+        super().__init__(workspace, call, wrapper)
         if fixed is not None:
             small = torch.empty(FIXED_PLAN_BYTES, dtype=torch.uint8, device=self._device)
-            self._wrapper.reset_workspace_buffer(workspace.buffer, small)
-
-    def run(self, query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:
-        """query and out [num_requests, num_heads, head_dim], cache as backends have it."""
-        self._wrapper.run(query, (cache[0], cache[1]), out=out)
+            wrapper.reset_workspace_buffer(workspace.buffer, small)
 
     def _plan(self, batch: Pages | PagedBatch) -> None:
         pages, call = batch if isinstance(batch, Pages) else batch.pages, self._call
@@ -150,22 +180,16 @@ class DecodeWrapper(_Planned):
             q_data_type=call.dtype,
             kv_data_type=call.dtype,
             sm_scale=call.scale,
+            seq_lens=pages.num_keys,
         )
 
 
-class PrefillWrapper(_Planned):
+class PrefillWrapper(PagedWrapper):
     """Any number of query tokens for each request: the last ones of its keys, if causal."""
 
     def __init__(self, workspace: Workspace, call: Call) -> None:
-        super().__init__(workspace)
-        self._call = call
-        self._wrapper = workspace.flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            workspace.buffer, LAYOUT, backend=KERNELS
-        )
-
-    def run(self, query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:
-        """query and out [num_tokens, num_heads, head_dim], cache as backends have it."""
-        self._wrapper.run(query, (cache[0], cache[1]), out=out)
+        wrapper = workspace.flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace.buffer, LAYOUT, backend=KERNELS)
+        super().__init__(workspace, call, wrapper)
 
     def _plan(self, batch: PagedBatch) -> None:
         pages, call = batch.pages, self._call
@@ -183,6 +207,8 @@ class PrefillWrapper(_Planned):
             window_left=call.window_left,
             q_data_type=call.dtype,
             kv_data_type=call.dtype,
+            seq_lens=pages.num_keys,
+            max_token_per_sequence=batch.max_queries,
         )
 
 

@@ -20,12 +20,14 @@ class PageTable:
     indptr         int32 [n + 1]: the pages of request i are indices[indptr[i] : indptr[i + 1]], one at least
     indices        int32 [indptr[n]]
     last_page_len  int32 [n]: keys in the last page, 1 .. block_size
+    num_keys       int32 [n]: keys in all of its pages
     is_empty       bool [n]: requests without keys. They are given one, in block 0; what comes of it must be zeros
     """
 
     indptr: Int32Array
     indices: Int32Array
     last_page_len: Int32Array
+    num_keys: Int32Array
     is_empty: npt.NDArray[np.bool_]
 
 
@@ -42,7 +44,7 @@ def page_table(table: IntArray, num_keys: IntArray, block_size: int) -> PageTabl
     blocks[is_empty] = 0
     indices = blocks[np.arange(width) < counts[:, None]]
     last_page_len = (num_keys - (counts - 1) * block_size).astype(np.int32)
-    return PageTable(indptr, indices, last_page_len, is_empty)
+    return PageTable(indptr, indices, last_page_len, num_keys.astype(np.int32), is_empty)
 
 
 def num_blocks(num_keys: IntArray, block_size: int) -> IntArray:

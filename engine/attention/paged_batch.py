@@ -21,19 +21,23 @@ Phase = Literal["decode", "prefill"]
 
 @dataclass(frozen=True)
 class Pages:
-    """A page table where FlashInfer wants it: the indices on the device, what it plans by on the host (pinned)."""
+    """A page table where FlashInfer wants it: the indices on the device, what it plans by on the host (pinned).
+
+    `num_keys` int32 [n] are those of each request.
+    """
 
     indptr: torch.Tensor
     indices: torch.Tensor
     last_page_len: torch.Tensor
+    num_keys: torch.Tensor
 
     @classmethod
     def send(cls, table: PageTable, device: torch.device) -> Pages:
         """Starts the copy of the indices, and waits for nothing."""
-        arrays = table.indptr, table.last_page_len, table.indices
+        arrays = table.indptr, table.last_page_len, table.num_keys, table.indices
         packed = pack(arrays, pin=device.type == "cuda")
-        indptr, last_page_len, indices = unpack(packed, arrays)
-        return cls(indptr, indices.to(device, non_blocking=True), last_page_len)
+        indptr, last_page_len, num_keys, indices = unpack(packed, arrays)
+        return cls(indptr, indices.to(device, non_blocking=True), last_page_len, num_keys)
 
 
 class PagedBatch:
@@ -64,8 +68,13 @@ class PagedBatch:
 
     @cached_property
     def query_starts(self) -> torch.Tensor:
-        """int32 [num_requests + 1], on the host."""
-        return torch.tensor(self.metadata.query_start_loc, dtype=torch.int32)
+        """int32 [num_requests + 1], on the host (pinned)."""
+        return _pinned(self.metadata.query_start_loc, self._device)
+
+    @property
+    def max_queries(self) -> int:
+        """Of one request."""
+        return int(np.diff(self.metadata.query_start_loc).max())
 
     @cached_property
     def pages(self) -> Pages:
@@ -88,11 +97,12 @@ class PagedBatch:
 
 
 class RaggedBatch:
-    """Sequences laid end to end. `starts` int32 [n + 1], on the host: where each begins, and the last one ends."""
+    """Sequences laid end to end. `starts` int32 [n + 1], on the host (pinned): where each begins, and the last one
+    ends."""
 
-    def __init__(self, lengths: Sequence[int]) -> None:
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self.lengths = tuple(lengths)
-        self.starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        self.starts = _pinned([0, *accumulate(lengths)], device)
         self._other_plan: Any = None
 
     def plan_of(self, backend: AttentionBackend) -> Any:
@@ -100,3 +110,8 @@ class RaggedBatch:
         if self._other_plan is None:
             self._other_plan = backend.plan_ragged(self.lengths)
         return self._other_plan
+
+
+def _pinned(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int32 on the host, where a copy to the device does not wait for it."""
+    return torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")

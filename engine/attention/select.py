@@ -11,11 +11,14 @@ import torch
 
 from common.errors import TriptychError
 from common.telemetry import get_logger
-from engine.attention.backend import AttentionBackend
+from engine.attention.backend import AttentionBackend, HeadSpec
 from engine.attention.phased import PhasedBackend
+from engine.attention.trial import try_out
+from engine.native.build import KernelsUnavailableError, in_one_line
 
 Phase = Literal["prefill", "decode"]
 PHASES: Final[tuple[Phase, ...]] = ("prefill", "decode")
+_SMALL_HEADS: Final = HeadSpec(num_heads=1, num_kv_heads=1, head_dim=64)
 
 log = get_logger()
 
@@ -26,10 +29,10 @@ class BackendUnavailableError(Exception):
 
 @dataclass(frozen=True)
 class BackendEntry:
-    """A backend and what it serves. `make`, of a device and the decoder's size of heads, raises
+    """A backend and what it serves. `make`, of a device, a dtype and the decoder's heads, raises
     BackendUnavailableError where it cannot run."""
 
-    make: Callable[[torch.device, int], AttentionBackend]
+    make: Callable[[torch.device, torch.dtype, HeadSpec], AttentionBackend]
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype]
     phases: frozenset[Phase] = frozenset(PHASES)
@@ -39,25 +42,38 @@ class BackendEntry:
         return device.type in self.devices and dtype in self.dtypes and head_dim <= self.max_head_dim
 
 
-def _flashinfer_backend(device: torch.device, head_dim: int) -> AttentionBackend:
+def _flashinfer_backend(device: torch.device, dtype: torch.dtype, heads: HeadSpec) -> AttentionBackend:
+    """Its kernels are tried: a machine may have the package without the means to compile them."""
     from engine.attention.flashinfer_backend import FlashInferBackend
 
     try:
-        return FlashInferBackend(device, head_dim)
+        backend = FlashInferBackend(device, dtype, heads)
     except ImportError as error:
         reason = f"FlashInfer cannot be imported ({error}); install it with pip install 'triptych[cuda]'"
         raise BackendUnavailableError(reason) from error
+    try:
+        try_out(backend, device, dtype, heads)
+    except Exception as error:  # of compilers, of a loader or of a driver: what these raise is documented nowhere
+        raise BackendUnavailableError(kernels_missing(error)) from error
+    return backend
 
 
-def _torch_backend(device: torch.device, _head_dim: int) -> AttentionBackend:
+def kernels_missing(error: Exception) -> str:
+    """Why FlashInfer's kernels do not run, and what to do."""
+    return (
+        f"FlashInfer's kernels do not run here ({in_one_line(error)}); install nvcc and ninja, which compile them at "
+        "the first start, or bring kernels that were built ahead (docs/cuda.md)"
+    )
+
+
+def _torch_backend(device: torch.device, _dtype: torch.dtype, _heads: HeadSpec) -> AttentionBackend:
     from engine.attention.torch_backend import TorchBackend
 
     return TorchBackend(device)
 
 
-def _native_backend(_device: torch.device, _head_dim: int) -> AttentionBackend:
+def _native_backend(_device: torch.device, _dtype: torch.dtype, _heads: HeadSpec) -> AttentionBackend:
     from engine.attention.native_backend import NativeBackend
-    from engine.native.build import KernelsUnavailableError
 
     try:
         return NativeBackend()
@@ -88,39 +104,39 @@ BACKENDS: Final[dict[str, BackendEntry]] = {
 
 
 def choose_backend(
-    device: torch.device, dtype: torch.dtype = torch.float32, name: str = "auto", head_dim: int = 64
+    device: torch.device, dtype: torch.dtype = torch.float32, name: str = "auto", heads: HeadSpec = _SMALL_HEADS
 ) -> AttentionBackend:
-    """The backend for a device, a dtype and a size of heads, one for each phase where two are best; the choice is
+    """The backend for a device, a dtype and a decoder's heads, one for each phase where two are best; the choice is
     logged.
 
     With a `name` it serves every phase that it can, and the rest is chosen. Raises TriptychError("invalid_request")
-    for a name that there is not, or that cannot serve this device, dtype and size of heads.
+    for a name that there is not, or that cannot run here or serve this device, dtype and size of heads.
     """
-    made = {} if name == "auto" else {name: _make_named(name, device, dtype, head_dim)}
+    made = {} if name == "auto" else {name: _make_named(name, device, dtype, heads)}
     order = [*made, *(other for other in BACKENDS if other not in made)]
-    chosen = {phase: _choose(phase, device, dtype, head_dim, order, made) for phase in PHASES}
+    chosen = {phase: _choose(phase, device, dtype, heads, order, made) for phase in PHASES}
     names = {phase: backend.name for phase, backend in chosen.items()}
     log.info("attention backend", **names, device=device.type, dtype=str(dtype).removeprefix("torch."))
     prefill, decode = chosen["prefill"], chosen["decode"]
     return prefill if prefill is decode else PhasedBackend(prefill, decode)
 
 
-def _make_named(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
+def _make_named(name: str, device: torch.device, dtype: torch.dtype, heads: HeadSpec) -> AttentionBackend:
     entry = BACKENDS.get(name)
     if entry is None:
         names = ", ".join(["auto", *sorted(BACKENDS)])
         raise TriptychError(
             "invalid_request", f"no attention backend {name!r}; there are: {names}", "attention_backend"
         )
-    if not entry.serves(device, dtype, head_dim):
+    if not entry.serves(device, dtype, heads.head_dim):
         raise TriptychError(
             "invalid_request",
-            f"attention backend {name!r} does not serve {dtype} with heads of {head_dim} on {device.type}; "
+            f"attention backend {name!r} does not serve {dtype} with heads of {heads.head_dim} on {device.type}; "
             "leave it at auto",
             "attention_backend",
         )
     try:
-        return entry.make(device, head_dim)
+        return entry.make(device, dtype, heads)
     except BackendUnavailableError as error:
         raise TriptychError("invalid_request", f"attention backend {name!r}: {error}", "attention_backend") from error
 
@@ -129,18 +145,18 @@ def _choose(
     phase: Phase,
     device: torch.device,
     dtype: torch.dtype,
-    head_dim: int,
+    heads: HeadSpec,
     order: list[str],
     made: dict[str, AttentionBackend],
 ) -> AttentionBackend:
     """The first backend in `order` that serves a phase; `made` keeps those that were made for another one."""
     for name in order:
         entry = BACKENDS[name]
-        if phase not in entry.phases or not entry.serves(device, dtype, head_dim):
+        if phase not in entry.phases or not entry.serves(device, dtype, heads.head_dim):
             continue
         try:
             if name not in made:
-                made[name] = entry.make(device, head_dim)
+                made[name] = entry.make(device, dtype, heads)
             return made[name]
         except BackendUnavailableError as error:
             log.warning("attention backend not available", backend=name, reason=str(error))

@@ -47,11 +47,6 @@ def unserved(heads: HeadSpec, dtype: torch.dtype, *, has_ranges: bool = False) -
     return None
 
 
-def padded_head_dim(head_dim: int) -> int:
-    """The smallest size that is served and not smaller; the size itself where there is none."""
-    return min((size for size in HEAD_DIMS if size >= head_dim), default=head_dim)
-
-
 def needs_tensor_cores(num_heads: int, num_kv_heads: int) -> bool:
     """Whether decodes of such heads are computed on tensor cores, by the kernel for prefills."""
     return num_heads // num_kv_heads not in SMALL_GROUPS

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -19,6 +20,7 @@ from engine.attention.metadata import AttentionMetadata
 from engine.attention.torch_fixed import MAX_KEYS, TorchDecodePlan
 from engine.attention.visible import Visible, causal_keys, keys_in_ranges
 from engine.models.base import PositionBias
+from engine.runner.staging import send
 
 CPU = torch.device("cpu")
 GATHER_WASTE = 2.0
@@ -56,8 +58,17 @@ class _Plan:
 
 
 @dataclass(frozen=True)
+class _Alike:
+    """`count` sequences of `length` tokens each, whose tokens are `rows` of the batch."""
+
+    count: int
+    length: int
+    rows: slice | torch.Tensor
+
+
+@dataclass(frozen=True)
 class _RaggedPlan:
-    starts: list[int]
+    groups: list[_Alike]
     biases: dict[tuple[PositionBias, int], torch.Tensor] = field(default_factory=dict)
 
 
@@ -139,7 +150,18 @@ class TorchBackend(AttentionBackend):
         ]
 
     def plan_ragged(self, lengths: Sequence[int]) -> _RaggedPlan:
-        return _RaggedPlan([0, *accumulate(lengths)])
+        """Sequences of one length are computed together: nearly all windows of a picture are."""
+        starts: dict[int, list[int]] = {}
+        for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
+            starts.setdefault(length, []).append(start)
+        return _RaggedPlan([self._alike(length, firsts) for length, firsts in starts.items()])
+
+    def _alike(self, length: int, starts: list[int]) -> _Alike:
+        count = len(starts)
+        if starts[-1] - starts[0] == (count - 1) * length:
+            return _Alike(count, length, slice(starts[0], starts[-1] + length))
+        rows = np.asarray(starts, np.int64)[:, None] + np.arange(length)
+        return _Alike(count, length, *send(self._device, rows.reshape(-1)))
 
     def run_ragged(
         self,
@@ -152,19 +174,24 @@ class TorchBackend(AttentionBackend):
         bias: PositionBias | None = None,
     ) -> torch.Tensor:
         out = torch.empty_like(query)
-        for start, end in pairwise(plan.starts):
-            mask = None
+        for alike in plan.groups:
+            mask, shape = None, (alike.count, alike.length)
             if bias is not None:
-                mask = plan.biases.get((bias, end - start))
+                mask = plan.biases.get((bias, alike.length))
                 if mask is None:
-                    positions = torch.arange(end - start, device=query.device)
-                    mask = plan.biases[bias, end - start] = bias(positions, positions).to(query.dtype)
-            queries, keys, values = (x[start:end].transpose(0, 1)[None] for x in (query, key, value))
+                    positions = torch.arange(alike.length, device=query.device)
+                    mask = plan.biases[bias, alike.length] = bias(positions, positions).to(query.dtype)
+            queries, keys, values = (
+                x[alike.rows].view(*shape, *x.shape[1:]).transpose(1, 2) for x in (query, key, value)
+            )
             gqa = query.shape[1] != key.shape[1]
             attended = F.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=gqa
             )
-            out[start:end] = attended[0].transpose(0, 1)
+            attended = attended.transpose(1, 2).flatten(0, 1)
+            if len(plan.groups) == 1:
+                return attended
+            out[alike.rows] = attended
         return out
 
 
@@ -179,7 +206,8 @@ def _num_batched(metadata: AttentionMetadata) -> int:
 def _mask(plan: _Plan, bias: PositionBias | None, window: int | None, num_kv_heads: int) -> _Masked:
     batched = None
     if plan.batched_blocks is not None:
-        lens = torch.tensor(plan.metadata.seq_lens[: plan.num_batched])
+        device = plan.metadata.block_table.device
+        [lens] = send(device, np.asarray(plan.metadata.seq_lens[: plan.num_batched], np.int64))
         max_len = plan.batched_blocks.numel() // plan.num_batched * plan.block_size
         batched = _batched_mask(lens, max_len, plan, bias, window, num_kv_heads)
     rows = [
@@ -193,15 +221,15 @@ def _batched_mask(
     lens: torch.Tensor, max_len: int, plan: _Plan, bias: PositionBias | None, window: int | None, num_kv_heads: int
 ) -> torch.Tensor:
     """0 or the bias for keys that exist and are within the window, -inf for the others."""
-    keys, device = torch.arange(max_len), plan.metadata.block_table.device
+    keys = torch.arange(max_len, device=lens.device)
     hidden = keys[None] >= lens[:, None]
     if window is not None:
         hidden |= keys[None] < lens[:, None] - window
     if bias is None:
-        mask = torch.zeros(len(lens), max_len, dtype=plan.dtype).masked_fill_(hidden, float("-inf"))
-        return mask[:, None, None].to(device)
-    values = bias((lens - 1).to(device), keys.to(device)).to(plan.dtype)  # [num_heads, num_batched, max_len]
-    values = values.masked_fill(hidden.to(device), float("-inf")).transpose(0, 1)
+        mask = torch.zeros(len(lens), max_len, dtype=plan.dtype, device=lens.device)
+        return mask.masked_fill_(hidden, float("-inf"))[:, None, None]
+    values = bias(lens - 1, keys).to(plan.dtype)  # [num_heads, num_batched, max_len]
+    values = values.masked_fill(hidden, float("-inf")).transpose(0, 1)
     return values.reshape(len(lens), num_kv_heads, -1, max_len)
 
 
@@ -210,20 +238,23 @@ def _plan_row(plan: _Plan, index: int, bias: PositionBias | None, window: int | 
     start, end = metadata.query_start_loc[index], metadata.query_start_loc[index + 1]
     seq_len, device = metadata.seq_lens[index], metadata.block_table.device
     if metadata.causal:
-        visible = causal_keys(end - start, seq_len, window)
+        visible = causal_keys(end - start, seq_len, window, device)
     else:
         ranges = None if metadata.key_ranges is None else metadata.key_ranges[start:end]
-        visible = keys_in_ranges(end - start, seq_len, ranges)
-    mask = visible.additive_mask(plan.dtype, device)
+        visible = keys_in_ranges(end - start, seq_len, ranges, device)
+    mask = visible.additive_mask(plan.dtype)
     if bias is not None:
         queries = torch.arange(seq_len - (end - start), seq_len, device=device)
-        mask = visible.biased_mask(bias, queries, plan.dtype, device)[None]
+        mask = visible.biased_mask(bias, queries, plan.dtype)[None]
         if end - start == 1:
             mask = mask.view(1, num_kv_heads, -1, mask.shape[-1])
     first_block, last_block = visible.first // block_size, -(-visible.last // block_size)
     ids = metadata.block_lists[index][first_block:last_block]
     consecutive = all(b - a == 1 for a, b in pairwise(ids))
-    blocks = slice(ids[0], ids[-1] + 1) if ids and consecutive else torch.tensor(ids, dtype=torch.int64, device=device)
+    if ids and consecutive:
+        blocks: slice | torch.Tensor = slice(ids[0], ids[-1] + 1)
+    else:
+        [blocks] = send(device, np.asarray(ids, np.int64))
     return _Row(start, end, visible, blocks, visible.first - first_block * block_size, mask)
 
 
@@ -252,4 +283,4 @@ def _run_row(query: torch.Tensor, cache: torch.Tensor, row: _Row, scale: float |
         scale=scale,
     )
     out = out[0].transpose(0, 1)
-    return out if visible.blind is None else out.masked_fill(visible.blind.to(out.device)[:, None, None], 0)
+    return out if visible.blind is None else out.masked_fill(visible.blind[:, None, None], 0)

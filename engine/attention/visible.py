@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from engine.inputs import IntArray
 from engine.models.base import PositionBias
+from engine.runner.staging import send
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,7 @@ class Visible:
     """Keys `first` .. `last` are seen by some token; `hidden` [num_queries, num_keys] is True for pairs that are not.
 
     `hidden` is None where every token sees all of them. `triangular` says that it is a plain lower triangle. `blind`
-    [num_queries] marks tokens that see nothing; None where there are none.
+    [num_queries] marks tokens that see nothing; None where there are none. Both are on the device of the attention.
     """
 
     first: int
@@ -28,21 +30,21 @@ class Visible:
     def num_keys(self) -> int:
         return self.last - self.first
 
-    def additive_mask(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+    def additive_mask(self, dtype: torch.dtype) -> torch.Tensor | None:
         """[num_queries, num_keys]: 0 or -inf; None where nothing is hidden or the triangle is enough."""
         if self.hidden is None or self.triangular:
             return None
-        return torch.zeros(self.hidden.shape, dtype=dtype).masked_fill_(self.hidden, float("-inf")).to(device)
+        mask = torch.zeros(self.hidden.shape, dtype=dtype, device=self.hidden.device)
+        return mask.masked_fill_(self.hidden, float("-inf"))
 
-    def biased_mask(
-        self, bias: PositionBias, query_positions: torch.Tensor, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
+    def biased_mask(self, bias: PositionBias, query_positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """[num_heads, num_queries, num_keys]: the bias, and -inf for hidden pairs."""
-        mask = bias(query_positions, torch.arange(self.first, self.last, device=device)).to(dtype)
-        return mask if self.hidden is None else mask.masked_fill(self.hidden.to(device), float("-inf"))
+        keys = torch.arange(self.first, self.last, device=query_positions.device)
+        mask = bias(query_positions, keys).to(dtype)
+        return mask if self.hidden is None else mask.masked_fill(self.hidden, float("-inf"))
 
 
-def causal_keys(num_queries: int, seq_len: int, window: int | None) -> Visible:
+def causal_keys(num_queries: int, seq_len: int, window: int | None, device: torch.device) -> Visible:
     """The queries are the last tokens of the keys; each sees itself and what came before, as far as the window goes.
 
     keys     0 1 2 3 4 5      num_queries 2, seq_len 6, window 3
@@ -54,7 +56,8 @@ def causal_keys(num_queries: int, seq_len: int, window: int | None) -> Visible:
     first = 0 if window is None else max(0, past - window + 1)
     if num_queries == 1:
         return Visible(first, seq_len)
-    queries, keys = torch.arange(past, seq_len)[:, None], torch.arange(first, seq_len)[None]
+    positions = torch.arange(first, seq_len, device=device)
+    queries, keys = positions[past - first :, None], positions[None]
     hidden = keys > queries
     narrow = window is not None and window < seq_len
     if narrow:
@@ -63,7 +66,7 @@ def causal_keys(num_queries: int, seq_len: int, window: int | None) -> Visible:
     return Visible(first, seq_len, hidden, triangular=past == 0 and not narrow)
 
 
-def keys_in_ranges(num_queries: int, seq_len: int, ranges: IntArray | None) -> Visible:
+def keys_in_ranges(num_queries: int, seq_len: int, ranges: IntArray | None, device: torch.device) -> Visible:
     """Each token sees the keys of its range, [num_queries, 2]; without ranges all tokens see all keys."""
     if ranges is None:
         return Visible(0, seq_len)
@@ -74,8 +77,8 @@ def keys_in_ranges(num_queries: int, seq_len: int, ranges: IntArray | None) -> V
     first, last = int(starts[~empty].min()), int(ends[~empty].max())
     if not empty.any() and (starts == first).all() and (ends == last).all():
         return Visible(first, last)
-    keys = torch.arange(first, last)[None]
-    hidden = (keys < torch.from_numpy(starts)[:, None]) | (keys >= torch.from_numpy(ends)[:, None])
-    blind = torch.from_numpy(empty)
-    hidden[blind] = False  # a softmax over nothing would be NaN; these rows become zeros
+    keys = np.arange(first, last)[None]
+    seen = (keys >= starts[:, None]) & (keys < ends[:, None])
+    # A softmax over nothing would be NaN; rows that see nothing become zeros behind it.
+    hidden, blind = send(device, ~seen & ~empty[:, None], empty)
     return Visible(first, last, hidden, blind=blind if empty.any() else None)

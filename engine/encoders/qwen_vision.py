@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids
 
 from engine.counters import encoder_computations
 from engine.models.base import CheckpointLayout, EncoderModel, own_memory
@@ -39,11 +40,24 @@ class QwenVisionEncoder(EncoderModel):
         weight = next(self.module.parameters())
         pixels = np.concatenate([item.arrays["pixel_values"] for item in items])
         grids = np.stack([item.arrays["image_grid_thw"] for item in items])
+        sizes = torch.from_numpy(grids)
         output = self.module(
             send_tensor(torch.from_numpy(pixels), weight.device, weight.dtype),
-            grid_thw=torch.from_numpy(grids).to(weight.device),
+            grid_thw=send_tensor(sizes, weight.device, sizes.dtype),
+            **self.layout_of(sizes, weight.device),
         )
         return own_memory(torch.split(self.rows_of(output), (grids.prod(-1) // self._merge_unit).tolist()))
+
+    def layout_of(self, sizes: Tensor, device: torch.device) -> dict[str, Any]:
+        """What the tower would work out of the sizes of pictures, [n, 3] on the host: from the device it would fetch
+        them one by one, and wait for it each time. Attention reads where pictures begin on the host, too."""
+        positions = get_vision_position_ids(sizes, self._config.spatial_merge_size)
+        starts = get_vision_cu_seqlens(sizes)
+        return {
+            "position_ids": send_tensor(positions, device, positions.dtype),
+            "cu_seqlens": starts,
+            "max_seqlen": int(starts.diff().max()),
+        }
 
     def rows_of(self, output: Any) -> Tensor:
         """What the decoder gets of the tower's output, [num_tokens, encoder_width] over all pictures."""

@@ -18,33 +18,51 @@ from common.telemetry import get_logger
 from engine.attention.flashinfer_ragged import FlashInferRagged
 from engine.attention.flashinfer_wrappers import RAGGED_WORKSPACE_BYTES, Workspace, load_flashinfer
 from engine.attention.paged_batch import RaggedBatch
+from engine.attention.select import kernels_missing
 
 NAME: Final = "triptych_flash_encoder"
 log = get_logger()
 
 
 def use_flashinfer(module: PreTrainedModel, device: torch.device) -> None:
-    """Make a module of transformers, whose attention has no masks, compute it by FlashInfer; a warning where that is
-    not installed."""
+    """Make a module of transformers, whose attention has no masks, compute it by FlashInfer.
+
+    Its kernels are tried; a warning where they do not run, or where FlashInfer is not installed.
+    """
     try:
-        flashinfer = load_flashinfer()
+        ragged = FlashInferRagged(Workspace(load_flashinfer(), device, RAGGED_WORKSPACE_BYTES))
     except ImportError as error:
-        log.warning(
-            "the encoder computes attention with PyTorch alone",
-            reason=f"FlashInfer cannot be imported ({error}); install it with pip install 'triptych[cuda]'",
-        )
+        _tell(f"FlashInfer cannot be imported ({error}); install it with pip install 'triptych[cuda]'")
         return
-    ragged = FlashInferRagged(Workspace(flashinfer, device, RAGGED_WORKSPACE_BYTES))
-    AttentionInterface.register(NAME, EncoderAttention(ragged))
+    try:
+        _try(ragged, module, device)
+    except Exception as error:  # of compilers, of a loader or of a driver: what these raise is documented nowhere
+        _tell(kernels_missing(error))
+        return
+    AttentionInterface.register(NAME, EncoderAttention(ragged, device))
     # Not when it is made: transformers would look for the package flash_attn. Layers read it in every forward pass.
     module.config._attn_implementation = NAME
+
+
+def _tell(reason: str) -> None:
+    log.warning("the encoder computes attention with PyTorch alone", reason=reason)
+
+
+def _try(ragged: FlashInferRagged, module: PreTrainedModel, device: torch.device) -> None:
+    """One sequence of two tokens for each kind of heads that layers have, as transformers' attention modules say it."""
+    layers = [layer for layer in module.modules() if hasattr(layer, "num_heads") and hasattr(layer, "head_dim")]
+    for num_heads, head_dim in {(layer.num_heads, layer.head_dim) for layer in layers}:
+        tokens = torch.zeros(2, num_heads, head_dim, dtype=module.dtype, device=device)
+        ragged.run(tokens, tokens, tokens, RaggedBatch([2], device), scale=head_dim**-0.5)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class EncoderAttention:
     """What transformers calls for each layer. Sequences of one forward pass are planned once for all of its layers."""
 
-    def __init__(self, ragged: FlashInferRagged) -> None:
-        self._ragged = ragged
+    def __init__(self, ragged: FlashInferRagged, device: torch.device) -> None:
+        self._ragged, self._device = ragged, device
         self._whole: tuple[tuple[int, int], RaggedBatch] | None = None
         self._parts: list[tuple[Tensor, RaggedBatch]] = []
 
@@ -77,7 +95,7 @@ class EncoderAttention:
 
     def _sequences(self, batch: int, size: int) -> RaggedBatch:
         if self._whole is None or self._whole[0] != (batch, size):
-            self._whole = (batch, size), RaggedBatch([size] * batch)
+            self._whole = (batch, size), RaggedBatch([size] * batch, self._device)
         return self._whole[1]
 
     def _between(self, starts: Tensor) -> RaggedBatch:
@@ -85,6 +103,6 @@ class EncoderAttention:
         for known, sequences in self._parts:
             if known is starts:
                 return sequences
-        sequences = RaggedBatch(starts.diff().tolist())
+        sequences = RaggedBatch(starts.diff().tolist(), self._device)
         self._parts = [*self._parts[-1:], (starts, sequences)]
         return sequences

@@ -20,7 +20,7 @@ class DecoderSpec:
     Layers of self-attention and of cross-attention are counted apart: a block of the KV cache belongs to one kind, so
     both kinds use the first of `num_caches` tensors. `encoder_width` is the row width of what the encoder sends.
     Of `num_embeddings` token ids a prompt may have, the first `vocab_size` can be generated. `position_bias`: layers of
-    self-attention add a bias by position.
+    self-attention add a bias by position; `windows` are those that they have, None for all keys.
     """
 
     num_layers: int
@@ -35,6 +35,7 @@ class DecoderSpec:
     encoder_hidden_size: int | None = None
     extra_embeddings: int = 0
     position_bias: bool = False
+    windows: tuple[int | None, ...] = (None,)
 
     @property
     def has_cross_attention(self) -> bool:

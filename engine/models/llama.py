@@ -77,6 +77,7 @@ class LlamaDecoder(DecoderModel):
             vocab_size=config.vocab_size,
             mrope_section=config.mrope_section,
             max_model_len=max_model_len,
+            windows=tuple(dict.fromkeys(config.windows)),
         )
         self.layout = layout
         self.rotary = Rotary(config)

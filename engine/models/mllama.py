@@ -69,6 +69,7 @@ class MllamaDecoder(DecoderModel):
             max_model_len=max_model_len,
             num_cross_layers=len(cross_layers),
             extra_embeddings=EXTRA_EMBEDDINGS,
+            windows=tuple(dict.fromkeys(config.windows)),
         )
         self.rotary = Rotary(config)
         self.embed_tokens = nn.Embedding(self.spec.num_embeddings, config.hidden_size)

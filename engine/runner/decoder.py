@@ -11,6 +11,7 @@ import torch
 from common.config import EngineConfig
 from common.model_info import ModelInfo
 from common.telemetry import get_logger
+from engine.attention.backend import HeadSpec
 from engine.attention.context import PagedAttentionContext
 from engine.attention.select import choose_backend
 from engine.cache.block_manager import BlockManager, BlockMove
@@ -77,7 +78,7 @@ class DecoderRunner:
         self.buffers = InputBuffers(config.max_num_seqs, self.max_model_len, self.block_size)
         self.last_tokens = LastTokens(config.max_num_seqs, self.device)
         self._side = SideStream.beside(self.device)
-        self.backend = choose_backend(self.device, self.dtype, config.attention_backend, self.spec.head_dim)
+        self.backend = choose_backend(self.device, self.dtype, config.attention_backend, HeadSpec.of(self.spec))
         use_layer_kernels(self.device, config.attention_backend)
         self._uses_mrope = self.spec.mrope_section is not None
         self.records_graphs = self.device.type == "cuda" and not config.enforce_eager

@@ -24,7 +24,7 @@ import torch
 
 from common.model_info import ModelInfo, load_model_info
 from engine.attention.backend import HeadSpec
-from engine.attention.served import APPENDED_HEAD_DIMS, needs_tensor_cores, padded_head_dim, unserved
+from engine.attention.served import APPENDED_HEAD_DIMS, needs_tensor_cores, unserved
 from engine.device import DTYPES
 from engine.models.registry import make_decoder
 from launch.gpu.cases import CASES, AttentionCase
@@ -139,7 +139,7 @@ def _of_encoder(info: ModelInfo, dtype: str) -> Iterator[Kernel]:
     config = info.config.get("vision_config") or info.config.get("audio_config") or info.config
     for heads_key, width_key in _ENCODER_SIZES:
         if heads_key in config and width_key in config:
-            head_dim = padded_head_dim(config[width_key] // config[heads_key])
+            head_dim = config[width_key] // config[heads_key]
             heads = HeadSpec(config[heads_key], config[heads_key], head_dim)
             if unserved(heads, DTYPES[dtype]) is None:
                 yield Kernel("prefill", dtype, head_dim)

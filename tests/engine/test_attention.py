@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.errors import TriptychError
 from engine.attention import select
-from engine.attention.backend import AttentionBackend
+from engine.attention.backend import AttentionBackend, HeadSpec
 from engine.attention.context import PagedAttentionContext
 from engine.attention.phased import PhasedBackend
 from engine.attention.select import BACKENDS, choose_backend
@@ -123,13 +123,13 @@ def test_a_named_backend_serves_both_phases() -> None:
 
 
 def test_phases_may_differ_and_what_cannot_run_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(_device: torch.device, _head_dim: int) -> AttentionBackend:
+    def missing(*_: object) -> AttentionBackend:
         raise select.BackendUnavailableError("no compiler")
 
     cpu, half = frozenset({"cpu"}), frozenset({torch.bfloat16})
     entries = {
         "absent": select.BackendEntry(missing, cpu, half),
-        "decoder": select.BackendEntry(lambda device, _: TorchBackend(device), cpu, half, frozenset({"decode"})),
+        "decoder": select.BackendEntry(lambda device, *_: TorchBackend(device), cpu, half, frozenset({"decode"})),
         "torch": BACKENDS["torch"],
     }
     monkeypatch.setattr(select, "BACKENDS", entries)
@@ -142,6 +142,6 @@ def test_phases_may_differ_and_what_cannot_run_is_passed_over(monkeypatch: pytes
 
 
 def test_heads_that_are_too_large_for_the_kernel_go_to_torch() -> None:
-    assert isinstance(choose_backend(CPU, torch.bfloat16, head_dim=320), TorchBackend)
+    assert isinstance(choose_backend(CPU, torch.bfloat16, heads=HeadSpec(1, 1, 320)), TorchBackend)
     with pytest.raises(TriptychError, match="heads of 320"):
-        choose_backend(CPU, torch.bfloat16, "native", head_dim=320)
+        choose_backend(CPU, torch.bfloat16, "native", HeadSpec(1, 1, 320))

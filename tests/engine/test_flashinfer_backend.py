@@ -16,14 +16,16 @@ from torch import Tensor
 from common.errors import TriptychError
 from engine.attention.backend import AttentionBackend, HeadSpec
 from engine.attention.context import PagedAttentionContext
+from engine.attention.flashinfer_wrappers import WORKSPACE_BYTES, fixed_decode_bytes
 from engine.attention.metadata import AttentionMetadata
+from engine.attention.paged_batch import RaggedBatch
 from engine.attention.select import choose_backend
 from engine.attention.served import needs_tensor_cores, unserved
 from engine.attention.torch_backend import TorchBackend
 from engine.counters import cross_plans_reused
 from tests.engine.paged import Paged, Shape, assert_equal, dense, distance_bias, shapes
 from tests.fake_flashinfer.dense import Wrapper
-from tests.fake_flashinfer.installed import make_backend
+from tests.fake_flashinfer.installed import CPU, flashinfer_on_cpu, make_backend, no_compiler
 
 BACKEND = make_backend()
 """One for all examples: plans of other batches lie behind each of them."""
@@ -253,8 +255,85 @@ def test_heads_that_are_not_served_have_pytorchs_plan_at_fixed_addresses() -> No
     assert_equal(backend.run(paged.query, paged.cache, plan), expected, torch.bfloat16)
 
 
+def test_graphs_of_more_requests_than_the_workspace_has_room_for_are_not_planned(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    backend, heads = make_backend(), HeadSpec(num_heads=16, num_kv_heads=2, head_dim=64)
+    few, many, more = (
+        backend.make_decode_plan(size, 8, 16, torch.bfloat16, heads, causal=True) for size in (2, 64, 128)
+    )
+    assert few is not None
+    assert many is None
+    assert more is None
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("partial results exceed the workspace") == 1
+
+
+def test_the_workspace_of_a_gpu_has_room_for_graphs_of_common_sizes() -> None:
+    large = HeadSpec(num_heads=64, num_kv_heads=8, head_dim=128)
+    assert fixed_decode_bytes(256, large, CPU) < WORKSPACE_BYTES < fixed_decode_bytes(512, large, CPU)
+    on_vector_units = replace(large, num_kv_heads=32)
+    assert fixed_decode_bytes(512, on_vector_units, CPU) == 0
+
+
 def test_pytorch_has_no_plan_at_fixed_addresses_for_very_long_tables() -> None:
     assert TorchBackend().make_decode_plan(256, 8192, 16, torch.float32, SERVED, causal=True) is None
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "append_paged_kv_cache",
+        "BatchDecodeWithPagedKVCacheWrapper.plan",
+        "BatchPrefillWithPagedKVCacheWrapper.run",
+    ],
+)
+def test_where_kernels_do_not_run_the_start_gets_pytorch_and_the_log_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    monkeypatch.setattr(f"tests.fake_flashinfer.{place}", no_compiler)
+    with flashinfer_on_cpu():
+        assert choose_backend(CPU, torch.float16).name == "torch"
+        said = capsys.readouterr()
+        assert "Could not find nvcc" in said.out + said.err
+        assert "install nvcc and ninja" in said.out + said.err
+        with pytest.raises(TriptychError, match=r"'flashinfer': FlashInfer's kernels do not run here .* find nvcc"):
+            choose_backend(CPU, torch.float16, "flashinfer")
+
+
+@pytest.mark.parametrize(("windows", "plans"), [((None,), 2), ((17,), 2), ((None, 17), 4)])
+def test_every_kernel_that_a_decoder_needs_is_tried_at_start(windows: tuple[int | None, ...], plans: int) -> None:
+    with flashinfer_on_cpu():
+        made = plans_of(lambda: choose_backend(CPU, torch.float16, heads=replace(SERVED, windows=windows)))
+    assert made == plans  # decodes and prefills
+
+
+@pytest.mark.parametrize(
+    ("heads", "gathers"),
+    [
+        (SERVED, False),
+        (replace(SERVED, head_dim=80), True),
+        (replace(SERVED, biased=True), True),
+        (HeadSpec(num_heads=32, num_kv_heads=1, head_dim=64), True),
+    ],
+)
+def test_memory_is_kept_for_what_pytorch_gathers_of_heads_that_are_not_served(heads: HeadSpec, gathers: bool) -> None:
+    with flashinfer_on_cpu():
+        backend = choose_backend(CPU, torch.float16, "flashinfer", heads)
+    assert (backend.gathered_share > 0) == gathers
+
+
+def test_two_kinds_of_sequences_are_planned_once_each_however_layers_take_turns() -> None:
+    backend = make_backend()
+    query, key, value = (torch.randn(12, 2, 64).to(torch.bfloat16) for _ in range(3))
+    windows, whole, other = (backend.plan_ragged(lengths) for lengths in ([4, 4, 4], [12], [5, 7]))
+
+    def layers(*kinds: RaggedBatch) -> None:
+        for kind in kinds:
+            backend.run_ragged(query, key, value, kind)
+
+    assert plans_of(lambda: layers(windows, whole, windows, windows, whole, windows, whole)) == 2
+    assert plans_of(lambda: layers(other, whole, other, windows)) == 2  # a third kind takes the place of the oldest
 
 
 def test_without_flashinfer_cuda_gets_pytorch_and_the_log_says_how_to_install_it(

@@ -14,6 +14,7 @@ from tests.fake_flashinfer.dense import (
     Wrapper,
     attend,
     check_cache,
+    check_lens,
     check_pages,
     check_plan,
     keys_of,
@@ -69,6 +70,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
     ) -> None:
         check_plan(num_qo_heads, num_kv_heads, head_dim, (q_data_type, kv_data_type))
         check_pages(indptr, indices, last_page_len, page_size)
+        check_lens(seq_lens, indptr, last_page_len, page_size)
         if not self._use_tensor_cores and num_qo_heads // num_kv_heads not in CUDA_CORE_GROUPS:
             raise Refused(f"Unsupported group_size: {num_qo_heads // num_kv_heads}")
         if len(last_page_len) * PLAN_BYTES_PER_REQUEST > self.int_workspace_bytes:

@@ -62,6 +62,13 @@ def check_pages(indptr: Tensor, indices: Tensor, last_page_len: Tensor, page_siz
         raise Refused("every request has at least one page, and the last one holds 1 .. page_size keys")
 
 
+def check_lens(seq_lens: Tensor | None, indptr: Tensor, last_page_len: Tensor, page_size: int) -> None:
+    """Lengths that a plan takes instead of working them out; without them it copies some that are not pinned."""
+    expected = (indptr.diff() - 1) * page_size + last_page_len
+    if seq_lens is None or seq_lens.dtype != torch.int32 or not torch.equal(seq_lens, expected):
+        raise Refused(f"a plan is told the keys of each request, {expected.tolist()}, got {seq_lens}")
+
+
 def check_cache(cache: tuple[Tensor, Tensor], page_size: int, num_kv_heads: int, head_dim: int) -> None:
     for side in cache:
         if side.shape[1:] != (page_size, num_kv_heads, head_dim):

@@ -13,6 +13,7 @@ from tests.fake_flashinfer.dense import (
     attend,
     check_cache,
     check_indptr,
+    check_lens,
     check_pages,
     check_plan,
     keys_of,
@@ -81,6 +82,9 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         check_plan(num_qo_heads, num_kv_heads, head_dim_qk, (q_data_type, kv_data_type))
         check_indptr(qo_indptr)
         check_pages(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size)
+        check_lens(seq_lens, paged_kv_indptr, paged_kv_last_page_len, page_size)
+        if max_token_per_sequence != int(qo_indptr.diff().max()):
+            raise Refused(f"a plan is told the most queries of a request, got {max_token_per_sequence}")
         keys = (paged_kv_indptr.diff() - 1) * page_size + paged_kv_last_page_len
         if causal and (qo_indptr.diff() > keys).any():
             raise Refused("the queries of causal attention are the last ones of the keys")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -15,9 +16,11 @@ from engine.attention.backend import HeadSpec
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.select import choose_backend
 from engine.device import DTYPES
+from engine.runner.recorder import CudaRecorder, PlainRecorder
 from launch.gpu.cases import CASES, AttentionCase
 from tests.engine.paged import Paged, Shape, assert_equal, dense
 from tests.gpu.device import DEVICE, needs_gpu
+from tests.gpu.fast_path import flashinfer_here
 
 pytestmark = needs_gpu
 SEED = int(os.environ.get("SEED") or secrets.randbits(31))
@@ -28,6 +31,13 @@ BATCHES = {
     "mixed": [(1, 40), (1, 700), (2, 2), (33, 50), (120, 400)],
 }
 BLOCK_SIZE = 16
+
+
+@pytest.fixture(autouse=True)
+def _kernels() -> Iterator[None]:
+    """To rehearse on a CPU, FlashInfer's are a fake's."""
+    with flashinfer_here():
+        yield
 
 
 class OnDevice(Paged):
@@ -51,10 +61,10 @@ class OnDevice(Paged):
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("causal", [True, False], ids=["self", "cross"])
 def test_attention_equals_dense(batch: str, case: AttentionCase, causal: bool) -> None:
-    dtype, window = DTYPES[case.dtype], case.window
+    dtype, window, heads = DTYPES[case.dtype], case.window, heads_of(case)
     if window is not None and not causal:
         pytest.skip("cross-attention has no window")
-    backend = choose_backend(torch.device(DEVICE), dtype, head_dim=case.head_dim)
+    backend = choose_backend(torch.device(DEVICE), dtype, heads=heads)
     for scale in (None, 0.1):
         paged = OnDevice(shape_of(BATCHES[batch], case, causal), dtype)
         got = paged.attend(backend, window=window, scale=scale)
@@ -63,25 +73,30 @@ def test_attention_equals_dense(batch: str, case: AttentionCase, causal: bool) -
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("causal", [True, False], ids=["self", "cross"])
-def test_a_plan_at_fixed_addresses_follows_the_batch(case: AttentionCase, causal: bool) -> None:
-    dtype, window = DTYPES[case.dtype], case.window if causal else None
-    backend = choose_backend(torch.device(DEVICE), dtype, head_dim=case.head_dim)
-    heads = HeadSpec(case.num_heads, case.num_kv_heads, case.head_dim)
+def test_a_recorded_plan_at_fixed_addresses_follows_the_batch(case: AttentionCase, causal: bool) -> None:
+    dtype, window, heads = DTYPES[case.dtype], case.window if causal else None, heads_of(case)
+    backend = choose_backend(torch.device(DEVICE), dtype, heads=heads)
     plan = backend.make_decode_plan(4, 128, BLOCK_SIZE, dtype, heads, causal=causal)
     if plan is None:
         pytest.skip(f"{backend.name} has no such plan")
-    for keys in ((1, 16, 17, 300), (2000, 5, 1, 31)):
-        paged = OnDevice(shape_of([(1, count) for count in keys], case, causal), dtype)
+    shapes = [shape_of([(1, count) for count in keys], case, causal) for keys in ((1, 16, 17, 300), (2000, 5, 1, 31))]
+    batches = [OnDevice(shape, dtype) for shape in shapes]
+    query, cache = torch.zeros_like(batches[0].query), torch.zeros_like(batches[0].cache)
+    plan.update(batches[0].metadata())
+    recorder = CudaRecorder(torch.device(DEVICE)) if DEVICE == "cuda" else PlainRecorder()
+    replay = recorder.record(lambda: backend.run(query, cache, plan, window=window))
+    for paged in (*batches, batches[0]):
         backend.write(paged.cache, paged.key, paged.value, paged.slots)
+        query.copy_(paged.query)
+        cache.copy_(paged.cache)
         plan.update(paged.metadata())
-        got = backend.run(paged.query, paged.cache, plan, window=window)
-        assert_equal(got, paged.expected(window), dtype)
+        assert_equal(replay(), paged.expected(window), dtype)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_encoder_attention_is_block_diagonal(head_dim: int) -> None:
     dtype, lengths = torch.bfloat16, [1, 64, 1500, 63]
-    backend = choose_backend(torch.device(DEVICE), dtype, head_dim=head_dim)
+    backend = choose_backend(torch.device(DEVICE), dtype, heads=HeadSpec(4, 4, head_dim))
     generator = torch.Generator(DEVICE).manual_seed(SEED)
     query, key, value = (
         torch.randn(sum(lengths), 4, head_dim, generator=generator, device=DEVICE, dtype=dtype) for _ in range(3)
@@ -90,6 +105,10 @@ def test_encoder_attention_is_block_diagonal(head_dim: int) -> None:
     mask = torch.zeros(allowed.shape, dtype=torch.float64, device=DEVICE).masked_fill(~allowed, float("-inf"))[None]
     got = backend.run_ragged(query, key, value, backend.plan_ragged(lengths))
     assert_equal(got, dense(query, key, value, mask), dtype)
+
+
+def heads_of(case: AttentionCase) -> HeadSpec:
+    return HeadSpec(case.num_heads, case.num_kv_heads, case.head_dim, windows=(case.window,))
 
 
 def shape_of(lens: list[tuple[int, int]], case: AttentionCase, causal: bool) -> Shape:

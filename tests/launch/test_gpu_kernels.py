@@ -25,7 +25,7 @@ def needed(folder: Path, dtype: str = "bfloat16") -> list[Kernel]:
 def test_small_groups_are_decoded_without_tensor_cores_and_large_ones_with(tmp_path: Path) -> None:
     whisper = needed(whisper_large_v3().write(tmp_path / "whisper"))
     assert whisper == [PAGE, SAMPLING, Kernel("decode", "bfloat16", 64), Kernel("prefill", "bfloat16", 64)]
-    qwen = needed(qwen2_5_vl_3b().write(tmp_path / "qwen"), "float16")  # groups of eight; vision heads of 80, padded
+    qwen = needed(qwen2_5_vl_3b().write(tmp_path / "qwen"), "float16")  # groups of eight; vision heads of 80 have none
     assert qwen == [PAGE, SAMPLING, Kernel("prefill", "float16", 128)]
 
 
