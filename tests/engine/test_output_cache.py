@@ -7,10 +7,13 @@ import random
 import numpy as np
 import torch
 
+from common.config import EngineConfig
 from common.messages import InputLayout
 from engine.cache.output_cache import OutputCache, in_memory_of_its_own
+from engine.memory import MemoryReport, output_cache_bytes
 from engine.processors import ProcessedInput
 
+MIB = 2**20
 ROW_BYTES = 16 * 4
 
 
@@ -94,3 +97,23 @@ def test_a_row_of_a_batch_does_not_keep_its_neighbours() -> None:
     assert row.untyped_storage().nbytes() == row.nbytes
     assert row.tolist() == batch[1].tolist()
     assert in_memory_of_its_own(batch).data_ptr() == batch.data_ptr(), "what is whole is not copied"
+
+
+def test_its_budget_is_given_or_a_small_part_of_what_an_encoder_may_take() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert output_cache_bytes(EngineConfig(memory_bytes=1600 * MIB), cpu) == 100 * MIB
+    assert output_cache_bytes(EngineConfig(memory_bytes=2**40), cpu) == 256 * MIB
+    assert output_cache_bytes(EngineConfig(), cuda) == 256 * MIB
+    assert output_cache_bytes(EngineConfig(encoder_output_cache_bytes=0), cpu) == 0
+    assert output_cache_bytes(EngineConfig(encoder_output_cache_bytes=3 * MIB), cuda) == 3 * MIB
+
+
+def test_an_encoders_memory_report_tells_it_apart_from_the_budget() -> None:
+    config = EngineConfig(encoder_output_cache_bytes=3 * MIB)
+    report = MemoryReport.of_encoder(config, weights=MIB, activation=MIB, budget=9 * MIB, output_cache=3 * MIB)
+    stats = report.stats()
+    assert (stats["encoder_output_cache_bytes"], stats["encoder_output_cache_given"]) == (3 * MIB, 1.0)
+    assert stats["memory_budget_bytes"] == 9 * MIB
+    assert report.describe()["encoder_output_cache"] == "3 MiB given"
+    without = MemoryReport.of_encoder(EngineConfig(), weights=MIB, activation=MIB, budget=9 * MIB, output_cache=0)
+    assert "encoder_output_cache_bytes" not in without.stats()
