@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from common.errors import ErrorInfo
+from engine.cache.output_cache import in_memory_of_its_own
 from engine.models.base import EncoderModel
 from engine.processors import ProcessedInput
 from engine.scheduler.encoder import EncoderKey
@@ -79,7 +80,8 @@ class BatchRunner:
         outputs = self._encoder.encode(items)
         for item, output in zip(items, outputs, strict=True):
             _check_promise(item, output)
-        return list(outputs)
+        # Here and not by whoever takes them: a copy then would stand behind the next batch.
+        return [in_memory_of_its_own(output) for output in outputs]
 
 
 def event_behind(device: torch.device) -> torch.cuda.Event | None:
