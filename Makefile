@@ -38,8 +38,9 @@ bench: $(VENV)/test.stamp ## Measure throughput and latency (ARGS goes to the be
 	@$(BIN)/python -m launch.bench $(ARGS)
 
 CHAOS_ROUNDS ?= 10
-model: $(VENV)/test.stamp ## Look for stories in which the handoff breaks a promise, for long (the tests take a sample).
-	@MODEL_DEPTH=deep $(BIN)/python -m pytest --timeout 0 tests/model $(ARGS)
+STORIES ?= 1000
+model: $(VENV)/test.stamp ## Look for stories in which the handoff breaks a promise: STORIES per setup (the tests take a sample), from SEED on.
+	@MODEL_DEPTH=deep MODEL_STORIES=$(STORIES) $(if $(SEED),MODEL_SEED=$(SEED)) $(BIN)/python -m pytest -s --timeout 0 tests/model $(ARGS)
 
 MATRIX ?=
 chaos: $(VENV)/test.stamp ## Kill, stop and cut off under load: CHAOS_ROUNDS of each setup, or with MATRIX=1 one of every kind.

@@ -13,6 +13,8 @@ Redis may forget what it was told. So an offer is repeated, the same attempt, un
 there: a receiver that knows the offer answers again. One that answers a second time that it waits for the tensor has
 not got it, and gets it once more, as one does whose tensor came corrupt. But it may only be slow: each time it is given
 twice as long, or what is sent again would fill the very line that is too full.
+
+A handoff that is closed before it is done is withdrawn, so that the receiver need not wait until it expires.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from common.messages import (
     Offer,
     Receipt,
     TensorHeader,
+    Withdraw,
 )
 
 Key: TypeAlias = tuple[str, int, int]
@@ -187,7 +190,7 @@ class HandoffSender:
         """A grant or receipt has come. Never raises."""
         message = delivery.message
         handoff = self._handoffs.get(key_of(message))
-        if isinstance(message, Offer | KvOffer) or handoff is None or delivery.stale:
+        if isinstance(message, Offer | KvOffer | Withdraw) or handoff is None or delivery.stale:
             self.outcomes["stray"] += 1
         elif isinstance(message, Grant):
             self._take_grant(handoff, message)
@@ -222,6 +225,7 @@ class HandoffSender:
     def complete(self, handoff: Handoff) -> None:
         """All parts of a handoff are stored: it is done."""
         self.outcomes["stored"] += 1
+        handoff.state = "done"
         self.close(key_of(handoff.offer))
 
     def keep_alive(self, handoff: Handoff) -> None:
@@ -240,9 +244,14 @@ class HandoffSender:
             handoff.fail(error)
 
     def close(self, key: Key) -> None:
-        """Forget a handoff; its answers, should they still come, are strays. Unknown keys are fine."""
+        """Forget a handoff; its answers, should they still come, are strays. Unknown keys are fine.
+
+        One that is not done is withdrawn, whatever its receiver has made of it: that may be what has not been heard.
+        """
         handoff = self._handoffs.pop(key, None)
         if handoff is not None:
+            if handoff.state != "done":
+                self._channels.send(handoff.receiver.instance_id, "metadata", Withdraw(*key, handoff.offer.sender))
             handoff.state = "done"
             handoff.grant.cancel()
             handoff.receipt.cancel()

@@ -4,7 +4,7 @@ Two conversations use them:
 
     proxy  <- ZMQ ->   workers     Generate, Encode, StopSequence, Abort, Heartbeat
                                    Tokens, Encoded, Prefilled, InputNeeded, Failed
-    sender <- Redis -> receiver    Offer or KvOffer -> Grant -> (tensors by a transport) -> Receipt
+    sender <- Redis -> receiver    Offer or KvOffer -> Grant -> (tensors by a transport) -> Receipt; or Withdraw
 
 `encode` and `decode_*` are the only way on and off the wire. Times are Unix seconds, sizes bytes.
 """
@@ -20,7 +20,7 @@ from common.errors import ErrorInfo, TriptychError
 from common.families import MediaKind as MediaKind
 from common.sampling_params import SamplingParams
 
-PROTOCOL_VERSION: Final = 4
+PROTOCOL_VERSION: Final = 5
 MAX_CONTROL_BYTES: Final = 16 * 2**20
 """Cap of a message without media."""
 MAX_MEDIA_BYTES: Final = 64 * 2**20
@@ -96,7 +96,8 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
     they will come by handoff.
 
     `attempt` counts what the request was sent for, wherever it went: on one worker a newer one replaces an older one,
-    and what is told of it carries its number, so that nothing of an older one is taken for its own.
+    and what is told of it carries its number, so that nothing of an older one is taken for its own. The instance
+    `prefill_for` has the request in its attempt `prefill_for_attempt`.
     """
 
     request_id: Id
@@ -108,10 +109,12 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
     prefill_for: str = ""
     prefilled: bool = False
     attempt: Count = 0
+    prefill_for_attempt: Count = 0
 
 
 class Encode(msgspec.Struct, frozen=True, tag="encode"):
-    """One media item for an encoder; its output goes to instance `destination`."""
+    """One media item for an encoder; its output goes to instance `destination`, which has the request in its attempt
+    `request_attempt`. `attempt` is the item's own."""
 
     request_id: Id
     input_id: Count
@@ -121,6 +124,7 @@ class Encode(msgspec.Struct, frozen=True, tag="encode"):
     media: bytes
     destination: Id
     deadline_s: float
+    request_attempt: Count = 0
 
     def __post_init__(self) -> None:
         _finite(deadline_s=self.deadline_s)
@@ -213,15 +217,17 @@ class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
 
 
 class InputNeeded(msgspec.Struct, frozen=True, tag="input_needed"):
-    """The worker needs this input (again): its lease ran out, or it was taken back. The proxy sends another Encode.
+    """The worker needs this input (again): its lease ran out, or it was taken back. The proxy sends another Encode,
+    unless one that is newer than `attempt`, the last one that the worker knows of, is under way.
 
     Where `input_id` is KV_INPUT_ID it needs the keys and values, those of `attempt` did not come: the proxy has them
-    computed again.
+    computed again. `request_attempt` is that of Generate.
     """
 
     request_id: Id
     input_id: Count
     attempt: Count = 0
+    request_attempt: Count = 0
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -251,7 +257,10 @@ class InputLayout(msgspec.Struct, frozen=True):
 
 
 class Offer(msgspec.Struct, frozen=True, tag="offer"):
-    """Channel `metadata`, sender to receiver: what could be sent. Leaves before anything is computed."""
+    """Channel `metadata`, sender to receiver: what could be sent. Leaves before anything is computed.
+
+    It is for the request in its attempt `request_attempt` at the receiver, and for no other.
+    """
 
     request_id: Id
     input_id: Count
@@ -264,6 +273,7 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
     layout: InputLayout
     sender: Id
     deadline_s: float
+    request_attempt: Count = 0
 
     def __post_init__(self) -> None:
         _finite(deadline_s=self.deadline_s)
@@ -277,6 +287,7 @@ class KvOffer(msgspec.Struct, frozen=True, tag="kv_offer"):
     those of the `num_encoder_tokens` of cross-attention as [num_encoder_tokens of the part, *cross_shape]. A shape is
     [layers, 2 (key, value), num_kv_heads, head_dim]. Blocks do not appear: each side has its own.
     `layouts` are those of the request's inputs, in order. `seed` is what the sender would have drawn with.
+    They are for the request in its attempt `request_attempt` at the receiver, and for no other.
     """
 
     request_id: Id
@@ -291,6 +302,7 @@ class KvOffer(msgspec.Struct, frozen=True, tag="kv_offer"):
     num_cached_tokens: Count
     sender: Id
     deadline_s: float
+    request_attempt: Count = 0
 
     def __post_init__(self) -> None:
         _finite(deadline_s=self.deadline_s)
@@ -298,6 +310,18 @@ class KvOffer(msgspec.Struct, frozen=True, tag="kv_offer"):
     @property
     def input_id(self) -> int:
         return KV_INPUT_ID
+
+
+class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
+    """Channel `metadata`, after an Offer or KvOffer: its sender will not send it. Nobody answers.
+
+    Where it is lost, what the receiver keeps for the offer ends by itself, some seconds later.
+    """
+
+    request_id: Id
+    input_id: Count
+    attempt: Count
+    sender: Id
 
 
 class Grant(msgspec.Struct, frozen=True, tag="grant"):
@@ -389,7 +413,7 @@ class InstanceRecord(msgspec.Struct, frozen=True):
 ToWorker: TypeAlias = Generate | Encode | StopSequence | Abort | Heartbeat
 FromWorker: TypeAlias = Tokens | Encoded | Prefilled | InputNeeded | Failed
 """What a worker tells of a request. The wire carries heartbeats beside these."""
-HandoffMessage: TypeAlias = Offer | KvOffer | Grant | Receipt
+HandoffMessage: TypeAlias = Offer | KvOffer | Withdraw | Grant | Receipt
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

@@ -14,7 +14,7 @@ import torch
 
 from common.config import EngineConfig
 from common.errors import ErrorInfo, TriptychError
-from common.messages import InputSlot, Resumed
+from common.messages import KV_INPUT_ID, InputSlot, Resumed
 from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
 from engine import engine_stats
@@ -158,7 +158,7 @@ class DecoderEngine:
                 prefilled=prefilled,
             )
         except TriptychError as error:
-            self._forget(request_id)
+            self._forget(request_id, attempt)
             self._emit_failure(request_id, attempt, error.info)
             return
         request.recorder.start("queue")
@@ -182,14 +182,14 @@ class DecoderEngine:
         self._dirty = True
         request = self._requests.get(request_id)
         if request is None:
-            self._forget(request_id)
+            self._forget(request_id, None)
         else:
             self._end(request)
 
-    def _forget(self, request_id: str) -> None:
-        """Offers for this request, early or late, are cancelled."""
-        self.intake.forget(request_id)
-        self.kv_intake.end_request(request_id)
+    def _forget(self, request_id: str, attempt: int | None) -> None:
+        """Offers for this request in this attempt (with None: in any), early or late, are cancelled."""
+        self.intake.forget(request_id, attempt)
+        self.kv_intake.end_request(request_id, attempt)
 
     def stop_sequence(self, request_id: str, index: int) -> None:
         """One sequence of a request goes no further (a stop string): with the last one the request ends, silently."""
@@ -206,13 +206,33 @@ class DecoderEngine:
         self._drop(sequence)
         request.sequences.remove(sequence)
 
-    def offer(self, request_id: str, input_id: int, attempt: int, metadata: InputMetadata, deadline_s: float) -> None:
-        """An encoder offers an input. The answer is an event: granted, cached, refused or cancelled."""
+    def offer(
+        self,
+        request_id: str,
+        input_id: int,
+        attempt: int,
+        metadata: InputMetadata,
+        deadline_s: float,
+        request_attempt: int = 0,
+    ) -> None:
+        """An encoder offers an input. The answer is an event: granted, cached, refused or cancelled.
+
+        It is for the request that was added with `request_attempt`, or will be.
+        """
         self._dirty = True
-        self.intake.offer(request_id, input_id, attempt, metadata, deadline_s)
+        self.intake.offer(request_id, input_id, attempt, metadata, deadline_s, request_attempt)
         request = self._requests.get(request_id)
         if request is not None:
             self._fail_what_never_fits(request)
+
+    def withdraw(self, request_id: str, input_id: int, attempt: int) -> None:
+        """Whoever has offered an input, or with KV_INPUT_ID keys and values, gives it up: what is kept for exactly this
+        attempt is free. Whatever else is said of it is fine: it may be lost, stored or replaced by now."""
+        self._dirty = True
+        if input_id == KV_INPUT_ID:
+            self.kv_intake.withdraw(request_id, attempt)
+        else:
+            self.intake.withdraw(request_id, input_id, attempt)
 
     def deliver(self, request_id: str, input_id: int, attempt: int, tensor: torch.Tensor) -> None:
         """A granted tensor has come: [num_encoder_tokens, hidden_size]."""
@@ -244,13 +264,16 @@ class DecoderEngine:
         self._dirty = True
         self.kv_outlet.end(request_id)
 
-    def offer_kv(self, request_id: str, attempt: int, metadata: KvMetadata, deadline_s: float) -> None:
+    def offer_kv(
+        self, request_id: str, attempt: int, metadata: KvMetadata, deadline_s: float, request_attempt: int = 0
+    ) -> None:
         """Another engine offers keys and values. The answer is an event, as for inputs, with input id KV_INPUT_ID.
 
-        The same offer again, while they are on their way, is a sign of life that prolongs the lease.
+        The same offer again, while they are on their way, is a sign of life that prolongs the lease. They are for the
+        request that was added with `request_attempt`, or will be.
         """
         self._dirty = True
-        self.kv_intake.offer(request_id, attempt, metadata, deadline_s)
+        self.kv_intake.offer(request_id, attempt, metadata, deadline_s, request_attempt)
         request = self._requests.get(request_id)
         if request is not None:
             self._fail_what_never_fits(request)
@@ -304,7 +327,7 @@ class DecoderEngine:
     # --- ends
 
     def _end(self, request: Request) -> None:
-        self.kv_intake.end_request(request.request_id)
+        self.kv_intake.end_request(request.request_id, request.attempt)
         self.scheduler.remove(request)
         self._free_slots(request)
         self.intake.end_request(request)

@@ -47,4 +47,7 @@ def totals(engine: DecoderEngine) -> dict[str, float]:
     counts |= {"steps_replayed": 0 if graphs is None else graphs.num_replays}
     counts |= {"cross_plans_reused": cross_plans_reused.value}
     counts |= {"encoder_cache_evictions": engine.cache.evictions, "encoder_cache_hits": engine.cache.hits}
+    early = engine.intake.early, engine.kv_intake.early
+    counts |= {"early_offers_expired": sum(offers.num_expired for offers in early)}
+    counts |= {"early_offers_evicted": sum(offers.num_evicted for offers in early)}
     return {f"{name}_total": float(value) for name, value in counts.items()}

@@ -140,12 +140,14 @@ class InputRejected:
 class InputLost:
     """The request needs this input (again): whoever has the media has to encode it once more.
 
-    With input id KV_INPUT_ID: those of `attempt` did not come, the prompt has to be computed again.
+    `attempt` is the last one that was offered. With input id KV_INPUT_ID: those of `attempt` did not come, the prompt has to be computed again.
+    `request_attempt` is the one of `DecoderEngine.add_request`.
     """
 
     request_id: str
     input_id: int
     attempt: int = 0
+    request_attempt: int = 0
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ class Crew:
         if apart:
             await self.prefill.start(placement, resumed, self._attempt)
         else:
-            await self.items.send_all(decoder)
+            await self.items.send_all(decoder, self._attempt)
 
     async def move(self, reason: str, *, pause_s: float = 0.0, decoder_has_it: bool = False) -> None:
         """Take the rest of the job elsewhere, after `pause_s`. Raises as `place` does, and after MAX_MOVES."""

@@ -46,6 +46,7 @@ class Flight:
         self._events: asyncio.Queue[tuple[Worker, Event]] = asyncio.Queue()
         self._decoding: Worker | None = None  # whose tokens have come: it has the prompt, unless it asks for it
         self._stopped: set[int] = set()
+        self._before_deadline: int | None = None  # events that had come when one was due, and are still to be read
         self._abandoned = False
         self._ended = False
 
@@ -78,7 +79,9 @@ class Flight:
             while not self._progress.done:
                 event = await self._next_event()
                 news = [] if event is None else await self._handle(*event)
-                for tokens in (*news, *await self._follow_encoders()):
+                for tokens in news:
+                    yield tokens
+                for tokens in await self._follow_encoders():
                     yield tokens
                 await self._stop_what_is_enough()
         finally:
@@ -87,7 +90,8 @@ class Flight:
     async def _next_event(self) -> tuple[Worker, Event] | None:
         """The next event; None where a deadline of the crew came first, and has been kept.
 
-        Deadlines go before events, however many of those wait: a worker may never cease to send them.
+        Events that had come when it was due go first, for they may be what was waited for, and not have been read
+        because the client was slow. Those that come later do not: a worker may never cease to send them.
         """
         if self._abandoned:
             message = f"more than {MAX_UNREAD} pieces of the answer were not read: it was ended"
@@ -95,7 +99,9 @@ class Flight:
         now_s, due_s = time.time(), self._crew.next_deadline_s
         if now_s >= self._deadline_s:
             raise TriptychError("timeout", "the request did not end within the server's request_timeout_s")
-        if now_s >= due_s:
+        if now_s < due_s:
+            self._before_deadline = None
+        elif not self._reads_before_deadline():
             await self._crew.expire(now_s)
             return None
         if not self._events.empty():  # usual while tokens stream; a timer for each would cost more than the rest
@@ -104,6 +110,12 @@ class Flight:
             async with asyncio.timeout(min(self._deadline_s, due_s) - now_s):
                 return await self._events.get()
         return None
+
+    def _reads_before_deadline(self) -> bool:
+        """A deadline is due: whether there still is an event that had come by then, which is read now."""
+        left = self._events.qsize() if self._before_deadline is None else self._before_deadline
+        self._before_deadline = left - 1 if left else None
+        return left > 0
 
     async def _handle(self, worker: Worker, event: Event) -> list[Tokens]:
         crew = self._crew
@@ -118,13 +130,8 @@ class Flight:
                 await crew.on_joined()
             case Encoded():
                 await crew.items.on_encoded(worker, event)
-            case InputNeeded(input_id=input_id, attempt=attempt) if input_id == KV_INPUT_ID:
-                if worker is crew.decoder:
-                    self._decoding = None
-                    await crew.prefill.on_needed(attempt)
-            case InputNeeded(input_id=input_id):
-                if worker in (crew.decoder, crew.prefill.worker):
-                    await crew.items.on_needed(input_id, worker)
+            case InputNeeded():
+                await self._on_needed(worker, event)
             case Failed():
                 return await self._on_failed(worker, event)
         return []
@@ -133,10 +140,21 @@ class Flight:
         if not self._crew.decodes(worker, message.attempt):
             return []  # the last words of one that has been replaced, perhaps by itself
         self._decoding = worker
+        if self._crew.prefill.worker is None:
+            self._crew.items.read(worker)  # whatever its encoders are still to say: tokens need all inputs
         return self._news(self._prompt_logprobs.tokens(message))
 
     def _news(self, messages: list[Tokens]) -> list[Tokens]:
         return [news for message in messages if (news := self._progress.accept(message)) is not None]
+
+    async def _on_needed(self, worker: Worker, message: InputNeeded) -> None:
+        crew, decodes = self._crew, self._crew.decodes(worker, message.request_attempt)
+        if message.input_id == KV_INPUT_ID:
+            if decodes:
+                self._decoding = None
+                await crew.prefill.on_needed(message.attempt)
+        elif decodes or crew.prefills(worker, message.request_attempt):
+            await crew.items.on_needed(worker, message)
 
     async def _on_prefilled(self, worker: Worker, message: Prefilled) -> list[Tokens]:
         prefill = self._crew.prefill
@@ -172,13 +190,13 @@ class Flight:
 
     async def _follow_encoders(self) -> list[Tokens]:
         """Go where the inputs can be encoded, where they cannot be any more for who reads them."""
-        if not self._crew.stranded:
+        if self._progress.done or not self._crew.stranded:
             return []
-        self._decoding = None
         return await self._move("no_encoder", decoder_has_it=True)
 
     async def _move(self, reason: str, *, pause_s: float = 0.0, decoder_has_it: bool = False) -> list[Tokens]:
         """Go on elsewhere. Returns what turns out to be complete without."""
+        self._decoding = None  # it may come back to the same worker, without its prompt
         complete = self._progress.close(self._job.enough)
         await self._crew.move(reason, pause_s=pause_s, decoder_has_it=decoder_has_it)
         return complete

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from common.errors import ErrorInfo, TriptychError
-from common.messages import Abort, Encode, Encoded, InputSlot
+from common.messages import Abort, Encode, Encoded, InputNeeded, InputSlot
 from proxy.cluster import Cluster
 from proxy.jobs import Job, MediaItem
 from proxy.retries import Retries
@@ -28,10 +28,11 @@ class _Item:
     retries: Retries
     attempt: int = -1
     destination: Worker | None = None
+    request_attempt: int = 0  # of the job, at the destination
     encoder: Worker | None = None
     deadline_s: float = math.inf  # of the encoder
     due_s: float = math.inf
-    replaced: bool = False  # sent again by us, so the reader's own complaint about the same attempt is no news
+    replaced: bool = False  # sent again after a failure, though what failed may have arrived
 
     @property
     def next_deadline_s(self) -> float:
@@ -62,15 +63,15 @@ class ItemSender:
         """When `expire` has something to do (Unix time)."""
         return min((item.next_deadline_s for item in self._items), default=math.inf)
 
-    async def send_all(self, destination: Worker) -> None:
-        """Send every item to `destination`, again if need be: by different encoders where there are several, equal
-        content by one.
+    async def send_all(self, destination: Worker, request_attempt: int) -> None:
+        """Send every item to `destination`, which has the job in that attempt, again if need be: by different encoders
+        where there are several, equal content by one.
 
         Raises TriptychError("unavailable") where nobody encodes.
         """
         self.recall()
         for item in self._items:
-            item.destination = destination
+            item.destination, item.request_attempt = destination, request_attempt
             await self._place(item)
 
     def recall(self) -> None:
@@ -82,9 +83,12 @@ class ItemSender:
     def read(self, reader: Worker) -> None:
         """`reader` has had all that was for it, whatever is still to be told of that: it wants nothing again."""
         for item in self._items:
-            if item.destination is reader:
+            if item.destination is not reader:
+                continue
+            if item.replaced:  # perhaps it has read what an earlier attempt sent: this one may run for nothing
                 self._give_up(item)
-                item.due_s = math.inf
+            self._succeeded(item)
+            item.due_s = math.inf
 
     async def finish(self) -> None:
         """The job has been answered. What was given up, perhaps for another encoder, may still run for nothing: it
@@ -102,11 +106,11 @@ class ItemSender:
         item, error = self._item(reply.input_id), reply.error
         if item is None or item.encoder is not worker or item.attempt != reply.attempt:
             return  # about an attempt that has been given up
-        self._release(item)
         if error is None:
-            item.retries.succeeded()
-            item.replaced = False
-        elif error.code == "timeout":
+            self._succeeded(item)
+            return
+        self._release(item)
+        if error.code == "timeout":
             await self._wait_again(item, error, "encoder_busy")
             item.replaced = True
         elif error.retryable or error.code == "internal_error":
@@ -114,17 +118,18 @@ class ItemSender:
         else:
             raise TriptychError(error.code, error.message, item.media.param)
 
-    async def on_needed(self, input_id: int, destination: Worker) -> None:
+    async def on_needed(self, destination: Worker, message: InputNeeded) -> None:
         """`destination` asks for an input (again). Raises after too many failures in a row."""
+        input_id, request_attempt = message.input_id, message.request_attempt
         item = self._item(input_id)
         if item is None:
             return
-        if item.destination is not destination:  # it has left where it had been sent to
+        if (item.destination, item.request_attempt) != (destination, request_attempt):  # it was sent to somebody else
             self._give_up(item)
-            item.destination = destination
+            item.destination, item.request_attempt = destination, request_attempt
             await self._again(item, "input_needed")
-        elif item.encoder is not None and item.replaced:
-            item.replaced = False
+        elif item.encoder is not None and message.attempt < item.attempt:
+            return  # it does not know yet that another attempt is under way
         elif item.encoder is not None:
             late = ErrorInfo("timeout", f"{item.encoder.instance_id} did not deliver in time", item.media.param)
             self._give_up(item)
@@ -231,6 +236,7 @@ class ItemSender:
                 media=item.media.data,
                 destination=destination.instance_id,
                 deadline_s=item.deadline_s,
+                request_attempt=item.request_attempt,
             )
         )
 
@@ -260,6 +266,11 @@ class ItemSender:
         if item.encoder is not None:
             self._given_up.add((item.encoder, item.slot.input_id, item.attempt))
         self._release(item)
+
+    def _succeeded(self, item: _Item) -> None:
+        self._release(item)
+        item.retries.succeeded()
+        item.replaced = False
 
     def _release(self, item: _Item) -> None:
         if item.encoder is not None:

@@ -35,6 +35,7 @@ class Prefill:
         self._items = items
         self._retries = Retries("the prompt could not be computed")
         self._decoder: Worker | None = None
+        self._decoder_attempt = 0
         self._resumed: list[Resumed] = []
         self._claim: Claim | None = None
         self._replaced = False  # by a newer attempt, so that one may run for nothing
@@ -49,7 +50,8 @@ class Prefill:
     async def start(self, placement: Placement, resumed: list[Resumed], attempt: int) -> None:
         """Begin for a new decoder, which knows of this attempt already. Raises as ItemSender does."""
         assert placement.prefiller is not None
-        self._decoder, self._resumed, self._replaced, self.attempt = placement.decoder, resumed, False, attempt
+        self._decoder, self._decoder_attempt, self._resumed = placement.decoder, attempt, resumed
+        self._replaced, self.attempt = False, attempt
         await self._send(placement.prefiller)
 
     def finish(self) -> None:
@@ -146,9 +148,10 @@ class Prefill:
                 self._resumed,
                 prefill_for=decoder.instance_id,
                 attempt=self.attempt,
+                prefill_for_attempt=self._decoder_attempt,
             )
         )
-        await self._items.send_all(worker)
+        await self._items.send_all(worker, self.attempt)
 
     async def _abort(self, worker: Worker | None) -> None:
         if worker is not None:

@@ -186,7 +186,8 @@ class DecoderService(ABC):
             self._fail(event)
         elif isinstance(event, InputLost):
             self._outcomes["input_needed"] += 1
-            self._links.reply(event.request_id, InputNeeded(event.request_id, event.input_id, event.attempt))
+            needed = InputNeeded(event.request_id, event.input_id, event.attempt, event.request_attempt)
+            self._links.reply(event.request_id, needed)
         elif self._encoding is None or not self._encoding.settle(event):
             self._receiver.settle(event)
 
@@ -198,7 +199,7 @@ class DecoderService(ABC):
         arrived_s = self._arrived_s.pop(event.request_id, None)
         if arrived_s is not None:
             self._links.metrics.first_token_seconds.observe(time.monotonic() - arrived_s)
-            self._receiver.started(event.request_id)
+            self._receiver.started(event.request_id, event.attempt)
         self._links.reply(
             event.request_id,
             Tokens(
@@ -225,7 +226,6 @@ class DecoderService(ABC):
         """Nothing of a request is left in the engine."""
         self._links.proxies.remove(request_id)
         self._arrived_s.pop(request_id, None)
-        self._receiver.end(request_id)
 
     def _give_up(self, request_id: str) -> None:
         """The same before it was done: what is under way for it has to stop."""

@@ -75,6 +75,7 @@ class RemoteDestination:
             layout=item.layout,
             sender=self._links.instance_id,
             deadline_s=min(message.deadline_s, time.time() + self._links.settings.handoff_timeout_s),
+            request_attempt=message.request_attempt,
         )
 
     async def _receiver(self, instance_id: str) -> InstanceRecord | None:

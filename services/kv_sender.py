@@ -98,6 +98,8 @@ class KvSender:
         self._timeout_s = links.settings.handoff_timeout_s
         self._prefills: dict[str, tuple[_Prefill, asyncio.Task[None]]] = {}
         self.outcomes: Counter[str] = Counter()
+        self.num_parts_while_prefilling = 0
+        """Parts that left before the rest of their prompt was computed."""
 
     @property
     def num_open(self) -> int:
@@ -197,6 +199,7 @@ class KvSender:
             num_cached_tokens=kv.num_cached_tokens,
             sender=self._links.instance_id,
             deadline_s=time.time() + self._links.settings.request_timeout_s,
+            request_attempt=prefill.message.prefill_for_attempt,
         )
 
     async def _send(self, prefill: _Prefill, handoff: Handoff, table: Table, first: int, last: int) -> None:
@@ -209,6 +212,7 @@ class KvSender:
             end = min(computed, first + most)
             tensor = await self._export(prefill, handoff, table, first, end)
             part = Part(list(tensor.shape), offer.dtype, bytes_of(tensor), table, first)
+            self.num_parts_while_prefilling += prefill.num_computed is None or prefill.num_computed < offer.num_tokens
             await self._handoffs.send(handoff, part)
             first = end
 

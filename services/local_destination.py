@@ -44,13 +44,15 @@ class LocalDestination:
 
     async def offer(self, key: Key, message: Encode, item: ProcessedInput) -> bool:
         answers = self._answers[key] = asyncio.Queue()
-        shape, digest, deadline_s = tuple(item.shape), message.content_hash, message.deadline_s
+        shape, digest = tuple(item.shape), message.content_hash
         metadata = InputMetadata(shape, item.dtype, item.size_bytes, item.layout, digest)
-        self._thread.submit(lambda engine: engine.offer(*key, metadata, deadline_s))
+        deadline_s, request_attempt = message.deadline_s, message.request_attempt
+        self._thread.submit(lambda engine: engine.offer(*key, metadata, deadline_s, request_attempt))
         match await answers.get():
             case InputGranted():
                 return True
             case InputCached():
+                del self._answers[key]
                 return False
             case InputRefused(error=error):
                 raise TriptychError(error.code, error.message, error.param)
@@ -63,6 +65,7 @@ class LocalDestination:
             self._thread.submit(lambda engine: engine.deliver(*key, tensor))
         match await answers.get():
             case InputStored():
+                del self._answers[key]
                 return
             case InputRejected(reason=reason):
                 raise TriptychError("unavailable", f"input {key[1]} was not stored: {reason}")
@@ -70,7 +73,8 @@ class LocalDestination:
                 raise _taken_back(key)
 
     def close(self, key: Key) -> None:
-        self._answers.pop(key, None)
+        if self._answers.pop(key, None) is not None:
+            self._thread.submit(lambda engine: engine.withdraw(*key))
 
     def settle(self, event: InputEvent) -> bool:
         """Take an event of the engine; False if it is about nothing that came from here."""

@@ -27,6 +27,8 @@ class PrefillService(DecoderService):
         self._handoffs = HandoffSender(links.channels, self._tensors, links.settings.handoff_timeout_s)
         self._sender = KvSender(links, self.thread, self._handoffs, on_ended=self._give_up)
         links.metrics.gauges["prefills_open"] = lambda: self._sender.num_open
+        early_parts = "kv_parts_sent_while_prefilling_total"
+        links.metrics.gauges[early_parts] = lambda: self._sender.num_parts_while_prefilling
         links.metrics.gauges["handoffs_open"] = lambda: self._handoffs.num_open
         links.metrics.tallies["prefills"] = lambda: self._sender.outcomes
         links.metrics.tallies["kv_handoffs"] = lambda: self._handoffs.outcomes

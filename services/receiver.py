@@ -7,7 +7,7 @@ without the request; every decision is the engine's.
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from typing import Final
 
 import torch
@@ -17,7 +17,7 @@ from broker.handoff import Key, key_of
 from broker.tensors import ReceivedTensor, payload_fault
 from broker.transports.payload import DeviceBuffer
 from common.errors import ErrorInfo
-from common.messages import KV_INPUT_ID, Grant, KvOffer, Offer, Receipt, TensorHeader
+from common.messages import KV_INPUT_ID, Grant, KvOffer, Offer, Receipt, TensorHeader, Withdraw
 from common.telemetry import get_logger
 from engine.decoder_engine import DecoderEngine
 from engine.device import DTYPES, choose_device
@@ -56,7 +56,7 @@ class HandoffReceiver:
         limit = config.encoder_cache_bytes or memory_budget(config, choose_device(config.device))
         self._tensors = links.tensor_receiver(max(limit, 2 * PART_BYTES))
         self.tensor_address = self._tensors.address
-        self._offers: OrderedDict[Key, Offer | KvOffer] = OrderedDict()  # until they are settled
+        self._offers: dict[Key, Offer | KvOffer] = {}  # until they are settled
         self._kv_keys: dict[str, set[Key]] = {}  # those of keys and values, by request
         cuda = links.cuda
         self._landing = Landing() if cuda is None else DeviceLanding(cuda, choose_device(config.device))
@@ -75,20 +75,14 @@ class HandoffReceiver:
         self._tensors.close()
 
     def handle(self, delivery: Delivery) -> None:
-        """An offer has come. Never raises."""
-        offer = delivery.message
-        if not isinstance(offer, Offer | KvOffer):
-            self.outcomes["stray"] += 1
-            return
-        key = key_of(offer)
-        if delivery.stale:
-            self._answer_offer(offer.sender, Grant(*key, "cancelled"))
-        elif (fault := _offer_fault(offer)) is not None:
-            self._answer_offer(offer.sender, Grant(*key, "refused", error=ErrorInfo("internal_error", fault)))
-        else:
-            self._links.hops.mark(key, "offer_received")
-            self._keep(key, offer)
-            self._pass_on(key, offer)
+        """An offer has come, or is withdrawn. Never raises."""
+        match delivery.message:
+            case Offer() | KvOffer() as offer:
+                self._take_offer(offer, stale=delivery.stale)
+            case Withdraw() as withdrawal:
+                self._withdraw(withdrawal)
+            case _:
+                self.outcomes["stray"] += 1
 
     def settle(
         self, event: InputGranted | InputCached | InputRefused | InputCancelled | InputStored | InputRejected
@@ -121,25 +115,46 @@ class HandoffReceiver:
                 self._answer_offer(sender, Grant(*key, "cancelled"))
         self._drop(key)
 
-    def started(self, request_id: str) -> None:
-        """A request generates: all its keys and values are here."""
-        for key in self._kv_keys.pop(request_id, ()):
-            self._offers.pop(key, None)
-
-    def end(self, request_id: str) -> None:
-        """A request has ended: its keys and values need not come any more."""
-        for key in self._kv_keys.pop(request_id, ()):
-            self._answer_offer(self._offers.pop(key).sender, Grant(*key, "cancelled"))
+    def started(self, request_id: str, attempt: int) -> None:
+        """A request generates in this attempt: all its keys and values are here."""
+        for key in [key for key in self._kv_keys.get(request_id, ()) if self._offers[key].request_attempt <= attempt]:
+            self._drop(key)
 
     # --- offers
 
+    def _take_offer(self, offer: Offer | KvOffer, *, stale: bool) -> None:
+        key = key_of(offer)
+        if stale:
+            self._answer_offer(offer.sender, Grant(*key, "cancelled"))
+        elif (error := self._refusal(key, offer)) is not None:
+            self._answer_offer(offer.sender, Grant(*key, "refused", error=error))
+        else:
+            self._links.hops.mark(key, "offer_received")
+            self._keep(key, offer)
+            self._pass_on(key, offer)
+
+    def _refusal(self, key: Key, offer: Offer | KvOffer) -> ErrorInfo | None:
+        """Why an offer is not even passed on; None if it is."""
+        if (fault := _offer_fault(offer)) is not None:
+            return ErrorInfo("internal_error", fault)
+        if key not in self._offers and len(self._offers) >= MAX_OFFERS:
+            self.outcomes["overflow"] += 1
+            what = f"{len(self._offers)} offers are under way to {self._links.instance_id}, the limit is {MAX_OFFERS}"
+            return ErrorInfo("overloaded", f"{what}: try again later")
+        return None
+
+    def _withdraw(self, withdrawal: Withdraw) -> None:
+        """What is kept for an offer is free, if it still is one: of what has been settled the sender may not know."""
+        key = key_of(withdrawal)
+        if self._sender(key) == withdrawal.sender:
+            self.outcomes["withdrawn"] += 1
+            self._drop(key)
+            self._thread.submit(lambda engine: engine.withdraw(*key))
+
     def _keep(self, key: Key, offer: Offer | KvOffer) -> None:
         self._offers[key] = offer
-        self._offers.move_to_end(key)
         if isinstance(offer, KvOffer):
             self._kv_keys.setdefault(offer.request_id, set()).add(key)
-        while len(self._offers) > MAX_OFFERS:
-            self._drop(next(iter(self._offers)))
 
     def _drop(self, key: Key) -> None:
         self._offers.pop(key, None)
@@ -157,14 +172,14 @@ class HandoffReceiver:
             self._landing.prepare(key, offer.shape, offer.dtype)
 
     def _pass_on(self, key: Key, offer: Offer | KvOffer) -> None:
-        deadline_s = offer.deadline_s
+        deadline_s, request_attempt = offer.deadline_s, offer.request_attempt
         if isinstance(offer, KvOffer):
             request_id, attempt, kv = offer.request_id, offer.attempt, metadata_of(offer)
-            self._thread.submit(lambda engine: engine.offer_kv(request_id, attempt, kv, deadline_s))
+            self._thread.submit(lambda engine: engine.offer_kv(request_id, attempt, kv, deadline_s, request_attempt))
         else:
             shape = tuple(offer.shape)
             metadata = InputMetadata(shape, offer.dtype, offer.size_bytes, offer.layout, offer.content_hash)
-            self._thread.submit(lambda engine: engine.offer(*key, metadata, deadline_s))
+            self._thread.submit(lambda engine: engine.offer(*key, metadata, deadline_s, request_attempt))
 
     # --- tensors
 

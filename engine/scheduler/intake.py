@@ -49,11 +49,11 @@ class InputIntake:
         self._coverage = coverage
         self.events: list[Event] = []
         self.counters = {"leases_expired": 0, "inputs_revoked": 0, "inputs_stored": 0}
-        self.counters |= {"inputs_rejected": 0, "inputs_covered": 0}
+        self.counters |= {"inputs_rejected": 0, "inputs_covered": 0, "offers_expired": 0}
         self._expectation = expectation
         self._lease_s = lease_s
         self._requests: dict[str, Request] = {}
-        self._early: EarlyOffers[InputMetadata] = EarlyOffers(min(lease_s, KEEP_S))
+        self.early: EarlyOffers[InputMetadata] = EarlyOffers(min(lease_s, KEEP_S))
         self._pending: list[tuple[Request, RequestInput]] = []  # OFFERED, in the order of grants
         self._granted: dict[tuple[str, int], RequestInput] = {}
         self._dormant: list[tuple[Request, RequestInput]] = []
@@ -64,13 +64,13 @@ class InputIntake:
         """Take offers that came before their request."""
         self._requests[request.request_id] = request
         for item in request.inputs:
-            early = self._early.take(request.request_id, item.slot.input_id)
+            early = self.early.take(request.request_id, item.slot.input_id, request.attempt)
             if early is not None:
-                self.offer(request.request_id, item.slot.input_id, *early)
+                self.offer(request.request_id, item.slot.input_id, *early, request.attempt)
 
     def end_request(self, request: Request) -> None:
         """Release whatever the request holds; later offers and tensors for it are cancelled."""
-        self.forget(request.request_id)
+        self.forget(request.request_id, request.attempt)
         if self._requests.pop(request.request_id, None) is None:
             return
         self._pending = [pair for pair in self._pending if pair[0] is not request]
@@ -79,17 +79,32 @@ class InputIntake:
             self._cancel(request, item)
             self._drop(request, item)
 
-    def forget(self, request_id: str) -> None:
-        """Remember that a request has ended (or never will come), and cancel offers that came early for it."""
-        self.events += self._early.forget(request_id)
+    def forget(self, request_id: str, request_attempt: int | None) -> None:
+        """Remember that a request has ended (or never will come) in this attempt, or with None in any.
+
+        Offers that came early for it are cancelled.
+        """
+        self.events += self.early.forget(request_id, request_attempt)
 
     # --- offers
 
-    def offer(self, request_id: str, input_id: int, attempt: int, metadata: InputMetadata, deadline_s: float) -> None:
+    def offer(
+        self,
+        request_id: str,
+        input_id: int,
+        attempt: int,
+        metadata: InputMetadata,
+        deadline_s: float,
+        request_attempt: int = 0,
+    ) -> None:
         """An offer has arrived. A repeated one is answered again, as its sender may not have had the answer."""
         request = self._requests.get(request_id)
-        if request is None:
-            self.events += self._early.keep(request_id, input_id, attempt, metadata, deadline_s)
+        if request is None or request.attempt < request_attempt:
+            key = request_id, input_id, attempt
+            self.events += self.early.keep(*key, metadata, deadline_s, request_attempt)
+            return
+        if request.attempt > request_attempt:
+            self.events.append(InputCancelled(request_id, input_id, attempt))
             return
         item = next((item for item in request.inputs if item.slot.input_id == input_id), None)
         error = self._what_is_wrong(item, metadata) or self._too_much(request, item, metadata)
@@ -98,6 +113,7 @@ class InputIntake:
         elif attempt < item.attempt or (attempt == item.attempt and item.state is InputState.MISSING):
             self.events.append(InputCancelled(request_id, input_id, attempt))
         elif item.usable or item.state is InputState.DORMANT:
+            item.attempt = attempt  # should it be lost again, then so is what this attempt was told
             self.events.append(InputCached(request_id, input_id, attempt))
         elif attempt > item.attempt:
             self._accept(request, item, attempt, metadata, deadline_s)
@@ -153,7 +169,24 @@ class InputIntake:
         """The request needs its missing inputs, and nobody has been told so yet."""
         for item in request.inputs:
             if item.state is InputState.MISSING:
-                self.events.append(InputLost(request.request_id, item.slot.input_id))
+                self._ask_for(request, item)
+
+    def _ask_for(self, request: Request, item: RequestInput) -> None:
+        name, attempt = request.request_id, max(0, item.attempt)
+        self.events.append(InputLost(name, item.slot.input_id, attempt, request.attempt))
+
+    def withdraw(self, request_id: str, input_id: int, attempt: int) -> None:
+        """A sender gives up what it has offered. Nothing is kept for exactly this attempt, and nobody is told: whoever
+        has the media hears of it from the sender, or has given it up itself."""
+        self.early.withdraw(request_id, input_id, attempt)
+        request = self._requests.get(request_id)
+        item = next((i for i in request.inputs if i.slot.input_id == input_id), None) if request else None
+        offered = item is not None and item.state in (InputState.OFFERED, InputState.GRANTED)
+        if request is None or item is None or not offered or item.attempt != attempt:
+            return
+        self._pending = [pair for pair in self._pending if pair[1] is not item]
+        self._drop(request, item)
+        item.state = InputState.MISSING
 
     def reorder(self) -> None:
         """The order of some request has changed."""
@@ -213,7 +246,7 @@ class InputIntake:
 
     @property
     def num_pending(self) -> int:
-        return len(self._pending) + len(self._early)
+        return len(self._pending) + len(self.early)
 
     @property
     def num_granted(self) -> int:
@@ -321,7 +354,7 @@ class InputIntake:
     def next_deadline_s(self) -> float | None:
         times = [item.deadline_s for item in self._granted.values()]
         times += [item.deadline_s for _, item in self._pending]
-        early_s = self._early.next_deadline_s()
+        early_s = self.early.next_deadline_s()
         return min(times if early_s is None else [*times, early_s], default=None)
 
     def expire(self, now_s: float) -> None:
@@ -330,9 +363,10 @@ class InputIntake:
             self.counters["leases_expired"] += 1
             self._lose(self._requests[request_id], self._granted[request_id, input_id])
         for request, item in [pair for pair in self._pending if pair[1].deadline_s <= now_s]:
+            self.counters["offers_expired"] += 1
             self._pending.remove((request, item))
             self._lose(request, item)
-        self.events += self._early.expire(now_s)
+        self.events += self.early.expire(now_s)
 
     def _cancel(self, request: Request, item: RequestInput) -> None:
         """Tell the sender of an unfinished handoff that it need not go on."""
@@ -343,7 +377,7 @@ class InputIntake:
         self._cancel(request, item)
         self._drop(request, item)
         item.state = InputState.MISSING
-        self.events.append(InputLost(request.request_id, item.slot.input_id))
+        self._ask_for(request, item)
 
     def _drop(self, request: Request, item: RequestInput) -> None:
         """Give up what the input holds in the cache, if anything."""
@@ -353,7 +387,7 @@ class InputIntake:
         self._granted.pop(reference, None)
 
     def is_empty(self) -> bool:
-        return not (self._requests or self._pending or self._granted or self._early or self.cache.num_references)
+        return not (self._requests or self._pending or self._granted or self.early or self.cache.num_references)
 
 
 def _grant_order(pair: tuple[Request, RequestInput]) -> tuple[tuple[int, int], int]:

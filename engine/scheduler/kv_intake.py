@@ -95,26 +95,32 @@ class KvIntake:
         self._lease_s = lease_s
         self.counters = {"prefill_handoffs": 0, "prefill_handoff_tokens": 0, "prefill_handoff_cached_tokens": 0}
         self.counters |= {"prefill_handoff_bytes": 0, "kv_leases_expired": 0, "kv_parts_rejected": 0}
+        self.counters |= {"kv_offers_expired": 0}
         self._handoffs: dict[str, Handoff] = {}
         self._pending: list[Handoff] = []  # OFFERED, in the order of grants
         self._reserved: list[Handoff] = []
-        self._early: EarlyOffers[KvMetadata] = EarlyOffers(min(lease_s, KEEP_S))
+        self.early: EarlyOffers[KvMetadata] = EarlyOffers(min(lease_s, KEEP_S))
 
     # --- requests come and go
 
     def add_request(self, request: Request) -> None:
         """A request has come that somebody else prefills; so may have the offer, before it."""
         self._handoffs[request.request_id] = Handoff(request)
-        early = self._early.take(request.request_id, KV_INPUT_ID)
+        early = self.early.take(request.request_id, KV_INPUT_ID, request.attempt)
         if early is not None:
-            self.offer(request.request_id, *early)
+            self.offer(request.request_id, *early, request.attempt)
 
-    def end_request(self, request_id: str) -> None:
-        """The request has ended, and with it all that it held: later offers and parts are cancelled."""
-        for event in self._early.forget(request_id):
+    def end_request(self, request_id: str, request_attempt: int | None) -> None:
+        """The request has ended in this attempt (with None: in whichever it might come), and with it all that it held:
+        later offers and parts are cancelled."""
+        for event in self.early.forget(request_id, request_attempt):
             self._emit(event)
         handoff = self._handoffs.pop(request_id, None)
-        if handoff is not None:
+        if handoff is None:
+            return
+        if handoff.state is HandoffState.STARTED:  # its sender may not have heard that the last part is here
+            self._emit(InputCancelled(request_id, KV_INPUT_ID, handoff.attempt))
+        else:
             self._give_up(handoff)
 
     def pass_on(self, request: Request, sequence: Sequence) -> None:
@@ -126,12 +132,17 @@ class KvIntake:
 
     # --- offers
 
-    def offer(self, request_id: str, attempt: int, metadata: KvMetadata, deadline_s: float) -> None:
+    def offer(
+        self, request_id: str, attempt: int, metadata: KvMetadata, deadline_s: float, request_attempt: int = 0
+    ) -> None:
         """Keys and values are offered. The same offer again is a sign of life of its sender."""
         handoff = self._handoffs.get(request_id)
-        if handoff is None:
-            for event in self._early.keep(request_id, KV_INPUT_ID, attempt, metadata, deadline_s):
+        if handoff is None or handoff.request.attempt < request_attempt:
+            key = request_id, KV_INPUT_ID, attempt
+            for event in self.early.keep(*key, metadata, deadline_s, request_attempt):
                 self._emit(event)
+        elif handoff.request.attempt > request_attempt:
+            self._emit(InputCancelled(request_id, KV_INPUT_ID, attempt))
         elif handoff.state is HandoffState.STARTED:
             self._emit(InputCached(request_id, KV_INPUT_ID, attempt))
         elif attempt > handoff.attempt:
@@ -140,6 +151,14 @@ class KvIntake:
             self._emit(InputCancelled(request_id, KV_INPUT_ID, attempt))
         elif handoff.state is HandoffState.RESERVED:
             self._grant(handoff)
+
+    def withdraw(self, request_id: str, attempt: int) -> None:
+        """A sender gives up what it has offered: nothing is kept for exactly this attempt. Whoever had the prompt
+        computed hears of it from the sender, or has given it up itself."""
+        self.early.withdraw(request_id, KV_INPUT_ID, attempt)
+        handoff = self._handoffs.get(request_id)
+        if handoff is not None and handoff.attempt == attempt:
+            self._give_up(handoff)
 
     def _accept(self, handoff: Handoff, attempt: int, metadata: KvMetadata, deadline_s: float) -> None:
         request = handoff.request
@@ -213,7 +232,7 @@ class KvIntake:
 
     @property
     def num_pending(self) -> int:
-        return len(self._pending) + len(self._early)
+        return len(self._pending) + len(self.early)
 
     @property
     def num_reserved(self) -> int:
@@ -280,18 +299,20 @@ class KvIntake:
     # --- deadlines
 
     def next_deadline_s(self) -> float | None:
-        early_s = self._early.next_deadline_s()
+        early_s = self.early.next_deadline_s()
         deadlines_s = [one.deadline_s for one in (*self._pending, *self._reserved)]
         return min(deadlines_s if early_s is None else [*deadlines_s, early_s], default=None)
 
     def expire(self, now_s: float) -> None:
         """End leases and offers whose time is over: the prompt has to be computed again."""
-        for event in self._early.expire(now_s):
+        for event in self.early.expire(now_s):
             self._emit(event)
         for handoff in [one for one in (*self._pending, *self._reserved) if one.deadline_s <= now_s]:
-            self.counters["kv_leases_expired"] += handoff.state is HandoffState.RESERVED
+            what = "kv_leases_expired" if handoff.state is HandoffState.RESERVED else "kv_offers_expired"
+            self.counters[what] += 1
             self._give_up(handoff)
-            self._emit(InputLost(handoff.request.request_id, KV_INPUT_ID, handoff.attempt))
+            request = handoff.request
+            self._emit(InputLost(request.request_id, KV_INPUT_ID, handoff.attempt, request.attempt))
 
     def _give_up(self, handoff: Handoff) -> None:
         """End the attempt at hand, if there is one, and free what it holds."""
@@ -320,4 +341,4 @@ class KvIntake:
                 raise IntegrityError(f"a handoff that is {handoff.state.value} has blocks, or should have some")
 
     def is_empty(self) -> bool:
-        return not (self._handoffs or self._pending or self._early)
+        return not (self._handoffs or self._pending or self.early)

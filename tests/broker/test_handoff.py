@@ -15,7 +15,17 @@ from broker.channels import ChannelReader, ChannelSender, Delivery
 from broker.handoff import MAX_SENDS, Handoff, HandoffSender, Part, key_of
 from broker.tensors import TensorReceiver, TensorSender
 from common.errors import ErrorInfo, TriptychError
-from common.messages import KV_INPUT_ID, Grant, HandoffMessage, InputLayout, InstanceRecord, KvOffer, Offer, Receipt
+from common.messages import (
+    KV_INPUT_ID,
+    Grant,
+    HandoffMessage,
+    InputLayout,
+    InstanceRecord,
+    KvOffer,
+    Offer,
+    Receipt,
+    Withdraw,
+)
 from tests.broker.conftest import make_record, running
 from tests.broker.transport_kit import receive
 from tests.eventually import eventually
@@ -51,6 +61,7 @@ class Pair:
     receiver: InstanceRecord
     tensors: TensorReceiver
     offers: list[Offer | KvOffer]
+    withdrawn: list[Withdraw]
 
     async def granted(self, offer: Offer | KvOffer) -> Handoff:
         offering = asyncio.create_task(self.sender.offer(offer, self.receiver))
@@ -68,14 +79,18 @@ async def pair(redis: Redis, zmq_context: zmq.asyncio.Context) -> AsyncIterator[
     sender = HandoffSender(channels, tensors, timeout_s=2.0)
     sender.own = make_record("e0")
     offers: list[Offer | KvOffer] = []
+    withdrawn: list[Withdraw] = []
 
     def take(received: Delivery) -> None:
-        assert isinstance(received.message, Offer | KvOffer)
-        offers.append(received.message)
+        if isinstance(received.message, Withdraw):
+            withdrawn.append(received.message)
+        else:
+            assert isinstance(received.message, Offer | KvOffer)
+            offers.append(received.message)
 
     record = make_record("d0", "prefill_decode", tensor_address=receiver.address)
     async with running(channels.run(), reader.run(take)):
-        yield Pair(sender, record, receiver, offers)
+        yield Pair(sender, record, receiver, offers, withdrawn)
     tensors.close()
     receiver.close()
 
@@ -117,6 +132,38 @@ async def test_a_refusal_reaches_the_caller_in_the_receivers_words(pair: Pair) -
         await offering
     assert caught.value.info == error
     assert pair.sender.outcomes == {"refused": 1}
+
+
+@pytest.mark.parametrize("granted", [False, True])
+async def test_a_handoff_that_is_given_up_is_withdrawn_once(pair: Pair, granted: bool) -> None:
+    offer = make_offer()
+    if granted:
+        await pair.granted(offer)
+    else:
+        offering = asyncio.create_task(pair.sender.offer(offer, pair.receiver))
+        await eventually(lambda: pair.sender.num_open == 1)
+        offering.cancel()
+    pair.sender.close(key_of(offer))
+    pair.sender.close(key_of(offer))
+    await eventually(lambda: pair.offers == [offer])
+    await eventually(lambda: pair.withdrawn == [Withdraw("r", 0, 0, "e0")])
+    assert pair.sender.num_open == 0
+
+
+async def test_a_handoff_that_is_done_is_not_withdrawn(pair: Pair) -> None:
+    handoff = await pair.granted(make_kv_offer())
+    sending = asyncio.create_task(pair.sender.send(handoff, make_part(0, 8)))
+    (await receive(pair.tensors)).release()
+    pair.sender.handle(delivery(Receipt("r", KV_INPUT_ID, 0, "stored")))
+    await sending
+    pair.sender.complete(handoff)
+    cached = asyncio.create_task(pair.sender.offer(make_offer("cached"), pair.receiver))
+    await eventually(lambda: pair.sender.num_open == 1)
+    pair.sender.handle(delivery(Grant("cached", 0, 0, "cached")))
+    await cached
+    await pair.granted(make_offer("given up"))
+    pair.sender.close(("given up", 0, 0))  # what is sent last has overtaken nothing
+    await eventually(lambda: [message.request_id for message in pair.withdrawn] == ["given up"])
 
 
 @pytest.mark.parametrize("status", ["expired", "cancelled"])

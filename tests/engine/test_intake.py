@@ -49,11 +49,11 @@ class Desk:
         self.intake = InputIntake(self.cache, expectation, coverage, lease_s)
         self.requests: dict[str, Request] = {}
 
-    def request(self, name: str, *hashes: str) -> Request:
+    def request(self, name: str, *hashes: str, attempt: int = 0) -> Request:
         prompt = [1, *[PAD for _ in hashes], 2]
         slots = [InputSlot(number, "image", content, number + 1) for number, content in enumerate(hashes)]
         arrival = len(self.requests)
-        request = Request.create(name, prompt, slots, sampling=SamplingParams(), arrival=arrival)
+        request = Request.create(name, prompt, slots, sampling=SamplingParams(), arrival=arrival, attempt=attempt)
         self.requests[name] = request
         self.intake.add_request(request)
         return request
@@ -115,6 +115,51 @@ def test_an_offer_after_its_request_has_ended_is_cancelled() -> None:
     desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
     assert desk.events() == [InputCancelled("a", 0, 0)]
     assert desk.intake.is_empty()
+
+
+@pytest.mark.parametrize("granted", [False, True])
+def test_a_withdrawn_offer_leaves_its_room_to_the_next_in_line(granted: bool) -> None:
+    desk = Desk(4)
+    first = desk.request("a", "h0")
+    desk.request("b", "h1")
+    desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
+    if granted:
+        desk.events()
+    desk.intake.offer("b", 0, 0, metadata(3, "h1"), FAR_S)
+    for attempt in (1, 0, 0):  # of another attempt, of this one, and that once more
+        desk.intake.withdraw("a", 0, attempt)
+    assert kinds(desk.events()) == [(InputGranted, "b")], "nobody is asked for the first one: its sender tells"
+    assert first.inputs[0].state is InputState.MISSING
+    desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
+    assert desk.events() == [InputCancelled("a", 0, 0)]
+    desk.intake.offer("a", 0, 1, metadata(3), FAR_S)
+    assert first.inputs[0].state is InputState.OFFERED
+
+
+def test_what_has_come_is_not_lost_with_a_late_withdrawal() -> None:
+    desk = Desk(4)
+    request = desk.request("a", "h0")
+    desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
+    desk.events()
+    desk.intake.deliver("a", 0, 0, tensor(3))
+    desk.intake.withdraw("a", 0, 0)
+    assert request.inputs[0].state is InputState.READY
+    desk.consume(request)
+    assert request.inputs[0].state is InputState.CONSUMED
+
+
+def test_an_offer_is_for_one_attempt_of_its_request_only() -> None:
+    desk = Desk(4)
+    request = desk.request("a", "h0", attempt=2)
+    desk.intake.offer("a", 0, 3, metadata(3), FAR_S, request_attempt=1)
+    assert desk.events() == [InputCancelled("a", 0, 3)]
+    desk.intake.offer("a", 0, 5, metadata(3), FAR_S, request_attempt=4)
+    assert desk.events() == []
+    desk.intake.end_request(request)
+    desk.request("a", "h0", attempt=4)
+    [granted] = desk.events()
+    assert isinstance(granted, InputGranted)
+    assert granted.attempt == 5
 
 
 def test_an_item_over_the_whole_budget_is_refused_with_both_numbers() -> None:
@@ -206,11 +251,37 @@ def test_a_lease_that_runs_out_gives_its_room_back_and_asks_again() -> None:
     desk.events()
     desk.intake.expire(FAR_S / 2)
     assert desk.events() == [InputCancelled("a", 0, 0), InputLost("a", 0)]
+    assert (desk.intake.counters["leases_expired"], desk.intake.counters["offers_expired"]) == (1, 0)
     assert desk.cache.used_bytes == 0
     desk.intake.deliver("a", 0, 0, tensor(3))
     assert desk.events() == [InputRejected("a", 0, 0, "expired")]
     desk.intake.offer("a", 0, 1, metadata(3), FAR_S)
     assert kinds(desk.events()) == [(InputGranted, "a")]
+
+
+def test_an_offer_that_finds_no_room_by_its_deadline_asks_again_and_is_counted_apart() -> None:
+    desk = Desk(4)
+    desk.request("a", "h0")
+    desk.request("b", "h1")
+    desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
+    desk.intake.offer("b", 0, 0, metadata(3, "h1"), 5.0)
+    desk.events()
+    desk.intake.expire(6.0)
+    assert desk.events() == [InputCancelled("b", 0, 0), InputLost("b", 0)]
+    assert (desk.intake.counters["leases_expired"], desk.intake.counters["offers_expired"]) == (0, 1)
+
+
+def test_an_entry_that_is_given_up_for_another_is_counted_and_one_that_is_found_is_not() -> None:
+    desk = Desk(4)
+    for name, content in (("a", "h0"), ("b", "h1"), ("c", "h1")):
+        request = desk.request(name, content)
+        desk.intake.offer(name, 0, 0, metadata(3, content), FAR_S)
+        if name != "c":
+            desk.events()
+            desk.intake.deliver(name, 0, 0, tensor(3))
+        desk.events()
+        desk.consume(request)
+    assert (desk.cache.evictions, desk.cache.hits) == (1, 1)
 
 
 def test_who_repeats_an_offer_whose_lease_ran_out_is_told_again() -> None:

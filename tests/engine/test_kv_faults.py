@@ -49,14 +49,16 @@ class Desk:
     def _prefilled(self) -> bool:
         return self.sender.engine.scheduler.running[0].is_prefilled_here
 
-    def add(self) -> None:
+    def add(self, attempt: int = 0) -> None:
         slots = self.job.slots(self.engine.info)
         name, token_ids, params = self.job.name, self.job.token_ids, self.job.params
-        self.engine.add_request(name, token_ids, slots, params, 0, self.job.resumed, prefilled=True)
+        self.engine.add_request(name, token_ids, slots, params, 0, self.job.resumed, attempt=attempt, prefilled=True)
 
-    def offer(self, attempt: int = 0, deadline_s: float = FAR_S, **changes: object) -> list[Event]:
+    def offer(
+        self, attempt: int = 0, deadline_s: float = FAR_S, request_attempt: int = 0, **changes: object
+    ) -> list[Event]:
         metadata = dataclasses.replace(self.metadata, **changes)
-        self.engine.offer_kv(self.job.name, attempt, metadata, deadline_s)
+        self.engine.offer_kv(self.job.name, attempt, metadata, deadline_s, request_attempt)
         return self.answers()
 
     def deliver(self, first: int, last: int, *, table: Table = "self", attempt: int = 0, part: int = 0) -> list[Event]:
@@ -185,6 +187,37 @@ def test_a_lease_that_ends_frees_the_blocks_and_asks_again(desk: Desk, now: Call
     assert desk.engine.stats()["kv_leases_expired_total"] == 1
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_a_withdrawn_offer_frees_its_blocks_and_nothing_of_another_attempt(desk: Desk, early: bool) -> None:
+    if not early:
+        desk.add()
+    desk.offer()
+    desk.engine.withdraw("r", KV_INPUT_ID, 1)
+    assert desk.engine.kv_intake.num_reserved + desk.engine.kv_intake.num_pending == 1
+    desk.engine.withdraw("r", KV_INPUT_ID, 0)
+    desk.engine.withdraw("r", KV_INPUT_ID, 0)
+    desk.answers()
+    assert desk.engine.kv_intake.num_reserved + desk.engine.kv_intake.num_pending == 0
+    assert desk.engine.blocks.num_used == 0
+    if not early:
+        assert desk.offer() == [InputCancelled("r", KV_INPUT_ID, 0)]
+        assert kinds(desk.offer(attempt=1)) == [InputGranted]
+
+
+def test_what_is_computed_for_the_next_attempt_is_not_answered_by_the_one_before(desk: Desk) -> None:
+    """A job comes back to its decode worker, and the prefill worker is faster than the proxy."""
+    desk.add()
+    desk.offer()
+    desk.deliver(0, LENGTH - 1)
+    assert desk.engine.scheduler.running, "the attempt before has all it needs"
+    assert desk.offer(attempt=5, request_attempt=4) == [], "else the sender would take it for delivered"
+    desk.engine.abort("r")
+    desk.answers()
+    desk.add(attempt=4)
+    assert kinds(desk.answers()) == [InputGranted]
+    assert desk.offer(attempt=6, request_attempt=0) == [InputCancelled("r", KV_INPUT_ID, 6)], "of the one before"
+
+
 def test_an_offer_whose_deadline_passes_before_there_is_room_asks_again(
     tiny_llama: ModelInfo, now: Callable[[float], None]
 ) -> None:
@@ -196,6 +229,7 @@ def test_an_offer_whose_deadline_passes_before_there_is_room_asks_again(
     assert desk.offer(deadline_s=time.time() + 5.0) == []
     now(6.0)
     assert desk.answers() == [InputCancelled("r", KV_INPUT_ID, 0), InputLost("r", KV_INPUT_ID)]
+    assert (desk.engine.stats()["kv_offers_expired_total"], desk.engine.stats()["kv_leases_expired_total"]) == (1, 0)
 
 
 @pytest.mark.parametrize(
@@ -403,8 +437,10 @@ def test_a_sequence_may_stop_before_its_prompt_has_come(tiny_llama: ModelInfo, g
     tokens: dict[int, list[int]] = {}
     while not desk.engine.is_empty():
         for event in desk.engine.step():
-            assert isinstance(event, TokensReady)
-            tokens.setdefault(event.index, []).extend(event.token_ids)
+            if isinstance(event, TokensReady):
+                tokens.setdefault(event.index, []).extend(event.token_ids)
+            else:
+                assert event == InputCancelled("r", KV_INPUT_ID, 0), "the end of the handoff, with its request"
     assert tokens == {index: whole["r", index][2:] for index in (1, 2)}
 
 

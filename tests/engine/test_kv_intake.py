@@ -156,6 +156,16 @@ class ReceiverMachine(RuleBasedStateMachine):
             return values(content, 9)[: self.metadata(request).num_encoder_tokens]
         return values(f"{request.prompt[0]} {content}", 18)[: len(request.prompt) - 1]
 
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), old=st.booleans())
+    def withdraw(self, data: st.DataObject, old: bool) -> None:
+        """A sender gives up, perhaps long ago: it costs what this attempt has, and nothing else."""
+        name = data.draw(st.sampled_from(sorted(self.live)))
+        before = self.intake._handoffs[name].state
+        self.intake.withdraw(name, self.attempts[name] - old)
+        waits = not old and before in (HandoffState.OFFERED, HandoffState.RESERVED)
+        assert self.intake._handoffs[name].state is (HandoffState.WAITING if waits else before)
+
     @rule()
     def grant(self) -> None:
         self.intake.grant()
@@ -173,7 +183,7 @@ class ReceiverMachine(RuleBasedStateMachine):
 
     def _end(self, name: str) -> None:
         request = self.live.pop(name)
-        self.intake.end_request(name)
+        self.intake.end_request(name, 0)
         self.scheduler.remove(request)
         self.inputs.end_request(request)
         self.ended.add(name)

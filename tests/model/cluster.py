@@ -14,7 +14,7 @@ from typing import Any, cast
 from unittest.mock import patch
 
 from common.config import Settings
-from common.errors import TriptychError
+from common.errors import ErrorInfo, TriptychError
 from common.messages import InstanceRecord, Role
 from common.sampling_params import SamplingParams
 from proxy.dispatch import Dispatcher
@@ -28,7 +28,8 @@ from tests.model.symbols import expected_tokens, media, model_info, placeholder,
 from tests.model.workers import SimulatedWorker, SteppedThread, symbolic_workers
 
 HANDOFF_TIMEOUT_S = 4.0
-REQUEST_TIMEOUT_S = 60.0
+REQUEST_TIMEOUT_S = 5000.0
+"""Far more than all other waits together: a request that ends by this one has been forgotten by somebody."""
 QUIET_S = 120.0
 """However the faults were, so long after the last one everything has ended."""
 
@@ -41,7 +42,7 @@ class Client:
     expected: list[int]
     task: asyncio.Task[None] | None = None
     tokens: list[int] = field(default_factory=list)
-    error: str | None = None
+    error: ErrorInfo | None = None
     left: bool = False
 
     @property
@@ -68,17 +69,29 @@ class Cluster:
         self.clients: list[Client] = []
         self.faulty = False
         self._epoch = 0
-        self.metrics = ProxyMetrics()
-        self.dispatcher = Dispatcher(self.settings, self.metrics, Timelines())
-        own = InstanceRecord("proxy", "proxy", 1, "signpost", model_info().fingerprint, "", "http://simulated", "")
-        self.pool = WorkerPool(
-            cast(Any, SimulatedRegistry(self.network)), own, self.dispatcher, lambda: None, cast(Any, None)
-        )
         for name in self.topology:
             self.start(name)
-        self.run(self._start_pool())
+        self.start_proxy()
         self.pass_time(1.0)
         assert len(self.pool._workers) == len(self.topology), "the proxy has not found the workers"
+
+    def start_proxy(self) -> None:
+        """The first one, or another one in its place."""
+        self._epoch += 1
+        self.dispatcher = Dispatcher(self.settings, ProxyMetrics(), Timelines())
+        fingerprint = model_info().fingerprint
+        own = InstanceRecord("proxy", "proxy", self._epoch, "signpost", fingerprint, "", "http://simulated", "")
+        registry = cast(Any, SimulatedRegistry(self.network))
+        self.pool = WorkerPool(registry, own, self.dispatcher, self._proxy_failed, cast(Any, None))
+        self.run(self._start_pool())
+
+    def _proxy_failed(self) -> None:
+        self.loop.errors.append(RuntimeError(f"the proxy cannot go on: {self.pool.failure}"))
+
+    def _stop_pool(self) -> None:
+        for task in list(self.pool._tasks):
+            task.cancel()
+        self.loop.settle()
 
     async def _start_pool(self) -> None:
         self.pool.start()
@@ -105,6 +118,25 @@ class Cluster:
         self.faulty = True
         self.workers.pop(name).die()
         self.loop.settle()
+
+    def kill_proxy(self) -> None:
+        """Its clients see a closed connection; another one takes its place."""
+        self.faulty = True
+        self.network.cut_off("proxy")
+        for client in self.clients:
+            if not client.ended:
+                self.leave(client)
+        self._stop_pool()
+        self.start_proxy()
+
+    def lose_broker(self, *, emptied: bool, away_s: float) -> None:
+        """It is away for a while, or empty when it comes back, or both."""
+        self.faulty = True
+        if emptied:
+            self.network.empty_broker()
+        self.network.broker_is_away = away_s > 0
+        self.pass_time(away_s)
+        self.network.broker_is_away = False
 
     def ask(self, *pictures: tuple[str, int], num_tokens: int = 3) -> Client:
         """A request with a text token before and after each picture, (name, rows)."""
@@ -134,7 +166,7 @@ class Cluster:
                 async for batch in batches:
                     client.tokens += batch.token_ids
         except TriptychError as error:
-            client.error = f"{error.info.code}: {error.info.message}"
+            client.error = error.info
 
     def leave(self, client: Client) -> None:
         """The client goes away."""
@@ -248,6 +280,7 @@ class Cluster:
             assert client.tokens == client.expected, f"{name} ended with {client.tokens} of {client.expected}"
         else:
             assert self.faulty, f"{name} failed though nothing went wrong: {client.error}"
+            assert client.error.retryable, f"{name} did not end cleanly: {client.error}"
 
     def _drain(self) -> None:
         """Everything that can happen without time going on."""
@@ -277,5 +310,5 @@ class Cluster:
                 client.task.cancel()
         for worker in self.workers.values():
             worker.die()
-        self.loop.settle()
+        self._stop_pool()
         self.stack.close()

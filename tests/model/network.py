@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import msgspec
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from broker.channels import ChannelName
 from broker.registry import RECORD_TTL_S
@@ -89,13 +90,15 @@ class Network:
 
     def __init__(self) -> None:
         self.loose: list[Letter] = []
+        self.broker_is_away = False
         self.connections: dict[bytes, Connection] = {}
         self.epochs: dict[str, int] = {}
         """The lives that are reachable now: instance id -> epoch."""
         self._records: dict[str, tuple[InstanceRecord, float]] = {}
 
     def send(self, target: str, channel: ChannelName, message: HandoffMessage) -> None:
-        self.loose.append(Letter(target, channel, encode(message), self.epochs.get(target)))
+        if not self.broker_is_away:  # real senders keep trying for two seconds
+            self.loose.append(Letter(target, channel, encode(message), self.epochs.get(target)))
 
     def send_tensor(self, target: str, header: TensorHeader, data: memoryview) -> None:
         self.loose.append(Letter(target, None, encode(header), self.epochs.get(target), bytes(data)))
@@ -103,19 +106,39 @@ class Network:
     def damage(self, letter: Letter) -> None:
         self.loose[self.loose.index(letter)] = replace(letter, damaged=True)
 
-    # --- the registry
+    # --- the broker
+
+    def empty_broker(self) -> None:
+        """It has forgotten who is there, and every message that it had not passed on."""
+        self._records.clear()
+        self.loose = [letter for letter in self.loose if letter.channel is None]
+
+    def reach_broker(self) -> None:
+        """Raises what a client raises while the broker is away."""
+        if self.broker_is_away:
+            raise RedisConnectionError("the broker is away")
 
     def enter(self, record: InstanceRecord) -> None:
+        self.reach_broker()
         self._records[record.instance_id] = record, time.time() + RECORD_TTL_S
 
     def leave(self, instance_id: str) -> None:
+        self.reach_broker()
         self._records.pop(instance_id, None)
 
     def instances(self) -> dict[str, InstanceRecord]:
+        self.reach_broker()
         now_s = time.time()
         return {name: record for name, (record, until_s) in self._records.items() if until_s > now_s}
 
     # --- connections
+
+    def cut_off(self, proxy: str) -> None:
+        """A proxy has died: nothing that it sends leaves, and workers see that it is gone when they send something."""
+        for connection in self.connections.values():
+            if connection.identity.decode().startswith(f"{proxy}@"):
+                connection.closed = True
+                connection.to_worker.clear()
 
     def connect(self, address: str, identity: str) -> Connection:
         instance_id, _, epoch = address.rpartition("/")
@@ -155,6 +178,11 @@ class SimulatedRegistry:
 
     async def instances(self) -> dict[str, InstanceRecord]:
         return self._network.instances()
+
+    async def changes(self) -> AsyncGenerator[None]:
+        """Tells of nothing: everybody looks by himself."""
+        await asyncio.Event().wait()
+        yield
 
     async def unregister(self) -> bool:
         assert self._own is not None

@@ -56,14 +56,14 @@ class Plan:
     """Requests by name with the contents of their inputs, and how many rows each content has.
 
     `max_attempts` bounds how often an input is offered anew; `faults` are the actions that may happen beside those of
-    a quiet life: "abort", "expire", "preempt", "duplicate".
+    a quiet life: "abort", "expire", "preempt", "duplicate", "withdraw".
     """
 
     requests: Mapping[str, Sequence[str]]
     rows: Mapping[str, int]
     budget_rows: int
     max_attempts: int = 2
-    faults: frozenset[str] = frozenset({"abort", "expire", "preempt", "duplicate"})
+    faults: frozenset[str] = frozenset({"abort", "expire", "preempt", "duplicate", "withdraw"})
     cross_attention: bool = False
 
 
@@ -102,6 +102,8 @@ class Receiver:
                 for attempt in range(first, newest + 1):
                     if "duplicate" in plan.faults or (name, number, attempt) not in self.sent:
                         found.append(("offer", name, str(number), str(attempt)))
+                    if "withdraw" in plan.faults:
+                        found.append(("withdraw", name, str(number), str(attempt)))
             if request is not None and request.num_remaining(request.sequences[0]) > 0:
                 found.append(("prefill", name))
             if request is not None and "preempt" in plan.faults and request.sequences[0].num_computed_tokens:
@@ -136,7 +138,7 @@ class Receiver:
         self.ended.add(name)
         request = self.requests.pop(name, None)
         if request is None:
-            self.intake.forget(name)
+            self.intake.forget(name, None)
         else:
             self.intake.end_request(request)
 
@@ -147,9 +149,22 @@ class Receiver:
         self.intake.grant()
         self._check_answered(name, int(number), int(attempt))
 
+    def _withdraw(self, name: str, number: str, attempt: str) -> None:
+        """May come before its offer, or long after: only what is kept for exactly this attempt is free."""
+        before = self._held()
+        self.intake.withdraw(name, int(number), int(attempt))
+        assert self._held() == before - {(name, int(number), int(attempt))}
+
+    def _held(self) -> set[tuple[str, int, int]]:
+        """Attempts that room is kept or wanted for."""
+        early = {(*key, offer.attempt) for key, offer in self.intake.early._offers.items()}
+        inputs = [(name, item) for name, request in self.requests.items() for item in request.inputs]
+        waits = (InputState.OFFERED, InputState.GRANTED)
+        return early | {(name, item.slot.input_id, item.attempt) for name, item in inputs if item.state in waits}
+
     def _check_answered(self, name: str, number: int, attempt: int) -> None:
         """Whoever has just offered something is told, or stands in a line."""
-        request, early = self.requests.get(name), self.intake._early._offers.get((name, number))
+        request, early = self.requests.get(name), self.intake.early._offers.get((name, number))
         waits = early is not None and early.attempt == attempt
         if request is not None:
             item = request.inputs[number]
@@ -268,7 +283,7 @@ class Receiver:
             raise AssertionError(f"the burst does not drain: {self.fingerprint()}")
         for request in list(self.requests.values()):
             self.apply(("abort", request.request_id))
-        for key in list(self.intake._early._offers):
+        for key in list(self.intake.early._offers):
             self.apply(("abort", key[0]))
         assert self.intake.is_empty(), "every request has ended, but something is held"
 
@@ -297,7 +312,7 @@ class Receiver:
             tuple(sorted(self.granted)),
             tuple(sorted(self.ended)),
             () if "duplicate" in self.plan.faults else tuple(sorted(self.sent)),
-            tuple(sorted((key, offer.attempt) for key, offer in intake._early._offers.items())),
+            tuple(sorted((key, offer.attempt) for key, offer in intake.early._offers.items())),
             tuple((request.request_id, item.slot.input_id) for request, item in intake._dormant),
             tuple(sorted((name, entry.tensor is None) for name, entry in cache._entries.items())),
             tuple(cache._unreferenced),

@@ -25,6 +25,7 @@ from common.messages import (
     Receipt,
     Role,
     TensorHeader,
+    Withdraw,
 )
 from tests.model.explore import Action
 from tests.model.simulated_loop import EPOCH_S, SimulatedLoop
@@ -48,10 +49,15 @@ class _Network:
 
     def __init__(self) -> None:
         self.tensors: list[TensorHeader] = []
+        self.withdrawn: list[Withdraw] = []
         self.broken = False
 
     def send_message(self, instance_id: str, channel: str, message: HandoffMessage) -> None:
         assert (instance_id, channel) == ("d0", "metadata")
+        if isinstance(message, Withdraw):
+            self.withdrawn.append(message)
+        else:
+            assert not self.withdrawn, "offered again after it was withdrawn"
 
     async def send_tensor(self, receiver: object, header: TensorHeader, data: memoryview, timeout_s: float) -> None:
         self.tensors.append(header)
@@ -180,10 +186,18 @@ class Sender:
         for part in set(parts) - {0}:
             assert self.told & {f"stored {part - 1}", "cached"}, "the next part is sent before the last one's receipt"
         assert self.handoffs.num_open == (not self.task.done()), "a handoff is open that nobody waits for"
+        assert len(self.network.withdrawn) <= self.task.done()
         if self.task.done():
             assert self.outcome is not None
+            done = self.outcome in ("stored", "cached") or self._is_answered_for_good()
+            assert bool(self.network.withdrawn) != done, "what may still be kept for it is withdrawn, nothing else"
             assert self.handoff.grant.done(), "nobody can wait for this grant any more, yet it is open"
             assert self.handoff.receipt.done()
+
+    def _is_answered_for_good(self) -> bool:
+        grant = self.handoff.grant
+        answered = grant.done() and not grant.cancelled() and grant.exception() is None
+        return answered and grant.result().status != "granted"
 
     def run_quietly(self) -> None:
         """Nothing more comes: time alone must end it."""

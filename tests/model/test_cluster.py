@@ -112,6 +112,14 @@ class ClusterStory(RuleBasedStateMachine):
         note(f"start {name}")
         self.cluster.start(name)
 
+    @rule()
+    def the_proxy_is_killed(self) -> None:
+        self.cluster.kill_proxy()
+
+    @rule(emptied=st.booleans(), away_s=st.sampled_from([0.0, 1.0, HANDOFF_TIMEOUT_S + 0.1]))
+    def the_broker_fails(self, emptied: bool, away_s: float) -> None:
+        self.cluster.lose_broker(emptied=emptied, away_s=away_s)
+
     @rule(number=NUMBERS)
     def a_request_is_preempted(self, number: int) -> None:
         decoders = [name for name, one in sorted(self.cluster.workers.items()) if one.engine is not None]

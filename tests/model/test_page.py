@@ -95,7 +95,7 @@ def test_the_page_has_the_transitions_of_the_code(title: str, observed: dict[str
 
 def test_the_page_names_every_message_of_the_handoff_and_every_test_it_refers_to() -> None:
     text = PAGE.read_text()
-    for name in ("Offer", "KvOffer", "Grant", "TensorHeader", "Receipt"):
+    for name in ("Offer", "KvOffer", "Withdraw", "Grant", "TensorHeader", "Receipt"):
         assert f"`{name}`" in text
     for path in re.findall(r"`(tests/[\w/.]+)`", text):
         assert (PAGE.parents[1] / path).exists(), path

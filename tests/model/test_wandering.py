@@ -5,22 +5,23 @@ from __future__ import annotations
 import pytest
 
 from common.messages import Role
-from tests.model.depth import DEEP
+from tests.model.depth import seeds
 from tests.model.wandering import show_a_cached_picture_and_another, wander
 
 TOPOLOGIES: dict[str, dict[str, Role]] = {
     "2e2pd": {"e0": "encoder", "e1": "encoder", "d0": "prefill_decode", "d1": "prefill_decode"},
+    "1e1p1d": {"e0": "encoder", "p0": "prefill", "d0": "decode"},
     "1e2p2d": {"e0": "encoder", "p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"},
 }
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_nothing_breaks_a_promise_on_the_way(topology: str) -> None:
-    for seed in range(1000 if DEEP else 10):
+    for seed in seeds(few=20):
         try:
-            wander(TOPOLOGIES[topology], seed)
+            wander(TOPOLOGIES[topology], seed, outages=True)
         except Exception as error:
-            error.add_note(f"wander({TOPOLOGIES[topology]}, seed={seed}) tells it again")
+            error.add_note(f"wander({TOPOLOGIES[topology]}, seed={seed}, outages=True) tells it again")
             raise
 
 

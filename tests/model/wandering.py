@@ -10,16 +10,20 @@ from common.messages import Role
 from tests.model.cluster import Cluster
 
 STEPS = 150
+OUTAGES = 0.01
+"""How often something is lost that all share, per step."""
 
 
-def wander(topology: Mapping[str, Role], seed: int, **engine: Any) -> None:
-    """One story, with preemptions, deaths and clients that leave, until nothing is left. Raises where a promise is
-    broken."""
-    draw = random.Random(seed)
+def wander(topology: Mapping[str, Role], seed: int, *, outages: bool = False, **engine: Any) -> None:
+    """One story, with preemptions, deaths and clients that leave, until nothing is left; with `outages`, the proxy dies
+    and the broker is away or forgets, too. Raises where a promise is broken."""
+    draw, outage = random.Random(seed), random.Random(~seed)
     cluster = Cluster(topology, **engine)
     try:
         for _ in range(STEPS):
             _happen(cluster, draw)
+            if outages and outage.random() < OUTAGES:
+                _break(cluster, outage)
             cluster.check()
         cluster.run_quietly()
     finally:
@@ -43,6 +47,13 @@ def _happen(cluster: Cluster, draw: random.Random) -> None:
         cluster.start(name)
     else:
         cluster.go_on(draw.randrange(64))
+
+
+def _break(cluster: Cluster, draw: random.Random) -> None:
+    if draw.random() < 0.4:
+        cluster.kill_proxy()
+    else:
+        cluster.lose_broker(emptied=draw.random() < 0.7, away_s=draw.choice([0.0, 1.0, 3.0, 8.0]))
 
 
 def show_a_cached_picture_and_another() -> None:

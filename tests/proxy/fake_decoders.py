@@ -42,6 +42,7 @@ class FakeReader(FakeWorker):
         self.ask_again: list[int] = []
         self._inputs: dict[str, set[int]] = {}
         self._attempts: dict[str, int] = {}
+        self._request_attempts: dict[str, int] = {}
         self._arrived = asyncio.Condition()
         self._running: dict[str, asyncio.Task[None]] = {}
 
@@ -67,6 +68,7 @@ class FakeReader(FakeWorker):
         elif isinstance(message, Generate):
             self._cancel(message.request_id)
             self._attempts[message.request_id] = message.attempt
+            self._request_attempts[message.request_id] = message.attempt
             task = asyncio.current_task()
             assert task is not None
             self._running[message.request_id] = task
@@ -82,7 +84,8 @@ class FakeReader(FakeWorker):
 
     async def ask_for_input(self, proxy: bytes, request_id: str, input_id: int) -> None:
         self._inputs.setdefault(request_id, set()).discard(input_id)
-        await self.reply(proxy, InputNeeded(request_id, input_id, self._attempts.get(request_id, 0)))
+        attempts = self._attempts.get(request_id, 0), self._request_attempts.get(request_id, 0)
+        await self.reply(proxy, InputNeeded(request_id, input_id, *attempts))
 
     async def wait_for(self, request_id: str, wanted: set[int]) -> None:
         async with self._arrived:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ from proxy.metrics import ProxyMetrics
 from proxy.placement import Placer
 from proxy.worker import Load, Presence, Worker
 from proxy.workers import WorkerPool
+from tests.eventually import eventually
 
 NUM_TOKENS = 3
 BUSY = ErrorInfo("unavailable", "not now")
@@ -55,6 +57,7 @@ class Sim:
     job: Generate | None = None
     encodes: dict[int, Encode] = field(default_factory=dict)
     inputs: set[int] = field(default_factory=set)
+    known: dict[int, int] = field(default_factory=dict)  # the last attempt of each input that has come, ever
     sent: int = 0
     offered: int = 0  # the last attempt to compute the prompt for it
 
@@ -96,8 +99,10 @@ class Sim:
     def encoded(self, encode: Encode, error: ErrorInfo | None) -> None:
         del self.encodes[encode.input_id]
         reader = self.world.find(encode.destination)
-        if error is None and reader is not None and reader.job is not None:
+        wanted = reader is not None and reader.job is not None and reader.job.attempt == encode.request_attempt
+        if error is None and reader is not None and wanted:
             reader.inputs.add(encode.input_id)
+            reader.known[encode.input_id] = encode.attempt
         elif error is None:
             error = ErrorInfo("unavailable", f"{encode.destination} is gone")
         self.say(Encoded("r", encode.input_id, encode.attempt, error))
@@ -125,9 +130,11 @@ class Sim:
             self.job = None
 
     def need(self, wanted: set[int]) -> None:
+        assert self.job is not None
         for input_id in wanted:
             self.inputs.discard(input_id)
-            self.say(InputNeeded("r", input_id, self.offered))
+            attempt = self.offered if input_id == KV_INPUT_ID else self.known.get(input_id, 0)
+            self.say(InputNeeded("r", input_id, attempt, self.job.attempt))
 
     def fail(self) -> None:
         assert self.job is not None
@@ -267,3 +274,89 @@ async def test_a_worker_that_never_ceases_to_send_does_not_outlive_the_deadline(
     assert error.info.code == "timeout"
     assert len(world.got) == 1, "it was waited for"
     assert not world.flight._events.empty()
+
+
+async def test_an_encoder_that_is_lost_after_its_item_was_read_costs_nothing() -> None:
+    """Its answer is lost with it; that tokens come says that it had done its work."""
+    world = World(["prefill_decode", "encoder"], num_inputs=1, prompt_logprobs=False)
+    await _settle(world)
+    world.join("encode_prefill_decode")  # somewhere else the item could still be encoded
+    decoder, encoder, _ = world.sims
+    decoder.inputs.add(0)
+    decoder.token()
+    world.kill(encoder)
+    await _settle(world)
+    assert len(world.got) == 1
+    assert decoder.job is not None, "it was not moved"
+    for _ in range(NUM_TOKENS - 1):
+        decoder.token()
+    await world.task
+    assert [token for tokens in world.got for token in tokens.token_ids] == [NUM_TOKENS + n for n in range(NUM_TOKENS)]
+    assert [message.worker.load for message in world.sims] == [Load(), Load()]
+
+
+async def test_what_had_come_when_a_deadline_was_due_may_have_kept_it() -> None:
+    """The client was slow, and nothing was read meanwhile. What comes later does not put off the deadline."""
+    world = World(["prefill_decode", "encoder"], num_inputs=1, prompt_logprobs=False)
+    world.task.cancel()
+    crew, encoder = world.flight._crew, world.sims[1]
+    await crew.place()
+    encoder.encoded(encoder.encodes[0], None)
+    crew.items._items[0].deadline_s = 0.0
+    event = await world.flight._next_event()
+    assert event is not None
+    await world.flight._handle(*event)
+    assert encoder.encodes == {}, "it is not asked again for what it has done"
+    for due_s in (math.inf, 0.0):
+        world.sims[0].token()
+        crew.items._items[0].due_s = due_s
+        assert await world.flight._next_event() is not None
+    world.sims[0].token()
+    assert await world.flight._next_event() is None
+    assert list(encoder.encodes) == [0]
+
+
+async def test_what_a_worker_needed_in_an_earlier_attempt_is_not_sent_again() -> None:
+    world = World(["prefill_decode", "encoder"], num_inputs=1, prompt_logprobs=False)
+    await _settle(world)
+    decoder, encoder = world.sims
+    encoder.encoded(encoder.encodes[0], None)
+    decoder.say(InputNeeded("r", 0, request_attempt=0))
+    await _settle(world)
+    assert encoder.encodes == {}
+    decoder.say(InputNeeded("r", 0, request_attempt=1))
+    await _settle(world)
+    assert encoder.encodes[0].attempt == 1
+    world.task.cancel()
+
+
+async def test_what_was_lost_again_before_its_encoder_had_answered_is_sent_again() -> None:
+    """After a failure two complaints may come: about the attempt that failed, which is no news, and about the next."""
+    world = World(["prefill_decode", "encoder"], num_inputs=1, prompt_logprobs=False)
+    await _settle(world)
+    decoder, encoder = world.sims
+    encoder.encoded(encoder.encodes[0], ErrorInfo("timeout", "no room"))
+    await _settle(world)
+    decoder.say(InputNeeded("r", 0, attempt=0, request_attempt=1))
+    await _settle(world)
+    assert encoder.encodes[0].attempt == 1
+    decoder.say(InputNeeded("r", 0, attempt=1, request_attempt=1))
+    await _settle(world)
+    assert encoder.encodes[0].attempt == 2
+    world.task.cancel()
+
+
+async def test_a_job_that_comes_back_to_its_decoder_needs_its_prompt_again() -> None:
+    """What the decoder had before the move is gone, so a prefill that fails now has to be repeated."""
+    world = World(["prefill", "decode"], num_inputs=0, prompt_logprobs=False)
+    await _settle(world)
+    prefiller, decoder = world.sims
+    prefiller.prefilled()
+    decoder.token()
+    decoder.fail()
+    await eventually(lambda: decoder.job is not None and decoder.job.attempt == 2)
+    prefiller.prefilled(BUSY)
+    await eventually(lambda: prefiller.job is not None and prefiller.job.attempt == 3)
+    assert prefiller.job is not None
+    assert prefiller.job.prefill_for_attempt == 2
+    world.task.cancel()

@@ -85,8 +85,9 @@ async def apart(
     prefill_engine: dict[str, Any] | None = None,
     decode_engine: dict[str, Any] | None = None,
     encoder_fallback: bool = False,
+    **settings: Any,
 ) -> AsyncIterator[Apart]:
-    """Run both workers for the length of the block; they must end idle, with their books in order."""
+    """Run both workers with `settings` for the length of the block; they must end idle, with their books in order."""
     async with (
         in_process(
             broker_url,
@@ -96,8 +97,11 @@ async def apart(
             instance_id="p0",
             engine=prefill_engine,
             encoder_fallback=encoder_fallback,
+            **settings,
         ) as prefill,
-        in_process(broker_url, redis, context, DecodeService, instance_id="d0", engine=decode_engine) as decode,
+        in_process(
+            broker_url, redis, context, DecodeService, instance_id="d0", engine=decode_engine, **settings
+        ) as decode,
     ):
         workers = Apart(prefill, decode)
         yield workers

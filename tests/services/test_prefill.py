@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,11 @@ import zmq.asyncio
 from redis.asyncio import Redis
 
 from common.errors import ErrorInfo
-from common.messages import KV_INPUT_ID, Abort, Encode, Encoded, Generate, KvOffer, Prefilled, Receipt
+from common.messages import KV_INPUT_ID, Abort, Encode, Encoded, Generate, KvOffer, Prefilled, Receipt, Withdraw
 from common.sampling_params import SamplingParams
+from engine.decoder_engine import DecoderEngine
+from engine.events import Event
+from services.engine_thread import EngineThread
 from services.prefill import PrefillService
 from tests.eventually import eventually
 from tests.services.apart import HELD_BY_ENGINES, question
@@ -76,16 +80,32 @@ async def setting(broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Contex
 
 
 async def test_parts_leave_while_later_chunks_are_computed(setting: Setting) -> None:
+    first_part_is_here = _hold_after_the_first_chunk(setting.worker.role.thread)
     await setting.prefill("r")
     offer = await setting.offer("r")
     assert (offer.num_tokens, offer.sender, offer.input_id) == (len(PROMPT) - 1, "w0", KV_INPUT_ID)
-    assert len(PROMPT) > 2 * CHUNK
     setting.peer.grant(offer)
-    assert len(await setting.take_all(0, offer.num_tokens)) >= 1
+    first = await setting.take_part()
+    assert first[1] < offer.num_tokens, "the rest has not even been computed"
+    first_part_is_here.set()
+    await setting.take_all(first[1], offer.num_tokens)
+    assert setting.worker.gauge("kv_parts_sent_while_prefilling_total") >= 1
     ended = await setting.prefilled("r")
     assert ended.error is None
     assert {"queue", "prefill", "grant"} <= {span.stage for span in ended.spans}
     assert setting.worker.tally("kv_handoffs") == {"stored": 1}
+
+
+def _hold_after_the_first_chunk(thread: EngineThread[DecoderEngine, Event]) -> threading.Event:
+    """The engine goes no further with a prompt that it has begun, but still does what it is told, until this is set."""
+    go_on, step = threading.Event(), thread._step
+
+    def held(engine: DecoderEngine) -> list[Event]:
+        begun = any(request.sequences[0].num_computed_tokens for request in engine.scheduler.running)
+        return [] if begun and not go_on.wait(0.005) else step(engine)
+
+    thread._step = held
+    return go_on
 
 
 async def test_only_what_the_receiver_lacks_is_sent(setting: Setting) -> None:
@@ -138,6 +158,17 @@ async def test_a_receiver_that_vanishes_costs_a_retryable_error(
     error = (await setting.prefilled("r")).error
     assert error is not None
     assert error.retryable
+
+
+async def test_what_is_not_wanted_any_more_is_withdrawn(setting: Setting) -> None:
+    await setting.prefill("aborted")
+    await setting.offer("aborted")
+    await setting.worker.proxy.send(Abort("aborted"))
+    assert await setting.peer.message(Withdraw, "aborted") == Withdraw("aborted", KV_INPUT_ID, 0, "w0")
+    await setting.prefill("done")
+    setting.peer.grant(await setting.offer("done"), status="cached")
+    assert (await setting.prefilled("done")).error is None
+    assert setting.peer.of(Withdraw, "done") == []
 
 
 async def test_a_receiver_that_is_not_there_is_unavailable(setting: Setting) -> None:

@@ -31,6 +31,7 @@ from common.messages import (
     StopSequence,
     TensorHeader,
     Tokens,
+    Withdraw,
     encode,
 )
 from common.model_info import load_model_info
@@ -267,6 +268,40 @@ async def test_a_tensor_that_comes_after_its_grant_has_expired_leaves_nothing(
         cache = await worker.role.thread.call(lambda engine: engine.cache, 5.0)
         assert cache.used_bytes == 0
         assert worker.gauge("inputs_landing") == 0
+
+
+async def test_a_withdrawn_offer_frees_its_room_at_once_and_any_other_withdrawal_nothing(setting: Setting) -> None:
+    offer = await setting.granted("r")
+    setting.peer.send("metadata", setting.offer("early"))  # its request will never come
+    await eventually(lambda: len(setting.worker.role._receiver._offers) == 2)
+    for other in (Withdraw("r", 0, 1, "peer"), Withdraw("r", 0, 0, "impostor"), Withdraw("nobody", 0, 0, "peer")):
+        setting.peer.send("metadata", other)
+    for request_id in ("r", "early", "early"):
+        setting.peer.send("metadata", Withdraw(request_id, 0, 0, "peer"))
+    await eventually(lambda: not setting.worker.role._receiver._offers)
+    stats = await setting.worker.role.thread.call(lambda engine: engine.stats(), 5.0)
+    assert [stats[name] for name in ("inputs_granted", "inputs_pending", "encoder_cache_bytes_used")] == [0, 0, 0]
+    assert setting.worker.tally("handoffs") == {"granted": 1, "withdrawn": 2}
+    assert setting.worker.gauge("inputs_landing") == 0
+    await setting.deliver(offer)
+    assert await setting.receipt("r") == "cancelled"
+    setting.peer.send("metadata", setting.offer("r", attempt=1))
+    assert (await setting.peer.message(Grant, "r", count=2)).status == "granted"
+    await setting.worker.proxy.send(Abort("r"))
+
+
+async def test_with_too_many_offers_under_way_a_new_one_is_refused_as_overload(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.receiver.MAX_OFFERS", 1)
+    first = await setting.granted("r")
+    setting.peer.send("metadata", setting.offer("one too many"))
+    refused = await setting.peer.message(Grant, "one too many")
+    assert (refused.status, refused.error.code) == ("refused", "overloaded")
+    assert setting.worker.tally("handoffs") == {"granted": 1, "overflow": 1, "refused": 1}
+    setting.peer.send("metadata", first)
+    assert (await setting.peer.message(Grant, "r", count=2)).status == "granted", "the same one again is not a new one"
+    await setting.worker.proxy.send(Abort("r"))
 
 
 async def test_an_offer_whose_numbers_do_not_add_up_is_refused(setting: Setting) -> None:
