@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import openai
 import pytest
+import trustme
 from redis import Redis
 
 from broker.embedded import EmbeddedBroker
@@ -21,7 +23,8 @@ from common.config import Settings
 from common.keys import bearer, cluster_token
 from launch.cluster import LocalCluster
 from tests.proxy.media import data_url, picture
-from tests.security.test_redis import with_user
+from tests.security.rigs import on_a_thread
+from tests.security.test_redis import tls_in_front_of
 
 pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).parents[2]
@@ -30,21 +33,27 @@ API_KEY, PASSWORD = secrets.token_urlsafe(16), secrets.token_urlsafe(16)
 
 @dataclass
 class Served:
-    """A cluster at a broker where its user may do nothing outside its prefix; `admin` may do everything."""
+    """A cluster at a broker behind TLS, where its user may do nothing outside its prefix; `admin` may do everything."""
 
     cluster: LocalCluster
     admin: Redis
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with EmbeddedBroker() as url, Redis.from_url(url, decode_responses=True) as admin:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    authority, ca_file = trustme.CA(), tmp_path_factory.mktemp("authority") / "ca.pem"
+    authority.cert_pem.write_to_path(ca_file)
+    with (
+        EmbeddedBroker() as url,
+        Redis.from_url(url, decode_responses=True) as admin,
+        on_a_thread(lambda: tls_in_front_of(url, authority, "127.0.0.1")) as port,
+    ):
         admin.execute_command(*acl_command("pictures", PASSWORD))
         settings = Settings(
             model="signpost",
             port=0,
             api_key=API_KEY,
-            broker=with_user(url, f"triptych:{PASSWORD}"),
+            broker=f"rediss://triptych:{PASSWORD}@127.0.0.1:{port}?ssl_ca_certs={ca_file}",
             cluster="pictures",
             transport="redis",  # tensors have keys, too
             log_level="debug",
@@ -78,10 +87,19 @@ def test_every_key_is_below_the_clusters_prefix(served):
     assert set(served.admin.keys()) == set(served.admin.keys("pictures:*"))
 
 
-def test_nothing_listens_beyond_loopback(served):
-    found = [address for pid in process_ids(served) for address in listening(pid)]
-    assert len(found) >= 5  # HTTP of three, requests of two
-    assert {ip_address(host).is_loopback for host, _ in found} == {True}
+def test_nothing_listens_beyond_loopback(cluster):
+    """None of the processes that have come of it, its own broker and the helpers of its workers among them."""
+    found = {pid: listening(pid) for pid in descendants(os.getpid())}
+    everywhere = [address for addresses in found.values() for address in addresses]
+    assert {ip_address(host).is_loopback for host, _ in everywhere} == {True}
+    ports = {port for _, port in everywhere}
+    assert httpx.URL(cluster.base_url).port in ports
+    assert urlsplit(cluster.broker_url).port in ports
+    for name in ("e0", "p0", "d0"):
+        instance = cluster.instances[name]
+        own = found[instance.child.pid]
+        assert len(own) > 1, name  # for HTTP, for requests, and where it receives for tensors
+        assert httpx.URL(instance.http_address).port in {port for _, port in own}
 
 
 def test_secrets_are_in_no_command_line_log_or_metric(served):
@@ -117,6 +135,15 @@ def get(served: Served, instance_id: str, path: str, authorization: str | None =
 
 def process_ids(served: Served) -> list[int]:
     return [instance.child.pid for instance in served.cluster.instances.values()]
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that a process has started, and those that they have, and so on."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            found += [child, *descendants(child)]
+    return found
 
 
 def listening(pid: int) -> list[tuple[str, int]]:
