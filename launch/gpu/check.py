@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the check; returns the exit status: 0 only if every stage that decides is well."""
     options = _parser().parse_args(arguments)
     began_s = time.monotonic()
-    stages, results = _chosen(options.only), Results(options.out)
+    stages, results = _chosen(options.only), Results(options.out, options.carried / "logs")
     print(f"{expected_s(stages):.0f} s of stages are expected, {options.budget_s:.0f} s there are", flush=True)
     carried = Carried(options.carried.resolve())
     install(carried)
@@ -51,10 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Results:
-    """The files that come of a check, in `folder`; its logs stay beside them, in a folder of their own."""
+    """The files that come of a check, in `folder`; its logs are elsewhere until they are one file."""
 
-    def __init__(self, folder: Path) -> None:
-        self.logs = folder / "logs"
+    def __init__(self, folder: Path, logs: Path) -> None:
+        self.logs = logs
+        folder.mkdir(parents=True, exist_ok=True)
         self.json = folder / "gpu-check.json"
         self._table = folder / "gpu-check.md"
         self._bundle = folder / "logs.tar.gz"

@@ -44,7 +44,7 @@ def test_a_failed_stage_does_not_keep_the_others_from_running(
     figure = vars(duration("decode", "batch 1", [0.002, 0.004, 0.003], 0.0015))
     good = WRITES.replace("FIGURES", repr([figure]))
     monkeypatch.setattr(check, "STAGES", (script("broken", "raise SystemExit('no room')"), script("good", good)))
-    arguments = ["--out", str(tmp_path / "out"), "--carried", str(tmp_path)]
+    arguments = ["--out", str(tmp_path / "out"), "--carried", str(tmp_path / "carried")]
     assert check.main(arguments) == 1
     report = json.loads((tmp_path / "out" / "gpu-check.json").read_text())
     assert [stage["verdict"] for stage in report["stages"]] == ["FAILED", "ok"]
@@ -129,7 +129,7 @@ def test_a_stage_has_variables_of_its_own(tmp_path: Path) -> None:
 
 
 def test_what_comes_of_a_check_is_there_before_it_ends(tmp_path: Path) -> None:
-    results = check.Results(tmp_path)
+    results = check.Results(tmp_path, tmp_path / "logs")
     late = f"import sys; open(sys.argv[1], 'w').write(open({str(results.json)!r}).read().replace('stages', 'found'))"
     stages = [script("good", WRITES.replace("FIGURES", "[]")), script("late", late, decides=False)]
     outcomes = check.run_all(stages, os.environ, results, time.monotonic() + 60)
