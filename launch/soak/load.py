@@ -16,6 +16,7 @@ from typing import Final
 import httpx
 import msgspec
 
+from common.config import Settings
 from common.errors import TriptychError
 from launch.children import describe_exit
 from launch.lifeline import follow_parent
@@ -25,8 +26,8 @@ from launch.soak.tally import Judge, Tally
 
 PAUSE_S: Final = 0.5
 """After a refusal, before the next request."""
-SILENCE_S: Final = 300.0
-"""How long a client hears nothing before it calls that a failure: the cores may be busy with something else, too."""
+SILENCE_S: Final = Settings.model_fields["request_timeout_s"].default + 60.0
+"""How long a client hears nothing before it calls that a failure: by then the proxy has promised to have ended it."""
 _TELL_S: Final = 0.5
 _LINE_BYTES: Final = 2**20
 
