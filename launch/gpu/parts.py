@@ -77,10 +77,10 @@ class _Writer:
     def write(self, name: str, checkpoint: Path) -> list[tuple[str, str]]:
         packed = self._folder / f"{name}.tar.xz"
         self._folder.mkdir(parents=True, exist_ok=True)
-        with lzma.open(packed, "wb", preset=_PRESET) as file, tarfile.open(fileobj=file, mode="w|") as archive:
+        with lzma.open(packed, "wb", preset=_PRESET) as packing, tarfile.open(fileobj=packing, mode="w|") as archive:
             for path in sorted(checkpoint.iterdir()):
                 archive.add(path.resolve(), f"{name}/{path.name}")
-        parts = []
+        parts: list[tuple[str, str]] = []
         with packed.open("rb") as file:
             while file.peek(1):
                 parts.append(self._write_part(f"{packed.name}.{len(parts)}", file))

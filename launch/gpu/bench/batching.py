@@ -38,14 +38,13 @@ def measure(setup: Setup) -> Iterator[Figure]:
     prompts = [[random_prompt(rng.randint(*limits), rng) for _ in range(count)] for _ in range(REPETITIONS + 1)]
     case = f"{count} requests, {limits[0]} to {limits[1]} tokens in, {tokens_out} out"
     seconds: list[list[float]] = []
-    ours, theirs = (partial(system, setup, folder, prompts, tokens_out) for system in (_ours, _theirs))
 
     def our_figure() -> Iterator[Figure]:
-        seconds.append(ours())
+        seconds.append(_ours(setup, folder, prompts, tokens_out))
         yield rate("batching", case, "tokens/s", seconds[0], count * tokens_out)
 
     def their_figure() -> Iterator[Figure]:
-        took_s, attention = theirs()
+        took_s, attention = _theirs(setup, folder, prompts, tokens_out)
         beside = f"with {attention}" + (f"; Triptych is {ratio(seconds[0], took_s)} that" if seconds else "")
         yield rate("batching", f"{case}, transformers", "tokens/s", took_s, count * tokens_out, beside=beside)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import torch
 
@@ -78,7 +78,8 @@ def _measure_transport(setup: Setup, way: Way) -> Iterator[Figure]:
 def _measure_cluster(setup: Setup) -> Iterator[Figure]:
     info = load_model_info(str(setup.model(qwen2_5_vl_shallow)))
     count = TOY_REQUESTS if setup.toy else REQUESTS
-    options = {"device": setup.device.type, "load_format": "dummy", "max_model_len": 1024 if setup.toy else 4096}
+    max_model_len = 1024 if setup.toy else 4096
+    options: dict[str, Any] = {"device": setup.device.type, "load_format": "dummy", "max_model_len": max_model_len}
     system = ClusterSystem(info, "auto", "1e1pd", **options)
     try:
         for side in TOY_SIDES if setup.toy else SIDES:
