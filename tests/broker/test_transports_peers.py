@@ -68,8 +68,8 @@ async def test_a_sender_killed_after_its_first_chunk_costs_nobody_else_anything(
     await transfer(kit.sender(), receiver, of_bytes(b"x"), memoryview(b"x"))
     with monkeypatch.context() as patch:
         pause = Pause(patch, owner, name)
-        victim = await kit.peer("send", receiver.address, "64", "1.5" if kit.transport == "redis" else "9.0")
-        async with asyncio.timeout(20):
+        victim = await kit.peer("send", receiver.address, "64", "1.5" if kit.transport == "redis" else "60.0")
+        async with asyncio.timeout(60):
             await pause.reached.wait()
         await victim.kill()
         pause.over.set()
@@ -97,10 +97,12 @@ async def test_a_receiver_killed_after_its_first_chunk_ends_the_send_by_its_dead
     owner, name = (RedisConnection, "_answer") if kit.transport == "redis" else (NixlConnection, "_taken")
     peer, sender = await kit.peer("receive"), kit.sender()
     address = await peer.line()
+    await sender.send(to(address), of_bytes(b"x"), memoryview(b"x"), timeout_s=30)  # it is connected
+    assert await peer.line() == "ok"
     pause = Pause(monkeypatch, owner, name)
     data = memoryview(bytes(64 * MIB))
-    sending = asyncio.create_task(sender.send(to(address), of_bytes(data), data, timeout_s=1.5))
-    async with asyncio.timeout(20):
+    sending = asyncio.create_task(sender.send(to(address), of_bytes(data), data, timeout_s=3.0))
+    async with asyncio.timeout(60):
         await pause.reached.wait()
         await peer.kill()
         pause.over.set()
