@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import WhisperConfig
 
+from engine import native
 from engine.attention.select import choose_backend
+from engine.device import use_layer_kernels
 from engine.encoders.whisper import WhisperEncoder
 from engine.models.layers import Linear, RMSNorm, silu_mul
 from engine.models.rotary import rotate
-from engine.native import build, ops
+from engine.native import build, choice, ops
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -167,3 +170,18 @@ def test_a_compiler_that_fails_is_named_with_its_first_error(tmp_path: Path, mon
         assert not list((tmp_path / "cache").rglob("*.so"))
     finally:
         build.load_kernels.cache_clear()
+
+
+def test_where_triton_does_not_run_layers_on_cuda_are_pytorchs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(choice, "_on_cuda", None)
+    monkeypatch.setitem(sys.modules, "engine.native.fused", None)
+    monkeypatch.delattr(native, "fused", raising=False)
+    cuda = torch.device("cuda")
+    use_layer_kernels(cuda, "torch")
+    assert "Triton" not in capsys.readouterr().out
+    use_layer_kernels(cuda, "auto")
+    said = capsys.readouterr()
+    assert "Triton does not run" in said.out + said.err
+    assert choice._on_cuda is None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from typing import cast
 
 import pytest
 import torch
@@ -15,7 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.torch_backend import TorchBackend
-from engine.models import rotary
+from engine.models import layers, rotary
+from engine.models.base import AttentionContext
+from engine.models.config import TextConfig
+from engine.models.llama import LlamaLayer
 from tests.gpu.device import DEVICE, needs_gpu
 
 pytest.importorskip("triton", reason="Triton is not installed; PyTorch for CUDA brings it")
@@ -109,3 +113,58 @@ def test_heads_are_rotated_and_nothing_beside_them(heads: int, head_dim: int, dt
     fused.rotate(qkv[:, :heads], cosines, sines)
     assert_rounded(qkv[:, :heads], turned)
     assert torch.equal(qkv[:, heads:], beside)
+
+
+class _Nothing:
+    """Attention that gives back the queries."""
+
+    def self_attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **_: object) -> Tensor:
+        return query + key.mean() + value.mean()
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+@torch.inference_mode()
+def test_layers_of_a_decoder_compute_the_same_with_them(monkeypatch: pytest.MonkeyPatch, qk_norm: bool) -> None:
+    from engine.native import fused
+
+    config = TextConfig(
+        vocab_size=8,
+        hidden_size=48,
+        intermediate_size=80,
+        num_layers=2,
+        num_heads=3,
+        num_kv_heads=1,
+        head_dim=16,
+        rms_norm_eps=EPS,
+        max_position_embeddings=64,
+        rope={"rope_type": "default", "rope_theta": 1e4},
+        mrope_section=None,
+        mrope_interleaved=False,
+        qkv_bias=True,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=qk_norm,
+        windows=(None, None),
+        tied=True,
+    )
+    stack = [LlamaLayer(config, index).to(DEVICE) for index in range(config.num_layers)]
+    for parameter in (parameter for layer in stack for parameter in layer.parameters()):
+        parameter.copy_(torch.randn(parameter.shape) / 4)
+    embeddings, positions = random(5, config.hidden_size, dtype=torch.float32), torch.arange(5, device=DEVICE)
+
+    def run() -> Tensor:
+        rotation = rotary.Rotary(config)(positions, torch.float32)
+        hidden, residual = embeddings, None
+        for layer in stack:
+            hidden, residual = layer(hidden, residual, rotation, cast(AttentionContext, _Nothing()))
+        return hidden + residual
+
+    def run_with(kernels: object) -> Tensor:
+        for module in (layers, rotary):
+            monkeypatch.setattr(module, "kernels_for", lambda _: kernels)
+        return run()
+
+    before = embeddings.clone()
+    expected = run_with(None)
+    torch.testing.assert_close(run_with(fused), expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(embeddings, before)
