@@ -15,6 +15,7 @@ import pytest
 from launch.held import gauges, held
 from launch.soak.asking import send
 from launch.soak.asks import Ask
+from launch.soak.memory import processes, resident_bytes
 from tests.chaos.arena import Arena, arena
 from tests.chaos.asks import salted, sign_asks
 from tests.eventually import eventually
@@ -24,6 +25,10 @@ BURST = 200
 TOKENS_OF_A_SIGN = 16
 BYTES_OF_A_SIGN = TOKENS_OF_A_SIGN * 256 * 4
 ROOM = 4
+ALLOCATOR_BYTES = 6 * 2**20
+"""What a process may keep of a burst for the next one. The most that was seen was 2.2 MiB."""
+UNREAD_BYTES = 16 * 2**20
+"""What a proxy may have of answers that nobody reads: some thousand pieces of a few hundred bytes, and buffers."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +52,17 @@ async def test_two_hundred_pictures_with_room_for_four_are_two_hundred_answers(s
 
 
 async def test_two_hundred_given_up_at_once_leave_nothing_a_second_later(small: Arena) -> None:
-    asks = [salted(_long(small.asks[number % len(small.asks)]), f"given up {number}") for number in range(BURST)]
+    await _give_up_two_hundred(small, "before")  # now everything is as large as so many make it
+    before = _resident(small)
+    await _give_up_two_hundred(small, "given up")
+    grown = {name: size - before[name] for name, size in _resident(small).items()}
+    assert not {name: size for name, size in grown.items() if size > ALLOCATOR_BYTES}, grown
+    assert _decoder(small)["encoder_cache_bytes_used"] == 0  # what nobody refers to any more does not stay
+
+
+async def _give_up_two_hundred(small: Arena, salt: str) -> None:
+    """Ask for 200 long answers, leave all of them at once, and see that a second later nothing is held."""
+    asks = [salted(_long(small.asks[number % len(small.asks)]), f"{salt} {number}") for number in range(BURST)]
     async with small.client() as http:
         tasks = [asyncio.create_task(send(http, ask)) for ask in asks]
         await eventually(lambda: _proxy(small)["proxy_flights"] == BURST, 60.0)
@@ -62,14 +77,16 @@ async def test_two_hundred_given_up_at_once_leave_nothing_a_second_later(small: 
         assert not found or time.monotonic() - given_up_s < 1.0, f"still held a second later: {found}"
 
 
-async def test_a_client_that_reads_nothing_holds_up_nobody(small: Arena) -> None:
+async def test_a_client_that_reads_nothing_holds_up_nobody_and_no_memory(small: Arena) -> None:
     endless = _long(small.asks[0], choices=16)
+    before = _resident(small)["proxy"]
     with _deaf_client(small, endless):
         await eventually(lambda: _decoder(small)["requests_running"] >= 1, 30.0)
         async with small.client() as http:
             replies = await asyncio.gather(*(send(http, ask) for ask in small.asks))
         wrong = [small.fault_of(ask, reply) for ask, reply in zip(small.asks, replies, strict=True)]
         assert not [what for what in wrong if what]
+        assert _resident(small)["proxy"] - before < UNREAD_BYTES
     await small.wait_until_nothing_is_held()
 
 
@@ -77,6 +94,11 @@ def _long(ask: Ask, choices: int = 1) -> Ask:
     """The same question with an answer as long as the context allows."""
     sampled = {"n": choices, "temperature": 1.0, "seed": 1} if choices > 1 else {}
     return replace(ask, body=ask.body | {"max_tokens": 1500, "ignore_eos": True, **sampled}, stream=True)
+
+
+def _resident(small: Arena) -> dict[str, int]:
+    """Bytes in memory of each process of the cluster."""
+    return {name: size for name, pid in processes(small.cluster) if (size := resident_bytes(pid)) is not None}
 
 
 def _decoder(small: Arena) -> dict[str, float]:
