@@ -63,7 +63,7 @@ class Plan:
     rows: Mapping[str, int]
     budget_rows: int
     max_attempts: int = 2
-    faults: frozenset[str] = frozenset({"abort", "expire", "preempt", "duplicate", "withdraw"})
+    faults: frozenset[str] = frozenset({"abort", "expire", "preempt", "duplicate"})
     cross_attention: bool = False
 
 

@@ -10,6 +10,9 @@ from tests.model.receiver import Plan, Receiver
 
 PLANS = {
     "two requests, room for one": Plan({"a": ["x"], "b": ["y"]}, {"x": 1, "y": 1}, 1, max_attempts=1),
+    "two requests, room for one, offers withdrawn": Plan(
+        {"a": ["x"], "b": ["y"]}, {"x": 1, "y": 1}, 1, max_attempts=1, faults=frozenset({"duplicate", "withdraw"})
+    ),
     "two requests over the same content": Plan({"a": ["x"], "b": ["x"]}, {"x": 1}, 1, max_attempts=1),
     "two inputs of one request, room for one": Plan({"a": ["x", "y"]}, {"x": 1, "y": 1}, 1, max_attempts=1),
     "two inputs of different sizes": Plan({"a": ["x", "y"]}, {"x": 1, "y": 2}, 2, max_attempts=1),
