@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from common.telemetry import get_logger
@@ -34,6 +35,7 @@ from engine.attention.served import APPENDED_HEAD_DIMS, ReasonLog, unserved
 from engine.attention.torch_backend import TorchBackend
 from engine.counters import cross_plans_reused
 from engine.models.base import PositionBias
+from engine.runner.staging import send
 
 log = get_logger()
 
@@ -220,4 +222,5 @@ class _Appender:
         self._append(key, value, requests, slot_mapping.int(), (cache[0], cache[1]), *pages)
 
     def _integers(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self._device)
+        [tensor] = send(self._device, np.array(values, np.int32))
+        return tensor

@@ -29,6 +29,7 @@ OWN_MAKERS: Final[dict[str, Callable[..., Path]]] = {
     "qwen2": partial(tiny_models.make_qwen2, head_dim=64, num_attention_heads=14, num_key_value_heads=2),
     "qwen2_5_vl": partial(tiny_models.make_qwen2_5_vl, rope_parameters=_MROPE, **_ONE_HEAD),
     "bart": partial(encdec.make_bart, **_ENCODER_DECODER),
+    "whisper": partial(tiny_models.make_whisper, **_ENCODER_DECODER),
 }
 
 

@@ -36,8 +36,19 @@ async def test_random_weights_answer_as_in_one_process(
     await check(folder_of("qwen2"), "1pd", cases_of("qwen2"), MAX_TOKENS["qwen2"], broker_url)
 
 
-async def check(folder: Path, topology: str, cases: list[Case], max_tokens: int, broker_url: str) -> None:
-    engine = {"device": DEVICE, "dtype": "bfloat16", **POOLS}
+@pytest.mark.parametrize(("topology", "dtype"), [("1e1pd", "bfloat16"), ("1e1p1d", "float32")])
+async def test_keys_and_values_of_cross_attention_that_are_handed_over_answer_as_in_one_process(
+    topology: str, dtype: str, cases_of: Callable[[str], list[Case]], folder_of: Callable[[str], Path], broker_url: str
+) -> None:
+    """A prefill apart rounds its last token differently: too little in float32 to choose another one."""
+    cases, max_tokens = cases_of("bart")[:6], MAX_TOKENS["bart"]
+    await check(folder_of("bart"), topology, cases, max_tokens, broker_url, dtype)
+
+
+async def check(
+    folder: Path, topology: str, cases: list[Case], max_tokens: int, broker_url: str, dtype: str = "bfloat16"
+) -> None:
+    engine = {"device": DEVICE, "dtype": dtype, **POOLS}
     llm = LLM(folder, **engine)
     expected = [answer_all(llm, [case], max_tokens)[0] for case in cases]
     del llm  # its share of the GPU

@@ -18,14 +18,18 @@ from engine.llm import LLM
 from tests.equality.cases import MAX_TOKENS, Case, make_cases
 from tests.equality.references import Reference
 from tests.equality.runs import answer_all, expected_of
+from tests.gpu import fast_path
 from tests.gpu.device import DEVICE, needs_gpu
 
 pytestmark = needs_gpu
 DTYPES = ("bfloat16", "float16")
-FAMILIES = ("llama", "qwen2", "qwen2_5_vl", "bart", "mllama")
+FAST_FAMILIES = ("llama", "qwen2", "qwen2_5_vl", "bart", "whisper")
+FAMILIES = (*FAST_FAMILIES, "mllama")
 """The last one has heads of another size, and goes to PyTorch."""
 REAL = sorted(Path(os.environ.get("TRIPTYCH_GPU_MODELS", os.devnull)).glob("*/config.json"))
 MEAN_FACTOR, MAX_FACTOR = 1.5, 3.0
+MARGIN_FACTOR = 4.0
+"""Two ways to round may choose different tokens where neither is likelier by more than so many errors of rounding."""
 LEAST_AGREEMENT = 0.9
 """Of the tokens of an answer, those before the first one that differs from float32's."""
 
@@ -35,12 +39,58 @@ LEAST_AGREEMENT = 0.9
 def test_log_probabilities_stray_no_further_than_a_cpus(
     family: str, dtype: str, folder_of: Callable[[str], Path], cases_of: Callable[[str], list[Case]]
 ) -> None:
-    folder, cases = folder_of(family), [case for case in cases_of(family) if "prefix_allowed" not in case.rules]
+    folder, cases = folder_of(family), comparable(cases_of(family))
     exact = logprobs(LLM(folder, device="cpu", dtype="float32"), cases)
     rounding = np.abs(logprobs(LLM(folder, device="cpu", dtype=dtype), cases) - exact)
     ours = np.abs(logprobs(LLM(folder, device=DEVICE, dtype=dtype), cases) - exact)
     assert 0 < ours.mean() <= MEAN_FACTOR * rounding.mean(), f"a CPU in {dtype} strays by {rounding.mean()} on average"
     assert ours.max() <= MAX_FACTOR * rounding.max(), f"a CPU in {dtype} strays by {rounding.max()} at most"
+
+
+@pytest.mark.parametrize("family", FAST_FAMILIES)
+def test_the_fast_path_answers_as_the_plain_one(
+    family: str, folder_of: Callable[[str], Path], cases_of: Callable[[str], list[Case]]
+) -> None:
+    """Batches of exactly the sizes that are recorded. Tokens are those of the overlapped loop; log-probabilities are
+    asked for apart, for the host then looks at every step."""
+    folder = folder_of(family)
+    batches = [fast_path.batch_of(comparable(cases_of(family)), size) for size in fast_path.BATCHES]
+    with fast_path.plain_llm(folder, "bfloat16") as plain:
+        expected = [fast_path.answer(plain, batch, logprobs=0) for batch in batches]
+        stats = plain.decoder.stats()
+        assert stats["steps_replayed_total"] == stats["steps_ahead_total"] == 0
+    with fast_path.fast_llm(folder, "bfloat16") as fast:
+        ahead = [fast_path.answer(fast, batch) for batch in batches]
+        told = [fast_path.answer(fast, batch, logprobs=0) for batch in batches]
+        stats = fast.decoder.stats()
+        assert min(stats["steps_replayed_total"], stats["steps_ahead_total"]) >= 8 * len(batches)
+    assert [one.most_common for one in (*expected, *ahead, *told)] == 3 * [*fast_path.BATCHES]
+    exact = fast_path.opinions(LLM(folder, device="cpu", dtype="float32"), batches, expected, told)
+    half = fast_path.opinions(LLM(folder, device="cpu", dtype="bfloat16"), batches, expected, told)
+    rounding = fast_path.errors([half_of[0].logprobs for half_of in half], exact, 0)
+    for which, answers in enumerate((expected, told)):
+        error = fast_path.errors([one.logprobs for one in answers], exact, which)
+        assert 0 < error.mean() <= MEAN_FACTOR * rounding.mean(), f"a CPU strays by {rounding.mean()} on average"
+        assert error.max() <= MAX_FACTOR * rounding.max(), f"a CPU strays by {rounding.max()} at most"
+    for got in (ahead, told):
+        for mine, theirs, known in zip(got, expected, exact, strict=True):
+            for prompt, position in fast_path.differences(mine.tokens, theirs.tokens):
+                assert known[0].margins[prompt, position] <= MARGIN_FACTOR * rounding.max()
+
+
+@pytest.mark.parametrize("family", FAST_FAMILIES)
+def test_no_step_waits_for_the_device(
+    family: str, folder_of: Callable[[str], Path], cases_of: Callable[[str], list[Case]]
+) -> None:
+    """Prefills and decodes, recorded or not. The first time, kernels and workspaces are made."""
+    batch = fast_path.batch_of(comparable(cases_of(family)), 4)
+    for eager in (False, True):
+        with fast_path.fast_llm(folder_of(family), "bfloat16", enforce_eager=eager, prefix_caching=False) as llm:
+            for options in ({}, {"temperature": 1.0, "seed": 3, "top_p": 0.9}):
+                fast_path.answer(llm, batch, **options)
+                with fast_path.without_waiting(llm):
+                    assert fast_path.answer(llm, batch, **options).tokens
+            assert (llm.decoder.stats()["steps_replayed_total"] == 0) == eager
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -62,18 +112,15 @@ def test_a_real_checkpoint_agrees_with_float32(config: Path) -> None:
     assert np.mean([agreement(*pair) for pair in zip(answers, expected_of(cases), strict=True)]) >= LEAST_AGREEMENT
 
 
+def comparable(cases: Sequence[Case]) -> list[Case]:
+    """Those whose prompts are known: where the language is left to be detected, a part is generated."""
+    return [case for case in cases if not case.rules.get("prefix_allowed")]
+
+
 def logprobs(llm: LLM, cases: Sequence[Case]) -> npt.NDArray[np.float64]:
     """Of the tokens that float32 answers with, one after the other over all cases, as parts of the prompts."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    prompts = []
-    for case in cases:
-        prompt = [*case.prompt, *case.expected]
-        if case.encoder_prompt is not None:
-            prompts.append({"encoder_prompt": case.encoder_prompt, "decoder_prompt": prompt})
-        else:
-            media = {llm.info.media_kind: case.media} if case.media else {}
-            prompts.append({"prompt_token_ids": prompt, "multi_modal_data": media})
-    outputs = llm.generate(prompts, params)  # type: ignore[arg-type]
+    outputs = llm.generate([fast_path.prompt_of(llm, case, case.expected) for case in cases], params)
     told = [
         entry.logprob
         for case, output in zip(cases, outputs, strict=True)
