@@ -74,13 +74,16 @@ class EncoderEngine:
         profile = measure_batch(self.encoder, info, self.dtype, self.device, config.encoder_batch_items, batch_bytes)
         self.profile = profile.with_outputs_of_another() if profile is not None and self._ahead else profile
         outputs = OUTGOING_BYTES[self.device.type] + output_cache_bytes
-        budget = max(0, int(memory_share * memory_budget(config, self.device)) - outputs)
-        max_items, batch_bytes = self._fit(config, batch_bytes, budget)
+        whole = max(0, memory_budget(config, self.device) - outputs)
+        budget = int(memory_share * whole)
+        max_items, batch_bytes = self._fit(config, batch_bytes, budget, whole)
         activation = None if self.profile is None else self.profile.bytes_of(max_items)
         self.memory = MemoryReport.of_encoder(
             config, self.load_report.parameter_bytes, activation, budget, output_cache_bytes
         )
-        self.taken_bytes = (self.memory.activation or 0) + outputs
+        # Only on CUDA is the largest item measured whatever time it takes: else it is guessed from smaller ones.
+        step = self.memory.activation or 0
+        self.taken_bytes = outputs + (step if self.device.type == "cuda" else min(step, budget))
         """What it takes beside its weights while it runs: its largest batch, and outputs that have not left yet."""
         self._log.info("memory", **self.memory.describe(), device=self.device.type, batch_items=max_items)
         self._scheduler = EncoderScheduler(max_items, batch_bytes)
@@ -90,11 +93,11 @@ class EncoderEngine:
         self._batches = self._items = self._failures = self._last_items = 0
         self._seconds = 0.0
 
-    def _fit(self, config: EngineConfig, batch_bytes: int, budget: int) -> tuple[int, int]:
-        """The items and bytes of a batch, as many as the budget allows."""
+    def _fit(self, config: EngineConfig, batch_bytes: int, budget: int, whole: int) -> tuple[int, int]:
+        """The items and bytes of a batch, as many as the budget allows, or a single item within the `whole`."""
         profile, max_items = self.profile, config.encoder_batch_items
         if profile is not None and profile.largest > budget:
-            check_encoder_budget(config, self.device, self.load_report.parameter_bytes, budget, profile.smallest)
+            check_encoder_budget(config, self.device, self.load_report.parameter_bytes, whole, profile.smallest)
             max_items = profile.items_within(budget)
             batch_bytes = min(batch_bytes, max_items * profile.item_bytes)
         return max_items, batch_bytes
