@@ -32,6 +32,10 @@ SETUPS = (
 pytestmark = [pytest.mark.cluster, pytest.mark.chaos, pytest.mark.timeout(300)]
 
 
+def _as_text(faults: tuple[Fault, ...]) -> str:
+    return "; ".join(map(str, faults))
+
+
 @pytest.mark.parametrize("arena_of", ["signpost 2e1p2d auto"], indirect=True)
 @pytest.mark.parametrize(
     "faults",
@@ -39,10 +43,20 @@ pytestmark = [pytest.mark.cluster, pytest.mark.chaos, pytest.mark.timeout(300)]
         (Fault("kill", "e0", 0.7), Fault("kill", "d0", 1.1)),
         (Fault("kill", "broker", 0.8), Fault("kill", "p0", 0.9)),
         (Fault("kill", "proxy", 1.0),),
+        (Fault("flush", "broker", 0.5), Fault("drop", "d1>broker", 0.8, 1.5)),
     ],
-    ids=lambda faults: "; ".join(map(str, faults)),
+    ids=_as_text,
 )
 async def test_known(arena_of: Arena, faults: tuple[Fault, ...]) -> None:
+    done = await arena_of.endure(*faults)
+    assert done.in_flight_at_fault[0] == IN_FLIGHT
+
+
+@pytest.mark.parametrize("arena_of", ["whisper 2e2pd zmq"], indirect=True)
+@pytest.mark.parametrize(
+    "faults", [(Fault("stop", "pd0", 0.4, 2.5),), (Fault("reset", "<>e0,pd1", 0.4, 1.5),)], ids=_as_text
+)
+async def test_known_with_sounds(arena_of: Arena, faults: tuple[Fault, ...]) -> None:
     done = await arena_of.endure(*faults)
     assert done.in_flight_at_fault[0] == IN_FLIGHT
 
