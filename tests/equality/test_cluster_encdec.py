@@ -23,11 +23,12 @@ NUM_BLOCKS = 30
 
 @pytest.fixture(scope="module", params=("bart", "t5"))
 def served(request: pytest.FixtureRequest, folder_of: Callable[[str], Path], broker_url: str) -> Iterator[Served]:
-    """A cluster under pressure: small chunks, and a KV cache too small for all requests at once."""
+    """Two encoders, and a decoder under pressure: small chunks, a KV cache too small for all requests at once."""
     folder = folder_of(request.param)
     kv_cache_bytes = kv_bytes(load_model_info(str(folder)), NUM_BLOCKS, BLOCK_SIZE)
     options = {"max_num_batched_tokens": 32, "block_size": BLOCK_SIZE, "kv_cache_bytes": kv_cache_bytes}
-    with serve(folder, broker_url, request.param, encoder_cache_bytes=128 * 64 * 4, **options) as cluster:
+    options |= {"encoder_cache_bytes": 128 * 64 * 4}
+    with serve(folder, broker_url, request.param, topology="2e1pd", **options) as cluster:  # type: ignore[arg-type]
         yield cluster
 
 

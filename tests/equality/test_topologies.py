@@ -46,7 +46,7 @@ SETUPS = (
     Setup("signpost", "1e1p1d", {"decode": 8}),
     Setup("signpost", "2e2p2d"),
     Setup("whisper", "1epd"),
-    Setup("whisper", "1e1p1d", {"prefill": 8}),
+    Setup("whisper", "2e2p2d", {"prefill": 8}),
     Setup("bart", "1e1p1d"),
     Setup("llama", "1pd"),
     Setup("llama", "1p1d", {"prefill": 4, "decode": 32}),
