@@ -71,17 +71,19 @@ class LoadProcess:
 
 
 async def run_load(base_url: str, asks: Iterator[Ask], judge: Judge, *, in_flight: int, seconds: float) -> None:
-    """Send asks until the time is over, `in_flight` at once; returns when the last has ended."""
+    """Send asks until the time is over, `in_flight` at once and each at least once; returns when the last has ended."""
     end_s = time.monotonic() + seconds
     limits = httpx.Limits(max_connections=None, keepalive_expiry=20)
     timeout = httpx.Timeout(SILENCE_S)  # connecting takes long where this very process waits for a core
     async with httpx.AsyncClient(base_url=base_url, timeout=timeout, limits=limits, trust_env=False) as http:
 
         async def work() -> None:
-            while time.monotonic() < end_s:
+            while True:
                 ask = next(asks)
                 reply = await send(http, ask)
                 judge.note(ask, reply)
+                if time.monotonic() >= end_s:
+                    return
                 if reply.ending not in ("whole", "left"):
                     await asyncio.sleep(PAUSE_S)
 
