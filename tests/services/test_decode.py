@@ -221,7 +221,7 @@ async def test_a_newer_attempt_replaces_an_older_one_and_its_last_words_are_not_
     setting.worker.role._handle_events(
         [TokensReady("r", 0, [5], "length", done=True, attempt=1), RequestFailed("r", error, attempt=1)]
     )
-    offer = setting.offer("r", attempt=3)
+    offer = setting.offer("r", attempt=3, request_attempt=3)
     setting.peer.send("metadata", offer)
     await setting.peer.message(Grant, "r")
     await setting.send(offer, 0, 0, NUM_TOKENS)
