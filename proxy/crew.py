@@ -24,6 +24,8 @@ log = get_logger()
 
 MAX_MOVES: Final = 3
 """Decoders that one request may outlive."""
+FIRST_LOOK_S: Final = 0.1
+"""Between two looks at who is there, while the proxy has only just been started and does not know yet."""
 
 
 class Crew:
@@ -93,7 +95,7 @@ class Crew:
             left_s = cluster.patience_s(absent_s(cluster.pool))
             if left_s <= 0:
                 raise TriptychError("unavailable", f"no {missing(cluster.pool)} is ready; try again shortly")
-            self._place_at_s = time.time() + left_s
+            self._place_at_s = time.time() + (left_s if cluster.pool.has_looked else min(left_s, FIRST_LOOK_S))
             return
         decoder, apart = placement.decoder, placement.prefiller is not None
         self._place_at_s = math.inf

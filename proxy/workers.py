@@ -108,6 +108,11 @@ class WorkerPool:
         return self._watch.broker_reachable
 
     @property
+    def has_looked(self) -> bool:
+        """Whether the registry has been read since this pool was made; before, nobody knows who is there."""
+        return self._unknown_since_s == -math.inf
+
+    @property
     def refused(self) -> dict[str, str]:
         """Workers that are not used, and why."""
         return dict(self._refused)
