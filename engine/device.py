@@ -42,8 +42,8 @@ def choose_dtype(dtype: DType, device: torch.device, info: ModelInfo) -> torch.d
 
 
 def use_layer_kernels(device: torch.device, attention_backend: str) -> None:
-    """Let decoders on CUDA compute their small layers by our own kernels; an attention backend named `torch` forbids
-    it."""
+    """Let this process's decoders on CUDA compute their small layers by our own kernels; an attention backend named
+    `torch` does not ask for it."""
     if device.type != "cuda" or attention_backend == "torch":
         return
     try:

@@ -16,6 +16,7 @@ CUDA refuses everything to a process that has had one. It is raised, and ends th
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,6 +58,7 @@ class BatchRunner:
         try:
             batch.outputs = self._launch([item for _, item in items])
         except Exception as error:  # whatever one item makes the model raise must not reach the others
+            traceback.clear_frames(error.__traceback__)  # they hold activations, and the next batch is launched first
             batch.error = error
         batch.done = event_behind(self._device)
         return batch

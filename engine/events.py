@@ -140,8 +140,8 @@ class InputRejected:
 class InputLost:
     """The request needs this input (again): whoever has the media has to encode it once more.
 
-    `attempt` is the last one that was offered. With input id KV_INPUT_ID: those of `attempt` did not come, the prompt has to be computed again.
-    `request_attempt` is the one of `DecoderEngine.add_request`.
+    `attempt` is the last one that was offered. With input id KV_INPUT_ID: those of `attempt` did not come, the prompt
+    has to be computed again. `request_attempt` is the one of `DecoderEngine.add_request`.
     """
 
     request_id: str

@@ -28,7 +28,6 @@ from common.config import Device
 from common.errors import TriptychError
 from common.messages import TensorHeader
 from engine.device import DTYPES, choose_device
-from engine.runner.staging import fetch
 from services.tensor_bytes import bytes_of
 
 
@@ -59,13 +58,11 @@ class Outgoing:
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same values in one piece and complete, on the device as long as there is room. Called on the thread whose
         stream has computed them, once it has."""
-        whole = tensor.detach().contiguous()
+        whole = tensor.detach()
         if whole.device.type == "cpu":
-            return whole
-        if not tensor.is_contiguous():
-            torch.cuda.current_stream(whole.device).record_event().synchronize()
+            return whole.contiguous()
         if self._kept_bytes() + whole.nbytes > self._limit_bytes:
-            return fetch(whole)
+            return _pinned(whole)
         self._kept.append(weakref.ref(whole))
         return whole
 
@@ -84,13 +81,18 @@ def payload_of(tensor: torch.Tensor) -> Payload:
 
 def _to_host(tensor: torch.Tensor) -> memoryview:
     """The bytes in pinned memory. Blocks."""
+    return bytes_of(_pinned(tensor))
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """A complete tensor in pinned memory. Blocks until it is there, and for nothing else that the device has to do."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     stream = _leaving(tensor.device)
     with torch.cuda.stream(stream):
         host.copy_(tensor, non_blocking=True)
         done = stream.record_event()
     done.synchronize()
-    return bytes_of(host)
+    return host
 
 
 @cache

@@ -153,9 +153,9 @@ def _run(command: Sequence[str], environment: Mapping[str, str], log: Path, limi
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
     """A stage leads a process group of its own: its children go with it."""
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):  # a driver may take its time with the dead
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait(_KILL_S)
+        process.wait(_KILL_S)
 
 
 def _refusal(stage: Stage, log: Path) -> str | None:

@@ -36,8 +36,9 @@ OPTIONS: dict[str, Any] = {
     "kv_cache_bytes": 32 * 2**20,
     "encoder_cache_bytes": 8 * 2**20,
     "swap_bytes": 0,
+    "memory_fraction": 0.2,
 }
-"""Two engines share the device."""
+"""Two engines share the device, and stages of the check run beside each other."""
 
 
 @contextmanager

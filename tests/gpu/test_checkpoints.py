@@ -28,7 +28,12 @@ from tests.gpu.test_engine import MAX_FACTOR, MEAN_FACTOR, logprobs
 FOLDERS = checkpoints_in(Path(os.environ[MODELS])) if MODELS in os.environ else ()
 pytestmark = [*needs_gpu, pytest.mark.skipif(not FOLDERS, reason="no folder of checkpoints is given (--models)")]
 DTYPE = "bfloat16"
-POOLS: dict[str, Any] = {"kv_cache_bytes": 256 * 2**20, "encoder_cache_bytes": 32 * 2**20, "swap_bytes": 0}
+POOLS: dict[str, Any] = {
+    "kv_cache_bytes": 256 * 2**20,
+    "encoder_cache_bytes": 32 * 2**20,
+    "swap_bytes": 0,
+    "memory_fraction": 0.2,  # stages of the check run beside each other
+}
 MAX_TOKENS = 24
 QUESTIONS = ("What is the capital of France?", "Name three colours.", "Count from one to ten.", "Write a short poem.")
 RECORDINGS = ("dashwood.flac", "amiable.wav")

@@ -20,7 +20,7 @@ from tests.equality.served import serve
 from tests.gpu.device import DEVICE, needs_gpu
 
 pytestmark = [*needs_gpu, pytest.mark.cluster]
-POOLS = {"kv_cache_bytes": 32 * 2**20, "encoder_cache_bytes": 8 * 2**20, "swap_bytes": 0}
+POOLS = {"kv_cache_bytes": 32 * 2**20, "encoder_cache_bytes": 8 * 2**20, "swap_bytes": 0, "memory_fraction": 0.2}
 
 
 @pytest.mark.parametrize("topology", ["1epd", "1e1pd", "1e1p1d"])

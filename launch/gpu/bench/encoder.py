@@ -1,6 +1,7 @@
 """Encoders: pictures and seconds of sound per second, beside transformers' own module with PyTorch's attention.
 
-Ours twice: with the attention that serves, which on a GPU pads heads of 80 for FlashInfer, and with PyTorch's alone.
+Ours twice: with the attention that serves, which on a GPU is FlashInfer's for heads of 64 and 128 and PyTorch's,
+sequences of a length together, for others (the pictures' 80); and with PyTorch's as transformers calls it.
 """
 
 from __future__ import annotations
