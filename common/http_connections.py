@@ -11,8 +11,8 @@ phase, and the period of `client_timeout_s` bounds it:
     KEPT    answered, and nothing else has come                   uvicorn's keep-alive
 
 Whoever is too slow gets a 408, or is just cut off where there was nothing to answer. Beyond `max_connections` the one
-that has been without a request for longest makes room for a new one; where all have requests, the new one gets a 503.
-The rates are those of Apache's mod_reqtimeout.
+that has been without a request for longest makes room for a new one; where all have requests, or are still taking
+their answers, the new one gets a 503. The rates are those of Apache's mod_reqtimeout.
 
 This stands on h11 and not on httptools, uvicorn's other parser, on purpose: h11 bounds a head (16 KiB), and its states
 tell the phases, where httptools takes heads of any length. It is slower by microseconds, of requests that take
@@ -135,6 +135,11 @@ class BoundedProtocol(H11Protocol):
             self._all.idle[self] = None
         if phase in (Phase.HEAD, Phase.DRAIN, Phase.BODY):
             self._timer = self.loop.call_later(self._all.period_s, self._end_of_period)
+        elif phase is Phase.KEPT and self.timeout_keep_alive_task is None:
+            # After DRAIN: uvicorn's timer ran from the answer, and the rest of the body has stopped it.
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def _leave(self) -> None:
         self._all.idle.pop(self, None)
@@ -156,10 +161,12 @@ class BoundedProtocol(H11Protocol):
         return waited_for_us or self._num_read >= MIN_BODY_BYTES_PER_S * self._all.period_s
 
     def _make_room(self) -> bool:
-        """End the connection that has been idle for longest. False where there is none."""
+        """End the connection that has been idle for longest, of those that have all of their answer: uvicorn's write is
+        complete when the transport has it, and a slow client takes much longer. False where there is none."""
         for oldest in self._all.idle:
-            oldest._end("evicted", b"")
-            return True
+            if not oldest.transport.get_write_buffer_size():
+                oldest._end("evicted", b"")
+                return True
         return False
 
     def _end(self, reason: Reason, answer: bytes) -> None:

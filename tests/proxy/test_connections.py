@@ -12,10 +12,13 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
+from typing import Any
 
 import httpx
 import pytest
 from starlette.applications import Starlette
+from starlette.responses import Response
+from starlette.routing import Route
 
 from common.config import Settings
 from services.http_server import HttpServer
@@ -129,6 +132,18 @@ async def test_what_is_refused_unread_is_not_waited_for(serve):
             assert b"408" not in await reader.read()
 
 
+async def test_what_is_refused_unread_and_comes_nevertheless_keeps_no_connection(serve):
+    async with serve(api_key="right") as rig:
+        rig.server.config.timeout_keep_alive = 1
+        async with connections(rig, 1) as [(reader, writer)]:
+            writer.write(head("/v1/chat/completions", 5))
+            assert b" 401 " in await reader.readline()
+            writer.write(b"xxxxx")
+            async with asyncio.timeout(10):
+                await reader.read()
+        assert rig.count("connections_ended_total", reason="timeout") == 0
+
+
 async def test_beyond_the_cap_the_oldest_idle_connection_makes_room(serve):
     async with serve(max_connections=20) as rig, connections(rig, 30) as opened:
         assert (await rig.chat()).choices[0].finish_reason == "stop"
@@ -155,15 +170,44 @@ async def test_where_all_have_requests_a_new_connection_is_refused_at_once(serve
             assert b" 200 " in await reader.readline()
 
 
+@asynccontextmanager
+async def serving(app: Starlette, **fields: Any) -> AsyncIterator[str]:
+    """The URL of a worker's HTTP server with these settings."""
+    server = HttpServer(app, "127.0.0.1", Settings(port=0, **fields))
+    task = asyncio.create_task(server.run())
+    try:
+        yield f"http://127.0.0.1:{server.port}"
+    finally:
+        server.stop()
+        await task
+
+
+async def test_an_answer_that_is_still_being_taken_does_not_make_room():
+    size = 32 * 2**20  # more than the system takes from a server whose client reads nothing
+    app = Starlette(routes=[Route("/", lambda _: Response(bytes(size)))])
+    request = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+    async with serving(app, max_connections=1) as url:
+        reader, writer = await connect(url)
+        writer.write(request)
+        await reader.readuntil(b"\r\n\r\n")  # uvicorn has written all of it by now
+        other, other_writer = await connect(url)
+        assert (await response(other))[0] == 503
+        async with asyncio.timeout(10):
+            assert await reader.readexactly(size) == bytes(size)
+        third, third_writer = await connect(url)
+        third_writer.write(request)
+        async with asyncio.timeout(10):
+            assert b" 200 " in await third.readline()
+            assert await reader.read() == b""
+        for one in (writer, other_writer, third_writer):
+            one.close()
+
+
 async def test_workers_do_not_wait_either():
-    settings = Settings(port=0, client_timeout_s=0.3)
-    server = HttpServer(Starlette(), "127.0.0.1", settings)
-    serving = asyncio.create_task(server.run())
-    reader, writer = await connect(f":{server.port}")
-    assert await response(reader) == (0, "")
-    writer.close()
-    server.stop()
-    await serving
+    async with serving(Starlette(), client_timeout_s=0.3) as url:
+        reader, writer = await connect(url)
+        assert await response(reader) == (0, "")
+        writer.close()
 
 
 def test_descriptors_are_raised_and_half_of_them_kept_back():
