@@ -134,9 +134,11 @@ async def _read_form(exchange: Exchange) -> tuple[TranscriptionForm, bytes]:
         if not isinstance(file, UploadFile):
             raise TriptychError("invalid_request", "the form has no file", "file")
         exchange.held.grow(file.size or 0)
-        return _validate(raw), await file.read()
+        form, data = _validate(raw), await file.read()
     finally:
         await raw.close()
+    exchange.held.shrink(len(data))  # the parser's copy; what the body took stays for the file and the fields
+    return form, data
 
 
 def _validate(raw: FormData) -> TranscriptionForm:
