@@ -104,7 +104,11 @@ class Service:
 
     def check_lines(self) -> None:
         """Raises as `check_line` does where each line that requests may join is too long: before one has been read."""
-        joined: tuple[LineName, ...] = ("text",) if self.info.media_kind is None else ("text", "media")
+        joined: tuple[LineName, ...] = ("text", "media")
+        if self.transcribes:
+            joined = ("media",)
+        elif self.info.media_kind is None:
+            joined = ("text",)
         self.check_line(min(joined, key=lambda name: self.lines[name].excess_s))
 
     def join_line(self, exchange: Exchange, line: LineName) -> None:

@@ -16,6 +16,7 @@ from proxy import flight
 from proxy.overload import SHORT_LINE, WINDOW, Line, Place, retry_after_s
 from tests.proxy.conftest import eventually
 from tests.proxy.media import image_part, picture
+from tests.proxy.test_connections import connections, head
 
 
 class Clock:
@@ -123,6 +124,17 @@ async def test_who_would_wait_too_long_is_refused_before_its_media_are_fetched(s
         metrics = (await rig.http.get("/metrics")).text
         assert 'triptych_proxy_waiting{line="media"} 136.0' in metrics
         assert 'triptych_proxy_expected_wait_seconds{line="media"} 13.7' in metrics
+        for place in waiting:
+            place.leave()
+        await rig.assert_clean()
+
+
+async def test_a_chat_with_a_speech_model_is_refused_before_its_body_has_come(serve, whisper_model):
+    async with serve(whisper_model.folder, max_queue_s=2.0) as rig, connections(rig, 1) as [(reader, writer)]:
+        waiting = _overload(rig.service.lines["media"])
+        writer.write(head("/v1/chat/completions", 1000))
+        async with asyncio.timeout(10):
+            assert b" 429 " in await reader.readline()
         for place in waiting:
             place.leave()
         await rig.assert_clean()
