@@ -45,6 +45,11 @@ class Instance:
         return self.child.pid if self.child is not None and self.child.running else None
 
     @property
+    def joined(self) -> bool:
+        """Whether the present process, in its present role, has been seen in the registry."""
+        return self.epoch != self.past_epoch
+
+    @property
     def age_s(self) -> float:
         """Seconds since the present process was started."""
         return time.monotonic() - self.started_s

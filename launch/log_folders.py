@@ -26,7 +26,8 @@ class LogFolder:
         _remove_old(Path(tempfile.gettempdir()))
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # children do not inherit the descriptor
+        # Children do not inherit the descriptor. Another supervisor's look may hold the lock for a moment (`_is_used`).
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def close(self, *, keep: bool) -> None:
         """Give it up; it stays only where somebody should read it."""

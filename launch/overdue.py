@@ -1,4 +1,4 @@
-"""Instances that take too long: to become ready, or to give any sign of life."""
+"""Instances that take too long: to join the cluster, or to give any sign of life."""
 
 from __future__ import annotations
 
@@ -19,24 +19,31 @@ class Overdue:
     An engine that hangs is noticed by its own process. One that holds the interpreter's lock meanwhile, and a process
     that somebody has stopped, say nothing at all: they are given `silence_s` from their last sign of life. That has to
     be as long as a start may take, for a worker that changes its role starts without a word.
+
+    A start is over with the entry in the registry, and not only once the instance counts as ready: that takes others,
+    too, and no new process in a proxy's place brings back a worker that has left for good.
     """
 
     def __init__(self, start_timeout_s: float, silence_s: float) -> None:
         self._start_timeout_s = start_timeout_s
         self._silence_s = silence_s
         self._awake = AwakeClock(LOOK_S)
-        self._seen_s: dict[tuple[str, int | None], float] = {}  # by instance id and pid
+        # By instance id and when its process was started, or changed its role:
+        self._began_s: dict[tuple[str, float], float] = {}
+        self._heard_s: dict[tuple[str, float], float] = {}
 
     def look(self, instances: Sequence[Instance], heard: Collection[str]) -> Iterator[tuple[Instance, str]]:
         """Who is, and why. `heard` are the ids of those that have just given a sign of life."""
-        now_s, before = self._awake.look(), self._seen_s
-        self._seen_s = {}
+        now_s, began, before = self._awake.look(), self._began_s, self._heard_s
+        self._began_s, self._heard_s = {}, {}
         for one in instances:
             if one.pid is None:
                 continue
-            life = (one.id, one.pid)
-            since_s = self._seen_s[life] = now_s if one.id in heard else before.get(life, now_s)
-            if one.state in _STARTING and one.age_s > self._start_timeout_s:
-                yield one, f"it was not ready within {self._start_timeout_s:g} s"
-            elif one.state not in _STARTING and now_s - since_s > self._silence_s:
+            life = (one.id, one.started_s)
+            began_s = self._began_s[life] = began.get(life, now_s)
+            heard_s = self._heard_s[life] = now_s if one.id in heard else before.get(life, now_s)
+            starting = one.state in _STARTING and not one.joined
+            if starting and now_s - began_s > self._start_timeout_s:
+                yield one, f"it did not join the cluster within {self._start_timeout_s:g} s"
+            elif not starting and now_s - heard_s > self._silence_s:
                 yield one, f"it has said nothing for {self._silence_s:g} s"

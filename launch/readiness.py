@@ -55,7 +55,8 @@ class ReadinessProbe:
         starting = [one for one in looked_at if one.state in ("starting", "switching")]
         for instance in starting:
             _note_addresses(instance, records.get(instance.id))
-        ready = [instance for instance in starting if await self._is_ready(instance)]
+        # Who has joined since the registry was read waits for the next look: its entry would pass for another role's.
+        ready = [instance for instance in starting if instance.joined and await self._is_ready(instance)]
         if any(instance.restarts for instance in ready):
             proxies = [instance for instance in instances if instance.role == "proxy"]
             if not all([await self._is_ready(proxy) for proxy in proxies]):

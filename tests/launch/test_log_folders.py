@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -53,3 +55,26 @@ def test_a_thousand_failed_starts_leave_a_handful(temporary: Path) -> None:
     for _ in range(50):
         LogFolder().close(keep=True)
     assert len(list(temporary.iterdir())) == KEPT + 1
+
+
+def test_another_supervisors_look_at_a_new_folder_is_waited_for(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, flock = tempfile.mkdtemp, fcntl.flock
+    looks: list[int] = []
+
+    def made_and_seen(prefix: str) -> str:
+        path = make(prefix=prefix)
+        looks.append(os.open(path, os.O_RDONLY))
+        flock(looks[0], fcntl.LOCK_EX)
+        return path
+
+    def lock(descriptor: int, operation: int) -> None:
+        threading.Timer(0.05, os.close, looks).start()  # the look ends while this one waits
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", made_and_seen)
+    monkeypatch.setattr(fcntl, "flock", lock)
+    folder = LogFolder()
+    assert folder.path.is_dir()
+    folder.close(keep=False)

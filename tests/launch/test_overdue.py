@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -33,15 +32,52 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     return Watch(monkeypatch)
 
 
-def instance(state: State = "ready", *, age_s: float = 1000.0, pid: int = 1) -> Instance:
-    child = Mock(pid=pid, running=True)
-    return Instance("d0", "decode", Command([], {}, Path()), state, child, time.monotonic() - age_s)
+def instance(state: State = "ready", *, started_s: float = 0.0, epoch: int | None = None) -> Instance:
+    """Joined in this life if it has an epoch."""
+    child = Mock(pid=1, running=True)
+    command = Command(["--role", "decode"], {}, Path())
+    return Instance("d0", "decode", command, state, child, started_s, epoch=epoch)
 
 
 @pytest.mark.parametrize("state", ["starting", "switching"])
 def test_a_start_that_takes_too_long_is_ended(watch: Watch, state: State) -> None:
-    assert watch.look(instance(state, age_s=99.0)) == {}
-    assert watch.look(instance(state, age_s=101.0)) == {"d0": "it was not ready within 100 s"}
+    one = instance(state)
+    for _ in range(101):
+        assert watch.look(one) == {}
+    assert watch.look(one) == {"d0": "it did not join the cluster within 100 s"}
+
+
+@pytest.mark.parametrize("state", ["starting", "switching"])
+def test_who_has_joined_may_wait_for_the_others_for_ever_but_not_in_silence(watch: Watch, state: State) -> None:
+    one = instance(state)
+    for _ in range(50):
+        assert watch.look(one) == {}
+    one.epoch = 7
+    for _ in range(1000):
+        assert watch.look(one, heard={"d0"}) == {}
+    for _ in range(30):
+        assert watch.look(one) == {}
+    assert watch.look(one) == {"d0": "it has said nothing for 30 s"}
+
+
+def test_another_role_is_another_start(watch: Watch) -> None:
+    one = instance(epoch=7)
+    for _ in range(1000):
+        assert watch.look(one, heard={"d0"}) == {}
+    one.take_role("prefill")
+    one.state = "switching"
+    for _ in range(101):
+        assert watch.look(one) == {}
+    assert watch.look(one) == {"d0": "it did not join the cluster within 100 s"}
+
+
+def test_the_supervisors_own_absence_is_no_part_of_a_start(watch: Watch) -> None:
+    one = instance("starting")
+    assert watch.look(one) == {}
+    assert watch.look(one, after_s=3600.0) == {}
+    for _ in range(100 - int(LOOK_S)):
+        assert watch.look(one) == {}
+    assert watch.look(one)
 
 
 @pytest.mark.parametrize("state", ["ready", "draining"])
@@ -65,11 +101,11 @@ def test_the_supervisors_own_absence_is_nobodys_silence(watch: Watch) -> None:
 
 
 def test_a_new_process_begins_anew(watch: Watch) -> None:
-    assert watch.look(instance(pid=1), heard={"d0"}) == {}
+    assert watch.look(instance(started_s=1.0), heard={"d0"}) == {}
     for _ in range(29):
-        assert watch.look(instance(pid=1)) == {}
+        assert watch.look(instance(started_s=1.0)) == {}
     for _ in range(29):
-        assert watch.look(instance(pid=2)) == {}
-    ended = instance(pid=2)
+        assert watch.look(instance(started_s=2.0)) == {}
+    ended = instance(started_s=2.0)
     ended.child = None
     assert watch.look(ended, after_s=LOOK_S) == {}

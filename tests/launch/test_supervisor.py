@@ -43,7 +43,7 @@ async def test_a_mistake_in_what_keeps_a_process_running_ends_the_watch_and_is_t
     await supervisor.stop()
 
 
-async def test_a_process_that_never_becomes_ready_again_is_killed_and_started_anew(
+async def test_a_process_that_never_joins_again_is_killed_and_started_anew(
     tmp_path: Path, broker_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     supervisor = Supervisor(make_plan(Settings(model="signpost", port=0, broker=broker_url), None), start_timeout_s=0.2)
@@ -56,4 +56,4 @@ async def test_a_process_that_never_becomes_ready_again_is_killed_and_started_an
     supervisor._readiness = asyncio.create_task(supervisor._watch_readiness(broker_url))
     await eventually(lambda: instance.restarts > 0, 20.0)
     await supervisor.stop()
-    assert told[0] == "killed by SIGKILL: it was not ready within 0.2 s"
+    assert told[0] == "killed by SIGKILL: it did not join the cluster within 0.2 s"
