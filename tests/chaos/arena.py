@@ -39,8 +39,8 @@ RETURN_S = 100.0
 """How long a killed process may take to be ready again: cores may be busy with something else, too."""
 SETTLE_S = 2.0
 """How soon after the last answer nothing may be held."""
-SETTLE_AFTER_CUT_S = SETTLE_S + KEEP_S
-"""The same where a worker may have been offered what it has never been asked for: it keeps the offer for a while."""
+SETTLE_WITHOUT_WORD_S = SETTLE_S + KEEP_S
+"""The same where a worker may keep an offer that nobody withdraws: its sender was killed, its request was cut off."""
 ORPHANS_S = 5.0
 """How soon after a worker was killed, and started again, none of its processes and shared memory may be left: those
 are asked to end first, and a supervisor's cores may be busy."""
@@ -111,8 +111,9 @@ class Arena:
             passed.set()
             await asyncio.gather(*slots)
         self._judge(done, allowed)
-        cut = any(fault.kind in CUTS for fault in faults)
-        await self.wait_until_nothing_is_held(SETTLE_AFTER_CUT_S if cut else SETTLE_S)
+        kinds = {fault.kind for fault in faults}
+        unsaid = "kill" in kinds and bool(kinds & set(CUTS))
+        await self.wait_until_nothing_is_held(SETTLE_WITHOUT_WORD_S if unsaid else SETTLE_S)
         return done
 
     async def _slot(
