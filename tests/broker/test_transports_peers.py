@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from broker.tensors import TensorReceiver
 from broker.transports import cuda_transport, shm_transport
 from broker.transports.nixl_agent import NixlAgent
-from broker.transports.nixl_receiver import FORGET_S, NixlReceiver
+from broker.transports.nixl_receiver import FORGET_S, READ_S, NixlReceiver
 from broker.transports.nixl_transport import NixlConnection
 from broker.transports.redis_transport import RedisConnection, RedisReceiver
 from common.errors import TriptychError
@@ -76,7 +76,7 @@ async def test_a_sender_killed_after_its_first_chunk_costs_nobody_else_anything(
     data = memoryview(os.urandom(MIB))
     received = await transfer(kit.sender(), receiver, of_bytes(data), data, timeout_s=10)
     assert (received.header.sender, received.data, received.fault) == ("e0", data, None)
-    await eventually(lambda: num_collecting(receiver) == 0, timeout_s=10.0)
+    await eventually(lambda: num_collecting(receiver) == 0, timeout_s=2 * READ_S)
     assert await keys_without_expiry(redis) == []
 
 

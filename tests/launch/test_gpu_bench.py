@@ -107,9 +107,9 @@ def test_the_roofline_is_whichever_takes_longer() -> None:
 
 
 def test_limits_are_measured_where_they_count() -> None:
-    limits, [copy, product] = measure_limits(CPU, toy=True, repetitions=2)
-    assert limits.copy_bytes_per_s == pytest.approx(copy.value * 1e9, rel=0.5)  # medians of times and of rates
-    assert limits.matmul_flops_per_s == pytest.approx(product.value * 1e12, rel=0.5)
+    limits, [copy, product] = measure_limits(CPU, toy=True, repetitions=1)
+    assert limits.copy_bytes_per_s == pytest.approx(copy.value * 1e9)
+    assert limits.matmul_flops_per_s == pytest.approx(product.value * 1e12)
 
 
 def test_a_step_reads_the_weights_and_the_keys_and_values_of_its_tokens(setup: Setup) -> None:

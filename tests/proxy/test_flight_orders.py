@@ -163,6 +163,8 @@ class World:
     def workers(self, *roles: Role, matching: Worker | None = None) -> list[Worker]:
         return [sim.worker for sim in self.sims if sim.worker.record.role in roles]
 
+    has_looked = True
+
     def absent_s(self, *roles: Role, matching: Worker | None = None) -> float:
         return 0.0 if self.workers(*roles) else 1.0
 
