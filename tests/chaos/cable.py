@@ -79,13 +79,9 @@ class Cable:
 
     def _accept(self) -> None:
         while not self._closed.is_set():
-            readable, _, _ = (
-                select.select([self._listener], [], [], _POLL_S) if self._open(self._listener) else ([],) * 3
-            )
-            if not readable:
-                continue
-            with contextlib.suppress(OSError):
-                self._connect(self._listener.accept()[0])
+            with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+                if select.select([self._listener], [], [], _POLL_S)[0]:
+                    self._connect(self._listener.accept()[0])
 
     def _connect(self, near: socket.socket) -> None:
         source = self._source(near.getpeername()[:2], near.getsockname()[:2])
@@ -99,6 +95,9 @@ class Cable:
             return
         with self._lock:
             self._pairs[near, far] = source
+            if self._mode_for(source) == "reset":  # set while this connection was being made
+                self._break(self._concerns)
+                return
         for giver, sink in ((near, far), (far, near)):
             sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             thread = threading.Thread(target=self._forward, args=(giver, sink, (near, far), source), daemon=True)
