@@ -13,6 +13,7 @@ import numpy as np
 from launch.bench.measure import Turn
 from launch.bench.workloads import Workload
 from launch.cpus import available_cores
+from launch.pages import write_between
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 _HEADER = (
@@ -60,11 +61,7 @@ def page(sections: Iterable[str], command: str, notes: Sequence[str], when: date
 
 def write_into(path: Path, measured: str) -> None:
     """Replace what stands between the two marks of a page. Raises ValueError where it has none."""
-    text = path.read_text()
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"{path} has no lines {BEGIN} and {END} to write between")
-    before, _, rest = text.partition(BEGIN)
-    path.write_text(f"{before}{BEGIN}\n\n{measured}\n\n{END}{rest.partition(END)[2]}")
+    write_between(path, BEGIN, END, measured)
 
 
 def _turns_of(turns: Sequence[Turn], in_flight: int, system: str) -> list[Turn]:

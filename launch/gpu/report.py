@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from launch.gpu.figures import Figure
+from launch.pages import write_between
 
 BEGIN, END = "<!-- measured on a GPU: begin -->", "<!-- measured on a GPU: end -->"
 _HEADER: Final = (
@@ -57,11 +58,7 @@ def section(checks: Sequence[Mapping[str, Any]], reasons: Mapping[str, str]) -> 
 
 def write_into(path: Path, written: str) -> None:
     """Replace what stands between the two marks of a page. Raises ValueError where it has none."""
-    text = path.read_text()
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"{path} has no lines {BEGIN} and {END} to write between")
-    before, _, rest = text.partition(BEGIN)
-    path.write_text(f"{before}{BEGIN}\n\n{written}\n\n{END}{rest.partition(END)[2]}")
+    write_between(path, BEGIN, END, written)
 
 
 def _head(check: Mapping[str, Any]) -> str:
