@@ -173,6 +173,7 @@ async def _watch(
 ) -> None:
     """Sample and tell, once a minute; more often where the run is short."""
     began_s = time.monotonic()
+    num_told = dict.fromkeys((side.part.name for side in sides), 0)
     while True:
         at_s = time.monotonic() - began_s
         running = [(SUPERVISORS, os.getpid()), *(found for side in sides for found in side.processes())]
@@ -183,5 +184,8 @@ async def _watch(
             tally = side.load.tally
             endings = " ".join(f"{ending}={count}" for ending, count in sorted(tally.endings.items()))
             tell(f"{at_s / 60:6.1f} min  {side.part.name}: {endings} wrong={tally.wrong}")
+            for what in tally.told[num_told[side.part.name] :]:
+                tell(f"{'':12}{what}")
+            num_told[side.part.name] = len(tally.told)
         tell("            MiB: " + "  ".join(f"{name} {size / MIB:.1f}" for name, size in sizes.items()))
         await asyncio.sleep(min(SAMPLE_S, plan.seconds / 30))
