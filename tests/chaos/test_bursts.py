@@ -16,6 +16,7 @@ from launch.held import gauges, held
 from launch.soak.asking import send
 from launch.soak.asks import Ask
 from launch.soak.memory import processes, resident_bytes
+from proxy.flight import MAX_UNREAD
 from tests.chaos.arena import Arena, arena
 from tests.chaos.asks import salted, sign_asks
 from tests.eventually import eventually
@@ -29,6 +30,8 @@ ALLOCATOR_BYTES = 6 * 2**20
 """What a process may keep of a burst for the next one. The most that was seen was 2.2 MiB."""
 UNREAD_BYTES = 16 * 2**20
 """What a proxy may have of answers that nobody reads: some thousand pieces of a few hundred bytes, and buffers."""
+UNREAD_TOKENS = 2 * MAX_UNREAD
+"""What may be made of such an answer: what the proxy keeps, and what the connection has taken, pieces of 250 bytes."""
 
 
 @pytest.fixture(scope="module")
@@ -77,15 +80,17 @@ async def _give_up_two_hundred(small: Arena, salt: str) -> None:
         assert not found or time.monotonic() - given_up_s < 1.0, f"still held a second later: {found}"
 
 
-async def test_a_client_that_reads_nothing_holds_up_nobody_and_no_memory(small: Arena) -> None:
-    endless = _long(small.asks[0], choices=16)
-    before = _resident(small)["proxy"]
+async def test_a_client_that_reads_nothing_holds_up_nobody_and_no_memory_and_gets_few_tokens(small: Arena) -> None:
+    endless = _long(small.asks[0], choices=16)  # of up to 24,000 tokens
+    before, made = _resident(small)["proxy"], _decoder(small)["generated_tokens_total"]
     with _deaf_client(small, endless):
         await eventually(lambda: _decoder(small)["requests_running"] >= 1, 30.0)
         async with small.client() as http:
             replies = await asyncio.gather(*(send(http, ask) for ask in small.asks))
         wrong = [small.fault_of(ask, reply) for ask, reply in zip(small.asks, replies, strict=True)]
         assert not [what for what in wrong if what]
+        await eventually(lambda: _decoder(small)["requests_running"] == 0, 60.0)  # though its client is still there
+        assert _decoder(small)["generated_tokens_total"] - made < UNREAD_TOKENS  # those of the others included
         assert _resident(small)["proxy"] - before < UNREAD_BYTES
     await small.wait_until_nothing_is_held()
 
@@ -93,7 +98,8 @@ async def test_a_client_that_reads_nothing_holds_up_nobody_and_no_memory(small: 
 def _long(ask: Ask, choices: int = 1) -> Ask:
     """The same question with an answer as long as the context allows."""
     sampled = {"n": choices, "temperature": 1.0, "seed": 1} if choices > 1 else {}
-    return replace(ask, body=ask.body | {"max_tokens": 1500, "ignore_eos": True, **sampled}, stream=True)
+    length = {"max_tokens": 1500, "min_tokens": 1500}  # and not ignore_eos: ends of text are tokens, but no text to send
+    return replace(ask, body=ask.body | length | sampled, stream=True)
 
 
 def _resident(small: Arena) -> dict[str, int]:
