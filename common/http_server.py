@@ -16,8 +16,8 @@ from common.http_connections import BoundedConfig, Connections, Reason, allowed_
 UNREAD_MS: Final = 60_000
 """A client that takes nothing for so long is gone: the system closes its connection."""
 SEND_BUFFER_BYTES: Final = 256 * 2**10
-"""Of a connection (Linux takes twice as much). Left to itself it grows to 4 MiB, which are 16,000 tokens of a stream that
-nobody reads."""
+"""Of a connection (Linux takes twice as much). Left to itself it grows to 4 MiB, which are 16,000 tokens of a stream
+that nobody reads."""
 
 
 class Server(uvicorn.Server):

@@ -1,4 +1,5 @@
-"""How glibc's malloc keeps memory. Has to be told before a process has threads."""
+"""How glibc's malloc keeps memory. Has to be told before a process has threads. Where the C library is another one
+(musl, macOS), nothing is done."""
 
 from __future__ import annotations
 
@@ -6,14 +7,30 @@ import ctypes
 import sys
 from typing import Final
 
-_M_ARENA_MAX: Final = -8  # from glibc's malloc.h
+_M_MMAP_THRESHOLD: Final = -3  # from glibc's malloc.h
+_M_ARENA_MAX: Final = -8
+LARGE_BYTES: Final = 128 * 2**10
+"""glibc's threshold at the start of a process."""
 
 
 def use_one_arena() -> None:
     """Let all threads take from one heap. By default each gets its own, and what it has freed stays in it.
 
-    Large tensors are mapped by themselves either way, and Python's threads take turns: nothing waits longer. Does
-    nothing where the C library has no arenas (musl, macOS).
+    Large tensors are mapped by themselves either way, and Python's threads take turns: nothing waits longer.
     """
+    _set(_M_ARENA_MAX, 1)
+
+
+def map_large_blocks() -> None:
+    """Map every block of LARGE_BYTES and more by itself, so that it goes back to the system when it is freed.
+
+    By default the threshold grows with the blocks that are freed, up to 32 MiB: after that they lie in the heap,
+    between small ones that live on. New pages cost a microsecond or less for each 4 KiB: this is for processes that do
+    little else with a block than decode into it once.
+    """
+    _set(_M_MMAP_THRESHOLD, LARGE_BYTES)
+
+
+def _set(parameter: int, value: int) -> None:
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
-        mallopt(_M_ARENA_MAX, 1)
+        mallopt(parameter, value)

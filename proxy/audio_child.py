@@ -5,10 +5,12 @@ from __future__ import annotations
 import signal
 
 from broker.lifetime import die_with_parent
+from common import malloc
 from proxy import audio as audio  # loaded now, rather than with the first recording
 
 
 def initialize(parent_pid: int) -> None:
-    """Gone with the parent, deaf to the terminal's Ctrl-C."""
+    """Gone with the parent, deaf to the terminal's Ctrl-C, and no larger after a long recording than before."""
+    malloc.map_large_blocks()
     die_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -98,7 +98,7 @@ async def test_a_client_that_reads_nothing_holds_up_nobody_and_no_memory_and_get
 def _long(ask: Ask, choices: int = 1) -> Ask:
     """The same question with an answer as long as the context allows."""
     sampled = {"n": choices, "temperature": 1.0, "seed": 1} if choices > 1 else {}
-    length = {"max_tokens": 1500, "min_tokens": 1500}  # and not ignore_eos: ends of text are tokens, but no text to send
+    length = {"max_tokens": 1500, "min_tokens": 1500}  # not ignore_eos: ends of text are tokens, but no text to send
     return replace(ask, body=ask.body | length | sampled, stream=True)
 
 
