@@ -1,15 +1,33 @@
-"""How the tests are spread over processes (`-n 2 --dist loadgroup`, which is what `make test` does)."""
+"""How the tests are spread over processes (`-n 2 --dist loadscope`, which is what `make test` does)."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+CLUSTERS = ("pytest.mark.cluster", "pytest.mark.chaos")
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Clusters one after the other, in one process: they take all cores, and what they leave behind is looked for.
-    All else goes beside them, file by file, for the sake of what the tests of a file share."""
-    for item in items:
-        clusters = item.get_closest_marker("cluster") or item.get_closest_marker("chaos")
-        group = "clusters" if clusters else item.path.relative_to(item.config.rootpath).as_posix()
-        item.add_marker(pytest.mark.xdist_group(group))
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files with clusters one after the other, in one process: clusters take all cores, and what they leave behind is
+    looked for. All others go beside them, file by file, for the sake of what the tests of a file share.
+
+    Not by `xdist_group`: pytest-xdist 3.8 writes that into `Item._nodeid`, which pytest 9 does not read.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "clusters" if has_clusters(config.rootpath / file) else file
+
+    return Scheduling(config, log)
+
+
+def has_clusters(file: Path) -> bool:
+    """Whether any test of a file starts a cluster, by its marks."""
+    text = file.read_text()
+    return any(mark in text for mark in CLUSTERS)
