@@ -504,9 +504,10 @@ def test_a_device_copies_as_the_fake_does(library: ctypes.CDLL) -> None:
         cuda = CudaLibrary()
     except CudaError as error:
         pytest.skip(str(error))
-    data, back = os.urandom(1000), ctypes.create_string_buffer(1000)
+    data = os.urandom(1000)
+    source, back = ctypes.create_string_buffer(data, 1000), ctypes.create_string_buffer(1000)
     pointer, stream = cuda.allocate(1000), cuda.make_stream()
-    cuda.copy(pointer, ctypes.addressof(ctypes.create_string_buffer(data, 1000)), 1000, stream)
+    cuda.copy(pointer, ctypes.addressof(source), 1000, stream)
     cuda.synchronize(stream)
     cuda.copy(ctypes.addressof(back), pointer, 1000, stream)
     cuda.synchronize(stream)
