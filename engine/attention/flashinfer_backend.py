@@ -207,6 +207,8 @@ class _Appender:
 
     def append(self, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Shapes as for `AttentionBackend.write`."""
+        if not len(key):
+            return  # the launch would have no blocks, which CUDA refuses
         _, num_blocks, block_size, _, _ = cache.shape
         pages = self._pages.get((num_blocks, block_size))
         if pages is None:

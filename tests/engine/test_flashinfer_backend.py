@@ -116,7 +116,7 @@ def test_keys_and_values_are_written_into_their_slots(head_dim: int, slot_dtype:
     shape = (2, 6, 4, 2, head_dim)
     expected, got = torch.zeros(shape, dtype=torch.bfloat16), torch.zeros(shape, dtype=torch.bfloat16)
     backend, slots = make_backend(head_dim), torch.tensor([9, 22, 4, 5], dtype=slot_dtype)
-    for count in (4, 2, 4):
+    for count in (4, 2, 0, 4):
         pair = torch.randn(2, count, 2, head_dim).to(torch.bfloat16)
         TorchBackend().write(expected, *pair, slots[:count])
         backend.write(got, *pair, slots[:count])

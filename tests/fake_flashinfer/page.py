@@ -29,6 +29,8 @@ def append_paged_kv_cache(
         raise Refused(f"append is not compiled for heads of {append_key.shape[2]}, or not known to the fake")
     if not len(append_key) == len(append_value) == len(batch_indices) == len(positions):
         raise Refused("append takes one request and one position for each token")
+    if not len(append_key):
+        raise Refused("append launches a block for some tokens, and CUDA refuses a launch of none")
     page_size = paged_kv_cache[0].shape[1]
     pages, entries = positions.long() // page_size, positions.long() % page_size
     places = kv_indptr[batch_indices.long()].long() + pages
