@@ -34,6 +34,7 @@ class Idefics3Encoder(EncoderModel):
         tower, connector = _CLASSES[config.model_type]
         vision = config.vision_config
         self._tower: Any = tower._from_config(vision)
+        self.unmasked = self._tower
         self._connector: Any = connector(config)
         self._patch_size, self._width = int(vision.patch_size), int(vision.intermediate_size)
         self.module: nn.Module = nn.ModuleDict({"vision_model": self._tower, "connector": self._connector})

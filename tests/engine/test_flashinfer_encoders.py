@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ MAKERS = [
     (qwen.make_qwen2_vl, "image", pictures, 1),
     (qwen.make_qwen3_vl, "image", pictures, 1),
     (llava.make_llava, "image", pictures, 1),
+    (llava.make_idefics3, "image", pictures, 1),
+    (partial(llava.make_idefics3, smolvlm=True), "image", pictures, 1),
 ]
 """With the kinds of sequences that their layers look at."""
 
