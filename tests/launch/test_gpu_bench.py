@@ -18,6 +18,7 @@ from engine.models.base import DecoderModel
 from engine.models.skeleton import without_memory
 from launch.gpu.bench import __main__ as bench
 from launch.gpu.bench.attempts import attempted
+from launch.gpu.bench.cross import measure_clips
 from launch.gpu.bench.decode import token_bytes, weight_bytes
 from launch.gpu.bench.engines import Driver, endless, make_decoder
 from launch.gpu.bench.limits import Limits, measure_limits
@@ -122,6 +123,23 @@ def test_a_step_reads_the_weights_and_the_keys_and_values_of_its_tokens(setup: S
     assert driver.num_tokens == {"one": 3}
     driver.drop_all()
     assert engine.is_empty()
+
+
+def test_of_an_encoder_decoder_a_step_reads_what_is_not_for_new_inputs(setup: Setup) -> None:
+    engine = make_decoder(setup, whisper_large_v3, max_num_seqs=2)
+    width, inner, layers, vocab = 32, 48, 2, 512
+    square, norm = width * width + width, 2 * width
+    attention = 3 * square + square + square + square  # of its own, its output; the query of the other, its output
+    layer = attention + 2 * width * inner + inner + width + 3 * norm
+    assert weight_bytes(engine) == 4 * (layers * layer + norm + vocab * width)
+
+
+def test_more_clips_than_there_is_room_for_are_a_row_in_words(setup: Setup) -> None:
+    engine = make_decoder(setup, whisper_large_v3, max_num_seqs=64, kv_cache_bytes=2 * 2**20)
+    measured = attempted("cross", "3 clips", lambda: [measure_clips(setup, engine, 3, 2, "cross", "3 clips")])
+    [figure] = measured
+    assert figure.failed
+    assert figure.beside == "MemoryError: 3 clips take 2.25 MiB of keys and values, there is room for 2 MiB"
 
 
 def test_the_arithmetic_of_a_prefill_is_that_of_its_matrices(setup: Setup) -> None:

@@ -58,6 +58,8 @@ def main(
         raise typer.BadParameter(f"no benchmark {', '.join(sorted(unknown))}; there are: {', '.join(NAMES)}")
     report = _Report(out)
     limits, of_the_device = measure_limits(torch.device(device), toy=toy)
+    if device == "cuda":
+        torch.cuda.empty_cache()  # workers that a benchmark starts find their share free
     print(HEADER, flush=True)
     for figure in of_the_device:
         report.add(figure)

@@ -19,12 +19,15 @@ CONTEXT: Final = 512
 STEPS: Final = 32
 """In one measurement."""
 TOY_BATCHES, TOY_CONTEXT, TOY_STEPS = (1, 3), 20, 4
+_HEADS: Final = ("head.weight", "proj_out.weight")
+_UNREAD: Final = frozenset({"embed_positions", "cross_kv_proj", "kv_proj"})
+"""Parts of models' names; the last one is Mllama's `cross_kv_proj`."""
 
 
 def measure(setup: Setup) -> Iterator[Figure]:
     """One figure for each batch: milliseconds of a step, its limit the weights and the keys and values once."""
     batches, context, steps = (TOY_BATCHES, TOY_CONTEXT, TOY_STEPS) if setup.toy else (BATCHES, CONTEXT, STEPS)
-    length = context + steps * (setup.repetitions + 1) + 2 * WARM_UP_TOKENS
+    length = context + steps * (setup.repetitions + 1) + 2 * WARM_UP_TOKENS + max(batches)
     options = {"max_num_seqs": max(batches), "max_num_batched_tokens": 8192, "max_model_len": length + 16}
     engine = make_decoder(setup, qwen2_5_vl_3b, **options)
     for batch in batches:
@@ -41,7 +44,8 @@ def measure_steps(
 ) -> Figure:
     """A decode step of `batch` requests after `context` tokens each, beside the least that reading could take."""
     rng = random.Random(batch)
-    params = endless(steps * (setup.repetitions + 1) + 2 * WARM_UP_TOKENS)
+    # Not all begin in the same step: those that do so first must not end before the others.
+    params = endless(steps * (setup.repetitions + 1) + 2 * WARM_UP_TOKENS + batch)
     with Driver(engine) as driver:
         for number in range(batch):
             driver.add(f"decode-{batch}-{number}", random_prompt(context, rng), params)
@@ -56,11 +60,12 @@ def measure_steps(
 
 
 def weight_bytes(engine: DecoderEngine) -> int:
-    """What a step reads of the weights: of an embedding that is not the head as well, a few rows at most."""
-    model = engine.runner.model
-    sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
-    tied = not any(name.endswith("head.weight") for name in sizes)
-    return sum(size for name, size in sizes.items() if tied or "embed_tokens" not in name)
+    """What a decode step reads of the weights: of positions, and of an embedding that is not the head as well, a few
+    rows at most, and nothing of what makes keys and values of encoder outputs, once for each of these."""
+    sizes = {name: parameter.nbytes for name, parameter in engine.runner.model.named_parameters()}
+    has_head = any(name.endswith(_HEADS) for name in sizes)
+    unread = {*_UNREAD, "embed_tokens"} if has_head else _UNREAD
+    return sum(size for name, size in sizes.items() if unread.isdisjoint(name.split(".")))
 
 
 def token_bytes(engine: DecoderEngine) -> int:

@@ -28,9 +28,11 @@ def make_decoder(setup: Setup, make: Callable[..., Shape], **options: Any) -> De
     return load_decoder(setup, load_model_info(str(setup.model(make))), load_format="dummy", **options)
 
 
-def load_decoder(setup: Setup, info: ModelInfo, **options: Any) -> DecoderEngine:
-    """A decoder of a checkpoint, alone. `options` are those of EngineConfig."""
-    share = {"memory_fraction": MEMORY_FRACTION} if setup.device.type == "cuda" else {}
+def load_decoder(
+    setup: Setup, info: ModelInfo, *, memory_fraction: float = MEMORY_FRACTION, **options: Any
+) -> DecoderEngine:
+    """A decoder of a checkpoint, alone. `options` are those of EngineConfig; the fraction is that of a GPU."""
+    share = {"memory_fraction": memory_fraction} if setup.device.type == "cuda" else {}
     return DecoderEngine(info, EngineConfig(device=setup.device.type, **share, **options))
 
 

@@ -22,7 +22,7 @@ from launch.gpu.bench.engines import load_decoder
 from launch.gpu.bench.setup import Setup
 from launch.gpu.figures import Figure, rate
 
-BATCHES: Final = (1, 8, 64)
+BATCHES: Final = (1, 8, 64, 256)
 CONTEXT, STEPS = 512, 32
 CLIP_STEPS: Final = 16
 """A clip's answer is short."""
