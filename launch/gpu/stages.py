@@ -21,6 +21,7 @@ REPORT: Final = "{report}"
 MODELS: Final = "TRIPTYCH_GPU_MODELS"
 """The variable that names the folder of real checkpoints."""
 _KILL_S: Final = 10.0
+_REPORT_S: Final = 5.0
 _SHOWN_FAILURES: Final = 5
 _TAIL_CHARACTERS: Final = 300
 
@@ -117,8 +118,9 @@ def read_json(report: Path) -> Finding:
 
 
 def read_junit(report: Path) -> Finding:
-    """Of pytest with `--junitxml`. That nothing ran is not good: then nothing was checked."""
-    cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+    """Of pytest with `--junitxml`. That nothing ran is not good: then nothing was checked. A test
+    that was interrupted has no name there."""
+    cases = [case for case in ElementTree.parse(report).getroot().iter("testcase") if _name(case)]
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = [case for case in cases if case.find("skipped") is not None]
     passed = len(cases) - len(failed) - len(skipped)
@@ -146,9 +148,17 @@ def _run(command: Sequence[str], environment: Mapping[str, str], log: Path, limi
         try:
             return process.wait(limit_s)
         except subprocess.TimeoutExpired:
+            _interrupt(process)
             return None
         finally:
             _end_group(process)
+
+
+def _interrupt(process: subprocess.Popen[bytes]) -> None:
+    """As Ctrl-C does: pytest then writes the report of the tests that were through."""
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_REPORT_S)
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
@@ -165,7 +175,7 @@ def _refusal(stage: Stage, log: Path) -> str | None:
 
 
 def _name(case: ElementTree.Element) -> str:
-    return str(case.get("name"))
+    return case.get("name", "")
 
 
 def _reason(case: ElementTree.Element) -> str:

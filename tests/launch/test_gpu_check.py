@@ -7,6 +7,7 @@ import os
 import sys
 import tarfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,13 @@ def test_a_stage_without_time_does_not_begin_and_fails_the_check(tmp_path: Path)
 def test_tests_that_all_skip_have_checked_nothing(tmp_path: Path, body: str, verdict: str, words: str) -> None:
     outcome = run_stage(pytest_stage(tmp_path, body), os.environ, tmp_path, left_s=60)
     assert (outcome.verdict, outcome.found) == (verdict, words)
+
+
+def test_tests_that_were_through_when_the_time_was_up_are_told(tmp_path: Path) -> None:
+    tests = pytest_stage(tmp_path, "import time\ndef test_a(): pass\ndef test_b(): time.sleep(600)")
+    stage = replace(tests, limit_s=10, variables={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})  # which starts sooner
+    outcome = run_stage(stage, os.environ, tmp_path, left_s=60)
+    assert (outcome.verdict, outcome.found, outcome.fails_the_check) == ("timed out", "after 10 s; 1 passed", True)
 
 
 def test_what_this_machine_cannot_run_is_said_and_does_not_decide(tmp_path: Path) -> None:
