@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import re
 import secrets
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -25,6 +26,7 @@ from broker.transports.payload import DeviceBuffer
 from broker.transports.shm_wire import Announce, Release, Welcome, for_sender
 from common.errors import TriptychError
 from common.messages import encode
+from tests.broker import cuda_ipc
 from tests.broker.fake_cuda import GARBAGE, FakeCuda
 from tests.broker.transport_kit import of_bytes
 from tests.eventually import eventually
@@ -496,9 +498,16 @@ def test_without_a_gpu_the_error_has_cudas_own_words(library: ctypes.CDLL) -> No
         CudaLibrary()
 
 
+def test_memory_that_another_process_cannot_open_is_a_fault_of_the_machine() -> None:
+    """With a GPU, it refuses a handle that is none of its own; without one, CUDA refuses everything."""
+    fake = FakeCuda()
+    assert re.match("CUDA IPC does not work on this machine: .*(cuda|CUDA)", cuda_ipc.fault_of(fake) or "")
+    assert fake.num_held == 0
+
+
 @pytest.mark.gpu
 def test_a_device_copies_as_the_fake_does(library: ctypes.CDLL) -> None:
-    """Memory there and back on a stream of its own, and the handle of an allocation."""
+    """Memory there and back on a stream of its own."""
     cuda: CudaRuntime
     try:
         cuda = CudaLibrary()
@@ -512,9 +521,22 @@ def test_a_device_copies_as_the_fake_does(library: ctypes.CDLL) -> None:
     cuda.copy(ctypes.addressof(back), pointer, 1000, stream)
     cuda.synchronize(stream)
     assert back.raw == data
+    cuda.destroy_stream(stream)
+    cuda.free(pointer)
+
+
+@pytest.mark.gpu
+def test_a_device_exports_memory_and_refuses_a_handle_of_nothing(library: ctypes.CDLL) -> None:
+    try:
+        cuda = CudaLibrary()
+    except CudaError as error:
+        pytest.skip(str(error))
+    fault = cuda_ipc.fault()
+    if fault is not None:
+        pytest.skip(fault)
+    pointer = cuda.allocate(1000)
     assert len(cuda.export(pointer)) == HANDLE_BYTES
     assert cuda.can_read(cuda.device_id)
     with pytest.raises(CudaError, match="cudaIpcOpenMemHandle"):
         cuda.open(bytes(HANDLE_BYTES))
-    cuda.destroy_stream(stream)
     cuda.free(pointer)

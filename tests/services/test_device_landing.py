@@ -19,6 +19,7 @@ from common.hashing import checksum
 from common.messages import TensorHeader
 from services.device_tensors import open_cuda, payload_of
 from services.tensor_bytes import bytes_of
+from tests.broker import cuda_ipc
 from tests.broker.fake_cuda import FakeCuda
 from tests.broker.transport_kit import ROOT, Peer, to
 
@@ -55,6 +56,9 @@ class Sending:
 
 @pytest.fixture(params=["fake", pytest.param("cuda", marks=[NO_GPU, pytest.mark.gpu])])
 async def sending(request: pytest.FixtureRequest, zmq_context: zmq.asyncio.Context) -> AsyncIterator[Sending]:
+    fault = cuda_ipc.fault() if request.param == "cuda" else None
+    if fault is not None:
+        pytest.skip(fault)
     command = [sys.executable, "-m", "tests.services.landing_peer", request.param]
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, cwd=ROOT)
     peer, fake = Peer(process), FakeCuda()
