@@ -30,6 +30,7 @@ OWN_MAKERS: Final[dict[str, Callable[..., Path]]] = {
     "qwen2_5_vl": partial(tiny_models.make_qwen2_5_vl, rope_parameters=_MROPE, **_ONE_HEAD),
     "bart": partial(encdec.make_bart, **_ENCODER_DECODER),
     "whisper": partial(tiny_models.make_whisper, **_ENCODER_DECODER),
+    "t5": partial(encdec.make_t5, d_kv=64),
 }
 
 

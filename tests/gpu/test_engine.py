@@ -21,7 +21,8 @@ from tests.gpu.device import DEVICE, needs_gpu
 
 pytestmark = needs_gpu
 DTYPES = ("bfloat16", "float16")
-FAST_FAMILIES = ("llama", "qwen2", "qwen2_5_vl", "bart", "whisper")
+FAST_FAMILIES = ("llama", "qwen2", "qwen2_5_vl", "bart", "whisper", "t5")
+"""The last one's self-attention has a bias by position: FlashInfer has none, and PyTorch computes it."""
 FAMILIES = (*FAST_FAMILIES, "mllama")
 """The last one has heads of another size, and goes to PyTorch."""
 MEAN_FACTOR, MAX_FACTOR = 1.5, 3.0
