@@ -31,6 +31,13 @@ PINNED: Final = ("flashinfer-python==0.6.13",)
 """Later releases are four times as large."""
 LIMIT_MIB: Final = 64
 MIB: Final = 2**20
+_NO_KERNELS: Final = """
+No kernels of FlashInfer are carried, for none were found under {workspace}: the machine will compile them when they are
+first used, for minutes. To build them here, with nvcc and without a GPU, and to carry them (docs/cuda.md has the rest):
+
+    FLASHINFER_WORKSPACE_BASE=build/flashinfer FLASHINFER_CUDA_ARCH_LIST=9.0a python -m launch.gpu.kernels --check
+    make gpu-carry
+"""
 _LOCAL: Final = "there"
 _NAME_WIDTH: Final = 60
 
@@ -50,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = {name: _tree_bytes([path]) for name, path in _parts(carried)}
     sizes["the repository"] = _tree_bytes(_repository_files())
     print(table(sizes, options.limit_mib))
+    if not any(carried.kernels.glob("*/*.so")):
+        print(_NO_KERNELS.format(workspace=options.workspace))
     if options.models:
         for journey in parts.cut(options.models, options.folder.with_name(f"{options.folder.name}-models")):
             print(f"{journey!s:{_NAME_WIDTH}} {_tree_bytes([journey]) / MIB:6.1f} MiB, to be carried by itself")

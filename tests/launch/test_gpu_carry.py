@@ -86,7 +86,9 @@ def test_a_folder_that_is_too_large_is_said_and_fails(
     assert "large 1.0" in printed
     assert "3.0 MiB of 2.5: TOO LARGE" in printed
     assert carry.main([str(tmp_path / "two"), *nothing_built, "--limit-mib", "3.5"]) == 0
-    assert "kernels of FlashInfer: none" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "kernels of FlashInfer: none" in printed
+    assert "python -m launch.gpu.kernels --check\n    make gpu-carry" in printed, "what to do about it"
 
 
 def test_requirements_are_those_of_the_project_and_its_tests() -> None:
