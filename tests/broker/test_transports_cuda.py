@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
-import re
 import secrets
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
-from broker.transports import cuda_library, cuda_transport, linked, listener, packets
+from broker.transports import cuda_transport, linked, listener, packets
 from broker.transports.base import QUEUE_TENSORS, ReceivedTensor, Unreachable
-from broker.transports.cuda_library import CudaLibrary
 from broker.transports.cuda_receiver import CudaReceiver
-from broker.transports.cuda_runtime import HANDLE_BYTES, CudaError, CudaRuntime
+from broker.transports.cuda_runtime import HANDLE_BYTES, CudaError
 from broker.transports.cuda_transport import CudaConnection, CudaSender
 from broker.transports.cuda_wire import Hello
 from broker.transports.payload import DeviceBuffer
 from broker.transports.shm_wire import Announce, Release, Welcome, for_sender
 from common.errors import TriptychError
 from common.messages import encode
-from tests.broker import cuda_ipc
 from tests.broker.fake_cuda import GARBAGE, FakeCuda
 from tests.broker.transport_kit import of_bytes
 from tests.eventually import eventually
@@ -467,76 +462,3 @@ async def test_a_receiver_that_says_nonsense_is_let_go(one: Gpu, other: Gpu, ans
         await one.send(one.connect(other.receiver.address.rpartition("/")[0] + f"/{hostile.name}"), b"x")
     peers[0].close()
     hostile.close()
-
-
-# --- CUDA's own library
-
-
-@pytest.fixture
-def library() -> Iterator[ctypes.CDLL]:
-    try:
-        yield cuda_library._load()
-    except CudaError as error:
-        pytest.skip(str(error))
-
-
-def test_every_function_is_in_cudas_library(library: ctypes.CDLL) -> None:
-    """As far as it goes without a GPU: the names are right. The list is that of the calls in the module's source."""
-    source = Path(cuda_library.__file__).read_text()
-    names = {word.strip('"') for word in source.replace("(", " ").replace(",", " ").split() if word.startswith('"cuda')}
-    names |= {"cudaGetErrorString", "cudaGetLastError"}
-    assert len(names) == 15
-    for name in names:
-        assert hasattr(library, name), name
-
-
-def test_without_a_gpu_the_error_has_cudas_own_words(library: ctypes.CDLL) -> None:
-    count = ctypes.c_int()
-    if library.cudaGetDeviceCount(ctypes.byref(count)) == 0 and count.value:
-        pytest.skip("there is a GPU")
-    with pytest.raises(CudaError, match=r"cudaSetDevice: .+ \(error \d+\)"):
-        CudaLibrary()
-
-
-def test_memory_that_another_process_cannot_open_is_a_fault_of_the_machine() -> None:
-    """With a GPU, it refuses a handle that is none of its own; without one, CUDA refuses everything."""
-    fake = FakeCuda()
-    assert re.match("CUDA IPC does not work on this machine: .*(cuda|CUDA)", cuda_ipc.fault_of(fake) or "")
-    assert fake.num_held == 0
-
-
-@pytest.mark.gpu
-def test_a_device_copies_as_the_fake_does(library: ctypes.CDLL) -> None:
-    """Memory there and back on a stream of its own."""
-    cuda: CudaRuntime
-    try:
-        cuda = CudaLibrary()
-    except CudaError as error:
-        pytest.skip(str(error))
-    data = os.urandom(1000)
-    source, back = ctypes.create_string_buffer(data, 1000), ctypes.create_string_buffer(1000)
-    pointer, stream = cuda.allocate(1000), cuda.make_stream()
-    cuda.copy(pointer, ctypes.addressof(source), 1000, stream)
-    cuda.synchronize(stream)
-    cuda.copy(ctypes.addressof(back), pointer, 1000, stream)
-    cuda.synchronize(stream)
-    assert back.raw == data
-    cuda.destroy_stream(stream)
-    cuda.free(pointer)
-
-
-@pytest.mark.gpu
-def test_a_device_exports_memory_and_refuses_a_handle_of_nothing(library: ctypes.CDLL) -> None:
-    try:
-        cuda = CudaLibrary()
-    except CudaError as error:
-        pytest.skip(str(error))
-    fault = cuda_ipc.fault()
-    if fault is not None:
-        pytest.skip(fault)
-    pointer = cuda.allocate(1000)
-    assert len(cuda.export(pointer)) == HANDLE_BYTES
-    assert cuda.can_read(cuda.device_id)
-    with pytest.raises(CudaError, match="cudaIpcOpenMemHandle"):
-        cuda.open(bytes(HANDLE_BYTES))
-    cuda.free(pointer)
