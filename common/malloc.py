@@ -7,16 +7,21 @@ import ctypes
 import sys
 from typing import Final
 
-_M_MMAP_THRESHOLD: Final = -3  # from glibc's malloc.h
+_M_TRIM_THRESHOLD: Final = -1  # from glibc's malloc.h
+_M_MMAP_THRESHOLD: Final = -3
 _M_ARENA_MAX: Final = -8
 LARGE_BYTES: Final = 128 * 2**10
 """glibc's threshold at the start of a process."""
+LARGEST_BYTES: Final = 32 * 2**20
+"""As far as glibc lets it grow, and be set."""
+KEPT_BYTES: Final = 2 * LARGEST_BYTES
+"""Twice the threshold, as glibc has it when it adjusts both."""
 
 
 def use_one_arena() -> None:
     """Let all threads take from one heap. By default each gets its own, and what it has freed stays in it.
 
-    Large tensors are mapped by themselves either way, and Python's threads take turns: nothing waits longer.
+    Python's threads take turns: nothing waits longer.
     """
     _set(_M_ARENA_MAX, 1)
 
@@ -29,6 +34,18 @@ def map_large_blocks() -> None:
     little else with a block than decode into it once.
     """
     _set(_M_MMAP_THRESHOLD, LARGE_BYTES)
+
+
+def reuse_large_blocks() -> None:
+    """Take blocks of less than LARGEST_BYTES from the heap, and keep up to KEPT_BYTES free at its end.
+
+    For processes that receive tensors: ZMQ takes a block for each message. By default both limits grow with the largest
+    block that was freed so far; what is beyond them goes back to the system each time, and new pages come, whose first
+    touch takes longer than to fill them from a socket. Setting them ends the adjustment, so both are set to where it
+    would end.
+    """
+    _set(_M_MMAP_THRESHOLD, LARGEST_BYTES)
+    _set(_M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def _set(parameter: int, value: int) -> None:

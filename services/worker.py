@@ -28,6 +28,7 @@ def run(settings: Settings, role: Role) -> int:
     Errors of configuration and of start are logged in one line, status 1.
     """
     malloc.use_one_arena()
+    malloc.reuse_large_blocks()
     setup_logging(settings.log_level, settings.log_format, settings.instance_id or role)
     _limit_threads(settings.engine.num_threads)
     try:

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it is glibc's m
 MIB = 2**20
 
 _PROGRAM = """
-import ctypes, os
+import ctypes, mmap, os, resource
 from pathlib import Path
 from common import malloc
 libc = ctypes.CDLL(None)
@@ -23,28 +23,51 @@ SETTING
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
+def touched():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt * mmap.PAGESIZE
+
 def block(size):
     address = libc.malloc(size)
     ctypes.memset(address, 1, size)
     return address
 
-libc.free(block(16 * 2**20))  # the default threshold is as high afterwards
+def free(blocks):
+    for address in blocks:
+        libc.free(address)
+
+LOAD
+"""
+
+_BETWEEN_SMALL_ONES = """
+free([block(16 * 2**20)])  # the default threshold is as high afterwards
 before = resident()
 large = []
 for _ in range(8):
     large.append(block(4 * 2**20))
     block(2**16)  # lives on, behind the large one
-for address in large:
-    libc.free(address)
+free(large)
+print(resident() - before)
+"""
+
+_AGAIN_AND_AGAIN = """
+for number in range(11):
+    if number == 1:
+        before = touched()
+    free([block(4 * 2**20) for _ in range(8)])
+print(touched() - before)
+"""
+
+_MUCH_AT_ONCE = """
+before = resident()
+free([block(4 * 2**20) for _ in range(40)])
 print(resident() - before)
 """
 
 
-def _kept(setting: str) -> int:
-    """Bytes that a process keeps of 32 MiB that it has freed."""
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM.replace("SETTING", setting)], capture_output=True, text=True, check=False
-    )
+def _bytes(load: str, setting: str) -> int:
+    """What a process says that has been told this."""
+    program = _PROGRAM.replace("SETTING", setting).replace("LOAD", load)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     if "no mallopt" in done.stderr:
         pytest.skip("this C library has no mallopt")
     assert done.returncode == 0, done.stderr
@@ -52,8 +75,21 @@ def _kept(setting: str) -> int:
 
 
 def test_large_blocks_between_small_ones_go_back_to_the_system() -> None:
-    assert _kept("malloc.map_large_blocks()") < 2 * MIB  # half a MiB lives on
+    assert _bytes(_BETWEEN_SMALL_ONES, "malloc.map_large_blocks()") < 2 * MIB  # half a MiB lives on
 
 
 def test_without_being_told_it_keeps_them() -> None:
-    assert _kept("") > 16 * MIB
+    assert _bytes(_BETWEEN_SMALL_ONES, "") > 16 * MIB
+
+
+def test_large_blocks_are_used_again() -> None:
+    """Ten times 32 MiB."""
+    assert _bytes(_AGAIN_AND_AGAIN, "malloc.reuse_large_blocks()") < 2 * MIB
+
+
+def test_without_being_told_it_gives_them_back_and_takes_new_ones() -> None:
+    assert _bytes(_AGAIN_AND_AGAIN, "") > 300 * MIB
+
+
+def test_more_than_is_kept_for_use_goes_back_to_the_system() -> None:
+    assert _bytes(_MUCH_AT_ONCE, "malloc.reuse_large_blocks()") < 2 * MIB
