@@ -1,6 +1,6 @@
-"""The memory of this process's GPU that other processes may read: one allocation, one handle, for all receivers.
+"""Memory of this process's GPU that other processes may read, or that comes from them: one allocation, lent in rooms.
 
-It is allocated with the first connection and lives as long as the sender, so that no receiver ever looks at memory that
+It is allocated when it is first needed and lives as long as its owner, so that no receiver ever looks at memory that
 has been given to somebody else. Copies into it go over a stream of its own, which no step of an engine waits for.
 """
 
@@ -20,7 +20,7 @@ ARENA_BYTES: Final = 128 * 2**20
 """Of the device, for each process that sends; common.gpu_memory leaves it out of what pools share."""
 
 
-class ExportArena:
+class DeviceArena:
     """Rooms for tensors on their way. Belongs to the loop, but for the methods that block."""
 
     def __init__(self, runtime: CudaRuntime, size_bytes: int = ARENA_BYTES) -> None:
@@ -31,13 +31,16 @@ class ExportArena:
         self._copying = threading.Lock()
         self._closed = False
         self.size_bytes = size_bytes
-        self._pointer = runtime.allocate(size_bytes)
+        self.pointer = runtime.allocate(size_bytes)
         try:
-            self.handle = runtime.export(self._pointer)
             self._stream = runtime.make_stream()
         except BaseException:
-            runtime.free(self._pointer)
+            runtime.free(self.pointer)
             raise
+
+    @property
+    def num_lent(self) -> int:
+        return self._rooms.num_lent
 
     def lend(self, num_bytes: int) -> int | None:
         """See Arena."""
@@ -71,15 +74,17 @@ class ExportArena:
 
         Blocks, but no stream of anybody else: call it in a thread. Raises CudaError.
         """
-        with self._copying:  # of several copies in one stream, the last one would be waited for anyway
-            if self._closed:
-                raise CudaError("the memory for sending has been given back")
-            if isinstance(data, DeviceBuffer):
-                self._copy(offset, data.pointer, data.nbytes)
-            else:
-                source = np.frombuffer(data, np.uint8)
-                self._copy(offset, source.ctypes.data, source.nbytes)
-            self._runtime.synchronize(self._stream)
+        if isinstance(data, DeviceBuffer):
+            self._copy(self.pointer + offset, data.pointer, data.nbytes)
+        else:
+            source = np.frombuffer(data, np.uint8)
+            self._copy(self.pointer + offset, source.ctypes.data, source.nbytes)
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        """What lies in a room, brought to the host. Blocks and raises as `write`."""
+        host = np.zeros(num_bytes, np.uint8)
+        self._copy(host.ctypes.data, self.pointer + offset, num_bytes)
+        return host.tobytes()
 
     def close(self) -> None:
         """Give the memory back, for good, when the copy under way is done. Twice is fine."""
@@ -87,9 +92,26 @@ class ExportArena:
             if not self._closed:
                 self._closed = True
                 self._runtime.destroy_stream(self._stream)
-                self._runtime.free(self._pointer)
+                self._runtime.free(self.pointer)
         self.wake()
 
-    def _copy(self, offset: int, source: int, num_bytes: int) -> None:
-        if num_bytes:
-            self._runtime.copy(self._pointer + offset, source, num_bytes, self._stream)
+    def _copy(self, target: int, source: int, num_bytes: int) -> None:
+        with self._copying:  # of several copies in one stream, the last one would be waited for anyway
+            if self._closed:
+                raise CudaError("the memory for tensors on their way has been given back")
+            if num_bytes:
+                self._runtime.copy(target, source, num_bytes, self._stream)
+            self._runtime.synchronize(self._stream)
+
+
+class ExportArena(DeviceArena):
+    """One that other processes of this host open by its handle."""
+
+    def __init__(self, runtime: CudaRuntime, size_bytes: int = ARENA_BYTES) -> None:
+        """Blocks and raises as DeviceArena."""
+        super().__init__(runtime, size_bytes)
+        try:
+            self.handle = runtime.export(self.pointer)
+        except BaseException:
+            self.close()
+            raise

@@ -319,7 +319,7 @@ async def test_an_arena_that_is_made_while_its_sender_closes_is_given_back(
     buffer, making = one.cuda.upload(b"x"), threading.Event()
     monkeypatch.setattr(one.cuda, "export", lambda pointer: making.wait(20) and bytes(HANDLE_BYTES))
     sending = asyncio.create_task(one.send(one.connect(other.receiver.address), buffer))
-    await eventually(lambda: one.cuda.num_held == 2)
+    await eventually(lambda: one.cuda.num_held == 3)
     one.close()
     making.set()
     with pytest.raises(TriptychError):
