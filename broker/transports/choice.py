@@ -1,19 +1,21 @@
 """Which transports a setting stands for, and how each is made.
 
-    setting   a receiver offers                  a sender can take
-    auto      shm (Linux), zmq; on a GPU cuda    whatever is offered
-    cuda      the same                           the same, but what lies on a GPU by cuda alone
-    another   that one                           that one
+    setting   a receiver offers                                 a sender can take
+    auto      shm (Linux), zmq; on a GPU cuda, and NIXL         whatever is offered
+              for what lies on others, where there is RDMA
+    cuda      the same                                          the same, but what lies on a GPU by cuda alone
+    nixl      NIXL; on a GPU, also for what lies on others      NIXL
+    another   that one                                          that one
 
-Senders take the first of cuda (what lies on a GPU), shared memory, NIXL, ZMQ and Redis that both have and that works
-between them.
+Senders take the first that both have and that works between them: for what lies on a GPU cuda, then NIXL from GPU to
+GPU; then, and for everything else, shared memory, NIXL, ZMQ and Redis.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cached_property
 from typing import TypeAlias
 
 import zmq.asyncio
@@ -23,7 +25,10 @@ from broker.transports import nixl_agent, segment
 from broker.transports.base import Connection, Receiver
 from broker.transports.cuda_receiver import CudaReceiver
 from broker.transports.cuda_runtime import CudaRuntime
-from broker.transports.cuda_transport import CudaSender
+from broker.transports.cuda_transport import CudaConnection, CudaSender
+from broker.transports.nixl_agent import NixlAgent
+from broker.transports.nixl_cuda import NixlCudaConnection, NixlCudaSender
+from broker.transports.nixl_landing import MOST_BYTES, CudaLanding, HostLanding, Landing
 from broker.transports.nixl_receiver import NixlReceiver
 from broker.transports.nixl_transport import NixlConnection
 from broker.transports.redis_transport import RedisConnection, RedisReceiver
@@ -35,6 +40,9 @@ from common.errors import TriptychError
 
 Connector: TypeAlias = Callable[[str], Connection[memoryview]]
 """Makes the connection to an address, for bytes of the host; does not connect yet."""
+DeviceConnection: TypeAlias = CudaConnection | NixlCudaConnection
+DeviceSender: TypeAlias = CudaSender | NixlCudaSender
+"""Makes connections for the memory of a GPU."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,11 @@ class Means:
     redis: Redis | None = None
     cluster: str = "triptych"
     cuda: CudaRuntime | None = None
+
+    @cached_property
+    def nixl_agent(self) -> NixlAgent:
+        """One for all of NIXL in this direction, sending or receiving."""
+        return NixlAgent(self.host)
 
 
 def make_receivers(
@@ -67,7 +80,11 @@ def make_receivers(
         receivers.append(ShmReceiver(on_arrival, max_bytes=max_bytes))
     if transport == "nixl":
         _require_nixl()
-        receivers.append(NixlReceiver(means.context, means.host, on_arrival, max_bytes=max_bytes))
+        means.nixl_agent.start()
+        receivers.append(_nixl_receiver(means, HostLanding(means.nixl_agent), on_arrival, max_bytes))
+    if means.cuda is not None and (transport == "nixl" or (transport == "auto" and _auto_has_nixl())):
+        landing = CudaLanding(means.cuda, means.nixl_agent)
+        receivers.append(_nixl_receiver(means, landing, on_arrival, min(max_bytes, MOST_BYTES)))
     if transport == "redis":
         receivers.append(RedisReceiver(_redis_of(means), means.cluster, on_arrival, max_bytes=max_bytes))
     return receivers
@@ -85,7 +102,7 @@ def make_connectors(means: Means, transport: Transport) -> dict[str, Connector]:
         connectors[ShmConnection.scheme] = ShmConnection
     if transport == "nixl" or (transport == "auto" and nixl_agent.module_name() is not None):
         _require_nixl()
-        agent = cache(partial(nixl_agent.NixlAgent, means.host))  # one for all connections, made for the first
+        agent = means.nixl_agent
         connectors[NixlConnection.scheme] = lambda address: NixlConnection(means.context, agent, address)
     if transport in ("zmq", "auto"):
         connectors[ZmqConnection.scheme] = lambda address: ZmqConnection(means.context, address)
@@ -95,13 +112,18 @@ def make_connectors(means: Means, transport: Transport) -> dict[str, Connector]:
     return connectors
 
 
-def make_cuda_sender(means: Means, transport: Transport) -> CudaSender | None:
-    """What connects for the memory of a GPU; None where the setting does not stand for it, or there is no GPU.
+def make_device_senders(means: Means, transport: Transport) -> list[DeviceSender]:
+    """What connects for the memory of a GPU, the best first; nothing where the setting does not stand for it, or there
+    is no GPU.
 
     Raises TriptychError("invalid_request") as `make_receivers`.
     """
-    cuda = _cuda_of(means, transport)
-    return None if cuda is None else CudaSender(cuda)
+    senders: list[DeviceSender] = []
+    if (cuda := _cuda_of(means, transport)) is not None:
+        senders.append(CudaSender(cuda))
+    if means.cuda is not None and transport in ("nixl", "auto") and nixl_agent.module_name() is not None:
+        senders.append(NixlCudaSender(means.context, means.cuda, means.nixl_agent))
+    return senders
 
 
 def _cuda_of(means: Means, transport: Transport) -> CudaRuntime | None:
@@ -114,6 +136,15 @@ def _cuda_of(means: Means, transport: Transport) -> CudaRuntime | None:
 def _of_the_host(transport: Transport) -> Transport:
     """The setting for what does not lie on a GPU."""
     return "auto" if transport == "cuda" else transport
+
+
+def _nixl_receiver(means: Means, landing: Landing, on_arrival: Callable[[], None], max_bytes: int) -> NixlReceiver:
+    return NixlReceiver(means.context, means.host, means.nixl_agent, landing, on_arrival, max_bytes=max_bytes)
+
+
+def _auto_has_nixl() -> bool:
+    """Without RDMA, UCX takes longer from GPU to GPU than other transports through the host."""
+    return nixl_agent.module_name() is not None and nixl_agent.has_rdma()
 
 
 def _require_shared_memory() -> None:

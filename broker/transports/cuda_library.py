@@ -10,7 +10,7 @@ import importlib.util
 from collections.abc import Iterator
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from broker.transports.cuda_runtime import HANDLE_BYTES, CudaError
 
@@ -42,6 +42,13 @@ class CudaLibrary:
     @property
     def device_id(self) -> str:
         return self._device_id
+
+    @property
+    def nixl_memory(self) -> tuple[Literal["DRAM", "VRAM"], int]:
+        return "VRAM", self._device
+
+    def make_current(self) -> None:
+        self._call("cudaSetDevice", c_int(self._device))
 
     def can_read(self, device_id: str) -> bool:
         other, possible = c_int(), c_int()

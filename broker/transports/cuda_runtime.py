@@ -8,7 +8,7 @@ https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__DEVICE.html (cudaIp
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
 
 HANDLE_BYTES: Final = 64
 
@@ -23,6 +23,13 @@ class CudaRuntime(Protocol):
     @property
     def device_id(self) -> str:
         """Tells this GPU from every other one of the host, whatever processes number it: its PCI bus id."""
+
+    @property
+    def nixl_memory(self) -> tuple[Literal["DRAM", "VRAM"], int]:
+        """What NIXL calls memory of this device: its kind, and the device as this process counts them."""
+
+    def make_current(self) -> None:
+        """Let other libraries that the calling thread uses find the device: it is a property of the thread."""
 
     def can_read(self, device_id: str) -> bool:
         """Whether this device can read the memory of that one: it is the same one, or a peer that this process sees."""

@@ -12,14 +12,19 @@ import asyncio
 import importlib.util
 import os
 import secrets
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
-Bytes = npt.NDArray[np.uint8]
+from broker.transports.nixl_room import HOST, Room, Where
+
 MODULES: Final = ("nixl_cu13", "nixl_cu12")
+_RDMA_DEVICES: Final = Path("/sys/class/infiniband")
 _EAGER_POLLS: Final = 200
 _POLL_S: Final = 0.0005
 
@@ -29,6 +34,12 @@ def module_name() -> str | None:
     return next((name for name in MODULES if importlib.util.find_spec(name) is not None), None)
 
 
+def has_rdma() -> bool:
+    """Whether this host has a network device that reads memory by itself: without one, UCX carries a GPU's memory
+    through the host's in small pieces."""
+    return _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())
+
+
 class NixlError(Exception):
     """The library has failed, or the other side has gone."""
 
@@ -36,14 +47,11 @@ class NixlError(Exception):
 class Memory:
     """Memory that agents of other processes may read, or this one may fill. Deregister it before it is freed."""
 
-    def __init__(self, agent: NixlAgent, array: Bytes) -> None:
-        self.array = array
+    def __init__(self, agent: NixlAgent, address: int, num_bytes: int, where: Where = HOST) -> None:
+        self.address = address
+        self.where = where
         self._agent = agent
-        self._registration = agent.call("register_memory", [(self.address, array.nbytes, 0, "")], "DRAM")
-
-    @property
-    def address(self) -> int:
-        return int(self.array.ctypes.data)
+        self._registration = agent.call("register_memory", [(address, num_bytes, where[1], "")], where[0])
 
     @property
     def metadata(self) -> bytes:
@@ -51,66 +59,145 @@ class Memory:
         return bytes(self._agent.call("get_partial_agent_metadata", self._registration, True))
 
     def deregister(self) -> None:
-        self._agent.call("deregister_memory", self._registration)
+        """Nothing happens where the agent has been closed, and with it every registration."""
+        with suppress(NixlError):
+            self._agent.call("deregister_memory", self._registration)
+
+
+class HostMemory(Memory):
+    """New memory of the host."""
+
+    def __init__(self, agent: NixlAgent, num_bytes: int) -> None:
+        self.array = np.empty(num_bytes, np.uint8)
+        super().__init__(agent, int(self.array.ctypes.data), num_bytes)
+
+
+@dataclass(eq=False)
+class _Transfer:
+    """One that may write into a room."""
+
+    name: str
+    handle: Any
+    room: Room
+    given_up: bool = False
 
 
 class NixlAgent:
-    """One agent: threads and connections of UCX. Takes half a second to make; one per process and direction.
+    """One agent: threads and connections of UCX, one per process and direction. They are made when they are first
+    needed, which takes half a second; from then on one of the threads keeps a core busy.
 
     Raises NixlError from all that it does, ImportError where the library is not installed. Belongs to one thread.
     """
 
     def __init__(self, host: str) -> None:
         """Of a process that listens on `host`, a numeric address: on loopback, UCX is kept to that, too."""
+        self._host = host
+        self._agent: Any = None
+        self._closed = False
+        self._known: Counter[str] = Counter()
+        self._transfers: list[_Transfer] = []
+
+    def start(self) -> None:
+        """Make them now."""
+        if self._closed:
+            raise NixlError("this agent has been closed")
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-        if ip_address(host).is_loopback:
+        if ip_address(self._host).is_loopback:
             os.environ.setdefault("UCX_NET_DEVICES", "lo")  # NIXL's own option takes InfiniBand's names only
         name = module_name()
         if name is None:
             raise ImportError("NIXL is not installed")
         api: Any = importlib.import_module(f"{name}._api")
-        self._agent: Any = None
-        self._unfinished: list[tuple[Any, Memory]] = []
-        self._agent = api.nixl_agent(f"triptych-{secrets.token_hex(8)}", api.nixl_agent_config(backends=["UCX"]))
+        try:
+            config = api.nixl_agent_config(backends=["UCX"])
+            self._agent = api.nixl_agent(f"triptych-{secrets.token_hex(8)}", config)
+        except Exception as error:  # as in `call`
+            raise NixlError(f"no NIXL agent: {error}") from error
 
     def meet(self, metadata: bytes) -> str:
-        """Get to know another agent; its name."""
+        """Get to know another agent, or more of its memory; its name, for as many `part` as there were of these."""
         name = self.call("add_remote_agent", metadata)
-        return name.decode() if isinstance(name, bytes) else str(name)
+        text = name.decode() if isinstance(name, bytes) else str(name)
+        self._known[text] += 1
+        return text
 
     def part(self, name: str) -> None:
-        """Forget another agent and close the connection."""
-        self.call("remove_remote_agent", name)
+        """Forget another agent and close the connection: once nothing is read from it any more."""
+        self._known[name] -= 1
+        self.settle()
 
-    async def read(self, name: str, address: int, into: Memory, start: int, num_bytes: int) -> None:
-        """Copy bytes of another agent's memory into ours, from `start` on."""
-        ours = self.call("get_xfer_descs", [(into.address + start, num_bytes, 0)], "DRAM")
-        theirs = self.call("get_xfer_descs", [(address, num_bytes, 0)], "DRAM")
-        handle = self.call("initialize_xfer", "READ", ours, theirs, name)
-        polls, state = 0, self.call("transfer", handle)
+    async def read(self, name: str, where: Where, address: int, room: Room, start: int, num_bytes: int) -> None:
+        """Copy bytes of another agent's memory into a room of ours, from `start` on."""
+        self.settle()
+        kind, device = room.where
+        ours = self.call("get_xfer_descs", [(room.address + start, num_bytes, device)], kind)
+        theirs = self.call("get_xfer_descs", [(address, num_bytes, where[1])], where[0])
+        transfer = _Transfer(name, self.call("initialize_xfer", "READ", ours, theirs, name), room)
+        self._transfers.append(transfer)
+        room.hold()
+        polls, state = 0, "ERR"  # where the first call raises
         try:
+            state = self.call("transfer", transfer.handle)
             while state == "PROC":
                 await asyncio.sleep(0 if polls < _EAGER_POLLS else _POLL_S)
-                polls, state = polls + 1, self.call("check_xfer_state", handle)
+                polls, state = polls + 1, self._state_of(transfer)
         finally:
-            self._end(handle, into)
+            transfer.given_up = state == "PROC"
+            if not transfer.given_up:
+                self._end(transfer)
         if state != "DONE":
             raise NixlError(f"a transfer from {name} ended in state {state}")
 
+    def settle(self) -> None:
+        """Let go of the rooms of transfers that were given up and have ended since, and of agents that have gone.
+
+        UCX goes on with a transfer until it is over, whatever it is told: it still writes when its handle has been
+        released, and even when the other agent has been forgotten. So both wait for that, and so does the room.
+        """
+        for transfer in [transfer for transfer in self._transfers if transfer.given_up]:
+            if self._state_of(transfer) != "PROC":
+                self._end(transfer)
+        busy = {transfer.name for transfer in self._transfers}
+        for name in [name for name, count in self._known.items() if count <= 0 and name not in busy]:
+            del self._known[name]
+            with suppress(NixlError):  # it has gone before, or our own agent has
+                self.call("remove_remote_agent", name)
+
     def close(self) -> None:
-        """End the agent's threads and connections."""
-        self._agent = None
+        """End the agent's threads and connections, and with them all transfers. Twice is fine."""
+        transfers, self._transfers = self._transfers, []
+        for transfer in transfers:
+            _release(transfer)
+        self._agent, self._closed = None, True  # nothing is written from now on
+        for transfer in transfers:
+            transfer.room.let_go()
 
     def call(self, function: str, *arguments: Any) -> Any:
         """A function of the library, whose exceptions have no common ancestor but Exception."""
+        if self._agent is None:
+            self.start()
         try:
             return getattr(self._agent, function)(*arguments)
         except Exception as error:
             raise NixlError(f"NIXL {function}: {error}") from error
 
-    def _end(self, handle: Any, into: Memory) -> None:
-        """Let go of a transfer. One that cannot be broken off may write on: it keeps its memory."""
+    def _state_of(self, transfer: _Transfer) -> str:
+        """PROC, DONE, or else why it has ended."""
         try:
-            self.call("release_xfer_handle", handle)
-        except NixlError:
-            self._unfinished.append((handle, into))
+            return str(self.call("check_xfer_state", transfer.handle))
+        except NixlError as error:
+            return str(error)
+
+    def _end(self, transfer: _Transfer) -> None:
+        """Nothing happens where the agent has been closed meanwhile."""
+        if transfer in self._transfers:
+            self._transfers.remove(transfer)
+            _release(transfer)
+            transfer.room.let_go()
+
+
+def _release(transfer: _Transfer) -> None:
+    """The handle would keep the library's agent alive."""
+    with suppress(Exception):
+        transfer.handle.release()
+    transfer.handle = None

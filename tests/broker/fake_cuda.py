@@ -14,7 +14,7 @@ import os
 import threading
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,8 @@ from broker.transports.cuda_runtime import HANDLE_BYTES, CudaError
 from broker.transports.payload import DeviceBuffer
 
 GARBAGE = 0xA5
+_TOUCHED_BYTES = 8 * 2**20
+"""Of an allocation, which hold garbage from the beginning: arenas are larger than what tests put into them."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,15 @@ class _Memory:
 
 
 class FakeCuda:
-    """See broker.transports.cuda_runtime.CudaRuntime. `peers` are the other GPUs that this one can read."""
+    """See broker.transports.cuda_runtime.CudaRuntime. `peers` are the other GPUs that this one can read, `nixl_kind` is
+    what NIXL is told that the memory is: DRAM, which it is, or VRAM, which NIXL finds out to be wrong."""
 
-    def __init__(self, device_id: str = "0000:01:00.0", peers: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, device_id: str = "0000:01:00.0", peers: tuple[str, ...] = (), nixl_kind: Literal["DRAM", "VRAM"] = "DRAM"
+    ) -> None:
         self._device_id = device_id
         self._peers = peers
+        self._nixl_kind = nixl_kind
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._allocated: dict[int, _Memory] = {}
@@ -58,6 +64,13 @@ class FakeCuda:
         """Allocations, open handles and streams."""
         return len(self._allocated) + len(self._opened) + len(self._streams)
 
+    @property
+    def nixl_memory(self) -> tuple[Literal["DRAM", "VRAM"], int]:
+        return self._nixl_kind, 0
+
+    def make_current(self) -> None:
+        """Nothing: no other library looks for this device."""
+
     def can_read(self, device_id: str) -> bool:
         return device_id == self._device_id or device_id in self._peers
 
@@ -65,7 +78,7 @@ class FakeCuda:
         fd = os.memfd_create("triptych-fake-cuda")
         os.ftruncate(fd, num_bytes)
         memory = _Memory(_map(fd, num_bytes), fd)
-        memory.array[:] = GARBAGE
+        memory.array[:_TOUCHED_BYTES] = GARBAGE
         self._allocated[memory.pointer] = memory
         return memory.pointer
 

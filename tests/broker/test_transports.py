@@ -22,6 +22,7 @@ from common.errors import TriptychError
 from common.hashing import checksum
 from tests.broker.transport_kit import (
     NIXL,
+    NIXL_CUDA,
     Kit,
     header,
     keys_without_expiry,
@@ -37,7 +38,7 @@ from tests.broker.transport_kit import (
 from tests.eventually import eventually
 
 MIB = 2**20
-TRANSPORTS = ["zmq", "shm", "redis", NIXL, "cuda"]
+TRANSPORTS = ["zmq", "shm", "redis", NIXL, "cuda", NIXL_CUDA]
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -93,7 +94,7 @@ def half_a_gibibyte() -> memoryview:
 
 async def test_half_a_gibibyte_arrives_whole(kit: Kit, half_a_gibibyte: memoryview) -> None:
     data = half_a_gibibyte
-    if kit.transport == "cuda":
+    if kit.on_device:
         pytest.skip("tensors larger than half of its arena go another way")
     sender, receiver = kit.sender(), kit.receiver(max_bytes=512 * MIB)
     received = await transfer(sender, receiver, of_bytes(data), data, timeout_s=120)
@@ -121,7 +122,7 @@ async def test_a_released_tensor_can_no_longer_be_read_and_releasing_twice_is_fi
 @pytest.mark.parametrize("way", ["in place", "while copying"])
 async def test_a_flipped_byte_is_a_fault_and_the_next_tensor_is_none(kit: Kit, way: str) -> None:
     """The checksum comes from the sender with the header; the byte flips where the bytes have arrived."""
-    if kit.transport == "cuda":
+    if kit.on_device:
         pytest.skip("the memory of a GPU has no checksum")
     sender, receiver = kit.sender(), kit.receiver()
     data, target = os.urandom(3 * MIB + 17), memoryview(bytearray(3 * MIB + 17))
@@ -214,7 +215,7 @@ async def test_what_is_not_told_otherwise_listens_on_loopback_only(kit: Kit) -> 
     (await transfer(sender, receiver, of_bytes(b"x"), memoryview(b"x"))).release()
     listening = listening_addresses()
     assert all(address.is_loopback for address in listening)
-    assert listening or kit.transport not in ("zmq", "nixl")
+    assert listening or kit.transport not in ("zmq", "nixl", "nixl+cuda")
 
 
 async def test_closed_ends_leave_no_descriptor_no_file_and_no_key(redis: Redis, broker_url: str, kit: Kit) -> None:

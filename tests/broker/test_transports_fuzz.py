@@ -32,9 +32,17 @@ WIRES: dict[str, tuple[Callable[[bytes], object], list[object]]] = {
     ),
     "nixl, receiver": (
         nixl_wire.for_receiver,
-        [nixl_wire.Greeting(bytes(400)), nixl_wire.Piece(1, HEADER, 49152, 0, 49152, 2**47), nixl_wire.Goodbye()],
+        [
+            nixl_wire.Greeting(bytes(400)),
+            nixl_wire.Piece(1, HEADER, 49152, 0, 49152, 2**47),
+            nixl_wire.Complete(1),
+            nixl_wire.Goodbye(),
+        ],
     ),
-    "nixl, sender": (nixl_wire.for_sender, [nixl_wire.Welcome(2**30), nixl_wire.Taken(1, "greet first")]),
+    "nixl, sender": (
+        nixl_wire.for_sender,
+        [nixl_wire.Welcome(2**30, bytes(16)), nixl_wire.Refusal("no memory"), nixl_wire.Taken(1, "greet first")],
+    ),
     "redis": (decode_passing, [Passing("0f" * 8, 49152, 5.0, HEADER)]),
 }
 

@@ -15,12 +15,13 @@ from broker.curve import ClusterContext
 from broker.tensors import TensorReceiver
 from broker.transports import nixl_wire, packets, segment
 from broker.transports.base import QUEUE_TENSORS
+from broker.transports.nixl_agent import HostMemory, NixlAgent
 from broker.transports.shm_wire import NONCE_BYTES, Announce, Hello, Release, Welcome, pack
 from common.config import Transport
 from common.errors import TriptychError
 from common.keys import ClusterKey
 from common.messages import encode
-from tests.broker.transport_kit import NIXL, Kit, header, kit_of, of_bytes, open_files, to, transfer
+from tests.broker.transport_kit import NIXL, NIXL_CUDA, Kit, header, kit_of, of_bytes, open_files, to, transfer
 from tests.eventually import eventually
 
 MIB = 2**20
@@ -101,6 +102,47 @@ async def test_nixl_drops_what_is_no_tensor(kit: Kit) -> None:
     await eventually(lambda: receiver.num_invalid == 3)
     await still_works(kit, receiver)
     raw.close(linger=0)
+
+
+@pytest.mark.parametrize("kit", [NIXL_CUDA], indirect=True)
+async def test_nixl_between_gpus_hands_out_no_tensor_that_is_not_whole(kit: Kit) -> None:
+    """A sender that greets as it should, and then says what it likes of its tensors."""
+    receiver, agent = kit.receiver(max_bytes=MIB), NixlAgent("127.0.0.1")
+    memory, raw = HostMemory(agent, MIB), kit.context.socket(zmq.DEALER)
+    raw.connect(receiver.address.replace("nixl+cuda+tcp", "tcp"))
+
+    async def answer_to(*messages: nixl_wire.ToReceiver) -> nixl_wire.ToSender:
+        for message in messages:
+            await raw.send(nixl_wire.pack(message))
+        async with asyncio.timeout(20):
+            return nixl_wire.for_sender(await raw.recv())
+
+    def piece(start: int, num_bytes: int, *, number: int = 1, size: int = 100) -> nixl_wire.Piece:
+        head = of_bytes(bytes(100))
+        return nixl_wire.Piece(number, head, size, start, num_bytes, memory.address)
+
+    memory.array[:16] = list(b"it reads a nonce")
+    elsewhere = nixl_wire.Greeting(memory.metadata, nonce_address=memory.address + MIB)
+    assert isinstance(await answer_to(elsewhere), nixl_wire.Refusal)
+    greeting = nixl_wire.Greeting(memory.metadata, nonce_address=memory.address)
+    assert await answer_to(greeting) == nixl_wire.Welcome(MIB, b"it reads a nonce")
+    complete = nixl_wire.Complete(1)
+    assert await answer_to(complete, piece(0, 60), complete) == nixl_wire.Taken(1)
+    for wrong in (piece(50, 50), piece(60, 40), piece(60, 30, size=90), piece(60, 40, number=2)):
+        answer = await answer_to(piece(0, 60, number=3), wrong, nixl_wire.Complete(wrong.number))
+        assert isinstance(answer, nixl_wire.Taken)
+        answer = nixl_wire.for_sender(await raw.recv()) if answer.number == 3 else answer
+        assert isinstance(answer, nixl_wire.Taken)
+        assert answer.fault
+    assert receiver._take() is None
+    assert await answer_to(piece(0, 100, number=4)) == nixl_wire.Taken(4)
+    assert await answer_to(nixl_wire.Complete(4), piece(0, 60, number=5)) == nixl_wire.Taken(
+        5
+    )  # whichever is read first
+    assert (await receiver.receive()).data.nbytes == 100
+    await still_works(kit, receiver)
+    raw.close(linger=0)
+    agent.close()
 
 
 def fd_of(data: bytes, *, size: int | None = None) -> int:

@@ -14,13 +14,14 @@ from redis.asyncio import Redis
 from broker.tensors import TensorReceiver
 from broker.transports import cuda_transport, shm_transport
 from broker.transports.nixl_agent import NixlAgent
-from broker.transports.nixl_receiver import FORGET_S, READ_S, NixlReceiver
-from broker.transports.nixl_transport import NixlConnection
+from broker.transports.nixl_link import NixlLink
+from broker.transports.nixl_receiver import FORGET_S, NixlReceiver
 from broker.transports.redis_transport import RedisConnection, RedisReceiver
 from common.errors import TriptychError
 from tests.broker.relay import Relay
 from tests.broker.transport_kit import (
     NIXL,
+    NIXL_CUDA,
     Kit,
     keys_without_expiry,
     kit_of,
@@ -35,7 +36,7 @@ from tests.eventually import eventually
 MIB = 2**20
 
 
-@pytest.fixture(params=["zmq", "shm", "redis", NIXL, "cuda"])
+@pytest.fixture(params=["zmq", "shm", "redis", NIXL, "cuda", NIXL_CUDA])
 async def kit(request: pytest.FixtureRequest, redis: Redis, broker_url: str) -> AsyncIterator[Kit]:
     async with kit_of(request.param, redis, broker_url) as kit:
         yield kit
@@ -58,7 +59,7 @@ class Pause:
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("kit", ["redis", NIXL], indirect=True)
+@pytest.mark.parametrize("kit", ["redis", NIXL, NIXL_CUDA], indirect=True)
 async def test_a_sender_killed_after_its_first_chunk_costs_nobody_else_anything(
     kit: Kit, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,25 +77,25 @@ async def test_a_sender_killed_after_its_first_chunk_costs_nobody_else_anything(
     data = memoryview(os.urandom(MIB))
     received = await transfer(kit.sender(), receiver, of_bytes(data), data, timeout_s=10)
     assert (received.header.sender, received.data, received.fault) == ("e0", data, None)
-    await eventually(lambda: num_collecting(receiver) == 0, timeout_s=2 * READ_S)
+    await eventually(lambda: num_collecting(receiver) == 0, timeout_s=2 * FORGET_S)
     assert await keys_without_expiry(redis) == []
 
 
 def num_collecting(receiver: TensorReceiver) -> int:
     """Tensors of which a part has come, and memory is held for them."""
-    (end,) = receiver._receivers
+    end = receiver._receivers[0]
     if isinstance(end, RedisReceiver):
         return len(end._tasks) - 1  # one listens
-    assert isinstance(end, NixlReceiver)
-    return sum(sender._memory is not None for sender in end._senders.values())
+    ends = [end for end in receiver._receivers if isinstance(end, NixlReceiver)]
+    return sum(sender._room is not None for end in ends for sender in end._senders.values())
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("kit", ["redis", NIXL], indirect=True)
+@pytest.mark.parametrize("kit", ["redis", NIXL, NIXL_CUDA], indirect=True)
 async def test_a_receiver_killed_after_its_first_chunk_ends_the_send_by_its_deadline(
     kit: Kit, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner, name = (RedisConnection, "_answer") if kit.transport == "redis" else (NixlConnection, "_taken")
+    owner, name = (RedisConnection, "_answer") if kit.transport == "redis" else (NixlLink, "_taken")
     peer, sender = await kit.peer("receive"), kit.sender()
     address = await peer.line()
     await sender.send(to(address), of_bytes(b"x"), memoryview(b"x"), timeout_s=30)  # it is connected
@@ -160,7 +161,7 @@ async def test_a_wire_that_stalls_amid_a_tensor_holds_up_nobody_else(kit: Kit) -
         assert wire.num_accepted == 1
 
 
-@pytest.mark.parametrize("kit", [NIXL], indirect=True)
+@pytest.mark.parametrize("kit", [NIXL, NIXL_CUDA], indirect=True)
 async def test_a_pair_that_has_been_silent_for_long_meets_again(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than the receiver remembers a sender, which is reminded before the next tensor."""
     sender, receiver = kit.sender(), kit.receiver()

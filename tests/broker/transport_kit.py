@@ -26,20 +26,19 @@ from broker.transports.base import Connection
 from broker.transports.choice import Means, make_connectors
 from broker.transports.nixl_agent import module_name
 from broker.transports.payload import Payload
-from common.config import Transport
 from common.messages import InstanceRecord, TensorHeader
 from tests.broker.conftest import make_record
-from tests.broker.device_ends import make_receiver, make_sender
+from tests.broker.device_ends import DEVICE_SCHEMES, Way, make_receiver, make_sender
 
 ROOT = Path(__file__).resolve().parents[2]
 NIXL_REQUIRED = os.environ.get("CI") == "true" and (sys.platform, platform.machine()) == ("linux", "x86_64")
 """There it belongs to what tests need: without it they fail."""
-NIXL = pytest.param(
-    "nixl",
-    marks=pytest.mark.skipif(
-        module_name() is None and not NIXL_REQUIRED, reason="NIXL is not installed: pip install triptych[nixl]"
-    ),
+NEEDS_NIXL = pytest.mark.skipif(
+    module_name() is None and not NIXL_REQUIRED, reason="NIXL is not installed: pip install triptych[nixl]"
 )
+NIXL = pytest.param("nixl", marks=NEEDS_NIXL)
+NIXL_CUDA = pytest.param("nixl+cuda", marks=NEEDS_NIXL)
+"""Between GPUs: what stands for them is memory that the real library moves."""
 
 
 def to(address: str) -> InstanceRecord:
@@ -59,7 +58,7 @@ def of_bytes(data: bytes | memoryview, **more: Any) -> TensorHeader:
 class Kit:
     """Makes ends of one transport, and closes them at the end of a test."""
 
-    transport: Transport
+    transport: Way
     redis: Redis
     broker_url: str
     context: zmq.asyncio.Context = field(default_factory=zmq.asyncio.Context)
@@ -78,6 +77,7 @@ class Kit:
 
     def connection(self, address: str) -> Connection:
         """The bare connection below the facade."""
+        assert self.transport != "nixl+cuda"
         (make,) = make_connectors(Means(self.context, redis=self.redis), self.transport).values()
         self._ends.append(connection := make(address))
         return connection
@@ -95,6 +95,11 @@ class Kit:
         await transfer(sender, receiver, of_bytes(bytes(2**16)), memoryview(bytes(2**16)))
         sender.close()
         receiver.close()
+
+    @property
+    def on_device(self) -> bool:
+        """Whether tensors go from one GPU to another."""
+        return self.transport in DEVICE_SCHEMES
 
     async def close(self) -> None:
         for peer in self._peers:
@@ -184,7 +189,7 @@ def shared_files() -> set[str]:
 
 
 @asynccontextmanager
-async def kit_of(transport: Transport, redis: Redis, broker_url: str) -> AsyncIterator[Kit]:
+async def kit_of(transport: Way, redis: Redis, broker_url: str) -> AsyncIterator[Kit]:
     kit = Kit(transport, redis, broker_url)
     try:
         yield kit

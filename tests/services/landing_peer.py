@@ -1,12 +1,15 @@
 """A process whose tensors land on a GPU, or on what stands for one.
 
-python -m tests.services.landing_peer fake|cuda    prints its address, then for each tensor its device and its checksum
+python -m tests.services.landing_peer fake|cuda TRANSPORT
+
+prints its address, then for each tensor its device and its checksum
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from typing import Any
 
 import torch
 import zmq.asyncio
@@ -19,11 +22,12 @@ from services.tensor_bytes import bytes_of
 from tests.broker.fake_cuda import FakeCuda
 
 
-async def main(kind: str) -> None:
+async def main(kind: str, transport: Any) -> None:
     device = torch.device("cuda" if kind == "cuda" else "cpu")
     cuda = open_cuda("cuda") if kind == "cuda" else FakeCuda()
     assert cuda is not None
-    receiver, landing = TensorReceiver(zmq.asyncio.Context(), max_bytes=2**28, cuda=cuda), DeviceLanding(cuda, device)
+    receiver = TensorReceiver(zmq.asyncio.Context(), max_bytes=2**28, transport=transport, cuda=cuda)
+    landing = DeviceLanding(cuda, device)
     print(receiver.address, flush=True)
     while True:
         received = await receiver.receive()
@@ -36,4 +40,4 @@ async def main(kind: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    asyncio.run(main(*sys.argv[1:]))

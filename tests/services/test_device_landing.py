@@ -1,4 +1,4 @@
-"""Tensors from one process's GPU to another's: by CUDA where there is a GPU, and anywhere by what stands for it."""
+"""Tensors from one process's GPU to another's, by CUDA or NIXL: where there is one, and by what stands for it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,23 @@ import zmq.asyncio
 from broker.tensors import TensorSender
 from broker.transports.cuda_transport import ARENA_BYTES, LINK_SHARE
 from broker.transports.payload import Payload
+from common.config import Transport
 from common.hashing import checksum
 from common.messages import TensorHeader
 from services.device_tensors import open_cuda, payload_of
 from services.tensor_bytes import bytes_of
 from tests.broker import cuda_ipc
 from tests.broker.fake_cuda import FakeCuda
-from tests.broker.transport_kit import ROOT, Peer, to
+from tests.broker.transport_kit import NEEDS_NIXL, ROOT, Peer, to
 
 pytestmark = pytest.mark.cluster
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 SHAPES = ([1, 1], [257, 1280], [1500, 1024], [4, 0], [3, 333])
+
+
+GPU = [NO_GPU, pytest.mark.gpu]
+SCHEMES = {"auto": ("cuda+unix", "shm+unix"), "nixl": ("nixl+cuda+tcp", "nixl+tcp")}
+"""By which it goes from GPU to GPU, and through the host."""
 
 
 @dataclass
@@ -33,6 +39,7 @@ class Sending:
     """The sending process, which is this one, and the other one's address."""
 
     kind: str
+    transport: Transport
     sender: TensorSender
     peer: Peer
     address: str
@@ -54,17 +61,25 @@ class Sending:
         return f"{'cuda' if self.kind == 'cuda' else 'cpu'} {checksum(bytes_of(values))}"
 
 
-@pytest.fixture(params=["fake", pytest.param("cuda", marks=[NO_GPU, pytest.mark.gpu])])
+@pytest.fixture(
+    params=[
+        pytest.param(("fake", "auto"), id="fake"),
+        pytest.param(("cuda", "auto"), id="cuda", marks=GPU),
+        pytest.param(("fake", "nixl"), id="fake-nixl", marks=NEEDS_NIXL),
+        pytest.param(("cuda", "nixl"), id="cuda-nixl", marks=[*GPU, NEEDS_NIXL]),
+    ]
+)
 async def sending(request: pytest.FixtureRequest, zmq_context: zmq.asyncio.Context) -> AsyncIterator[Sending]:
-    fault = cuda_ipc.fault() if request.param == "cuda" else None
+    kind, transport = request.param
+    fault = cuda_ipc.fault() if request.param == ("cuda", "auto") else None
     if fault is not None:
         pytest.skip(fault)
-    command = [sys.executable, "-m", "tests.services.landing_peer", request.param]
+    command = [sys.executable, "-m", "tests.services.landing_peer", kind, transport]
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, cwd=ROOT)
     peer, fake = Peer(process), FakeCuda()
-    sender = TensorSender(zmq_context, cuda=open_cuda("cuda") if request.param == "cuda" else fake)
+    sender = TensorSender(zmq_context, transport=transport, cuda=open_cuda("cuda") if kind == "cuda" else fake)
     try:
-        yield Sending(request.param, sender, peer, await peer.line(), fake)
+        yield Sending(kind, transport, sender, peer, await peer.line(), fake)
     finally:
         sender.close()
         await peer.kill()
@@ -80,8 +95,9 @@ async def test_tensors_land_whole_one_by_one_many_at_once_and_when_they_are_too_
     await asyncio.gather(*map(sending.send, tensors))
     landed = [await sending.peer.line() for _ in tensors]
     assert sorted(landed) == sorted(map(sending.expected, tensors))
-    assert sending.sender.num_sent == {"cuda+unix": 3 * len(SHAPES) + len(tensors)}
+    direct, through_host = SCHEMES[sending.transport]
+    assert sending.sender.num_sent == {direct: 3 * len(SHAPES) + len(tensors)}
     large = torch.randn(ARENA_BYTES // LINK_SHARE // 2 + 1).to(torch.bfloat16)
     await sending.send(large)
     assert await sending.peer.line() == sending.expected(large)
-    assert sending.sender.num_sent["shm+unix"] == 1
+    assert sending.sender.num_sent[through_host] == 1

@@ -1,0 +1,138 @@
+"""The ways from one process to another's tensors, and which of them is taken."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Final
+
+from broker.transports.base import Connection, Sent, Unreachable
+from broker.transports.choice import Connector, DeviceConnection, DeviceSender
+from broker.transports.payload import DeviceBuffer, Payload
+from common.errors import TriptychError
+from common.messages import InstanceRecord, TensorHeader
+from common.telemetry import get_logger
+
+AVOID_S: Final = 10.0
+"""A transport that cannot reach a receiver is not tried again for so long, if there is another."""
+
+log = get_logger()
+
+
+def addresses_by_scheme(tensor_address: str) -> dict[str, str]:
+    """The addresses of an InstanceRecord: {"tcp": "tcp://host:port", ...}, in the receiver's order."""
+    return {address.partition("://")[0]: address for address in tensor_address.split()}
+
+
+class Route:
+    """The ways to one receiver, the best first; connections are made when they are first used, and kept."""
+
+    def __init__(
+        self,
+        receiver: InstanceRecord,
+        connectors: dict[str, Connector],
+        devices: list[DeviceSender],
+        *,
+        only_cuda: bool,
+    ) -> None:
+        """With `only_cuda`, what lies on a GPU takes no other way.
+
+        Raises TriptychError("unavailable") where no transport is common to both.
+        """
+        offered = addresses_by_scheme(receiver.tensor_address)
+        self._receiver_id = receiver.instance_id
+        self._makers = {name: partial(make, offered[name]) for name, make in connectors.items() if name in offered}
+        self._connections: dict[str, Connection[memoryview]] = {}
+        self._devices: list[DeviceConnection] = [
+            device.connect(offered[device.scheme]) for device in devices if device.scheme in offered
+        ]
+        self._only_cuda = only_cuda
+        self._avoided_until_s: dict[str, float] = {}
+        self._closed = False
+        if not self._makers and not self._devices:
+            message = f"{receiver.instance_id} takes tensors by {_list(offered)}, this instance sends by "
+            raise TriptychError("unavailable", message + f"{_list(connectors)}: start both with the same --transport")
+
+    async def send(self, header: TensorHeader, data: Payload, deadline_s: float) -> str:
+        """Send by the first way that leads there; returns its scheme."""
+        reasons: list[str] = []
+        if isinstance(data, DeviceBuffer):
+            if (scheme := await self._sent_from_device(header, data, deadline_s, reasons)) is not None:
+                return scheme
+            data = await self._brought_to_host(data, deadline_s)
+        for connection in self._usable():
+            if await self._sent_by(connection, header, data, deadline_s, reasons):
+                return connection.scheme
+        raise TriptychError("unavailable", f"no way to {self._receiver_id}: {'; '.join(reasons)}")
+
+    def close(self) -> None:
+        self._closed = True
+        for connection in self._connections.values():
+            connection.close()
+        for device in self._devices:
+            device.close()
+
+    async def _sent_from_device(
+        self, header: TensorHeader, data: DeviceBuffer, deadline_s: float, reasons: list[str]
+    ) -> str | None:
+        """The scheme by which it has gone without passing through the host; None where no way does that."""
+        for way in self._devices:
+            if not way.carries(data.nbytes):
+                reasons.append(f"{way.scheme} does not take its {data.nbytes} bytes")
+            elif self._is_avoided(way.scheme) and not self._only_cuda:
+                continue
+            elif await self._sent_by(way, header, data, deadline_s, reasons):
+                return way.scheme
+        if self._only_cuda:
+            raise TriptychError(
+                "unavailable", f"no way to {self._receiver_id}: {'; '.join(reasons) or 'it takes nothing by cuda'}"
+            )
+        return None
+
+    async def _brought_to_host(self, data: DeviceBuffer, deadline_s: float) -> memoryview:
+        try:
+            async with asyncio.timeout(max(0.0, deadline_s - time.monotonic())):
+                return await asyncio.to_thread(data.to_host)
+        except TimeoutError as error:
+            message = f"{data.nbytes} bytes did not come from the GPU in time to be sent to {self._receiver_id}"
+            raise TriptychError("unavailable", message) from error
+
+    def _usable(self) -> Iterator[Connection[memoryview]]:
+        """All but those that have lately led nowhere; the last one in any case.
+
+        Raises TriptychError("unavailable") once the route is closed: what were made now would be nobody's to close.
+        """
+        for number, (scheme, make) in enumerate(self._makers.items(), 1):
+            if self._closed:
+                raise TriptychError("unavailable", f"{self._receiver_id} has gone")
+            if number == len(self._makers) or not self._is_avoided(scheme):
+                if scheme not in self._connections:
+                    self._connections[scheme] = make()
+                yield self._connections[scheme]
+
+    def _is_avoided(self, scheme: str) -> bool:
+        return self._avoided_until_s.get(scheme, 0.0) > time.monotonic()
+
+    async def _sent_by(
+        self, connection: Connection[Sent], header: TensorHeader, data: Sent, deadline_s: float, reasons: list[str]
+    ) -> bool:
+        """False, and why, where this way does not lead there."""
+        try:
+            await connection.send(header, data, max(0.0, deadline_s - time.monotonic()))
+            return True
+        except Unreachable as error:
+            reasons.append(error.info.message)
+            self._avoided_until_s[connection.scheme] = time.monotonic() + AVOID_S
+            log.info("another transport is tried", receiver=self._receiver_id, why=error.info.message)
+            return False
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._closed and task is not None and not task.cancelling():  # ZMQ ends pending calls like this
+                raise TriptychError("unavailable", f"{self._receiver_id} has gone") from None
+            raise
+
+
+def _list(schemes: Iterable[str]) -> str:
+    return ", ".join(schemes) or "no transport"
