@@ -121,8 +121,8 @@ class Settings(BaseSettings):
     )
     transport: Transport = Field(
         "auto",
-        description="How tensors travel; auto: CUDA between GPUs of a host, shared memory between its processes, else "
-        "ZMQ.",
+        description="How tensors travel; auto: CUDA between GPUs of a host, NIXL where RDMA is between them, "
+        "shared memory between processes of a host, else ZMQ.",
     )
     handoff_timeout_s: float = Field(30.0, gt=0, description="Longest wait for one step of a handoff.")
     step_timeout_s: float = Field(

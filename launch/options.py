@@ -127,7 +127,7 @@ _OPTIONS: dict[str, Any] = {
     "transport": _option(
         str,
         _SERVING,
-        "How tensors travel; auto: CUDA between GPUs, shared memory on one host, ZMQ between hosts.",
+        "How tensors travel; auto: CUDA or RDMA (NIXL) between GPUs, shared memory on one host, ZMQ between hosts.",
         "auto",
         metavar="auto|shm|zmq|redis|nixl|cuda",
     ),
