@@ -28,6 +28,7 @@ from typing import Final, Literal, TypeAlias, TypeVar
 from broker.channels import ChannelSender, Delivery
 from broker.registry import incompatibility
 from broker.tensors import TensorSender
+from broker.transports.gift import Sending
 from broker.transports.payload import Payload
 from common.errors import TriptychError
 from common.messages import (
@@ -145,8 +146,19 @@ class HandoffSender:
             self.close(key_of(offer))
             raise
 
-    async def deliver(self, handoff: Handoff, shape: list[int], dtype: str, data: Payload) -> None:
-        """Send the only tensor of a granted handoff and wait for the receipt; the handoff is done afterwards.
+    def give(self, handoff: Handoff) -> Sending | None:
+        """A way for the thread that makes the only tensor of a granted handoff to send it at once; None where there is
+        none. Give it to `deliver`, whether the tensor has left or not, and drop it in the end."""
+        offer = handoff.offer
+        if not isinstance(offer, Offer) or handoff.state != "granted":
+            return None
+        return self._tensors.give(handoff.receiver, self._header(handoff, offer.shape, offer.dtype, offer.size_bytes))
+
+    async def deliver(
+        self, handoff: Handoff, shape: list[int], dtype: str, data: Payload, early: Sending | None = None
+    ) -> None:
+        """Send the only tensor of a granted handoff, unless it has left by `early`, and wait for the receipt; the
+        handoff is done afterwards.
 
         Raises as `send` does, and "internal_error" where the tensor is not what was offered.
         """
@@ -155,13 +167,15 @@ class HandoffSender:
             if isinstance(offer, Offer) and (shape, dtype, data.nbytes) != (offer.shape, offer.dtype, offer.size_bytes):
                 what = f"made {shape} {dtype}, {data.nbytes} bytes; offered {offer.shape} {offer.dtype}"
                 raise self._ended("mismatch", TriptychError("internal_error", f"the encoder {what}"))
-            await self.send(handoff, Part(shape, dtype, data))
+            await self.send(handoff, Part(shape, dtype, data), early)
             self.complete(handoff)
         finally:
             self.close(key_of(offer))
 
-    async def send(self, handoff: Handoff, part: Part) -> None:
+    async def send(self, handoff: Handoff, part: Part, early: Sending | None = None) -> None:
         """Send the next part of a granted handoff and wait for its receipt.
+
+        One that has left by `early` is only sent where it has to be sent again.
 
         Raises TriptychError: "internal_error" without a grant; "unavailable" where the receiver is gone, did not store
         it, or found it damaged too often; "timeout" where no receipt came in time.
@@ -169,11 +183,17 @@ class HandoffSender:
         if handoff.state != "granted":
             raise TriptychError("internal_error", f"send in state {handoff.state!r}: no tensor without a grant")
         deadline_s = min(handoff.offer.deadline_s, time.time() + self._timeout_s)
+        left_s = None if early is None else early.left_s
+        if early is not None and left_s is not None:
+            self._note_sent(handoff, left_s)
+            self._tensors.num_sent[early.scheme] += 1
+            self.outcomes["left_early"] += 1
         for number in range(MAX_SENDS):
             if not handoff.receipt.done():  # else it was settled while it was being computed: there is nothing to send
                 if number:
                     self.outcomes["sent_again"] += 1
-                await self._send_once(handoff, part)
+                if number or left_s is None:
+                    await self._send_once(handoff, part)
                 handoff.patience_s = time.time() + REPEAT_S * (2**number - 0.5)  # the answer to the 1st, 2nd, 4th, 8th
             receipt = await self._wait(handoff, handoff.receipt, "receipt", deadline_s)
             if receipt.status == "stored":
@@ -294,21 +314,36 @@ class HandoffSender:
         return handoff
 
     async def _send_once(self, handoff: Handoff, part: Part) -> None:
-        key, epoch = key_of(handoff.offer), handoff.receiver.epoch
-        header = TensorHeader(
-            *key,
-            handoff.offer.sender,
-            epoch,
-            part.shape,
-            part.dtype,
-            size_bytes=part.data.nbytes,
-            part=handoff.part,
-            table=part.table,
-            first=part.first,
-        )
-        handoff.state, handoff.asked_again, handoff.last_sign_s = "sent", False, time.monotonic()
-        handoff.mark("tensor_sent")
+        header = self._header(handoff, part.shape, part.dtype, part.data.nbytes, part.table, part.first)
+        self._note_sent(handoff, time.time())
         await self._tensors.send(handoff.receiver, header, part.data, self._timeout_s)
+
+    def _note_sent(self, handoff: Handoff, at_s: float) -> None:
+        handoff.state, handoff.asked_again, handoff.last_sign_s = "sent", False, time.monotonic()
+        handoff.times_s["tensor_sent"] = at_s
+
+    def _header(
+        self,
+        handoff: Handoff,
+        shape: list[int],
+        dtype: str,
+        size_bytes: int,
+        table: Literal["", "self", "cross"] = "",
+        first: int = 0,
+    ) -> TensorHeader:
+        """Of the next part; whatever carries it adds the checksum."""
+        offer, epoch = handoff.offer, handoff.receiver.epoch
+        return TensorHeader(
+            *key_of(offer),
+            offer.sender,
+            epoch,
+            shape,
+            dtype,
+            size_bytes=size_bytes,
+            part=handoff.part,
+            table=table,
+            first=first,
+        )
 
     async def _wait(self, handoff: Handoff, answer: asyncio.Future[_T], what: str, deadline_s: float) -> _T:
         """The answer, once it is there; meanwhile the offer is repeated. Raises TriptychError("timeout")."""

@@ -10,7 +10,9 @@ from typing import Final
 
 from broker.transports.base import Connection, Sent, Unreachable
 from broker.transports.choice import Connector, DeviceConnection, DeviceSender
+from broker.transports.gift import Sending
 from broker.transports.payload import DeviceBuffer, Payload
+from broker.transports.shm_transport import ShmConnection
 from common.errors import TriptychError
 from common.messages import InstanceRecord, TensorHeader
 from common.telemetry import get_logger
@@ -66,6 +68,13 @@ class Route:
             if await self._sent_by(connection, header, data, deadline_s, reasons):
                 return connection.scheme
         raise TriptychError("unavailable", f"no way to {self._receiver_id}: {'; '.join(reasons)}")
+
+    def give(self, header: TensorHeader) -> Sending | None:
+        """Over the connection that the next tensor takes, if that can do it and is there."""
+        if self._devices:
+            return None
+        best = self._connections.get(next(iter(self._makers), ""))
+        return best.give(header) if isinstance(best, ShmConnection) else None
 
     def close(self) -> None:
         self._closed = True

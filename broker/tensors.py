@@ -30,7 +30,10 @@ from broker.transports.choice import (
     make_receivers,
 )
 from broker.transports.cuda_runtime import CudaRuntime
+from broker.transports.gift import Sending
+from broker.transports.given import GivenRoom
 from broker.transports.payload import Payload
+from broker.transports.shm_receiver import ShmReceiver
 from common.config import Transport
 from common.messages import InstanceRecord, Offer, TensorHeader
 
@@ -83,6 +86,15 @@ class TensorReceiver:
         self._receivers = deque(make_receivers(means, transport, max_bytes, self._arrival.set))
         self.address = " ".join(receiver.address for receiver in self._receivers)
         self._turn_began_s = 0.0
+
+    def watch_given(self, on_given: Callable[[GivenRoom], bool]) -> None:
+        """Call `on_given` with memory in which a tensor is about to come, where the transport knows of it beforehand.
+
+        It is given up where that returns False. The tensor goes to the room's `take`, or comes as all do.
+        """
+        for receiver in self._receivers:
+            if isinstance(receiver, ShmReceiver):
+                receiver.on_given = on_given
 
     @property
     def num_invalid(self) -> int:
@@ -159,6 +171,14 @@ class TensorSender:
         deadline_s = time.monotonic() + timeout_s
         scheme = await route.send(header, data, deadline_s)
         self.num_sent[scheme] += 1
+
+    def give(self, receiver: InstanceRecord, header: TensorHeader) -> Sending | None:
+        """A way for another thread to send a tensor that it is about to make; None where there is none at the moment.
+
+        `header` is without the checksum. Drop what is returned in the end.
+        """
+        route = self._routes.get(receiver.tensor_address)
+        return None if route is None else route.give(header)
 
     def keep_only(self, receivers: Iterable[InstanceRecord]) -> None:
         """Close the connections to all other receivers: they are gone."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Final, Protocol
 
 import torch
@@ -11,11 +13,13 @@ from redis.exceptions import RedisError
 
 from broker.handoff import Handoff, HandoffSender, Key
 from broker.registry import HEARTBEAT_S
+from broker.transports.gift import Sending
 from common.errors import TriptychError
-from common.messages import Encode, InstanceRecord, Offer
+from common.messages import Encode, InstanceRecord, KvOffer, Offer
 from engine.processors import ProcessedInput
 from services.device_tensors import payload_of
 from services.links import Links
+from services.tensor_bytes import bytes_of
 
 LOOKUP_S: Final = 1.5 * HEARTBEAT_S
 _LOOKUP_PAUSE_S: Final = 0.1
@@ -33,6 +37,9 @@ class Destination(Protocol):
     async def deliver(self, key: Key, tensor: torch.Tensor) -> None:
         """Put a tensor into the room that it was granted. Raises TriptychError where it is not taken."""
 
+    def early(self, key: Key) -> Callable[[torch.Tensor], None] | None:
+        """What the thread that makes the tensor may call with it, ahead of `deliver`; None where nothing is gained."""
+
     def close(self, key: Key) -> None:
         """Let go of a handoff, finished or not; unknown keys are fine."""
 
@@ -44,6 +51,7 @@ class RemoteDestination:
         self._links = links
         self._handoffs = handoffs
         self._granted: dict[Key, Handoff] = {}
+        self._early: dict[Key, Sending] = {}
 
     async def offer(self, key: Key, message: Encode, item: ProcessedInput) -> bool:
         handoff = await self._handoffs.offer(self._make_offer(message, item), await self._receiver(message.destination))
@@ -55,10 +63,22 @@ class RemoteDestination:
     async def deliver(self, key: Key, tensor: torch.Tensor) -> None:
         handoff = self._granted[key]
         dtype = str(tensor.dtype).removeprefix("torch.")
-        await self._handoffs.deliver(handoff, list(tensor.shape), dtype, payload_of(tensor))
+        early = self._early.get(key)
+        await self._handoffs.deliver(handoff, list(tensor.shape), dtype, payload_of(tensor), early)
         self._links.note_handoff(key, handoff)
 
+    def early(self, key: Key) -> Callable[[torch.Tensor], None] | None:
+        handoff = self._granted[key]
+        sending = self._handoffs.give(handoff) if self._links.cuda is None else None
+        if sending is None:
+            return None
+        self._early[key] = sending
+        return partial(_send_as_offered, sending, handoff.offer)
+
     def close(self, key: Key) -> None:
+        early = self._early.pop(key, None)
+        if early is not None:
+            early.drop()
         self._granted.pop(key, None)
         self._handoffs.close(key)
 
@@ -80,6 +100,13 @@ class RemoteDestination:
 
     async def _receiver(self, instance_id: str) -> InstanceRecord | None:
         return await find_instance(self._links, self._handoffs, instance_id)
+
+
+def _send_as_offered(sending: Sending, offer: Offer | KvOffer, tensor: torch.Tensor) -> None:
+    """On the thread that has made it. What is not as offered, or not in host memory, is left to `deliver`."""
+    what = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    if isinstance(offer, Offer) and what == (offer.shape, offer.dtype) and tensor.device.type == "cpu":
+        sending.send(bytes_of(tensor))
 
 
 async def find_instance(links: Links, handoffs: HandoffSender, instance_id: str) -> InstanceRecord | None:

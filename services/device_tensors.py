@@ -23,6 +23,7 @@ from broker.handoff import Key
 from broker.transports.base import ReceivedTensor
 from broker.transports.cuda_library import CudaLibrary
 from broker.transports.cuda_runtime import CudaError, CudaRuntime
+from broker.transports.given import GivenRoom, GivenTensor
 from broker.transports.payload import DeviceBuffer, Payload
 from common.config import Device
 from common.errors import TriptychError
@@ -121,8 +122,15 @@ class DeviceLanding:
         """Nothing is prepared."""
         return 0
 
-    def prepare(self, key: Key, shape: Sequence[int], dtype: str) -> None:
+    def prepare(self, key: Key, sender: str, shape: Sequence[int], dtype: str) -> None:
         """Nothing: torch has memory of a GPU at hand."""
+
+    def expect(self, key: Key, given: GivenRoom) -> bool:
+        """Nothing is made ready: the tensor is copied to the device when it has come."""
+        return True
+
+    def keep(self, key: Key, received: GivenTensor) -> None:
+        """Nothing of the host's memory is kept: `take` copies it."""
 
     def drop(self, key: Key) -> None:
         """Nothing was prepared."""

@@ -19,6 +19,7 @@ from engine.cache.output_cache import OutputCache
 from engine.encoder_engine import EncoderEngine, EncoderResult
 from engine.memory import staging_budget
 from engine.processors import ProcessedInput
+from engine.scheduler.encoder import EncoderKey
 from services.destination import Destination
 from services.engine_thread import EngineThread
 from services.links import Links
@@ -27,9 +28,19 @@ from services.room import Place, Room
 from services.shared_encoding import Encoding, EncodingOutcome, SharedEncoding
 
 
-def encode_step(engine: EncoderEngine, to: Callable[[torch.Tensor], torch.Tensor]) -> list[EncodingOutcome]:
-    """One step of the engine, on its thread; the outputs leave it as `to` makes them."""
-    return [(result.key, _outcome_of(result, to)) for result in engine.step()]
+def encode_step(
+    engine: EncoderEngine,
+    to: Callable[[torch.Tensor], torch.Tensor],
+    leave: Callable[[EncoderKey, torch.Tensor], None],
+) -> list[EncodingOutcome]:
+    """One step of the engine, on its thread; the outputs leave it as `to` makes them; `leave` hears of them first."""
+    outcomes: list[EncodingOutcome] = []
+    for result in engine.step():
+        outcome = _outcome_of(result, to)
+        if isinstance(outcome, Encoding):
+            leave(result.key, outcome.tensor)
+        outcomes.append((result.key, outcome))
+    return outcomes
 
 
 def _outcome_of(result: EncoderResult, to: Callable[[torch.Tensor], torch.Tensor]) -> Encoding | TriptychError:
@@ -114,7 +125,7 @@ class ItemPipeline:
         return item
 
     async def _encode(self, key: Key, content_hash: str, item: ProcessedInput, recorder: SpanRecorder) -> torch.Tensor:
-        encoding = await self.encoding.encode(key, content_hash, item)
+        encoding = await self.encoding.encode(key, content_hash, item, self._destination.early(key))
         self._links.hops.mark(key, "encode_start", encoding.start_s)
         self._links.hops.mark(key, "encode_done", encoding.end_s)
         recorder.spans.append(Span("encode", recorder.instance, encoding.start_s, encoding.end_s))

@@ -74,7 +74,7 @@ class EncodingStage:
 
         self.thread: EngineThread[EncoderEngine, EncodingOutcome] = EngineThread(
             build=lambda: self._build(output_cache_bytes, memory_share),
-            step=lambda engine: encode_step(engine, keep),
+            step=lambda engine: encode_step(engine, keep, self._pipeline.encoding.leave),
             next_deadline_s=lambda engine: None,
             on_events=self._settle,
         )

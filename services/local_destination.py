@@ -72,6 +72,9 @@ class LocalDestination:
             case _:
                 raise _taken_back(key)
 
+    def early(self, key: Key) -> None:
+        """Nothing is gained: nothing travels."""
+
     def close(self, key: Key) -> None:
         if self._answers.pop(key, None) is not None:
             self._thread.submit(lambda engine: engine.withdraw(*key))

@@ -15,6 +15,7 @@ import torch
 from broker.channels import Delivery
 from broker.handoff import Key, key_of
 from broker.tensors import ReceivedTensor, payload_fault
+from broker.transports.given import GivenRoom, GivenTensor
 from broker.transports.payload import DeviceBuffer
 from common.errors import ErrorInfo
 from common.messages import KV_INPUT_ID, Grant, KvOffer, Offer, Receipt, TensorHeader, Withdraw
@@ -62,6 +63,7 @@ class HandoffReceiver:
         self._landing = Landing() if cuda is None else DeviceLanding(cuda, choose_device(config.device))
         self._stored_s: dict[Key, float] = {}  # when the engine had a tensor, until it says so
         self.outcomes: Counter[str] = Counter()
+        self._tensors.watch_given(self._expect)
         links.metrics.gauges["inputs_landing"] = lambda: len(self._landing)
 
     async def run(self) -> None:
@@ -70,6 +72,7 @@ class HandoffReceiver:
             received = await self._tensors.receive()
             if not await self._take(received):
                 received.release()
+            del received  # or its memory would be kept until the next one comes
 
     def close(self) -> None:
         self._tensors.close()
@@ -169,7 +172,16 @@ class HandoffReceiver:
         """An offer has been granted: what it offers may come."""
         offer = self._offers.get(key)
         if isinstance(offer, Offer):
-            self._landing.prepare(key, offer.shape, offer.dtype)
+            self._landing.prepare(key, offer.sender, offer.shape, offer.dtype)
+
+    def _expect(self, given: GivenRoom) -> bool:
+        """The sender of an offer has given the memory for what it offers. False where nobody waits for it."""
+        header, key = given.header, key_of(given.header)
+        offer = self._offers.get(key)
+        if not isinstance(offer, Offer) or _as_offered(offer) != _as_offered(header):
+            return False
+        given.take = self._take_given
+        return header.receiver_epoch == self._links.epoch and self._landing.expect(key, given)
 
     def _pass_on(self, key: Key, offer: Offer | KvOffer) -> None:
         deadline_s, request_attempt = offer.deadline_s, offer.request_attempt
@@ -185,6 +197,25 @@ class HandoffReceiver:
 
     async def _take(self, received: ReceivedTensor) -> bool:
         """Give a tensor to the engine. True where the engine releases it, having copied it."""
+        key, offer = key_of(received.header), self._expected(received)
+        if isinstance(offer, KvOffer):
+            return await self._take_part(key, received)
+        if offer is not None:  # copied while the engine may be computing
+            self._hand_over(key, received, await self._landing.take(key, received))
+        return False
+
+    def _take_given(self, received: GivenTensor) -> bool:
+        """The same for one that is where it will stay: at once. False where it has to be copied after all."""
+        key = key_of(received.header)
+        if self._expected(received) is None:
+            return True
+        landed = self._landing.keep(key, received)
+        if landed is not None:
+            self._hand_over(key, received, landed)
+        return landed is not None
+
+    def _expected(self, received: ReceivedTensor) -> Offer | KvOffer | None:
+        """What has offered a tensor; None where nobody waits for one like this, which its sender is told."""
         header, key = received.header, key_of(received.header)
         offer = self._offers.get(key)
         if offer is not None and offer.sender != header.sender:
@@ -195,14 +226,11 @@ class HandoffReceiver:
             self._refuse(key, header, fault)
         else:
             self._links.hops.mark(key, "tensor_received")
-            if isinstance(offer, KvOffer):
-                return await self._take_part(key, received)
-            await self._take_output(key, received)
-        return False
+            return offer
+        return None
 
-    async def _take_output(self, key: Key, received: ReceivedTensor) -> None:
-        """Copied while the engine may be computing; whether it still wants it, it says when it has time."""
-        landed = await self._landing.take(key, received)
+    def _hand_over(self, key: Key, received: ReceivedTensor, landed: torch.Tensor | str) -> None:
+        """The engine gets it; whether it still wants it, it says when it has time."""
         if isinstance(landed, str):
             self._refuse(key, received.header, landed)
         else:
@@ -261,6 +289,11 @@ class HandoffReceiver:
             self._stored_s[key] = time.time()
         finally:
             received.release()
+
+
+def _as_offered(what: Offer | TensorHeader) -> tuple[str, list[int], str, int]:
+    """What an offer and the header of its tensor have to agree on."""
+    return what.sender, what.shape, what.dtype, what.size_bytes
 
 
 def _offer_fault(offer: Offer | KvOffer) -> str | None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 
 from broker.handoff import Key
 from common.errors import TriptychError
+from common.telemetry import get_logger
 from engine.cache.output_cache import OutputCache
 from engine.encoder_engine import EncoderEngine
 from engine.processors import ProcessedInput
 from engine.scheduler.encoder import EncoderKey
 from services.engine_thread import EngineThread
+
+log = get_logger()
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class SharedEncoding:
         self._thread = thread
         self._outputs = outputs
         self._computations: dict[str, _Computation] = {}  # by content hash
+        self._early: dict[EncoderKey, Callable[[torch.Tensor], None]] = {}  # taken by the engine's thread
         self._numbers = itertools.count()
         self.num_shared = 0
 
@@ -54,9 +58,12 @@ class SharedEncoding:
         """Items that wait for their outputs."""
         return sum(len(computation.waiting) for computation in self._computations.values())
 
-    async def encode(self, key: Key, content_hash: str, item: ProcessedInput) -> Encoding:
+    async def encode(
+        self, key: Key, content_hash: str, item: ProcessedInput, early: Callable[[torch.Tensor], None] | None = None
+    ) -> Encoding:
         """The output of an item. Raises TriptychError saying why there is none.
 
+        `early` is called with it on the engine's thread as soon as it is there, unless somebody else's is.
         Where nobody waits for a computation any more, it is taken back.
         """
         computation = self._computations.get(content_hash)
@@ -66,13 +73,26 @@ class SharedEncoding:
             self.num_shared += 1
         done: asyncio.Future[Encoding] = asyncio.get_running_loop().create_future()
         computation.waiting[key] = done
+        if early is not None:
+            self._early.setdefault(computation.key, early)
         try:
             return await done
         finally:
             del computation.waiting[key]
+            if not computation.waiting:
+                self._early.pop(computation.key, None)
             if not computation.waiting and self._computations.get(content_hash) is computation:
                 del self._computations[content_hash]
                 self._thread.submit(lambda engine: engine.cancel(computation.key))
+
+    def leave(self, key: EncoderKey, tensor: torch.Tensor) -> None:
+        """On the engine's thread, with what it has made: for the one who wants it at once."""
+        early = self._early.pop(key, None)
+        if early is not None:
+            try:
+                early(tensor)
+            except Exception:  # it can be sent in the ordinary way: nothing that an engine should end for
+                log.error("an output did not leave early", exc_info=True)
 
     def settle(self, outcomes: Iterable[EncodingOutcome]) -> None:
         """The engine has finished a batch. Outputs that nobody waits for any more are dropped."""

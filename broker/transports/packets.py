@@ -11,6 +11,7 @@ import asyncio
 import os
 import socket
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -55,7 +56,7 @@ class PacketSocket:
     are there for the length of the call.
 
     `on_end` is called once, when the other side has gone, has sent too much, or `on_packet` has raised ValueError or
-    OSError; not after `close`. Everything happens on the loop.
+    OSError; not after `close`. Everything happens on the loop, but `try_send`, which any thread may call.
     """
 
     def __init__(
@@ -70,6 +71,9 @@ class PacketSocket:
         self._loop = asyncio.get_running_loop()
         self._buffer = memoryview(bytearray(MAX_PACKET_BYTES))  # used again: a new one costs more than most packets
         self._sending = asyncio.Lock()
+        # A descriptor must not be closed, and become another's, while a thread sends to it. Finalizers send, too, and
+        # may run within a send.
+        self._open = threading.RLock()
         self._writable: asyncio.Future[None] | None = None
         self._loop.add_reader(connected, self.read)
 
@@ -78,10 +82,11 @@ class PacketSocket:
         return self._socket.fileno() < 0
 
     def try_send(self, packet: bytes, fds: Sequence[int] = ()) -> bool:
-        """Send if it can be done now. Raises OSError where the other side is gone."""
+        """Send if it can be done now, from any thread. Raises OSError where the other side is gone."""
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
-            self._socket.sendmsg([packet], ancillary, socket.MSG_NOSIGNAL)
+            with self._open:
+                self._socket.sendmsg([packet], ancillary, socket.MSG_NOSIGNAL)
         except BlockingIOError:
             return False
         return True
@@ -110,7 +115,8 @@ class PacketSocket:
         self._loop.remove_writer(self._socket)
         if self._writable is not None and not self._writable.done():
             self._writable.set_exception(ConnectionResetError("the connection is closed"))
-        self._socket.close()
+        with self._open:
+            self._socket.close()
 
     def _now_writable(self) -> None:
         self._loop.remove_writer(self._socket)

@@ -6,9 +6,11 @@ pages that the writer has taken away.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -17,6 +19,7 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 AVAILABLE: Final = hasattr(os, "memfd_create")
 """False elsewhere than on Linux."""
+_MAP_FIXED: Final = 0x10  # from Linux's mman-common.h
 _FIXED_SIZE: Final = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
 
 
@@ -38,8 +41,9 @@ def discard(memory: Bytes, start: int) -> None:
     mapped.obj.madvise(mmap.MADV_REMOVE, start, memory.size - start)
 
 
-def open_received(fd: int, size_bytes: int) -> Bytes:
-    """The memory behind a file descriptor from another process, to be read only. `fd` stays open.
+def open_received(fd: int, size_bytes: int, *, writable: bool = False) -> Bytes:
+    """The memory behind a file descriptor from another process, to be read only unless `writable`. `fd` stays open, and
+    what is writable keeps none of its own.
 
     Raises ValueError where it is not sealed memory of `size_bytes`; OSError where it cannot be mapped.
     """
@@ -50,4 +54,27 @@ def open_received(fd: int, size_bytes: int) -> Bytes:
     actual = os.fstat(fd).st_size
     if not sealed or actual != size_bytes or size_bytes == 0:
         raise ValueError(f"shared memory of {actual} bytes, sealed: {sealed}; {size_bytes} sealed bytes were announced")
-    return np.frombuffer(mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ), np.uint8)
+    if not writable:
+        return np.frombuffer(mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ), np.uint8)
+    return np.frombuffer(_map(fd, size_bytes), np.uint8)
+
+
+def _map(fd: int, size_bytes: int) -> mmap.mmap:
+    """Map shared memory without a descriptor of its own, which Python's mmap would keep: of these there may be many.
+
+    It takes the place of anonymous memory, so that Python unmaps it in the end. Raises OSError.
+    """
+    mapped = mmap.mmap(-1, size_bytes)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+    allowed, how = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+    if _system_mmap()(start, size_bytes, allowed, how, fd, 0) != start:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return mapped
+
+
+@cache
+def _system_mmap() -> Any:
+    function = ctypes.CDLL(None, use_errno=True).mmap
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+    function.restype = ctypes.c_void_p
+    return function

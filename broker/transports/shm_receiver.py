@@ -1,7 +1,8 @@
 """The receiving end of shared memory: reads the senders' memory where it is.
 
 A tensor's bytes are a view of the sender's arena, mapped read-only. When the last view is gone, the sender is told that
-the room is its own again. A sender that dies takes nothing with it: what has arrived stays mapped until it is released.
+the room is its own again. Or they are in memory of their own, which was given beforehand and stays here. A sender that
+dies takes nothing with it: what has arrived stays mapped until it is released.
 """
 
 from __future__ import annotations
@@ -9,14 +10,30 @@ from __future__ import annotations
 import socket
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Final
 
-from broker.transports import packets, segment
+from broker.transports import gift, packets, segment
 from broker.transports.base import ReceivedTensor
+from broker.transports.given import GivenRoom
 from broker.transports.linked_receiver import LinkedPeer, LinkedReceiver
-from broker.transports.shm_wire import NONCE_BYTES, VERSION, Announce, Hello, Welcome, for_receiver, pack
+from broker.transports.shm_wire import (
+    NONCE_BYTES,
+    VERSION,
+    Announce,
+    Give,
+    Hello,
+    TakeBack,
+    Welcome,
+    Written,
+    for_receiver,
+    pack,
+)
+from common.telemetry import get_logger
 
 SCHEME: Final = "shm+unix"
+
+log = get_logger()
 
 
 class ShmReceiver(LinkedReceiver):
@@ -24,6 +41,11 @@ class ShmReceiver(LinkedReceiver):
 
     link_scheme = SCHEME
     memory = "shared memory"
+
+    def __init__(self, on_arrival: Callable[[], None], *, max_bytes: int) -> None:
+        super().__init__(on_arrival, max_bytes=max_bytes)
+        self.on_given: Callable[[GivenRoom], bool] = _keep
+        """Hears of memory for a tensor that is about to come; it is given up where this returns False."""
 
     def _make_peer(self, connected: socket.socket) -> LinkedPeer:
         return _Peer(connected, self, self._max_bytes)
@@ -34,20 +56,35 @@ class _Peer(LinkedPeer):
 
     def __init__(self, connected: socket.socket, receiver: ShmReceiver, max_bytes: int) -> None:
         super().__init__(connected, receiver, max_bytes)
+        self._owner = receiver
+        self._given: dict[int, GivenRoom] = {}
         self._arena: segment.Bytes | None = None
         self._thread_id = threading.get_ident()
 
     def close(self) -> None:
         super().close()
         self._arena = None
+        for room in self._given.values():
+            room.discard()
+        self._given.clear()
 
     def _take(self, packet: memoryview, fds: list[int]) -> None:
         try:
             message = for_receiver(packet)
-            if isinstance(message, Hello):
-                self._greet(message, fds)
-            else:
-                self._receive(message, fds)
+            match message:
+                case Hello():
+                    self._greet(message, fds)
+                case Give():
+                    self._take_gift(message, fds)
+                case Written(slot=slot, num_bytes=num_bytes):
+                    self._room(slot).read_to(num_bytes)
+                case TakeBack(slot=slot):
+                    self._room(slot).discard()
+                    del self._given[slot]
+                case Announce(slot=slot) if slot in self._given:
+                    self._receive_given(message)
+                case Announce():
+                    self._receive(message, fds)
         finally:
             packets.close_all(fds)
 
@@ -57,6 +94,34 @@ class _Peer(LinkedPeer):
         self._arena = segment.open_received(fds[0], hello.arena_bytes)
         self._packets.try_send(pack(Welcome(self._arena[:NONCE_BYTES].tobytes(), self._max_bytes)))
         self._deadline.cancel()
+
+    def _take_gift(self, message: Give, fds: list[int]) -> None:
+        slot, size = message.slot, message.header.size_bytes
+        if self._arena is None or not 0 < size <= min(self._max_bytes, gift.MAX_BYTES) or len(fds) != 1:
+            raise ValueError(f"memory of {size} bytes is given, in {len(fds)} descriptors")
+        if slot in self._given or slot in self._held or len(self._given) >= gift.MAX_GIFTS:
+            raise ValueError(f"slot {slot} again, or more than {gift.MAX_GIFTS} gifts at once")
+        try:
+            memory = segment.open_received(fds[0], size, writable=True)
+        except OSError as error:  # too many mappings: the tensor will have to come another way
+            log.warning("memory for a tensor cannot be mapped", error=str(error))
+            memory = None
+        room = self._given[slot] = GivenRoom(message.header, memory)
+        if not self._owner.on_given(room):
+            room.discard()
+
+    def _room(self, slot: int) -> GivenRoom:
+        if slot not in self._given:
+            raise ValueError(f"nothing was given as slot {slot}")
+        return self._given[slot]
+
+    def _receive_given(self, announced: Announce) -> None:
+        room = self._given.pop(announced.slot)
+        received = room.complete(announced.header)
+        if received is None:  # without its bytes, so that its sender is told
+            self._receiver.deliver(ReceivedTensor(announced.header, memoryview(b"")))
+        elif not room.take(received):
+            self._receiver.deliver(received)
 
     def _receive(self, announced: Announce, fds: list[int]) -> None:
         size, memory = announced.size_bytes, self._arena
@@ -78,3 +143,7 @@ class _Peer(LinkedPeer):
             self._release(slot)
             return
         super()._unused(slot)
+
+
+def _keep(room: GivenRoom) -> bool:
+    return True

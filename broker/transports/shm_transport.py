@@ -6,7 +6,8 @@
     +----------------------------------------------+
        Unix socket: announce -->   <-- release
 
-One copy into the arena, none out of it. The arena has no name and neither has the socket (see packets), so that the
+One copy into the arena, none out of it; or, for a tensor that is announced before it is made, one copy into memory that
+stays the receiver's (see gift). No memory has a name, and neither has the socket (see packets), so that the
 death of either side leaves nothing behind. Whether it works at all is found out by doing it: the receiver proves that
 it reads what the sender wrote. Containers with a network or a user of their own cannot connect; they take ZMQ.
 """
@@ -16,18 +17,20 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
 import msgspec
 import numpy as np
 
-from broker.transports import packets, passes, segment
+from broker.transports import gift, packets, passes, segment
 from broker.transports.arena import Arena
 from broker.transports.base import QUEUE_TENSORS, took_none
+from broker.transports.gift import Gift, Gifts
 from broker.transports.linked import LinkedConnection
 from broker.transports.shm_receiver import SCHEME
-from broker.transports.shm_wire import NONCE_BYTES, Announce, Hello, Release, for_sender, pack
+from broker.transports.shm_wire import NONCE_BYTES, Announce, Hello, Release, ToReceiver, for_sender, pack
 from common.errors import TriptychError
 from common.messages import TensorHeader
 from common.telemetry import get_logger
@@ -64,6 +67,16 @@ class ShmConnection(LinkedConnection["_Link"]):
         except OSError as error:
             raise TriptychError("unavailable", f"the receiver of tensors at {self._address}: {error}") from error
 
+    def give(self, header: TensorHeader) -> Gift | None:
+        """Memory for a tensor that is being made, at the receiver's already when it is; None where there can be none.
+
+        Drop it in the end. Sending something else meanwhile is fine, the same tensor as well.
+        """
+        link = self._link
+        if self._closed or link is None or link.closed or not gift.is_worth_it(header.size_bytes):
+            return None
+        return link.give(header)
+
     async def _make_link(self, name: str) -> _Link:
         return _Link(name)
 
@@ -93,6 +106,7 @@ class _Link:
         self._arena = Arena(ARENA_BYTES)
         self._used_bytes = 0  # of the arena, since it was last trimmed
         self._trimming: asyncio.TimerHandle | None = None
+        self._gifts = Gifts(ShmConnection.scheme, self._say)
         self._fd, self._memory = segment.create(ARENA_BYTES)
         try:
             self._packets = packets.PacketSocket(packets.connect(name), self._take, self._lost)
@@ -134,6 +148,15 @@ class _Link:
         message = pack(Announce(room.slot, room.offset, room.memory.size, header))
         await self._packets.send(message, [] if room.fd is None else [room.fd])
 
+    def give(self, header: TensorHeader) -> Gift | None:
+        """None where the receiver has enough of them, or takes nothing at the moment."""
+        if header.size_bytes > self._max_bytes:
+            return None
+        given = self._gifts.give(self._next_slot, header)
+        if given is not None:
+            self._next_slot += 1
+        return given
+
     def give_back(self, room: _Room) -> None:
         """The room is free. Nothing happens where it is already, since the link has been closed."""
         if self._lent.pop(room.slot, None) is not None:
@@ -147,6 +170,7 @@ class _Link:
     def close(self) -> None:
         """Let go of everything; whoever waits for something gets an OSError."""
         self._packets.close()
+        self._gifts.close()
         for room in list(self._lent.values()):
             self.give_back(room)
         if self._trimming is not None:
@@ -180,6 +204,13 @@ class _Link:
         if self._arena.num_lent == 0:
             segment.discard(self._memory, KEPT_BYTES)
             self._used_bytes = KEPT_BYTES
+
+    def _say(self, message: ToReceiver, fds: Sequence[int] = ()) -> bool:
+        """Tell the receiver at once, from any thread; False where it takes nothing, or has gone."""
+        try:
+            return self._packets.try_send(pack(message), fds)
+        except OSError:
+            return False
 
     async def _next_change(self) -> None:
         self._changed.clear()

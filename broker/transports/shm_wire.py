@@ -4,6 +4,12 @@ sender    Hello (with the arena's descriptor)  -->
           <--  Welcome                                 receiver
           Announce, one per tensor             -->
           <--  Release, one per tensor
+
+or, where the tensor is made in time for it (see given):
+
+          Give (with a descriptor)             -->
+          Written, while it is copied          -->
+          Announce, or TakeBack                -->
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ import msgspec
 from broker.transports.wire import make_decode
 from common.messages import Count, TensorHeader, encode
 
-VERSION: Final = 1
+VERSION: Final = 2
 NONCE_BYTES: Final = 16
 
 
@@ -35,7 +41,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Announce(msgspec.Struct, frozen=True, tag="announce"):
-    """A tensor lies at `offset`, in the arena, or in the memory whose descriptor comes with this packet."""
+    """A tensor lies at `offset`, in the arena, or in the memory whose descriptor comes with this packet, or in the
+    memory that was given under this slot: that is the receiver's own now, and never released."""
 
     slot: Count
     offset: Count
@@ -49,7 +56,29 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
     slot: Count
 
 
-ToReceiver: TypeAlias = Hello | Announce
+class Give(msgspec.Struct, frozen=True, tag="give"):
+    """Memory for a tensor that is being made, behind the descriptor that comes with this packet; nothing is in it yet.
+
+    The header is without its checksum."""
+
+    slot: Count
+    header: TensorHeader
+
+
+class Written(msgspec.Struct, frozen=True, tag="written"):
+    """The first `num_bytes` of the tensor are in the memory that was given; with 0, the first are about to be."""
+
+    slot: Count
+    num_bytes: Count
+
+
+class TakeBack(msgspec.Struct, frozen=True, tag="take_back"):
+    """No tensor will come in the memory that was given."""
+
+    slot: Count
+
+
+ToReceiver: TypeAlias = Hello | Announce | Give | Written | TakeBack
 ToSender: TypeAlias = Welcome | Release
 for_receiver: Final[Callable[[bytes | memoryview], ToReceiver]] = make_decode(ToReceiver)
 for_sender: Final[Callable[[bytes | memoryview], ToSender]] = make_decode(ToSender)

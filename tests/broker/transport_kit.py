@@ -9,7 +9,7 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -24,6 +24,7 @@ from redis.asyncio import Redis
 from broker.tensors import ReceivedTensor, TensorReceiver, TensorSender
 from broker.transports.base import Connection
 from broker.transports.choice import Means, make_connectors
+from broker.transports.given import GivenRoom
 from broker.transports.nixl_agent import module_name
 from broker.transports.payload import Payload
 from common.messages import InstanceRecord, TensorHeader
@@ -143,6 +144,16 @@ async def receive(receiver: TensorReceiver) -> ReceivedTensor:
     """The next tensor; its `fault` says what a pass over its bytes has found, too."""
     received = await receiver.receive()
     return replace(received, fault=await received.verify())
+
+
+def noted_in(rooms: list[GivenRoom]) -> Callable[[GivenRoom], bool]:
+    """Takes all memory that is given."""
+
+    def note(room: GivenRoom) -> bool:
+        rooms.append(room)
+        return True
+
+    return note
 
 
 async def keys_without_expiry(redis: Redis) -> list[bytes]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from broker.registry import RECORD_TTL_S
 from broker.transports.base import ReceivedTensor
 from broker.transports.passes import with_checksum
 from common.errors import TriptychError
+from common.hashing import checksum
 from common.messages import (
     FromWorker,
     HandoffMessage,
@@ -260,11 +261,36 @@ class SimulatedClient:
             self._connection.to_worker.clear()
 
 
+class SimulatedSending:
+    """Stands in for broker.transports.gift.Gift: the tensor leaves when it is made, before the loop hears of it."""
+
+    scheme = "simulated"
+
+    def __init__(self, network: Network, receiver_id: str, header: TensorHeader) -> None:
+        self._network, self._receiver_id, self._header = network, receiver_id, header
+        self._dropped = False
+        self.left_s: float | None = None
+
+    def send(self, data: memoryview) -> None:
+        if not self._dropped:
+            header = msgspec.structs.replace(self._header, checksum=checksum(data))
+            self._network.send_tensor(self._receiver_id, header, data)
+            self.left_s = time.time()
+
+    def drop(self) -> None:
+        self._dropped = True
+
+
 class SimulatedTensorSender:
     """Stands in for broker.tensors.TensorSender."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
+        self.num_sent: Counter[str] = Counter()
+
+    def give(self, receiver: InstanceRecord, header: TensorHeader) -> SimulatedSending | None:
+        known = receiver.instance_id in self._network.epochs
+        return SimulatedSending(self._network, receiver.instance_id, header) if known else None
 
     async def send(self, receiver: InstanceRecord, header: TensorHeader, data: memoryview, timeout_s: float) -> None:
         if receiver.instance_id not in self._network.epochs:
@@ -285,6 +311,9 @@ class SimulatedTensorReceiver:
 
     def __init__(self) -> None:
         self.received: asyncio.Queue[ReceivedTensor] = asyncio.Queue()
+
+    def watch_given(self, on_given: object) -> None:
+        """Nothing is given: what comes is copied."""
 
     async def receive(self) -> ReceivedTensor:
         return await self.received.get()

@@ -17,6 +17,7 @@ from broker.channels import ChannelName, ChannelReader, ChannelSender, Delivery
 from broker.registry import Registry
 from broker.rpc import WorkerClient
 from broker.tensors import ReceivedTensor, TensorReceiver, TensorSender
+from broker.transports.given import GivenRoom
 from common.config import EngineConfig, Settings
 from common.errors import TriptychError
 from common.messages import FromWorker, Grant, HandoffMessage, InstanceRecord, KvOffer, Offer, Role
@@ -162,6 +163,10 @@ class Peer:
     def grant(self, offer: Offer | KvOffer, **changes: Any) -> None:
         values = {"status": "granted", "lease_until_s": time.time() + 30} | changes
         self.send("allocated", Grant(offer.request_id, offer.input_id, offer.attempt, **values))
+
+    def watch_given(self, on_given: Callable[[GivenRoom], bool]) -> None:
+        """Hear of memory that is given for tensors to come."""
+        self._receiver.watch_given(on_given)
 
     async def tensor(self) -> ReceivedTensor:
         """What has come, its bytes looked at."""

@@ -15,6 +15,9 @@ from redis.asyncio import Redis
 
 from broker.redis_client import connect
 from broker.registry import Registry
+from broker.tensors import ReceivedTensor
+from broker.transports import gift
+from broker.transports.given import GivenRoom, GivenTensor
 from common.errors import ErrorInfo
 from common.hashing import content_hash
 from common.messages import Abort, Encode, Encoded, Failed, Generate, Offer, Receipt
@@ -22,6 +25,7 @@ from common.sampling_params import SamplingParams
 from services.destination import RemoteDestination
 from services.encoder import EncoderService
 from services.room import Room
+from tests.broker.transport_kit import noted_in
 from tests.eventually import eventually
 from tests.services.cluster import sign
 from tests.services.inprocess import CLUSTER, InProcess, Peer, in_process
@@ -73,6 +77,11 @@ class Setting:
             yield
         finally:
             over.set()
+
+    async def gifts_are_ready(self) -> None:
+        """Memory that has been given for outputs has been touched."""
+        early = self.worker.role.stage._pipeline._destination._early
+        await eventually(lambda: all(given._state == "ready" for given in early.values()))
 
     async def reply(self, request_id: str) -> Encoded:
         return await self.worker.one(Encoded, request_id)
@@ -164,6 +173,69 @@ async def test_an_output_on_its_way_survives_what_others_need_room_for(setting: 
     await setting.encode("gone")
     assert await setting.deliver("gone") == tensor
     assert await setting.num_encoded() == 4
+
+
+async def test_an_output_leaves_by_the_thread_that_has_made_it(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the first, which connects the two."""
+    monkeypatch.setattr(gift, "MIN_BYTES", 1)
+    names = ("first", "second", "third")
+    arrived: list[ReceivedTensor] = []
+    for name, colour in zip(names, ("red", "blue", "green"), strict=True):
+        with setting.busy():
+            await setting.encode(name, colour=colour)
+            setting.peer.grant(await setting.offer(name))
+            await eventually(lambda: setting.worker.gauge("encoder_items_computing") == 1)
+            await setting.gifts_are_ready()
+        arrived.append(await setting.peer.tensor())
+        setting.peer.send("injected", Receipt(name, 0, 0, "stored"))
+        assert (await setting.reply(name)).error is None
+    assert [isinstance(tensor, GivenTensor) for tensor in arrived] == [False, True, True]
+    assert all(tensor.fault is None for tensor in arrived)
+    assert setting.worker.tally("tensors_sent") == {"shm+unix": 3}
+    for name, tensor, colour in zip(names, arrived, ("red", "blue", "green"), strict=True):
+        await setting.encode(f"{name} again", colour=colour)  # it has been kept
+        assert await setting.deliver(f"{name} again") == bytes(tensor.data)
+
+
+async def test_an_output_that_has_left_and_not_arrived_is_sent_again(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gift, "MIN_BYTES", 1)
+    await setting.encode("first", colour="blue")
+    await setting.deliver("first")
+    with setting.busy():
+        await setting.encode("r")
+        setting.peer.grant(await setting.offer("r"))
+        await eventually(lambda: setting.worker.gauge("encoder_items_computing") == 1)
+        await setting.gifts_are_ready()
+    tensor = await setting.peer.tensor()
+    assert isinstance(tensor, GivenTensor)
+    setting.peer.send("injected", Receipt("r", 0, 0, "corrupt"))
+    again = await setting.peer.tensor()
+    assert not isinstance(again, GivenTensor)
+    assert again.data == tensor.data
+    setting.peer.send("injected", Receipt("r", 0, 0, "stored"))
+    assert (await setting.reply("r")).error is None
+
+
+async def test_what_was_given_for_an_aborted_item_is_taken_back(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gift, "MIN_BYTES", 1)
+    await setting.encode("first", colour="blue")
+    await setting.deliver("first")
+    rooms: list[GivenRoom] = []
+    setting.peer.watch_given(noted_in(rooms))
+    with setting.busy():
+        await setting.encode("r")
+        setting.peer.grant(await setting.offer("r"))
+        await eventually(lambda: len(rooms) == 1)
+        await setting.abort("r")
+        header = rooms[0].header
+        await eventually(lambda: rooms[0].memory is None)
+    assert (header.request_id, header.sender, header.receiver_epoch) == ("r", "w0", setting.peer.record.epoch)
 
 
 async def test_equal_items_under_way_are_computed_once_for_those_that_are_not_aborted(setting: Setting) -> None:
