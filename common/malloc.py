@@ -8,6 +8,7 @@ import sys
 from typing import Final
 
 _M_TRIM_THRESHOLD: Final = -1  # from glibc's malloc.h
+_M_TOP_PAD: Final = -2
 _M_MMAP_THRESHOLD: Final = -3
 _M_ARENA_MAX: Final = -8
 LARGE_BYTES: Final = 128 * 2**10
@@ -37,15 +38,16 @@ def map_large_blocks() -> None:
 
 
 def reuse_large_blocks() -> None:
-    """Take blocks of less than LARGEST_BYTES from the heap, and keep up to KEPT_BYTES free at its end.
+    """Take blocks of less than LARGEST_BYTES from the heap, and keep KEPT_BYTES of what is free at its end.
 
     For processes that receive tensors: ZMQ takes a block for each message. By default both limits grow with the largest
-    block that was freed so far; what is beyond them goes back to the system each time, and new pages come, whose first
-    touch takes longer than to fill them from a socket. Setting them ends the adjustment, so both are set to where it
-    would end.
+    block that was freed so far. Larger ones go back to the system each time, as does all of the heap's free end once it
+    is over the limit, and new pages come, whose first touch takes longer than to fill them from a socket. To set one
+    ends the adjustment, so both are set to where it would end; and what is kept, is kept when there is more, too.
     """
     _set(_M_MMAP_THRESHOLD, LARGEST_BYTES)
     _set(_M_TRIM_THRESHOLD, KEPT_BYTES)
+    _set(_M_TOP_PAD, KEPT_BYTES)
 
 
 def _set(parameter: int, value: int) -> None:
