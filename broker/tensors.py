@@ -112,7 +112,8 @@ class TensorReceiver:
             self._arrival.clear()
             received = self._take()
             if received is not None:
-                return replace(received, fault=payload_fault(received.header, received.data.nbytes))
+                fault = payload_fault(received.header, received.data.nbytes)
+                return received if fault is None else replace(received, fault=fault)
             await self._pause(self._arrival.wait())
 
     def _take(self) -> ReceivedTensor | None:

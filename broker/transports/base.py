@@ -1,7 +1,8 @@
 """What every transport of tensors is: a receiver that others connect to, and one connection per pair of processes.
 
 A transport moves a header and raw bytes. It knows no dtype and looks into no header; it writes one field of it, the
-checksum, for it makes the last pass over the bytes anyway. What is common to all of them is in broker.tensors.
+checksum, for it makes the last pass over the bytes anyway. ZMQ, which divides what is large, asks the header whether
+that is keys and values. What is common to all of them is in broker.tensors.
 
 One of them moves the memory of a GPU (`cuda`). No processor sees those bytes: they have no checksum, and are copied by
 whoever knows the device.
@@ -15,6 +16,7 @@ from typing import ClassVar, Final, Protocol, TypeVar
 
 from broker.transports import passes
 from broker.transports.payload import DeviceBuffer, Payload
+from broker.transports.pieces import Pieces
 from common.errors import TriptychError
 from common.messages import TensorHeader
 
@@ -27,14 +29,15 @@ def _nothing() -> None: ...
 
 @dataclass(frozen=True)
 class ReceivedTensor:
-    """`data` holds the bytes that came with `header`; it may be read-only, at any address, and on a GPU.
+    """`data` holds the bytes that came with `header`; it may be read-only, at any address, in pieces, and on a GPU.
 
     `fault` says why the header does not agree with itself or with the number of bytes; None if it does. Whether the
     bytes are those that were sent is only known after one pass over them: either by `verify` or by `copy_into`.
+    Over pieces it has been made when they came.
     """
 
     header: TensorHeader
-    data: Payload
+    data: Payload | Pieces
     fault: str | None = None
     _release: Callable[[], None] = field(default=_nothing, repr=False, compare=False)
 
@@ -42,6 +45,8 @@ class ReceivedTensor:
         """Why the bytes must not be used; None where they are undamaged, as they lie in `data`, or on a GPU."""
         if self.fault is not None or isinstance(self.data, DeviceBuffer):
             return self.fault
+        if isinstance(self.data, Pieces):
+            return self._fault_of(self.data.checksum)
         return self._fault_of(await passes.checksum_of(self.data))
 
     async def copy_into(self, target: memoryview) -> str | None:
@@ -54,7 +59,12 @@ class ReceivedTensor:
             return self.fault
         if isinstance(self.data, DeviceBuffer):
             raise TypeError("memory of a GPU is copied by CUDA")
-        return self._fault_of(await passes.copy(self.data, target, hashed=target))
+        if isinstance(self.data, memoryview):
+            return self._fault_of(await passes.copy(self.data, target, hashed=target))
+        fault = await self.verify()
+        if fault is None:
+            await passes.join(self.data, target)
+        return fault
 
     def _fault_of(self, checksum: int) -> str | None:
         if checksum == self.header.checksum:

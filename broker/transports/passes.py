@@ -7,6 +7,7 @@ there, and so costs hardly more than the copy alone. Everything happens on the l
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Final
 
 import msgspec
@@ -50,3 +51,13 @@ async def copy(source: memoryview, target: memoryview, hashed: memoryview) -> in
         target[start:end] = source[start:end]
         digest.update(hashed[start:end])
     return digest.value
+
+
+async def join(pieces: Iterable[memoryview], target: memoryview) -> None:
+    """Copy pieces of at most TURN_BYTES to `target`, one after the other."""
+    start = 0
+    for piece in pieces:
+        if start and start % TURN_BYTES == 0:
+            await asyncio.sleep(0)
+        target[start : start + piece.nbytes] = piece
+        start += piece.nbytes

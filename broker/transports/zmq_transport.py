@@ -2,15 +2,16 @@
 
     sender: one DEALER per receiver  -->  receiver: ROUTER
 
-A message is two frames, header and raw bytes, which are copied nowhere on our side. The sockets are plain ones: what
-can be done at once is done at once, and only what cannot waits on the loop. zmq.asyncio makes several objects per
-message for this, which for small tensors costs more than the message does.
+A message is two frames, of which the second has the raw bytes, copied nowhere on our side. A large tensor is several
+messages (zmq_wire says why), which the receiver puts together. The sockets are plain ones: what can be done at once is
+done at once, and only what cannot waits on the loop. zmq.asyncio makes several objects per message for this, which for
+small tensors costs more than the message does.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 import zmq
@@ -18,9 +19,21 @@ import zmq.asyncio
 
 from broker.curve import OVERHEAD_BYTES, secure_client, secure_listener
 from broker.transports.base import QUEUE_TENSORS, ReceivedTensor, took_none
-from broker.transports.passes import with_checksum
+from broker.transports.passes import TURN_BYTES, with_checksum
+from broker.transports.zmq_assembly import Assembly
+from broker.transports.zmq_wire import (
+    MAX_HEAD_BYTES,
+    PIECE_BYTES,
+    WHOLE_BYTES,
+    First,
+    Head,
+    Next,
+    decode_head,
+    is_divided,
+)
 from common.errors import TriptychError
-from common.messages import TensorHeader, decode_tensor_header, encode
+from common.hashing import Checksum
+from common.messages import TensorHeader, encode
 from common.telemetry import get_logger
 
 log = get_logger()
@@ -32,37 +45,75 @@ class ZmqReceiver:
     def __init__(
         self, context: zmq.asyncio.Context, host: str, on_arrival: Callable[[], None], *, max_bytes: int
     ) -> None:
-        """Bind a free port. A sender of more than `max_bytes` at once is cut off before they are in memory."""
+        """Bind a free port. Who sends a larger message than there are is cut off before it is in memory."""
         self._socket = _plain_socket(context, zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVHWM, QUEUE_TENSORS)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, max(max_bytes, 64 * 2**10) + OVERHEAD_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, max(min(max_bytes, WHOLE_BYTES), MAX_HEAD_BYTES) + OVERHEAD_BYTES)
         secure_listener(self._socket)
         self._socket.bind(f"tcp://{host}:*")
         self.address = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         self.num_invalid = 0
-        self._wakeup = _Wakeup(self._socket, on_arrival)
+        self._loop = asyncio.get_running_loop()
+        self._on_arrival = on_arrival
+        self._ready: ReceivedTensor | None = None
+        self._wakeup = _Wakeup(self._socket, self._go_on)
+        self._assembly = Assembly(max_bytes, lambda: self._wakeup.is_set)
 
     def take(self) -> ReceivedTensor | None:
-        while True:
+        received, self._ready = self._ready or self._next(), None
+        return received
+
+    def close(self) -> None:
+        self._wakeup.cancel()
+        self._assembly.close()
+        self._ready = None
+        self._socket.close(linger=0)
+
+    def _next(self) -> ReceivedTensor | None:
+        """The next tensor; where there is none yet, `_go_on` is called once there may be."""
+        turn_bytes = 0
+        while turn_bytes < TURN_BYTES:
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                sender = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 self._wakeup.set()
                 return None
             try:
-                if len(frames) != 3:
-                    raise TriptychError("invalid_request", f"a tensor has 2 frames, not {len(frames) - 1}")
-                header = decode_tensor_header(frames[1].buffer)
-            except TriptychError as error:
+                head, data = self._receive_frames()
+                turn_bytes += data.nbytes
+                received = self._assembly.add(sender, decode_head(head), data)
+            except ValueError as error:
                 self.num_invalid += 1
-                log.warning("dropped a message on the tensor socket", error=error.info.message)
+                self._assembly.drop(sender)
+                log.warning("dropped a message on the tensor socket", error=str(error))
                 continue
-            return ReceivedTensor(header, frames[2].buffer)  # keeps its frame alive
-
-    def close(self) -> None:
+            if received is not None:
+                return received
         self._wakeup.cancel()
-        self._socket.close(linger=0)
+        self._loop.call_soon(self._go_on)
+        return None
+
+    def _receive_frames(self) -> tuple[bytes, memoryview]:
+        """What follows the sender's identity, in half the time that `recv_multipart` takes: for tensors of 64 KiB that
+        tells. Raises ValueError where it is not two frames."""
+        head = self._socket.recv()  # a message has come with all its frames
+        if not self._socket.getsockopt(zmq.RCVMORE):
+            raise ValueError("a message of one frame, not of two")
+        frame = self._socket.recv(copy=False)
+        if frame.more:
+            while self._socket.recv(copy=False).more:
+                pass
+            raise ValueError("a message of more than two frames")
+        return head, frame.buffer  # which keeps the frame
+
+    def _go_on(self) -> None:
+        """Put together what comes, until it is a tensor: nothing else is taken before that is."""
+        if self._ready is not None:
+            self._wakeup.cancel()
+        elif not self._socket.closed and (received := self._next()) is not None:
+            self._ready = received
+            self._on_arrival()
 
 
 class ZmqConnection:
@@ -82,16 +133,17 @@ class ZmqConnection:
         self._socket.connect(address)
         self._turn = asyncio.Lock()
         self._room = asyncio.Event()
-        self._wakeup = _Wakeup(self._socket, self._room.set)
+        self._wakeup = _Wakeup(self._socket, self._wake)
 
     async def send(self, header: TensorHeader, data: memoryview, timeout_s: float) -> None:
-        frames: list[bytes | memoryview] = [encode(await with_checksum(header, data)), data]
-        if not self._turn.locked() and self._try_send(frames):
-            return
+        divided = is_divided(header, data.nbytes)
+        if not divided:
+            header = await with_checksum(header, data)
+            if not self._turn.locked() and self._try_send(header, data):
+                return
         try:
             async with asyncio.timeout(timeout_s), self._turn:
-                while not self._try_send(frames):
-                    await self._next_change()
+                await (self._send_pieces if divided else self._send)(header, data)
         except TimeoutError as error:
             raise took_none(self._address, timeout_s) from error
 
@@ -100,15 +152,35 @@ class ZmqConnection:
         self._socket.close(linger=0)
         self._room.set()
 
-    def _try_send(self, frames: Sequence[bytes | memoryview]) -> bool:
+    async def _send_pieces(self, header: TensorHeader, data: memoryview) -> None:
+        """Each is hashed just before it goes, and so is in the processor's cache when ZMQ's thread reads it."""
+        digest = Checksum()
+        for start in range(0, data.nbytes, PIECE_BYTES):
+            if start and start % TURN_BYTES == 0:
+                await asyncio.sleep(0)
+            piece = data[start : start + PIECE_BYTES]
+            digest.update(piece)
+            is_last = start + PIECE_BYTES >= data.nbytes
+            head = Next(start, digest.value if is_last else 0) if start else First(header, data.nbytes)
+            await self._send(head, piece)
+
+    async def _send(self, head: Head, data: memoryview) -> None:
+        while not self._try_send(head, data):
+            await self._next_change()
+
+    def _try_send(self, head: Head, data: memoryview) -> bool:
         """Raises TriptychError("unavailable") where the connection has been closed."""
         if self._socket.closed:
             raise TriptychError("unavailable", f"the receiver of tensors at {self._address} has gone")
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            self._socket.send_multipart([encode(head), data], zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return False
         return True
+
+    def _wake(self) -> None:
+        self._wakeup.cancel()
+        self._room.set()
 
     async def _next_change(self) -> None:
         """Wait until there may be room, or the connection is closed."""
@@ -119,31 +191,27 @@ class ZmqConnection:
 
 
 class _Wakeup:
-    """Calls `on_event` once, from the loop, when something has happened to a socket since one was last tried.
+    """Calls `on_event`, from the loop, when something has happened to a socket since it was last tried.
 
-    A socket's descriptor (zmq_getsockopt(3), ZMQ_FD) stays readable until it is tried again, so it is watched only
-    while somebody waits.
+    A socket's descriptor (zmq_getsockopt(3), ZMQ_FD) stays readable until it is tried again: `on_event` has to do that,
+    or to cancel.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], on_event: Callable[[], None]) -> None:
         self._descriptor = int(socket.getsockopt(zmq.FD))
         self._on_event = on_event
         self._loop = asyncio.get_running_loop()
-        self._is_set = False
+        self.is_set = False
 
     def set(self) -> None:
-        if not self._is_set:
-            self._loop.add_reader(self._descriptor, self._fire)
-            self._is_set = True
+        if not self.is_set:
+            self._loop.add_reader(self._descriptor, self._on_event)
+            self.is_set = True
 
     def cancel(self) -> None:
-        if self._is_set:
+        if self.is_set:
             self._loop.remove_reader(self._descriptor)
-            self._is_set = False
-
-    def _fire(self) -> None:
-        self.cancel()
-        self._on_event()
+            self.is_set = False
 
 
 def _plain_socket(context: zmq.asyncio.Context, kind: int) -> zmq.Socket[bytes]:

@@ -12,7 +12,7 @@ class Relay:
     """Passes on what it gets, both ways, between whoever connects to `address` and `target`, both of TCP.
 
     Byte number `damaged` of all those that go to the target comes out as another one. `flowing` holds up what goes to
-    it, `num_passed` counts it.
+    it, `num_passed` counts it. `cut` ends all connections; new ones are taken.
     """
 
     def __init__(self, target: str, damaged: int | None = None) -> None:
@@ -20,6 +20,7 @@ class Relay:
         self._host, _, self._port = place.rpartition(":")
         self._damaged = damaged
         self._pumps: set[asyncio.Task[None]] = set()
+        self._writers: list[asyncio.StreamWriter] = []
         self.flowing = asyncio.Event()
         self.flowing.set()
         self.num_passed = 0
@@ -38,9 +39,15 @@ class Relay:
             pump.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
 
+    def cut(self) -> None:
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_accepted += 1
         far_reader, far_writer = await asyncio.open_connection(self._host, int(self._port))
+        self._writers += [writer, far_writer]
         for coroutine in (self._forward(reader, far_writer), _pump(far_reader, writer)):
             self._pumps.add(asyncio.create_task(coroutine))
 

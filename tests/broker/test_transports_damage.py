@@ -24,7 +24,7 @@ from broker.transports.shm_transport import _Link, _Room
 from common.messages import Grant, InputLayout, Offer, Receipt, TensorHeader
 from tests.broker.conftest import make_record, running
 from tests.broker.relay import Relay
-from tests.broker.transport_kit import NIXL, Kit, kit_of, to
+from tests.broker.transport_kit import NIXL, Kit, kit_of, receive, to
 from tests.eventually import eventually
 
 SIZE = 5 * 2**20 + 3
@@ -106,8 +106,8 @@ async def test_what_is_damaged_on_its_way_is_sent_again_and_arrives_whole(
         delivering = asyncio.create_task(handoffs.deliver(await offering, [SIZE], "uint8", data))
         faults = []
         while None not in faults:
-            received = await receiver.receive()
-            faults.append(await received.verify())
+            received = await receive(receiver)
+            faults.append(received.fault)
             arrived = bytes(received.data)
             received.release()
             receipt = Receipt(*key_of(offer), "corrupt" if faults[-1] else "stored")

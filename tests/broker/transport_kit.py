@@ -27,6 +27,7 @@ from broker.transports.choice import Means, make_connectors
 from broker.transports.given import GivenRoom
 from broker.transports.nixl_agent import module_name
 from broker.transports.payload import Payload
+from broker.transports.pieces import Pieces
 from common.messages import InstanceRecord, TensorHeader
 from tests.broker.conftest import make_record
 from tests.broker.device_ends import DEVICE_SCHEMES, Way, make_receiver, make_sender
@@ -141,9 +142,11 @@ async def transfer(
 
 
 async def receive(receiver: TensorReceiver) -> ReceivedTensor:
-    """The next tensor; its `fault` says what a pass over its bytes has found, too."""
+    """The next tensor, its bytes in one piece; its `fault` says what a pass over them has found, too."""
     received = await receiver.receive()
-    return replace(received, fault=await received.verify())
+    fault = await received.verify()
+    data = received.data
+    return replace(received, fault=fault, data=data.joined() if isinstance(data, Pieces) else data)
 
 
 def noted_in(rooms: list[GivenRoom]) -> Callable[[GivenRoom], bool]:

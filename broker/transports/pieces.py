@@ -1,0 +1,42 @@
+"""Bytes that arrive one piece after the other, and stay where each of them has arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from common.hashing import Checksum
+
+
+class Pieces:
+    """Bytes in host memory, in several places. Iterates over the pieces, in order.
+
+    Each is hashed as it is added, while it is in the processor's cache.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: list[memoryview] = []
+        self._digest = Checksum()
+        self.nbytes = 0
+
+    def __iter__(self) -> Iterator[memoryview]:
+        return iter(self._pieces)
+
+    def add(self, piece: memoryview) -> None:
+        """The next bytes, which must not change any more."""
+        self._digest.update(piece)
+        self._pieces.append(piece)
+        self.nbytes += piece.nbytes
+
+    @property
+    def checksum(self) -> int:
+        """That of all bytes, as they were when they came."""
+        return self._digest.value
+
+    def joined(self) -> memoryview:
+        """A copy in one piece."""
+        return memoryview(b"".join(self._pieces))
+
+    def release(self) -> None:
+        """Let go of the memory, as memoryview does. Raises BufferError where an array looks at a piece."""
+        for piece in self._pieces:
+            piece.release()

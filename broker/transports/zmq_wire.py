@@ -1,0 +1,56 @@
+"""What senders and receivers say over ZMQ beside the bytes: the first of the two frames of every message.
+
+    TensorHeader    a tensor that is not divided
+    First, Next...  one that is, piece by piece; nothing else of this sender comes in between
+
+Every piece has PIECE_BYTES, but the last. A tensor that is given up in the middle ends where another one begins. So
+checksums are made while others of its bytes travel, and nobody can make the receiver take memory for all of a large
+tensor at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from broker.transports.wire import make_decode
+from common.messages import Count, Digest, TensorHeader
+
+PIECE_BYTES: Final = 2 * 2**20
+"""With 1 MiB what a message costs by itself shows; with 4 and more, one thread waits for another one's pass."""
+WHOLE_BYTES: Final = 8 * 2**20
+"""Keys and values are not divided up to here: they are wanted in one piece, and to join them would be one more copy."""
+MAX_HEAD_BYTES: Final = 64 * 2**10
+"""Of a first frame."""
+
+
+class First(msgspec.Struct, frozen=True, tag="first"):
+    """The first piece of a tensor of `size_bytes`. The checksum in `header` means nothing yet."""
+
+    header: TensorHeader
+    size_bytes: Count
+
+
+class Next(msgspec.Struct, frozen=True, tag="next"):
+    """The piece from byte `start` on. `checksum`, with the last one, is that of the whole tensor."""
+
+    start: Count
+    checksum: Digest = 0
+
+
+Head = TensorHeader | First | Next
+_decode: Final[Callable[[bytes | memoryview], Head]] = make_decode(Head)
+
+
+def is_divided(header: TensorHeader, num_bytes: int) -> bool:
+    """Whether a tensor goes in several pieces."""
+    return num_bytes > (WHOLE_BYTES if header.table else PIECE_BYTES)
+
+
+def decode_head(data: bytes) -> Head:
+    """Raises ValueError on anything else."""
+    if len(data) > MAX_HEAD_BYTES:
+        raise ValueError(f"a head of {len(data)} bytes, {MAX_HEAD_BYTES} is the most")
+    return _decode(data)
