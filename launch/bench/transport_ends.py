@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Protocol, cast
@@ -23,6 +24,7 @@ from broker.tensors import TensorReceiver, TensorSender
 from broker.transports.cuda_library import CudaLibrary
 from broker.transports.cuda_runtime import CudaError
 from broker.transports.payload import DeviceBuffer
+from common import malloc
 from common.config import Transport
 from common.messages import InstanceRecord, TensorHeader, decode_tensor_header, encode
 
@@ -210,13 +212,19 @@ def _transport_of(way: str) -> Transport:
     return cast(Transport, way.removesuffix(COPIED))
 
 
-def serve_sinks(parent_pid: int, pipe: Connection, ways: list[str], broker: str) -> None:
-    """The receiving process: tells its addresses, then does one Job after the other until the pipe is closed."""
+def serve_sinks(parent_pid: int, pipe: Connection, ways: Sequence[str], broker: str) -> None:
+    """The receiving process: tells its addresses, then does one Job after the other until the pipe is closed.
+
+    For a loop of plain pyzmq malloc stays as it is.
+    """
     die_with_parent(parent_pid)
+    if PLAIN_ZMQ not in ways:
+        malloc.use_one_arena()
+        malloc.reuse_large_blocks()
     asyncio.run(_serve(pipe, ways, broker))
 
 
-async def _serve(pipe: Connection, ways: list[str], broker: str) -> None:
+async def _serve(pipe: Connection, ways: Sequence[str], broker: str) -> None:
     sinks = {way: make_sink(way, broker) for way in ways}
     pipe.send({way: sink.address for way, sink in sinks.items()})
     while True:

@@ -3,7 +3,8 @@
 Throughput is measured over tensors sent one after the other without waiting, latency over single ones: from the call
 of `send` to the checked tensor in the receiver's hands; with "+ copy", to the checked copy in memory of its own. Beside
 them, in the same run: one memcpy of as many bytes within a process, in cache and over cold memory, and a loop of plain
-pyzmq without checksums. All take turns, so that other load hits all alike; a turn begins with tensors that are not
+pyzmq without checksums, whose receiving process has malloc as it comes, where the others have told it what workers
+tell it. All take turns, so that other load hits all alike; a turn begins with tensors that are not
 counted, for memory that has been idle for a second has to be touched again.
 """
 
@@ -90,13 +91,13 @@ def ways_of_this_host() -> list[str]:
 
 
 async def _measure(ways: Sequence[str], broker: str, repetitions: int) -> Measured:
-    pipe, far = multiprocessing.Pipe()
-    spawn = multiprocessing.get_context("spawn")
-    process = spawn.Process(target=serve_sinks, args=(os.getpid(), far, ways, broker), daemon=True)
-    process.start()
-    far.close()
-    addresses: dict[str, str] = pipe.recv()
-    sources = {way: make_source(way, broker, addresses[way]) for way in ways}
+    groups = ([way for way in ways if way == PLAIN_ZMQ], [way for way in ways if way != PLAIN_ZMQ])
+    receiving = [_Receiving(group, broker) for group in groups if group]
+    ends = {
+        way: (make_source(way, broker, address), process.pipe)
+        for process in receiving
+        for way, address in process.addresses.items()
+    }
     pool = np.random.default_rng(0).integers(0, 256, NUM_BUFFERS * SIZES[-1], np.uint8)
     memcpy = Memcpy(pool)
     measured: Measured = defaultdict(Samples)
@@ -108,18 +109,35 @@ async def _measure(ways: Sequence[str], broker: str, repetitions: int) -> Measur
                 times_s = memcpy.times_s(kind, size, max(2, min(MAX_PER_TURN, TURN_BYTES // size)))
                 measured[size, kind].latencies_s += times_s
                 measured[size, kind].bytes_per_s.append(size / float(np.median(times_s)))
-            for way, source in sources.items():
+            for way in ways:
+                source, pipe = ends[way]
                 turn = _Turn(way, source, pipe, [buffer.data for buffer in buffers])
                 await turn.warm_up()
                 await turn.throughput(measured[size, way])
                 await turn.latency(measured[size, way])
         if repetition < 0:
             measured.clear()
-    for source in sources.values():
+    for source, _ in ends.values():
         source.close()
-    pipe.close()
-    process.join()
+    for process in receiving:
+        process.end()
     return measured
+
+
+class _Receiving:
+    """A process with the receiving ends of some ways."""
+
+    def __init__(self, ways: Sequence[str], broker: str) -> None:
+        self.pipe, far = multiprocessing.Pipe()
+        spawn = multiprocessing.get_context("spawn")
+        self._process = spawn.Process(target=serve_sinks, args=(os.getpid(), far, ways, broker), daemon=True)
+        self._process.start()
+        far.close()
+        self.addresses: dict[str, str] = self.pipe.recv()
+
+    def end(self) -> None:
+        self.pipe.close()
+        self._process.join()
 
 
 @dataclass
