@@ -80,9 +80,9 @@ def make_receivers(
         receivers.append(ShmReceiver(on_arrival, max_bytes=max_bytes))
     if transport == "nixl":
         _require_nixl()
-        means.nixl_agent.start()
+        _start_nixl(means)
         receivers.append(_nixl_receiver(means, HostLanding(means.nixl_agent), on_arrival, max_bytes))
-    if means.cuda is not None and (transport == "nixl" or (transport == "auto" and _auto_has_nixl())):
+    if means.cuda is not None and (transport == "nixl" or (transport == "auto" and _auto_has_nixl(means))):
         landing = CudaLanding(means.cuda, means.nixl_agent)
         receivers.append(_nixl_receiver(means, landing, on_arrival, min(max_bytes, MOST_BYTES)))
     if transport == "redis":
@@ -142,9 +142,17 @@ def _nixl_receiver(means: Means, landing: Landing, on_arrival: Callable[[], None
     return NixlReceiver(means.context, means.host, means.nixl_agent, landing, on_arrival, max_bytes=max_bytes)
 
 
-def _auto_has_nixl() -> bool:
+def _auto_has_nixl(means: Means) -> bool:
     """Without RDMA, UCX takes longer from GPU to GPU than other transports through the host."""
-    return nixl_agent.module_name() is not None and nixl_agent.has_rdma()
+    return nixl_agent.module_name() is not None and nixl_agent.has_rdma(means.host)
+
+
+def _start_nixl(means: Means) -> None:
+    try:
+        means.nixl_agent.start()
+    except nixl_agent.NixlError as error:
+        message = f"transport nixl: {error}; use another --transport"
+        raise TriptychError("invalid_request", message, "transport") from error
 
 
 def _require_shared_memory() -> None:

@@ -24,7 +24,7 @@ import numpy as np
 from broker.transports.nixl_room import HOST, Room, Where
 
 MODULES: Final = ("nixl_cu13", "nixl_cu12")
-_RDMA_DEVICES: Final = Path("/sys/class/infiniband")
+_RDMA_DEVICES: Final = Path("/dev/infiniband")
 _EAGER_POLLS: Final = 200
 _POLL_S: Final = 0.0005
 
@@ -34,10 +34,10 @@ def module_name() -> str | None:
     return next((name for name in MODULES if importlib.util.find_spec(name) is not None), None)
 
 
-def has_rdma() -> bool:
-    """Whether this host has a network device that reads memory by itself: without one, UCX carries a GPU's memory
-    through the host's in small pieces."""
-    return _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())
+def has_rdma(host: str) -> bool:
+    """Whether a process that listens on `host` may use a network device that reads memory by itself: without one, as
+    on loopback, UCX carries a GPU's memory through the host's in small pieces."""
+    return not ip_address(host).is_loopback and any(_RDMA_DEVICES.glob("uverbs*"))
 
 
 class NixlError(Exception):
@@ -94,25 +94,27 @@ class NixlAgent:
         self._host = host
         self._agent: Any = None
         self._closed = False
+        self._why_not = ""
         self._known: Counter[str] = Counter()
         self._transfers: list[_Transfer] = []
 
     def start(self) -> None:
-        """Make them now."""
-        if self._closed:
-            raise NixlError("this agent has been closed")
+        """Make them now. What could not be made once is not tried again."""
+        if self._closed or self._why_not:
+            raise NixlError(self._why_not or "this agent has been closed")
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         if ip_address(self._host).is_loopback:
             os.environ.setdefault("UCX_NET_DEVICES", "lo")  # NIXL's own option takes InfiniBand's names only
         name = module_name()
         if name is None:
             raise ImportError("NIXL is not installed")
-        api: Any = importlib.import_module(f"{name}._api")
         try:
+            api: Any = importlib.import_module(f"{name}._api")
             config = api.nixl_agent_config(backends=["UCX"])
             self._agent = api.nixl_agent(f"triptych-{secrets.token_hex(8)}", config)
         except Exception as error:  # as in `call`
-            raise NixlError(f"no NIXL agent: {error}") from error
+            self._why_not = f"no NIXL agent: {error}"
+            raise NixlError(self._why_not) from error
 
     def meet(self, metadata: bytes) -> str:
         """Get to know another agent, or more of its memory; its name, for as many `part` as there were of these."""

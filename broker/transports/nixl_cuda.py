@@ -58,12 +58,16 @@ class NixlCudaConnection(NixlLink):
     def __init__(self, context: zmq.asyncio.Context, arena: NixlArena, address: str) -> None:
         super().__init__(context, address)
         self._arena = arena
+        self._num_failed = 0
 
     async def send(self, header: TensorHeader, data: DeviceBuffer, timeout_s: float) -> None:
+        failed_before = self._num_failed
         try:
             async with asyncio.timeout(timeout_s), self._turn:
                 self._number += 1
                 if not self._is_known():
+                    if self._num_failed != failed_before:  # each would wait as long again
+                        raise NixlError("the tensor before has found that it does not lead there")
                     await self._shake_hands()
                 await self._send(header, data)
         except TimeoutError as error:
@@ -89,12 +93,14 @@ class NixlCudaConnection(NixlLink):
 
     async def _shake_hands(self) -> None:
         """Raises NixlError where the receiver does not read our memory."""
+        self._num_failed += 1  # until it has not
         memory, nonce = await self._arena.open(), secrets.token_bytes(NONCE_BYTES)
         room = await self._arena.lend(NONCE_BYTES)
         try:
             await self._arena.write(room, 0, nonce)
             async with asyncio.timeout(NONCE_S):
                 await self._greet(memory, nonce, room.address)
+            self._num_failed -= 1
         except TimeoutError as error:
             raise NixlError(f"it did not read from this GPU within {NONCE_S:g} s") from error
         finally:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Final, cast
 
 import zmq
 import zmq.asyncio
@@ -37,6 +37,8 @@ from common.messages import TensorHeader, encode
 from common.telemetry import get_logger
 
 log = get_logger()
+MESSAGE_COSTS_BYTES: Final = 64 * 2**10
+"""What a message counts for in a turn beside its bytes: one without any takes its time, too."""
 
 
 class ZmqReceiver:
@@ -58,7 +60,9 @@ class ZmqReceiver:
         self._on_arrival = on_arrival
         self._ready: ReceivedTensor | None = None
         self._wakeup = _Wakeup(self._socket, self._go_on)
-        self._assembly = Assembly(max_bytes, lambda: self._wakeup.is_set)
+        self._drained = True  # nothing was in the socket when it was last asked
+        self._next_turn: asyncio.Handle | None = None
+        self._assembly = Assembly(max_bytes, lambda: self._drained)
 
     def take(self) -> ReceivedTensor | None:
         received, self._ready = self._ready or self._next(), None
@@ -66,6 +70,7 @@ class ZmqReceiver:
 
     def close(self) -> None:
         self._wakeup.cancel()
+        self._end_turn()
         self._assembly.close()
         self._ready = None
         self._socket.close(linger=0)
@@ -77,8 +82,11 @@ class ZmqReceiver:
             try:
                 sender = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
+                self._drained = True
                 self._wakeup.set()
                 return None
+            self._drained = False
+            turn_bytes += MESSAGE_COSTS_BYTES
             try:
                 head, data = self._receive_frames()
                 turn_bytes += data.nbytes
@@ -91,7 +99,8 @@ class ZmqReceiver:
             if received is not None:
                 return received
         self._wakeup.cancel()
-        self._loop.call_soon(self._go_on)
+        self._end_turn()
+        self._next_turn = self._loop.call_soon(self._go_on)
         return None
 
     def _receive_frames(self) -> tuple[bytes, memoryview]:
@@ -106,6 +115,12 @@ class ZmqReceiver:
                 pass
             raise ValueError("a message of more than two frames")
         return head, frame.buffer  # which keeps the frame
+
+    def _end_turn(self) -> None:
+        """One turn at a time is waited for, whoever asks."""
+        if self._next_turn is not None:
+            self._next_turn.cancel()
+            self._next_turn = None
 
     def _go_on(self) -> None:
         """Put together what comes, until it is a tensor: nothing else is taken before that is."""

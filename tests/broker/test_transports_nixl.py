@@ -161,7 +161,7 @@ async def test_auto_takes_it_between_hosts_with_rdma(
     zmq_context: zmq.asyncio.Context, rdma: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The two GPUs cannot read each other, as those of two hosts cannot."""
-    monkeypatch.setattr(nixl_agent, "has_rdma", lambda: rdma)
+    monkeypatch.setattr(nixl_agent, "has_rdma", lambda host: rdma)
     async with ends(zmq_context, transport="auto") as both:
         assert (DIRECT in addresses_by_scheme(both.receiver.address)) == rdma
         assert both.bytes_of(await both.transfer(b"far")) == b"far"
