@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from multiprocessing import resource_tracker
-from typing import Any, NoReturn, cast
+from typing import Any, Final, NoReturn, cast
 
 from common import malloc, openmp
 from common.config import Settings
@@ -17,6 +17,9 @@ from common.messages import Role
 from common.model_info import ModelInfo, load_model_info
 from common.telemetry import get_logger, setup_logging
 from services.roles import check_role, make_role
+
+RECEIVING: Final = frozenset[Role]({"prefill", "decode", "prefill_decode"})
+"""Roles to which others send tensors. What the rest keeps of a burst should go back to the system."""
 
 log = get_logger()
 
@@ -28,7 +31,8 @@ def run(settings: Settings, role: Role) -> int:
     Errors of configuration and of start are logged in one line, status 1.
     """
     malloc.use_one_arena()
-    malloc.reuse_large_blocks()
+    if role in RECEIVING:
+        malloc.reuse_large_blocks()
     setup_logging(settings.log_level, settings.log_format, settings.instance_id or role)
     _limit_threads(settings.engine.num_threads)
     try:

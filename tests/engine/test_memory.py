@@ -289,9 +289,8 @@ print(Path("/proc/self/status").read_text())
 _ENCODER = """
 import json, sys
 from pathlib import Path
-from common.malloc import reuse_large_blocks, use_one_arena
+from common.malloc import use_one_arena
 use_one_arena()
-reuse_large_blocks()
 from common.config import EngineConfig
 from common.model_info import load_model_info
 from engine.encoder_engine import EncoderEngine
