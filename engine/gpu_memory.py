@@ -1,6 +1,6 @@
 """What a worker may take of a GPU that it shares with other processes.
 
-    total = this process (torch's allocator + PROCESS_BYTES) + other processes + free
+    total = this process (torch's allocator + process_bytes) + other processes + free
             |<----------- at most memory_fraction x total ->|
 
 The share counts what this process has taken, never what others have: several workers on one GPU get what they are told,
@@ -15,7 +15,7 @@ import torch
 
 from common.config import EngineConfig
 from common.errors import TriptychError
-from common.gpu_memory import GPU_FRACTION, PROCESS_BYTES
+from common.gpu_memory import GPU_FRACTION, process_bytes
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,6 @@ class GpuMemory:
     total: int
     free: int
     reserved: int
-
-    @property
-    def own(self) -> int:
-        return self.reserved + PROCESS_BYTES
-
-    @property
-    def others(self) -> int:
-        """What other processes hold, as near as can be told."""
-        return max(0, self.total - self.free - self.own)
 
 
 def measure_gpu(device: torch.device) -> GpuMemory:
@@ -48,14 +39,16 @@ def cuda_budget(config: EngineConfig, memory: GpuMemory) -> int:
     Raises TriptychError("invalid_request") with the numbers where that much is not free.
     """
     fraction = config.memory_fraction or GPU_FRACTION
-    budget = max(0, int(fraction * memory.total) - memory.own)
+    own = memory.reserved + process_bytes(config)
+    budget = max(0, int(fraction * memory.total) - own)
     if budget <= memory.free:
         return budget
-    possible = (memory.own + memory.free) / memory.total
+    others = max(0, memory.total - memory.free - own)  # as near as can be told
+    possible = (own + memory.free) / memory.total
     message = (
         f"the GPU has {in_words(memory.total)}, of which this worker may take {fraction:g}, {in_words(budget)} more "
         f"than it has by now; only {in_words(memory.free)} are free, for other processes hold "
-        f"{in_words(memory.others)}: give each worker of this GPU its share by --memory-fraction (here at most "
+        f"{in_words(others)}: give each worker of this GPU its share by --memory-fraction (here at most "
         f"{max(0.01, possible - 0.005):.2f}), 0.9 altogether, or end what else runs there"
     )
     raise TriptychError("invalid_request", message, "memory_fraction")

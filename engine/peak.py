@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import re
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +12,8 @@ from typing import Final
 
 import torch
 from torch import nn
+
+from common import malloc
 
 _RESET_PEAK: Final = "5"  # proc(5), clear_refs
 
@@ -66,9 +66,8 @@ def give_back_free_memory(device: torch.device) -> None:
     """Return what the allocator of a device keeps for later; of malloc, glibc's only."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    elif sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
+    else:
+        malloc.give_back()
 
 
 class _EnoughError(Exception):

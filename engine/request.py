@@ -26,6 +26,7 @@ from common.messages import InputSlot, Resumed, Span, TokenLogprob
 from common.sampling_params import SamplingParams
 from common.telemetry import SpanRecorder
 from engine.cache.prefix import extend_chain, root_hash
+from engine.cross_ranges import groups_of
 from engine.events import InputMetadata
 
 IntArray = npt.NDArray[np.int64]
@@ -296,10 +297,13 @@ class Request:
 
     @property
     def encoder_content(self) -> str:
-        """What the cross-attention reads: content and length; empty where there is none."""
+        """What the cross-attention reads: contents, in groups without text between them, and length; empty where there
+        is none. Whoever has the same can share a table, whose order is that of the groups (engine.cross_ranges)."""
         if not self.cross_attention or not self.inputs:
             return ""
-        return "+".join([*(item.slot.content_hash for item in self.inputs), str(self.num_encoder_tokens)])
+        groups = groups_of([item.start for item in self.inputs])
+        contents = (",".join(self.inputs[index].slot.content_hash for index in group) for group in groups)
+        return "+".join([*contents, str(self.num_encoder_tokens)])
 
     @property
     def inputs_are_known(self) -> bool:

@@ -9,6 +9,7 @@ import torch
 from engine.attention.backend import AttentionBackend
 from engine.attention.metadata import AttentionMetadata
 from engine.models.base import PositionBias
+from engine.runner.staging import send
 
 
 class PagedAttentionContext:
@@ -51,7 +52,10 @@ class PagedAttentionContext:
         if cross_metadata is None:
             return cls(backend, caches, self_metadata.slot_mapping, self_plan)
         cross_plan = backend.plan(cross_metadata, block_size, dtype)
-        return cls(backend, caches, self_metadata.slot_mapping, self_plan, cross_plan, cross_metadata.after_input)
+        after_input = None
+        if cross_metadata.after_input is not None:
+            [after_input] = send(cross_metadata.block_table.device, cross_metadata.after_input)
+        return cls(backend, caches, self_metadata.slot_mapping, self_plan, cross_plan, after_input)
 
     def self_attention(
         self,

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.inputs import IntArray
+
+BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,7 @@ class AttentionMetadata:
     key_ranges       [num_tokens, 2] on the host, for cross-attention: token t sees keys key_ranges[t, 0] .. [t, 1] of
                      its request; None where all tokens see all of them. A token with an empty range gets zeros.
     host_table       block_table on the host, where the runner has it; `table` brings it there otherwise
-    after_input      [num_tokens] on the device, for cross-attention: whether an input stands at a token or before it;
+    after_input      [num_tokens] on the host, for cross-attention: whether an input stands at a token or before it;
                      None where one does for all of them
     """
 
@@ -36,7 +40,7 @@ class AttentionMetadata:
     causal: bool
     num_decodes: int
     key_ranges: IntArray | None = None
-    after_input: torch.Tensor | None = None
+    after_input: BoolArray | None = None
     host_table: IntArray | None = None
 
     @property

@@ -151,5 +151,5 @@ class CrossLayer(nn.Module):
         hidden = hidden + self.cross_attn_attn_gate.tanh() * attended
         output: Tensor = self.down_proj(silu_mul(self.gate_up_proj(self.post_attention_layernorm(hidden))))
         if attention.after_input is not None:
-            output = output * attention.after_input[:, None]
+            output = torch.where(attention.after_input[:, None], output, 0)  # whatever it is: infinity * 0 is NaN
         return hidden + self.cross_attn_mlp_gate.tanh() * output

@@ -80,7 +80,7 @@ class CrossBatch:
             causal=False,
             num_decodes=step.num_decodes,
             key_ranges=ranges,
-            after_input=None if after is None else send(self._device, after)[0],
+            after_input=after,
             host_table=self._table,
         )
 

@@ -5,10 +5,16 @@ launched as a whole, but only ever does the same work over the same addresses. S
 and what changes from step to step stands in buffers at fixed addresses:
 
     rows        int64 [3 + axes, size]     input ids · slots of LastTokens · slot mapping · positions (M-RoPE: 3 axes)
+                one more for Mllama        whether an input stands at a token or before it
     self plan, cross plan                  the backend's (DecodePlan)
 
     batch of 3, size 4     a  b  c  pad    padding: token 0 at position 0, one key in block 0, which is nobody's; of an
                                            input it reads nothing
+
+Where inputs stand in the prompt (Mllama), requests without any share a batch with others, or have one to themselves:
+they read nothing, and their row says that no input is before them, so that layers of cross-attention leave them as they
+are.
+
 Recorded is what lies between the input ids and the hidden states. Logits and sampling are outside: their shapes vary
 with what requests ask for, and they are few kernels.
 """
@@ -16,7 +22,7 @@ with what requests ask for, and they are few kernels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -25,7 +31,7 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionBackend, DecodePlan, HeadSpec
 from engine.attention.context import PagedAttentionContext
-from engine.attention.metadata import AttentionMetadata
+from engine.attention.metadata import AttentionMetadata, BoolArray
 from engine.inputs import IntArray, StepInputs
 from engine.models.base import DecoderModel
 from engine.runner.last_tokens import LastTokens
@@ -79,9 +85,6 @@ class DecodeGraphs:
 
         Sizes that the attention backend has no plan for are left out. Raises UnrecordableError where none is left.
         """
-        spec = parts.model.spec
-        if spec.has_cross_attention and parts.inputs_in_prompt:
-            raise UnrecordableError("what a token reads of its inputs depends on where it stands")
         recordings = []
         for size in sorted(sizes, reverse=True):
             plans = _make_plans(parts, size)
@@ -102,14 +105,15 @@ class DecodeGraphs:
         """Hidden states [n, hidden_size] of a step with one token for each of its n sequences, valid until the next
         call; None for a step that has not been recorded.
 
-        positions int64 [n], or [3, n] with M-RoPE. `own` and `cross` need no tensors on the device.
+        positions int64 [n], or [3, n] with M-RoPE. `own` and `cross` need no tensors on the device; `cross` is None
+        where nobody reads an input.
         """
         count = len(inputs.input_ids)
         recording = next((one for one in self._recordings if one.size >= count), None)
         if recording is None or not recording.prepare(own, cross):
             return None
         self.num_replays += 1
-        return recording.run(inputs, positions)[:count]
+        return recording.run(inputs, positions, None if cross is None else cross.after_input)[:count]
 
 
 class _Recording:
@@ -121,7 +125,9 @@ class _Recording:
         self.size = size
         self._parts, self._self_plan, self._cross_plan = parts, self_plan, cross_plan
         self._has_axes = parts.model.spec.mrope_section is not None
-        num_rows = _POSITIONS + (3 if self._has_axes else 1)
+        self._tells_inputs = cross_plan is not None and parts.inputs_in_prompt
+        self._end = _POSITIONS + (3 if self._has_axes else 1)
+        num_rows = self._end + self._tells_inputs
         self._rows = torch.zeros(num_rows, size, dtype=torch.int64, device=parts.caches[0].device)
         nothing = _no_requests(causal=False) if cross_plan is not None else None
         if not self.prepare(_no_requests(causal=True), nothing):
@@ -130,6 +136,8 @@ class _Recording:
 
     def prepare(self, own: AttentionMetadata, cross: AttentionMetadata | None) -> bool:
         """Bring the plans to a batch of up to `size` requests; False where they do not serve it."""
+        if cross is None and self._tells_inputs:
+            cross = _no_requests(causal=False)
         if (cross is None) != (self._cross_plan is None):
             return False
         own = padded(own, self.size)
@@ -143,26 +151,29 @@ class _Recording:
         self._self_plan.update(own)
         return True
 
-    def run(self, inputs: StepInputs, positions: IntArray) -> Tensor:
-        """[size, hidden_size]; the plans are prepared for the same batch."""
+    def run(self, inputs: StepInputs, positions: IntArray, after_input: BoolArray | None) -> Tensor:
+        """[size, hidden_size]; the plans are prepared for the same batch. `after_input` is that of its `cross`."""
         rows, count = np.zeros(self._rows.shape, np.int64), len(inputs.input_ids)
         rows[0, :count] = inputs.input_ids
         rows[1, :count] = inputs.request_indices
         rows[2, :count] = inputs.slot_mapping
-        rows[_POSITIONS:, :count] = positions
+        rows[_POSITIONS : self._end, :count] = positions
+        if after_input is not None:
+            rows[self._end, :count] = after_input
         overwrite(self._rows, rows)
         return self._replay()
 
     def _work(self) -> Tensor:
         parts = self._parts
         input_ids, slots, slot_mapping = self._rows[:_POSITIONS]
-        positions = self._rows[_POSITIONS:] if self._has_axes else self._rows[_POSITIONS]
+        positions = self._rows[_POSITIONS : self._end] if self._has_axes else self._rows[_POSITIONS]
         context = PagedAttentionContext(
             parts.backend,
             parts.caches,
             slot_mapping.to(parts.backend.slot_dtype),
             self._self_plan,
             self._cross_plan,
+            self._rows[self._end].bool() if self._tells_inputs else None,
         )
         embeddings = parts.model.embed(parts.last_tokens.fill(input_ids, slots))
         hidden: Tensor = parts.model(embeddings, positions, context)
@@ -200,17 +211,21 @@ def padded(metadata: AttentionMetadata, size: int) -> AttentionMetadata:
     num_requests, table = metadata.num_requests, metadata.table
     if num_requests == size:
         return metadata
+    more = size - num_requests
     blocks, num_keys = ([0], 1) if metadata.causal else ([], 0)
     whole = np.zeros((size, max(1, table.shape[1])), np.int64)
     whole[:num_requests, : table.shape[1]] = table
-    return AttentionMetadata(
+    ranges, after = metadata.key_ranges, metadata.after_input
+    return replace(
+        metadata,
         query_start_loc=list(range(size + 1)),
-        seq_lens=metadata.seq_lens + [num_keys] * (size - num_requests),
+        seq_lens=metadata.seq_lens + [num_keys] * more,
         block_table=torch.from_numpy(whole),
-        block_lists=metadata.block_lists + [blocks] * (size - num_requests),
+        block_lists=metadata.block_lists + [blocks] * more,
         slot_mapping=None,
-        causal=metadata.causal,
         num_decodes=size,
+        key_ranges=None if ranges is None else np.pad(ranges, ((0, more), (0, 0))),
+        after_input=None if after is None else np.pad(after, (0, more)),
         host_table=whole,
     )
 

@@ -53,11 +53,12 @@ def test_ranges_are_the_mask_of_transformers(prompt: list[int], tiles: list[int]
     for position, (start, end) in enumerate(ranges):
         expected = np.flatnonzero(mask[min(position, len(prompt) - 1)])  # what is generated is masked like the last
         assert sorted(table[start:end]) == expected.tolist()
+    assert not ranges[len(prompt) :, 0].any(), "kernels over pages begin with the first row"
 
 
 def test_the_drawing() -> None:
     inputs = [CrossInput(2, 10, 4), CrossInput(5, 10, 6), CrossInput(6, 10, 1)]
-    expected = [(0, 30)] * 2 + [(0, 4)] * 3 + [(4, 10)] + [(4, 11)] * 3
+    expected = [(0, 30)] * 2 + [(7, 11)] * 3 + [(0, 6)] + [(0, 7)] * 3
     assert key_ranges(inputs, np.arange(9)).tolist() == [list(pair) for pair in expected]
     assert after_input(inputs, np.arange(9)).tolist() == [False] * 2 + [True] * 7
 

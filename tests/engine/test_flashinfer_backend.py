@@ -220,6 +220,20 @@ def test_plans_at_fixed_addresses_follow_the_batch(
 
 
 @pytest.mark.parametrize("backend", fixed_backends(), ids=lambda backend: backend.name)
+def test_a_plan_at_fixed_addresses_reads_ranges_that_begin_with_the_first_key(backend: AttentionBackend) -> None:
+    paged = written(Shape([(1, 30), (1, 9), (1, 12)], 4, 2, 2, 64, causal=False), 0)
+    plan = backend.make_decode_plan(3, 8, 4, torch.bfloat16, HeadSpec(4, 2, 64), causal=False)
+    assert plan is not None
+    for bounds in ([[0, 21], [0, 9], [5, 5]], [[0, 4], [0, 0], [0, 12]]):
+        ranges = np.array(bounds, np.int64)
+        plan.update(paged.metadata(ranges))
+        got = backend.run(paged.query, paged.cache, plan)
+        mask = paged.mask(paged.allowed(key_ranges=ranges))
+        assert_equal(got, dense(paged.query, paged.key, paged.value, mask), torch.bfloat16)
+    assert not plan.serves(paged.metadata(np.array([[0, 21], [1, 9], [0, 12]], np.int64)))
+
+
+@pytest.mark.parametrize("backend", fixed_backends(), ids=lambda backend: backend.name)
 def test_a_plan_at_fixed_addresses_refuses_what_does_not_fit(backend: AttentionBackend) -> None:
     plan = backend.make_decode_plan(2, 3, 4, torch.bfloat16, HeadSpec(2, 2, 64), causal=True)
     assert plan is not None

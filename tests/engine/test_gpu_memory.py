@@ -22,6 +22,13 @@ def test_the_budget_is_the_share_less_what_this_process_has() -> None:
     assert cuda_budget(EngineConfig(), gpu(reserved=6 * GIB)) == int(0.9 * 80 * GIB) - 6 * GIB - PROCESS_BYTES
 
 
+def test_what_a_process_takes_beside_torch_can_be_told() -> None:
+    """As for tensors that go between GPUs by NIXL, or for MPS, where processes share a context."""
+    for size in (0, GIB):
+        budget = cuda_budget(EngineConfig(process_bytes=size), gpu(reserved=6 * GIB))
+        assert budget == int(0.9 * 80 * GIB) - 6 * GIB - size
+
+
 @pytest.mark.parametrize("others", [0, 4 * GIB, 30 * GIB])
 def test_what_others_hold_changes_nothing_as_long_as_the_share_is_free(others: int) -> None:
     """So that it does not matter who starts first."""

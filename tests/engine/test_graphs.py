@@ -6,6 +6,7 @@ both paths are the same ones. With a GPU (marked `gpu`), CUDA graphs are recorde
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from tests import tiny_models
 from tests.engine.conftest import AUDIO_FRAMES
 from tests.engine.driving import Driver, Job, greedy, make_engine, run, sampled, text, text_tokens
 from tests.fake_flashinfer.installed import flashinfer_on_cpu
+from tests.tiny.mllama import make_mllama
 
-FAMILIES = ("tiny_llama", "tiny_vision", "tiny_speech", "tiny_bart", "tiny_t5")
+FAMILIES = ("tiny_llama", "tiny_vision", "tiny_mllama", "tiny_speech", "tiny_bart", "tiny_t5")
 needs_gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -132,16 +134,20 @@ def test_steps_that_are_launched_ahead_are_replayed(info: ModelInfo, device: str
     assert got.tokens == run_staggered(plain, jobs).tokens
 
 
-@pytest.mark.parametrize("family", ["llama", "whisper"])
+def served_by_flashinfer(folder: Path, family: str) -> ModelInfo:
+    """A small model with heads of 64."""
+    if family == "llama":
+        return load_model_info(str(tiny_models.make_llama(folder, head_dim=64)))
+    if family == "mllama":
+        return load_model_info(str(make_mllama(folder, num_attention_heads=1, num_key_value_heads=1)))
+    heads = {"d_model": 128, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    return load_model_info(str(tiny_models.make_whisper(folder, max_source_positions=AUDIO_FRAMES, **heads)))
+
+
+@pytest.mark.parametrize("family", ["llama", "mllama", "whisper"])
 def test_plans_of_flashinfer_are_replayed(tmp_path: Path, family: str) -> None:
     """Its kernels are a fake's, which refuses other addresses and other batch sizes than those of the capture."""
-    heads = {"d_model": 128, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    folder = (
-        tiny_models.make_llama(tmp_path, head_dim=64)
-        if family == "llama"
-        else tiny_models.make_whisper(tmp_path, max_source_positions=AUDIO_FRAMES, **heads)
-    )
-    info = load_model_info(str(folder))
+    info = served_by_flashinfer(tmp_path, family)
     jobs = mixed_jobs(info)
     expected = run_staggered(eager(info), jobs)
     with flashinfer_on_cpu():
@@ -203,8 +209,56 @@ def test_a_single_token_that_is_part_of_a_picture_is_computed_eagerly(tiny_visio
     assert replays_in(driver, picture) == [True, False, False, False, True, True]
 
 
-def test_what_reads_inputs_by_where_it_stands_runs_eagerly(tiny_mllama: ModelInfo) -> None:
-    assert recorded(tiny_mllama).runner.graphs is None
+PICTURES = "before P cat between P dog P fox behind"
+"""A text with pictures that stand apart, and next to each other."""
+
+
+def jobs_with_and_without_pictures(info: ModelInfo, *prompts: str) -> list[Job]:
+    """`P name` in a prompt is a picture of that name, of 5 rows; every other word is a token."""
+    jobs = []
+    for number, prompt in enumerate(prompts):
+        words, tokens, media = iter(prompt.split()), [], []
+        for word in words:
+            tokens.append(info.placeholder_token_id if word == "P" else text_tokens(zlib.crc32(word.encode()), 1)[0])
+            if word == "P":
+                media.append((next(words), 5))
+        jobs.append(Job(f"{number}: {prompt}", [token or 0 for token in tokens], greedy(8 + number), media))
+    return jobs
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 64])
+def test_each_row_of_a_replayed_step_reads_the_pictures_that_stand_before_it(
+    tiny_mllama: ModelInfo, tokens_per_step: int
+) -> None:
+    """One token at a time, most of a prompt is replayed, too: tokens before and of pictures."""
+    prompts = ("a text without any", PICTURES, "P cat and text", "early P cat P dog", "nothing to see", PICTURES[:20])
+    jobs = jobs_with_and_without_pictures(tiny_mllama, *prompts)
+    options = {"max_num_batched_tokens": tokens_per_step, "prefix_caching": False}
+    expected = run_staggered(eager(tiny_mllama, **options), jobs)
+    engine = recorded(tiny_mllama, **options)
+    got = run_staggered(engine, jobs)
+    assert not got.failures
+    assert got.tokens == expected.tokens
+    assert graphs_of(engine).num_replays > (60 if tokens_per_step == 1 else 10)
+
+
+def test_flashinfer_replays_what_is_generated_behind_any_pictures(tmp_path: Path) -> None:
+    """Whatever stands between them: only what they are followed by is read."""
+    info = served_by_flashinfer(tmp_path, "mllama")
+    jobs = jobs_with_and_without_pictures(info, "only text", "one P cat here", "P dog there P fox too", "P ant P bee x")
+    expected = run(eager(info), jobs).tokens
+    with flashinfer_on_cpu():
+        engine = recorded(info, attention_backend="flashinfer")
+        assert run(engine, jobs).tokens == expected
+    assert graphs_of(engine).num_replays == max(len(tokens) for tokens in expected.values()) - 1
+
+
+def test_texts_alone_are_replayed_by_a_model_that_reads_pictures(tiny_mllama: ModelInfo) -> None:
+    """An eager step leaves the layers of cross-attention out; a replayed one passes through them without an effect."""
+    jobs = jobs_with_and_without_pictures(tiny_mllama, "one text", "another one")
+    engine = recorded(tiny_mllama)
+    assert run(engine, jobs).tokens == run(eager(tiny_mllama), jobs).tokens
+    assert graphs_of(engine).num_replays == max(job.params.max_tokens for job in jobs) - 1
 
 
 def test_backends_without_fixed_plans_run_eagerly(tiny_llama: ModelInfo, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,18 @@ def test_the_pictures_of_a_request_are_projected_once_for_all_who_read_them(fold
     assert llm.decoder.stats()["cross_table_hits_total"] > 0
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_same_pictures_with_text_between_them_and_without_are_not_taken_for_each_other(
+    folder: Path, reference_of: Callable[[str], Reference], first: int
+) -> None:
+    """Their tables have the same rows in another order."""
+    prompts = [[65, IMAGE_TOKEN, 66, 67, IMAGE_TOKEN, 68], [65, IMAGE_TOKEN, IMAGE_TOKEN, 66, 67, 68]]
+    pair = [_case(reference_of("mllama"), prompt, [1, 5]) for prompt in prompts]
+    llm = LLM(folder)
+    for case in (pair[first], pair[1 - first]):
+        assert answer_all(llm, [case], MAX_TOKENS) == expected_of([case])
+
+
 def test_pictures_that_never_fit_together_are_refused_with_the_numbers(folder: Path, cases: list[Case]) -> None:
     most = max(cases, key=lambda case: len(set(case.media)))
     room, needed = (20 * 64 * 4 * count for count in (len(set(most.media)) - 1, len(set(most.media))))

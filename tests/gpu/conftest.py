@@ -12,7 +12,7 @@ import pytest
 from common.model_info import BUNDLED
 from tests import tiny_models
 from tests.equality.conftest import MAKERS, broker_url, cases_of, reference_of
-from tests.tiny import encdec
+from tests.tiny import encdec, mllama
 
 __all__ = ["broker_url", "cases_of", "reference_of"]
 
@@ -28,6 +28,7 @@ OWN_MAKERS: Final[dict[str, Callable[..., Path]]] = {
     "llama": partial(tiny_models.make_llama, head_dim=64),
     "qwen2": partial(tiny_models.make_qwen2, head_dim=64, num_attention_heads=14, num_key_value_heads=2),
     "qwen2_5_vl": partial(tiny_models.make_qwen2_5_vl, rope_parameters=_MROPE, **_ONE_HEAD),
+    "mllama": partial(mllama.make_mllama, **_ONE_HEAD),
     "bart": partial(encdec.make_bart, **_ENCODER_DECODER),
     "whisper": partial(tiny_models.make_whisper, **_ENCODER_DECODER),
     "t5": partial(encdec.make_t5, d_kv=64),

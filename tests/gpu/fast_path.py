@@ -157,8 +157,9 @@ def _margin(top: Sequence[tuple[int, float]], suppressed: Sequence[int]) -> floa
 
 
 def _placeholders(llm: LLM) -> tuple[int, ...]:
+    """Those that could be an answer: Mllama's has no place in the output."""
     token = llm.info.placeholder_token_id
-    return () if token is None else (token,)
+    return () if token is None or token >= llm.decoder.runner.spec.vocab_size else (token,)
 
 
 def differences(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:

@@ -21,10 +21,8 @@ from tests.gpu.device import DEVICE, needs_gpu
 
 pytestmark = needs_gpu
 DTYPES = ("bfloat16", "float16")
-FAST_FAMILIES = ("llama", "qwen2", "qwen2_5_vl", "bart", "whisper", "t5")
+FAMILIES = ("llama", "qwen2", "qwen2_5_vl", "mllama", "bart", "whisper", "t5")
 """The last one's self-attention has a bias by position: FlashInfer has none, and PyTorch computes it."""
-FAMILIES = (*FAST_FAMILIES, "mllama")
-"""The last one has heads of another size, and goes to PyTorch."""
 MEAN_FACTOR, MAX_FACTOR = 1.5, 3.0
 MARGIN_FACTOR = 4.0
 """Two ways to round may choose different tokens where neither is likelier by more than so many errors of rounding."""
@@ -43,7 +41,7 @@ def test_log_probabilities_stray_no_further_than_a_cpus(
     assert ours.max() <= MAX_FACTOR * rounding.max(), f"a CPU in {dtype} strays by {rounding.max()} at most"
 
 
-@pytest.mark.parametrize("family", FAST_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_fast_path_answers_as_the_plain_one(
     family: str, folder_of: Callable[[str], Path], cases_of: Callable[[str], list[Case]]
 ) -> None:
@@ -74,7 +72,7 @@ def test_the_fast_path_answers_as_the_plain_one(
                 assert known[0].margins[prompt, position] <= MARGIN_FACTOR * rounding.max()
 
 
-@pytest.mark.parametrize("family", FAST_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_no_step_waits_for_the_device(
     family: str, folder_of: Callable[[str], Path], cases_of: Callable[[str], list[Case]]
 ) -> None:

@@ -266,7 +266,7 @@ def step_logits(
         causal=False,
         num_decodes=0,
         key_ranges=np.concatenate(ranges),
-        after_input=torch.from_numpy(np.concatenate(behind)),
+        after_input=np.concatenate(behind),
     )
     context = PagedAttentionContext.of_step(backend, caches, own, cross if any(cross_lens) else None)
     ids = torch.tensor([token for prompt, _ in requests for token in prompt])
