@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from common.config import EngineConfig
 
 GPU_FRACTION: Final = 0.9
 """Of a GPU, for all workers on it together: the rest is for what nobody counts, a display's or a tool's."""
 PROCESS_BYTES: Final = 768 * 2**20
 """What a process takes of a GPU outside torch's allocator: CUDA's context with the kernels that it has loaded (some 500
-MiB on an H100), and the memory that tensors leave by (128 MiB). CUDA tells no process how much its own share is."""
+MiB on an H100), and the memory that tensors leave by (128 MiB). CUDA tells no process how much its own share is. What
+NIXL takes beside that comes on top: EngineConfig.process_bytes."""
+
+
+def process_bytes(engine: EngineConfig) -> int:
+    """What a worker's process takes of a GPU outside torch's allocator: as the settings say, else as is usual."""
+    return PROCESS_BYTES if engine.process_bytes is None else engine.process_bytes
 
 
 def total_gpu_memory(library: str = "libcuda.so.1") -> int | None:

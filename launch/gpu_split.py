@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from common.errors import TriptychError
-from common.gpu_memory import GPU_FRACTION, PROCESS_BYTES, total_gpu_memory
+from common.gpu_memory import GPU_FRACTION, process_bytes, total_gpu_memory
 from common.messages import Role
 from launch.topology import Topology
 from launch.weights import count_parameters
@@ -45,7 +45,7 @@ def split_gpu(
     encoder, rest = (item_bytes * count for count in count_parameters(info, engine.load_format))
     most = fraction * MAX_ENCODERS / max(1, topology.encoder)
     kept = engine.encoder_output_cache_bytes or 0  # the usual outputs lie within what is there for a batch
-    needed = UNKNOWN_SHARE if total is None else (PROCESS_BYTES + encoder + BATCH_BYTES + kept) / total
+    needed = UNKNOWN_SHARE if total is None else (process_bytes(engine) + encoder + BATCH_BYTES + kept) / total
     of_encoder = min(most, needed)
     left = fraction - topology.encoder * of_encoder
     parts = sum(part * topology.count(role) for role, part in _SHARE.items())
@@ -54,19 +54,18 @@ def split_gpu(
     if total is not None:
         weights: dict[Role, int] = dict.fromkeys(_SHARE, rest)
         weights |= {"encoder": encoder, "encode_prefill_decode": encoder + rest}
-        _check(topology, info, total, fractions, weights)
+        _check(topology, info, total, fractions, {role: size + process_bytes(engine) for role, size in weights.items()})
     return {role: {"memory_fraction": int(1e4 * share) / 1e4} for role, share in fractions.items()}
 
 
 def _check(
-    topology: Topology, info: ModelInfo, total: int, fractions: dict[Role, float], weights: dict[Role, int]
+    topology: Topology, info: ModelInfo, total: int, fractions: dict[Role, float], needed: dict[Role, int]
 ) -> None:
     for role, fraction in fractions.items():
-        needed = weights[role] + PROCESS_BYTES
-        if topology.count(role) and needed >= fraction * total:
+        if topology.count(role) and needed[role] >= fraction * total:
             message = (
                 f"as {topology}, each {role} worker gets {fraction:.2f} of the GPU's {total / 2**30:.3g} GiB, and its "
-                f"weights of {info.name} and CUDA itself take {needed / 2**30:.3g} GiB: use fewer instances, another "
-                f"GPU for some of them, --dtype bfloat16 or a smaller model"
+                f"weights of {info.name} and CUDA itself take {needed[role] / 2**30:.3g} GiB: use fewer instances, "
+                f"another GPU for some of them, --dtype bfloat16 or a smaller model"
             )
             raise TriptychError("invalid_request", message, "topology")

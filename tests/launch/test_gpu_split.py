@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from common.config import EngineConfig
+from common.config import EngineConfig, Settings
 from common.errors import TriptychError
 from common.gpu_memory import PROCESS_BYTES, total_gpu_memory
 from common.model_info import ModelInfo, load_model_info
 from launch.gpu.shapes import Shape, qwen2_5_vl_3b, whisper_large_v3
 from launch.gpu_split import BATCH_BYTES, split_gpu
 from launch.memory import split_memory
+from launch.plan import Plan
 from launch.topology import parse_topology
 from launch.weights import count_parameters
 
@@ -42,6 +43,28 @@ def test_an_encoder_gets_what_it_needs_and_a_decoder_the_rest(model: ModelInfo) 
     needed = (PROCESS_BYTES + GIB + BATCH_BYTES) / (80 * GIB)
     assert split["encoder"]["memory_fraction"] == pytest.approx(needed, abs=1e-4)
     assert split["prefill_decode"]["memory_fraction"] == pytest.approx(0.9 - needed, abs=2e-4)
+
+
+def test_an_encoder_gets_more_where_its_process_takes_more(model: ModelInfo) -> None:
+    engine, topology = CUDA.model_copy(update={"process_bytes": 2 * GIB}), parse_topology("1e1pd")
+    split = split_gpu(engine, topology, model, 80 * GIB)
+    assert split["encoder"]["memory_fraction"] == pytest.approx((3 * GIB + BATCH_BYTES) / (80 * GIB), abs=1e-4)
+    with pytest.raises(TriptychError, match=r"take 8 GiB"):
+        split_gpu(engine, topology, model, 10 * GIB)
+
+
+def test_a_plan_counts_what_nixl_takes_of_the_gpu(
+    model: ModelInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launch.gpu_split.total_gpu_memory", lambda: 80 * GIB)
+    monkeypatch.setattr("broker.transports.nixl_agent.module_name", lambda: "nixl_cu13")
+    shares = []
+    for transport in ("shm", "nixl"):
+        settings = Settings(engine=CUDA, transport=transport, host="localhost")
+        instances = Plan(settings, model, parse_topology("1e1pd")).instances("redis://localhost", tmp_path)
+        [encoder] = [instance for instance in instances if instance.role == "encoder"]
+        shares.append(float(encoder.command.environment["TRIPTYCH_ENGINE__MEMORY_FRACTION"]))
+    assert 80 * 1024 * (shares[1] - shares[0]) == pytest.approx(192, abs=9)  # MiB; shares have four digits
 
 
 @pytest.mark.parametrize("text", ["1e1pd", "2e1pd", "1e1p2d", "1epd", "2e1p1d1pd1epd"])
