@@ -1,4 +1,4 @@
-"""What a helper process of `common.child_pool` does first. Imports little: every helper does."""
+"""What a helper process of `common.child_pool` does besides its work. Imports little: every helper does."""
 
 from __future__ import annotations
 
@@ -7,13 +7,25 @@ import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from common import malloc
+
+T = TypeVar("T")
 
 
 def begin(memory_bytes: int, initialize: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     """The first thing that a helper does."""
     initialize(*arguments)
     limit_resources(memory_bytes)
+
+
+def work(call: Callable[[], T]) -> T:
+    """What `call` returns or raises; free memory goes back to the system, however large the item was."""
+    try:
+        return call()
+    finally:
+        malloc.give_back()
 
 
 def limit_resources(memory_bytes: int) -> None:

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, ParamSpec, TypeVar
 
-from common.child_limits import begin
+from common import child_limits
 from common.errors import TriptychError
 from common.telemetry import get_logger
 
@@ -37,14 +37,17 @@ class ChildPool:
         num_workers: int,
         timeout_s: float,
         memory_bytes: int,
+        on_crash: Callable[[], object] = lambda: None,
     ) -> None:
         """Each process begins with `initialize(*arguments)`; `work` is what messages call all this.
 
-        `timeout_s` bounds one item once it has begun, `memory_bytes` what it takes beyond an idle process.
+        `timeout_s` bounds one item once it has begun, `memory_bytes` what it takes beyond an idle process. `on_crash`
+        is called on the loop when one has died, or has taken too long.
         """
         self._initializer = (memory_bytes, initialize, arguments)
         self._work = work
         self._num_workers = num_workers
+        self._on_crash = on_crash
         self._timeout_s = timeout_s
         self._executor, self._warming = self._start()
         self._slots = asyncio.Semaphore(num_workers)
@@ -97,7 +100,7 @@ class ChildPool:
             self.num_waiting -= 1
         executor = self._executor
         try:
-            work = executor.submit(call)
+            work = executor.submit(child_limits.work, call)
         except BrokenProcessPool:
             self._slots.release()
             self._rebuild(executor)
@@ -128,6 +131,7 @@ class ChildPool:
         if broken is not self._executor:
             return  # another item has done it
         self.num_crashes += 1
+        self._on_crash()
         log.warning("starting processes again", work=self._work, crashes=self.num_crashes)
         self._kill(broken)
         broken.shutdown(wait=False)  # what was in it ends with BrokenProcessPool
@@ -137,7 +141,7 @@ class ChildPool:
         executor = ProcessPoolExecutor(
             self._num_workers,
             mp_context=multiprocessing.get_context("spawn"),
-            initializer=begin,
+            initializer=child_limits.begin,
             initargs=self._initializer,
         )
         # Processes start with the first calls, and the first item should not wait for them.

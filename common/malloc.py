@@ -1,10 +1,11 @@
-"""How glibc's malloc keeps memory. Has to be told before a process has threads. Where the C library is another one
-(musl, macOS), nothing is done."""
+"""How glibc's malloc keeps memory. Settings have to be told before a process has threads. Where the C library is
+another one (musl, macOS), nothing is done."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
 from typing import Final
 
 _M_TRIM_THRESHOLD: Final = -1  # from glibc's malloc.h
@@ -50,6 +51,22 @@ def reuse_large_blocks() -> None:
     _set(_M_TOP_PAD, KEPT_BYTES)
 
 
+def give_back(keep_bytes: int = 0) -> None:
+    """Let the system have every page of the heaps that is free, but `keep_bytes` at the end of the main one, and the
+    ends of those that other threads have (`use_one_arena`).
+
+    By itself malloc gives back the end of a heap only: one small block behind a burst keeps all of it. Takes a fraction
+    of a millisecond for a heap of some hundred MiB; who allocates meanwhile waits, other threads of Python do not.
+    """
+    if (malloc_trim := _function("malloc_trim")) is not None:
+        malloc_trim(ctypes.c_size_t(keep_bytes))
+
+
 def _set(parameter: int, value: int) -> None:
-    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+    if (mallopt := _function("mallopt")) is not None:
         mallopt(parameter, value)
+
+
+def _function(name: str) -> Callable[..., int] | None:
+    """A function of glibc's; None where the C library is another one."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

@@ -77,7 +77,13 @@ def as_json(findings: Findings) -> dict[str, Any]:
 
 
 def _life_as_json(life: Life) -> dict[str, Any]:
-    return {"name": life.name, "mean": life.mean, "rise": life.rise, "seconds": life.times_s, "bytes": life.sizes}
+    return {
+        "name": life.name,
+        "mean": life.mean,
+        "rise": life.rise,
+        "seconds": list(life.times_s),
+        "bytes": list(life.sizes),
+    }
 
 
 def _part_as_json(part: Part, tally: Tally, faults: Counter[str]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
+from common import housekeeping
 from common.config import EngineConfig, Settings
 from launch.cluster import LocalCluster
 from launch.held import held
@@ -24,7 +25,9 @@ from launch.soak.report import MIB, Findings
 
 SUPERVISORS: Final = "supervisors"
 """This process: it looks after all the clusters, breaks them and takes the samples, but asks nothing."""
-SAMPLE_S: Final = 60.0
+SAMPLE_S: Final = 5.0
+"""Often enough to see what comes and goes between two times that a process gives free memory back."""
+TELL_S: Final = 60.0
 RETURN_S: Final = 60.0
 """How long workers that were killed last may take to come back before the last look."""
 SETTLE_S: Final = 2.0
@@ -160,6 +163,7 @@ def _left_files(folder: Path, kept: Iterable[str | None]) -> list[str]:
 async def _load(
     plan: Plan, sides: list[Side], memory: MemoryLog, loads: MemoryLog, tell: Callable[[str], None]
 ) -> None:
+    housekeeping.begin()  # as `serve` does
     watching = asyncio.create_task(_watch(plan, sides, memory, loads, tell))
     try:
         await asyncio.gather(*(side.run(plan.seconds) for side in sides))
@@ -171,8 +175,9 @@ async def _load(
 async def _watch(
     plan: Plan, sides: list[Side], memory: MemoryLog, loads: MemoryLog, tell: Callable[[str], None]
 ) -> None:
-    """Sample and tell, once a minute; more often where the run is short."""
+    """Sample all the time, and tell once a minute; more often where the run is short."""
     began_s = time.monotonic()
+    next_told_s = 0.0
     num_told = dict.fromkeys((side.part.name for side in sides), 0)
     while True:
         at_s = time.monotonic() - began_s
@@ -180,12 +185,20 @@ async def _watch(
         asking = [(f"{side.part.name} load", side.load.pid) for side in sides]
         sizes = await asyncio.to_thread(memory.sample, running, at_s)
         sizes |= loads.sample([(name, pid) for name, pid in asking if pid is not None], at_s)
-        for side in sides:
-            tally = side.load.tally
-            endings = " ".join(f"{ending}={count}" for ending, count in sorted(tally.endings.items()))
-            tell(f"{at_s / 60:6.1f} min  {side.part.name}: {endings} wrong={tally.wrong}")
-            for what in tally.told[num_told[side.part.name] :]:
-                tell(f"{'':12}{what}")
-            num_told[side.part.name] = len(tally.told)
-        tell("            MiB: " + "  ".join(f"{name} {size / MIB:.1f}" for name, size in sizes.items()))
+        if at_s >= next_told_s:
+            next_told_s += min(TELL_S, plan.seconds / 30)
+            _tell_all(at_s, sides, num_told, sizes, tell)
         await asyncio.sleep(min(SAMPLE_S, plan.seconds / 30))
+
+
+def _tell_all(
+    at_s: float, sides: list[Side], num_told: dict[str, int], sizes: dict[str, int], tell: Callable[[str], None]
+) -> None:
+    for side in sides:
+        tally = side.load.tally
+        endings = " ".join(f"{ending}={count}" for ending, count in sorted(tally.endings.items()))
+        tell(f"{at_s / 60:6.1f} min  {side.part.name}: {endings} wrong={tally.wrong}")
+        for what in tally.told[num_told[side.part.name] :]:
+            tell(f"{'':12}{what}")
+        num_told[side.part.name] = len(tally.told)
+    tell("            MiB: " + "  ".join(f"{name} {size / MIB:.1f}" for name, size in sizes.items()))

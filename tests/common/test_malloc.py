@@ -57,6 +57,17 @@ for number in range(11):
 print(touched() - before)
 """
 
+_GIVEN_BACK = """
+before = resident()
+burst = []
+for _ in range(1000):
+    burst.append(block(64 * 2**10))
+    block(4096)  # lives on, behind the large one
+free(burst)
+malloc.give_back(KEEP)
+print(resident() - before)
+"""
+
 _MUCH_AT_ONCE = """
 before = resident()
 free([block(4 * 2**20) for _ in range(40)])
@@ -94,3 +105,14 @@ def test_without_being_told_it_gives_them_back_and_takes_new_ones() -> None:
 def test_what_is_kept_for_use_is_bounded() -> None:
     """Of 160 MiB."""
     assert 60 * MIB < _bytes(_MUCH_AT_ONCE, "malloc.reuse_large_blocks()") < 68 * MIB
+
+
+def test_free_pages_between_small_blocks_can_be_given_back() -> None:
+    """Of 64 MiB."""
+    assert _bytes(_GIVEN_BACK.replace("malloc.give_back(KEEP)", ""), "malloc.use_one_arena()") > 60 * MIB
+    assert _bytes(_GIVEN_BACK.replace("KEEP", "0"), "malloc.use_one_arena()") < 12 * MIB  # pages with something on them
+
+
+def test_the_free_end_of_the_heap_can_be_kept() -> None:
+    program = _MUCH_AT_ONCE.replace("print", "malloc.give_back(32 * 2**20)\nprint")
+    assert 28 * MIB < _bytes(program, "malloc.reuse_large_blocks()") < 36 * MIB

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +29,8 @@ ASK = Ask("a question", "/v1/chat/completions", {}, stream=False, again=True)
 
 def life(size_of: Callable[[int], float], name: str = "pd0", mib: float = 300) -> Life:
     """Sampled each minute: `size_of(minute)` times so many MiB."""
-    return Life(name, 1, list(MINUTES), [int(mib * MIB * size_of(minute)) for minute in range(len(MINUTES))])
+    sizes = [int(mib * MIB * size_of(minute)) for minute in range(len(MINUTES))]
+    return Life(name, 1, array("d", MINUTES), array("q", sizes))
 
 
 def answered(*tokens: int) -> Reply:
@@ -85,7 +87,7 @@ def test_a_life_is_judged_where_it_lasted_through_the_window() -> None:
     log.sample([("late", here), ("whole", here)], 60.0)
     (survivor,) = log.survivors()
     assert survivor.name == "whole"
-    assert survivor.times_s == [30.0, 40.0, 60.0]
+    assert list(survivor.times_s) == [30.0, 40.0, 60.0]
     assert all(size > MIB for size in survivor.sizes)
 
 

@@ -65,3 +65,17 @@ def test_the_least_recently_used_key_is_forgotten_first():
     assert len(memory) == 2
     assert memory.find([b"y"], ["a"]) is None
     assert memory.find([b"x"], ["a"]) == "a"
+
+
+def test_a_map_of_many_keys_keeps_nearly_all_of_the_latest_and_never_grows():
+    memory = AffinityMap(max_keys=1000)
+    for number in range(10_000):
+        memory.remember([b"key %d" % number], f"instance {number % 3}")
+    kept = [
+        number
+        for number in range(9_500, 10_000)
+        if memory.find([b"key %d" % number], ["instance 0", "instance 1", "instance 2"])
+    ]
+    assert len(kept) > 450  # half of what there is room for: few sets of eight have had more
+    assert all(memory.find([b"key %d" % number], [f"instance {number % 3}"]) for number in kept)
+    assert len(memory) == 1000
