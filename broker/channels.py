@@ -37,6 +37,8 @@ STREAM_TTL_S: Final = 60
 _BLOCK_MS: Final = 1000
 _BATCH: Final = 64
 _RETRY_S: Final = 0.05
+_TRY_S: Final = 0.5
+"""What a try to send gets at least, however old its oldest message is."""
 
 log = get_logger()
 
@@ -66,7 +68,11 @@ class ChannelSender:
     """Sends messages to other instances, in order, from one queue by one task, so that nobody waits.
 
     A message whose stream does not exist, or that Redis does not take, is tried again for `timeout_s` and then
-    dropped and counted: every wait of the handoff has a deadline, which is where a lost message shows.
+    dropped and counted, half a second later where a try or a pause has to end first: every wait of the handoff has a
+    deadline, which is where a lost message shows.
+
+    A try that Redis has not answered in time is given up with its connection. It may have been taken all the same, now
+    or when the server goes on: such a message comes twice where it is sent again, and late where it was dropped.
     """
 
     def __init__(self, redis: Redis, cluster: str, timeout_s: float = 2.0) -> None:
@@ -74,6 +80,7 @@ class ChannelSender:
         self._cluster = cluster
         self._timeout_s = timeout_s
         self._queue: asyncio.Queue[_Entry] = asyncio.Queue()
+        self._away = False  # whether the last try failed
         self.num_dropped = 0
 
     def send(self, instance_id: str, channel: ChannelName, message: HandoffMessage) -> None:
@@ -94,26 +101,42 @@ class ChannelSender:
             batch = [await self._queue.get()]
             while len(batch) < _BATCH and not self._queue.empty():
                 batch.append(self._queue.get_nowait())
+            if self._away:
+                batch = self._unexpired(batch)  # they are as old as what has just been given up
             pause_s = 0.02
-            while not await self._send_batch(batch):
-                batch = [entry for entry in batch if not self._expired(entry, "no broker")]
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, 0.5)
+            while batch and not await self._send_batch(batch):
+                if batch := self._unexpired(batch):
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, 0.5)
+                    batch = self._unexpired(batch)
 
     async def _send_batch(self, batch: list[_Entry]) -> bool:
-        """Send in one round trip; False if Redis is away. What has no stream now is queued again for later."""
+        """Send in one round trip; False if Redis is away, or silent until the oldest has expired. What has no stream
+        now is queued again for later."""
+        self._away = True
         try:
-            async with self._redis.pipeline(transaction=False) as pipe:
-                for entry in batch:
-                    pipe.xadd(entry.stream, {FIELD: entry.data}, maxlen=MAX_ENTRIES, nomkstream=True)
-                results = await pipe.execute(raise_on_error=False)
-            pass_on_cancellation()
+            async with asyncio.timeout(self._try_s(batch)):
+                async with self._redis.pipeline(transaction=False) as pipe:
+                    for entry in batch:
+                        pipe.xadd(entry.stream, {FIELD: entry.data}, maxlen=MAX_ENTRIES, nomkstream=True)
+                    results = await pipe.execute(raise_on_error=False)
+                pass_on_cancellation()
+        except TimeoutError:
+            return False
         except CONNECTION_ERRORS:
             return False
+        self._away = False
         for entry, result in zip(batch, results, strict=True):
             if isinstance(result, Exception | None) and not self._expired(entry, str(result or "no such stream")):
                 asyncio.get_running_loop().call_later(_RETRY_S, self._queue.put_nowait, entry)
         return True
+
+    def _try_s(self, batch: list[_Entry]) -> float:
+        oldest_s = min(entry.queued_s for entry in batch)
+        return max(_TRY_S, oldest_s + self._timeout_s - time.monotonic())
+
+    def _unexpired(self, batch: list[_Entry]) -> list[_Entry]:
+        return [entry for entry in batch if not self._expired(entry, "no broker")]
 
     def _expired(self, entry: _Entry, why: str) -> bool:
         if time.monotonic() - entry.queued_s < self._timeout_s:

@@ -48,6 +48,8 @@ Key: TypeAlias = tuple[str, int, int]
 """(request id, input id, attempt)"""
 State = Literal["offered", "granted", "sent", "done"]
 ABSENCE_S: Final = 3.0
+BLIND_S: Final = 2.0
+"""Longer than this between two looks at the registry, it could not be seen."""
 MAX_SENDS: Final = 4
 """Of one part: the first time, and three more."""
 SIGNS_PER_LEASE: Final = 3
@@ -114,6 +116,7 @@ class HandoffSender:
         self._timeout_s = timeout_s
         self._handoffs: dict[Key, Handoff] = {}
         self._seen: dict[str, tuple[InstanceRecord, float]] = {}
+        self._reviewed_s = time.monotonic()
         self.outcomes: Counter[str] = Counter()
 
     @property
@@ -285,9 +288,13 @@ class HandoffSender:
         """Compare with the registry: end the handoffs whose receiver has gone or has started anew.
 
         Called with the heartbeat. A receiver counts as gone after ABSENCE_S without an entry, so that a restart of
-        Redis, which empties the registry for a moment, ends nothing.
+        Redis, which empties the registry for a moment, ends nothing; nor does a broker that has stood still, for the
+        time in which nobody could look does not count.
         """
         now_s = time.monotonic()
+        if now_s - self._reviewed_s > BLIND_S:
+            self._seen = {instance_id: (record, now_s) for instance_id, (record, _) in self._seen.items()}
+        self._reviewed_s = now_s
         self._seen.update({instance_id: (record, now_s) for instance_id, record in instances.items()})
         self._seen = {i: seen for i, seen in self._seen.items() if now_s - seen[1] < ABSENCE_S}
         live = {i: record for i, (record, _) in self._seen.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Final
@@ -19,6 +20,8 @@ from common.telemetry import get_logger
 
 AVOID_S: Final = 10.0
 """A transport that cannot reach a receiver is not tried again for so long, if there is another."""
+FROM_DEVICE: Final = "gpu"
+"""Counts with the schemes that were not taken: what lay on a GPU was brought to the host."""
 
 log = get_logger()
 
@@ -38,8 +41,10 @@ class Route:
         devices: list[DeviceSender],
         *,
         only_cuda: bool,
+        num_fallbacks: Counter[str],
     ) -> None:
-        """With `only_cuda`, what lies on a GPU takes no other way.
+        """With `only_cuda`, what lies on a GPU takes no other way. Ways that were not taken count in
+        `num_fallbacks`, which TensorSender describes.
 
         Raises TriptychError("unavailable") where no transport is common to both.
         """
@@ -51,6 +56,8 @@ class Route:
             device.connect(offered[device.scheme]) for device in devices if device.scheme in offered
         ]
         self._only_cuda = only_cuda
+        self._num_fallbacks = num_fallbacks
+        self._has_device_senders = bool(devices)
         self._avoided_until_s: dict[str, float] = {}
         self._closed = False
         if not self._makers and not self._devices:
@@ -59,15 +66,10 @@ class Route:
 
     async def send(self, header: TensorHeader, data: Payload, deadline_s: float) -> str:
         """Send by the first way that leads there; returns its scheme."""
-        reasons: list[str] = []
-        if isinstance(data, DeviceBuffer):
-            if (scheme := await self._sent_from_device(header, data, deadline_s, reasons)) is not None:
-                return scheme
-            data = await self._brought_to_host(data, deadline_s)
-        for connection in self._usable():
-            if await self._sent_by(connection, header, data, deadline_s, reasons):
-                return connection.scheme
-        raise TriptychError("unavailable", f"no way to {self._receiver_id}: {'; '.join(reasons)}")
+        passed_over: dict[str, str] = {}
+        scheme = await self._sent(header, data, deadline_s, passed_over)
+        self._num_fallbacks.update(passed_over.keys())
+        return scheme
 
     def give(self, header: TensorHeader) -> Sending | None:
         """Over the connection that the next tensor takes, if that can do it and is there."""
@@ -83,21 +85,33 @@ class Route:
         for device in self._devices:
             device.close()
 
+    async def _sent(self, header: TensorHeader, data: Payload, deadline_s: float, passed_over: dict[str, str]) -> str:
+        """The scheme by which it has gone. To `passed_over` come the better ones, each with the reason."""
+        if isinstance(data, DeviceBuffer):
+            if (scheme := await self._sent_from_device(header, data, deadline_s, passed_over)) is not None:
+                return scheme
+            data = await self._brought_to_host(data, deadline_s)
+            if self._has_device_senders:
+                passed_over[FROM_DEVICE] = "it was brought to the host"
+        for connection in self._usable(passed_over):
+            if await self._sent_by(connection, header, data, deadline_s, passed_over):
+                return connection.scheme
+        raise TriptychError("unavailable", f"no way to {self._receiver_id}: {'; '.join(passed_over.values())}")
+
     async def _sent_from_device(
-        self, header: TensorHeader, data: DeviceBuffer, deadline_s: float, reasons: list[str]
+        self, header: TensorHeader, data: DeviceBuffer, deadline_s: float, passed_over: dict[str, str]
     ) -> str | None:
         """The scheme by which it has gone without passing through the host; None where no way does that."""
         for way in self._devices:
             if not way.carries(data.nbytes):
-                reasons.append(f"{way.scheme} does not take its {data.nbytes} bytes")
+                passed_over[way.scheme] = f"{way.scheme} does not take its {data.nbytes} bytes"
             elif self._is_avoided(way.scheme) and not self._only_cuda:
-                continue
-            elif await self._sent_by(way, header, data, deadline_s, reasons):
+                passed_over[way.scheme] = _avoided(way.scheme)
+            elif await self._sent_by(way, header, data, deadline_s, passed_over):
                 return way.scheme
         if self._only_cuda:
-            raise TriptychError(
-                "unavailable", f"no way to {self._receiver_id}: {'; '.join(reasons) or 'it takes nothing by cuda'}"
-            )
+            why = "; ".join(passed_over.values()) or "it takes nothing by cuda"
+            raise TriptychError("unavailable", f"no way to {self._receiver_id}: {why}")
         return None
 
     async def _brought_to_host(self, data: DeviceBuffer, deadline_s: float) -> memoryview:
@@ -108,7 +122,7 @@ class Route:
             message = f"{data.nbytes} bytes did not come from the GPU in time to be sent to {self._receiver_id}"
             raise TriptychError("unavailable", message) from error
 
-    def _usable(self) -> Iterator[Connection[memoryview]]:
+    def _usable(self, passed_over: dict[str, str]) -> Iterator[Connection[memoryview]]:
         """All but those that have lately led nowhere; the last one in any case.
 
         Raises TriptychError("unavailable") once the route is closed: what were made now would be nobody's to close.
@@ -116,23 +130,30 @@ class Route:
         for number, (scheme, make) in enumerate(self._makers.items(), 1):
             if self._closed:
                 raise TriptychError("unavailable", f"{self._receiver_id} has gone")
-            if number == len(self._makers) or not self._is_avoided(scheme):
-                if scheme not in self._connections:
-                    self._connections[scheme] = make()
-                yield self._connections[scheme]
+            if number < len(self._makers) and self._is_avoided(scheme):
+                passed_over[scheme] = _avoided(scheme)
+                continue
+            if scheme not in self._connections:
+                self._connections[scheme] = make()
+            yield self._connections[scheme]
 
     def _is_avoided(self, scheme: str) -> bool:
         return self._avoided_until_s.get(scheme, 0.0) > time.monotonic()
 
     async def _sent_by(
-        self, connection: Connection[Sent], header: TensorHeader, data: Sent, deadline_s: float, reasons: list[str]
+        self,
+        connection: Connection[Sent],
+        header: TensorHeader,
+        data: Sent,
+        deadline_s: float,
+        passed_over: dict[str, str],
     ) -> bool:
         """False, and why, where this way does not lead there."""
         try:
             await connection.send(header, data, max(0.0, deadline_s - time.monotonic()))
             return True
         except Unreachable as error:
-            reasons.append(error.info.message)
+            passed_over[connection.scheme] = error.info.message
             self._avoided_until_s[connection.scheme] = time.monotonic() + AVOID_S
             log.info("another transport is tried", receiver=self._receiver_id, why=error.info.message)
             return False
@@ -141,6 +162,10 @@ class Route:
             if self._closed and task is not None and not task.cancelling():  # ZMQ ends pending calls like this
                 raise TriptychError("unavailable", f"{self._receiver_id} has gone") from None
             raise
+
+
+def _avoided(scheme: str) -> str:
+    return f"{scheme} has led nowhere within the last {AVOID_S:g} s"
 
 
 def _list(schemes: Iterable[str]) -> str:

@@ -72,18 +72,20 @@ class TensorReceiver:
         host: str = "127.0.0.1",
         *,
         max_bytes: int,
+        stale_s: float = 30.0,
         transport: Transport = "auto",
         redis: Redis | None = None,
         cluster: str = "triptych",
         cuda: CudaRuntime | None = None,
     ) -> None:
-        """Bind what has to be bound; wants a running loop. No tensor of more than `max_bytes` gets into memory.
+        """Bind what has to be bound; wants a running loop. No tensor of more than `max_bytes` gets into memory. What
+        has come of one over ZMQ is dropped after `stale_s` (seconds) without more of it.
 
         Raises TriptychError("invalid_request") where this host does not have the transport.
         """
         self._arrival = asyncio.Event()
         means = Means(context, host, redis, cluster, cuda)
-        self._receivers = deque(make_receivers(means, transport, max_bytes, self._arrival.set))
+        self._receivers = deque(make_receivers(means, transport, max_bytes, stale_s, self._arrival.set))
         self.address = " ".join(receiver.address for receiver in self._receivers)
         self._turn_began_s = 0.0
 
@@ -99,6 +101,10 @@ class TensorReceiver:
     @property
     def num_invalid(self) -> int:
         return sum(receiver.num_invalid for receiver in self._receivers)
+
+    @property
+    def num_unfinished(self) -> int:
+        return sum(receiver.num_unfinished for receiver in self._receivers)
 
     async def receive(self) -> ReceivedTensor:
         """The next tensor with a valid header; call its `release` when it has been used or refused.
@@ -157,6 +163,9 @@ class TensorSender:
         self._routes: dict[str, Route] = {}
         self.num_sent: Counter[str] = Counter()
         """Tensors by the scheme that took them."""
+        self.num_fallbacks: Counter[str] = Counter()
+        """Tensors that have gone another way than the best: by each better scheme that led nowhere, and as `gpu` those
+        that were brought from a GPU to the host though this side could have sent them from there."""
 
     async def send(self, receiver: InstanceRecord, header: TensorHeader, data: Payload, timeout_s: float) -> None:
         """Hand one tensor to the best connection to `receiver`, which adds its checksum to the header.
@@ -167,7 +176,13 @@ class TensorSender:
         """
         route = self._routes.get(receiver.tensor_address)
         if route is None:
-            route = Route(receiver, self._connectors, self._devices, only_cuda=self._only_cuda)
+            route = Route(
+                receiver,
+                self._connectors,
+                self._devices,
+                only_cuda=self._only_cuda,
+                num_fallbacks=self.num_fallbacks,
+            )
             self._routes[receiver.tensor_address] = route
         deadline_s = time.monotonic() + timeout_s
         scheme = await route.send(header, data, deadline_s)

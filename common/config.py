@@ -42,6 +42,12 @@ class EngineConfig(BaseModel):
     memory_bytes: int | None = Field(
         None, ge=1, description="Memory of a worker beside its weights, instead of a share of what there is."
     )
+    process_bytes: int | None = Field(
+        None,
+        ge=0,
+        description="What a worker takes of a GPU beside torch's tensors: CUDA itself, and the memory that tensors "
+        "travel by; if not given, 768 MiB, and what NIXL takes for tensors between GPUs.",
+    )
     kv_cache_bytes: int | None = Field(
         None, ge=1, description="Budget of the KV block pool; if not given, what is left, measured at start."
     )

@@ -20,7 +20,7 @@ from common.errors import ErrorInfo, TriptychError
 from common.families import MediaKind as MediaKind
 from common.sampling_params import SamplingParams
 
-PROTOCOL_VERSION: Final = 6
+PROTOCOL_VERSION: Final = 7
 MAX_CONTROL_BYTES: Final = 16 * 2**20
 """Cap of a message without media."""
 MAX_MEDIA_BYTES: Final = 64 * 2**20

@@ -18,6 +18,7 @@ from redis.exceptions import RedisError
 from broker.curve import ClusterContext
 from broker.redis_client import connect
 from broker.registry import Registry
+from common import housekeeping, malloc
 from common.config import Settings
 from common.errors import TriptychError
 from common.host_memory import available_memory
@@ -55,6 +56,7 @@ log = get_logger()
 
 def run(settings: Settings) -> int:
     """Serve until SIGTERM or SIGINT. Returns 0 after a clean stop, 1 where the proxy could not start or go on."""
+    malloc.use_one_arena()
     instance_id = settings.instance_id or f"proxy-{uuid.uuid4().hex[:8]}"
     setup_logging(settings.log_level, settings.log_format, instance_id)
     try:
@@ -123,7 +125,7 @@ async def connected(service: Service, port: int) -> AsyncIterator[None]:
     )
     service.pool.start()
     if service.transcribes:
-        service.recordings = Recordings()
+        service.recordings = Recordings(service.metrics.helper_crashes.inc)
     try:
         yield
     finally:
@@ -166,6 +168,7 @@ async def _serve_until_signal(service: Service, listener: socket.socket) -> bool
         loop.add_signal_handler(number, server.stop)
     if service.settings.host not in ("127.0.0.1", "localhost", "::1") and not api_keys(service.settings):
         log.warning("anybody who reaches this port is served: give API keys, see docs/security.md")
+    housekeeping.begin()
     log.info("serving", model=service.model_name, host=service.settings.host, port=port)
     await server.serve(sockets=[listener])
     log.info("stopped")

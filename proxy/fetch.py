@@ -24,6 +24,37 @@ _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 _NAT64: Final = ipaddress.ip_network("64:ff9b::/96")
 _ASSIGNED: Final = ipaddress.ip_network("2000::/3")
 """All that is routed on the IPv6 internet."""
+_PRIVATE: Final = tuple(
+    ipaddress.ip_network(network)
+    for network in (
+        "127.0.0.0/8",
+        "10.0.0.0/8",  # RFC 1918, as the next two
+        "172.16.0.0/12",
+        "192.168.0.0/16",
+        "100.64.0.0/10",  # RFC 6598: carriers, and networks laid over others
+        "::1/128",
+        "fc00::/7",  # RFC 4193
+    )
+)
+"""What `allow_private_media_urls` opens. Not link-local addresses (169.254.0.0/16, fe80::/10), where clouds have most
+of their metadata services: nobody keeps pictures there."""
+_METADATA: Final = tuple(
+    ipaddress.ip_network(network)
+    for network in (
+        "168.63.129.16/32",  # Azure: learn.microsoft.com/azure/virtual-network/what-is-ip-address-168-63-129-16
+        "192.0.0.0/24",  # reserved by RFC 6890, which not every Python knows; Oracle Cloud Classic has 192.0.0.192
+        "100.100.100.200/32",  # Alibaba Cloud: docs.cloud-init.io, data source AliYun
+        "fd00:100::100:200/128",  # the same
+        "fd00:ec2::/32",  # AWS, ::254 and EKS's ::23: docs.aws.amazon.com, Instance Metadata Service
+        "fd20:ce::254/128",  # Google Cloud: cloud.google.com/compute/docs/metadata
+        "fd00:c1::a9fe:a9fe/128",  # Oracle Cloud: github.com/oracle/oci-python-sdk
+        "fd00:42::42/128",  # Scaleway: docs.cloud-init.io, data source Scaleway
+        "fd00:a9fe:a9fe::1/128",  # Akamai: docs.cloud-init.io, data source Akamai
+    )
+)
+"""Metadata services of clouds at other addresses, some of which look public or private. Refused in any case."""
+_MAX_ADDRESSES: Final = 4
+"""So many addresses of a name are tried: a stranger's name server may give thousands, to hosts that are not its own."""
 _RESOLVERS: Final = 16
 """Names that are looked up at once: each may take its server's time, and nobody else's."""
 
@@ -33,7 +64,8 @@ class Fetcher:
 
     What is refused: addresses beyond the open internet (private, loopback, link-local and with it the metadata services
     of clouds, multicast, those that carry such an IPv4 address), whatever notation or name leads there, and user names
-    in URLs. Every redirect is looked at anew.
+    in URLs. Every redirect is looked at anew. With `allow_private_media_urls` private networks and loopback are not
+    refused; everything else of this is.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -60,11 +92,12 @@ class Fetcher:
         that does not answer with 200 in time, "item_too_large" for more than `max_bytes`.
         """
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s) as limit:
                 for _ in range(MAX_REDIRECTS + 1):
                     target = self._parse(url, param)
-                    address = await self._checked_address(target, param)
-                    data, location = await self._get(target, address, param, max_bytes, take)
+                    addresses = await self._checked_addresses(target, param)
+                    response = await self._ask(target, addresses, limit.when() or 0.0)
+                    data, location = await self._answer(response, target, param, max_bytes, take)
                     if location is None:
                         return data
                     url = _redirected(target, location, param)
@@ -84,17 +117,31 @@ class Fetcher:
             return parsed
         raise TriptychError("invalid_request", f"{param}: {what}", param)
 
-    async def _get(
-        self, url: httpx.URL, address: str, param: str, max_bytes: int, take: Callable[[int], None]
+    async def _ask(self, url: httpx.URL, addresses: list[str], ends_s: float) -> httpx.Response:
+        """The head of what the first of these addresses answers that can be connected to. Close it.
+
+        Each has an equal share of the time that is left until `ends_s`, by the loop's clock, to be connected to.
+        """
+        for number, address in enumerate(addresses, 1):
+            left_s = max(0.0, ends_s - asyncio.get_running_loop().time())
+            request = self._client.build_request(
+                "GET",
+                url.copy_with(host=address),
+                headers={"Host": url.netloc.decode("ascii")},
+                extensions={"sni_hostname": url.host},
+                timeout=httpx.Timeout(self._timeout_s, connect=left_s / (len(addresses) - number + 1)),
+            )
+            try:
+                return await self._client.send(request, stream=True)
+            except (httpx.ConnectError, httpx.ConnectTimeout):
+                if number == len(addresses):
+                    raise
+        raise AssertionError("a known host has an address")
+
+    async def _answer(
+        self, response: httpx.Response, url: httpx.URL, param: str, max_bytes: int, take: Callable[[int], None]
     ) -> tuple[bytes, str | None]:
-        """One hop: the body, or where it redirects to."""
-        request = self._client.build_request(
-            "GET",
-            url.copy_with(host=address),
-            headers={"Host": url.netloc.decode("ascii")},
-            extensions={"sni_hostname": url.host},
-        )
-        response = await self._client.send(request, stream=True)
+        """Of one hop: the body, or where it redirects to."""
         try:
             if response.status_code in _REDIRECTS and "location" in response.headers:
                 return b"", response.headers["location"]
@@ -104,34 +151,51 @@ class Fetcher:
         finally:
             await response.aclose()
 
-    async def _checked_address(self, url: httpx.URL, param: str) -> str:
-        """One address of the host; every one of them must be allowed."""
+    async def _checked_addresses(self, url: httpx.URL, param: str) -> list[str]:
+        """Addresses of the host in the resolver's order, _MAX_ADDRESSES at most; every one that it has is allowed."""
         port = url.port or (443 if url.scheme == "https" else 80)
         try:
             look_up = functools.partial(socket.getaddrinfo, url.host, port, type=socket.SOCK_STREAM)
             found = await asyncio.get_running_loop().run_in_executor(self._resolvers, look_up)
         except (OSError, UnicodeError) as error:
             raise _bad(param, f"the host {url.host!r} is not known: {error}") from error
-        addresses = [str(entry[4][0]) for entry in found]
+        addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
         for address in addresses:
-            if not self._allow_private and not is_public(address):
-                message = f"the host {url.host!r} is in a private network ({address}), which is not allowed"
-                raise TriptychError("invalid_request", message, param)
-        return addresses[0]
+            if is_public(address) or (self._allow_private and is_private(address)):
+                continue
+            where = "at a reserved address" if self._allow_private else "in a private network"
+            message = f"the host {url.host!r} is {where} ({address}), which is not allowed"
+            raise TriptychError("invalid_request", message, param)
+        return addresses[:_MAX_ADDRESSES]
 
 
 def is_public(address: str) -> bool:
     """True for an address on the open internet; also looks into IPv6 forms that carry an IPv4 address."""
-    ip = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(ip, ipaddress.IPv6Address):
-        inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
-        if inner is None and ip in _NAT64:
-            inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
-        if inner is not None:
-            ip = inner
-        elif ip not in _ASSIGNED:
-            return False
+    ip = _innermost(address)
+    if _is_metadata(ip) or (isinstance(ip, ipaddress.IPv6Address) and ip not in _ASSIGNED):
+        return False
     return ip.is_global and not ip.is_multicast
+
+
+def is_private(address: str) -> bool:
+    """True for loopback and addresses of private networks, as `is_public` looks at them; not for metadata services."""
+    ip = _innermost(address)
+    return any(ip in network for network in _PRIVATE) and not _is_metadata(ip)
+
+
+def _is_metadata(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    return any(ip in network for network in _METADATA)
+
+
+def _innermost(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """The IPv4 address that an IPv6 address carries, else the address itself."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv4Address):
+        return ip
+    inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
+    if inner is None and ip in _NAT64:
+        inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+    return ip if inner is None else inner
 
 
 async def _read(response: httpx.Response, param: str, max_bytes: int, take: Callable[[int], None]) -> bytes:

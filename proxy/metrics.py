@@ -71,6 +71,16 @@ class ProxyMetrics:
         self.aborts = Counter("triptych_proxy_aborts", "Jobs ended before the worker was done.", registry=r)
         self.media_bytes = Counter("triptych_proxy_media_bytes", "Bytes of media taken in.", ["kind"], registry=r)
         self.media_items = Counter("triptych_proxy_media_items", "Media items taken in.", ["kind"], registry=r)
+        self.helper_crashes = Counter(
+            "triptych_proxy_helper_crashes",
+            "Times that a process that decodes recordings died or took too long, and was started anew.",
+            registry=r,
+        )
+        self.clock_skew = Gauge(
+            "triptych_proxy_clock_skew_seconds",
+            "Seconds by which this host's clock is ahead of the broker's, at least; below 0: behind it.",
+            registry=r,
+        )
         self.workers = Gauge("triptych_proxy_workers", "Workers in use.", ["role"], registry=r)
         self.load_imbalance = Gauge(
             "triptych_proxy_load_imbalance",

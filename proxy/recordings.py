@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -23,7 +23,8 @@ MEMORY_BYTES: Final = 512 * 2**20
 class Recordings(ChildPool):
     """Helpers that decode sound."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_crash: Callable[[], object] = lambda: None) -> None:
+        """`on_crash` is called on the loop when one has died, or has taken longer than TIMEOUT_S."""
         super().__init__(
             initialize,
             (os.getpid(),),
@@ -31,6 +32,7 @@ class Recordings(ChildPool):
             num_workers=NUM_PROCESSES,
             timeout_s=TIMEOUT_S,
             memory_bytes=MEMORY_BYTES,
+            on_crash=on_crash,
         )
 
     async def split(self, path: str, window_s: float, param: str) -> list[Window]:

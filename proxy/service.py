@@ -117,6 +117,7 @@ class Service:
         exchange.place = self.lines[line].join()
 
     def update_gauges(self) -> None:
+        self.metrics.clock_skew.set(self.pool.clock_skew_s)
         for name, line in self.lines.items():
             self.metrics.waiting.labels(name).set(line.num_waiting)
             self.metrics.expected_wait.labels(name).set(line.wait_s)

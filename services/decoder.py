@@ -66,9 +66,9 @@ class DecoderService(ABC):
         links.metrics.gauges["integrity_failures"] = lambda: self._idle_check.num_failures
 
     def _build(self) -> DecoderEngine:
-        settings, beside = self._links.settings, 0 if self._encoding is None else self._encoding.taken_bytes
-        lease_s = settings.handoff_timeout_s
-        return DecoderEngine(self._links.info, settings.engine, self._links.instance_id, lease_s, beside)
+        links, beside = self._links, 0 if self._encoding is None else self._encoding.taken_bytes
+        lease_s = links.settings.handoff_timeout_s
+        return DecoderEngine(links.info, links.engine_config, links.instance_id, lease_s, beside)
 
     @property
     def encodes(self) -> bool:

@@ -86,7 +86,7 @@ class EncodingStage:
 
     def _build(self, output_cache_bytes: int, memory_share: float) -> EncoderEngine:
         links = self._links
-        config = links.settings.engine
+        config = links.engine_config
         engine = EncoderEngine(links.info, config, links.instance_id, output_cache_bytes, memory_share)
         self.taken_bytes = engine.taken_bytes
         return engine

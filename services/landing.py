@@ -38,21 +38,30 @@ MAX_KEPT: Final = 16_384
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a tensor is waited for: in memory that was made for it, or that its sender has `given`; or neither yet."""
+class _Made:
+    """Memory of this process: what comes is copied to it, once it has been touched."""
 
-    tensor: torch.Tensor | None = None
-    given: GivenRoom | None = None
-    memory: Bytes | None = None
-    """What was given, and `tensor` lies in."""
-    touched: asyncio.Future[None] | None = None
+    tensor: torch.Tensor
+    touched: asyncio.Future[None]
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Memory that the sender has given in `room`: `tensor` comes, and stays, in it."""
+
+    tensor: torch.Tensor
+    room: GivenRoom
+    memory: Bytes
+    """That of the room, which it has no more once the tensor is there."""
 
 
 class Landing:
     """One tensor in host memory per handoff that is waited for; the engine has counted it against its budget."""
 
     def __init__(self) -> None:
-        self._places: dict[Key, _Place] = {}
+        self._places: dict[Key, _Made | _Given | None] = {}
+        """All that is waited for. None where memory is made when it comes: its sender is about to give some, or has
+        given what cannot be kept."""
         self._givers: set[str] = set()  # senders whose last large tensor came in memory that they had given
         self._kept: set[int] = set()  # addresses of memory that was given and is in use
         self._touching = ThreadPoolExecutor(TOUCHING_THREADS, "landing")  # its threads end with this object
@@ -67,7 +76,7 @@ class Landing:
         """
         if key not in self._places:
             given = sender in self._givers and is_worth_it(math.prod(shape) * DTYPES[dtype].itemsize)
-            self._places[key] = _Place() if given else self._make_place(shape, dtype)
+            self._places[key] = None if given else self._make(shape, dtype)
 
     def expect(self, key: Key, given: GivenRoom) -> bool:
         """The sender of a tensor has given the memory for it. False where none is waited for."""
@@ -79,12 +88,13 @@ class Landing:
         self.drop(key)
         memory, header = given.memory, given.header
         if memory is None or len(self._kept) >= MAX_KEPT:
-            self._places[key] = _Place()
+            self._places[key] = None
             return memory is not None
         self._kept.add(memory.ctypes.data)
         weakref.finalize(memory, self._kept.discard, memory.ctypes.data).atexit = False
         tensor = torch.from_numpy(memory).view(DTYPES[header.dtype]).view(header.shape)
-        self._places[key] = _Place(tensor, given, memory, self._touch(given.touch))
+        self._touch(given.touch)
+        self._places[key] = _Given(tensor, given, memory)
         return True
 
     async def take(self, key: Key, received: ReceivedTensor) -> torch.Tensor | str:
@@ -106,7 +116,7 @@ class Landing:
         """What has come in memory that was given for it, where it lies; or its fault, as `take`; None where `take` has
         to copy it."""
         place = self._places.get(key)
-        if place is None or place.memory is not received.memory:
+        if not isinstance(place, _Given) or place.memory is not received.memory:
             return None
         fault = received.verified()
         if fault is not None:
@@ -117,23 +127,21 @@ class Landing:
     def drop(self, key: Key) -> None:
         """A tensor is not waited for any more. Unknown keys are fine."""
         place = self._places.pop(key, None)
-        if place is not None and place.given is not None:
-            place.given.discard()
+        if isinstance(place, _Given):
+            place.room.discard()
 
     async def _ready(self, key: Key, header: TensorHeader) -> torch.Tensor:
         """Memory to copy a tensor to."""
         place = self._places.get(key)
-        if place is None or place.tensor is None or place.given is not None:
+        if not isinstance(place, _Made):
             self.drop(key)  # nothing comes in memory that was given
-            place = self._make_place(header.shape, header.dtype)
-        if place.touched is not None:
-            await place.touched
-        assert place.tensor is not None
+            place = self._make(header.shape, header.dtype)
+        await place.touched
         return place.tensor
 
-    def _make_place(self, shape: Sequence[int], dtype: str) -> _Place:
+    def _make(self, shape: Sequence[int], dtype: str) -> _Made:
         tensor = torch.empty(tuple(shape), dtype=DTYPES[dtype])
-        return _Place(tensor, touched=self._touch(partial(_touch, bytes_of(tensor))))
+        return _Made(tensor, self._touch(partial(_touch, bytes_of(tensor))))
 
     def _touch(self, touch: Callable[[], None]) -> asyncio.Future[None]:
         return asyncio.get_running_loop().run_in_executor(self._touching, touch)

@@ -15,10 +15,11 @@ from broker.registry import Registry
 from broker.rpc import WorkerServer
 from broker.tensors import TensorReceiver, TensorSender
 from broker.transports.cuda_runtime import CudaRuntime
-from common.config import Settings
+from common.config import EngineConfig, Settings
 from common.messages import FromWorker, InstanceRecord, Role, ToWorker
 from common.model_info import ModelInfo
 from services.engine_thread import EngineThread
+from services.gpu_room import engine_on_gpu
 from services.hops import HopRecorder
 from services.metrics import WorkerMetrics
 from services.proxies import ProxyWatch
@@ -45,19 +46,26 @@ class Links:
     cuda: CudaRuntime | None = None
     """There where the engine computes on a GPU."""
 
+    @property
+    def engine_config(self) -> EngineConfig:
+        """The engine's settings; on a GPU, with room beside it for what tensors travel by."""
+        return self.settings.engine if self.cuda is None else engine_on_gpu(self.settings, self.host)
+
     def tensor_receiver(self, max_bytes: int) -> TensorReceiver:
         """Takes tensors of at most `max_bytes` by the transports that the settings name; needs a running loop."""
-        transport, cluster = self.settings.transport, self.settings.cluster
+        settings = self.settings
         receiver = TensorReceiver(
             self.context,
             self.host,
             max_bytes=max_bytes,
-            transport=transport,
+            stale_s=settings.handoff_timeout_s,
+            transport=settings.transport,
             redis=self.redis,
-            cluster=cluster,
+            cluster=settings.cluster,
             cuda=self.cuda,
         )
         self.metrics.gauges["tensors_invalid_total"] = lambda: receiver.num_invalid
+        self.metrics.gauges["tensors_unfinished_total"] = lambda: receiver.num_unfinished
         return receiver
 
     def tensor_sender(self) -> TensorSender:
@@ -67,6 +75,7 @@ class Links:
             self.context, self.host, transport=transport, redis=self.redis, cluster=cluster, cuda=self.cuda
         )
         self.metrics.tallies["tensors_sent"] = lambda: sender.num_sent
+        self.metrics.tallies["tensor_fallbacks"] = lambda: sender.num_fallbacks
         return sender
 
     def note_handoff(self, key: Key, handoff: Handoff) -> None:

@@ -1,12 +1,15 @@
-"""A worker's place in its cluster: what it says of itself in the registry, and when it last heard from there."""
+"""A worker's place in its cluster: what it says of itself in the registry, when it last heard from there, and how far
+its clock is from the broker's."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Final
 
 from redis.exceptions import RedisError
 
+from broker.clock import ClockWatch
 from broker.registry import HEARTBEAT_S, Registry
 from broker.tensors import change_hosts
 from common.keys import key_id
@@ -18,6 +21,7 @@ from services.links import Links, RoleService
 from services.proxies import ProxyWatch
 
 MAX_SILENCE_S: Final = 3 * HEARTBEAT_S
+TELL_S: Final = 2 * HEARTBEAT_S
 
 log = get_logger()
 
@@ -27,6 +31,7 @@ class Membership:
 
     def __init__(self, registry: Registry, proxies: ProxyWatch, departure: Departure) -> None:
         self._registry = registry
+        self.clock = ClockWatch(registry)
         self._proxies = proxies
         self._departure = departure
         self._joined = False
@@ -49,18 +54,21 @@ class Membership:
     async def beat(self) -> dict[str, InstanceRecord]:
         """Renew the entry; returns all instances. Raises as Registry.heartbeat does."""
         await self._tell()
-        instances = await self._registry.instances()
         self._last_contact_s = time.monotonic()
+        instances = await self._registry.instances()
+        await self.clock.look()
         return instances
 
     async def announce(self) -> None:
-        """Say now that this worker is draining; without a broker, the next beat that finds one does."""
+        """Say now that this worker is draining; without a broker, the next beat that finds one does. Waits for it for
+        TELL_S at most."""
         if not self._joined:
             return
         try:
-            await self._tell()
-        except RedisError as error:
-            log.warning("the broker cannot be told yet that this worker is draining", error=str(error))
+            async with asyncio.timeout(TELL_S):
+                await self._tell()
+        except (RedisError, TimeoutError) as error:
+            log.warning("the broker cannot be told yet that this worker is draining", error=repr(error))
 
     async def leave(self) -> bool:
         """Remove the entry; False if there is none, or another process has taken it over."""

@@ -85,6 +85,7 @@ HELP: Final[dict[str, str]] = {
     "encoder_seconds_total": "Seconds spent in the encoder.",
     "encoder_computations": "Items that this process has encoded; 0 on a worker that does not encode.",
     "encoder_fallbacks_total": "Items that this decoder's worker encoded itself because there was no encoder.",
+    "offers_open": "Handoffs from others under way to this worker: offered, and not settled.",
     "inputs_landing": "Inputs with room granted, whose encoder outputs are waited for.",
     "inputs_encoding_here": "Inputs under way from this worker's own encoder to its decoder.",
     "encoder_items_shared_total": "Items that waited for the output of an equal one instead of being computed.",
@@ -112,9 +113,11 @@ HELP: Final[dict[str, str]] = {
     "swap_bytes": "Bytes of host memory for swapped KV blocks.",
     "swap_given": "1 where that size was given, 0 where it was worked out at start.",
     "tensors_invalid_total": "Messages on this worker's tensor sockets that were none, or whose senders were dropped.",
+    "tensors_unfinished_total": "Tensors dropped before their end: given up by their senders, too slow, unreadable.",
     # the process
     "weight_bytes": "Bytes of the weights.",
     "engine_busy_seconds": "How long the engine's present turn has lasted; 0 while it waits.",
+    "clock_skew_seconds": "Seconds by which this host's clock is ahead of the broker's, at least; below 0: behind it.",
     "channel_messages_waiting": "Messages that wait to be sent to other instances.",
     "integrity_failures": "Times that the books of an idle engine did not add up; always 0.",
     # by outcome
@@ -123,6 +126,7 @@ HELP: Final[dict[str, str]] = {
     "kv_handoffs": "Handoffs of keys and values from this prefill worker, by outcome.",
     "encodes": "Items that this encoder was asked for, by outcome.",
     "tensors_sent": "Tensors sent to other workers, by transport.",
+    "tensor_fallbacks": "Tensors sent another way than the best, by what led nowhere; gpu: brought to the host.",
     "dropped_messages": "Messages that were not taken or could not be sent, by reason.",
 }
 """By name, without the prefix `triptych_`."""

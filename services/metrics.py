@@ -27,7 +27,8 @@ class WorkerMetrics:
             "time_to_first_token_seconds", "From the arrival of a request at this worker to its first token."
         )
         self.batch_items = self._histogram("encoder_batch_items", "Items per encoder batch.", buckets=_ITEMS)
-        self.engine_stats: dict[str, float] = {}
+        self.engine_stats: dict[object, Mapping[str, float]] = {}
+        """What each engine of the process has told last."""
         self.gauges: dict[str, Callable[[], float]] = {}
         self.tallies: dict[str, Callable[[], Mapping[str, int]]] = {}
         """Counters by outcome: name -> function that returns outcome -> count."""
@@ -54,7 +55,7 @@ class _Lookup(Collector):
 
     def collect(self) -> Iterable[Metric]:
         values = {name: gauge() for name, gauge in self._metrics.gauges.items()}
-        for name, value in {**self._metrics.engine_stats, **values}.items():
+        for name, value in {**added_up(self._metrics.engine_stats.values()), **values}.items():
             kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             yield kind(f"triptych_{name}", help_text(name), value=value)
         for name, tally in self._metrics.tallies.items():
@@ -62,3 +63,11 @@ class _Lookup(Collector):
             for outcome, count in Tally(tally()).items():
                 family.add_metric([outcome], count)
             yield family
+
+
+def added_up(stats: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The numbers of several engines: bytes that more than one tells of add up, else the last one counts."""
+    total: dict[str, float] = {}
+    for name, value in (item for numbers in stats for item in numbers.items()):
+        total[name] = value + (total.get(name, 0) if name.endswith("_bytes") else 0)
+    return total

@@ -52,7 +52,7 @@ class HandoffReceiver:
     def __init__(self, links: Links, thread: EngineThread[DecoderEngine, Event]) -> None:
         self._links = links
         self._thread = thread
-        config = links.settings.engine
+        config = links.engine_config
         # Where the cache's size is measured it is not known yet, but what it is measured against is.
         limit = config.encoder_cache_bytes or memory_budget(config, choose_device(config.device))
         self._tensors = links.tensor_receiver(max(limit, 2 * PART_BYTES))
@@ -65,6 +65,12 @@ class HandoffReceiver:
         self.outcomes: Counter[str] = Counter()
         self._tensors.watch_given(self._expect)
         links.metrics.gauges["inputs_landing"] = lambda: len(self._landing)
+        links.metrics.gauges["offers_open"] = lambda: self.num_offers
+
+    @property
+    def num_offers(self) -> int:
+        """Handoffs under way to this worker: offered, and not settled."""
+        return len(self._offers)
 
     async def run(self) -> None:
         """Take tensors, until cancelled."""

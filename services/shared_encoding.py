@@ -40,6 +40,8 @@ class _Computation:
     key: EncoderKey
     item: ProcessedInput
     waiting: dict[Key, asyncio.Future[Encoding]] = field(default_factory=dict)
+    early: dict[Key, Callable[[torch.Tensor], None]] = field(default_factory=dict)
+    """Of those who wait."""
 
 
 class SharedEncoding:
@@ -49,7 +51,7 @@ class SharedEncoding:
         self._thread = thread
         self._outputs = outputs
         self._computations: dict[str, _Computation] = {}  # by content hash
-        self._early: dict[EncoderKey, Callable[[torch.Tensor], None]] = {}  # taken by the engine's thread
+        self._early: dict[EncoderKey, Callable[[torch.Tensor], None]] = {}  # one of each; taken by the engine's thread
         self._numbers = itertools.count()
         self.num_shared = 0
 
@@ -63,8 +65,8 @@ class SharedEncoding:
     ) -> Encoding:
         """The output of an item. Raises TriptychError saying why there is none.
 
-        `early` is called with it on the engine's thread as soon as it is there, unless somebody else's is.
-        Where nobody waits for a computation any more, it is taken back.
+        `early` is called with it on the engine's thread as soon as it is there, unless that of somebody who has
+        waited for longer is. Where nobody waits for a computation any more, it is taken back.
         """
         computation = self._computations.get(content_hash)
         if computation is None:
@@ -74,13 +76,14 @@ class SharedEncoding:
         done: asyncio.Future[Encoding] = asyncio.get_running_loop().create_future()
         computation.waiting[key] = done
         if early is not None:
-            self._early.setdefault(computation.key, early)
+            computation.early[key] = early
+            self._choose_early(computation)
         try:
             return await done
         finally:
             del computation.waiting[key]
-            if not computation.waiting:
-                self._early.pop(computation.key, None)
+            if computation.early.pop(key, None) is not None:
+                self._choose_early(computation)
             if not computation.waiting and self._computations.get(content_hash) is computation:
                 del self._computations[content_hash]
                 self._thread.submit(lambda engine: engine.cancel(computation.key))
@@ -106,6 +109,13 @@ class SharedEncoding:
                 self._outputs.put(content_hash, computation.item, outcome.tensor)
             for done in computation.waiting.values():
                 _tell(done, outcome)
+
+    def _choose_early(self, computation: _Computation) -> None:
+        first = next(iter(computation.early.values()), None)
+        if first is None:
+            self._early.pop(computation.key, None)
+        else:
+            self._early[computation.key] = first  # in vain where the engine is done with it
 
     def _begin(self, content_hash: str, item: ProcessedInput) -> _Computation:
         key = (content_hash, next(self._numbers), 0)

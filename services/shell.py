@@ -23,7 +23,7 @@ from redis.exceptions import RedisError
 
 from broker.channels import ChannelReader, ChannelSender
 from broker.curve import ClusterContext
-from broker.redis_client import connect, wait_until_reachable
+from broker.redis_client import connect, pass_on_cancellation, wait_until_reachable
 from broker.registry import HEARTBEAT_S, Registry
 from broker.rpc import WorkerServer
 from common.config import Settings
@@ -47,6 +47,8 @@ from services.roles import check_role
 from services.watchdog import Watchdog
 
 BROKER_WAIT_S: Final = 30.0
+BEAT_S: Final = 10 * HEARTBEAT_S
+"""What the broker may take to answer all that is asked with a heartbeat; the next one tries again."""
 STATS_WAIT_S: Final = 1.0
 JOIN_S: Final = 1.0
 
@@ -56,12 +58,23 @@ log = get_logger()
 class Shell:
     """One worker process, from its first socket to its last."""
 
-    def __init__(self, settings: Settings, info: ModelInfo, dtype: str, role: Callable[[Links], RoleService]) -> None:
-        """Bind the sockets and make the role. Must be called on the loop. Raises TriptychError or OSError."""
+    def __init__(
+        self,
+        settings: Settings,
+        info: ModelInfo,
+        dtype: str,
+        role: Callable[[Links], RoleService],
+        on_loaded: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Bind the sockets and make the role. Must be called on the loop. Raises TriptychError or OSError.
+
+        `on_loaded` is called on the loop once all is there that the process needs, before the cluster knows of it.
+        """
         if settings.broker is None:
             raise TriptychError("invalid_request", "a worker needs a broker: give --broker redis://host:port", "broker")
         self._settings = settings
         self._info = info
+        self._on_loaded = on_loaded
         self._host = resolve_host(settings.host)
         hops = HopRecorder()
         app = make_app(
@@ -148,6 +161,10 @@ class Shell:
             return "the model is being loaded"
         return self._membership.problem() or self.health()
 
+    def is_idle(self) -> bool:
+        """Whether no request is under way."""
+        return not len(self._proxies)
+
     async def drain(self) -> int:
         """Take nothing new, finish what is under way, then end with status 0. Returns the requests under way.
 
@@ -181,6 +198,8 @@ class Shell:
             for coroutine in (self._links.channels.run(), self._reader.run(role.handle_delivery), *role.tasks()):
                 group.create_task(coroutine)
             group.create_task(self._take_requests())
+            group.create_task(self._watch_proxies())
+            self._on_loaded()
             await self._membership.join(record)
             log.info("ready", role=role.role, http=record.http_address, requests=record.requests_address)
             group.create_task(self._beat())
@@ -213,8 +232,11 @@ class Shell:
         self._proxies.remove(request_id)
         self._role.abort(request_id)
 
-    async def _beat(self) -> None:
-        """Once a second: tell the registry, look around, drop what silent proxies have left."""
+    async def _watch_proxies(self) -> None:
+        """Once a second: a sign of life to all proxies; drop what those that are silent or gone have left.
+
+        Never waits for the broker, which may stand still when a proxy dies.
+        """
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             for proxy in self._proxies.present:
@@ -223,12 +245,20 @@ class Shell:
             for request_id in self._proxies.take_orphans():
                 log.warning("request dropped: its proxy is gone or silent", request=request_id)
                 self._role.abort(request_id)
+
+    async def _beat(self) -> None:
+        """Once a second: tell the registry, and look around."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
             try:
-                instances = await self._membership.beat()
-                await self._reader.keep_alive()
+                async with asyncio.timeout(BEAT_S):
+                    instances = await self._membership.beat()
+                    await self._reader.keep_alive()
+                    pass_on_cancellation()
+            except (RedisError, TimeoutError) as error:
+                log.warning("no heartbeat", error=str(error) or f"the broker has not answered within {BEAT_S:g} s")
+            else:
                 self._role.review(instances)
-            except RedisError as error:
-                log.warning("no heartbeat", error=str(error))
 
     def _add_metrics(self) -> None:
         metrics, role, channels = self._links.metrics, self._role, self._links.channels
@@ -236,6 +266,7 @@ class Shell:
         metrics.gauges["requests_outstanding_tokens"] = lambda: self._proxies.num_tokens
         metrics.gauges["requests_orphaned_total"] = lambda: self._proxies.num_orphans
         metrics.gauges["first_request_delay_seconds"] = lambda: self._membership.first_request_delay_s
+        metrics.gauges["clock_skew_seconds"] = lambda: self._membership.clock.skew_s
         metrics.gauges["draining"] = lambda: self._departure.requested
         metrics.gauges["engine_busy_seconds"] = lambda: max(thread.busy_s for thread in role.threads)
         metrics.gauges["channel_messages_waiting"] = lambda: channels.num_waiting
@@ -249,7 +280,8 @@ class Shell:
         """Numbers of this moment if the engine answers soon, else those of the last time."""
         for thread in self._role.threads:
             try:
-                self._links.metrics.engine_stats |= await thread.call(lambda engine: engine.stats(), STATS_WAIT_S)
+                stats = await thread.call(lambda engine: engine.stats(), STATS_WAIT_S)
+                self._links.metrics.engine_stats[thread] = stats
             except TimeoutError:
                 log.warning("metrics are old: the engine is busy", busy_s=thread.busy_s)
         return self._links.metrics.render()

@@ -6,11 +6,11 @@ import asyncio
 import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import resource_tracker
 from typing import Any, Final, NoReturn, cast
 
-from common import malloc, openmp
+from common import housekeeping, malloc, openmp
 from common.config import Settings
 from common.errors import TriptychError
 from common.messages import Role
@@ -53,13 +53,21 @@ async def _run(settings: Settings, info: ModelInfo, role: Role) -> tuple[int, Ro
     from services.shell import Shell
 
     dtype = choose_dtype(settings.engine.dtype, choose_device(settings.engine.device), info)
-    shell = Shell(settings, info, str(dtype).removeprefix("torch."), lambda links: make_role(role, links))
+    name = str(dtype).removeprefix("torch.")
+    shell = Shell(settings, info, name, lambda links: make_role(role, links), lambda: _keep_house(role, shell.is_idle))
     status = await shell.run()
     if shell.abandons_engine and shell.next_role is None:  # the loop, and the interpreter, might wait for its threads
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
     return status, shell.next_role, shell.instance_id
+
+
+def _keep_house(role: Role, is_idle: Callable[[], bool]) -> None:
+    if role in RECEIVING:
+        housekeeping.begin(malloc.KEPT_BYTES)
+    else:
+        housekeeping.begin(is_idle=is_idle)
 
 
 def _become(role: Role, instance_id: str) -> NoReturn:

@@ -109,6 +109,11 @@ class Receiver(Protocol):
     num_invalid: int
     """Messages that were none, and connections dropped for them."""
 
+    @property
+    def num_unfinished(self) -> int:
+        """Tensors that began to come and were dropped before their end: given up, too slow, unreadable. Those that were
+        broken are among `num_invalid`."""
+
     def take(self) -> ReceivedTensor | None:
         """The next tensor of any sender, unchecked; None where there is none at the moment.
 

@@ -27,8 +27,8 @@ from broker.transports.cuda_receiver import CudaReceiver
 from broker.transports.cuda_runtime import CudaRuntime
 from broker.transports.cuda_transport import CudaConnection, CudaSender
 from broker.transports.nixl_agent import NixlAgent
-from broker.transports.nixl_cuda import NixlCudaConnection, NixlCudaSender
-from broker.transports.nixl_landing import MOST_BYTES, CudaLanding, HostLanding, Landing
+from broker.transports.nixl_cuda import SEND_BYTES, NixlCudaConnection, NixlCudaSender
+from broker.transports.nixl_landing import MOST_BYTES, RECEIVE_BYTES, CudaLanding, HostLanding, Landing
 from broker.transports.nixl_receiver import NixlReceiver
 from broker.transports.nixl_transport import NixlConnection
 from broker.transports.redis_transport import RedisConnection, RedisReceiver
@@ -63,9 +63,9 @@ class Means:
 
 
 def make_receivers(
-    means: Means, transport: Transport, max_bytes: int, on_arrival: Callable[[], None]
+    means: Means, transport: Transport, max_bytes: int, stale_s: float, on_arrival: Callable[[], None]
 ) -> list[Receiver]:
-    """The receiving ends that a setting stands for, made on the running loop.
+    """The receiving ends that a setting stands for, made on the running loop. See TensorReceiver for the bounds.
 
     Raises TriptychError("invalid_request") where one that was asked for is not to be had here.
     """
@@ -74,7 +74,7 @@ def make_receivers(
         receivers.append(CudaReceiver(cuda, on_arrival, max_bytes=max_bytes))
     transport = _of_the_host(transport)
     if transport in ("zmq", "auto"):
-        receivers.append(ZmqReceiver(means.context, means.host, on_arrival, max_bytes=max_bytes))
+        receivers.append(ZmqReceiver(means.context, means.host, on_arrival, max_bytes=max_bytes, stale_s=stale_s))
     if transport == "shm" or (transport == "auto" and segment.AVAILABLE):
         _require_shared_memory()
         receivers.append(ShmReceiver(on_arrival, max_bytes=max_bytes))
@@ -82,7 +82,7 @@ def make_receivers(
         _require_nixl()
         _start_nixl(means)
         receivers.append(_nixl_receiver(means, HostLanding(means.nixl_agent), on_arrival, max_bytes))
-    if means.cuda is not None and (transport == "nixl" or (transport == "auto" and _auto_has_nixl(means))):
+    if means.cuda is not None and _takes_from_gpus(transport, means.host):
         landing = CudaLanding(means.cuda, means.nixl_agent)
         receivers.append(_nixl_receiver(means, landing, on_arrival, min(max_bytes, MOST_BYTES)))
     if transport == "redis":
@@ -142,9 +142,21 @@ def _nixl_receiver(means: Means, landing: Landing, on_arrival: Callable[[], None
     return NixlReceiver(means.context, means.host, means.nixl_agent, landing, on_arrival, max_bytes=max_bytes)
 
 
-def _auto_has_nixl(means: Means) -> bool:
-    """Without RDMA, UCX takes longer from GPU to GPU than other transports through the host."""
-    return nixl_agent.module_name() is not None and nixl_agent.has_rdma(means.host)
+def gpu_bytes_of_nixl(transport: Transport, host: str) -> int:
+    """Bytes of a GPU that NIXL takes at most in a process that computes on one and listens on `host`, a numeric
+    address: an arena for tensors that leave, wherever one may be sent so, another where it takes such."""
+    if nixl_agent.module_name() is None:
+        return 0
+    takes = _takes_from_gpus(_of_the_host(transport), host)
+    return (SEND_BYTES if transport in ("nixl", "auto") else 0) + (RECEIVE_BYTES if takes else 0)
+
+
+def _takes_from_gpus(transport: Transport, host: str) -> bool:
+    """Whether NIXL brings what lies on other GPUs. Without RDMA, UCX takes longer for that than other transports
+    through the host."""
+    if transport == "nixl":
+        return True
+    return transport == "auto" and nixl_agent.module_name() is not None and nixl_agent.has_rdma(host)
 
 
 def _start_nixl(means: Means) -> None:

@@ -49,7 +49,7 @@ class DeviceArena:
     def give_back(self, offset: int) -> None:
         """See Arena. Whoever waits for room looks again.
 
-        A copy into it that was given up may still be under way: the next one is behind it, in the same stream.
+        No copy into it may be under way, or still to begin: which of two threads copies first is not known.
         """
         self._rooms.give_back(offset)
         self.wake()

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Final
 
 from broker.transports import packets
@@ -92,10 +94,11 @@ class CudaConnection(LinkedConnection["_Link"]):
         self._sender = sender
 
     async def send(self, header: TensorHeader, data: DeviceBuffer, timeout_s: float) -> None:
+        refused_before = self._num_refused
         try:
             async with asyncio.timeout(timeout_s):
                 async with self._turn:
-                    link = await self._connected()
+                    link = await self._connected(refused_before)
                     slot = await link.room(data.nbytes)
                 try:
                     await link.write(slot, data)
@@ -119,13 +122,23 @@ class CudaConnection(LinkedConnection["_Link"]):
         await link.shake_hands(self._sender.device_id)
 
 
+@dataclass
+class _Lent:
+    """Room that a tensor has. What was given up is free once nothing is copied there any more."""
+
+    offset: int
+    num_bytes: int
+    is_copied_to: bool = False
+    is_given_up: bool = False
+
+
 class _Link:
     """The sender's end of one connection. Ends when the other side does."""
 
     def __init__(self, name: str, arena: ExportArena) -> None:
         """Raises OSError where nobody listens under the name."""
         self._arena = arena
-        self._lent: dict[int, tuple[int, int]] = {}  # slot: offset, bytes
+        self._lent: dict[int, _Lent] = {}  # by slot
         self._next_slot = 0
         self._nonce = b""
         self._max_bytes = -1  # unknown before the Welcome
@@ -160,17 +173,28 @@ class _Link:
         return await self._lend(num_bytes)
 
     async def write(self, slot: int, data: DeviceBuffer | bytes) -> None:
-        """Copy a tensor to its room; it is there when this returns. Raises CudaError."""
-        await asyncio.to_thread(self._arena.write, self._offset(slot), data)
+        """Copy a tensor to its room; it is there when this returns. Raises CudaError.
+
+        A thread copies, which may still have to begin when nobody waits for it any more: the room is not free before.
+        """
+        copying = asyncio.get_running_loop().run_in_executor(None, self._arena.write, self._offset(slot), data)
+        self._lent[slot].is_copied_to = True
+        copying.add_done_callback(partial(self._copied, slot))
+        await asyncio.shield(copying)
 
     async def announce(self, slot: int, num_bytes: int, header: TensorHeader) -> None:
         """Tell the receiver of a tensor that lies in its room. Raises OSError where it has gone."""
         await self._packets.send(encode(Announce(slot, self._offset(slot), num_bytes, header)))
 
     def give_back(self, slot: int) -> None:
-        """The room is free. Nothing happens where it is already, since the link has been closed."""
-        if (lent := self._lent.pop(slot, None)) is not None:
-            self._arena.give_back(lent[0])
+        """The room is free, or will be when the copy to it is done. Nothing happens where it is already, since the link
+        has been closed."""
+        if (lent := self._lent.get(slot)) is None:
+            return
+        lent.is_given_up = True
+        if not lent.is_copied_to:
+            del self._lent[slot]
+            self._arena.give_back(lent.offset)
 
     def close(self) -> None:
         """Let go of everything; whoever waits for something gets an OSError."""
@@ -184,18 +208,28 @@ class _Link:
             await self._next_change()
         slot = self._next_slot
         self._next_slot += 1
-        self._lent[slot] = offset, num_bytes
+        self._lent[slot] = _Lent(offset, num_bytes)
         return slot
+
+    def _copied(self, slot: int, copying: asyncio.Future[None]) -> None:
+        if not copying.cancelled():
+            copying.exception()  # nobody else asks for it where the sender has given up
+        self._lent[slot].is_copied_to = False
+        if self._lent[slot].is_given_up:
+            self.give_back(slot)
 
     def _offset(self, slot: int) -> int:
         """Where a room is. Raises OSError where it was given back meanwhile: the connection has ended."""
-        if slot not in self._lent:
+        if not self._is_lent(slot):
             raise ConnectionResetError("it has closed the connection")
-        return self._lent[slot][0]
+        return self._lent[slot].offset
+
+    def _is_lent(self, slot: int) -> bool:
+        return slot in self._lent and not self._lent[slot].is_given_up
 
     def _find(self, num_bytes: int) -> int | None:
         """None where there is too little at the moment, or this receiver holds its part."""
-        held = sum(size for _, size in self._lent.values())
+        held = sum(lent.num_bytes for lent in self._lent.values())
         if len(self._lent) >= QUEUE_TENSORS or held + num_bytes > self._arena.size_bytes // LINK_SHARE:
             return None
         return self._arena.lend(num_bytes)
@@ -210,7 +244,7 @@ class _Link:
         packets.close_all(fds)
         message = for_sender(packet)
         if isinstance(message, Release):
-            if message.slot not in self._lent:
+            if not self._is_lent(message.slot):
                 raise ValueError(f"slot {message.slot} is not lent")
             self.give_back(message.slot)
             return

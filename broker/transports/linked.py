@@ -43,6 +43,7 @@ class LinkedConnection(ABC, Generic[L]):
         self._address = address
         self._host, _, self._name = address.partition("://")[2].partition("/")
         self._turn = asyncio.Lock()
+        self._num_refused = 0
         self._link: L | None = None
         self._closed = False
 
@@ -51,13 +52,18 @@ class LinkedConnection(ABC, Generic[L]):
         if self._link is not None:
             self._link.close()
 
-    async def _connected(self) -> L:
-        """Raises Unreachable where the receiver is another host's or does not see what is shared with it, and
-        TriptychError("unavailable") once the connection is closed."""
+    async def _connected(self, refused_before: int) -> L:
+        """`refused_before` is what `_num_refused` was when the caller began to wait for its turn.
+
+        Raises Unreachable where the receiver is another host's or does not see what is shared with it, and
+        TriptychError("unavailable") once the connection is closed.
+        """
         if self._closed:  # others may have waited for their turn meanwhile: a new link would be nobody's to close
             raise TriptychError("unavailable", f"the connection to {self._address} is closed")
         if self._link is not None and not self._link.closed:
             return self._link
+        if self._num_refused != refused_before:  # each of those that wait would shake hands as long again
+            raise Unreachable(f"no {self.memory} with {self._address}: the tensor before has found none")
         if self._host != boot_id():
             raise Unreachable(f"{self._address} is on another host")
         try:
@@ -69,6 +75,7 @@ class LinkedConnection(ABC, Generic[L]):
                 link.close()
                 raise
         except self.refusals as error:  # TimeoutError is an OSError
+            self._num_refused += 1
             why = str(error) or f"no answer within {HANDSHAKE_S:g} s"
             raise Unreachable(f"no {self.memory} with {self._address}: {why}") from error
         self._link = link

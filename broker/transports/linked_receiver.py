@@ -35,6 +35,7 @@ class LinkedReceiver(ABC):
         self._on_arrival = on_arrival
         self._max_bytes = max_bytes
         self.num_invalid = 0
+        self.num_unfinished = 0  # a tensor is announced when all of it is there
         self._arrived: deque[ReceivedTensor] = deque()  # bounded by what each sender may have out
         self._peers: set[LinkedPeer] = set()
         self._listener = SameUserListener(self._begin, self._refused)

@@ -44,14 +44,17 @@ class Reader:
         landing: Landing,
         say: Callable[[ToSender], Awaitable[None]],
         deliver: Callable[[ReceivedTensor], Awaitable[None]],
+        on_unfinished: Callable[[], None],
         max_bytes: int,
     ) -> None:
-        """`name` is that of its agent, which has been met; it is parted from when this ends."""
+        """`name` is that of its agent, which has been met; it is parted from when this ends. `on_unfinished` is called
+        for each tensor of which something has come, but not all."""
         self._name = name
         self._agent = agent
         self._landing = landing
         self._say = say
         self._deliver = deliver
+        self._on_unfinished = on_unfinished
         self._max_bytes = max_bytes
         self._where: Where = HOST
         self._messages: asyncio.Queue[Greeting | Piece | Complete] = asyncio.Queue(_MESSAGES)
@@ -124,6 +127,8 @@ class Reader:
         except (NixlError, TimeoutError, ValueError) as error:
             fault = str(error) or f"not read within {READ_S:g} s"
             log.warning("a tensor did not come to its end", sender=piece.header.sender, error=fault)
+            if self._room is None and piece.start == 0:  # there was none for it
+                self._on_unfinished()
             self._let_go()
             return fault
 
@@ -154,3 +159,4 @@ class Reader:
         room, self._room, self._last = self._room, None, None
         if room is not None:
             room.let_go()
+            self._on_unfinished()

@@ -61,7 +61,7 @@ class NixlReceiver:
         secure_listener(self._socket)
         self._socket.bind(f"tcp://{host}:*")
         self.address = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT)).replace("tcp", landing.scheme, 1)
-        self.num_invalid = 0
+        self.num_invalid = self.num_unfinished = 0
         self._arrived: asyncio.Queue[ReceivedTensor] = asyncio.Queue(_READY_TENSORS)
         self._senders: dict[bytes, Reader] = {}
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._look_after())]
@@ -121,13 +121,18 @@ class NixlReceiver:
                 await self._say(identity, Refusal(str(error), for_good=True))
                 return
             name = self._agent.meet(greeting.metadata)
-            say = partial(self._say, identity)
-            self._senders[identity] = Reader(name, self._agent, self._landing, say, self._deliver, self._max_bytes)
+            say, deliver, unfinished = partial(self._say, identity), self._deliver, self._count_unfinished
+            self._senders[identity] = Reader(
+                name, self._agent, self._landing, say, deliver, unfinished, self._max_bytes
+            )
         self._senders[identity].add(greeting)
 
     async def _say(self, identity: bytes, message: ToSender) -> None:
         """Answer a sender; nothing happens where it has gone."""
         await self._socket.send_multipart([identity, pack(message)])
+
+    def _count_unfinished(self) -> None:
+        self.num_unfinished += 1
 
     async def _deliver(self, received: ReceivedTensor) -> None:
         await self._arrived.put(received)

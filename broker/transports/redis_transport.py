@@ -64,7 +64,7 @@ class RedisReceiver:
         self._max_bytes = max_bytes
         self._list = f"{cluster}:tensors:{secrets.token_hex(16)}"
         self.address = f"{SCHEME}://{self._list}"
-        self.num_invalid = 0
+        self.num_invalid = self.num_unfinished = 0
         self._arrived: asyncio.Queue[ReceivedTensor] = asyncio.Queue(_READY_TENSORS)
         self._tasks = {asyncio.create_task(self._listen())}
 
@@ -103,6 +103,7 @@ class RedisReceiver:
             self._count_invalid(str(error))
             await self._answer(passing, _REFUSED)
         except (TimeoutError, RedisError) as error:
+            self.num_unfinished += 1
             log.warning("a tensor did not come to its end", sender=passing.header.sender, error=str(error))
 
     async def _collect(self, passing: Passing) -> bytearray:

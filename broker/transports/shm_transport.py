@@ -51,10 +51,11 @@ class ShmConnection(LinkedConnection["_Link"]):
     memory = "shared memory"
 
     async def send(self, header: TensorHeader, data: memoryview, timeout_s: float) -> None:
+        refused_before = self._num_refused
         try:
             async with asyncio.timeout(timeout_s):
                 async with self._turn:
-                    link = await self._connected()
+                    link = await self._connected(refused_before)
                     room = await link.room(data.nbytes)
                 try:
                     checksum = await passes.copy(data, room.memory.data, hashed=data)

@@ -45,9 +45,12 @@ class ZmqReceiver:
     """See broker.transports.base.Receiver."""
 
     def __init__(
-        self, context: zmq.asyncio.Context, host: str, on_arrival: Callable[[], None], *, max_bytes: int
+        self, context: zmq.asyncio.Context, host: str, on_arrival: Callable[[], None], *, max_bytes: int, stale_s: float
     ) -> None:
-        """Bind a free port. Who sends a larger message than there are is cut off before it is in memory."""
+        """Bind a free port. Who sends a larger message than there are is cut off before it is in memory.
+
+        What has come of a tensor is dropped after `stale_s` without more.
+        """
         self._socket = _plain_socket(context, zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVHWM, QUEUE_TENSORS)
@@ -62,7 +65,11 @@ class ZmqReceiver:
         self._wakeup = _Wakeup(self._socket, self._go_on)
         self._drained = True  # nothing was in the socket when it was last asked
         self._next_turn: asyncio.Handle | None = None
-        self._assembly = Assembly(max_bytes, lambda: self._drained)
+        self._assembly = Assembly(max_bytes, stale_s, lambda: self._drained)
+
+    @property
+    def num_unfinished(self) -> int:
+        return self._assembly.num_unfinished
 
     def take(self) -> ReceivedTensor | None:
         received, self._ready = self._ready or self._next(), None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
+from urllib.parse import urlsplit
 
 import pytest
 import zmq.asyncio
@@ -13,6 +14,7 @@ from redis.asyncio import Redis
 from broker.embedded import EmbeddedBroker
 from broker.redis_client import connect
 from common.messages import InstanceRecord, Role
+from tests.chaos.cable import Cable
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +48,16 @@ async def running(*coroutines: object) -> AsyncIterator[None]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextmanager
+def stallable(broker_url: str) -> Iterator[tuple[Cable, str]]:
+    """A cable to the broker, and the URL of its near end."""
+    address = urlsplit(broker_url)
+    assert address.hostname is not None
+    assert address.port is not None
+    with Cable((address.hostname, address.port)) as cable:
+        yield cable, broker_url.replace(f":{address.port}", f":{cable.address[1]}")
 
 
 def make_record(instance_id: str, role: Role = "encoder", epoch: int = 1, **changes: object) -> InstanceRecord:

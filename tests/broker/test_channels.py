@@ -6,13 +6,14 @@ import asyncio
 import os
 import signal
 
+import pytest
 from redis.asyncio import Redis
 
 from broker.channels import MAX_WAITING, ChannelReader, ChannelSender, Delivery
 from broker.embedded import EmbeddedBroker
 from broker.redis_client import connect
 from common.messages import Grant, Receipt
-from tests.broker.conftest import running
+from tests.broker.conftest import running, stallable
 from tests.eventually import eventually
 
 
@@ -136,6 +137,49 @@ async def test_a_restart_of_redis_is_survived() -> None:
     for connection in (client, reading):
         await connection.aclose()
     await asyncio.to_thread(broker.stop)
+
+
+async def test_a_server_that_stands_still_holds_a_message_up_for_no_longer_than_one_that_is_away(
+    broker_url: str, redis: Redis
+) -> None:
+    reader = ChannelReader(redis, "c", "d0", ("metadata",))
+    await reader.open()
+    received: list[Delivery] = []
+    with stallable(broker_url) as (cable, url):
+        client = connect(url)
+        sender = ChannelSender(client, "c", timeout_s=0.3)
+        async with running(sender.run(), reader.run(received.append)):
+            sender.send("d0", "metadata", grant(0))
+            await eventually(lambda: numbers(received) == [0])
+            cable.set("stall")
+            for number in range(1, 200):  # more than a batch: none waits for those before it to be tried
+                sender.send("d0", "metadata", grant(number))
+            await eventually(lambda: sender.num_dropped == 199, 3.0)
+            cable.set("pass")
+            sender.send("d0", "metadata", grant(200))
+            await eventually(lambda: 200 in numbers(received))
+        await client.aclose()
+    assert sender.num_waiting == 0
+
+
+async def test_a_reply_to_a_command_that_was_given_up_is_not_taken_for_another_ones(
+    broker_url: str, redis: Redis
+) -> None:
+    await redis.mset({"one": "1", "two": "2"})
+    with stallable(broker_url) as (cable, url):
+        client = connect(url)
+        assert await client.get("one") == b"1"
+        cable.set("stall")
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await client.get("one")
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05), client.pipeline(transaction=False) as pipe:
+                    await pipe.get("one").get("one").execute()
+        cable.set("pass")
+        assert await asyncio.gather(client.get("two"), client.get("one"), client.get("two")) == [b"2", b"1", b"2"]
+        await client.aclose()
 
 
 async def has_length(redis: Redis, stream: str, length: int) -> bool:

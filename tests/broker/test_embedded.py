@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import redis
@@ -17,20 +16,7 @@ import redis
 from broker import embedded
 from broker.embedded import EmbeddedBroker
 from common.errors import TriptychError
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until_dead(pid: int, timeout_s: float = 5.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while is_alive(pid):
-        assert time.monotonic() < deadline_s, f"process {pid} is still alive"
-        threading.Event().wait(0.01)
+from tests.launch.waiting import alive, eventually
 
 
 def test_it_serves_between_start_and_stop() -> None:
@@ -40,7 +26,7 @@ def test_it_serves_between_start_and_stop() -> None:
     pid = broker.pid
     assert pid is not None
     broker.stop()
-    assert not is_alive(pid)
+    assert not alive(pid)
     broker.stop()  # a second stop is harmless
 
 
@@ -54,7 +40,7 @@ def test_one_that_was_killed_starts_again_empty_where_it_was() -> None:
     first = broker.pid
     assert first is not None
     os.kill(first, signal.SIGKILL)
-    wait_until_dead(first)
+    eventually(lambda: not alive(first), 5, "the end of the process")
     while broker.running:  # until its owner has noticed, too
         threading.Event().wait(0.01)
     broker.restart()
@@ -64,7 +50,7 @@ def test_one_that_was_killed_starts_again_empty_where_it_was() -> None:
     with redis.Redis.from_url(url) as client:
         assert client.keys() == []
     broker.stop()
-    assert not is_alive(second)
+    assert not alive(second)
 
 
 def test_it_outlives_the_thread_that_started_it() -> None:
@@ -92,11 +78,11 @@ def test_it_dies_with_a_killed_parent() -> None:
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
-    assert is_alive(pid)
+    assert alive(pid)
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
-    wait_until_dead(pid)
+    eventually(lambda: not alive(pid), 5, "the end of the process")
 
 
 def test_a_server_that_does_not_come_up_is_reported_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:

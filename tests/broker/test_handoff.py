@@ -6,13 +6,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import zmq.asyncio
 from redis.asyncio import Redis
 
 from broker.channels import ChannelReader, ChannelSender, Delivery
-from broker.handoff import MAX_SENDS, Handoff, HandoffSender, Part, key_of
+from broker.handoff import ABSENCE_S, MAX_SENDS, Handoff, HandoffSender, Part, key_of
 from broker.tensors import TensorReceiver, TensorSender
 from common.errors import ErrorInfo, TriptychError
 from common.messages import (
@@ -271,6 +272,26 @@ async def test_an_empty_registry_for_a_moment_ends_nothing(pair: Pair) -> None:
     pair.sender.review({})
     pair.sender.handle(delivery(Grant("r", 0, 0, "granted", time.time() + 30)))
     assert (await offering).state == "granted"
+
+
+async def test_time_in_which_nobody_could_look_at_the_registry_is_no_absence(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broker that stood still has let everybody's entry expire, and not everybody has entered itself again."""
+    now_s = time.monotonic()
+    monkeypatch.setattr("broker.handoff.time", SimpleNamespace(monotonic=lambda: now_s, time=time.time))
+    offering = asyncio.create_task(pair.sender.offer(make_offer(), pair.receiver))
+    await eventually(lambda: pair.sender.num_open == 1)
+    pair.sender.review({"d0": pair.receiver})
+    began_s = now_s = now_s + 60.0
+    pair.sender.review({})
+    while not pair.sender.outcomes:
+        now_s += 1.0
+        pair.sender.review({})
+    assert now_s - began_s == ABSENCE_S
+    with pytest.raises(TriptychError):
+        await offering
+    assert pair.sender.outcomes == {"gone": 1}
 
 
 async def test_a_cancelled_caller_leaves_nothing(pair: Pair) -> None:

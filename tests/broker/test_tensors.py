@@ -36,6 +36,7 @@ async def test_on_one_host_tensors_go_through_shared_memory(kit: Kit) -> None:
     assert list(addresses_by_scheme(receiver.address)) == ["tcp", "shm+unix"]
     assert (await transfer(sender, receiver, of_bytes(ONE), ONE)).data == ONE
     assert sender.num_sent == {"shm+unix": 1}
+    assert not sender.num_fallbacks
 
 
 @pytest.mark.parametrize("obstacle", ["another host", "another network", "another user"])
@@ -55,6 +56,7 @@ async def test_where_shared_memory_does_not_reach_zmq_is_taken_without_an_error(
         await sender.send(to(address), of_bytes(ONE), ONE, timeout_s=5)
         assert (await receiver.receive()).data == ONE
         assert sender.num_sent == {"tcp": number}
+        assert sender.num_fallbacks == {"shm+unix": number}, "also those for which it was not tried again"
 
 
 async def test_a_receiver_that_does_not_answer_on_shared_memory_gets_zmq_within_the_same_deadline(
@@ -83,6 +85,7 @@ async def test_what_lies_on_a_gpu_goes_from_there_to_the_receivers(kit: Kit, set
         received.release()
         assert (await transfer(sender, receiver, of_bytes(ONE), ONE)).data == ONE
         assert sender.num_sent == {"cuda+unix": 1, "shm+unix": 1}, "what lies on the host goes as ever"
+        assert not sender.num_fallbacks
 
 
 @pytest.mark.parametrize("obstacle", ["a receiver on a CPU", "a GPU that cannot read ours", "too large"])
@@ -99,6 +102,8 @@ async def test_what_cannot_go_by_cuda_is_brought_to_the_host(
             assert received.fault is None
             assert received.data == data
             assert sender.num_sent == {"shm+unix": number}
+            tried = {} if "CPU" in obstacle else {"cuda+unix": number}
+            assert sender.num_fallbacks == {"gpu": number, **tried}
             received.release()
 
 

@@ -6,14 +6,16 @@ import asyncio
 import os
 import secrets
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from socket import socket as Socket
 
 import pytest
 
 from broker.transports import cuda_transport, linked, listener, packets
 from broker.transports.base import QUEUE_TENSORS, ReceivedTensor, Unreachable
+from broker.transports.cuda_arena import DeviceArena
 from broker.transports.cuda_receiver import CudaReceiver
 from broker.transports.cuda_runtime import HANDLE_BYTES, CudaError
 from broker.transports.cuda_transport import CudaConnection, CudaSender
@@ -207,6 +209,37 @@ async def test_a_send_that_is_cancelled_amid_its_copy_gives_its_room_back_and_da
     assert other.bytes_of(held) == b"kept" * 1000
 
 
+async def test_a_copy_that_begins_when_its_send_has_been_cancelled_writes_over_nobody(
+    one: Gpu, other: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where its thread has waited for another one's copy: its room is not lent again before."""
+    connection = one.connect(other.receiver.address)
+    (await transfer(one, other, b"connected", connection)).release()
+    write, waiting, going_on, written = DeviceArena.write, threading.Event(), threading.Event(), threading.Event()
+
+    def late(arena: DeviceArena, offset: int, data: DeviceBuffer | bytes) -> None:
+        if isinstance(data, DeviceBuffer) and data.nbytes == MIB:
+            waiting.set()
+            going_on.wait(20)
+            write(arena, offset, data)
+            written.set()
+        else:
+            write(arena, offset, data)
+
+    monkeypatch.setattr(DeviceArena, "write", late)
+    sending = asyncio.create_task(one.send(connection, b"A" * MIB))
+    assert await asyncio.to_thread(waiting.wait, 20)
+    sending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sending
+    received = await transfer(one, other, b"B" * 1000, connection)
+    going_on.set()
+    assert await asyncio.to_thread(written.wait, 20)
+    assert other.bytes_of(received) == b"B" * 1000
+    received.release()
+    await transfer(one, other, bytes(2 * MIB), connection)  # all of its room is free again
+
+
 async def test_what_is_larger_than_a_receivers_part_of_the_arena_goes_another_way(one: Gpu, other: Gpu) -> None:
     connection = one.connect(other.receiver.address)
     assert connection.carries(2 * MIB)
@@ -259,16 +292,55 @@ async def test_a_receiver_that_reads_other_memory_than_the_senders_is_no_way(
     other.cuda.free(elsewhere)
 
 
-async def test_a_receiver_that_says_nothing_is_no_way_after_a_while(
-    one: Gpu, other: Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Socket, str]]:
+    """A receiver that says nothing, and its name; a handshake waits for it for 0.05 s."""
     monkeypatch.setattr(linked, "HANDSHAKE_S", 0.05)
     name = f"triptych-test-{secrets.token_hex(8)}"
-    silent = packets.listen(name)
-    address = other.receiver.address.rpartition("/")[0] + f"/{name}"
+    with packets.listen(name) as listening:
+        yield listening, name
+
+
+def _at(other: Gpu, name: str) -> str:
+    """The address of another receiver beside `other`."""
+    return other.receiver.address.rpartition("/")[0] + f"/{name}"
+
+
+async def test_a_receiver_that_says_nothing_is_no_way_after_a_while(
+    one: Gpu, other: Gpu, silent: tuple[Socket, str]
+) -> None:
     with pytest.raises(Unreachable, match=r"no answer within 0\.05 s"):
-        await one.send(one.connect(address), b"x")
-    silent.close()
+        await one.send(one.connect(_at(other, silent[1])), b"x")
+
+
+async def test_sends_that_wait_for_a_receiver_that_says_nothing_fail_with_the_first_one(
+    one: Gpu, other: Gpu, silent: tuple[Socket, str]
+) -> None:
+    """And not one after the other, each after as long a wait; what is sent later tries again."""
+    listening, name = silent
+    connection = one.connect(_at(other, name))
+    for _ in range(2):
+        failed = await asyncio.gather(*(one.send(connection, b"x") for _ in range(5)), return_exceptions=True)
+        assert [type(error) for error in failed] == 5 * [Unreachable]
+        listening.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            listening.accept()
+
+
+async def test_receivers_that_say_nothing_are_waited_for_side_by_side(
+    one: Gpu, other: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linked, "HANDSHAKE_S", 60.0)
+    place, loop = other.receiver.address.rpartition("/")[0], asyncio.get_running_loop()
+    names = [f"triptych-test-{secrets.token_hex(8)}" for _ in range(3)]
+    silent = [packets.listen(name) for name in names]
+    sending = [asyncio.create_task(one.send(one.connect(f"{place}/{name}"), b"x", timeout_s=60)) for name in names]
+    connected = [(await asyncio.wait_for(loop.sock_accept(listening), 20))[0] for listening in silent]
+    assert not any(task.done() for task in sending)
+    for socket in (*connected, *silent):
+        socket.close()
+    failed = await asyncio.gather(*sending, return_exceptions=True)
+    assert [type(error) for error in failed] == 3 * [Unreachable]
 
 
 async def test_a_closed_connection_opens_no_other_link(one: Gpu, other: Gpu) -> None:
@@ -459,6 +531,6 @@ async def test_a_receiver_that_says_nonsense_is_let_go(one: Gpu, other: Gpu, ans
 
     hostile = listener.SameUserListener(accept, lambda: None)
     with pytest.raises(Unreachable):
-        await one.send(one.connect(other.receiver.address.rpartition("/")[0] + f"/{hostile.name}"), b"x")
+        await one.send(one.connect(_at(other, hostile.name)), b"x")
     peers[0].close()
     hostile.close()

@@ -14,10 +14,9 @@ from broker.transports import cuda_wire, nixl_wire, shm_wire, zmq_wire
 from broker.transports.cuda_runtime import HANDLE_BYTES
 from broker.transports.redis_transport import Passing, decode_passing
 from common.messages import TensorHeader, encode
-from tests.security.mutations import hostile
+from tests.security.mutations import SEED, hostile
 from tests.security.test_curve import resident_bytes
 
-SEED = 20_240_607
 PER_DECODER = 20_000
 GROWTH_BYTES = 32 * 2**20
 

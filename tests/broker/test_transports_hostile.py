@@ -12,8 +12,7 @@ import zmq
 from redis.asyncio import Redis
 
 from broker.curve import ClusterContext
-from broker.tensors import TensorReceiver
-from broker.transports import nixl_wire, packets, segment
+from broker.transports import nixl_wire, packets
 from broker.transports.base import QUEUE_TENSORS
 from broker.transports.nixl_agent import HostMemory, NixlAgent
 from broker.transports.shm_wire import NONCE_BYTES, Announce, Hello, Release, Welcome, pack
@@ -21,7 +20,20 @@ from common.config import Transport
 from common.errors import TriptychError
 from common.keys import ClusterKey
 from common.messages import encode
-from tests.broker.transport_kit import NIXL, NIXL_CUDA, Kit, header, kit_of, of_bytes, open_files, to, transfer
+from tests.broker.transport_kit import (
+    NIXL,
+    NIXL_CUDA,
+    Kit,
+    RawSender,
+    fd_of,
+    header,
+    kit_of,
+    of_bytes,
+    open_files,
+    still_works,
+    to,
+    transfer,
+)
 from tests.eventually import eventually
 
 MIB = 2**20
@@ -31,12 +43,6 @@ MIB = 2**20
 async def kit(request: pytest.FixtureRequest, redis: Redis, broker_url: str) -> AsyncIterator[Kit]:
     async with kit_of(request.param, redis, broker_url) as kit:
         yield kit
-
-
-async def still_works(kit: Kit, receiver: TensorReceiver) -> None:
-    data = memoryview(os.urandom(1000))
-    received = await transfer(kit.sender(), receiver, of_bytes(data), data)
-    assert (received.data, received.fault) == (data, None)
 
 
 @pytest.mark.parametrize("kit", ["zmq"], indirect=True)
@@ -143,41 +149,6 @@ async def test_nixl_between_gpus_hands_out_no_tensor_that_is_not_whole(kit: Kit)
     await still_works(kit, receiver)
     raw.close(linger=0)
     agent.close()
-
-
-def fd_of(data: bytes, *, size: int | None = None) -> int:
-    """A descriptor of shared memory as a sender makes it."""
-    fd, memory = segment.create(size or len(data))
-    memory[: len(data)] = list(data)
-    return fd
-
-
-class RawSender:
-    """A sender that says whatever it likes."""
-
-    def __init__(self, receiver: TensorReceiver) -> None:
-        self.packets: list[bytes] = []
-        self.ended = False
-        name = receiver.address.rpartition("/")[2]
-        self.socket = packets.PacketSocket(packets.connect(name), self._take, self._end)
-
-    def _take(self, packet: memoryview, fds: list[int]) -> None:
-        self.packets.append(bytes(packet))
-
-    def _end(self, error: Exception | None) -> None:
-        self.ended = True
-
-    async def greet(self) -> RawSender:
-        fd = fd_of(bytes(NONCE_BYTES), size=MIB)
-        assert self.socket.try_send(pack(Hello(MIB)), [fd])
-        os.close(fd)
-        await eventually(lambda: len(self.packets) == 1)
-        return self
-
-    async def is_dropped_after(self, packet: bytes, *fds: int) -> None:
-        assert self.socket.try_send(packet, list(fds))
-        packets.close_all(fds)
-        await eventually(lambda: self.ended)
 
 
 @pytest.mark.parametrize("kit", ["shm"], indirect=True)

@@ -210,6 +210,7 @@ async def test_what_was_given_up_is_never_handed_out_though_its_room_has_other_b
         await second
     assert both.bytes_of(received) == b"B" * MIB
     assert both.receiver._take() is None
+    assert both.receiver.num_unfinished == 1
     received.release()
     await eventually(lambda: both.num_lent == 0)
 

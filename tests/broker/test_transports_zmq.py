@@ -177,9 +177,43 @@ async def test_what_is_no_message_amid_a_tensor_is_the_end_of_it(kit: Kit) -> No
     await send(raw, [(of_bytes(b"x"), b"x")])
     async with asyncio.timeout(10):
         assert (await receiver.receive()).data == b"x"
-    assert end_of(receiver).num_invalid == 2 * 4
+    assert end_of(receiver).num_invalid == 4
     assert end_of(receiver)._assembly.num_bytes == 0
     raw.close(linger=0)
+
+
+WHOLE: Message = of_bytes(b"x", checksum=checksum(b"x")), b"x"
+
+
+@pytest.mark.parametrize("next_one", [[WHOLE], messages_of(DATA)], ids=["small", "large"])
+async def test_a_broken_tensor_counts_once_however_many_pieces_of_it_come(kit: Kit, next_one: list[Message]) -> None:
+    receiver = kit.receiver()
+    raw = kit.context.socket(zmq.DEALER)
+    raw.connect(receiver.address)
+    for num_broken in (1, 2):
+        await send(raw, [FIRST, THIRD, SECOND, THIRD, LAST, *next_one])
+        async with asyncio.timeout(10):
+            received = await receive(receiver)
+        assert (received.header.size_bytes, received.fault) == (received.data.nbytes, None)
+        assert end_of(receiver).num_invalid == num_broken
+    assert (len(end_of(receiver)._assembly._broken), end_of(receiver)._assembly.num_bytes) == (0, 0)
+    raw.close(linger=0)
+
+
+async def test_of_no_more_senders_than_so_many_a_broken_tensor_is_remembered(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zmq_assembly, "MAX_BROKEN", 10)
+    assembly = Assembly(2**20, 30.0, lambda: True)
+    for number in range(20):
+        for _ in range(2):
+            assembly.drop(b"%d" % number)
+        assert len(assembly._broken) <= 10
+    assert assembly.add(b"19", *SECOND) is None
+    assert assembly.add(b"10", *SECOND) is None
+    with pytest.raises(ValueError, match="not where the last one has ended"):
+        assembly.add(b"9", *SECOND)
+    assembly.close()
 
 
 @pytest.mark.parametrize("nxt", [[(of_bytes(b"x"), b"x")], messages_of(DATA)], ids=["small", "large"])
@@ -192,7 +226,7 @@ async def test_another_tensor_is_the_end_of_one_that_was_given_up(kit: Kit, nxt:
         received = await receive(receiver)
     assert (received.header.request_id, received.header.size_bytes) == ("r", received.data.nbytes)
     assert end_of(receiver)._assembly.num_bytes == 0
-    assert end_of(receiver).num_invalid == 0
+    assert (receiver.num_unfinished, receiver.num_invalid) == (1, 0)
     raw.close(linger=0)
 
 
@@ -241,7 +275,7 @@ async def test_a_connection_that_breaks_amid_a_tensor_loses_it_and_nothing_else(
             received = await receiving
         assert wire.num_accepted == 2
     assert (received.data, received.fault) == (DATA, None)
-    assert end_of(receiver).num_invalid > 0
+    assert end_of(receiver).num_invalid == 1
 
 
 # --- bounds
@@ -259,9 +293,8 @@ async def test_larger_messages_than_there_are_do_not_get_into_memory(kit: Kit) -
     assert (received.data, received.fault) == (DATA, None)
 
 
-async def test_memory_of_a_dead_sender_is_let_go_of_after_a_while(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zmq_assembly, "STALE_S", 0.3)
-    receiver = kit.receiver()
+async def test_memory_of_a_dead_sender_is_let_go_of_after_a_while(kit: Kit) -> None:
+    receiver = TensorReceiver(kit.context, max_bytes=2**20, stale_s=0.3, transport="zmq")
     receiving = asyncio.create_task(receiver.receive())
     with kit.context.socket(zmq.DEALER) as raw:
         raw.connect(receiver.address)
@@ -269,14 +302,15 @@ async def test_memory_of_a_dead_sender_is_let_go_of_after_a_while(kit: Kit, monk
         await eventually(lambda: end_of(receiver)._assembly.num_bytes == 2 * PIECE)
     await eventually(lambda: end_of(receiver)._assembly.num_bytes == 0)
     await eventually(lambda: end_of(receiver)._assembly._timer is None)
+    assert (receiver.num_unfinished, receiver.num_invalid) == (1, 0)
     await kit.sender().send(to(receiver.address), of_bytes(b"x"), memoryview(b"x"), 10)
     assert (await receiving).data == b"x"
+    receiver.close()
 
 
-async def test_what_waits_to_be_taken_is_not_stale(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zmq_assembly, "STALE_S", 0.0)
+async def test_what_waits_to_be_taken_is_not_stale(kit: Kit) -> None:
     idle = False
-    assembly = Assembly(2**20, lambda: idle)
+    assembly = Assembly(2**20, 0.0, lambda: idle)
     assembly.add(b"1", *FIRST)
     assembly._drop_stale()
     assert len(assembly) == 1
@@ -288,19 +322,20 @@ async def test_what_waits_to_be_taken_is_not_stale(kit: Kit, monkeypatch: pytest
 
 async def test_what_many_senders_have_begun_is_bounded_and_the_stalest_goes(kit: Kit) -> None:
     most = 4 * PIECE
-    assembly = Assembly(most, lambda: True)
+    assembly = Assembly(most, 30.0, lambda: True)
     for number in range(20):
         for message in (FIRST, SECOND):
             assembly.add(b"%d" % number, *message)
         assert assembly.num_bytes <= TOTAL * most
     assert len(assembly) == TOTAL * most // (2 * PIECE)
-    with pytest.raises(ValueError, match="not where the last one has ended"):
-        assembly.add(b"0", *THIRD)
+    assert assembly.add(b"0", *THIRD) is None  # what still comes of it is passed over
+    assert assembly.num_bytes <= TOTAL * most
     assembly.add(b"19", *THIRD)
     whole = assembly.add(b"19", *LAST)
     assert isinstance(whole, ReceivedTensor)
     assert isinstance(whole.data, Pieces)
     assert whole.data.joined() == DATA
+    assert assembly.num_unfinished == 19 - len(assembly)
     assembly.close()
 
 

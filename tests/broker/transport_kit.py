@@ -1,4 +1,5 @@
-"""What the tests of transports share: ends of one kind, real peers, and counts of what a process holds."""
+"""What the tests of transports share: ends of one kind, real peers, senders that say anything, and counts of what a
+process holds."""
 
 from __future__ import annotations
 
@@ -22,15 +23,18 @@ import zmq.asyncio
 from redis.asyncio import Redis
 
 from broker.tensors import ReceivedTensor, TensorReceiver, TensorSender
+from broker.transports import packets, segment
 from broker.transports.base import Connection
 from broker.transports.choice import Means, make_connectors
 from broker.transports.given import GivenRoom
 from broker.transports.nixl_agent import module_name
 from broker.transports.payload import Payload
 from broker.transports.pieces import Pieces
+from broker.transports.shm_wire import NONCE_BYTES, Hello, pack
 from common.messages import InstanceRecord, TensorHeader
 from tests.broker.conftest import make_record
 from tests.broker.device_ends import DEVICE_SCHEMES, Way, make_receiver, make_sender
+from tests.eventually import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 NIXL_REQUIRED = os.environ.get("CI") == "true" and (sys.platform, platform.machine()) == ("linux", "x86_64")
@@ -149,6 +153,13 @@ async def receive(receiver: TensorReceiver) -> ReceivedTensor:
     return replace(received, fault=fault, data=data.joined() if isinstance(data, Pieces) else data)
 
 
+async def still_works(kit: Kit, receiver: TensorReceiver) -> None:
+    """An honest sender's tensor still comes."""
+    data = memoryview(os.urandom(1000))
+    received = await transfer(kit.sender(), receiver, of_bytes(data), data)
+    assert (received.data, received.fault) == (data, None)
+
+
 def noted_in(rooms: list[GivenRoom]) -> Callable[[GivenRoom], bool]:
     """Takes all memory that is given."""
 
@@ -157,6 +168,41 @@ def noted_in(rooms: list[GivenRoom]) -> Callable[[GivenRoom], bool]:
         return True
 
     return note
+
+
+def fd_of(data: bytes, *, size: int | None = None) -> int:
+    """A descriptor of shared memory as a sender makes it."""
+    fd, memory = segment.create(size or len(data))
+    memory[: len(data)] = list(data)
+    return fd
+
+
+class RawSender:
+    """A sender over shared memory that says whatever it likes."""
+
+    def __init__(self, receiver: TensorReceiver) -> None:
+        self.packets: list[bytes] = []
+        self.ended = False
+        name = receiver.address.rpartition("/")[2]
+        self.socket = packets.PacketSocket(packets.connect(name), self._take, self._end)
+
+    def _take(self, packet: memoryview, fds: list[int]) -> None:
+        self.packets.append(bytes(packet))
+
+    def _end(self, error: Exception | None) -> None:
+        self.ended = True
+
+    async def greet(self) -> RawSender:
+        fd = fd_of(bytes(NONCE_BYTES), size=2**20)
+        assert self.socket.try_send(pack(Hello(2**20)), [fd])
+        os.close(fd)
+        await eventually(lambda: len(self.packets) == 1)
+        return self
+
+    async def is_dropped_after(self, packet: bytes, *fds: int) -> None:
+        assert self.socket.try_send(packet, list(fds))
+        packets.close_all(fds)
+        await eventually(lambda: self.ended)
 
 
 async def keys_without_expiry(redis: Redis) -> list[bytes]:

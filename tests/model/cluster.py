@@ -129,14 +129,19 @@ class Cluster:
         self._stop_pool()
         self.start_proxy()
 
-    def lose_broker(self, *, emptied: bool, away_s: float) -> None:
-        """It is away for a while, or empty when it comes back, or both."""
+    def lose_broker(self, *, emptied: bool, away_s: float, silent: bool = False) -> None:
+        """It is away for a while, or empty when it comes back, or both. A `silent` one is there and says nothing."""
         self.faulty = True
         if emptied:
             self.network.empty_broker()
-        self.network.broker_is_away = away_s > 0
+        if silent:
+            self.network.broker_answers.clear()
+        else:
+            self.network.broker_is_away = away_s > 0
         self.pass_time(away_s)
         self.network.broker_is_away = False
+        self.network.broker_answers.set()
+        self.loop.settle()
 
     def ask(self, *pictures: tuple[str, int], num_tokens: int = 3) -> Client:
         """A request with a text token before and after each picture, (name, rows)."""

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from broker.channels import ChannelName
 from broker.registry import RECORD_TTL_S
@@ -39,6 +40,8 @@ from common.messages import (
 )
 
 T = TypeVar("T")
+SILENCE_S = 31.0
+"""How long a client of the broker asks one that says nothing: six times five seconds, and the pauses."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,9 @@ class Network:
     def __init__(self) -> None:
         self.loose: list[Letter] = []
         self.broker_is_away = False
+        self.broker_answers = asyncio.Event()
+        """Not set while the broker stands still: whoever asks it something waits."""
+        self.broker_answers.set()
         self.connections: dict[bytes, Connection] = {}
         self.epochs: dict[str, int] = {}
         """The lives that are reachable now: instance id -> epoch."""
@@ -114,21 +120,23 @@ class Network:
         self._records.clear()
         self.loose = [letter for letter in self.loose if letter.channel is None]
 
-    def reach_broker(self) -> None:
-        """Raises what a client raises while the broker is away."""
+    async def reach_broker(self) -> None:
+        """Raises what a client raises while the broker is away, or has not answered all its repetitions."""
+        try:
+            async with asyncio.timeout(SILENCE_S):
+                await self.broker_answers.wait()
+        except TimeoutError as error:
+            raise RedisTimeoutError("the broker does not answer") from error
         if self.broker_is_away:
             raise RedisConnectionError("the broker is away")
 
     def enter(self, record: InstanceRecord) -> None:
-        self.reach_broker()
         self._records[record.instance_id] = record, time.time() + RECORD_TTL_S
 
     def leave(self, instance_id: str) -> None:
-        self.reach_broker()
         self._records.pop(instance_id, None)
 
     def instances(self) -> dict[str, InstanceRecord]:
-        self.reach_broker()
         now_s = time.time()
         return {name: record for name, (record, until_s) in self._records.items() if until_s > now_s}
 
@@ -166,18 +174,25 @@ class SimulatedRegistry:
 
     async def register(self, record: InstanceRecord) -> None:
         self._own = record
+        await self._network.reach_broker()
         self._network.enter(record)
 
     async def heartbeat(self, **changes: Any) -> None:
         assert self._own is not None
         for name, value in changes.items():
             self._own = msgspec.structs.replace(self._own, **{name: value})
+        await self._network.reach_broker()
         self._network.enter(self._own)
 
+    async def now_s(self) -> float:
+        await self._network.reach_broker()
+        return time.time()
+
     async def get(self, instance_id: str) -> InstanceRecord | None:
-        return self._network.instances().get(instance_id)
+        return (await self.instances()).get(instance_id)
 
     async def instances(self) -> dict[str, InstanceRecord]:
+        await self._network.reach_broker()
         return self._network.instances()
 
     async def changes(self) -> AsyncGenerator[None]:
@@ -187,6 +202,7 @@ class SimulatedRegistry:
 
     async def unregister(self) -> bool:
         assert self._own is not None
+        await self._network.reach_broker()
         self._network.leave(self._own.instance_id)
         return True
 
@@ -210,7 +226,11 @@ class SimulatedReader:
 
     num_invalid = 0
 
-    async def keep_alive(self) -> None: ...
+    def __init__(self, network: Network) -> None:
+        self._network = network
+
+    async def keep_alive(self) -> None:
+        await self._network.reach_broker()
 
 
 class SimulatedServer:
@@ -287,6 +307,7 @@ class SimulatedTensorSender:
     def __init__(self, network: Network) -> None:
         self._network = network
         self.num_sent: Counter[str] = Counter()
+        self.num_fallbacks: Counter[str] = Counter()
 
     def give(self, receiver: InstanceRecord, header: TensorHeader) -> SimulatedSending | None:
         known = receiver.instance_id in self._network.epochs
@@ -307,7 +328,7 @@ class SimulatedTensorReceiver:
     """Stands in for broker.tensors.TensorReceiver."""
 
     address = "simulated://"
-    num_invalid = 0
+    num_invalid = num_unfinished = 0
 
     def __init__(self) -> None:
         self.received: asyncio.Queue[ReceivedTensor] = asyncio.Queue()

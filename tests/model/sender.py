@@ -165,8 +165,9 @@ class Sender:
         self.handoffs.review({"d0": record("d0", "prefill_decode", epoch=2)})
 
     def _gone(self) -> None:
-        self.loop.advance_to(self.loop.now_s + ABSENCE_S + 0.1)
-        self.handoffs.review({})
+        for _ in range(2):  # in between nobody could look
+            self.loop.advance_to(self.loop.now_s + ABSENCE_S + 0.1)
+            self.handoffs.review({})
 
     def _abort(self) -> None:
         self.task.cancel()

@@ -116,9 +116,9 @@ class ClusterStory(RuleBasedStateMachine):
     def the_proxy_is_killed(self) -> None:
         self.cluster.kill_proxy()
 
-    @rule(emptied=st.booleans(), away_s=st.sampled_from([0.0, 1.0, HANDOFF_TIMEOUT_S + 0.1]))
-    def the_broker_fails(self, emptied: bool, away_s: float) -> None:
-        self.cluster.lose_broker(emptied=emptied, away_s=away_s)
+    @rule(emptied=st.booleans(), away_s=st.sampled_from([0.0, 1.0, HANDOFF_TIMEOUT_S + 0.1]), silent=st.booleans())
+    def the_broker_fails(self, emptied: bool, away_s: float, silent: bool) -> None:
+        self.cluster.lose_broker(emptied=emptied, away_s=away_s, silent=silent)
 
     @rule(number=NUMBERS)
     def a_request_is_preempted(self, number: int) -> None:

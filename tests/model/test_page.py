@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 
 from broker import handoff
-from common.messages import Role
+from common.messages import REPEAT_S, Role
 from engine.request import InputState, RequestInput
 from engine.scheduler import kv_intake
 from tests.model.cluster import HANDOFF_TIMEOUT_S, Cluster
@@ -99,3 +99,10 @@ def test_the_page_names_every_message_of_the_handoff_and_every_test_it_refers_to
         assert f"`{name}`" in text
     for path in re.findall(r"`(tests/[\w/.]+)`", text):
         assert (PAGE.parents[1] / path).exists(), path
+
+
+def test_the_page_says_how_often_a_tensor_is_sent() -> None:
+    number = {3: "three", 4: "four", 5: "five"}[handoff.MAX_SENDS]
+    assert set(re.findall(r"\b(\w+) sends in all", PAGE.read_text())) == {number}
+    waits_s = [int(REPEAT_S * 2**number) for number in range(handoff.MAX_SENDS)]
+    assert f"{waits_s[0]} s after it left, then {', '.join(map(str, waits_s[1:]))} s" in PAGE.read_text()

@@ -103,7 +103,7 @@ class SimulatedWorker(Shell):
         self._departure = Departure(lambda: len(self._proxies), settings.request_timeout_s)
         registry = cast(Any, SimulatedRegistry(network))
         self._membership = Membership(registry, self._proxies, self._departure)
-        self._reader = cast(Any, SimulatedReader())
+        self._reader = cast(Any, SimulatedReader(network))
         self.server = SimulatedServer(network, (instance_id, epoch))
         self._server = cast(Any, self.server)
         self.receiver = SimulatedTensorReceiver()
@@ -145,7 +145,7 @@ class SimulatedWorker(Shell):
         await self.role.start(self.record)
         self.network.epochs[self.instance_id] = self.epoch
         await self._membership.join(self.record)
-        for coroutine in (*self.role.tasks(), self._take_requests(), self._beat()):
+        for coroutine in (*self.role.tasks(), self._take_requests(), self._watch_proxies(), self._beat()):
             task = asyncio.get_running_loop().create_task(coroutine)
             task.add_done_callback(self._ended)
             self._tasks.append(task)

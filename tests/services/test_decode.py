@@ -200,7 +200,7 @@ async def test_the_answer_to_a_repeated_offer_says_how_many_parts_are_here(setti
 async def test_an_abort_tells_the_sender_and_frees_everything(setting: Setting, stage: str) -> None:
     if stage == "offered":
         setting.peer.send("metadata", setting.offer("r"))
-        await eventually(lambda: len(setting.worker.role._receiver._offers) == 1)
+        await eventually(lambda: setting.worker.gauge("offers_open") == 1)
     else:
         offer = await setting.granted("r")
     if stage == "started":

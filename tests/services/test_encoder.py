@@ -78,9 +78,19 @@ class Setting:
         finally:
             over.set()
 
-    async def gifts_are_ready(self) -> None:
-        """Memory that has been given for outputs has been touched."""
+    async def given_while_busy(self, request_id: str, *, colour: str = "red") -> ReceivedTensor:
+        """What comes of an item that is computed once all is ready for it, memory for its output included. It is not
+        confirmed."""
+        with self.busy():
+            await self.encode(request_id, colour=colour)
+            self.peer.grant(await self.offer(request_id))
+            await self.computing(1)
+        return await self.peer.tensor()
+
+    async def computing(self, num_items: int) -> None:
+        """So many items wait for the engine, and memory that has been given for their outputs has been touched."""
         early = self.worker.role.stage._pipeline._destination._early
+        await eventually(lambda: self.worker.gauge("encoder_items_computing") == num_items)
         await eventually(lambda: all(given._state == "ready" for given in early.values()))
 
     async def reply(self, request_id: str) -> Encoded:
@@ -111,6 +121,15 @@ async def setting(broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Contex
         yield setting
         await eventually(setting.is_idle)
     assert await redis.keys("*") == []
+
+
+@pytest.fixture
+async def giving(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> Setting:
+    """One that gives memory for every output from now on: none is too small, and the first has connected the two."""
+    monkeypatch.setattr(gift, "MIN_BYTES", 1)
+    await setting.encode("first", colour="blue")
+    await setting.deliver("first")
+    return setting
 
 
 async def test_the_offer_leaves_before_anything_is_computed_and_the_tensor_is_what_was_offered(
@@ -183,12 +202,7 @@ async def test_an_output_leaves_by_the_thread_that_has_made_it(
     names = ("first", "second", "third")
     arrived: list[ReceivedTensor] = []
     for name, colour in zip(names, ("red", "blue", "green"), strict=True):
-        with setting.busy():
-            await setting.encode(name, colour=colour)
-            setting.peer.grant(await setting.offer(name))
-            await eventually(lambda: setting.worker.gauge("encoder_items_computing") == 1)
-            await setting.gifts_are_ready()
-        arrived.append(await setting.peer.tensor())
+        arrived.append(await setting.given_while_busy(name, colour=colour))
         setting.peer.send("injected", Receipt(name, 0, 0, "stored"))
         assert (await setting.reply(name)).error is None
     assert [isinstance(tensor, GivenTensor) for tensor in arrived] == [False, True, True]
@@ -199,43 +213,44 @@ async def test_an_output_leaves_by_the_thread_that_has_made_it(
         assert await setting.deliver(f"{name} again") == bytes(tensor.data)
 
 
-async def test_an_output_that_has_left_and_not_arrived_is_sent_again(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gift, "MIN_BYTES", 1)
-    await setting.encode("first", colour="blue")
-    await setting.deliver("first")
-    with setting.busy():
-        await setting.encode("r")
-        setting.peer.grant(await setting.offer("r"))
-        await eventually(lambda: setting.worker.gauge("encoder_items_computing") == 1)
-        await setting.gifts_are_ready()
-    tensor = await setting.peer.tensor()
+async def test_an_output_that_has_left_and_not_arrived_is_sent_again(giving: Setting) -> None:
+    tensor = await giving.given_while_busy("r")
     assert isinstance(tensor, GivenTensor)
-    setting.peer.send("injected", Receipt("r", 0, 0, "corrupt"))
-    again = await setting.peer.tensor()
+    giving.peer.send("injected", Receipt("r", 0, 0, "corrupt"))
+    again = await giving.peer.tensor()
     assert not isinstance(again, GivenTensor)
     assert again.data == tensor.data
-    setting.peer.send("injected", Receipt("r", 0, 0, "stored"))
-    assert (await setting.reply("r")).error is None
+    giving.peer.send("injected", Receipt("r", 0, 0, "stored"))
+    assert (await giving.reply("r")).error is None
 
 
-async def test_what_was_given_for_an_aborted_item_is_taken_back(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gift, "MIN_BYTES", 1)
-    await setting.encode("first", colour="blue")
-    await setting.deliver("first")
+async def test_what_was_given_for_an_aborted_item_is_taken_back(giving: Setting) -> None:
     rooms: list[GivenRoom] = []
-    setting.peer.watch_given(noted_in(rooms))
-    with setting.busy():
-        await setting.encode("r")
-        setting.peer.grant(await setting.offer("r"))
+    giving.peer.watch_given(noted_in(rooms))
+    with giving.busy():
+        await giving.encode("r")
+        giving.peer.grant(await giving.offer("r"))
         await eventually(lambda: len(rooms) == 1)
-        await setting.abort("r")
+        await giving.abort("r")
         header = rooms[0].header
         await eventually(lambda: rooms[0].memory is None)
-    assert (header.request_id, header.sender, header.receiver_epoch) == ("r", "w0", setting.peer.record.epoch)
+    assert (header.request_id, header.sender, header.receiver_epoch) == ("r", "w0", giving.peer.record.epoch)
+
+
+async def test_an_output_leaves_for_another_who_waits_where_the_first_is_aborted(giving: Setting) -> None:
+    with giving.busy():
+        for name in ("first of two", "second"):
+            await giving.encode(name)
+            giving.peer.grant(await giving.offer(name))
+        await giving.computing(2)
+        await giving.worker.proxy.send(Abort("first of two"))
+        await giving.computing(1)
+    tensor = await giving.peer.tensor()
+    assert isinstance(tensor, GivenTensor)
+    assert tensor.header.request_id == "second"
+    giving.peer.send("injected", Receipt("second", 0, 0, "stored"))
+    assert (await giving.reply("second")).error is None
+    assert giving.worker.role.stage._pipeline.encoding._early == {}
 
 
 async def test_equal_items_under_way_are_computed_once_for_those_that_are_not_aborted(setting: Setting) -> None:
@@ -244,10 +259,10 @@ async def test_equal_items_under_way_are_computed_once_for_those_that_are_not_ab
         for name in ("first", "second", "third", "only one of its colour"):
             await setting.encode(name, colour="blue" if "colour" in name else "red")
             setting.peer.grant(await setting.offer(name))
-        await eventually(lambda: setting.worker.gauge("encoder_items_computing") == 4)
+        await setting.computing(4)
         for name in aborted:
             await setting.worker.proxy.send(Abort(name))
-        await eventually(lambda: setting.worker.gauge("encoder_items_computing") == 2)
+        await setting.computing(2)
     tensors = [await setting.peer.tensor() for _ in range(2)]
     assert {tensor.header.request_id for tensor in tensors} == {"second", "third"}
     assert bytes(tensors[0].data) == bytes(tensors[1].data)
@@ -342,7 +357,7 @@ async def test_an_abort_frees_the_item_at_every_stage(setting: Setting, stage: s
         if stage != "grant":
             setting.peer.grant(offer)
         if stage == "encode":
-            await eventually(lambda: setting.worker.gauge("encoder_items_computing") == 1)
+            await setting.computing(1)
         if stage == "receipt":
             await setting.peer.tensor()
     await setting.abort("r")

@@ -156,17 +156,17 @@ async def test_memory_that_is_given_is_touched_without_writing_to_it() -> None:
 async def test_memory_is_made_only_for_those_who_do_not_give_it(small: None) -> None:
     landing, data = Landing(), os.urandom(SIZE)
     landing.prepare(KEY, "e0", SHAPE, "bfloat16")
-    assert landing._places[KEY].tensor is not None
+    assert landing._places[KEY] is not None
     room, written = given_room(data)
     landing.expect(KEY, room)
     landing.keep(KEY, completed(room, written, data))
     landing.prepare(KEY, "e0", SHAPE, "bfloat16")
-    assert landing._places[KEY].tensor is None
+    assert landing._places[KEY] is None
     tensor = await landing.take(KEY, received(data))  # it comes in another way after all
     assert isinstance(tensor, torch.Tensor)
     assert bytes_of(tensor) == data
     landing.prepare(KEY, "e0", SHAPE, "bfloat16")
-    assert landing._places[KEY].tensor is not None
+    assert landing._places[KEY] is not None
 
 
 async def test_given_memory_is_let_go_where_nobody_waits_for_it() -> None:

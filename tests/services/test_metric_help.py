@@ -25,11 +25,21 @@ def test_the_engines_numbers_have_help_texts(engine: type[DecoderEngine] | type[
     stats = engine(load_model_info("signpost"), EngineConfig(num_threads=1, kv_cache_bytes=2**20), "w0").stats()
     assert {name for name in stats if name not in HELP} == set()
     metrics = WorkerMetrics()
-    metrics.engine_stats = stats
+    metrics.engine_stats[engine] = stats
     page = metrics.render().decode()
     for name in stats:
         kind = "counter" if name.endswith("_total") else "gauge"
         assert f"# HELP triptych_{name} {HELP[name]}\n# TYPE triptych_{name} {kind}\n" in page
+
+
+def test_what_two_engines_of_a_process_take_adds_up() -> None:
+    metrics = WorkerMetrics()
+    metrics.engine_stats["encoder"] = {"memory_weights_bytes": 10, "memory_budget_given": 0, "encoder_queue_items": 2}
+    metrics.engine_stats["decoder"] = {"memory_weights_bytes": 30, "memory_budget_given": 1}
+    page = metrics.render().decode().splitlines()
+    assert "triptych_memory_weights_bytes 40.0" in page
+    assert "triptych_memory_budget_given 1.0" in page
+    assert "triptych_encoder_queue_items 2.0" in page
 
 
 def test_help_texts_are_sentences() -> None:

@@ -14,10 +14,12 @@ import pytest
 import zmq
 import zmq.asyncio
 from redis.asyncio import Redis
+from structlog.testing import capture_logs
 
 from broker.channels import FIELD, GROUP, stream_key
 from broker.rpc import WorkerClient, connection_id
 from broker.tensors import addresses_by_scheme
+from broker.transports.zmq_wire import PIECE_BYTES, First
 from common.hashing import content_hash
 from common.messages import (
     Abort,
@@ -270,15 +272,29 @@ async def test_a_tensor_that_comes_after_its_grant_has_expired_leaves_nothing(
         assert worker.gauge("inputs_landing") == 0
 
 
+async def test_what_has_come_of_a_tensor_that_stops_coming_is_let_go_of_when_its_handoff_would_end(
+    broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context
+) -> None:
+    async with in_process(broker_url, redis, zmq_context, PrefillDecodeService, handoff_timeout_s=0.3) as worker:
+        address = addresses_by_scheme((await worker.record()).tensor_address)["tcp"]
+        size = PIECE_BYTES + 1
+        header = TensorHeader("r", 0, 0, "peer", 1, [size], "uint8", size)
+        with capture_logs() as logs, zmq_context.socket(zmq.DEALER) as sender:
+            sender.connect(address)
+            await sender.send_multipart([encode(First(header, size)), bytes(PIECE_BYTES)])
+            await eventually(lambda: any("did not come to its end" in line["event"] for line in logs))
+        assert worker.gauge("tensors_unfinished_total") == 1
+
+
 async def test_a_withdrawn_offer_frees_its_room_at_once_and_any_other_withdrawal_nothing(setting: Setting) -> None:
     offer = await setting.granted("r")
     setting.peer.send("metadata", setting.offer("early"))  # its request will never come
-    await eventually(lambda: len(setting.worker.role._receiver._offers) == 2)
+    await eventually(lambda: setting.worker.gauge("offers_open") == 2)
     for other in (Withdraw("r", 0, 1, "peer"), Withdraw("r", 0, 0, "impostor"), Withdraw("nobody", 0, 0, "peer")):
         setting.peer.send("metadata", other)
     for request_id in ("r", "early", "early"):
         setting.peer.send("metadata", Withdraw(request_id, 0, 0, "peer"))
-    await eventually(lambda: not setting.worker.role._receiver._offers)
+    await eventually(lambda: setting.worker.gauge("offers_open") == 0)
     stats = await setting.worker.role.thread.call(lambda engine: engine.stats(), 5.0)
     assert [stats[name] for name in ("inputs_granted", "inputs_pending", "encoder_cache_bytes_used")] == [0, 0, 0]
     assert setting.worker.tally("handoffs") == {"granted": 1, "withdrawn": 2}

@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 from structlog.testing import capture_logs
 
 from broker.channels import ChannelName, Delivery
-from broker.registry import Registry
+from broker.registry import HEARTBEAT_S, Registry
 from broker.rpc import WorkerClient
 from common.config import Settings
 from common.errors import TriptychError
@@ -31,7 +31,7 @@ from proxy.worker import WatchedClient
 from services.engine_thread import EngineThread
 from services.links import Links
 from services.shell import Shell
-from tests.broker.conftest import make_record
+from tests.broker.conftest import make_record, stallable
 from tests.eventually import eventually
 
 
@@ -239,6 +239,69 @@ async def test_what_a_silent_proxy_had_asked_for_is_dropped_and_it_learns_of_it_
                 failed = await proxy.receive()
     assert isinstance(failed, Failed)
     assert (failed.request_id, failed.error.code) == ("r", "unavailable")
+
+
+async def test_what_a_proxy_leaves_is_dropped_at_once_while_the_broker_stands_still(
+    broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context
+) -> None:
+    with stallable(broker_url) as (cable, url):
+        async with worker(url, redis) as running:
+            address = (await running.record()).requests_address
+            await eventually(lambda: running.shell.ready() is None)
+            async with WorkerClient(zmq_context, address, "p0") as proxy:
+                await proxy.send(Generate("r", [1], [], SamplingParams()))
+                await eventually(lambda: len(running.role.links.proxies) == 1)
+                cable.set("stall")
+                await eventually(lambda: running.shell.ready() == "the broker is not reachable", 10.0)
+            outstanding = running.role.links.metrics.gauges["requests_outstanding"]
+            await eventually(lambda: outstanding() == 0, 2 * HEARTBEAT_S)
+            assert running.role.aborted == ["r"]
+            cable.set("pass")
+            await eventually(lambda: running.shell.ready() is None, 10.0)
+
+
+async def test_a_beat_that_the_broker_does_not_answer_is_given_up_and_the_next_one_tries_again(
+    broker_url: str, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.shell.BEAT_S", 0.1)
+    with stallable(broker_url) as (cable, url), capture_logs() as logs:
+        async with worker(url, redis) as running:
+            await running.record()
+            cable.set("stall")
+            await eventually(lambda: sum(entry["event"] == "no heartbeat" for entry in logs) > 1, 10.0)
+            assert not running.task.done()
+            monkeypatch.setattr("services.shell.BEAT_S", 3.0)
+            cable.set("pass")
+            await eventually(lambda: running.shell.ready() is None, 10.0)
+
+
+async def test_a_drain_does_not_wait_for_a_broker_that_stands_still(
+    broker_url: str, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.membership.TELL_S", 0.1)
+    with stallable(broker_url) as (cable, url):
+        async with worker(url, redis) as running:
+            await eventually(lambda: running.shell.ready() is None)
+            cable.set("stall")
+            async with asyncio.timeout(3.0):
+                assert await running.shell.drain() == 0
+            cable.set("pass")
+
+
+async def test_a_worker_tells_how_far_its_clock_is_from_the_brokers(
+    broker_url: str, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = Registry.now_s
+
+    async def shifted(registry: Registry) -> float:
+        return await ask(registry) - 30.0
+
+    monkeypatch.setattr(Registry, "now_s", shifted)
+    async with worker(broker_url, redis) as running:
+        skew_s = running.role.links.metrics.gauges["clock_skew_seconds"]
+        await eventually(lambda: skew_s() == pytest.approx(30.0, abs=0.5))
+        assert "\ntriptych_clock_skew_seconds " in (await running.get("/metrics")).text
+        await eventually(lambda: running.shell.ready() is None)
 
 
 @dataclass
