@@ -27,6 +27,7 @@ GAUGES: Final = (
     "inputs_granted",
     "inputs_landing",
     "inputs_encoding_here",
+    "offers_open",
     "kv_offers_pending",
     "kv_reserved_requests",
     "channel_messages_waiting",
@@ -40,6 +41,7 @@ GAUGES: Final = (
     "integrity_failures",
     "proxy_inflight",
     "proxy_flights",
+    "proxy_held_bytes",
 )
 """Zero where nothing is held; every role has some of them."""
 _TIMEOUT_S: Final = 5.0

@@ -115,6 +115,11 @@ _OPTIONS: dict[str, Any] = {
     "max_queue_s": _option(
         float, _LIMITS, "Longest expected wait for a first token, in seconds; new requests get 429 meanwhile.", "10"
     ),
+    "max_connections": _option(int, _LIMITS, "Connections to one process at once; beyond, idle ones end.", "4096"),
+    "client_timeout_s": _option(
+        float, _LIMITS, "Longest time, in seconds, in which a client gets no further with what it sends.", "20"
+    ),
+    "max_body_bytes": _size(_LIMITS, "Largest HTTP request body.", "128MiB"),
     "max_media_bytes": _size(_LIMITS, "Largest picture or audio file.", "32MiB"),
     "max_media_items": _option(int, _LIMITS, "Pictures and clips in one request.", "16"),
     "allowed_media_schemes": _option(
@@ -155,6 +160,9 @@ PROXY = (
     "max_inflight_bytes",
     "max_queue_s",
     "request_timeout_s",
+    "max_connections",
+    "client_timeout_s",
+    "max_body_bytes",
     "max_media_bytes",
     "max_media_items",
     "allowed_media_schemes",

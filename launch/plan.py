@@ -24,7 +24,7 @@ from launch.memory import runs_on_gpu, split_memory
 from launch.topology import Topology, choose_topology, usual_topology
 
 if TYPE_CHECKING:
-    from common.config import Settings
+    from common.config import EngineConfig, Settings
     from common.model_info import ModelInfo
 
 PROXY_ID = "proxy"
@@ -50,14 +50,22 @@ class Plan:
     def instances(self, broker_url: str, logs: Path) -> list[Instance]:
         """All instances with their command lines; logs go to `<logs>/<instance id>.log`."""
         threads = self.threads()
-        memory = split_memory(
-            self.settings.engine, self.topology, self.info, encoder_fallback=self.settings.encoder_fallback
-        )
+        memory = split_memory(self._engine(), self.topology, self.info, encoder_fallback=self.settings.encoder_fallback)
         instances = [
             self._instance(instance_id, role, broker_url, logs, threads[role], memory[role])
             for instance_id, role in self.topology.workers()
         ]
         return [*instances, self._instance(PROXY_ID, "proxy", broker_url, logs, threads["proxy"], {})]
+
+    def _engine(self) -> EngineConfig:
+        """What a worker's engine will be told; on a GPU, with what its transports take there."""
+        settings = self.settings
+        if not runs_on_gpu(settings.engine):
+            return settings.engine
+        from services.addresses import resolve_host
+        from services.gpu_room import engine_on_gpu
+
+        return engine_on_gpu(settings, resolve_host(settings.host))
 
     def threads(self) -> dict[Role, int]:
         """CPU threads of one instance of each role."""

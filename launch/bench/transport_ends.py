@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Protocol, cast
+from typing import Literal, Protocol, TypeAlias, cast
 
 import numpy as np
 import zmq
@@ -20,9 +20,12 @@ import zmq.asyncio
 
 from broker.lifetime import die_with_parent
 from broker.redis_client import connect
-from broker.tensors import TensorReceiver, TensorSender
+from broker.tensors import TensorReceiver, TensorSender, addresses_by_scheme
 from broker.transports.cuda_library import CudaLibrary
+from broker.transports.cuda_receiver import SCHEME as CUDA_SCHEME
 from broker.transports.cuda_runtime import CudaError
+from broker.transports.nixl_agent import module_name
+from broker.transports.nixl_landing import CUDA_SCHEME as NIXL_CUDA_SCHEME
 from broker.transports.payload import DeviceBuffer
 from common import malloc
 from common.config import Transport
@@ -31,6 +34,10 @@ from common.messages import InstanceRecord, TensorHeader, decode_tensor_header, 
 PLAIN_ZMQ = "plain pyzmq"
 COPIED = " + copy"
 """Ends the name of a way whose tensors are copied by the receiver."""
+NIXL_CUDA = "nixl+cuda"
+"""NIXL from GPU to GPU, past the host; `nixl` is that of what lies on the host."""
+DeviceTransport: TypeAlias = Literal["cuda", "nixl"]
+"""A setting by which tensors may go from GPU to GPU."""
 NUM_TARGETS = 4
 """Copies go to so many places in turn, so that they are not always in the processor's cache."""
 MAX_BYTES = 2**30
@@ -101,12 +108,14 @@ class TransportSource:
 
 
 class CudaSink:
-    """Copies what has come to memory of its own on the device, as a worker does."""
+    """Copies what has come to memory of its own on the device, as a worker does. It takes nothing through the host."""
 
-    def __init__(self) -> None:
+    def __init__(self, transport: DeviceTransport) -> None:
         self._cuda = CudaLibrary()
-        self._receiver = TensorReceiver(zmq.asyncio.Context(), max_bytes=MAX_BYTES, transport="cuda", cuda=self._cuda)
-        self.address = self._receiver.address
+        context = zmq.asyncio.Context()
+        self._receiver = TensorReceiver(context, max_bytes=MAX_BYTES, transport=transport, cuda=self._cuda)
+        scheme = CUDA_SCHEME if transport == "cuda" else NIXL_CUDA_SCHEME
+        self.address = addresses_by_scheme(self._receiver.address)[scheme]
         self._stream = self._cuda.make_stream()
         self._target, self._target_bytes = 0, 0
 
@@ -130,9 +139,9 @@ class CudaSink:
 class CudaSource:
     """Every buffer is brought to the device when it is first sent, which is before anything is measured."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, transport: DeviceTransport, address: str) -> None:
         self._context, self._cuda = zmq.asyncio.Context(), CudaLibrary()
-        self._sender = TensorSender(self._context, transport="cuda", cuda=self._cuda)
+        self._sender = TensorSender(self._context, transport=transport, cuda=self._cuda)
         self._record = _record(address)
         self._stream = self._cuda.make_stream()
         self._uploaded: dict[tuple[int, int], DeviceBuffer] = {}
@@ -155,13 +164,16 @@ class CudaSource:
         return self._uploaded[key]
 
 
-def has_cuda() -> bool:
-    """Whether this process can use a GPU."""
+def missing_ways() -> set[str]:
+    """Those whose library or device is not here."""
+    missing: set[str] = set()
+    if module_name() is None:
+        missing |= {"nixl", NIXL_CUDA + COPIED}
     try:
         CudaLibrary()
     except CudaError:
-        return False
-    return True
+        missing |= {"cuda" + COPIED, NIXL_CUDA + COPIED}
+    return missing
 
 
 class PlainZmqSink:
@@ -195,21 +207,26 @@ def _record(address: str) -> InstanceRecord:
 def make_sink(way: str, broker: str) -> Sink:
     if way == PLAIN_ZMQ:
         return PlainZmqSink()
-    if _transport_of(way) == "cuda":
-        return CudaSink()
+    if (between_gpus := _between_gpus(way)) is not None:
+        return CudaSink(between_gpus)
     return TransportSink(_transport_of(way), broker, copies=way.endswith(COPIED))
 
 
 def make_source(way: str, broker: str, address: str) -> Source:
     if way == PLAIN_ZMQ:
         return PlainZmqSource(address)
-    if _transport_of(way) == "cuda":
-        return CudaSource(address)
+    if (between_gpus := _between_gpus(way)) is not None:
+        return CudaSource(between_gpus, address)
     return TransportSource(_transport_of(way), broker, address)
 
 
 def _transport_of(way: str) -> Transport:
     return cast(Transport, way.removesuffix(COPIED))
+
+
+def _between_gpus(way: str) -> DeviceTransport | None:
+    settings: dict[str, DeviceTransport] = {"cuda": "cuda", NIXL_CUDA: "nixl"}
+    return settings.get(way.removesuffix(COPIED))
 
 
 def serve_sinks(parent_pid: int, pipe: Connection, ways: Sequence[str], broker: str) -> None:

@@ -25,15 +25,23 @@ import numpy as np
 import typer
 
 from broker.embedded import EmbeddedBroker
-from broker.transports.nixl_agent import module_name
 from common.messages import TensorHeader
 from launch.bench.memcpy import KINDS, Memcpy
-from launch.bench.transport_ends import COPIED, PLAIN_ZMQ, Job, Source, has_cuda, make_source, serve_sinks
+from launch.bench.transport_ends import (
+    COPIED,
+    NIXL_CUDA,
+    PLAIN_ZMQ,
+    Job,
+    Source,
+    make_source,
+    missing_ways,
+    serve_sinks,
+)
 
 KIB, MIB = 2**10, 2**20
 SIZES: Final = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
-WAYS: Final = ("shm", "shm" + COPIED, "zmq", "redis", "nixl", "cuda" + COPIED)
-"""Of tensors; the last two where this host has them."""
+WAYS: Final = ("shm", "shm" + COPIED, "zmq", "redis", "nixl", "cuda" + COPIED, NIXL_CUDA + COPIED)
+"""Of tensors; the last three where this host has them."""
 NUM_BUFFERS: Final = 4
 TURN_BYTES: Final = 256 * MIB
 """Sent in one turn at most, so that no queue takes more memory than that."""
@@ -46,11 +54,11 @@ RATIOS: Final = (
     (PLAIN_ZMQ, "zmq"),
 )
 """Columns of the second table: how much faster the one is than the other."""
-SLOWER: Final = {"redis": 8, "nixl": 4}
+SLOWER: Final = {"redis": 8, "nixl": 4, NIXL_CUDA + COPIED: 4}
 """A turn of these is shorter by so much, so that all fit into one run of a few minutes."""
-BUSY: Final = frozenset({"nixl"})
+BUSY: Final = frozenset({"nixl", NIXL_CUDA + COPIED})
 """Ways whose libraries poll in threads of their own, on cores that the others need: their turns come after all others,
-in processes that are not there before."""
+one way after the other, in processes that are not there before."""
 
 
 @dataclass
@@ -74,19 +82,17 @@ def bench(
     unknown = set(ways[1:]) - set(known)
     if unknown:
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: not a transport of this host", param_hint="transports")
-    busy = [way for way in ways if way in BUSY]
     with EmbeddedBroker() as broker:
         measured = asyncio.run(_measure([way for way in ways if way not in BUSY], broker, repetitions))
-        if busy:
-            measured = asyncio.run(_measure(busy, broker, repetitions)) | measured
+        for way in ways:
+            if way in BUSY:
+                measured = asyncio.run(_measure([way], broker, repetitions)) | measured
     print("\n\n".join(table(measured, ways) for table in (throughput_table, ratio_table, latency_table)))
 
 
 def ways_of_this_host() -> list[str]:
     """Those of WAYS whose libraries and devices are here."""
-    missing = {"nixl"} if module_name() is None else set()
-    if not has_cuda():
-        missing.add("cuda" + COPIED)
+    missing = missing_ways()
     return [way for way in WAYS if way not in missing]
 
 

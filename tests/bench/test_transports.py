@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
+
 import numpy as np
 import pytest
 import typer
 
-from launch.bench import transports
+from broker.transports.cuda_runtime import CudaError
+from common.messages import TensorHeader
+from launch.bench import transport_ends, transports
 from launch.bench.memcpy import COLD, IN_CACHE, Memcpy
-from launch.bench.transport_ends import PLAIN_ZMQ
+from launch.bench.transport_ends import PLAIN_ZMQ, CudaSource, make_sink, make_source
 from launch.bench.transports import KIB, Samples, bench, latency_table, ratio_table, throughput_table, ways_of_this_host
+from tests.broker.fake_cuda import FakeCuda
+from tests.broker.transport_kit import NEEDS_NIXL
 
 
 @pytest.mark.cluster
@@ -26,6 +33,50 @@ def test_every_way_is_measured_between_two_processes(
     columns = [4 + len(ways), 6, 4 + len(ways)]  # three tables: sizes, memcpy twice, plain pyzmq and the ways; ratios
     assert [row.count("|") - 1 for row in rows] == [number for number in columns for _ in range(2)]
     assert not any("nan" in row or "–" in row for row in rows)
+
+
+@pytest.mark.parametrize("way", ["cuda + copy", pytest.param("nixl+cuda + copy", marks=NEEDS_NIXL)])
+async def test_what_lies_on_a_gpu_is_measured_by_each_way_between_gpus(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Both ends in this process, over memory that stands for a GPU's; `shm` and the like are not taken instead."""
+    gpus: list[FakeCuda] = []
+
+    def open_cuda() -> FakeCuda:
+        gpus.append(FakeCuda())
+        return gpus[-1]
+
+    monkeypatch.setattr(transport_ends, "CudaLibrary", open_cuda)
+    sink = make_sink(way, broker="")
+    source = make_source(way, "", sink.address)
+    assert isinstance(source, CudaSource)
+    assert isinstance(sink, transport_ends.CudaSink)
+    buffers = [memoryview(bytes([number]) * size) for number, size in ((1, 64 * KIB), (2, 256 * KIB), (3, 64 * KIB))]
+    for data in buffers:  # which stay, as those of the benchmark do: each is brought to the device once
+        size = data.nbytes
+        header = TensorHeader("r", 0, 0, "bench", 1, [size], "uint8", size)
+        async with asyncio.timeout(60):
+            taken, _ = await asyncio.gather(sink.take(), source.send(header, data))
+        assert taken.size_bytes == size
+        assert ctypes.string_at(sink._target, size) == bytes(data)
+    assert source._sender.num_sent == {sink.address.partition("://")[0]: 3}
+    source.close()
+    sink._receiver.close()
+
+
+@pytest.mark.parametrize(("cuda", "nixl"), [(True, True), (True, False), (False, True), (False, False)])
+def test_ways_between_gpus_are_measured_where_there_is_what_they_need(
+    monkeypatch: pytest.MonkeyPatch, cuda: bool, nixl: bool
+) -> None:
+    def open_cuda() -> FakeCuda:
+        if not cuda:
+            raise CudaError("no library")
+        return FakeCuda()
+
+    monkeypatch.setattr(transport_ends, "CudaLibrary", open_cuda)
+    monkeypatch.setattr(transport_ends, "module_name", lambda: "nixl_cu13" if nixl else None)
+    ways = ways_of_this_host()
+    assert ("nixl" in ways, "cuda + copy" in ways, "nixl+cuda + copy" in ways) == (nixl, cuda, cuda and nixl)
 
 
 def test_ratios_are_those_of_the_medians(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,8 @@ from tests.eventually import eventually
 IN_FLIGHT = 16
 START_TIMEOUT_S = 150.0
 ANSWER_TIMEOUT_S = 100.0
+SLOW_S = 60.0
+"""After so long without an answer all that everybody can tell is printed, while it can still be seen."""
 RETURN_S = 100.0
 """How long a killed process may take to be ready again: cores may be busy with something else, too."""
 SETTLE_S = 2.0
@@ -126,7 +128,9 @@ class Arena:
             ask = self.asks[(number + turn * IN_FLIGHT) % len(self.asks)]
             asked = ask if turn % 4 == 3 else salted(ask, f"salt {next(self._salts)}")
             under_way["requests"] += 1
+            slow = asyncio.get_running_loop().call_later(SLOW_S, self._tell_of, asked)
             reply = await send(http, asked)
+            slow.cancel()
             under_way["requests"] -= 1
             done.replies.append((ask, reply))
             if reply.ending == "broken":
@@ -180,6 +184,9 @@ class Arena:
                 return
             assert time.monotonic() < deadline_s, f"still held after {settle_s:g} s: {found}"
             await asyncio.sleep(0.05)
+
+    def _tell_of(self, ask: Ask) -> None:
+        print(f"{ask.name} has had no answer for {SLOW_S:g} s; held: {held(self.cluster)}", *self._logs(), sep="\n")
 
     def _logs(self) -> list[str]:
         """The last lines of everybody's log."""

@@ -28,6 +28,8 @@ SETUPS = (
     "signpost 2e2p2d redis",
     "signpost 1epd auto",
     "whisper 2e2p2d auto",
+    "wide 2e2pd zmq",
+    "wide 2e2pd auto",
 )
 pytestmark = [pytest.mark.cluster, pytest.mark.chaos, pytest.mark.timeout(300)]
 

@@ -1,11 +1,19 @@
-"""Hostile bytes: noise, real messages that were damaged, and what MessagePack lets a few bytes claim."""
+"""Hostile bytes: noise, real messages that were damaged, and what MessagePack lets a few bytes claim.
+
+The tests send the same ones each time; `make fuzz` draws a seed and prints it, WIRE_SEED=N sends those of seed N.
+"""
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
+from typing import Final
 
 import msgpack
+
+SEED: Final = int(os.environ.get("WIRE_SEED") or 20_240_607)
+"""Of whoever calls `hostile`."""
 
 HUGE_HEADERS = (
     b"\xdd\xff\xff\xff\xff",  # an array of 2**32 - 1 elements

@@ -20,6 +20,7 @@ import openai
 import pytest
 
 from launch.cluster import LocalCluster
+from launch.soak.memory import children_of
 from proxy.recordings import Recordings
 from tests.proxy.conftest import eventually
 from tests.proxy.media import image_part, picture, speech
@@ -58,7 +59,7 @@ async def test_a_recordings_helper_is_killed_while_it_decodes(serve: Any, whispe
         asked = asyncio.create_task(transcribe(long))
         await kill_while_it_reads(recordings)
         assert (await asked).status_code == 200
-        assert recordings.num_crashes == 1
+        assert recordings.num_crashes == rig.count("helper_crashes_total") == 1
         asked = asyncio.create_task(transcribe(long))
         for _ in range(2):
             crashes = recordings.num_crashes
@@ -66,6 +67,7 @@ async def test_a_recordings_helper_is_killed_while_it_decodes(serve: Any, whispe
             await eventually(lambda before=crashes: asked.done() or recordings.num_crashes > before, timeout_s=60)
         answer = await asked
         assert answer.status_code == 400
+        assert rig.count("helper_crashes_total") == recordings.num_crashes == 3
         assert answer.json()["error"]["param"] == "file"
         assert "crashed its process twice" in answer.json()["error"]["message"]
         assert (await transcribe({"file": ("x.wav", speech(0.2))})).status_code == 200
@@ -100,9 +102,14 @@ def see(cluster: LocalCluster, data: bytes) -> str:
 
 def helpers(pid: int) -> list[int]:
     """The processes that decode for a worker."""
-    lists = [(task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
-    children = [int(child) for child in " ".join(lists).split()]
-    return [child for child in children if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text()]
+    return [child for child in children_of(pid) if b"spawn_main" in command_of(child)]
+
+
+def command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has just ended
+        return b""
 
 
 def resident_bytes(pid: int) -> int:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import re
 import socket
 import ssl
 import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import httpx
 import openai
@@ -53,9 +56,40 @@ INSIDE = (
     "[64:ff9b:1::a9fe:a9fe]",
     "[2002:a9fe:a9fe::]",
     "[fec0::1]",
+    "168.63.129.16",  # Azure's platform, which only looks public
+    "192.0.0.192",
     "224.0.0.1",
     "255.255.255.255",
 )
+NEVER = (
+    "169.254.169.254",
+    "0xa9fea9fe",
+    "169.254.170.2",
+    "168.63.129.16",
+    "100.100.100.200",
+    "0.0.0.0",
+    "192.0.0.192",
+    "224.0.0.1",
+    "255.255.255.255",
+    "[fe80::1]",
+    "[fe80::a9fe:a9fe]",
+    "[fec0::1]",
+    "[ff02::1]",
+    "[fd00:ec2::254]",
+    "[fd00:ec2::23]",
+    "[fd20:ce::254]",
+    "[fd00:c1::a9fe:a9fe]",
+    "[fd00:42::42]",
+    "[fd00:a9fe:a9fe::1]",
+    "[fd00:100::100:200]",
+    "[::ffff:169.254.169.254]",
+    "[::169.254.169.254]",
+    "[64:ff9b::169.254.169.254]",
+    "[64:ff9b::100.100.100.200]",
+    "[64:ff9b:1::a9fe:a9fe]",
+    "[2002:a9fe:a9fe::]",
+)
+"""Not even where private networks are allowed."""
 
 
 @pytest.mark.parametrize("host", INSIDE)
@@ -65,6 +99,23 @@ async def test_no_notation_leads_inside(host):
     with pytest.raises(TriptychError, match=r"private network|Invalid (IPv4|IDNA)|is not known"):
         await fetcher.fetch(f"http://{host}:1/x", "image_url", 1000)
     await fetcher.close()
+
+
+@pytest.mark.parametrize("host", NEVER)
+async def test_where_private_networks_are_allowed_metadata_services_and_reserved_addresses_are_not(host):
+    fetcher = Fetcher(Settings(media_timeout_s=5, allow_private_media_urls=True))
+    with pytest.raises(TriptychError, match="at a reserved address") as caught:
+        await fetcher.fetch(f"http://{host}:1/x", "image_url", 1000)
+    assert caught.value.info.http_status == 400
+    await fetcher.close()
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1", "10.1.2.3", "172.31.0.1", "192.168.1.1", "100.64.0.1", "::1", "fd12::1", "::ffff:10.1.2.3"]
+)
+def test_private_is_what_a_network_of_ones_own_has(address):
+    assert fetch.is_private(address)
+    assert not fetch.is_public(address)
 
 
 @pytest.mark.parametrize(
@@ -133,13 +184,68 @@ class outside_server:
         writer.close()
 
 
-async def test_one_private_address_among_several_is_enough(monkeypatch):
-    addresses = ["8.8.8.8", "10.0.0.1"]
-    entries = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 80)) for address in addresses]
-    monkeypatch.setattr(fetch.socket, "getaddrinfo", lambda *_, **__: entries)
-    fetcher = Fetcher(Settings())
-    with pytest.raises(TriptychError, match=r"10\.0\.0\.1"):
+@pytest.mark.parametrize(("inside", "allow_private"), [("10.0.0.1", False), ("169.254.169.254", True)])
+async def test_one_forbidden_address_among_several_is_enough_and_none_is_connected_to(
+    monkeypatch, inside, allow_private
+):
+    resolves_to(monkeypatch, "8.8.8.8", "9.9.9.9", "1.1.1.1", "8.8.4.4", inside)
+    fetcher = Fetcher(Settings(allow_private_media_urls=allow_private))
+    monkeypatch.setattr(fetcher._client, "send", None)
+    with pytest.raises(TriptychError, match=re.escape(inside)):
         await fetcher.fetch("http://both.example/", "image_url", 1000)
+    await fetcher.close()
+
+
+def resolves_to(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
+    """Every name leads to these addresses."""
+
+    def look_up(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses]
+
+    monkeypatch.setattr(fetch.socket, "getaddrinfo", look_up)
+
+
+async def test_where_an_address_refuses_connections_the_next_one_is_tried(monkeypatch):
+    """As with a host of which IPv6 leads nowhere."""
+    resolves_to(monkeypatch, "127.0.0.3", "127.0.0.4", "127.0.0.2")
+    fetcher = Fetcher(Settings(allow_private_media_urls=True))
+    async with outside_server() as port:
+        assert await fetcher.fetch(f"http://two.example:{port}/", "image_url", 1000) == b"outside"
+    with pytest.raises(TriptychError, match="cannot be fetched") as caught:
+        await fetcher.fetch(f"http://two.example:{port}/", "image_url", 1000)  # none of them listens now
+    assert caught.value.info.http_status == 400
+    await fetcher.close()
+
+
+async def test_an_address_that_does_not_answer_leaves_the_next_one_its_share_of_the_time(monkeypatch):
+    resolves_to(monkeypatch, "127.0.0.3", "127.0.0.2")
+    fetcher = Fetcher(Settings(allow_private_media_urls=True, media_timeout_s=6))
+    async with outside_server() as port:
+        with silent("127.0.0.3", port):
+            assert await fetcher.fetch(f"http://two.example:{port}/", "image_url", 1000) == b"outside"
+    await fetcher.close()
+
+
+@contextmanager
+def silent(address: str, port: int) -> Iterator[None]:
+    """Whoever connects there hears nothing: the queue of those who wait is full."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind((address, port))
+        listener.listen(0)
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex((address, port))
+        yield
+
+
+async def test_of_a_name_with_many_addresses_a_few_are_tried(monkeypatch):
+    resolves_to(monkeypatch, *(f"127.0.0.{number}" for number in range(3, 3 + fetch._MAX_ADDRESSES)), "127.0.0.2")
+    fetcher = Fetcher(Settings(allow_private_media_urls=True))
+    async with outside_server() as port:
+        with pytest.raises(TriptychError, match="cannot be fetched"):
+            await fetcher.fetch(f"http://many.example:{port}/", "image_url", 1000)
     await fetcher.close()
 
 

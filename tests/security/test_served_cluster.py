@@ -155,9 +155,10 @@ def listening(pid: int) -> list[tuple[str, int]]:
     """The addresses on which a process accepts TCP connections, by the kernel's own account."""
     inodes = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
-        link = os.readlink(entry)
-        if link.startswith("socket:["):
-            inodes.add(link[8:-1])
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            link = os.readlink(entry)
+            if link.startswith("socket:["):
+                inodes.add(link[8:-1])
     found = []
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:

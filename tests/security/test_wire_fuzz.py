@@ -20,11 +20,10 @@ from broker.tensors import TensorReceiver, payload_fault
 from common.errors import ErrorInfo, TriptychError
 from common.messages import Abort, Grant, Offer, TensorHeader, decode_handoff, encode
 from tests.eventually import eventually
-from tests.security.mutations import NUMBERS, hostile
+from tests.security.mutations import NUMBERS, SEED, hostile
 from tests.security.real_messages import MESSAGES, WIRE
 from tests.security.test_curve import resident_bytes
 
-SEED = 20_240_607
 PER_DECODER = 20_000
 GROWTH_BYTES = 32 * 2**20
 

@@ -1,0 +1,79 @@
+"""docs/reliability.md gives the waits that the code has: what is a constant there is read here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from broker import clock, handoff, registry, routes
+from broker.channels import STREAM_TTL_S, ChannelSender
+from broker.redis_client import SOCKET_TIMEOUT_S
+from broker.transports import linked, nixl_link, nixl_reader, nixl_receiver
+from common.config import Settings
+from engine.scheduler import early_offers
+from launch.supervisor import START_TIMEOUT_S, STOP_GRACE_S
+from proxy import recordings, workers
+from services import departure, destination, encoding, membership, proxies, shell
+
+PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+SETTINGS = Settings.model_fields
+
+
+def bounds(wait: str) -> str:
+    """All but the name of the row of a wait."""
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {wait}")]
+    assert len(rows) == 1, f"{len(rows)} rows begin with {wait!r}"
+    return rows[0].removeprefix(f"| {wait}")
+
+
+@pytest.mark.parametrize(
+    ("wait", "seconds"),
+    [
+        ("one piece of a tensor over NIXL", nixl_reader.READ_S),
+        ("the nonce of a sender", nixl_reader.NONCE_S),
+        ("a sender over NIXL that says nothing", nixl_receiver.FORGET_S),
+        ("a sender over NIXL that says nothing", nixl_link.GREETING_LASTS_S),
+        ("a handshake over shared memory", linked.HANDSHAKE_S),
+        ("a transport that has led nowhere", routes.AVOID_S),
+        ("an offer for a request that never came", early_offers.KEEP_S),
+        ("a message that the broker does not take", ChannelSender.__init__.__defaults__[0]),  # type: ignore[index]
+        ("a reply of the broker", SOCKET_TIMEOUT_S),
+        ("a reply of the broker", shell.BEAT_S),
+        ("a reply of the broker", membership.TELL_S),
+        ("a heartbeat of a worker", registry.RECORD_TTL_S),
+        ("a heartbeat of a worker", workers.ABSENCE_S),
+        ("a heartbeat of a worker", handoff.ABSENCE_S),
+        ("a heartbeat of a proxy", proxies.SILENCE_S),
+        ("streams of a worker that died", STREAM_TTL_S),
+        ("the receiver of an output", destination.LOOKUP_S),
+        ("a worker that starts, for its broker", shell.BROKER_WAIT_S),
+        ("the helpers that preprocess", encoding.POOL_START_S),
+        ("a model, until it is loaded", START_TIMEOUT_S),
+        ("a worker that leaves, for the broker", departure.ANNOUNCE_S),
+        ("one step with a recording", recordings.TIMEOUT_S),
+        ("a stop of a worker", STOP_GRACE_S),
+    ],
+)
+def test_a_wait_lasts_as_long_as_the_page_says(wait: str, seconds: float) -> None:
+    assert f" {seconds:g} s" in bounds(wait)
+
+
+@pytest.mark.parametrize(
+    ("wait", "setting"),
+    [
+        ("a request in the proxy", "request_timeout_s"),
+        ("expected wait for a first token", "max_queue_s"),
+        ("one step of a handoff", "handoff_timeout_s"),
+        ("one picture or clip that is preprocessed", "handoff_timeout_s"),
+        ("a step of an engine", "step_timeout_s"),
+        ("the head of an HTTP request", "client_timeout_s"),
+        ("media fetched from a URL", "media_timeout_s"),
+    ],
+)
+def test_a_wait_that_can_be_set_has_the_default_that_the_page_says(wait: str, setting: str) -> None:
+    assert f"`{setting}`, {SETTINGS[setting].default:g} s" in bounds(wait)
+
+
+def test_the_page_says_which_difference_of_clocks_is_told_of() -> None:
+    assert f"where it is more than {clock.WARN_SKEW_S:g} s" in PAGE.read_text()
