@@ -79,7 +79,7 @@ class TensorReceiver:
         cuda: CudaRuntime | None = None,
     ) -> None:
         """Bind what has to be bound; wants a running loop. No tensor of more than `max_bytes` gets into memory. What
-        has come of one over ZMQ is dropped after `stale_s` (seconds) without more of it.
+        has come of one is dropped after `stale_s` (seconds) without more of it, over ZMQ and NIXL.
 
         Raises TriptychError("invalid_request") where this host does not have the transport.
         """

@@ -110,17 +110,21 @@ def _send_as_offered(sending: Sending, offer: Offer | KvOffer, tensor: torch.Ten
 
 
 async def find_instance(links: Links, handoffs: HandoffSender, instance_id: str) -> InstanceRecord | None:
-    """Another instance's record; None if it is not registered. Raises TriptychError("unavailable") without a broker.
+    """Another instance's record; None if it is not registered. Raises TriptychError("unavailable") without a broker,
+    after a step of a handoff at the latest.
 
     An instance is not given up before it could have entered itself again: Redis may just have been emptied.
     """
     deadline_s = time.monotonic() + LOOKUP_S
+    timeout_s = links.settings.handoff_timeout_s
     try:
-        while True:
-            record = handoffs.lately_seen(instance_id) or await links.registry.get(instance_id)
-            if record is not None or time.monotonic() > deadline_s:
-                return record
-            await asyncio.sleep(_LOOKUP_PAUSE_S)
-    except RedisError as error:
-        message = f"the broker does not answer, and {instance_id} cannot be looked up: {error}"
+        async with asyncio.timeout(timeout_s):
+            while True:
+                record = handoffs.lately_seen(instance_id) or await links.registry.get(instance_id)
+                if record is not None or time.monotonic() > deadline_s:
+                    return record
+                await asyncio.sleep(_LOOKUP_PAUSE_S)
+    except (RedisError, TimeoutError) as error:
+        why = str(error) or f"nothing within {timeout_s:g} s"
+        message = f"the broker does not answer, and {instance_id} cannot be looked up: {why}"
         raise TriptychError("unavailable", message) from error

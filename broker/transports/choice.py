@@ -81,10 +81,10 @@ def make_receivers(
     if transport == "nixl":
         _require_nixl()
         _start_nixl(means)
-        receivers.append(_nixl_receiver(means, HostLanding(means.nixl_agent), on_arrival, max_bytes))
+        receivers.append(_nixl_receiver(means, HostLanding(means.nixl_agent), on_arrival, max_bytes, stale_s))
     if means.cuda is not None and _takes_from_gpus(transport, means.host):
         landing = CudaLanding(means.cuda, means.nixl_agent)
-        receivers.append(_nixl_receiver(means, landing, on_arrival, min(max_bytes, MOST_BYTES)))
+        receivers.append(_nixl_receiver(means, landing, on_arrival, min(max_bytes, MOST_BYTES), stale_s))
     if transport == "redis":
         receivers.append(RedisReceiver(_redis_of(means), means.cluster, on_arrival, max_bytes=max_bytes))
     return receivers
@@ -138,8 +138,11 @@ def _of_the_host(transport: Transport) -> Transport:
     return "auto" if transport == "cuda" else transport
 
 
-def _nixl_receiver(means: Means, landing: Landing, on_arrival: Callable[[], None], max_bytes: int) -> NixlReceiver:
-    return NixlReceiver(means.context, means.host, means.nixl_agent, landing, on_arrival, max_bytes=max_bytes)
+def _nixl_receiver(
+    means: Means, landing: Landing, on_arrival: Callable[[], None], max_bytes: int, read_s: float
+) -> NixlReceiver:
+    agent = means.nixl_agent
+    return NixlReceiver(means.context, means.host, agent, landing, on_arrival, max_bytes=max_bytes, read_s=read_s)
 
 
 def gpu_bytes_of_nixl(transport: Transport, host: str) -> int:

@@ -24,8 +24,6 @@ from broker.transports.nixl_wire import (
 )
 from common.telemetry import get_logger
 
-READ_S: Final = 30.0
-"""Longest time for one piece; a sender that dies is noticed at once by most of UCX's ways, but not by all."""
 NONCE_S: Final = 5.0
 """Longest time for a sender's nonce; it takes another transport then."""
 _MESSAGES: Final = WINDOW + 2
@@ -46,9 +44,11 @@ class Reader:
         deliver: Callable[[ReceivedTensor], Awaitable[None]],
         on_unfinished: Callable[[], None],
         max_bytes: int,
+        read_s: float,
     ) -> None:
         """`name` is that of its agent, which has been met; it is parted from when this ends. `on_unfinished` is called
-        for each tensor of which something has come, but not all."""
+        for each tensor of which something has come, but not all. `read_s` is the longest time for one piece: a sender
+        that dies is noticed at once by most of UCX's ways, but not by all."""
         self._name = name
         self._agent = agent
         self._landing = landing
@@ -56,6 +56,7 @@ class Reader:
         self._deliver = deliver
         self._on_unfinished = on_unfinished
         self._max_bytes = max_bytes
+        self._read_s = read_s
         self._where: Where = HOST
         self._messages: asyncio.Queue[Greeting | Piece | Complete] = asyncio.Queue(_MESSAGES)
         self._newest = -1
@@ -121,11 +122,11 @@ class Reader:
     async def _fault_of(self, piece: Piece) -> str:
         """Read a piece; why that was not possible, empty if it was."""
         try:
-            async with asyncio.timeout(READ_S):
+            async with asyncio.timeout(self._read_s):
                 await self._read(piece)
             return ""
         except (NixlError, TimeoutError, ValueError) as error:
-            fault = str(error) or f"not read within {READ_S:g} s"
+            fault = str(error) or f"not read within {self._read_s:g} s"
             log.warning("a tensor did not come to its end", sender=piece.header.sender, error=fault)
             if self._room is None and piece.start == 0:  # there was none for it
                 self._on_unfinished()

@@ -31,7 +31,7 @@ from broker.transports.nixl_wire import (
 from common.telemetry import get_logger
 
 FORGET_S: Final = 60.0
-"""A sender that has said nothing for so long has to greet again."""
+"""A sender that has said nothing for so long has to greet again; it is longer where pieces may take longer."""
 _READY_TENSORS: Final = 2
 
 log = get_logger()
@@ -49,12 +49,16 @@ class NixlReceiver:
         on_arrival: Callable[[], None],
         *,
         max_bytes: int,
+        read_s: float,
     ) -> None:
-        """Bind a free port for what is said beside the bytes. The agent is closed with this."""
+        """Bind a free port for what is said beside the bytes. The agent is closed with this. A piece of a tensor that
+        is not read within `read_s` is given up."""
         self._agent = agent
         self._landing = landing
         self._on_arrival = on_arrival
         self._max_bytes = max_bytes
+        self._read_s = read_s
+        self._forget_s = max(FORGET_S, 2 * read_s)  # a sender says nothing while it is read from
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
@@ -123,7 +127,7 @@ class NixlReceiver:
             name = self._agent.meet(greeting.metadata)
             say, deliver, unfinished = partial(self._say, identity), self._deliver, self._count_unfinished
             self._senders[identity] = Reader(
-                name, self._agent, self._landing, say, deliver, unfinished, self._max_bytes
+                name, self._agent, self._landing, say, deliver, unfinished, self._max_bytes, self._read_s
             )
         self._senders[identity].add(greeting)
 
@@ -139,7 +143,7 @@ class NixlReceiver:
         self._on_arrival()
 
     async def _forget_the_silent(self) -> None:
-        for identity in [identity for identity, sender in self._senders.items() if sender.idle_s > FORGET_S]:
+        for identity in [identity for identity, sender in self._senders.items() if sender.idle_s > self._forget_s]:
             await self._forget(identity)
 
     async def _forget(self, identity: bytes) -> None:

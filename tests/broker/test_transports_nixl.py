@@ -46,10 +46,11 @@ class Ends:
         sends: FakeCuda,
         takes: FakeCuda | None,
         transport: Transport,
+        stale_s: float = 30.0,
     ) -> None:
         self.sends, self.takes = sends, takes
         self.sender = TensorSender(context, transport=transport, cuda=sends)
-        self.receiver = TensorReceiver(context, max_bytes=2**28, transport=transport, cuda=takes)
+        self.receiver = TensorReceiver(context, max_bytes=2**28, stale_s=stale_s, transport=transport, cuda=takes)
 
     async def send(self, data: bytes, timeout_s: float = 30) -> None:
         await self.sender.send(to(self.receiver.address), of_bytes(data), self.sends.upload(data), timeout_s)
@@ -213,6 +214,33 @@ async def test_what_was_given_up_is_never_handed_out_though_its_room_has_other_b
     assert both.receiver.num_unfinished == 1
     received.release()
     await eventually(lambda: both.num_lent == 0)
+
+
+async def test_a_piece_that_is_not_read_in_time_is_given_up_and_the_tensor_goes_another_way(
+    zmq_context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = Ends(
+        zmq_context, FakeCuda(nixl_kind="DRAM"), FakeCuda("0000:02:00.0", nixl_kind="DRAM"), "nixl", stale_s=0.3
+    )
+    try:
+        (await both.transfer(b"hello")).release()
+        read, num_reads = NixlAgent.read, 0
+
+        async def stuck_at_first(agent: NixlAgent, *arguments: object) -> None:
+            nonlocal num_reads
+            num_reads += 1
+            if num_reads == 1:
+                await asyncio.Event().wait()
+            await read(agent, *arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(NixlAgent, "read", stuck_at_first)
+        received = await both.transfer(b"through the host")
+        assert both.bytes_of(received) == b"through the host"
+        assert both.sender.num_sent == {DIRECT: 1, THROUGH_HOST: 1}
+        assert both.receiver.num_unfinished == 1
+        await eventually(lambda: both.num_lent == 0)
+    finally:
+        both.close()
 
 
 async def test_sends_that_are_cancelled_leave_nothing_and_damage_nothing(both: Ends) -> None:

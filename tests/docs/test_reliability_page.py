@@ -30,7 +30,6 @@ def bounds(wait: str) -> str:
 @pytest.mark.parametrize(
     ("wait", "seconds"),
     [
-        ("one piece of a tensor over NIXL", nixl_reader.READ_S),
         ("the nonce of a sender", nixl_reader.NONCE_S),
         ("a sender over NIXL that says nothing", nixl_receiver.FORGET_S),
         ("a sender over NIXL that says nothing", nixl_link.GREETING_LASTS_S),
@@ -65,6 +64,8 @@ def test_a_wait_lasts_as_long_as_the_page_says(wait: str, seconds: float) -> Non
         ("a request in the proxy", "request_timeout_s"),
         ("expected wait for a first token", "max_queue_s"),
         ("one step of a handoff", "handoff_timeout_s"),
+        ("the next piece of a tensor over ZMQ", "handoff_timeout_s"),
+        ("one piece of a tensor over NIXL", "handoff_timeout_s"),
         ("one picture or clip that is preprocessed", "handoff_timeout_s"),
         ("a step of an engine", "step_timeout_s"),
         ("the head of an HTTP request", "client_timeout_s"),

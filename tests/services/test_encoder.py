@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -294,6 +295,22 @@ async def test_a_receiver_that_cannot_be_looked_up_may_be_asked_for_again(settin
     assert error is not None
     assert error.code == "unavailable"
     assert error.message.startswith("the broker does not answer")
+
+
+async def test_a_broker_that_says_nothing_of_a_receiver_is_waited_for_like_a_step_of_a_handoff(
+    setting: Setting,
+) -> None:
+    stage = setting.worker.role.stage
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        async with connect(f"redis://127.0.0.1:{silent.getsockname()[1]}") as nobody:
+            settings = stage._links.settings.model_copy(update={"handoff_timeout_s": 0.3})
+            links = dataclasses.replace(stage._links, registry=Registry(nobody, CLUSTER), settings=settings)
+            stage._pipeline._destination = RemoteDestination(links, setting.worker.role._handoffs)
+            await setting.encode("r", to="never seen")
+            error = (await setting.reply("r")).error
+    assert error is not None
+    assert error.code == "unavailable"
+    assert error.message.endswith("never seen cannot be looked up: nothing within 0.3 s")
 
 
 async def test_a_receiver_that_never_answers_costs_no_more_than_the_deadline(setting: Setting) -> None:
