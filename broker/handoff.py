@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias, TypeVar
 
 from broker.channels import ChannelSender, Delivery
-from broker.registry import incompatibility
+from broker.registry import HEARTBEAT_S, incompatibility
 from broker.tensors import TensorSender
 from broker.transports.gift import Sending
 from broker.transports.payload import Payload
@@ -289,11 +289,12 @@ class HandoffSender:
 
         Called with the heartbeat. A receiver counts as gone after ABSENCE_S without an entry, so that a restart of
         Redis, which empties the registry for a moment, ends nothing; nor does a broker that has stood still, for the
-        time in which nobody could look does not count.
+        time in which nobody could look does not count, beyond what lies between two looks anyway.
         """
         now_s = time.monotonic()
-        if now_s - self._reviewed_s > BLIND_S:
-            self._seen = {instance_id: (record, now_s) for instance_id, (record, _) in self._seen.items()}
+        if (between_s := now_s - self._reviewed_s) > BLIND_S:
+            blind_s = between_s - HEARTBEAT_S
+            self._seen = {i: (record, min(now_s, seen_s + blind_s)) for i, (record, seen_s) in self._seen.items()}
         self._reviewed_s = now_s
         self._seen.update({instance_id: (record, now_s) for instance_id, record in instances.items()})
         self._seen = {i: seen for i, seen in self._seen.items() if now_s - seen[1] < ABSENCE_S}

@@ -55,9 +55,7 @@ class Membership:
         """Renew the entry; returns all instances. Raises as Registry.heartbeat does."""
         await self._tell()
         self._last_contact_s = time.monotonic()
-        instances = await self._registry.instances()
-        await self.clock.look()
-        return instances
+        return await self._registry.instances()
 
     async def announce(self) -> None:
         """Say now that this worker is draining; without a broker, the next beat that finds one does. Waits for it for

@@ -247,18 +247,18 @@ class Shell:
                 self._role.abort(request_id)
 
     async def _beat(self) -> None:
-        """Once a second: tell the registry, and look around."""
+        """Once a second: tell the registry, and look around; the clock comes last, for nothing waits for it."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             try:
                 async with asyncio.timeout(BEAT_S):
                     instances = await self._membership.beat()
+                    self._role.review(instances)
                     await self._reader.keep_alive()
+                    await self._membership.clock.look()
                     pass_on_cancellation()
             except (RedisError, TimeoutError) as error:
                 log.warning("no heartbeat", error=str(error) or f"the broker has not answered within {BEAT_S:g} s")
-            else:
-                self._role.review(instances)
 
     def _add_metrics(self) -> None:
         metrics, role, channels = self._links.metrics, self._role, self._links.channels

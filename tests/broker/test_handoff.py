@@ -13,7 +13,8 @@ import zmq.asyncio
 from redis.asyncio import Redis
 
 from broker.channels import ChannelReader, ChannelSender, Delivery
-from broker.handoff import ABSENCE_S, MAX_SENDS, Handoff, HandoffSender, Part, key_of
+from broker.handoff import ABSENCE_S, BLIND_S, MAX_SENDS, Handoff, HandoffSender, Part, key_of
+from broker.registry import HEARTBEAT_S
 from broker.tensors import TensorReceiver, TensorSender
 from common.errors import ErrorInfo, TriptychError
 from common.messages import (
@@ -278,7 +279,7 @@ async def test_time_in_which_nobody_could_look_at_the_registry_is_no_absence(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A broker that stood still has let everybody's entry expire, and not everybody has entered itself again."""
-    now_s = time.monotonic()
+    now_s = 1000.0
     monkeypatch.setattr("broker.handoff.time", SimpleNamespace(monotonic=lambda: now_s, time=time.time))
     offering = asyncio.create_task(pair.sender.offer(make_offer(), pair.receiver))
     await eventually(lambda: pair.sender.num_open == 1)
@@ -288,10 +289,28 @@ async def test_time_in_which_nobody_could_look_at_the_registry_is_no_absence(
     while not pair.sender.outcomes:
         now_s += 1.0
         pair.sender.review({})
-    assert now_s - began_s == ABSENCE_S
+    assert now_s - began_s == ABSENCE_S - HEARTBEAT_S
     with pytest.raises(TriptychError):
         await offering
     assert pair.sender.outcomes == {"gone": 1}
+
+
+async def test_a_broker_that_is_always_slow_hides_no_receiver_that_has_gone(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("broker.handoff.time", SimpleNamespace(monotonic=lambda: now_s, time=time.time))
+    offering = asyncio.create_task(pair.sender.offer(make_offer(), pair.receiver))
+    await eventually(lambda: pair.sender.num_open == 1)
+    pair.sender.review({"d0": pair.receiver})
+    num_looks = 0
+    while not pair.sender.outcomes and num_looks < 10:
+        now_s += 2.5 * BLIND_S
+        num_looks += 1
+        pair.sender.review({})
+    assert num_looks == ABSENCE_S / HEARTBEAT_S
+    with pytest.raises(TriptychError, match="has left the registry"):
+        await offering
 
 
 async def test_a_cancelled_caller_leaves_nothing(pair: Pair) -> None:

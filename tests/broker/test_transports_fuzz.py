@@ -23,7 +23,10 @@ GROWTH_BYTES = 32 * 2**20
 HEADER = TensorHeader("r", 0, 1, "e0", 7, [64, 192], "float32", 49152, 2**63, 1, "self", 16)
 ANNOUNCE = shm_wire.Announce(3, 4096, 49152, HEADER)
 WIRES: dict[str, tuple[Callable[[bytes], object], list[object]]] = {
-    "shm, receiver": (shm_wire.for_receiver, [shm_wire.Hello(2**27), ANNOUNCE]),
+    "shm, receiver": (
+        shm_wire.for_receiver,
+        [shm_wire.Hello(2**27), ANNOUNCE, shm_wire.Give(3, HEADER), shm_wire.Written(3, 2**20), shm_wire.TakeBack(3)],
+    ),
     "shm, sender": (shm_wire.for_sender, [shm_wire.Welcome(bytes(16), 2**30), shm_wire.Release(3)]),
     "cuda, receiver": (
         cuda_wire.for_receiver,

@@ -62,6 +62,7 @@ def test_a_wait_lasts_as_long_as_the_page_says(wait: str, seconds: float) -> Non
     ("wait", "setting"),
     [
         ("a request in the proxy", "request_timeout_s"),
+        ("room for keys and values", "request_timeout_s"),
         ("expected wait for a first token", "max_queue_s"),
         ("one step of a handoff", "handoff_timeout_s"),
         ("the next piece of a tensor over ZMQ", "handoff_timeout_s"),

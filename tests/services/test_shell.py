@@ -16,6 +16,7 @@ import httpx
 import pytest
 import zmq.asyncio
 from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 from structlog.testing import capture_logs
 
 from broker.channels import ChannelName, Delivery
@@ -52,6 +53,7 @@ class IdleRole:
     links: Links
     may_load: threading.Event
     aborted: list[str] = field(default_factory=list)
+    num_reviews: int = 0
     role: ClassVar[Role] = "prefill_decode"
     channels: ClassVar[tuple[ChannelName, ...]] = ("metadata",)
     tensor_address = ""
@@ -81,7 +83,8 @@ class IdleRole:
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
 
-    def review(self, instances: dict[str, InstanceRecord]) -> None: ...
+    def review(self, instances: dict[str, InstanceRecord]) -> None:
+        self.num_reviews += 1
 
     def close(self) -> None: ...
 
@@ -302,6 +305,17 @@ async def test_a_worker_tells_how_far_its_clock_is_from_the_brokers(
         await eventually(lambda: skew_s() == pytest.approx(30.0, abs=0.5))
         assert "\ntriptych_clock_skew_seconds " in (await running.get("/metrics")).text
         await eventually(lambda: running.shell.ready() is None)
+
+
+async def test_a_clock_that_cannot_be_read_keeps_nobody_from_looking_around(
+    broker_url: str, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def lost(registry: Registry) -> float:
+        raise RedisConnectionError("the connection was lost")
+
+    monkeypatch.setattr(Registry, "now_s", lost)
+    async with worker(broker_url, redis) as running:
+        await eventually(lambda: running.role.num_reviews > 1)
 
 
 @dataclass
