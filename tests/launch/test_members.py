@@ -31,9 +31,9 @@ from tests.launch.waiting import alive
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 START_S = 100.0
 LEAVE_S = 60.0
-WORK_S = 10.0
-"""From joining a cluster under load to the first request, by the worker's own clock. A proxy is told within
-milliseconds and has two seconds; the rest is for a busy machine."""
+WORK_S, BUSY_S = 2.0, 10.0
+"""From joining a cluster under load to the first request, by the worker's own clock: what is promised, and what a
+machine may take on which something else had both cores at that moment. Not every worker meets with that."""
 IN_FLIGHT = 4
 COMMAND = (sys.executable, "-m", "launch.cli")
 QUESTION = "What does the sign say?"
@@ -97,21 +97,24 @@ async def test_workers_come_go_and_change_their_roles_and_no_request_notices(ser
         assert now.epoch > before.epoch
         assert told[-1] == "e1 has the role prefill_decode now"
         serving.wait_until(f"e1 has the role prefill_decode now (pid {pid})", 10)
-        await eventually(lambda: _has_work(cluster, "e1"), START_S)
+        delays_s = [await _first_request_delay_s(cluster, "e1")]
 
         assert "pd0 has left" in await _run("drain", "pd0")  # all that decodes now is what was an encoder
         assert not alive(pd_pid)
         serving.wait_until("pd0 has left", 10)
 
         async with _joined("new") as worker:
-            await eventually(lambda: _has_work(cluster, "new"), START_S)
+            delays_s.append(await _first_request_delay_s(cluster, "new"))
             await cluster.switch("e1", "encoder", LEAVE_S, told.append)
             serving.wait_until(f"e1 has the role encoder now (pid {pid})", 10)
+            delays_s.append(await _first_request_delay_s(cluster, "e1"))
             status = json.loads(await _run("status", "--json"))
             roles = {one["instance_id"]: one["role"] for one in status}
             assert roles == {"proxy": "proxy", "e0": "encoder", "e1": "encoder", "new": "prefill_decode"}
             assert str(worker) not in serving.output, "serve looks after what it has started"
             await cluster.switch("e0", "prefill_decode", LEAVE_S, told.append)  # somebody has to go on
+    assert sorted(delays_s)[1] < WORK_S, delays_s
+    assert max(delays_s) < BUSY_S, delays_s
 
 
 async def test_what_cannot_be_is_refused_with_the_reason(serving: Serving) -> None:
@@ -128,15 +131,22 @@ async def test_what_cannot_be_is_refused_with_the_reason(serving: Serving) -> No
             await cluster.drain("e1", 1, print)
 
 
-async def _has_work(cluster: Members, instance_id: str) -> bool:
-    """Whether it has taken a request since it started, by its own count; then it must have come in time."""
-    token = cluster_token(reach(Settings()))
-    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {token}"}, trust_env=False) as client:
-        text = (await client.get(f"{(await cluster.find(instance_id)).http_address}/metrics")).text
-    delay = re.search(r"^triptych_first_request_delay_seconds (\S+)", text, re.MULTILINE)
-    assert delay is not None
-    assert float(delay[1]) < WORK_S
-    return float(delay[1]) > 0.0
+async def _first_request_delay_s(cluster: Members, instance_id: str) -> float:
+    """From when a worker came, or came back in another role, to its first request, by its own count."""
+    headers = {"Authorization": f"Bearer {cluster_token(reach(Settings()))}"}
+    async with httpx.AsyncClient(headers=headers, trust_env=False) as client:
+        delay_s = 0.0
+
+        async def has_work() -> bool:
+            nonlocal delay_s
+            text = (await client.get(f"{(await cluster.find(instance_id)).http_address}/metrics")).text
+            told = re.search(r"^triptych_first_request_delay_seconds (\S+)", text, re.MULTILINE)
+            assert told is not None
+            delay_s = float(told[1])
+            return delay_s > 0.0
+
+        await eventually(has_work, START_S)
+        return delay_s
 
 
 async def _run(*arguments: str) -> str:
