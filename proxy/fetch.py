@@ -10,8 +10,10 @@ import asyncio
 import functools
 import ipaddress
 import socket
+import ssl
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Final
 
 import httpx
@@ -79,6 +81,7 @@ class Fetcher:
             timeout=httpx.Timeout(settings.media_timeout_s),
             limits=httpx.Limits(max_connections=64, max_keepalive_connections=0),
             headers={"Accept-Encoding": "identity", "User-Agent": "triptych"},
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # none: hosts that share an address shared them
         )
 
     async def close(self) -> None:
@@ -103,16 +106,18 @@ class Fetcher:
                     url = _redirected(target, location, param)
         except TimeoutError:
             raise _bad(param, f"{_shown(url)} took longer than {self._timeout_s:g} s") from None
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, ssl.SSLError) as error:
             raise _bad(param, f"{_shown(url)} cannot be fetched: {error or type(error).__name__}") from error
         raise _bad(param, f"more than {MAX_REDIRECTS} redirects, the last to {_shown(url)}")
 
     def _parse(self, url: str, param: str) -> httpx.URL:
-        parsed = httpx.URL(url)
-        if parsed.scheme not in self._schemes or not parsed.host:
+        parsed = _read_url(url, param)
+        if parsed.scheme not in self._schemes or not parsed.raw_host:
             what = f"{_shown(url)} is not a URL of {' or '.join(self._schemes)}"
         elif parsed.userinfo:
             what = "a URL with a user name or password is not fetched"
+        elif parsed.port is not None and not 0 < parsed.port < 2**16:
+            what = f"{_shown(url)} has a port that there is not"
         else:
             return parsed
         raise TriptychError("invalid_request", f"{param}: {what}", param)
@@ -128,7 +133,7 @@ class Fetcher:
                 "GET",
                 url.copy_with(host=address),
                 headers={"Host": url.netloc.decode("ascii")},
-                extensions={"sni_hostname": url.host},
+                extensions={"sni_hostname": _host(url)},
                 timeout=httpx.Timeout(self._timeout_s, connect=left_s / (len(addresses) - number + 1)),
             )
             try:
@@ -136,6 +141,8 @@ class Fetcher:
             except (httpx.ConnectError, httpx.ConnectTimeout):
                 if number == len(addresses):
                     raise
+            except ValueError as error:  # httpx reads where a redirect leads, and does not expect all that there may be
+                raise httpx.RemoteProtocolError(f"it redirects to what is no URL: {error}") from error
         raise AssertionError("a known host has an address")
 
     async def _answer(
@@ -153,18 +160,18 @@ class Fetcher:
 
     async def _checked_addresses(self, url: httpx.URL, param: str) -> list[str]:
         """Addresses of the host in the resolver's order, _MAX_ADDRESSES at most; every one that it has is allowed."""
-        port = url.port or (443 if url.scheme == "https" else 80)
+        host, port = _host(url), url.port or (443 if url.scheme == "https" else 80)
         try:
-            look_up = functools.partial(socket.getaddrinfo, url.host, port, type=socket.SOCK_STREAM)
+            look_up = functools.partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
             found = await asyncio.get_running_loop().run_in_executor(self._resolvers, look_up)
         except (OSError, UnicodeError) as error:
-            raise _bad(param, f"the host {url.host!r} is not known: {error}") from error
+            raise _bad(param, f"the host {host!r} is not known: {error}") from error
         addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
         for address in addresses:
             if is_public(address) or (self._allow_private and is_private(address)):
                 continue
             where = "at a reserved address" if self._allow_private else "in a private network"
-            message = f"the host {url.host!r} is {where} ({address}), which is not allowed"
+            message = f"the host {host!r} is {where} ({address}), which is not allowed"
             raise TriptychError("invalid_request", message, param)
         return addresses[:_MAX_ADDRESSES]
 
@@ -213,9 +220,25 @@ async def _read(response: httpx.Response, param: str, max_bytes: int, take: Call
     return bytes(body)
 
 
+def _read_url(url: str, param: str) -> httpx.URL:
+    try:
+        return httpx.URL(url)
+    except (httpx.InvalidURL, ValueError) as error:
+        raise _bad(param, f"{_shown(url)} cannot be fetched: {error}") from error
+
+
+def _host(url: httpx.URL) -> str:
+    """As DNS has it. `url.host` decodes "xn--", which raises where there is nothing to decode, and by newer rules than
+    those by which the resolver would encode it again: another name might come out."""
+    return url.raw_host.decode("ascii")
+
+
 def _redirected(url: httpx.URL, location: str, param: str) -> str:
     """Where a redirect leads. Who asks for https gets nothing that came by plain http."""
-    there = url.join(location)
+    try:
+        there = url.join(location)
+    except (httpx.InvalidURL, ValueError) as error:
+        raise _bad(param, f"{_shown(str(url))} redirects to what is no URL: {error}") from error
     if url.scheme == "https" and there.scheme == "http":
         message = f"{param}: {_shown(str(url))} redirects from https to http, which is not followed"
         raise TriptychError("invalid_request", message, param)

@@ -17,16 +17,16 @@ def read_local(url: str, folder: Path | None, param: str, max_bytes: int) -> byt
     not lead out of it. Raises TriptychError naming `param`: "invalid_request" for what is not allowed or not there,
     without telling these two apart, "item_too_large" for more than `max_bytes`.
     """
-    parts = urlsplit(url)
-    if folder is None or parts.netloc not in ("", "localhost"):
-        raise _refused(param)
     try:
+        parts = urlsplit(url)
+        if folder is None or parts.netloc not in ("", "localhost"):
+            raise _refused(param)
         root = folder.resolve(strict=True)
         path = Path(unquote(parts.path)).resolve(strict=True)
         if not path.is_relative_to(root):
             raise _refused(param)
         return _read(path, param, max_bytes)
-    except (OSError, ValueError, RuntimeError) as error:  # not there, a zero byte in it, a loop of links
+    except (OSError, ValueError, RuntimeError) as error:  # no URL, not there, a zero byte in it, a loop of links
         raise _refused(param) from error
 
 

@@ -132,8 +132,16 @@ def test_private_is_what_a_network_of_ones_own_has(address):
         "http://[::1/",
         "http://exa mple.org/",
         "http://127.0.0.1:99999/",
+        "http://8.8.8.8:65536/",
+        f"http://8.8.8.8:{10**30}/",
+        "http://8.8.8.8:-1/",
+        "http://8.8.8.8:0/",
         "http://\x00/",
         "http://" + "a" * 70000 + "/",
+        "https://xn--/x.png",
+        "http://xn--a..b/",
+        "http://\ud800/",
+        "http:////[",
     ],
 )
 async def test_strange_urls_are_the_clients_fault(url):
@@ -292,12 +300,81 @@ async def test_a_redirect_to_a_scheme_that_is_not_listed_is_refused(location):
     await fetcher.close()
 
 
-async def test_a_redirect_from_https_to_http_is_not_followed(monkeypatch):
+@pytest.mark.parametrize(
+    "location", ["https://xn--/x.png", "http://xn--a/", "http:////[", "//[", "http://x:99999/", f"http://x:{10**30}/"]
+)
+async def test_a_redirect_to_what_is_no_url_is_the_clients_fault(location):
+    fetcher = Fetcher(Settings(allow_private_media_urls=True))
+    async with web_server(lambda path: redirect(location)) as url:
+        with pytest.raises(TriptychError, match=r"^image_url: ") as caught:
+            await fetcher.fetch(url, "image_url", 1000)
+    assert (caught.value.info.http_status, caught.value.info.param) == (400, "image_url")
+    await fetcher.close()
+
+
+async def test_a_name_is_looked_up_and_asked_for_as_it_was_encoded(monkeypatch):
+    """Older rules would make "fass.de" of it, another host."""
+    asked = []
+
+    def look_up(host: str, *_: object, **__: object) -> None:
+        asked.append(host)
+        raise socket.gaierror
+
+    monkeypatch.setattr(fetch.socket, "getaddrinfo", look_up)
+    fetcher = Fetcher(Settings())
+    with pytest.raises(TriptychError, match="is not known"):
+        await fetcher.fetch("http://faß.de/", "image_url", 1000)
+    assert asked == ["xn--fa-hia.de"]
+    await fetcher.close()
+
+
+async def test_no_cookie_is_kept(monkeypatch):
+    """Hosts that share an address would be told each other's, and one that is not ASCII would break what follows."""
+    heads: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 200 OK\r\nSet-Cookie: a=b; path=/\r\nSet-Cookie: c=\xff\r\nContent-Length: 2\r\n\r\nok")
+        writer.close()
+
+    fetcher = Fetcher(Settings(allow_private_media_urls=True))
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+        for _ in range(2):
+            assert await fetcher.fetch(url, "image_url", 1000) == b"ok"
+    assert len(heads) == 2
+    assert b"cookie" not in b"".join(heads).lower()
+    await fetcher.close()
+
+
+def trusting(monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
+    """What a server on localhost shows, that fetchers made from here on trust."""
     authority = trustme.CA()
     server_side, client_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
     authority.issue_cert("localhost").configure_cert(server_side)
     authority.configure_trust(client_side)
     monkeypatch.setattr(fetch.httpx.AsyncClient, "__init__", functools.partialmethod(CLIENT_INIT, verify=client_side))
+    return server_side
+
+
+async def test_a_server_that_breaks_off_tls_is_the_clients_fault(monkeypatch):
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        os.write(writer.get_extra_info("socket").fileno(), b"\x17\x03\x03\x00\x20" + b"no record" * 4)
+        await reader.read()
+        writer.close()
+
+    server_side = trusting(monkeypatch)
+    fetcher = Fetcher(Settings(allow_private_media_urls=True))
+    async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=server_side) as server:
+        with pytest.raises(TriptychError, match="cannot be fetched") as caught:
+            await fetcher.fetch(f"https://localhost:{server.sockets[0].getsockname()[1]}/", "image_url", 1000)
+    assert caught.value.info.http_status == 400
+    await fetcher.close()
+
+
+async def test_a_redirect_from_https_to_http_is_not_followed(monkeypatch):
+    server_side = trusting(monkeypatch)
     fetcher = Fetcher(Settings(allow_private_media_urls=True))
     async with web_server(lambda path: ok(b"plain")) as plain:
         pages = {"/down": redirect(plain), "/same": redirect("/picture"), "/picture": ok(b"secure")}
@@ -339,6 +416,8 @@ async def test_files_below_the_folder_are_read(serve, tmp_path):
         "//{folder}/../secret",
         "{folder}/a%00b",
         "relative",
+        "//[/x",
+        "[/x",
     ],
 )
 def test_nothing_else_is(tmp_path, path):
