@@ -8,6 +8,7 @@ from contextlib import aclosing
 from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
@@ -25,6 +26,8 @@ from proxy.service import Service
 from proxy.speech import Speech, SpeechOptions
 
 _MAX_FIELDS: Final = 32
+_CHARSETS: Final = ("utf-8", "utf8", "us-ascii", "ascii", "iso-8859-1", "latin-1", "latin1")
+"""What a form may be written in. Python knows others, some of which raise, take minutes, or make what is no text."""
 
 
 class TranscriptionForm(BaseModel):
@@ -119,15 +122,12 @@ def _check_model_hears(service: Service) -> None:
 
 async def _read_form(exchange: Exchange) -> tuple[TranscriptionForm, bytes]:
     """The form and the bytes of its file, all in memory: a proxy may have no writable disk."""
-    content_type = exchange.request.headers.get("content-type", "")
-    if not content_type.startswith("multipart/form-data"):
-        message = f"the body must be multipart/form-data, not {content_type or 'without a content type'}"
-        raise TriptychError("invalid_request", message)
+    _check_content_type(exchange.request.headers.get("content-type", ""))
     parser = MultiPartParser(exchange.request.headers, exchange.stream(), max_files=1, max_fields=_MAX_FIELDS)
     parser.spool_max_size = exchange.max_body_bytes
     try:
         raw = await parser.parse()
-    except (MultiPartException, KeyError) as error:
+    except MultiPartException as error:
         raise TriptychError("invalid_request", f"the form cannot be read: {error}") from error
     try:
         file = raw.get("file")
@@ -141,15 +141,29 @@ async def _read_form(exchange: Exchange) -> tuple[TranscriptionForm, bytes]:
     return form, data
 
 
+def _check_content_type(text: str) -> None:
+    """Refuse a body that is no form, or of a character set that is read as no other program would, or for minutes."""
+    media_type, options = parse_options_header(text)
+    if media_type != b"multipart/form-data":
+        message = f"the body must be multipart/form-data, not {text or 'without a content type'}"
+        raise TriptychError("invalid_request", message)
+    charset = options.get(b"charset", b"utf-8").decode("latin-1")
+    if charset.lower() not in _CHARSETS:
+        raise TriptychError("invalid_request", f"the form must be UTF-8, not of the charset {charset!r}")
+
+
 def _validate(raw: FormData) -> TranscriptionForm:
     values: dict[str, Any] = {}
+    lists: dict[str, list[Any]] = {}
     for key, value in raw.multi_items():
         if key.endswith("[]"):
-            values.setdefault(key[:-2], []).append(value)
+            lists.setdefault(key[:-2], []).append(value)
         elif key != "file":
             values[key] = value
+    for name in sorted(values.keys() & lists.keys()):
+        raise _wrong(name, f"{name} is given with and without brackets")
     try:
-        return TranscriptionForm.model_validate(values)
+        return TranscriptionForm.model_validate(values | lists)
     except ValidationError as error:
         raise from_validation(error) from error
 

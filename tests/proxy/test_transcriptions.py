@@ -120,7 +120,36 @@ BAD_FORMS = (
     ({"timestamp_granularities[]": "word"}, 400, "timestamp_granularities[0]"),
     ({"stream": "true", "response_format": "verbose_json"}, 400, "response_format"),
     ({"prompt": "<|endoftext|>"}, 400, "prompt"),
+    ({"language": "en", "language[]": "en"}, 400, "language"),
 )
+BAD_TYPES = (
+    "",
+    "application/json",
+    "multipart/form-datax; boundary=x",
+    "multipart/form-data",
+    "multipart/form-data; boundary=x; charset=undefined",
+    "multipart/form-data; boundary=x; charset=punycode",  # which takes minutes for a MiB
+    "multipart/form-data; boundary=x; charset=utf-7",  # which makes halves of pairs
+    "multipart/form-data; boundary=x; charset=no-such-charset",
+)
+
+
+async def test_a_form_that_cannot_be_read_is_400_and_says_why(serve, whisper_model):
+    body = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\nother\r\n--x--\r\n'
+    async with serve(whisper_model.folder) as rig:
+
+        async def post(content_type: str) -> tuple[int, str]:
+            headers = {"content-type": content_type}
+            response = await rig.http.post("/v1/audio/transcriptions", content=body, headers=headers)
+            return response.status_code, response.json()["error"]["message"]
+
+        for content_type in BAD_TYPES:
+            status, message = await post(content_type)
+            assert (content_type, status) == (content_type, 400)
+            assert content_type.rpartition("charset=")[2] in message or "boundary" in message
+        for content_type in ('Multipart/Form-Data; boundary="x"; charset="UTF-8"', "multipart/form-data;boundary=x"):
+            assert await post(content_type) == (400, "the form has no file")
+        await rig.assert_clean()
 
 
 async def test_bad_fields_are_named(serve, whisper_model):
