@@ -54,14 +54,15 @@ def pick_encoder(
     """The encoder of an item: by rendezvous hashing on its content, so that equal items meet, bounded by load.
 
     Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, 2016): the best-scored encoder that is not
-    over its share. `avoid` are instances to pass over while there is another one. `candidates` must not be empty.
+    over its share of what all have, by `outstanding_items`. `avoid` are instances to pass over while there is another
+    one. `candidates` must not be empty.
     """
     scores = {worker: rendezvous_score(content_hash, worker.instance_id) for worker in candidates}
     ranked = sorted(candidates, key=scores.__getitem__, reverse=True)
     preferred = [worker for worker in ranked if worker.instance_id not in avoid] or ranked
-    total = sum(worker.load.items for worker in preferred) + 1
+    total = sum(map(outstanding_items, preferred)) + 1
     bound = max(FREE_ITEMS, math.ceil(LOAD_FACTOR * total / len(preferred)))
-    chosen = next((worker for worker in preferred if worker.load.items < bound), preferred[0])
+    chosen = next((worker for worker in preferred if outstanding_items(worker) < bound), preferred[0])
     if chosen is ranked[0]:
         return chosen, "hit"
     return chosen, "avoided" if preferred[0] is not ranked[0] else "overloaded"

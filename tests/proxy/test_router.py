@@ -98,6 +98,17 @@ def test_an_encoder_over_its_share_is_passed_over():
     assert elsewhere.instance_id != home.instance_id
 
 
+def test_what_an_encoder_has_from_other_proxies_counts_too():
+    home, _ = pick_encoder("x", [_worker("e0"), _worker("e1")])
+    for outstanding, picks_home in ((3, True), (20, False)):
+        workers = [
+            _worker(name, items=1, outstanding=outstanding if name == home.instance_id else 0) for name in ("e0", "e1")
+        ]
+        picked, affinity = pick_encoder("x", workers)
+        assert (picked.instance_id == home.instance_id) is picks_home
+        assert affinity == ("hit" if picks_home else "overloaded")
+
+
 def test_avoided_encoders_are_used_only_where_there_is_no_other():
     one, two = _worker("e0"), _worker("e1")
     home, _ = pick_encoder("x", [one, two])
