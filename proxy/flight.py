@@ -61,6 +61,7 @@ class Flight:
         """Give the job up everywhere; who reads `batches` after all is told."""
         log.warning("nobody reads the tokens, request ends", request=self._job.request_id, unread=MAX_UNREAD)
         self._abandoned = True
+        self._metrics.unread_answers.inc()
         while not self._events.empty():
             self._events.get_nowait()
         await self._end()

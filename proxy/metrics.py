@@ -62,6 +62,12 @@ class ProxyMetrics:
             ["outcome"],
             registry=r,
         )
+        self.decode_affinity = Counter(
+            "triptych_proxy_decode_affinity",
+            "Prompts that another instance decodes than computes, by whether it had them cached.",
+            ["outcome"],
+            registry=r,
+        )
         self.encoder_affinity = Counter(
             "triptych_proxy_encoder_affinity",
             "Media items by whether they went to the encoder that has what is known of their content.",
@@ -69,6 +75,9 @@ class ProxyMetrics:
             registry=r,
         )
         self.aborts = Counter("triptych_proxy_aborts", "Jobs ended before the worker was done.", registry=r)
+        self.unread_answers = Counter(
+            "triptych_proxy_unread_answers", "Jobs ended because their client did not read the answer.", registry=r
+        )
         self.media_bytes = Counter("triptych_proxy_media_bytes", "Bytes of media taken in.", ["kind"], registry=r)
         self.media_items = Counter("triptych_proxy_media_items", "Media items taken in.", ["kind"], registry=r)
         self.helper_crashes = Counter(

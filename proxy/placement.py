@@ -31,6 +31,15 @@ class Placement:
         return self.prefiller or self.decoder
 
 
+@dataclass(frozen=True)
+class _Option:
+    """A placement, and whether it goes where the prompt is cached: where it is computed, and, of a pair, decoded."""
+
+    placement: Placement
+    affinity: Affinity
+    decode_affinity: Affinity | None = None
+
+
 class Placer:
     """Chooses by outstanding tokens, and by what an instance probably has cached: it remembers where what was sent.
 
@@ -52,8 +61,11 @@ class Placer:
         options = self._options(pool, keys, able) or self._options(pool, keys, _anybody)
         if not options:
             return None
-        placement, affinity = options[0] if len(options) == 1 else _better(*options)
-        self._metrics.affinity.labels(affinity).inc()
+        option = options[0] if len(options) == 1 else _better(*options)
+        placement = option.placement
+        self._metrics.affinity.labels(option.affinity).inc()
+        if option.decode_affinity is not None:
+            self._metrics.decode_affinity.labels(option.decode_affinity).inc()
         self._computed.remember(keys, placement.reader.instance_id)
         if placement.prefiller is not None:
             self._decoded.remember(keys, placement.decoder.instance_id)
@@ -72,34 +84,31 @@ class Placer:
         fresh = [worker for worker in candidates if worker.instance_id not in failed_on] or candidates
         if not fresh:
             return None
-        worker, _ = self._pick(self._computed, fresh, keys)
+        worker, affinity = self._pick(self._computed, fresh, keys)
+        self._metrics.affinity.labels(affinity).inc()
         self._computed.remember(keys, worker.instance_id)
         return worker
 
-    def _options(
-        self, pool: WorkerPool, keys: list[bytes], able: Callable[[Worker], bool]
-    ) -> list[tuple[Placement, Affinity]]:
+    def _options(self, pool: WorkerPool, keys: list[bytes], able: Callable[[Worker], bool]) -> list[_Option]:
         """The best of each kind, of those that are `able` to compute the prompt."""
-        options: list[tuple[Placement, Affinity]] = []
+        options: list[_Option] = []
         if whole := [worker for worker in pool.workers(*WHOLE) if able(worker)]:
             worker, affinity = self._pick(self._computed, whole, keys)
-            options.append((Placement(worker), affinity))
+            options.append(_Option(Placement(worker), affinity))
         if pair := self._pick_pair(pool, keys, able):
             options.append(pair)
         return options
 
-    def _pick_pair(
-        self, pool: WorkerPool, keys: list[bytes], able: Callable[[Worker], bool]
-    ) -> tuple[Placement, Affinity] | None:
+    def _pick_pair(self, pool: WorkerPool, keys: list[bytes], able: Callable[[Worker], bool]) -> _Option | None:
         def prefillers(decoder: Worker) -> list[Worker]:
             return [worker for worker in pool.workers("prefill", matching=decoder) if able(worker)]
 
         decoders = [worker for worker in pool.workers("decode") if prefillers(worker)]
         if not decoders:
             return None
-        decoder, _ = self._pick(self._decoded, decoders, keys)
+        decoder, decode_affinity = self._pick(self._decoded, decoders, keys)
         prefiller, affinity = self._pick(self._computed, prefillers(decoder), keys)
-        return Placement(decoder, prefiller), affinity
+        return _Option(Placement(decoder, prefiller), affinity, decode_affinity)
 
     def _pick(self, map_: AffinityMap, candidates: list[Worker], keys: list[bytes]) -> tuple[Worker, Affinity]:
         return pick_decoder(candidates, map_.find(keys, (worker.instance_id for worker in candidates)))
@@ -137,12 +146,12 @@ def absent_s(pool: WorkerPool) -> float:
     return since_s or math.inf
 
 
-def _better(whole: tuple[Placement, Affinity], pair: tuple[Placement, Affinity]) -> tuple[Placement, Affinity]:
+def _better(whole: _Option, pair: _Option) -> _Option:
     """The one that has the prompt cached, else the one with less to do."""
-    if (whole[1] == "hit") != (pair[1] == "hit"):
-        return whole if whole[1] == "hit" else pair
-    assert pair[0].prefiller is not None
-    return pair if prefer_pair(whole[0].decoder, pair[0].prefiller, pair[0].decoder) else whole
+    if (whole.affinity == "hit") != (pair.affinity == "hit"):
+        return whole if whole.affinity == "hit" else pair
+    assert pair.placement.prefiller is not None
+    return pair if prefer_pair(whole.placement.decoder, pair.placement.prefiller, pair.placement.decoder) else whole
 
 
 def _anybody(_: Worker) -> bool:

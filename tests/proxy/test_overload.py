@@ -183,6 +183,7 @@ async def test_a_client_that_reads_nothing_is_ended_and_disturbs_nobody(serve, m
         with _unread(rig, path):
             await eventually(lambda: bool(decoder.of(Abort)))
             (sent,) = decoder.of(Generate)
+            assert rig.count("unread_answers_total") == rig.count("aborts_total") == 1
             unread = rig.service.dispatcher._flights[sent.request_id]
             assert unread._events.empty()
             assert len(unread._progress._sequences[0].token_ids) < count
@@ -190,6 +191,7 @@ async def test_a_client_that_reads_nothing_is_ended_and_disturbs_nobody(serve, m
             del decoder.messages
             assert (await rig.chat()).choices[0].message.content == "a red sign"
         await eventually(lambda: rig.service.admission.inflight == 0)
+        assert rig.count("unread_answers_total") == 1
         await rig.assert_clean()
 
 

@@ -325,6 +325,32 @@ async def test_a_mixed_cluster_is_used_by_load(serve):
         await rig.assert_clean()
 
 
+async def test_prompts_come_back_to_both_halves_and_both_are_counted(serve):
+    async with serve(decoders=0, pairs=(2, 2)) as rig:
+        for _ in range(3):
+            await rig.chat("the same beginning " * 40)
+        for workers in (rig.cluster.prefills, rig.cluster.decoders):
+            assert sorted(len(worker.of(Generate)) for worker in workers) == [0, 3]
+        for metric in ("affinity_total", "decode_affinity_total"):
+            counts = {outcome: rig.count(metric, outcome=outcome) for outcome in ("hit", "overloaded", "unknown")}
+            assert (metric, counts) == (metric, {"hit": 2, "overloaded": 0, "unknown": 1})
+        victim, other = _by_use(rig.cluster.prefills)
+        victim.script = lambda message: ErrorInfo("internal_error", "boom")
+        await rig.chat("the same beginning " * 40)
+        assert len(other.of(Generate)) == 1
+        assert rig.count("affinity_total", outcome="hit") == 3
+        assert rig.count("affinity_total", outcome="unknown") == 2  # of who computes it instead, and has not had it
+        assert rig.count("decode_affinity_total", outcome="hit") == 3  # it decodes where it did
+        await rig.assert_clean()
+
+
+async def test_whole_workers_count_no_affinity_of_decoding(serve):
+    async with serve() as rig:
+        await rig.chat()
+        assert rig.count("affinity_total", outcome="unknown") == 1
+        assert rig.count("decode_affinity_total", outcome="unknown") == 0
+
+
 async def test_half_a_pair_is_not_ready_and_says_what_is_missing(serve):
     async with serve(decoders=0, pairs=(1, 0)) as rig:
         ready = await rig.http.get("/ready")
