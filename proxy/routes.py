@@ -9,10 +9,11 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from common.errors import TriptychError
+from proxy.auth import key_check
 from proxy.chat import chat_completions
 from proxy.completions import completions
 from proxy.errors import RETRY_AFTER_S
-from proxy.service import Service
+from proxy.service import Problem, Service
 from proxy.transcriptions import transcriptions
 
 
@@ -21,6 +22,7 @@ def make_router(service: Service) -> APIRouter:
     router = APIRouter()
     limit = service.settings.max_body_bytes
     answer = service.admission.answer
+    has_key = key_check(service.settings)
 
     @router.post("/v1/chat/completions")
     async def _chat(request: Request) -> Response:
@@ -55,12 +57,12 @@ def make_router(service: Service) -> APIRouter:
         return timeline
 
     @router.get("/health")
-    async def _health() -> Response:
-        return _verdict(service.pool.failure)
+    async def _health(request: Request) -> Response:
+        return _verdict(service.failure(), with_details=has_key(request))
 
     @router.get("/ready")
-    async def _ready() -> Response:
-        return _verdict(service.not_ready())
+    async def _ready(request: Request) -> Response:
+        return _verdict(service.not_ready(), with_details=has_key(request))
 
     @router.get("/metrics")
     async def _metrics() -> Response:
@@ -70,11 +72,12 @@ def make_router(service: Service) -> APIRouter:
     return router
 
 
-def _verdict(problem: str | None) -> Response:
+def _verdict(problem: Problem | None, *, with_details: bool) -> Response:
     if problem is None:
         return JSONResponse({"status": "ok"})
     headers = {"Retry-After": str(RETRY_AFTER_S)}
-    return JSONResponse({"status": "unavailable", "reason": problem}, status_code=503, headers=headers)
+    reason = problem.text(with_details=with_details)
+    return JSONResponse({"status": "unavailable", "reason": reason}, status_code=503, headers=headers)
 
 
 def _model(service: Service) -> dict[str, Any]:

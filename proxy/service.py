@@ -38,6 +38,17 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class Problem:
+    """Why requests cannot be served: what everybody may know, and what names instances and what they serve."""
+
+    what: str
+    details: tuple[str, ...] = ()
+
+    def text(self, *, with_details: bool) -> str:
+        return "; ".join((self.what, *self.details) if with_details else (self.what,))
+
+
 @dataclass
 class Service:
     """Everything an endpoint needs. Made once, before the proxy connects."""
@@ -74,24 +85,29 @@ class Service:
         limit = self.settings.engine.max_model_len
         return self.info.max_model_len if limit is None else min(limit, self.info.max_model_len)
 
-    def not_ready(self) -> str | None:
+    def failure(self) -> Problem | None:
+        """Why this process will serve no request any more; None if it may."""
+        failure = self.pool.failure
+        return None if failure is None else Problem("this proxy cannot go on", (failure,))
+
+    def not_ready(self) -> Problem | None:
         """Why requests cannot be served now; None if they can."""
         if self.admission.closing:
-            return "shutting down"
-        if self.pool.failure is not None:
-            return self.pool.failure
+            return Problem("shutting down")
+        if (failure := self.failure()) is not None:
+            return failure
         if not self.pool.broker_reachable:
-            return "the broker does not answer"
+            return Problem("the broker does not answer")
         if (what := missing(self.pool)) is not None:
-            return "; ".join([f"no {what}", *self._refusals()])
+            return Problem(f"no {what}", self._refusals())
         if self.info.media_kind is not None and not any(
             encodes_for(self.pool, reader) for reader in prompt_readers(self.pool)
         ):
-            return "; ".join(["no encoder worker", *self._refusals()])
+            return Problem("no encoder worker", self._refusals())
         return None
 
-    def _refusals(self) -> list[str]:
-        return [f"{name} is not used: {why}" for name, why in self.pool.refused.items()]
+    def _refusals(self) -> tuple[str, ...]:
+        return tuple(f"{name} is not used: {why}" for name, why in self.pool.refused.items())
 
     def check_line(self, line: LineName) -> None:
         """Raises Overloaded where a request that comes now would wait for its first token longer than max_queue_s."""

@@ -13,6 +13,8 @@ from common.config import Settings
 from common.errors import TriptychError
 from common.http_auth import proxy_guard, worker_guard
 from common.keys import ClusterKey, TokenSet, api_keys, bearer, cluster_token, may_control
+from tests.proxy.conftest import eventually
+from tests.proxy.fake_decoders import FakeDecoder
 
 KEY = "sk-of-one-user"
 PROTECTED = (
@@ -39,6 +41,29 @@ async def test_everything_but_health_wants_a_key(serve):
             assert allowed.status_code != 401
         for path in ("/health", "/ready"):
             assert (await rig.http.get(path)).status_code == 200
+
+
+async def test_who_is_in_the_cluster_is_told_with_a_key_only(serve):
+    async with serve(api_key=KEY, decoders=0) as rig:
+        stranger = FakeDecoder(rig.cluster, "prefill_decode", "stranger")
+        rig.cluster.decoders.append(stranger)
+        await stranger.start(fingerprint="something else")
+        await eventually(lambda: "stranger" in rig.service.pool.refused)
+
+        async def reason(path: str, **headers: str) -> str:
+            response = await rig.http.get(path, headers=headers)
+            assert response.status_code == 503
+            return response.json()["reason"]
+
+        assert await reason("/ready") == await reason("/ready", Authorization=bearer("sk-other")) == "no decoder worker"
+        told = await reason("/ready", Authorization=bearer(KEY))
+        assert told.startswith("no decoder worker; stranger is not used: ")
+        assert "something else" in told
+        rig.service.pool.failure = "another process has the id proxy"
+        for path in ("/health", "/ready"):
+            assert await reason(path) == "this proxy cannot go on"
+            told = await reason(path, Authorization=bearer(KEY))
+            assert told == "this proxy cannot go on; another process has the id proxy"
 
 
 async def test_openai_clients_send_it_as_they_always_do(serve):
