@@ -132,7 +132,7 @@ class DecoderRunner:
         try:
             self.graphs = DecodeGraphs.record(self.graph_parts(), self.graph_sizes, recorder)
         except UnrecordableError as reason:
-            log.info("decode steps run eagerly", reason=str(reason))
+            log.warning("decode steps run eagerly", reason=str(reason))
             return
         seconds, memory = time.monotonic() - began_s, reserved_memory(self.device) - reserved
         log.info("decode steps recorded", sizes=self.graphs.sizes, seconds=round(seconds, 1), memory=in_words(memory))

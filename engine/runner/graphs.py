@@ -83,13 +83,14 @@ class DecodeGraphs:
     def record(cls, parts: GraphParts, sizes: Sequence[int], recorder: Recorder) -> DecodeGraphs:
         """Record a step of each size, the largest first: the others fit into its memory.
 
-        Sizes that the attention backend has no plan for are left out. Raises UnrecordableError where none is left.
+        Sizes that the attention backend has no plan for are left out. Raises UnrecordableError where none is left, and
+        where one is refused.
         """
         recordings = []
         for size in sorted(sizes, reverse=True):
-            plans = _make_plans(parts, size)
-            if plans is not None:
-                recordings.append(_record(parts, size, *plans, recorder))
+            recording = _record(parts, size, recorder)
+            if recording is not None:
+                recordings.append(recording)
         if not recordings:
             name = parts.backend.name
             raise UnrecordableError(f"attention backend {name!r} has no plans at fixed addresses for this model")
@@ -180,17 +181,17 @@ class _Recording:
         return hidden
 
 
-def _record(
-    parts: GraphParts, size: int, self_plan: DecodePlan, cross_plan: DecodePlan | None, recorder: Recorder
-) -> _Recording:
-    """Raises UnrecordableError where the device or a library refuses, and the device can still be used."""
+def _record(parts: GraphParts, size: int, recorder: Recorder) -> _Recording | None:
+    """None where the attention backend has no plan for the size. Raises UnrecordableError where the device or a library
+    refuses, and the device can still be used."""
     try:
-        return _Recording(parts, size, self_plan, cross_plan, recorder)
-    except RuntimeError as error:
+        plans = _make_plans(parts, size)
+        return None if plans is None else _Recording(parts, size, *plans, recorder)
+    except Exception as error:  # FlashInfer and CUDA say no by RuntimeError, ValueError, AssertionError and others
         device = parts.caches[0].device
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # raises again where the device is lost
-        raise UnrecordableError(f"a step of {size} was refused: {error}"[:300]) from error
+        raise UnrecordableError(f"a step of {size} was refused: {type(error).__name__}: {error}"[:300]) from error
 
 
 def _make_plans(parts: GraphParts, size: int) -> tuple[DecodePlan, DecodePlan | None] | None:

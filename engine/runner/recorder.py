@@ -46,7 +46,9 @@ class CudaRecorder:
                 work()
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        # Around it, for a capture that CUDA has broken off leaves its stream the current one.
+        with torch.cuda.stream(torch.cuda.current_stream()), capture:
             output = work()
 
         def replay() -> Tensor:

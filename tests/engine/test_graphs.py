@@ -19,6 +19,7 @@ from engine.cache.block_manager import BlockManager
 from engine.cache.encoder_cache import EncoderCacheManager
 from engine.decoder_engine import DecoderEngine
 from engine.inputs import StepInputs
+from engine.runner import profile
 from engine.runner.decoder import StepOutput
 from engine.runner.graphs import DecodeGraphs, graph_sizes
 from engine.runner.recorder import PlainRecorder
@@ -26,6 +27,7 @@ from engine.scheduler.decoder import ScheduledStep
 from tests import tiny_models
 from tests.engine.conftest import AUDIO_FRAMES
 from tests.engine.driving import Driver, Job, greedy, make_engine, run, sampled, text, text_tokens
+from tests.fake_flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
 from tests.fake_flashinfer.installed import flashinfer_on_cpu
 from tests.tiny.mllama import make_mllama
 
@@ -266,6 +268,63 @@ def test_backends_without_fixed_plans_run_eagerly(tiny_llama: ModelInfo, monkeyp
     engine = recorded(tiny_llama)
     assert engine.runner.graphs is None
     assert run(engine, [text("eager", 5, greedy(3))]).tokens["eager", 0]
+
+
+class Refusing:
+    """A recorder that says no as FlashInfer and CUDA do: what they raise is documented nowhere."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def record(self, work: Any) -> Any:
+        work()
+        raise self._error
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError, AssertionError, TypeError])
+def test_where_a_capture_is_refused_steps_run_eagerly(
+    kind: type[Exception], tiny_llama: ModelInfo, capfd: pytest.CaptureFixture[str]
+) -> None:
+    engine = eager(tiny_llama)
+    engine.runner.record_graphs(Refusing(kind("no such kernel")))
+    assert engine.runner.graphs is None
+    lines = [line for line in "".join(capfd.readouterr()).splitlines() if "decode steps run eagerly" in line]
+    assert len(lines) == 1
+    assert f"{kind.__name__}: no such kernel" in lines[0]
+    jobs = mixed_jobs(tiny_llama)
+    assert run_staggered(engine, jobs).tokens == run_staggered(eager(tiny_llama), jobs).tokens
+
+
+@pytest.mark.parametrize("call", ["__init__", "plan"])
+def test_where_flashinfer_refuses_a_plan_of_decodes_steps_run_eagerly(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only those at fixed addresses: the others compute the same answers."""
+    wrapper = BatchDecodeWithPagedKVCacheWrapper
+    original = getattr(wrapper, call)
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("use_cuda_graph") or getattr(self, "_use_cuda_graph", False):
+            raise ValueError("The batch size should be fixed in cudagraph mode")
+        original(self, *args, **kwargs)
+
+    monkeypatch.setattr(wrapper, call, refuse)
+    info = served_by_flashinfer(tmp_path, "llama")
+    jobs = mixed_jobs(info)
+    expected = run_staggered(eager(info), jobs).tokens
+    with flashinfer_on_cpu():
+        engine = recorded(info, attention_backend="flashinfer")
+        assert engine.runner.graphs is None
+        assert run_staggered(engine, jobs).tokens == expected
+
+
+def test_what_a_start_measures_is_measured_without_graphs_that_are_refused(
+    tiny_llama: ModelInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = eager(tiny_llama).runner
+    runner.records_graphs = True
+    monkeypatch.setattr(profile, "CudaRecorder", lambda _: Refusing(AssertionError("paged_kv_indptr_buffer")))
+    assert profile.measure_graphs(runner) == 0
 
 
 def test_nothing_is_recorded_on_a_cpu_unless_asked_for(tiny_llama: ModelInfo) -> None:
