@@ -7,6 +7,7 @@ calling once for each of them.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Final
 
 import torch
@@ -21,6 +22,8 @@ from engine.attention.paged_batch import RaggedBatch
 from engine.attention.select import kernels_missing
 
 NAME: Final = "triptych_flash_encoder"
+"""With a number behind it for each encoder: transformers finds attention by name, once for the whole process."""
+_numbers: Final = itertools.count(1)
 log = get_logger()
 
 
@@ -39,9 +42,10 @@ def use_flashinfer(module: PreTrainedModel, device: torch.device) -> None:
     except Exception as error:  # of compilers, of a loader or of a driver: what these raise is documented nowhere
         _tell(kernels_missing(error))
         return
-    AttentionInterface.register(NAME, EncoderAttention(ragged, device))
+    name = f"{NAME}_{next(_numbers)}"
+    AttentionInterface.register(name, EncoderAttention(ragged, device))
     # Not when it is made: transformers would look for the package flash_attn. Layers read it in every forward pass.
-    module.config._attn_implementation = NAME
+    module.config._attn_implementation = name
 
 
 def _tell(reason: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from common.model_info import load_model_info
 from engine import processors
@@ -116,3 +117,16 @@ def test_an_encoder_keeps_to_pytorch_where_kernels_do_not_run(
     assert encoder.unmasked.config._attn_implementation == before
     said = capsys.readouterr()
     assert "Could not find nvcc" in said.out + said.err
+
+
+def test_two_encoders_of_a_process_have_an_attention_each(tmp_path: Path) -> None:
+    with flashinfer_on_cpu(SERVED):
+        encoders = [loaded(make(tmp_path / make.__name__)) for make in (tiny_models.make_whisper, llava.make_llava)]
+        for encoder in encoders:
+            assert encoder.unmasked is not None
+            use_flashinfer(encoder.unmasked, CPU)
+    names = [encoder.unmasked.config._attn_implementation for encoder in encoders if encoder.unmasked is not None]
+    assert len(set(names)) == 2
+    assert all("flash" in name for name in names), "by this transformers sees that no mask is needed"
+    first, second = (ALL_ATTENTION_FUNCTIONS[name] for name in names)
+    assert first is not second
