@@ -52,7 +52,7 @@ def test_biases_and_windows_equal_dense(
     paged = Paged(shape, dtype, seed)
     bias = distance_bias(shape.num_heads) if biased else None
     expected = dense(paged.query, paged.key, paged.value, paged.mask(paged.allowed(window), bias))
-    assert_equal(paged.attend(backend, bias=bias, window=window), expected, dtype)
+    assert_equal(paged.attend(backend, bias=bias, window=window), expected, dtype, biased=biased)
 
 
 @pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
@@ -88,7 +88,41 @@ def test_encoder_attention_is_block_diagonal(
         positions = torch.cat([torch.arange(n) for n in lengths])
         mask = mask + bias(positions, positions).double()
     got = backend.run_ragged(query, key, value, backend.plan_ragged(lengths), scale=scale, bias=bias)
-    assert_equal(got, dense(query, key, value, mask, scale), dtype)
+    assert_equal(got, dense(query, key, value, mask, scale), dtype, biased=biased)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [None, 0.1])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("num_keys", [300, 900, 1500, 2000])
+def test_a_key_too_few_or_too_many_is_no_matter_of_rounding(
+    num_keys: int, head_dim: int, scale: float | None, dtype: torch.dtype
+) -> None:
+    """Of the comparison itself: rounded answers pass, the first or last key left out or read twice does not."""
+    for seed in range(5):
+        paged = Paged(Shape([(1, num_keys)], 16, 2, 2, head_dim, causal=True), dtype, seed)
+
+        def attended(keys: list[int], paged: Paged = paged) -> Tensor:
+            mask = torch.zeros(1, 1, len(keys), dtype=torch.float64)
+            return dense(paged.query, paged.key[keys], paged.value[keys], mask, scale)
+
+        keys = list(range(num_keys))
+        expected = attended(keys)
+        assert_equal(expected.to(dtype), expected, dtype)
+        assert_equal(with_rounded_weights(paged, scale), expected, dtype)
+        for wrong in (keys[:-1], keys[1:], [*keys, keys[-1]], [keys[0], *keys]):
+            with pytest.raises(AssertionError, match="times as far off as rounding"):
+                assert_equal(attended(wrong).to(dtype), expected, dtype)
+
+
+def with_rounded_weights(paged: Paged, scale: float | None) -> Tensor:
+    """One query over all keys as kernels on tensor cores compute it: weights in half precision, their sum before."""
+    group, dtype = paged.shape.group, paged.dtype
+    key, value = (x.repeat_interleave(group, 1).transpose(0, 1).float() for x in (paged.key, paged.value))
+    scores = paged.query.transpose(0, 1).float() @ key.transpose(1, 2) * (scale or paged.shape.head_dim**-0.5)
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    attended = weights.to(dtype).float() @ value / weights.sum(-1, keepdim=True)
+    return attended.transpose(0, 1).to(dtype)
 
 
 def test_a_bias_is_evaluated_once_for_all_layers() -> None:

@@ -85,7 +85,9 @@ def test_what_is_not_served_is_computed_by_pytorch(shape: Shape, seed: int, bias
     bias = distance_bias(shape.num_heads) if biased and shape.causal else None
     plans = Wrapper.num_plans
     got = paged.attend(make_backend(shape.head_dim), bias=bias)
-    assert_equal(got, dense(paged.query, paged.key, paged.value, paged.mask(paged.allowed(), bias)), torch.bfloat16)
+    assert_equal(
+        got, dense(paged.query, paged.key, paged.value, paged.mask(paged.allowed(), bias)), torch.bfloat16, biased=True
+    )
     assert Wrapper.num_plans == plans
 
 
@@ -93,7 +95,7 @@ def test_a_bias_by_position_is_computed_by_pytorch() -> None:
     paged = Paged(Shape([(1, 9), (1, 4), (5, 7)], 4, 2, 2, 64, causal=True), torch.bfloat16, 0)
     bias = distance_bias(4)
     expected = dense(paged.query, paged.key, paged.value, paged.mask(paged.allowed(), bias))
-    assert_equal(paged.attend(BACKEND, bias=bias), expected, torch.bfloat16)
+    assert_equal(paged.attend(BACKEND, bias=bias), expected, torch.bfloat16, biased=True)
 
 
 @settings(deadline=None, max_examples=12)
