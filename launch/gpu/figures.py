@@ -21,8 +21,8 @@ class Figure:
     """One number: `value` is the median of repetitions, `low` and `high` the extremes, in `unit`.
 
     `limit` is what the machine would allow, in the same unit, and `share` how near the figure comes to it: 1 is the
-    limit; both are None where there is none to name. `beside` says what else is to be known.
-    With `failed` there is no number, and `beside` says why.
+    limit; both are None where there is none to name. `goal` is the share that is to be reached, where there is one.
+    `beside` says what else is to be known. With `failed` there is no number, and `beside` says why.
     """
 
     benchmark: str
@@ -35,32 +35,46 @@ class Figure:
     share: float | None = None
     beside: str = ""
     failed: bool = False
+    goal: float | None = None
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether the share is what it was to be; None where no goal was set."""
+        return None if self.goal is None or self.share is None else self.share >= self.goal
 
     def row(self) -> str:
         """A row of the table that HEADER begins."""
         if self.failed:
             return f"| {self.benchmark} | {self.case} | failed | – | – | – | {self.beside} |"
         limit = "–" if self.limit is None else f"{self.limit:.4g} {self.unit}"
-        share = "–" if self.share is None else f"{self.share:.0%}"
+        share = "–" if self.share is None else f"{self.share:.0%}{self._verdict()}"
         cells = [self.benchmark, self.case, f"{self.value:.4g} {self.unit}", f"{self.low:.4g}–{self.high:.4g}"]
         return "| " + " | ".join([*cells, limit, share, self.beside or "–"]) + " |"
 
+    def _verdict(self) -> str:
+        return "" if self.reached is None else f", goal {self.goal:.0%} {'reached' if self.reached else 'missed'}"
+
 
 def duration(
-    benchmark: str, case: str, seconds: Sequence[float], limit_s: float | None = None, beside: str = ""
+    benchmark: str,
+    case: str,
+    seconds: Sequence[float],
+    limit_s: float | None = None,
+    beside: str = "",
+    goal: float | None = None,
 ) -> Figure:
     """How long something took, in milliseconds; the limit is the least that it could take."""
     share = None if limit_s is None else limit_s / statistics.median(seconds)
     limit_ms = None if limit_s is None else limit_s * 1e3
-    return _figure(benchmark, case, "ms", [one * 1e3 for one in seconds], limit_ms, share, beside)
+    return _figure(benchmark, case, "ms", [one * 1e3 for one in seconds], limit_ms, share, beside, goal)
 
 
-def durations(benchmark: str, case: str, seconds: Sequence[float]) -> Figure:
+def durations(benchmark: str, case: str, seconds: Sequence[float], limit_s: float | None = None) -> Figure:
     """How long many single events took, in milliseconds; the 99th percentile stands beside the median."""
     ranked = sorted(seconds)
     p99 = ranked[min(len(ranked) - 1, math.ceil(0.99 * len(ranked)) - 1)]
     beside = f"p99 {p99 * 1e3:.4g} ms of {len(ranked)}"
-    return duration(benchmark, case, ranked, beside=beside)
+    return duration(benchmark, case, ranked, limit_s, beside)
 
 
 def rate(
@@ -92,8 +106,10 @@ def _figure(
     limit: float | None,
     share: float | None,
     beside: str,
+    goal: float | None = None,
 ) -> Figure:
-    return Figure(benchmark, case, unit, statistics.median(values), min(values), max(values), limit, share, beside)
+    value, low, high = statistics.median(values), min(values), max(values)
+    return Figure(benchmark, case, unit, value, low, high, limit, share, beside, goal=goal)
 
 
 def ratio(mine: Sequence[float], theirs: Sequence[float]) -> str:

@@ -4,7 +4,7 @@
     python -m launch.gpu.report build/gpu-check/gpu-check.json --write docs/benchmarks.md  between its marks
 
 A gap to the limit has a reason, which only a person can tell: it is taken from a JSON file of {"benchmark, case":
-"reason"} (--reasons), and stands as open where there is none. Standard library alone.
+"reason"} (--reasons), and stands as open where there is none, and where no limit is known. Standard library alone.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ def _reason(figure: Figure, reasons: Mapping[str, str]) -> str:
     told = reasons.get(f"{figure.benchmark}, {figure.case}")
     if told is not None:
         return told
-    return "–" if figure.failed or figure.share is None or figure.share >= _NEAR else "open"
+    near = figure.share is not None and figure.share >= _NEAR
+    return "–" if figure.failed or near else "open"
 
 
 if __name__ == "__main__":

@@ -62,6 +62,8 @@ def test_a_benchmark_measures(name: str, setup: Setup) -> None:
         assert figure.benchmark == name
         assert 0 < figure.low <= figure.value <= figure.high
         assert (figure.limit is None) == (figure.share is None)
+        assert figure.limit is not None or "TTFT" in figure.case or "a plan alone" in figure.case
+        assert (figure.goal is not None) == (name == "prefill" or figure.case.startswith("batch 1,"))
         assert figure.row().count("|") == HEADER.splitlines()[0].count("|")
 
 

@@ -40,6 +40,16 @@ def test_it_has_the_date_the_hardware_and_every_figure_with_its_gap() -> None:
     assert {row.count("|") for row in rows} == {header.count("|")}
 
 
+def test_a_figure_says_whether_its_goal_is_reached_and_none_without_a_limit_hides_its_gap() -> None:
+    goals = [duration("decode", f"batch {n}", [0.002], limit_s, goal=0.8) for n, limit_s in ((1, 0.0016), (8, 0.0015))]
+    unlimited = rate("batching", "64 requests", "tokens/s", [1.0], 5000.0)
+    assert [figure.reached for figure in (*goals, unlimited)] == [True, False, None]
+    lines = section([check(*goals, unlimited)], {}).splitlines()
+    assert "| batch 1 | 2 ms | 2–2 | 1.6 ms | 80%, goal 80% reached | – | open |" in lines
+    assert "| batch 8 | 2 ms | 2–2 | 1.5 ms | 75%, goal 80% missed | – | open |" in lines
+    assert "| 64 requests | 5000 tokens/s | 5000–5000 | – | – | – | open |" in lines
+
+
 def test_a_later_call_adds_to_it_and_no_failure_hides_a_number() -> None:
     broken = failure("decode", "batch 1", RuntimeError("no room"))
     later = check(broken, duration("decode", "batch 8", [0.003], 0.0029), when="2026-11-23T09:00:00+00:00")

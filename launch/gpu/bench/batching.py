@@ -10,10 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-
 from engine.llm import LLM, TokensPrompt
 from launch.gpu.bench.attempts import attempted
+from launch.gpu.bench.decode import least_step_s
 from launch.gpu.bench.engines import MEMORY_FRACTION, endless, random_prompt
 from launch.gpu.bench.setup import Setup
 from launch.gpu.figures import Figure, rate, ratio
@@ -24,6 +23,7 @@ TOY_REQUESTS, TOY_TOKENS_IN, TOY_TOKENS_OUT = 3, (4, 12), 4
 TOY_BLOCKS: Final = {"num_blocks": 16, "max_batch_tokens": 64}
 STALLED_S: Final = 60.0
 """Without a single answer: then transformers' thread has died."""
+_LIMIT: Final = "limit: the weights read once for a token of each; prompts, keys and values left out"
 Prompts = list[list[int]]
 
 
@@ -38,15 +38,16 @@ def measure(setup: Setup) -> Iterator[Figure]:
     prompts = [[random_prompt(rng.randint(*limits), rng) for _ in range(count)] for _ in range(REPETITIONS + 1)]
     case = f"{count} requests, {limits[0]} to {limits[1]} tokens in, {tokens_out} out"
     seconds: list[list[float]] = []
+    limit = count / least_step_s(setup.limits, folder, setup.dtype, count)
 
     def our_figure() -> Iterator[Figure]:
         seconds.append(_ours(setup, folder, prompts, tokens_out))
-        yield rate("batching", case, "tokens/s", seconds[0], count * tokens_out)
+        yield rate("batching", case, "tokens/s", seconds[0], count * tokens_out, limit, _LIMIT)
 
     def their_figure() -> Iterator[Figure]:
         took_s, attention = _theirs(setup, folder, prompts, tokens_out)
         beside = f"with {attention}" + (f"; Triptych is {ratio(seconds[0], took_s)} that" if seconds else "")
-        yield rate("batching", f"{case}, transformers", "tokens/s", took_s, count * tokens_out, beside=beside)
+        yield rate("batching", f"{case}, transformers", "tokens/s", took_s, count * tokens_out, limit, beside)
 
     yield from attempted("batching", case, our_figure)
     yield from attempted("batching", f"{case}, transformers", their_figure)
@@ -73,10 +74,9 @@ def _theirs(setup: Setup, folder: Path, prompts: list[Prompts], tokens_out: int)
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-    dtype = torch.bfloat16 if setup.device.type == "cuda" else torch.float32
     with setup.device:  # random weights, drawn where they stay
         model: Any = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(folder), dtype=dtype, attn_implementation="sdpa"
+            AutoConfig.from_pretrained(folder), dtype=setup.dtype, attn_implementation="sdpa"
         ).eval()
     wanted = GenerationConfig(max_new_tokens=tokens_out, do_sample=False, eos_token_id=-1, pad_token_id=0)
     sizes = ContinuousBatchingConfig(**(TOY_BLOCKS if setup.toy else {"max_memory_percent": MEMORY_FRACTION}))

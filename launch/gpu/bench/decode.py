@@ -5,11 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Final
 
+import torch
+
+from common.model_info import load_model_info
 from engine.decoder_engine import DecoderEngine
+from engine.models.base import DecoderModel
+from engine.models.registry import make_decoder as make_decoder_of
 from launch.gpu.bench.attempts import attempted
 from launch.gpu.bench.engines import WARM_UP_TOKENS, Driver, endless, make_decoder, random_prompt
+from launch.gpu.bench.limits import Limits
 from launch.gpu.bench.setup import Setup
 from launch.gpu.figures import Figure, duration
 from launch.gpu.shapes import qwen2_5_vl_3b
@@ -18,6 +25,8 @@ BATCHES: Final = (1, 8, 64, 256)
 CONTEXT: Final = 512
 STEPS: Final = 32
 """In one measurement."""
+GOALS: Final = {1: 0.8, 8: 0.8}
+"""Shares of the limit by batch."""
 TOY_BATCHES, TOY_CONTEXT, TOY_STEPS = (1, 3), 20, 4
 _HEADS: Final = ("head.weight", "proj_out.weight")
 _UNREAD: Final = frozenset({"embed_positions", "cross_kv_proj", "kv_proj"})
@@ -36,13 +45,21 @@ def measure(setup: Setup) -> Iterator[Figure]:
 
 
 def _measure_batch(setup: Setup, engine: DecoderEngine, batch: int, context: int, steps: int) -> Iterator[Figure]:
-    yield measure_steps(setup, engine, batch, context, steps, "decode", f"batch {batch}")
+    yield measure_steps(setup, engine, batch, context, steps, "decode", f"batch {batch}", GOALS.get(batch))
 
 
 def measure_steps(
-    setup: Setup, engine: DecoderEngine, batch: int, context: int, steps: int, benchmark: str, case: str
+    setup: Setup,
+    engine: DecoderEngine,
+    batch: int,
+    context: int,
+    steps: int,
+    benchmark: str,
+    case: str,
+    goal: float | None = None,
 ) -> Figure:
-    """A decode step of `batch` requests after `context` tokens each, beside the least that reading could take."""
+    """A decode step of `batch` requests after `context` tokens each, beside the least that reading could take: `goal`
+    is the share of that which is to be reached."""
     rng = random.Random(batch)
     # Not all begin in the same step: those that do so first must not end before the others.
     params = endless(steps * (setup.repetitions + 1) + 2 * WARM_UP_TOKENS + batch)
@@ -56,13 +73,24 @@ def measure_steps(
     flops = 2.0 * batch * weight_bytes(engine) / engine.runner.dtype.itemsize
     least_s = setup.limits.least_s(size_bytes, flops)
     beside = f"{size_bytes / 1e9:.2f} GB to read; {setup.limits.bound(size_bytes, flops)}; {batch} sequences"
-    return duration(benchmark, f"{case}, {tokens} tokens each", seconds, least_s, beside)
+    return duration(benchmark, f"{case}, {tokens} tokens each", seconds, least_s, beside, goal)
 
 
 def weight_bytes(engine: DecoderEngine) -> int:
-    """What a decode step reads of the weights: of positions, and of an embedding that is not the head as well, a few
-    rows at most, and nothing of what makes keys and values of encoder outputs, once for each of these."""
-    sizes = {name: parameter.nbytes for name, parameter in engine.runner.model.named_parameters()}
+    """What a decode step reads of the weights of an engine."""
+    return _read_bytes(engine.runner.model)
+
+
+def least_step_s(limits: Limits, folder: Path, dtype: torch.dtype, batch: int) -> float:
+    """The least that a decode step of a model can take in any engine: its weights once, keys and values left out."""
+    size_bytes = _read_bytes(make_decoder_of(load_model_info(str(folder))).to(dtype))
+    return limits.least_s(size_bytes, 2.0 * batch * size_bytes / dtype.itemsize)
+
+
+def _read_bytes(model: DecoderModel) -> int:
+    """Of positions, and of an embedding that is not the head as well, a few rows at most are read, and nothing of what
+    makes keys and values of encoder outputs, once for each of these."""
+    sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
     has_head = any(name.endswith(_HEADS) for name in sizes)
     unread = {*_UNREAD, "embed_tokens"} if has_head else _UNREAD
     return sum(size for name, size in sizes.items() if unread.isdisjoint(name.split(".")))

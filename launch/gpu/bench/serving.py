@@ -18,6 +18,7 @@ from common.config import EngineConfig, Settings
 from launch.client import ApiClient, ClientOptions, Job, Outcome
 from launch.cluster import LocalCluster
 from launch.gpu.bench.attempts import attempted
+from launch.gpu.bench.decode import least_step_s
 from launch.gpu.bench.pictures import noise_picture
 from launch.gpu.bench.setup import Setup
 from launch.gpu.figures import Figure, durations
@@ -45,6 +46,7 @@ def measure(setup: Setup) -> Iterator[Figure]:
 def _measure_topology(setup: Setup, folder: Path, topology: str) -> Iterator[Figure]:
     engine = EngineConfig(device=setup.device.type, load_format="dummy", max_num_batched_tokens=2048)
     settings = Settings(model=str(folder), port=0, log_level="warning", engine=engine)
+    tpot_s = least_step_s(setup.limits, folder, setup.dtype, IN_FLIGHT + 1)
     requests, counts = (TOY_REQUESTS, TOY_PICTURES) if setup.toy else (REQUESTS, PICTURES)
     with LocalCluster(settings, topology, start_timeout_s=START_TIMEOUT_S) as cluster:
 
@@ -52,11 +54,11 @@ def _measure_topology(setup: Setup, folder: Path, topology: str) -> Iterator[Fig
             return asyncio.run(_load(setup, cluster.base_url, pictures, count))
 
         load(1, 1)  # warms up
-        yield from _figures(topology, "text alone", load(0, requests).probes)
+        yield from _figures(topology, "text alone", load(0, requests).probes, tpot_s)
         for count in counts:
             done = load(count, requests)
-            yield from _figures(topology, f"{count} pictures", done.asked)
-            yield from _figures(topology, f"text beside {count} pictures", done.probes)
+            yield from _figures(topology, f"{count} pictures", done.asked, tpot_s)
+            yield from _figures(topology, f"text beside {count} pictures", done.probes, tpot_s)
 
 
 @dataclass
@@ -105,12 +107,13 @@ async def _load(setup: Setup, url: str, pictures: int, requests: int) -> Load:
     return load
 
 
-def _figures(topology: str, case: str, outcomes: Sequence[Outcome]) -> list[Figure]:
+def _figures(topology: str, case: str, outcomes: Sequence[Outcome], least_tpot_s: float) -> list[Figure]:
+    """TPOT stands beside a decode step's weights read once. For TTFT nobody has named a limit."""
     ttft_s = [one.ttft_s for one in outcomes if one.ttft_s is not None]
     tpot_s = [_tpot_s(one) for one in outcomes if one.ttft_s is not None and (one.completion_tokens or 0) > 1]
     return [
-        durations("serving", f"{topology}, {case}: {name}", seconds)
-        for name, seconds in (("TTFT", ttft_s), ("TPOT", tpot_s))
+        durations("serving", f"{topology}, {case}: {name}", seconds, limit_s)
+        for name, seconds, limit_s in (("TTFT", ttft_s, None), ("TPOT", tpot_s, least_tpot_s))
         if seconds
     ]
 

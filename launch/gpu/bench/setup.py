@@ -26,6 +26,11 @@ class Setup:
     checkpoints: tuple[Path, ...] = ()
     """Folders of real checkpoints."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the models with random weights."""
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
     def time(self, call: Callable[[], object], *, calls: int = 1, warm_up: int = 1) -> list[float]:
         """Seconds of one call, as many times as this setup repeats; each is the mean of `calls` in a row."""
         return time_calls(call, self.device, repetitions=self.repetitions, calls=calls, warm_up=warm_up)

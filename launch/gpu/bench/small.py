@@ -11,16 +11,17 @@ from typing import Final, cast
 from common.config import Device
 from common.model_info import ModelInfo, load_model_info
 from engine.decoder_engine import DecoderEngine
+from engine.device import choose_dtype
 from launch.bench.lineup import lineup
 from launch.bench.measure import Schedule, Turn
 from launch.bench.measure import measure as measure_turns
 from launch.bench.workloads import make_workload
 from launch.gpu.bench.attempts import attempted
 from launch.gpu.bench.cross import measure_clips
-from launch.gpu.bench.decode import measure_steps
+from launch.gpu.bench.decode import least_step_s, measure_steps
 from launch.gpu.bench.engines import load_decoder
 from launch.gpu.bench.setup import Setup
-from launch.gpu.figures import Figure, rate
+from launch.gpu.figures import Figure, rate, ratio
 
 BATCHES: Final = (1, 8, 64, 256)
 CONTEXT, STEPS = 512, 32
@@ -62,10 +63,17 @@ def _measure_systems(setup: Setup, folder: Path) -> Iterator[Figure]:
         turns = measure_turns(workload, systems, Schedule([in_flight], repetitions, in_flight), print)
         names = [system.name for system in systems]
     by_system = {name: [turn for turn in turns if turn.system == name] for name in names}
+    theirs = by_system[names[0]]
+    info = load_model_info(str(folder))
+    dtype = choose_dtype("auto", setup.device, info)
+    limit = in_flight / least_step_s(setup.limits, folder, dtype, in_flight)
     for name, own in by_system.items():
-        equal = f"{_num_equal(own, by_system[names[0]])} of {repetitions * in_flight} answers equal to transformers'"
+        times = ratio([1 / turn.tokens_per_s for turn in own], [1 / turn.tokens_per_s for turn in theirs])
+        equal = (
+            f"{times} transformers'; {_num_equal(own, theirs)} of {repetitions * in_flight} answers equal to its own"
+        )
         case = f"{workload.name}, {in_flight} in flight, {name}"
-        yield rate("small", case, "tokens/s", [1 / turn.tokens_per_s for turn in own], 1, beside=equal)
+        yield rate("small", case, "tokens/s", [1 / turn.tokens_per_s for turn in own], 1, limit, equal)
 
 
 def _num_equal(mine: list[Turn], theirs: list[Turn]) -> int:
