@@ -9,6 +9,7 @@ does not take its messages is treated as gone.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, cast
 
@@ -102,7 +103,10 @@ class WorkerClient:
     Connecting happens in the background; messages wait (bounded) until the worker is there.
     """
 
-    def __init__(self, context: zmq.asyncio.Context, address: str, identity: str) -> None:
+    def __init__(
+        self, context: zmq.asyncio.Context, address: str, identity: str, on_invalid: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_invalid` is called for each reply that is none, and is dropped."""
         self._socket = context.socket(zmq.DEALER)
         _set_common_options(self._socket)
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
@@ -112,7 +116,7 @@ class WorkerClient:
         secure_client(self._socket)
         self._socket.connect(address)
         self.address = address
-        self.num_invalid = 0
+        self._on_invalid = on_invalid
 
     async def send(self, message: ToWorker) -> None:
         """Send without waiting. Raises TriptychError("unavailable") where the worker takes nothing any more."""
@@ -125,7 +129,7 @@ class WorkerClient:
             raise TriptychError("unavailable", message_text) from error
 
     async def receive(self) -> FromWorker:
-        """What the worker tells next of a request. Heartbeats are passed over, what is invalid is counted, too."""
+        """What the worker tells next of a request. Heartbeats are passed over, and so is what is invalid."""
         while True:
             frames = await self._socket.recv_multipart(copy=False)
             try:
@@ -135,7 +139,7 @@ class WorkerClient:
                 if not isinstance(message, Heartbeat):
                     return message
             except TriptychError as error:
-                self.num_invalid += 1
+                self._on_invalid()
                 log.warning("dropped a reply", worker=self.address, error=error.info.message)
 
     def close(self, linger_ms: int = 0) -> None:

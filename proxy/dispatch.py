@@ -77,6 +77,9 @@ class Dispatcher:
     def requests_at(self, worker: Worker) -> list[str]:
         return [request_id for request_id, flight in self._flights.items() if flight.uses(worker)]
 
+    def on_invalid(self) -> None:
+        self._metrics.invalid_replies.inc()
+
     def on_joined(self, worker: Worker) -> None:
         for flight in self._flights.values():
             flight.post(worker, Presence.JOINED)

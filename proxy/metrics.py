@@ -78,6 +78,9 @@ class ProxyMetrics:
         self.unread_answers = Counter(
             "triptych_proxy_unread_answers", "Jobs ended because their client did not read the answer.", registry=r
         )
+        self.invalid_replies = Counter(
+            "triptych_proxy_invalid_replies", "Messages of workers that were none, and were dropped.", registry=r
+        )
         self.media_bytes = Counter("triptych_proxy_media_bytes", "Bytes of media taken in.", ["kind"], registry=r)
         self.media_items = Counter("triptych_proxy_media_items", "Media items taken in.", ["kind"], registry=r)
         self.helper_crashes = Counter(

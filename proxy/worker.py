@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -84,8 +85,10 @@ class WatchedClient(WorkerClient):
     """A connection that tells when it is lost: the operating system closes a dead process's sockets at once, while
     its registry entry lives on for seconds."""
 
-    def __init__(self, context: zmq.asyncio.Context, address: str, identity: str) -> None:
-        super().__init__(context, address, identity)
+    def __init__(
+        self, context: zmq.asyncio.Context, address: str, identity: str, on_invalid: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(context, address, identity, on_invalid)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
 
     async def lost(self) -> None:

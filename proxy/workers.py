@@ -40,6 +40,9 @@ class Listener(Protocol):
     def requests_at(self, worker: Worker) -> list[str]:
         """What that worker has been asked to do and is not known to have done."""
 
+    def on_invalid(self) -> None:
+        """A worker has said something that is no message of the protocol; it was dropped."""
+
     def on_joined(self, worker: Worker) -> None: ...
 
     async def on_gone(self, worker: Worker) -> None: ...
@@ -194,7 +197,8 @@ class WorkerPool:
             self._refused[record.instance_id] = why
             return
         self._refused.pop(record.instance_id, None)
-        client = WatchedClient(self._context, record.requests_address, next(self._identities))
+        identity = next(self._identities)
+        client = WatchedClient(self._context, record.requests_address, identity, self._listener.on_invalid)
         worker = Worker(record, client)
         self._workers[record.instance_id] = worker
         self._listeners[worker] = [

@@ -60,7 +60,7 @@ class Cluster:
         self.stack.enter_context(symbolic_workers())
         self.network = Network()
         self.stack.enter_context(
-            patch("proxy.workers.WatchedClient", lambda _, address, name: SimulatedClient(self.network, address, name))
+            patch("proxy.workers.WatchedClient", lambda _, where, name, __: SimulatedClient(self.network, where, name))
         )
         config = tiny_config(**({"block_size": 2, "num_blocks": 12, "cache_rows": 3} | engine))
         self.settings = Settings(handoff_timeout_s=HANDOFF_TIMEOUT_S, engine=config)

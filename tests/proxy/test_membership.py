@@ -41,6 +41,20 @@ async def test_a_stream_whose_only_decoder_died_goes_on_when_it_is_back(serve):
         await rig.assert_clean()
 
 
+async def test_what_a_worker_says_that_is_no_message_is_counted_and_changes_nothing(serve):
+    async with serve() as rig:
+        decoder = rig.cluster.decoders[0]
+        decoder.pause_after = 2
+        stream = await rig.chat(stream=True)
+        await _progressed(rig, 2)
+        for junk in ([b"\xc1"], [b"two", b"frames"], [b""]):
+            await decoder.server._socket.send_multipart([decoder.proxies[-1], *junk])
+        await eventually(lambda: rig.count("invalid_replies_total") == 3)
+        decoder.resume.set()
+        assert (await gather(stream))[0] == {0: "a red sign"}
+        await rig.assert_clean()
+
+
 async def test_a_request_that_comes_while_the_only_decoder_restarts_waits_for_it(serve):
     async with serve() as rig:
         await rig.cluster.decoders[0].die()
