@@ -102,9 +102,17 @@ def _leaving(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
+def compute_on_own_stream(device: torch.device) -> None:
+    """What this thread launches from now on goes to a stream of its own. Others may read its tensors once they are
+    complete, and keep them by `keep_for_this_stream`. Nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+
 def keep_for_this_stream(tensor: torch.Tensor) -> None:
-    """Called on the engine's thread with what has landed. Its memory belongs to the stream that it landed on: once it
-    is given back, it must not be used again before the engine's stream has read it for the last time."""
+    """Called on the engine's thread with what has landed, or what another engine of this process has computed. Its
+    memory belongs to the stream that it was made on: once it is given back, it must not be used again before the
+    engine's stream has read it for the last time."""
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 

@@ -7,6 +7,7 @@ out, and the tensor is handed over as it is.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -26,6 +27,7 @@ from engine.events import (
     InputStored,
 )
 from engine.processors import ProcessedInput
+from services.device_tensors import keep_for_this_stream
 from services.engine_thread import EngineThread
 
 InputEvent: TypeAlias = InputGranted | InputCached | InputRefused | InputCancelled | InputStored | InputRejected
@@ -62,7 +64,7 @@ class LocalDestination:
     async def deliver(self, key: Key, tensor: torch.Tensor) -> None:
         answers = self._answers[key]
         if answers.empty():  # else the grant was taken back while the encoder was at it
-            self._thread.submit(lambda engine: engine.deliver(*key, tensor))
+            self._thread.submit(partial(_store, key=key, tensor=tensor))
         match await answers.get():
             case InputStored():
                 del self._answers[key]
@@ -86,6 +88,12 @@ class LocalDestination:
             return False
         answers.put_nowait(event)
         return True
+
+
+def _store(engine: DecoderEngine, key: Key, tensor: torch.Tensor) -> None:
+    """On the decoder's thread. The tensor is complete, but it was computed on the encoder's stream."""
+    keep_for_this_stream(tensor)
+    engine.deliver(*key, tensor)
 
 
 def _taken_back(key: Key) -> TriptychError:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from common.messages import Encode
 from engine.decoder_engine import DecoderEngine
+from engine.device import choose_device
+from engine.encoder_engine import EncoderEngine
 from engine.events import Event
 from engine.memory import ENCODER_SHARE
+from services.device_tensors import compute_on_own_stream
 from services.encoding import EncodingStage
 from services.engine_thread import EngineThread
 from services.links import Links
@@ -20,7 +23,9 @@ class LocalEncoding:
 
     def __init__(self, links: Links, thread: EngineThread[DecoderEngine, Event], is_fallback: bool) -> None:
         self._destination = LocalDestination(thread)
-        self._stage = EncodingStage(links, self._destination, prepare=lambda tensor: tensor, memory_share=ENCODER_SHARE)
+        self._stage = _BesideDecoder(
+            links, self._destination, prepare=lambda tensor: tensor, memory_share=ENCODER_SHARE
+        )
         self.thread = self._stage.thread
         self._num_fallbacks = 0
         self._is_fallback = is_fallback
@@ -49,3 +54,12 @@ class LocalEncoding:
 
     def close(self) -> None:
         self._stage.close()
+
+
+class _BesideDecoder(EncodingStage):
+    """Computes on a stream of its own: a decode step does not stand behind a batch of pictures, but runs beside it."""
+
+    def _build(self, output_cache_bytes: int, memory_share: float) -> EncoderEngine:
+        """On the engine's thread, of which this is the stream from now on: weights are loaded on it, too."""
+        compute_on_own_stream(choose_device(self._links.engine_config.device))
+        return super()._build(output_cache_bytes, memory_share)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import pytest
+import torch
 import zmq.asyncio
 from redis.asyncio import Redis
 
@@ -15,7 +18,9 @@ from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from common.text import TextProcessor
 from engine.llm import LLM
+from services import local_destination, local_encoding
 from services.decoder import DecoderService
+from services.device_tensors import compute_on_own_stream
 from services.links import Links
 from services.prefill_decode import EncodePrefillDecodeService, PrefillDecodeService
 from tests.eventually import eventually
@@ -109,6 +114,37 @@ async def test_one_process_answers_as_llm_does_and_hands_nothing_over(
         assert await setting.answer("again") == expected.outputs[0].token_ids
         stages = {span.stage for reply in setting.worker.of(Encoded, "again") for span in reply.spans}
         assert "encode" not in stages  # the content is here already
+
+
+async def test_the_encoder_computes_on_its_own_stream_and_the_decoder_keeps_what_it_gets_for_its_own(
+    broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By which thread: streams are a thread's."""
+    encoders: list[int] = []
+    decoders: list[tuple[int, torch.Size]] = []
+    monkeypatch.setattr(local_encoding, "compute_on_own_stream", lambda _: encoders.append(threading.get_ident()))
+
+    def keep(tensor: torch.Tensor) -> None:
+        decoders.append((threading.get_ident(), tensor.shape))
+
+    monkeypatch.setattr(local_destination, "keep_for_this_stream", keep)
+    async with serving(broker_url, redis, zmq_context) as setting:
+        await setting.generate("r", [sign("red")])
+        await setting.encode("r", 0, sign("red"))
+        await setting.answer("r")
+        own = await setting.worker.role.thread.call(lambda engine: threading.get_ident(), 5.0)
+    assert [thread for thread, _ in decoders] == [own]
+    assert len(encoders) == 1
+    assert own not in encoders
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_only_a_gpu_has_streams(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"a stream of {device}")
+    monkeypatch.setattr(torch.cuda, "set_stream", taken.append)
+    compute_on_own_stream(torch.device(kind))
+    assert taken == (["a stream of cuda"] if kind == "cuda" else [])
 
 
 async def test_every_end_of_an_item_leaves_nothing(
