@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
+import torch
 
 from common.model_info import BUNDLED, load_model_info
-from launch.gpu.cases import CASES
+from engine.attention import served
+from engine.attention.backend import HeadSpec
+from engine.attention.served import needs_tensor_cores, unserved
+from engine.device import DTYPES as engine_dtypes
+from launch.gpu.cases import CASES, EXTENDED, AttentionCase
 from launch.gpu.kernels import Kernel, check_kernels, main, needed_kernels
 from launch.gpu.shapes import qwen2_3b, qwen2_5_vl_3b, whisper_large_v3
 from tests import tiny_models
@@ -61,6 +67,34 @@ def test_those_of_the_check_are_listed_by_its_cases_of_attention(capsys: pytest.
     assert {"decode bfloat16 heads of 128", "prefill bfloat16 heads of 64 in a window"} < set(listed)
     served = [case for case in CASES if case.head_dim != 80 and case.dtype != "float32"]
     assert {f"prefill {case.dtype} heads of {case.head_dim}" for case in served} < set(listed)
+
+
+def test_every_kind_of_heads_that_is_served_is_a_case_of_the_check(capsys: pytest.CaptureFixture[str]) -> None:
+    cases = [case for case in (*CASES, *EXTENDED) if unserved(heads_of(case), engine_dtype(case)) is None]
+    found = {(case.dtype, case.head_dim) for case in cases}
+    dtypes = {str(dtype).removeprefix("torch.") for dtype in served.DTYPES}
+    assert found == set(itertools.product(dtypes, served.HEAD_DIMS))
+    for dtype, head_dim in found:
+        own = [heads_of(case) for case in cases if (case.dtype, case.head_dim) == (dtype, head_dim)]
+        if dtype == "bfloat16":
+            assert {needs_tensor_cores(one.num_heads, one.num_kv_heads) for one in own} == {True, False}
+    groups = {case.num_heads // case.num_kv_heads for case in cases}
+    assert {*served.SMALL_GROUPS, max(served.SMALL_GROUPS) + 1, served.MAX_GROUP} <= groups
+    assert main(["--extended", "--list"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert {"decode bfloat16 heads of 256", "prefill float16 heads of 128"} < set(listed)
+
+
+def test_what_is_built_ahead_for_the_check_is_still_ten_libraries() -> None:
+    assert len(check_kernels()) == 10
+
+
+def heads_of(case: AttentionCase) -> HeadSpec:
+    return HeadSpec(case.num_heads, case.num_kv_heads, case.head_dim)
+
+
+def engine_dtype(case: AttentionCase) -> torch.dtype:
+    return engine_dtypes[case.dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
