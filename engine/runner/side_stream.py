@@ -4,8 +4,9 @@
     copying                         └▶ to the host ▒▒▒         ▲
                                     from the host ▒▒▒▒▒────────┘ waits for this copy, not the host
 
-Nobody waits on the thread that launches steps: what comes from the host is waited for by the stream, what goes there by
-whoever wants it. On a CPU everything is where it is wanted.
+The thread that launches steps does not wait for the device: what comes from the host is waited for by the stream, what
+goes there by whoever wants it. But that thread copies what comes to pinned memory itself. On a CPU everything is where
+it is wanted.
 """
 
 from __future__ import annotations
