@@ -15,7 +15,7 @@ export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format bench model chaos fuzz soak compose-test gpu-carry gpu-check clean distclean
+.PHONY: help demo test lint format bench model chaos fuzz soak compose-test gpu-carry gpu-check gpu-sources clean distclean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,6 +71,24 @@ gpu-carry: $(BIN)/python ## Gather in DIR what a machine with a GPU and without 
 
 gpu-check: ## On a machine with a GPU: is everything right, and how fast is it? Takes what DIR brings.
 	@$(PYTHON) -m launch.gpu.check --carried $(DIR) $(ARGS)
+
+# A library without a function is enough to link against where there is no driver: nothing is run.
+# In a folder of their own: pip must not take them for packages of the environment, whose torch is for CPUs.
+SOURCES := build/gpu-sources
+FLASHINFER := 0.6.13
+# Without its other dependencies, which have hundreds of MiB and serve kernels that are not called.
+NEEDED := apache-tvm-ffi einops tabulate nvidia-ml-py click triton ninja
+gpu-sources: $(SOURCES)/$(FLASHINFER).stamp ## Without a GPU: our Triton kernels and the fake of FlashInfer against the real packages (0.3 GB); with nvcc, build FlashInfer's kernels.
+	@PYTHONPATH=$(SOURCES) $(BIN)/python -m pytest -n 0 tests/engine/test_triton_kernels.py tests/engine/test_flashinfer_signatures.py $(ARGS)
+	@command -v nvcc >/dev/null 2>&1 || { echo "no nvcc: FlashInfer's kernels are not built"; exit 0; }; \
+		test -e $(SOURCES)/libcuda.so || cc -shared -x c /dev/null -o $(SOURCES)/libcuda.so && \
+		PYTHONPATH=$(SOURCES) LIBRARY_PATH="$(CURDIR)/$(SOURCES):$$LIBRARY_PATH" CUDA_HOME=$${CUDA_HOME:-/usr/local/cuda} \
+		FLASHINFER_WORKSPACE_BASE=$(CURDIR)/build/flashinfer FLASHINFER_CUDA_ARCH_LIST=$${FLASHINFER_CUDA_ARCH_LIST:-9.0a} \
+		$(BIN)/python -m launch.gpu.kernels --check
+
+$(SOURCES)/$(FLASHINFER).stamp: $(VENV)/test.stamp
+	@$(PIP) install --quiet --no-deps --upgrade --target $(SOURCES) flashinfer-python==$(FLASHINFER) $(NEEDED)
+	@touch $@
 
 clean: ## Remove caches and build output.
 	@rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info
