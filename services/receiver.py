@@ -6,8 +6,11 @@ without the request; every decision is the engine's.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import torch
@@ -39,9 +42,11 @@ from services.engine_thread import EngineThread
 from services.kv_messages import PART_BYTES, metadata_of, part_fault
 from services.landing import Landing
 from services.links import Links
-from services.tensor_bytes import aligned
+from services.tensor_bytes import tensor_of
 
 MAX_OFFERS: Final = 20_000
+MAX_PARTS_LANDED: Final = 4
+"""Parts of keys and values on a GPU that the engine has not put into its blocks yet; each has PART_BYTES at most."""
 
 log = get_logger()
 
@@ -61,6 +66,7 @@ class HandoffReceiver:
         self._kv_keys: dict[str, set[Key]] = {}  # those of keys and values, by request
         cuda = links.cuda
         self._landing = Landing() if cuda is None else DeviceLanding(cuda, choose_device(config.device))
+        self._parts_landed = asyncio.Semaphore(MAX_PARTS_LANDED)
         self._stored_s: dict[Key, float] = {}  # when the engine had a tensor, until it says so
         self.outcomes: Counter[str] = Counter()
         self._tensors.watch_given(self._expect)
@@ -244,14 +250,26 @@ class HandoffReceiver:
             self._thread.submit(lambda engine: self._deliver(engine, key, landed))
 
     async def _take_part(self, key: Key, received: ReceivedTensor) -> bool:
-        """Keys and values are copied by the engine, into its blocks."""
+        """Keys and values are copied by the engine, into its blocks. To a GPU they are brought before it hears of them;
+        so no more than MAX_PARTS_LANDED of them wait there for the step that it is at."""
+        if isinstance(self._landing, DeviceLanding):
+            await self._parts_landed.acquire()
+            landed = await self._landing.take(key, received)
+            if isinstance(landed, str):
+                self._parts_landed.release()
+                self._refuse(key, received.header, landed)
+            else:
+                let_go = partial(asyncio.get_running_loop().call_soon_threadsafe, self._parts_landed.release)
+                self._thread.submit(lambda engine: self._deliver_part(engine, key, received.header, landed, let_go))
+            return False
         fault, data = await received.verify(), received.data
-        assert isinstance(data, memoryview)  # see _tensor_fault
-        if fault is None:
-            self._thread.submit(lambda engine: self._deliver_part(engine, key, received, data))
-        else:
+        if fault is not None:
             self._refuse(key, received.header, fault)
-        return fault is None
+            return False
+        assert isinstance(data, memoryview)  # see _tensor_fault
+        tokens = tensor_of(data, received.header.shape, DTYPES[received.header.dtype])
+        self._thread.submit(lambda engine: self._deliver_part(engine, key, received.header, tokens, received.release))
+        return True
 
     def _refuse(self, key: Key, header: TensorHeader, fault: str) -> None:
         log.warning("a tensor is not what was offered", sender=header.sender, fault=fault)
@@ -284,17 +302,23 @@ class HandoffReceiver:
         engine.deliver(*key, tensor)
         self._stored_s[key] = time.time()
 
-    def _deliver_part(self, engine: DecoderEngine, key: Key, received: ReceivedTensor, data: memoryview) -> None:
+    def _deliver_part(
+        self,
+        engine: DecoderEngine,
+        key: Key,
+        header: TensorHeader,
+        tokens: torch.Tensor,
+        let_go: Callable[[], object],
+    ) -> None:
         """Copy a part to where it belongs."""
-        header = received.header
         assert header.table != ""
-        shape = tuple(header.shape)
-        part = KvPart(header.part, header.table, header.first, shape, header.dtype, aligned(data))
+        part = KvPart(header.part, header.table, header.first, tokens)
         try:
+            keep_for_this_stream(tokens)
             engine.deliver_kv(header.request_id, header.attempt, part)
             self._stored_s[key] = time.time()
         finally:
-            received.release()
+            let_go()
 
 
 def _as_offered(what: Offer | TensorHeader) -> tuple[str, list[int], str, int]:

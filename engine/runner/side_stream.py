@@ -5,8 +5,8 @@
                                     from the host ▒▒▒▒▒────────┘ waits for this copy, not the host
 
 The thread that launches steps does not wait for the device: what comes from the host is waited for by the stream, what
-goes there by whoever wants it. But that thread copies what comes to pinned memory itself. On a CPU everything is where
-it is wanted.
+goes there by whoever wants it. What comes between workers is on the device already (services.device_tensors); what an
+engine is given on the host, its thread copies to pinned memory itself. On a CPU everything is where it is wanted.
 """
 
 from __future__ import annotations

@@ -24,15 +24,19 @@ Table: TypeAlias = Literal["self", "cross"]
 class KvPart:
     """Keys and values of some tokens, as they came: those of `table` from token `first` on. `number` is the part's.
 
-    `shape` is [num_tokens, layers, 2, num_kv_heads, head_dim]; nothing of it has been compared with the bytes.
+    `tokens` is [num_tokens, layers, 2, num_kv_heads, head_dim] if it is what it should be, on the host or on the
+    engine's device, and is only read.
     """
 
     number: int
     table: Table
     first: int
-    shape: tuple[int, ...]
-    dtype: str
-    data: memoryview
+    tokens: torch.Tensor
+
+    @property
+    def last(self) -> int:
+        """The token after the last one."""
+        return self.first + len(self.tokens)
 
 
 @dataclass(frozen=True)
@@ -102,10 +106,10 @@ class KvExpectation:
     def part_fault(self, part: KvPart) -> str | None:
         """What is wrong with a part's tensor; None if nothing is."""
         expected = self.token_shape if part.table == "self" else self.cross_shape
-        if part.dtype != self.dtype or len(part.shape) < 1 or part.shape[1:] != expected:
-            return f"{part.dtype} {list(part.shape)}, expected {self.dtype} {['tokens', *expected]}"
-        needed = math.prod(part.shape) * DTYPES[part.dtype].itemsize
-        return None if needed == len(part.data) else f"{len(part.data)} bytes, {list(part.shape)} has {needed}"
+        dtype, shape = str(part.tokens.dtype).removeprefix("torch."), tuple(part.tokens.shape)
+        if dtype != self.dtype or len(shape) < 1 or shape[1:] != expected:
+            return f"{dtype} {list(shape)}, expected {self.dtype} {['tokens', *expected]}"
+        return None
 
 
 def _num_handoff_tokens(request: Request, layouts: list[InputLayout]) -> int:

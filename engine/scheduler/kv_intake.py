@@ -25,7 +25,6 @@ from common.errors import ErrorInfo
 from common.messages import KV_INPUT_ID
 from engine.cache.block_manager import BlockManager
 from engine.cache.block_pool import IntegrityError
-from engine.device import DTYPES
 from engine.events import (
     Event,
     InputCached,
@@ -252,7 +251,7 @@ class KvIntake:
             self._reject(InputRejected(*key, "corrupt", part.number))
         elif handoff.state is HandoffState.STARTED:
             self._emit(InputStored(*key, part.number))  # sent twice: the first one counts
-        elif not self._wanted(handoff, part.table).within(part.first, part.first + part.shape[0]):
+        elif not self._wanted(handoff, part.table).within(part.first, part.last):
             self._reject(InputRejected(*key, "corrupt", part.number))
         else:
             self._store(handoff, part)
@@ -269,18 +268,17 @@ class KvIntake:
 
     def _store(self, handoff: Handoff, part: KvPart) -> None:
         handoff.deadline_s = time.time() + self._lease_s
-        request, wanted, last = handoff.request, self._wanted(handoff, part.table), part.first + part.shape[0]
-        if wanted.has(part.first, last):
+        request, wanted = handoff.request, self._wanted(handoff, part.table)
+        if wanted.has(part.first, part.last):
             return
-        tokens = torch.frombuffer(part.data, dtype=DTYPES[part.dtype]).view(part.shape)
         own = self._blocks.get_block_table(request.sequences[0].sequence_id)
         blocks = own if part.table == "self" else self._blocks.get_cross_block_table(request.request_id)
-        self._write(part.table, blocks, part.first, tokens)
-        wanted.add(part.first, last)
+        self._write(part.table, blocks, part.first, part.tokens)
+        wanted.add(part.first, part.last)
         handoff.num_parts = max(handoff.num_parts, part.number + 1)
-        self.counters["prefill_handoff_bytes"] += tokens.nbytes
+        self.counters["prefill_handoff_bytes"] += part.tokens.nbytes
         if part.table == "self":
-            self.counters["prefill_handoff_tokens"] += len(tokens)
+            self.counters["prefill_handoff_tokens"] += len(part.tokens)
         elif wanted.complete:
             self._blocks.mark_written(request.request_id)
 

@@ -179,9 +179,7 @@ class Pair:
         return transfer.part > num_sent
 
     def deliver(self, name: str, attempt: int, part: int, table: Table, first: int, tokens: torch.Tensor) -> None:
-        data = memoryview(tokens.view(torch.uint8).numpy()).cast("B")
-        dtype = str(tokens.dtype).removeprefix("torch.")
-        self.receiver.engine.deliver_kv(name, attempt, KvPart(part, table, first, tuple(tokens.shape), dtype, data))
+        self.receiver.engine.deliver_kv(name, attempt, KvPart(part, table, first, tokens))
 
     def _end(self, name: str) -> None:
         del self.transfers[name]

@@ -69,9 +69,7 @@ class Desk:
     def deliver_raw(
         self, tokens: torch.Tensor, first: int, *, table: Table = "self", attempt: int = 0, part: int = 0
     ) -> list[Event]:
-        data = memoryview(bytearray(tokens.numpy().tobytes()))
-        dtype = str(tokens.dtype).removeprefix("torch.")
-        self.engine.deliver_kv(self.job.name, attempt, KvPart(part, table, first, tuple(tokens.shape), dtype, data))
+        self.engine.deliver_kv(self.job.name, attempt, KvPart(part, table, first, tokens.clone()))
         return self.answers()
 
     def answers(self) -> list[Event]:

@@ -145,8 +145,7 @@ class ReceiverMachine(RuleBasedStateMachine):
 
     def _send(self, request: Request, table: Table, first: int, last: int, attempt: int) -> None:
         tokens = self._truth(request, table)[first:last]
-        raw = memoryview(bytearray(tokens.numpy().tobytes()))
-        part = KvPart(0, table, first, tuple(tokens.shape), "float32", raw)
+        part = KvPart(0, table, first, tokens.clone())
         self.intake.deliver(request.request_id, attempt, part)
 
     def _truth(self, request: Request, table: Table) -> torch.Tensor:

@@ -5,6 +5,8 @@ Both engines compute on the CPU; what is between them takes their tensors' memor
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ import torch
 import zmq.asyncio
 from redis.asyncio import Redis
 
-from broker.handoff import key_of
+from broker.handoff import Key, key_of
 from broker.tensors import TensorSender
 from broker.transports import cuda_transport
 from broker.transports.base import ReceivedTensor
@@ -25,10 +27,13 @@ from common.messages import Encode, Encoded, Generate, InputSlot, TensorHeader, 
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from common.text import TextProcessor
+from engine.decoder_engine import DecoderEngine
+from engine.scheduler.kv_expectation import KvPart
 from services.decode import DecodeService
 from services.device_tensors import DeviceLanding, Outgoing, open_cuda, payload_of
 from services.encoder import EncoderService
 from services.prefill_decode import PrefillDecodeService
+from services.receiver import MAX_PARTS_LANDED
 from services.tensor_bytes import bytes_of
 from tests.broker.fake_cuda import FakeCuda
 from tests.eventually import eventually
@@ -136,6 +141,46 @@ async def test_keys_and_values_that_lie_on_a_gpu_are_refused(
         await setting.send(offer, 0, 0, offer.num_tokens)
         await setting.done("r")
         sender.close()
+
+
+async def test_keys_and_values_are_on_the_gpu_before_the_engine_hears_of_them_and_no_more_than_a_few(
+    broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda, landed, delivered, going_on = FakeCuda(), list[str](), list[str](), threading.Event()
+    take, deliver = DeviceLanding.take, DecoderEngine.deliver_kv
+
+    async def noted_take(landing: DeviceLanding, key: Key, received: ReceivedTensor) -> torch.Tensor | str:
+        tensor = await take(landing, key, received)
+        landed.append(key[0])
+        return tensor
+
+    def noted_deliver(engine: DecoderEngine, request_id: str, attempt: int, part: KvPart) -> None:
+        assert request_id in landed
+        delivered.append(request_id)
+        deliver(engine, request_id, attempt, part)
+
+    monkeypatch.setattr("services.shell.open_cuda", lambda device: cuda)
+    monkeypatch.setattr(DeviceLanding, "take", noted_take)
+    monkeypatch.setattr(DecoderEngine, "deliver_kv", noted_deliver)
+    async with (
+        in_process(broker_url, redis, zmq_context, DecodeService) as worker,
+        Peer(redis, zmq_context, await worker.record(), "prefill").alive() as peer,
+    ):
+        shape = await worker.role.thread.call(lambda engine: list(engine.kv_intake._expectation.token_shape), 5.0)
+        setting = PrefillingPeer(worker, peer, shape)
+        names = [f"r{number}" for number in range(MAX_PARTS_LANDED + 2)]
+        offers = [await setting.granted(name) for name in names]
+        worker.role.thread.submit(lambda engine: going_on.wait(60))  # a long step
+        for offer in offers:
+            await setting.send(offer, 0, 0, offer.num_tokens)
+        await eventually(lambda: len(landed) == MAX_PARTS_LANDED)
+        for _ in range(20):
+            await asyncio.sleep(0.01)
+        assert (landed, delivered) == (names[:MAX_PARTS_LANDED], [])
+        going_on.set()
+        for name in names:
+            await setting.done(name)
+        assert delivered == landed == names
 
 
 # --- the parts
