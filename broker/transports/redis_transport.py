@@ -1,18 +1,21 @@
 """Tensors through the broker: where processes reach nothing but Redis. Everything else is faster.
 
     {list}             the receiver's list of Passing: a tensor is about to come
-    {list}:{id}        its bytes, chunk after chunk, at most WINDOW of them at a time
+    {list}:{id}:{n}    its bytes, chunk after chunk, at most WINDOW of them at a time
     {list}:{id}:taken  what the receiver says of them
 
 The broker so holds no more than a few chunks per pair. Every key expires soon after the sender's deadline: nothing is
-left of a process that dies, and what has been taken is gone at once.
+left of a process that dies, and what has been taken is gone at once. A command whose reply was lost is repeated, and
+may have been carried out: so each chunk has a key of its own, a tensor that begins twice is taken once, and the sender
+removes what is there twice.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Final, cast
 
 import msgspec
@@ -35,8 +38,12 @@ WINDOW: Final = 4
 GRACE_S: Final = 5.0
 """How long keys outlive the deadline of their sender."""
 MAX_TIMEOUT_S: Final = 3600.0
+REMOVALS_S: Final = (0.0, 0.5, 3.0)
+"""When the sender removes what is left of a tensor that did not come to its end: the receiver may be answering, or may
+repeat an answer of which it does not know whether it was heard."""
 _BLOCK_S: Final = 1.0
 _READY_TENSORS: Final = 2
+_REMEMBERED: Final = 1000
 _TAKEN, _DONE, _REFUSED = b"taken", b"done", b"refused"
 
 log = get_logger()
@@ -66,6 +73,7 @@ class RedisReceiver:
         self.address = f"{SCHEME}://{self._list}"
         self.num_invalid = self.num_unfinished = 0
         self._arrived: asyncio.Queue[ReceivedTensor] = asyncio.Queue(_READY_TENSORS)
+        self._begun: dict[str, None] = {}  # the last tensors, the oldest first
         self._tasks = {asyncio.create_task(self._listen())}
 
     def take(self) -> ReceivedTensor | None:
@@ -80,14 +88,23 @@ class RedisReceiver:
             try:
                 data = await _pop(self._redis, self._list)
                 if data is not None:
-                    task = asyncio.create_task(self._take(decode_passing(data)))
-                    self._tasks.add(task)
-                    task.add_done_callback(self._tasks.discard)
+                    self._begin(decode_passing(data))
             except ValueError as error:
                 self._count_invalid(str(error))
             except RedisError as error:  # away, or somebody has put something else under our key
                 log.warning("cannot take tensors from the broker", error=str(error))
                 await asyncio.sleep(_BLOCK_S)
+
+    def _begin(self, passing: Passing) -> None:
+        """Once for each tensor."""
+        if passing.id in self._begun:
+            return
+        self._begun[passing.id] = None
+        if len(self._begun) > _REMEMBERED:
+            del self._begun[next(iter(self._begun))]
+        task = asyncio.create_task(self._take(passing))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _take(self, passing: Passing) -> None:
         """One tensor, from its announcement to its last byte; in a task of its own, for a sender may be slow."""
@@ -107,20 +124,20 @@ class RedisReceiver:
             log.warning("a tensor did not come to its end", sender=passing.header.sender, error=str(error))
 
     async def _collect(self, passing: Passing) -> bytearray:
-        data, filled = bytearray(passing.size_bytes), 0
+        data, filled, number = bytearray(passing.size_bytes), 0, 0
         while filled < len(data):
-            chunk = await _pop(self._redis, f"{self._list}:{passing.id}")
+            chunk = await _pop(self._redis, _chunk_key(self._list, passing, number))
             if chunk is None:
                 continue
             if filled + len(chunk) > len(data):
                 raise ValueError(f"{filled + len(chunk)} bytes have come of a tensor of {len(data)}")
             data[filled : filled + len(chunk)] = chunk
-            filled += len(chunk)
+            filled, number = filled + len(chunk), number + 1
             await self._answer(passing, _TAKEN)
         return data
 
     async def _answer(self, passing: Passing, answer: bytes) -> None:
-        await _push(self._redis, f"{self._list}:{passing.id}:taken", answer, passing.timeout_s + GRACE_S)
+        await _push(self._redis, _answers_key(self._list, passing), answer, passing.timeout_s + GRACE_S)
 
     def _count_invalid(self, why: str) -> None:
         self.num_invalid += 1
@@ -147,8 +164,9 @@ class RedisConnection:
                 try:
                     await self._pass(passing, data)
                 except BaseException:
-                    self._clean_up(passing)
+                    self._clean_up(passing, REMOVALS_S)
                     raise
+                self._clean_up(passing, REMOVALS_S[1:2])
         except TimeoutError as error:
             raise took_none(self._address, timeout_s) from error
         except RedisError as error:
@@ -166,33 +184,56 @@ class RedisConnection:
                 await self._answer(passing)
                 waiting -= 1
             chunk = data[start : start + CHUNK_BYTES]
-            await _push(self._redis, f"{self._list}:{passing.id}", chunk, expires_s)
+            await _push(self._redis, _chunk_key(self._list, passing, start // CHUNK_BYTES), chunk, expires_s)
             waiting += 1
         while await self._answer(passing) != _DONE:
             pass
 
     async def _answer(self, passing: Passing) -> bytes:
         """What the receiver says next. Raises TriptychError where it refuses."""
-        while (answer := await _pop(self._redis, f"{self._list}:{passing.id}:taken")) is None:
+        while (answer := await _pop(self._redis, _answers_key(self._list, passing))) is None:
             pass
         if answer == _REFUSED:
             raise TriptychError("invalid_request", f"{self._address} refused a tensor of {passing.size_bytes} bytes")
         return answer
 
-    def _clean_up(self, passing: Passing) -> None:
+    def _clean_up(self, passing: Passing, when_s: Sequence[float]) -> None:
         """Remove what nobody will take any more; in the background, for the sender has no time left."""
-        task = asyncio.create_task(self._remove(passing))
+        task = asyncio.create_task(self._remove(passing, when_s))
         self._cleaning.add(task)
         task.add_done_callback(self._cleaning.discard)
 
-    async def _remove(self, passing: Passing) -> None:
+    async def _remove(self, passing: Passing, when_s: Sequence[float]) -> None:
+        """At these seconds from now, or as soon afterwards as the broker can be reached: that it could not may be why
+        the tensor has been given up. No longer than its keys would last."""
+        began_s = time.monotonic()
+        for due_s in when_s:
+            await asyncio.sleep(max(0.0, began_s + due_s - time.monotonic()))
+            while not await self._removed(passing):
+                if time.monotonic() - began_s > passing.timeout_s + GRACE_S:
+                    return
+                await asyncio.sleep(_BLOCK_S / 2)
+
+    async def _removed(self, passing: Passing) -> bool:
+        num_chunks = -(-passing.size_bytes // CHUNK_BYTES)
+        keys = [_chunk_key(self._list, passing, number) for number in range(num_chunks)]
         try:
             async with self._redis.pipeline(transaction=False) as pipe:
                 pipe.lrem(self._list, 0, cast(Any, encode(passing)))
-                pipe.delete(f"{self._list}:{passing.id}", f"{self._list}:{passing.id}:taken")
+                pipe.delete(_answers_key(self._list, passing), *keys)
                 await pipe.execute()
+            return True
         except RedisError as error:
-            log.warning("what is left of a tensor in the broker will expire", error=str(error))
+            log.warning("what is left of a tensor in the broker cannot be removed yet", error=str(error))
+            return False
+
+
+def _chunk_key(receiver: str, passing: Passing, number: int) -> str:
+    return f"{receiver}:{passing.id}:{number}"
+
+
+def _answers_key(receiver: str, passing: Passing) -> str:
+    return f"{receiver}:{passing.id}:taken"
 
 
 async def _push(redis: Redis, key: str, value: bytes | memoryview, expires_s: float) -> None:

@@ -87,7 +87,7 @@ async def test_redis_drops_what_is_no_tensor(kit: Kit) -> None:
     huge = {"id": "y", "size_bytes": 2**50, "timeout_s": 5.0, "header": of_bytes(b"")}
     await kit.redis.rpush(key, encode(huge))
     more = {"id": "z", "size_bytes": 3, "timeout_s": 5.0, "header": of_bytes(b"abc")}
-    await kit.redis.rpush(f"{key}:z", b"more than three bytes")
+    await kit.redis.rpush(f"{key}:z:0", b"more than three bytes")
     await kit.redis.rpush(key, encode(more))
     await eventually(lambda: receiver.num_invalid == 6)
     await still_works(kit, receiver)
