@@ -275,21 +275,28 @@ async def test_an_empty_registry_for_a_moment_ends_nothing(pair: Pair) -> None:
     assert (await offering).state == "granted"
 
 
+async def _offering(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Task[Handoff], SimpleNamespace]:
+    """An offer whose receiver has just been seen, and the sender's clock, which stands until `now_s` is moved."""
+    clock = SimpleNamespace(now_s=1000.0, time=time.time)
+    clock.monotonic = lambda: clock.now_s
+    monkeypatch.setattr("broker.handoff.time", clock)
+    offering = asyncio.create_task(pair.sender.offer(make_offer(), pair.receiver))
+    await eventually(lambda: pair.sender.num_open == 1)
+    pair.sender.review({"d0": pair.receiver})
+    return offering, clock
+
+
 async def test_time_in_which_nobody_could_look_at_the_registry_is_no_absence(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A broker that stood still has let everybody's entry expire, and not everybody has entered itself again."""
-    now_s = 1000.0
-    monkeypatch.setattr("broker.handoff.time", SimpleNamespace(monotonic=lambda: now_s, time=time.time))
-    offering = asyncio.create_task(pair.sender.offer(make_offer(), pair.receiver))
-    await eventually(lambda: pair.sender.num_open == 1)
-    pair.sender.review({"d0": pair.receiver})
-    began_s = now_s = now_s + 60.0
+    offering, clock = await _offering(pair, monkeypatch)
+    began_s = clock.now_s = clock.now_s + 60.0
     pair.sender.review({})
     while not pair.sender.outcomes:
-        now_s += 1.0
+        clock.now_s += 1.0
         pair.sender.review({})
-    assert now_s - began_s == ABSENCE_S - HEARTBEAT_S
+    assert clock.now_s - began_s == ABSENCE_S - HEARTBEAT_S
     with pytest.raises(TriptychError):
         await offering
     assert pair.sender.outcomes == {"gone": 1}
@@ -298,14 +305,10 @@ async def test_time_in_which_nobody_could_look_at_the_registry_is_no_absence(
 async def test_a_broker_that_is_always_slow_hides_no_receiver_that_has_gone(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now_s = 1000.0
-    monkeypatch.setattr("broker.handoff.time", SimpleNamespace(monotonic=lambda: now_s, time=time.time))
-    offering = asyncio.create_task(pair.sender.offer(make_offer(), pair.receiver))
-    await eventually(lambda: pair.sender.num_open == 1)
-    pair.sender.review({"d0": pair.receiver})
+    offering, clock = await _offering(pair, monkeypatch)
     num_looks = 0
     while not pair.sender.outcomes and num_looks < 10:
-        now_s += 2.5 * BLIND_S
+        clock.now_s += 2.5 * BLIND_S
         num_looks += 1
         pair.sender.review({})
     assert num_looks == ABSENCE_S / HEARTBEAT_S

@@ -285,31 +285,31 @@ async def test_a_receiver_of_another_model_gets_nothing(setting: Setting) -> Non
     assert all(word in error.message for word in ("w0", "stranger", "beef", setting.peer.record.fingerprint))
 
 
-async def test_a_receiver_that_cannot_be_looked_up_may_be_asked_for_again(setting: Setting) -> None:
+async def error_without_a_registry(setting: Setting, nobody: Redis, **settings: float) -> ErrorInfo:
+    """What an encoder says that looks for a receiver at `nobody`."""
     stage = setting.worker.role.stage
-    async with connect("redis://127.0.0.1:1", retries=0) as nobody:
-        links = dataclasses.replace(stage._links, registry=Registry(nobody, CLUSTER))
-        stage._pipeline._destination = RemoteDestination(links, setting.worker.role._handoffs)
-        await setting.encode("r", to="never seen")
-        error = (await setting.reply("r")).error
+    changed = stage._links.settings.model_copy(update=settings)
+    links = dataclasses.replace(stage._links, registry=Registry(nobody, CLUSTER), settings=changed)
+    stage._pipeline._destination = RemoteDestination(links, setting.worker.role._handoffs)
+    await setting.encode("r", to="never seen")
+    error = (await setting.reply("r")).error
     assert error is not None
     assert error.code == "unavailable"
+    return error
+
+
+async def test_a_receiver_that_cannot_be_looked_up_may_be_asked_for_again(setting: Setting) -> None:
+    async with connect("redis://127.0.0.1:1", retries=0) as nobody:
+        error = await error_without_a_registry(setting, nobody)
     assert error.message.startswith("the broker does not answer")
 
 
 async def test_a_broker_that_says_nothing_of_a_receiver_is_waited_for_like_a_step_of_a_handoff(
     setting: Setting,
 ) -> None:
-    stage = setting.worker.role.stage
     with socket.create_server(("127.0.0.1", 0)) as silent:
         async with connect(f"redis://127.0.0.1:{silent.getsockname()[1]}") as nobody:
-            settings = stage._links.settings.model_copy(update={"handoff_timeout_s": 0.3})
-            links = dataclasses.replace(stage._links, registry=Registry(nobody, CLUSTER), settings=settings)
-            stage._pipeline._destination = RemoteDestination(links, setting.worker.role._handoffs)
-            await setting.encode("r", to="never seen")
-            error = (await setting.reply("r")).error
-    assert error is not None
-    assert error.code == "unavailable"
+            error = await error_without_a_registry(setting, nobody, handoff_timeout_s=0.3)
     assert error.message.endswith("never seen cannot be looked up: nothing within 0.3 s")
 
 
