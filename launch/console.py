@@ -36,7 +36,7 @@ class ConsoleReporter:
         self._up = False
 
     def waiting(self, instances: Sequence[Instance], elapsed_s: float) -> None:
-        missing = [instance.id for instance in instances if instance.state != "ready"]
+        missing = [instance.id for instance in instances if instance.awaited]
         text = f"{self._title}: waiting for {', '.join(missing)} · {elapsed_s:.1f} s"
         if self._console.is_terminal:
             if self._live is None:

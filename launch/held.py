@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from launch.cluster import LocalCluster
     from launch.instance import Instance
 
+EARLY_OFFERS: Final = "early_offers"
 GAUGES: Final = (
     "requests_outstanding",
     "requests_outstanding_tokens",
@@ -29,6 +30,7 @@ GAUGES: Final = (
     "inputs_encoding_here",
     "offers_open",
     "kv_offers_pending",
+    EARLY_OFFERS,
     "kv_reserved_requests",
     "channel_messages_waiting",
     "encoder_items_open",

@@ -50,6 +50,11 @@ class Instance:
         return self.epoch != self.past_epoch
 
     @property
+    def awaited(self) -> bool:
+        """Whether a cluster that starts waits for this one: not if somebody has told it to leave meanwhile."""
+        return self.state not in ("ready", "draining", "left")
+
+    @property
     def age_s(self) -> float:
         """Seconds since the present process was started."""
         return time.monotonic() - self.started_s

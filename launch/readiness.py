@@ -29,6 +29,8 @@ class ReadinessProbe:
         self._registry = Registry(self._redis, cluster)
         self._http = httpx.AsyncClient(timeout=2.0, trust_env=False)
         self._present: set[str] = set()
+        self.broker_away = False
+        """Whether the registry could not be read at the last look."""
 
     async def __aenter__(self) -> ReadinessProbe:
         return self
@@ -48,20 +50,23 @@ class ReadinessProbe:
         try:
             records = await self._registry.instances() if looked_at else {}
         except (RedisError, OSError):
-            self._present = set()
+            self._present, self.broker_away = set(), True
             return []  # the broker is away for a moment; the next look may find it
+        self.broker_away = False
         self._present = set(records)
-        found = [(one, _departure(one, records.get(one.id))) for one in looked_at]
+        leaving = [(one, state) for one in looked_at if (state := _departure(one, records.get(one.id))) is not None]
         starting = [one for one in looked_at if one.state in ("starting", "switching")]
         for instance in starting:
             _note_addresses(instance, records.get(instance.id))
+        if leaving:
+            return leaving  # before anybody is asked anything: they may end meanwhile, and be taken for dead
         # Who has joined since the registry was read waits for the next look: its entry would pass for another role's.
         ready = [instance for instance in starting if instance.joined and await self._is_ready(instance)]
         if any(instance.restarts for instance in ready):
             proxies = [instance for instance in instances if instance.role == "proxy"]
             if not all([await self._is_ready(proxy) for proxy in proxies]):
                 ready = [instance for instance in ready if not instance.restarts]
-        return [(one, state) for one, state in found if state is not None] + [(one, "ready") for one in ready]
+        return [(one, "ready") for one in ready]
 
     async def heard(self, instances: Sequence[Instance]) -> set[str]:
         """Who gives a sign of life: by an entry in the registry, as `changes` has just found it, else over HTTP."""
@@ -87,13 +92,17 @@ class ReadinessProbe:
 
 
 def _departure(instance: Instance, record: InstanceRecord | None) -> State | None:
-    """Whether a worker that was told to leave has begun to, or is coming back in another role."""
-    if record is None or instance.state not in ("ready", "draining"):
+    """Whether a worker that was told to leave has begun to, or is coming back in another role.
+
+    It may be told before it counts as ready here: an entry in the registry is enough.
+    """
+    if record is None or record.epoch == instance.past_epoch:
         return None
-    if record.epoch == instance.epoch:
-        return "draining" if record.draining and instance.state == "ready" else None
-    instance.take_role(record.role)
-    return "switching"
+    settled = instance.state in ("ready", "draining")
+    if instance.joined and record.epoch != instance.epoch and (settled or record.role != instance.role):
+        instance.take_role(record.role)
+        return "switching"
+    return "draining" if record.draining and instance.state != "draining" else None
 
 
 def _note_addresses(instance: Instance, record: InstanceRecord | None) -> None:

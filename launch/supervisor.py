@@ -189,12 +189,12 @@ class Supervisor:
                 for instance, state in await probe.changes(self.instances):
                     self._note(instance, state)
                 if self._up:
-                    self._end_overdue(await probe.heard(self.instances))
+                    self._end_overdue(await probe.heard(self.instances), broker_away=probe.broker_away)
                 await asyncio.sleep(_POLL_S if not self._up else 5 * _POLL_S)
 
-    def _end_overdue(self, heard: Collection[str]) -> None:
+    def _end_overdue(self, heard: Collection[str], *, broker_away: bool) -> None:
         """Kill who takes too long to start, or says nothing; another process takes its place."""
-        for instance, why in self._overdue.look(self.instances, heard):
+        for instance, why in self._overdue.look(self.instances, heard, broker_away=broker_away):
             assert instance.child is not None
             self._verdicts[instance.id] = why
             instance.child.kill()
@@ -209,7 +209,7 @@ class Supervisor:
             self._reporter.recovered(instance)
 
     async def _wait_until_ready(self, began: float) -> None:
-        while not all(instance.state == "ready" for instance in self.instances):
+        while any(instance.awaited for instance in self.instances):
             elapsed_s = time.monotonic() - began
             self._reporter.waiting(self.instances, elapsed_s)
             if self._early_end is not None:
@@ -228,7 +228,7 @@ class Supervisor:
 
     def _describe_delay(self) -> str:
         """Which instances were not ready in time, with the last lines of their logs."""
-        late = [instance for instance in self.instances if instance.state != "ready"]
+        late = [instance for instance in self.instances if instance.awaited]
         names = ", ".join(instance.id for instance in late)
         logs = [f"{i.id}:\n{_indent(i.child.log_tail())}" for i in late if i.child is not None]
         return f"not ready within {self._start_timeout_s:g} s: {names}\n" + "\n".join(logs)

@@ -22,9 +22,16 @@ class Watch:
         monkeypatch.setattr(overdue, "AwakeClock", lambda gap_s: AwakeClock(gap_s, lambda: self.now_s))
         self.overdue = Overdue(100.0, 30.0)
 
-    def look(self, *instances: Instance, heard: set[str] | None = None, after_s: float = 1.0) -> dict[str, str]:
+    def look(
+        self,
+        *instances: Instance,
+        heard: set[str] | None = None,
+        after_s: float = 1.0,
+        broker_away: bool = False,
+    ) -> dict[str, str]:
         self.now_s += after_s
-        return {one.id: why for one, why in self.overdue.look(instances, heard or set())}
+        found = self.overdue.look(instances, heard or set(), broker_away=broker_away)
+        return {one.id: why for one, why in found}
 
 
 @pytest.fixture
@@ -78,6 +85,35 @@ def test_the_supervisors_own_absence_is_no_part_of_a_start(watch: Watch) -> None
     for _ in range(100 - int(LOOK_S)):
         assert watch.look(one) == {}
     assert watch.look(one)
+
+
+@pytest.mark.parametrize("state", ["starting", "switching"])
+def test_the_time_without_a_broker_is_no_part_of_a_start(watch: Watch, state: State) -> None:
+    one = instance(state)
+    for _ in range(50):
+        assert watch.look(one) == {}
+    for _ in range(1000):
+        assert watch.look(one, broker_away=True) == {}
+    for _ in range(51):
+        assert watch.look(one) == {}
+    assert watch.look(one) == {"d0": "it did not join the cluster within 100 s"}
+
+
+def test_a_start_without_a_broker_begins_once_there_is_one(watch: Watch) -> None:
+    one = instance("starting")
+    for _ in range(1000):
+        assert watch.look(one, broker_away=True) == {}
+    for _ in range(100):
+        assert watch.look(one) == {}
+    assert watch.look(one)
+
+
+def test_who_has_joined_may_not_be_silent_without_a_broker_either(watch: Watch) -> None:
+    one = instance()
+    assert watch.look(one, heard={"d0"}) == {}
+    for _ in range(30):
+        assert watch.look(one, broker_away=True) == {}
+    assert watch.look(one, broker_away=True) == {"d0": "it has said nothing for 30 s"}
 
 
 @pytest.mark.parametrize("state", ["ready", "draining"])
