@@ -7,6 +7,7 @@ decoding without tensor cores is compiled for some group sizes only.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 import torch
@@ -33,18 +34,30 @@ def unserved(heads: HeadSpec, dtype: torch.dtype, *, has_ranges: bool = False) -
     `has_ranges`: tokens of one request see different ranges of its keys, other than a causal mask and a window say.
     """
     if dtype not in DTYPES:
-        return f"{str(dtype).removeprefix('torch.')} is neither float16 nor bfloat16"
+        return f"FlashInfer serves {_listed(sorted(map(_name, DTYPES)))}, not {_name(dtype)}"
     if heads.head_dim not in HEAD_DIMS:
-        return f"heads of {heads.head_dim} are not among {', '.join(map(str, sorted(HEAD_DIMS)))}"
+        return f"FlashInfer serves heads of {_listed(sorted(HEAD_DIMS))} elements, not of {heads.head_dim}"
     if heads.num_heads % heads.num_kv_heads:
-        return f"{heads.num_heads} query heads cannot share {heads.num_kv_heads} key heads evenly"
+        what = f"{heads.num_heads} query heads over {heads.num_kv_heads} key heads"
+        return f"FlashInfer serves equally many query heads for each key head, not {what}"
     if heads.num_heads // heads.num_kv_heads > MAX_GROUP:
-        return f"groups of {heads.num_heads // heads.num_kv_heads} query heads are larger than {MAX_GROUP}"
+        what = f"{heads.num_heads // heads.num_kv_heads}, whose partial results its workspace may not hold"
+        return f"FlashInfer serves up to {MAX_GROUP} query heads for each key head, not {what}"
     if heads.biased:
-        return "a bias by position is added to the scores"
+        return "FlashInfer serves scores as they are, not with a bias by position added"
     if has_ranges:
-        return "tokens of one request see different ranges of keys"
+        return "FlashInfer serves a causal mask and a window, not other ranges of keys for each token of a request"
     return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _listed(values: Iterable[object]) -> str:
+    """`1, 2 and 3`."""
+    *others, last = map(str, values)
+    return f"{', '.join(others)} and {last}"
 
 
 def needs_tensor_cores(num_heads: int, num_kv_heads: int) -> bool:

@@ -159,8 +159,8 @@ class DecoderRunner:
         return read_tokens(self._caches_of(table), block_table, first, last, self._side)
 
     def write_tokens(self, table: Table, block_table: list[int], first: int, tokens: torch.Tensor) -> None:
-        """Write what `read_tokens` has read elsewhere, from token `first` on."""
-        write_tokens(self._caches_of(table), block_table, first, tokens, self._side)
+        """Write what `read_tokens` has read elsewhere, from token `first` on. It is on this device."""
+        write_tokens(self._caches_of(table), block_table, first, tokens)
 
     def _caches_of(self, table: Table) -> list[torch.Tensor]:
         return self.caches[: self.spec.num_layers if table == "self" else self.spec.num_cross_layers]

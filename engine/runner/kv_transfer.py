@@ -31,12 +31,9 @@ def read_tokens(
     return side.fetch(tokens)
 
 
-def write_tokens(
-    caches: Sequence[Tensor], block_table: Sequence[int], first: int, tokens: Tensor, side: SideStream
-) -> None:
-    """Put `tokens` at the places of `first` and those after it."""
+def write_tokens(caches: Sequence[Tensor], block_table: Sequence[int], first: int, tokens: Tensor) -> None:
+    """Put `tokens`, which are on the device of the caches, at the places of `first` and those after it."""
     slots = slots_of(caches[0], block_table, first, first + len(tokens))
-    tokens = side.send(tokens)
     for layer, cache in enumerate(caches):
         cache.flatten(1, 2).index_copy_(1, slots, tokens[:, layer].transpose(0, 1))
 

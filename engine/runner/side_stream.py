@@ -1,12 +1,10 @@
-"""Copies between a GPU and pinned memory of the host on a stream of their own, beside the one that computes.
+"""Copies from a GPU to pinned memory of the host on a stream of their own, beside the one that computes.
 
-    computing   ██ step N ██ gather ██ step N+1 ██████████████ scatter ██
-    copying                         └▶ to the host ▒▒▒         ▲
-                                    from the host ▒▒▒▒▒────────┘ waits for this copy, not the host
+    computing   ██ step N ██ gather ██ step N+1 ██████
+    copying                         └▶ to the host ▒▒▒
 
-The thread that launches steps does not wait for the device: what comes from the host is waited for by the stream, what
-goes there by whoever wants it. What comes between workers is on the device already (services.device_tensors); what an
-engine is given on the host, its thread copies to pinned memory itself. On a CPU everything is where it is wanted.
+The thread that launches steps does not wait for the device; whoever wants a copy does. What comes from other workers is
+on the device before the engine hears of it (services.device_tensors). On a CPU everything is where it is wanted.
 """
 
 from __future__ import annotations
@@ -72,18 +70,6 @@ class SideStream:
         self._leaving.append(done)
         tensor.record_stream(self._stream)  # its memory is not used again before the copy is done
         return Arriving(host, done)
-
-    def send(self, tensor: Tensor) -> Tensor:
-        """A tensor of the host on the device, for what is queued from now on. Its bytes are read when this returns."""
-        if self._stream is None or tensor.device.type != "cpu":
-            return tensor
-        computing = torch.cuda.current_stream(self._device)
-        host = pinned(tensor).copy_(tensor)
-        with torch.cuda.stream(self._stream):
-            there = host.to(self._device, non_blocking=True)
-        computing.wait_stream(self._stream)
-        there.record_stream(computing)  # made on the other stream, which may not use its memory again before this one
-        return there
 
 
 def pinned(tensor: Tensor) -> Tensor:

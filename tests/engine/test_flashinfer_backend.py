@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 from torch import Tensor
 
 from common.errors import TriptychError
@@ -20,7 +21,7 @@ from engine.attention.flashinfer_wrappers import WORKSPACE_BYTES, fixed_decode_b
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.paged_batch import RaggedBatch
 from engine.attention.select import choose_backend
-from engine.attention.served import needs_tensor_cores, unserved
+from engine.attention.served import ReasonLog, needs_tensor_cores, unserved
 from engine.attention.torch_backend import TorchBackend
 from engine.counters import cross_plans_reused
 from tests.engine.paged import Paged, Shape, assert_equal, dense, distance_bias, shapes
@@ -138,17 +139,31 @@ def test_groups_of_seven_heads_are_served_on_tensor_cores() -> None:
 @pytest.mark.parametrize(
     ("heads", "dtype", "has_ranges", "reason"),
     [
-        (SERVED, torch.float32, False, "float32 is neither"),
-        (replace(SERVED, head_dim=80), torch.bfloat16, False, "heads of 80"),
-        (replace(SERVED, head_dim=192), torch.bfloat16, False, "heads of 192"),
-        (replace(SERVED, num_heads=13), torch.bfloat16, False, "13 query heads"),
-        (replace(SERVED, num_kv_heads=1, num_heads=32), torch.bfloat16, False, "groups of 32 query heads"),
-        (replace(SERVED, biased=True), torch.bfloat16, False, "a bias by position"),
-        (SERVED, torch.float16, True, "different ranges of keys"),
+        (SERVED, torch.float32, False, "bfloat16 and float16, not float32"),
+        (replace(SERVED, head_dim=80), torch.bfloat16, False, "heads of 64, 128 and 256 elements, not of 80"),
+        (replace(SERVED, head_dim=192), torch.bfloat16, False, "elements, not of 192"),
+        (replace(SERVED, num_heads=13), torch.bfloat16, False, "not 13 query heads over 2 key heads"),
+        (
+            replace(SERVED, num_kv_heads=1, num_heads=32),
+            torch.bfloat16,
+            False,
+            "16 query heads for each key head, not 32",
+        ),
+        (replace(SERVED, biased=True), torch.bfloat16, False, "not with a bias by position"),
+        (SERVED, torch.float16, True, "a causal mask and a window, not other ranges"),
     ],
 )
 def test_what_is_not_served_has_a_reason(heads: HeadSpec, dtype: torch.dtype, has_ranges: bool, reason: str) -> None:
     assert reason in (unserved(heads, dtype, has_ranges=has_ranges) or "")
+
+
+def test_the_log_tells_once_what_is_not_served_and_what_computes_it() -> None:
+    reasons, told = ReasonLog(), "FlashInfer serves heads of 64, 128 and 256 elements, not of 80"
+    with capture_logs() as logs:
+        for _ in range(2):
+            reasons.tell(unserved(replace(SERVED, head_dim=80), torch.bfloat16) or "")
+    line = {"event": "attention by PyTorch instead of FlashInfer", "reason": told, "log_level": "warning"}
+    assert logs == [line]
 
 
 def plans_of(run: object) -> int:

@@ -156,6 +156,6 @@ def test_keys_and_values_of_tokens_are_read_from_and_written_to_any_blocks(devic
     tokens = read_tokens(source, [3, 1, 5], 2, 11, side).wait()
     assert tokens.shape == (9, 2, 2, 1, 2)
     assert tokens.device == CPU
-    write_tokens(target, [7, 2, 8], 2, tokens, side)
+    write_tokens(target, [7, 2, 8], 2, tokens.to(device))
     assert torch.equal(read_tokens(target, [7, 2, 8], 2, 11, side).wait(), tokens)
     assert torch.equal(target[0][:, 7, 2:].cpu(), source[0][:, 3, 2:].cpu())

@@ -14,15 +14,22 @@ import torch
 
 from common.model_info import BUNDLED, load_model_info
 from common.text import TextProcessor
+from engine import processors
 from engine.models.base import DecoderModel
+from engine.models.registry import make_decoder as make_decoder_of
+from engine.models.registry import make_encoder
 from engine.models.skeleton import without_memory
 from launch.gpu.bench import __main__ as bench
+from launch.gpu.bench import serving
 from launch.gpu.bench.attempts import attempted
 from launch.gpu.bench.cross import measure_clips
-from launch.gpu.bench.decode import token_bytes, weight_bytes
+from launch.gpu.bench.decode import least_step_s, token_bytes, weight_bytes
+from launch.gpu.bench.encoder import encoder_flops
 from launch.gpu.bench.engines import Driver, endless, make_decoder
 from launch.gpu.bench.limits import Limits, measure_limits
+from launch.gpu.bench.pictures import noise_picture
 from launch.gpu.bench.prefill import prefill_flops
+from launch.gpu.bench.serving import least_ttft_s
 from launch.gpu.bench.setup import Setup, checkpoints_in
 from launch.gpu.figures import HEADER, Figure, duration, durations
 from launch.gpu.shapes import Shape, qwen2_3b, qwen2_5_vl_3b, whisper_large_v3
@@ -62,7 +69,7 @@ def test_a_benchmark_measures(name: str, setup: Setup) -> None:
         assert figure.benchmark == name
         assert 0 < figure.low <= figure.value <= figure.high
         assert (figure.limit is None) == (figure.share is None)
-        assert figure.limit is not None or "TTFT" in figure.case or "a plan alone" in figure.case
+        assert figure.limit is not None or "a plan alone" in figure.case
         assert (figure.goal is not None) == (name == "prefill" or figure.case.startswith("batch 1,"))
         assert figure.row().count("|") == HEADER.splitlines()[0].count("|")
 
@@ -149,8 +156,20 @@ def test_the_arithmetic_of_a_prefill_is_that_of_its_matrices(setup: Setup) -> No
     hidden, heads, kv_heads, head_dim, inner, layers, vocab = 64, 4, 2, 16, 96, 2, 512
     matrices = layers * (hidden * head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * inner)
     attention = 2 * layers * heads * head_dim * 10 * 10
-    counted = prefill_flops(engine, 10)
+    counted = prefill_flops(engine.runner.model, 10)
     assert counted == pytest.approx(2 * matrices * 10 + attention + 2 * vocab * hidden, rel=0.02)  # norms and biases
+
+
+def test_a_first_token_takes_the_arithmetic_of_its_pictures_and_of_their_tokens(setup: Setup) -> None:
+    info = load_model_info(str(setup.model(qwen2_5_vl_3b)))
+    model, encoder = make_decoder_of(info), make_encoder(info).module
+    processors.init_worker(str(info.folder), "float32")
+    item = processors.process("image", noise_picture(serving.TOY_SIDE))
+    weights_s = least_step_s(LIMITS, info.folder, torch.float32, 1)
+    assert least_ttft_s(setup, info, 0) == pytest.approx(weights_s)
+    flops = [3 * encoder_flops(encoder, item), prefill_flops(model, 3 * item.shape[0])]
+    expected_s = flops[0] / LIMITS.matmul_flops_per_s + max(weights_s, flops[1] / LIMITS.matmul_flops_per_s)
+    assert least_ttft_s(setup, info, 3) == pytest.approx(expected_s)
 
 
 @pytest.mark.parametrize("make", [qwen2_5_vl_3b, qwen2_3b, whisper_large_v3])

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Final
 
-from engine.decoder_engine import DecoderEngine
+from engine.models.base import DecoderModel
 from launch.gpu.bench.engines import Driver, endless, make_decoder, random_prompt
 from launch.gpu.bench.setup import Setup
 from launch.gpu.figures import Figure, duration
@@ -32,16 +32,16 @@ def measure(setup: Setup) -> Iterator[Figure]:
         driver.drop_all()
 
     seconds = setup.time(prefill)
-    flops = prefill_flops(engine, tokens)
+    flops = prefill_flops(engine.runner.model, tokens)
     rate = flops / min(seconds) / 1e12
     beside = f"{flops / 1e12:.1f} TFLOP, {rate:.0f} TFLOP/s at best, sampling and scheduling included"
     yield duration("prefill", f"{tokens} tokens", seconds, setup.limits.least_s(0.0, flops), beside, GOAL)
 
 
-def prefill_flops(engine: DecoderEngine, tokens: int) -> float:
+def prefill_flops(model: DecoderModel, tokens: int) -> float:
     """Of all matrices but embedding and head over every token, of causal attention, and of the head over one token."""
-    spec = engine.runner.spec
-    sizes = {name: parameter.numel() for name, parameter in engine.runner.model.named_parameters()}
+    spec = model.spec
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     inner = sum(size for name, size in sizes.items() if "embed_tokens" not in name and "head" not in name)
     attention = 2.0 * spec.num_layers * spec.num_heads * spec.head_dim * tokens**2  # 2 products, half of each unseen
     return 2.0 * inner * tokens + attention + 2.0 * spec.vocab_size * spec.hidden_size

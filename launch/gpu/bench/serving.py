@@ -15,11 +15,17 @@ from pathlib import Path
 from typing import Final
 
 from common.config import EngineConfig, Settings
+from common.model_info import ModelInfo, load_model_info
+from engine import processors
+from engine.models.registry import make_decoder as make_decoder_of
+from engine.models.registry import make_encoder
 from launch.client import ApiClient, ClientOptions, Job, Outcome
 from launch.cluster import LocalCluster
 from launch.gpu.bench.attempts import attempted
 from launch.gpu.bench.decode import least_step_s
+from launch.gpu.bench.encoder import encoder_flops
 from launch.gpu.bench.pictures import noise_picture
+from launch.gpu.bench.prefill import prefill_flops
 from launch.gpu.bench.setup import Setup
 from launch.gpu.figures import Figure, durations
 from launch.gpu.shapes import qwen2_5_vl_3b
@@ -46,7 +52,8 @@ def measure(setup: Setup) -> Iterator[Figure]:
 def _measure_topology(setup: Setup, folder: Path, topology: str) -> Iterator[Figure]:
     engine = EngineConfig(device=setup.device.type, load_format="dummy", max_num_batched_tokens=2048)
     settings = Settings(model=str(folder), port=0, log_level="warning", engine=engine)
-    tpot_s = least_step_s(setup.limits, folder, setup.dtype, IN_FLIGHT + 1)
+    info, tpot_s = load_model_info(str(folder)), least_step_s(setup.limits, folder, setup.dtype, IN_FLIGHT + 1)
+    text_s = least_ttft_s(setup, info, 0)
     requests, counts = (TOY_REQUESTS, TOY_PICTURES) if setup.toy else (REQUESTS, PICTURES)
     with LocalCluster(settings, topology, start_timeout_s=START_TIMEOUT_S) as cluster:
 
@@ -54,11 +61,28 @@ def _measure_topology(setup: Setup, folder: Path, topology: str) -> Iterator[Fig
             return asyncio.run(_load(setup, cluster.base_url, pictures, count))
 
         load(1, 1)  # warms up
-        yield from _figures(topology, "text alone", load(0, requests).probes, tpot_s)
+        yield from _figures(topology, "text alone", load(0, requests).probes, text_s, tpot_s)
         for count in counts:
             done = load(count, requests)
-            yield from _figures(topology, f"{count} pictures", done.asked, tpot_s)
-            yield from _figures(topology, f"text beside {count} pictures", done.probes, tpot_s)
+            yield from _figures(topology, f"{count} pictures", done.asked, least_ttft_s(setup, info, count), tpot_s)
+            yield from _figures(topology, f"text beside {count} pictures", done.probes, text_s, tpot_s)
+
+
+def least_ttft_s(setup: Setup, info: ModelInfo, pictures: int) -> float:
+    """The least that a first token can take behind so many pictures, with the device for itself: the products of
+    matrices of their encoder, and then those of their tokens' prefill, or its weights read once.
+
+    Text, preprocessing and every way between processes are left out, and who is served at the same time.
+    """
+    side = TOY_SIDE if setup.toy else SIDE
+    encode_s, tokens = 0.0, 0
+    if pictures:
+        processors.init_worker(str(info.folder), str(setup.dtype).removeprefix("torch."))
+        item = processors.process(info.media_kind or "", noise_picture(side))
+        tokens = pictures * item.shape[0]
+        encode_s = setup.limits.least_s(0.0, pictures * encoder_flops(make_encoder(info).module, item))
+    prefill_s = setup.limits.least_s(0.0, prefill_flops(make_decoder_of(info), tokens)) if tokens else 0.0
+    return encode_s + max(prefill_s, least_step_s(setup.limits, info.folder, setup.dtype, 1))
 
 
 @dataclass
@@ -107,13 +131,15 @@ async def _load(setup: Setup, url: str, pictures: int, requests: int) -> Load:
     return load
 
 
-def _figures(topology: str, case: str, outcomes: Sequence[Outcome], least_tpot_s: float) -> list[Figure]:
-    """TPOT stands beside a decode step's weights read once. For TTFT nobody has named a limit."""
+def _figures(
+    topology: str, case: str, outcomes: Sequence[Outcome], least_ttft_s: float, least_tpot_s: float
+) -> list[Figure]:
+    """TPOT stands beside a decode step's weights read once."""
     ttft_s = [one.ttft_s for one in outcomes if one.ttft_s is not None]
     tpot_s = [_tpot_s(one) for one in outcomes if one.ttft_s is not None and (one.completion_tokens or 0) > 1]
     return [
         durations("serving", f"{topology}, {case}: {name}", seconds, limit_s)
-        for name, seconds, limit_s in (("TTFT", ttft_s, None), ("TPOT", tpot_s, least_tpot_s))
+        for name, seconds, limit_s in (("TTFT", ttft_s, least_ttft_s), ("TPOT", tpot_s, least_tpot_s))
         if seconds
     ]
 
