@@ -29,6 +29,7 @@ def gauges(engine: DecoderEngine) -> dict[str, float]:
         "inputs_pending": engine.intake.num_pending,
         "inputs_granted": engine.intake.num_granted,
         "kv_offers_pending": engine.kv_intake.num_pending,
+        "early_offers": len(engine.intake.early) + len(engine.kv_intake.early),
         "kv_reserved_requests": engine.kv_intake.num_reserved,
         "last_step_tokens": engine.loop.last_step_tokens,
         "steps_recorded": len(graphs.sizes) if graphs is not None else 0,

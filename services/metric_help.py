@@ -61,7 +61,8 @@ HELP: Final[dict[str, str]] = {
     "encoder_cache_hits_total": "Inputs that were in the encoder cache already.",
     "encoder_cache_evictions_total": "Entries of the encoder cache given up for others.",
     # keys and values, from prefill to decode
-    "kv_offers_pending": "Offers of keys and values that wait for room, or for their request.",
+    "kv_offers_pending": "Offers of keys and values that wait for room.",
+    "early_offers": "Offers that came before their request: noted, nothing is reserved for them.",
     "kv_reserved_requests": "Requests with reserved blocks whose keys and values are on their way.",
     "prefill_handoffs_total": "Requests that began to decode with keys and values from another worker.",
     "prefill_handoff_tokens_total": "Tokens whose keys and values came from another worker.",

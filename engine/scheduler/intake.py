@@ -246,7 +246,8 @@ class InputIntake:
 
     @property
     def num_pending(self) -> int:
-        return len(self._pending) + len(self.early)
+        """Offers whose requests are here, and that wait for room. Those that came before their request are `early`."""
+        return len(self._pending)
 
     @property
     def num_granted(self) -> int:

@@ -24,8 +24,8 @@ Table: TypeAlias = Literal["self", "cross"]
 class KvPart:
     """Keys and values of some tokens, as they came: those of `table` from token `first` on. `number` is the part's.
 
-    `tokens` is [num_tokens, layers, 2, num_kv_heads, head_dim] if it is what it should be, on the host or on the
-    engine's device, and is only read.
+    `tokens` is [num_tokens, layers, 2, num_kv_heads, head_dim] if it is what it should be, on the engine's device, and
+    is only read.
     """
 
     number: int

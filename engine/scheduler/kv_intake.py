@@ -231,7 +231,8 @@ class KvIntake:
 
     @property
     def num_pending(self) -> int:
-        return len(self._pending) + len(self.early)
+        """Offers whose requests are here, and that wait for room. Those that came before their request are `early`."""
+        return len(self._pending)
 
     @property
     def num_reserved(self) -> int:

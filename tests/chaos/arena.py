@@ -21,7 +21,7 @@ import pytest
 from common.config import EngineConfig, Settings, Transport
 from engine.scheduler.early_offers import KEEP_S
 from launch.cluster import LocalCluster
-from launch.held import held
+from launch.held import EARLY_OFFERS, held
 from launch.log_folders import PREFIX
 from launch.soak.asking import Ending, Reply, send
 from launch.soak.asks import Ask
@@ -41,8 +41,6 @@ RETURN_S = 100.0
 """How long a killed process may take to be ready again: cores may be busy with something else, too."""
 SETTLE_S = 2.0
 """How soon after the last answer nothing may be held."""
-SETTLE_WITHOUT_WORD_S = SETTLE_S + KEEP_S
-"""The same where a worker may keep an offer that nobody withdraws: its sender was killed, its request was cut off."""
 ORPHANS_S = 5.0
 """How soon after a worker was killed, and started again, none of its processes and shared memory may be left: those
 are asked to end first, and a supervisor's cores may be busy."""
@@ -115,7 +113,7 @@ class Arena:
         self._judge(done, allowed)
         kinds = {fault.kind for fault in faults}
         unsaid = "kill" in kinds and bool(kinds & set(CUTS))
-        await self.wait_until_nothing_is_held(SETTLE_WITHOUT_WORD_S if unsaid else SETTLE_S)
+        await self.wait_until_nothing_is_held(unsaid=unsaid)
         return done
 
     async def _slot(
@@ -155,11 +153,18 @@ class Arena:
         errors = Counter(reply.error for _, reply in done.replies if reply.error)
         assert done.endings["whole"] >= IN_FLIGHT, f"{what}: hardly anything was answered: {errors}"
 
-    async def wait_until_nothing_is_held(self, settle_s: float = SETTLE_S) -> None:
-        """Those that live let go within `settle_s`; then those that died come back, and hold nothing, either."""
-        await self._settle(settle_s, also_absent=False)
-        await self._wait_until_ready(*self.cluster.instances)
-        await self._settle(settle_s, also_absent=True)
+    async def wait_until_nothing_is_held(self, settle_s: float = SETTLE_S, *, unsaid: bool = False) -> None:
+        """Those that live let go within `settle_s`; then those that died come back, and hold nothing, either.
+
+        With `unsaid`, offers of what was to be sent may be known for KEEP_S more: their senders were killed, their
+        requests cut off, so that nobody withdraws them. Nothing is reserved for them.
+        """
+        for also_absent in (False, True):
+            if also_absent:
+                await self._wait_until_ready(*self.cluster.instances)
+            await self._settle(settle_s, also_absent=also_absent, but_unsaid=unsaid)
+            if unsaid:
+                await self._settle(KEEP_S, also_absent=also_absent)
         await eventually(lambda: not self.remains.of_the_dead(), ORPHANS_S)
 
     async def _wait_until_ready(self, *instance_ids: str) -> None:
@@ -173,13 +178,16 @@ class Arena:
             return (await http.get("/ready")).is_success
         return False
 
-    async def _settle(self, settle_s: float, *, also_absent: bool) -> None:
+    async def _settle(self, settle_s: float, *, also_absent: bool, but_unsaid: bool = False) -> None:
+        """Wait until nothing is held. With `but_unsaid`, offers of what never came are passed over."""
         deadline_s = time.monotonic() + settle_s
         while True:
             found = await asyncio.to_thread(held, self.cluster)
             if not also_absent:
                 absent = {i.id for i in self.cluster.instances.values() if i.state != "ready"}
                 found = {what: count for what, count in found.items() if absent.isdisjoint(re.split("[ :]", what))}
+            if but_unsaid:
+                found = _without_early_offers(found)
             if not found:
                 return
             assert time.monotonic() < deadline_s, f"still held after {settle_s:g} s: {found}"
@@ -191,6 +199,13 @@ class Arena:
     def _logs(self) -> list[str]:
         """The last lines of everybody's log."""
         return [f"{i.id}: {i.child.log_tail()}" for i in self.cluster.instances.values() if i.child is not None]
+
+
+def _without_early_offers(found: Mapping[str, float]) -> dict[str, float]:
+    """A worker's early offers are among its open ones, too."""
+    early = {what.removesuffix(EARLY_OFFERS): count for what, count in found.items() if what.endswith(EARLY_OFFERS)}
+    notes = {f"{name}{kind}": count for name, count in early.items() for kind in (EARLY_OFFERS, "offers_open")}
+    return {what: count for what, count in found.items() if count > notes.get(what, 0)}
 
 
 def _difference(reply: Reply, expected: Reply) -> str:

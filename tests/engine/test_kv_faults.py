@@ -123,7 +123,7 @@ def test_parts_may_come_in_any_order_and_overlap(desk: Desk, tiny_llama: ModelIn
 
 def test_an_offer_may_come_before_its_request(desk: Desk) -> None:
     assert desk.offer() == []
-    assert desk.engine.stats()["kv_offers_pending"] == 1
+    assert [desk.engine.stats()[name] for name in ("early_offers", "kv_offers_pending")] == [1, 0]
     desk.add()
     assert kinds(desk.answers()) == [InputGranted]
 
@@ -191,11 +191,11 @@ def test_a_withdrawn_offer_frees_its_blocks_and_nothing_of_another_attempt(desk:
         desk.add()
     desk.offer()
     desk.engine.withdraw("r", KV_INPUT_ID, 1)
-    assert desk.engine.kv_intake.num_reserved + desk.engine.kv_intake.num_pending == 1
+    assert [desk.engine.stats()[name] for name in ("early_offers", "kv_reserved_requests")] == [early, not early]
     desk.engine.withdraw("r", KV_INPUT_ID, 0)
     desk.engine.withdraw("r", KV_INPUT_ID, 0)
     desk.answers()
-    assert desk.engine.kv_intake.num_reserved + desk.engine.kv_intake.num_pending == 0
+    assert [desk.engine.stats()[name] for name in ("early_offers", "kv_reserved_requests")] == [0, 0]
     assert desk.engine.blocks.num_used == 0
     if not early:
         assert desk.offer() == [InputCancelled("r", KV_INPUT_ID, 0)]

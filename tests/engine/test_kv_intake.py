@@ -82,7 +82,7 @@ class ReceiverMachine(RuleBasedStateMachine):
         written = block_table[first // BLOCK_SIZE : -(-(first + len(tokens)) // BLOCK_SIZE)]
         assert all(self.blocks.pool.references(block) == 1 for block in written), "others read these"
         assert not set(written) & set(self.blocks._hash_of), "others may find these"
-        write_tokens(self.caches, block_table, first, tokens, SIDE)
+        write_tokens(self.caches, block_table, first, tokens)
 
     # --- what may happen
 
