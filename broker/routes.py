@@ -71,12 +71,23 @@ class Route:
         self._num_fallbacks.update(passed_over.keys())
         return scheme
 
+    def sent_now(self, header: TensorHeader, data: Payload) -> str | None:
+        """Send by the best way if that can be done without waiting for anything: its scheme; else None."""
+        best = self._best_on_host()
+        if isinstance(best, ShmConnection) and isinstance(data, memoryview) and best.send_now(header, data):
+            return best.scheme
+        return None
+
     def give(self, header: TensorHeader) -> Sending | None:
         """Over the connection that the next tensor takes, if that can do it and is there."""
         if self._devices:
             return None
-        best = self._connections.get(next(iter(self._makers), ""))
+        best = self._best_on_host()
         return best.give(header) if isinstance(best, ShmConnection) else None
+
+    def _best_on_host(self) -> Connection[memoryview] | None:
+        """The connection that the next tensor of host memory takes, if it has been used before."""
+        return self._connections.get(next(iter(self._makers), ""))
 
     def close(self) -> None:
         self._closed = True

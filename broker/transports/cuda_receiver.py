@@ -113,9 +113,9 @@ class _Peer(LinkedPeer):
         if announced.offset + size > self._arena_bytes:
             raise ValueError(f"a tensor ends at byte {announced.offset + size} of {self._arena_bytes}")
         buffer = DeviceBuffer(self._arena + announced.offset, size)
-        self._held.add(announced.slot)
         unused = weakref.finalize(buffer, self._unused, announced.slot)  # calls it once, at the latest with the buffer
         unused.atexit = False
+        self._held[announced.slot] = unused
         self._receiver.deliver(ReceivedTensor(announced.header, buffer, _release=unused))
 
     def _release(self, slot: int) -> None:

@@ -244,9 +244,10 @@ class _Link:
         packets.close_all(fds)
         message = for_sender(packet)
         if isinstance(message, Release):
-            if not self._is_lent(message.slot):
-                raise ValueError(f"slot {message.slot} is not lent")
-            self.give_back(message.slot)
+            for slot in message.slots:
+                if not self._is_lent(slot):
+                    raise ValueError(f"slot {slot} is not lent")
+                self.give_back(slot)
             return
         if not self._nonce or message.nonce != self._nonce:
             raise ValueError("the receiver does not see this memory")

@@ -3,7 +3,7 @@
 sender    Hello (with the arena's handle)  -->
           <--  Welcome                           receiver
           Announce, one per tensor         -->   (copies it out of the arena)
-          <--  Release, one per tensor
+          <--  Release, of one tensor or a few
 
 All but the greeting is as for shared memory: see shm_wire.
 """
@@ -20,7 +20,7 @@ from broker.transports.shm_wire import NONCE_BYTES, Announce
 from broker.transports.wire import make_decode
 from common.messages import Count
 
-VERSION: Final = 1
+VERSION: Final = 2
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):

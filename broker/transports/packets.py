@@ -19,6 +19,8 @@ MAX_PACKET_BYTES: Final = 96 * 2**10
 MAX_FDS: Final = 4
 BACKLOG: Final = 128
 _FDS_BYTES: Final = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
+_CLOSE_ON_EXEC, _NO_SIGNAL = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_NOSIGNAL)  # enums cost a microsecond each
+_TRUNCATED: Final = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 
 
 def listen(name: str) -> socket.socket:
@@ -86,7 +88,7 @@ class PacketSocket:
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             with self._open:
-                self._socket.sendmsg([packet], ancillary, socket.MSG_NOSIGNAL)
+                self._socket.sendmsg([packet], ancillary, _NO_SIGNAL)
         except BlockingIOError:
             return False
         return True
@@ -126,15 +128,13 @@ class PacketSocket:
     def _read_one(self) -> bool:
         """One packet; False where there is none at the moment."""
         try:
-            num_bytes, ancillary, flags, _ = self._socket.recvmsg_into(
-                [self._buffer], _FDS_BYTES, socket.MSG_CMSG_CLOEXEC
-            )
+            num_bytes, ancillary, flags, _ = self._socket.recvmsg_into([self._buffer], _FDS_BYTES, _CLOSE_ON_EXEC)
         except BlockingIOError:
             return False
-        fds = _descriptors(ancillary)
+        fds = _descriptors(ancillary) if ancillary else []
         if not num_bytes:
             self._end(None)
-        elif flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        elif flags & _TRUNCATED:
             close_all(fds)
             raise ValueError("a packet is too long")
         else:

@@ -133,8 +133,8 @@ class _Peer(LinkedPeer):
         if end > memory.size:
             raise ValueError(f"a tensor ends at byte {end} of {memory.size}")
         room = memory[announced.offset : end]
-        self._held.add(announced.slot)
-        weakref.finalize(room, self._unused, announced.slot).atexit = False
+        slot = announced.slot
+        self._held[slot] = weakref.ref(room, lambda _: self._unused(slot))
         self._receiver.deliver(ReceivedTensor(announced.header, room.data))
 
     def _unused(self, slot: int) -> None:

@@ -68,6 +68,27 @@ class ShmConnection(LinkedConnection["_Link"]):
         except OSError as error:
             raise TriptychError("unavailable", f"the receiver of tensors at {self._address}: {error}") from error
 
+    def send_now(self, header: TensorHeader, data: memoryview) -> bool:
+        """Send if nothing has to be waited for, nor others on the loop for the copy; else False. For small tensors
+        what can wait costs more than their bytes do.
+
+        Raises as `send` does where the tensor is larger than the receiver takes.
+        """
+        link = self._link
+        if link is None or link.closed or self._turn.locked() or data.nbytes > passes.TURN_BYTES:
+            return False
+        room = link.room_now(data.nbytes)
+        if room is None:
+            return False
+        announced = False
+        try:
+            checksum = passes.copy_now(data, room.memory.data, hashed=data)
+            announced = link.announce_now(room, msgspec.structs.replace(header, checksum=checksum))
+        finally:
+            if not announced:
+                link.give_back(room)
+        return announced
+
     def give(self, header: TensorHeader) -> Gift | None:
         """Memory for a tensor that is being made, at the receiver's already when it is; None where there can be none.
 
@@ -135,19 +156,33 @@ class _Link:
 
         One at a time: callers take turns.
         """
+        while (room := self.room_now(num_bytes)) is None:
+            await self._next_change()
+        return room
+
+    def room_now(self, num_bytes: int) -> _Room | None:
+        """Room for a tensor; None where there is too little at the moment, or the receiver has gone."""
         if num_bytes > self._max_bytes:
             raise TriptychError("invalid_request", f"{num_bytes} bytes; the receiver takes {self._max_bytes} at most")
         self._packets.read()  # room given back just now is in the processor's cache, other room is not
-        while self.closed or (room := self._find_room(num_bytes)) is None:
-            await self._next_change()
-        self._lent[room.slot] = room
-        self._next_slot += 1
+        room = None if self.closed else self._find_room(num_bytes)
+        if room is not None:
+            self._lent[room.slot] = room
+            self._next_slot += 1
         return room
 
     async def announce(self, room: _Room, header: TensorHeader) -> None:
         """Tell the receiver of a tensor that lies in its room. Raises OSError where it has gone."""
-        message = pack(Announce(room.slot, room.offset, room.memory.size, header))
-        await self._packets.send(message, [] if room.fd is None else [room.fd])
+        message, fds = _announcement(room, header)
+        await self._packets.send(message, fds)
+
+    def announce_now(self, room: _Room, header: TensorHeader) -> bool:
+        """The same if it can be done at once; else False."""
+        message, fds = _announcement(room, header)
+        try:
+            return self._packets.try_send(message, fds)
+        except OSError:
+            return False
 
     def give(self, header: TensorHeader) -> Gift | None:
         """None where the receiver has enough of them, or takes nothing at the moment."""
@@ -224,9 +259,10 @@ class _Link:
         packets.close_all(fds)
         message = for_sender(packet)
         if isinstance(message, Release):
-            if message.slot not in self._lent:
-                raise ValueError(f"slot {message.slot} is not lent")
-            self.give_back(self._lent[message.slot])
+            for slot in message.slots:
+                if slot not in self._lent:
+                    raise ValueError(f"slot {slot} is not lent")
+                self.give_back(self._lent[slot])
             return
         if message.nonce != self._nonce:
             raise ValueError("the receiver does not see this memory")
@@ -237,3 +273,8 @@ class _Link:
         if error is not None:
             log.warning("shared memory with a receiver has ended", error=str(error))
         self.close()
+
+
+def _announcement(room: _Room, header: TensorHeader) -> tuple[bytes, Sequence[int]]:
+    fds = () if room.fd is None else (room.fd,)
+    return pack(Announce(room.slot, room.offset, room.memory.size, header)), fds

@@ -3,7 +3,7 @@
 sender    Hello (with the arena's descriptor)  -->
           <--  Welcome                                 receiver
           Announce, one per tensor             -->
-          <--  Release, one per tensor
+          <--  Release, of one tensor or a few
 
 or, where the tensor is made in time for it (see given):
 
@@ -19,10 +19,11 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
+from broker.transports.base import QUEUE_TENSORS
 from broker.transports.wire import make_decode
 from common.messages import Count, TensorHeader, encode
 
-VERSION: Final = 2
+VERSION: Final = 3
 NONCE_BYTES: Final = 16
 
 
@@ -51,9 +52,9 @@ class Announce(msgspec.Struct, frozen=True, tag="announce"):
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """The receiver has no more use for the tensor of an Announce."""
+    """The receiver has no more use for the tensors of these Announces."""
 
-    slot: Count
+    slots: Annotated[list[Count], msgspec.Meta(max_length=QUEUE_TENSORS)]
 
 
 class Give(msgspec.Struct, frozen=True, tag="give"):

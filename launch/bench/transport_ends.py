@@ -2,7 +2,7 @@
 
 Each is as its users have it, through broker.tensors, with checksums made and verified: where the bytes have arrived, as
 for keys and values, or while they are copied to where they will stay, as for the output of an encoder (COPIED). Beside
-them a loop of plain pyzmq, which does none of this.
+them loops of plain pyzmq, which do none of this.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ from common.config import Transport
 from common.messages import InstanceRecord, TensorHeader, decode_tensor_header, encode
 
 PLAIN_ZMQ = "plain pyzmq"
+"""With `copy=False` on either side, the fastest that it has; and as it is if nobody asks for that:"""
+COPYING_ZMQ = "copying pyzmq"
+PLAIN_LOOPS = (PLAIN_ZMQ, COPYING_ZMQ)
 COPIED = " + copy"
 """Ends the name of a way whose tensors are copied by the receiver."""
 NIXL_CUDA = "nixl+cuda"
@@ -177,24 +180,27 @@ def missing_ways() -> set[str]:
 
 
 class PlainZmqSink:
-    def __init__(self) -> None:
+    def __init__(self, *, copies: bool) -> None:
+        self._copies = copies
         self._socket = zmq.Context().socket(zmq.ROUTER)
         self._socket.bind("tcp://127.0.0.1:*")
         self.address = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     async def take(self) -> TensorHeader:
-        frames = self._socket.recv_multipart(copy=False)
-        return decode_tensor_header(frames[1].buffer)
+        if self._copies:
+            return decode_tensor_header(self._socket.recv_multipart()[1])
+        return decode_tensor_header(self._socket.recv_multipart(copy=False)[1].buffer)
 
 
 class PlainZmqSource:
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, copies: bool) -> None:
+        self._copies = copies
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.connect(address)
 
     async def send(self, header: TensorHeader, data: memoryview) -> None:
-        self._socket.send_multipart([encode(header), data], copy=False)
+        self._socket.send_multipart([encode(header), data], copy=self._copies)
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -205,16 +211,16 @@ def _record(address: str) -> InstanceRecord:
 
 
 def make_sink(way: str, broker: str) -> Sink:
-    if way == PLAIN_ZMQ:
-        return PlainZmqSink()
+    if way in PLAIN_LOOPS:
+        return PlainZmqSink(copies=way == COPYING_ZMQ)
     if (between_gpus := _between_gpus(way)) is not None:
         return CudaSink(between_gpus)
     return TransportSink(_transport_of(way), broker, copies=way.endswith(COPIED))
 
 
 def make_source(way: str, broker: str, address: str) -> Source:
-    if way == PLAIN_ZMQ:
-        return PlainZmqSource(address)
+    if way in PLAIN_LOOPS:
+        return PlainZmqSource(address, copies=way == COPYING_ZMQ)
     if (between_gpus := _between_gpus(way)) is not None:
         return CudaSource(between_gpus, address)
     return TransportSource(_transport_of(way), broker, address)
@@ -232,10 +238,10 @@ def _between_gpus(way: str) -> DeviceTransport | None:
 def serve_sinks(parent_pid: int, pipe: Connection, ways: Sequence[str], broker: str) -> None:
     """The receiving process: tells its addresses, then does one Job after the other until the pipe is closed.
 
-    For a loop of plain pyzmq malloc stays as it is.
+    For loops of plain pyzmq malloc stays as it is.
     """
     die_with_parent(parent_pid)
-    if PLAIN_ZMQ not in ways:
+    if not set(ways) <= set(PLAIN_LOOPS):
         malloc.use_one_arena()
         malloc.reuse_large_blocks()
     asyncio.run(_serve(pipe, ways, broker))

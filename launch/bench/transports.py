@@ -2,10 +2,10 @@
 
 Throughput is measured over tensors sent one after the other without waiting, latency over single ones: from the call
 of `send` to the checked tensor in the receiver's hands; with "+ copy", to the checked copy in memory of its own. Beside
-them, in the same run: one memcpy of as many bytes within a process, in cache and over cold memory, and a loop of plain
-pyzmq without checksums, whose receiving process has malloc as it comes, where the others have told it what workers
-tell it. All take turns, so that other load hits all alike; a turn begins with tensors that are not
-counted, for memory that has been idle for a second has to be touched again.
+them, in the same run: one memcpy of as many bytes within a process, in cache and over cold memory, and two loops of
+plain pyzmq without checksums, one with `copy=False` and one as pyzmq is by default, whose receiving process has malloc
+as it comes, where the others have told it what workers tell it. All take turns, so that other load hits all alike; a
+turn begins with tensors that are not counted, for memory that has been idle for a second has to be touched again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from launch.bench.memcpy import KINDS, Memcpy
 from launch.bench.transport_ends import (
     COPIED,
     NIXL_CUDA,
-    PLAIN_ZMQ,
+    PLAIN_LOOPS,
     Job,
     Source,
     make_source,
@@ -45,13 +45,13 @@ WAYS: Final = ("shm", "shm" + COPIED, "zmq", "redis", "nixl", "cuda" + COPIED, N
 NUM_BUFFERS: Final = 4
 TURN_BYTES: Final = 256 * MIB
 """Sent in one turn at most, so that no queue takes more memory than that."""
-MAX_PER_TURN: Final = 500
+MAX_PER_TURN: Final = 2000
 LATENCIES_PER_TURN: Final = 20
 WARM_UP: Final = 4
 """The first tensors of a turn, not counted."""
 RATIOS: Final = (
     *((kind, way) for way in ("shm", "shm" + COPIED) for kind in KINDS),
-    (PLAIN_ZMQ, "zmq"),
+    *((loop, "zmq") for loop in PLAIN_LOOPS),
 )
 """Columns of the second table: how much faster the one is than the other."""
 SLOWER: Final = {"redis": 8, "nixl": 4, NIXL_CUDA + COPIED: 4}
@@ -78,8 +78,8 @@ def bench(
 ) -> None:
     """Measure the transports of this host and print three tables in markdown."""
     known = ways_of_this_host()
-    ways = [PLAIN_ZMQ, *(transports.split(",") if transports else known)]
-    unknown = set(ways[1:]) - set(known)
+    ways = [*PLAIN_LOOPS, *(transports.split(",") if transports else known)]
+    unknown = set(ways) - set(PLAIN_LOOPS) - set(known)
     if unknown:
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: not a transport of this host", param_hint="transports")
     with EmbeddedBroker() as broker:
@@ -97,7 +97,7 @@ def ways_of_this_host() -> list[str]:
 
 
 async def _measure(ways: Sequence[str], broker: str, repetitions: int) -> Measured:
-    groups = ([way for way in ways if way == PLAIN_ZMQ], [way for way in ways if way != PLAIN_ZMQ])
+    groups = ([way for way in ways if way in PLAIN_LOOPS], [way for way in ways if way not in PLAIN_LOOPS])
     receiving = [_Receiving(group, broker) for group in groups if group]
     ends = {
         way: (make_source(way, broker, address), process.pipe)

@@ -13,7 +13,7 @@ from broker.transports.cuda_runtime import CudaError
 from common.messages import TensorHeader
 from launch.bench import transport_ends, transports
 from launch.bench.memcpy import COLD, IN_CACHE, Memcpy
-from launch.bench.transport_ends import PLAIN_ZMQ, CudaSource, make_sink, make_source
+from launch.bench.transport_ends import COPYING_ZMQ, PLAIN_ZMQ, CudaSource, make_sink, make_source
 from launch.bench.transports import KIB, Samples, bench, latency_table, ratio_table, throughput_table, ways_of_this_host
 from tests.broker.fake_cuda import FakeCuda
 from tests.broker.transport_kit import NEEDS_NIXL
@@ -30,7 +30,7 @@ def test_every_way_is_measured_between_two_processes(
     assert ways[:4] == ["shm", "shm + copy", "zmq", "redis"]
     bench(repetitions=1)
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("| 64 KiB", "| 256 KiB"))]
-    columns = [4 + len(ways), 6, 4 + len(ways)]  # three tables: sizes, memcpy twice, plain pyzmq and the ways; ratios
+    columns = [5 + len(ways), 7, 5 + len(ways)]  # three tables; memcpy and pyzmq come twice
     assert [row.count("|") - 1 for row in rows] == [number for number in columns for _ in range(2)]
     assert not any("nan" in row or "–" in row for row in rows)
 
@@ -82,12 +82,12 @@ def test_ways_between_gpus_are_measured_where_there_is_what_they_need(
 def test_ratios_are_those_of_the_medians(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transports, "SIZES", (64 * KIB,))
     rates = {COLD: [8e9, 1e9, 6e9], PLAIN_ZMQ: [2e9], "shm": [4e9], "shm + copy": [3e9], "zmq": [1e9, 1.6e9, 9e9]}
-    rates[IN_CACHE] = [12e9]
+    rates |= {IN_CACHE: [12e9], COPYING_ZMQ: [0.8e9]}
     measured = {(64 * KIB, way): Samples(values, [1e-6, 3e-6]) for way, values in rates.items()}
-    ways = [PLAIN_ZMQ, "shm", "shm + copy", "zmq"]
+    ways = [PLAIN_ZMQ, COPYING_ZMQ, "shm", "shm + copy", "zmq"]
     row = throughput_table(measured, ways).splitlines()[2]
-    assert row == "| 64 KiB | 12.00 | 6.00 | 2.00 | 4.00 | 3.00 | 1.60 |"
-    assert ratio_table(measured, ways).splitlines()[2] == "| 64 KiB | 3.00 | 1.50 | 4.00 | 2.00 | 1.25 |"
+    assert row == "| 64 KiB | 12.00 | 6.00 | 2.00 | 0.80 | 4.00 | 3.00 | 1.60 |"
+    assert ratio_table(measured, ways).splitlines()[2] == "| 64 KiB | 3.00 | 1.50 | 4.00 | 2.00 | 1.25 | 0.50 |"
     assert latency_table(measured, ways).splitlines()[2].startswith("| 64 KiB | 2 / 3 |")
     assert ratio_table(measured, ["shm"]).splitlines()[2] == "| 64 KiB | 3.00 | 1.50 |"
 

@@ -521,7 +521,7 @@ async def test_a_greeting_that_is_none_ends_the_connection(one: Gpu, stranger: _
     await eventually(lambda: one.cuda.num_held == 0)
 
 
-@pytest.mark.parametrize("answer", [Release(7), Welcome(bytes(16), 2**28)])
+@pytest.mark.parametrize("answer", [Release([7]), Welcome(bytes(16), 2**28)])
 async def test_a_receiver_that_says_nonsense_is_let_go(one: Gpu, other: Gpu, answer: Release | Welcome) -> None:
     peers: list[packets.PacketSocket] = []
 

@@ -27,7 +27,7 @@ WIRES: dict[str, tuple[Callable[[bytes], object], list[object]]] = {
         shm_wire.for_receiver,
         [shm_wire.Hello(2**27), ANNOUNCE, shm_wire.Give(3, HEADER), shm_wire.Written(3, 2**20), shm_wire.TakeBack(3)],
     ),
-    "shm, sender": (shm_wire.for_sender, [shm_wire.Welcome(bytes(16), 2**30), shm_wire.Release(3)]),
+    "shm, sender": (shm_wire.for_sender, [shm_wire.Welcome(bytes(16), 2**30), shm_wire.Release([3, 4])]),
     "cuda, receiver": (
         cuda_wire.for_receiver,
         [cuda_wire.Hello(bytes(HANDLE_BYTES), 2**27, 64, "0000:01:00.0"), ANNOUNCE],
@@ -46,7 +46,7 @@ WIRES: dict[str, tuple[Callable[[bytes], object], list[object]]] = {
         [nixl_wire.Welcome(2**30, bytes(16)), nixl_wire.Refusal("no memory"), nixl_wire.Taken(1, "greet first")],
     ),
     "zmq, receiver": (zmq_wire.decode_head, [HEADER, zmq_wire.First(HEADER, 49152), zmq_wire.Next(16384, 2**63)]),
-    "redis": (decode_passing, [Passing("0f" * 8, 49152, 5.0, HEADER)]),
+    "redis": (decode_passing, [Passing("0f" * 8, 49152, 5.0, HEADER, 1)]),
 }
 
 

@@ -182,7 +182,7 @@ async def test_shared_memory_drops_whoever_greets_wrongly(kit: Kit) -> None:
         pack(Announce(0, 2**62, 2**10, of_bytes(b"abcd"))),
         pack(Announce(0, 0, 2**40, of_bytes(b"abcd"))),
         pack(Hello(MIB)),
-        pack(Release(0)),
+        pack(Release([0])),
         pack(Welcome(b"", 1)),
     ],
     ids=["beyond the end", "far away", "too large", "a second greeting", "a release", "a welcome"],

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import os
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from broker.tensors import ReceivedTensor, TensorReceiver, TensorSender
-from broker.transports import shm_transport
+from broker.transports import packets, shm_transport
 from broker.transports.arena import ALIGNMENT_BYTES, Arena
 from broker.transports.base import QUEUE_TENSORS
+from broker.transports.shm_wire import Release, for_sender
 from common.errors import TriptychError
 from tests.broker.transport_kit import Kit, kit_of, of_bytes, open_files, to, transfer
 from tests.eventually import eventually
@@ -143,6 +144,53 @@ async def test_more_tensors_than_may_be_on_their_way_wait_for_one_to_be_released
     assert await times_out(sender, receiver, 1)
     held.pop().release()
     await fill(sender, receiver, [1])
+
+
+async def test_an_announcement_that_the_socket_does_not_take_at_once_follows_and_the_room_is_not_lost(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = kit.sender(), kit.receiver()
+    await fill(sender, receiver, [1])
+    sends = packets.PacketSocket.try_send
+    refused: list[bytes] = []
+
+    def try_send(socket: packets.PacketSocket, packet: bytes, fds: Sequence[int] = ()) -> bool:
+        if len(refused) < 2:
+            refused.append(packet)
+            return False
+        return sends(socket, packet, fds)
+
+    monkeypatch.setattr(packets.PacketSocket, "try_send", try_send)
+    held = await fill(sender, receiver, [3 * MIB])
+    assert len(refused) == 2
+    held.pop().release()
+    await fill(sender, receiver, [4 * MIB])
+
+
+async def test_of_tensors_released_in_one_turn_of_the_loop_the_sender_hears_together(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the first at once: it may be the only one."""
+    sender, receiver = kit.sender(), kit.receiver()
+    held = await fill(sender, receiver, [MIB // 8] * 20)
+    sends = packets.PacketSocket.try_send
+    told: list[list[int]] = []
+
+    def try_send(socket: packets.PacketSocket, packet: bytes, fds: Sequence[int] = ()) -> bool:
+        message = for_sender(packet)
+        assert isinstance(message, Release)
+        told.append(message.slots)
+        return sends(socket, packet, fds)
+
+    monkeypatch.setattr(packets.PacketSocket, "try_send", try_send)
+    held.pop(0).release()
+    assert len(told) == 1
+    while held:
+        held.pop().release()
+    await eventually(lambda: sum(map(len, told)) == 20)
+    assert list(map(len, told)) == [1, 8, 8, 3]
+    monkeypatch.undo()
+    await fill(sender, receiver, [4 * MIB])
 
 
 async def test_a_send_that_is_cancelled_gives_its_room_back(kit: Kit) -> None:
