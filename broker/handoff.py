@@ -26,7 +26,8 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias, TypeVar
 
 from broker.channels import ChannelSender, Delivery
-from broker.registry import HEARTBEAT_S, incompatibility
+from broker.presence import Presence
+from broker.registry import incompatibility
 from broker.tensors import TensorSender
 from broker.transports.gift import Sending
 from broker.transports.payload import Payload
@@ -47,9 +48,6 @@ from common.messages import (
 Key: TypeAlias = tuple[str, int, int]
 """(request id, input id, attempt)"""
 State = Literal["offered", "granted", "sent", "done"]
-ABSENCE_S: Final = 3.0
-BLIND_S: Final = 2.0
-"""Longer than this between two looks at the registry, it could not be seen."""
 MAX_SENDS: Final = 4
 """Of one part: the first time, and three more."""
 SIGNS_PER_LEASE: Final = 3
@@ -115,8 +113,7 @@ class HandoffSender:
         self._tensors = tensors
         self._timeout_s = timeout_s
         self._handoffs: dict[Key, Handoff] = {}
-        self._seen: dict[str, tuple[InstanceRecord, float]] = {}
-        self._reviewed_s = time.monotonic()
+        self._presence = Presence()
         self.outcomes: Counter[str] = Counter()
 
     @property
@@ -280,25 +277,15 @@ class HandoffSender:
             handoff.receipt.cancel()
 
     def lately_seen(self, instance_id: str) -> InstanceRecord | None:
-        """An instance that was in the registry within the last ABSENCE_S seconds, as `review` saw it."""
-        record, seen_s = self._seen.get(instance_id, (None, 0.0))
-        return record if time.monotonic() - seen_s < ABSENCE_S else None
+        """An instance that was in the registry lately, as `review` saw it: see Presence."""
+        return self._presence.get(instance_id)
 
     def review(self, instances: dict[str, InstanceRecord]) -> None:
         """Compare with the registry: end the handoffs whose receiver has gone or has started anew.
 
-        Called with the heartbeat. A receiver counts as gone after ABSENCE_S without an entry, so that a restart of
-        Redis, which empties the registry for a moment, ends nothing; nor does a broker that has stood still, for the
-        time in which nobody could look does not count, beyond what lies between two looks anyway.
+        Called with the heartbeat. Presence says who counts as gone.
         """
-        now_s = time.monotonic()
-        if (between_s := now_s - self._reviewed_s) > BLIND_S:
-            blind_s = between_s - HEARTBEAT_S
-            self._seen = {i: (record, min(now_s, seen_s + blind_s)) for i, (record, seen_s) in self._seen.items()}
-        self._reviewed_s = now_s
-        self._seen.update({instance_id: (record, now_s) for instance_id, record in instances.items()})
-        self._seen = {i: seen for i, seen in self._seen.items() if now_s - seen[1] < ABSENCE_S}
-        live = {i: record for i, (record, _) in self._seen.items()}
+        live = self._presence.look(instances)
         self._tensors.keep_only(live.values())
         for handoff in list(self._handoffs.values()):
             current = live.get(handoff.receiver.instance_id)
@@ -318,7 +305,7 @@ class HandoffSender:
         if key in self._handoffs:
             raise TriptychError("internal_error", f"handoff {key} is open already")
         handoff = self._handoffs[key] = Handoff(offer, receiver)
-        self._seen[receiver.instance_id] = receiver, time.monotonic()
+        self._presence.note(receiver)
         return handoff
 
     async def _send_once(self, handoff: Handoff, part: Part) -> None:

@@ -33,6 +33,7 @@ from broker.transports.cuda_runtime import CudaRuntime
 from broker.transports.gift import Sending
 from broker.transports.given import GivenRoom
 from broker.transports.payload import Payload
+from broker.transports.redis_transport import RedisReceiver
 from broker.transports.shm_receiver import ShmReceiver
 from common.config import Transport
 from common.messages import InstanceRecord, Offer, TensorHeader
@@ -98,6 +99,14 @@ class TensorReceiver:
             if isinstance(receiver, ShmReceiver):
                 receiver.on_given = on_given
 
+    def keep_only(self, senders: Iterable[InstanceRecord]) -> None:
+        """Wait for no other sender any more, and remove what they have left in the broker: they are gone. The other
+        transports notice by themselves."""
+        senders = list(senders)
+        for receiver in self._receivers:
+            if isinstance(receiver, RedisReceiver):
+                receiver.keep_only(senders)
+
     @property
     def num_invalid(self) -> int:
         return sum(receiver.num_invalid for receiver in self._receivers)
@@ -153,10 +162,13 @@ class TensorSender:
         redis: Redis | None = None,
         cluster: str = "triptych",
         cuda: CudaRuntime | None = None,
+        epoch: int = 0,
     ) -> None:
-        """What listens for answers does so on `host`. Raises TriptychError("invalid_request") where this host does not
-        have the transport."""
-        self._means = means = Means(context, host, redis, cluster, cuda)
+        """What listens for answers does so on `host`. `epoch` is that of this process's record in the registry.
+
+        Raises TriptychError("invalid_request") where this host does not have the transport.
+        """
+        self._means = means = Means(context, host, redis, cluster, cuda, epoch)
         self._connectors = make_connectors(means, transport)
         self._devices = make_device_senders(means, transport)
         self._only_cuda = transport == "cuda"
@@ -184,8 +196,7 @@ class TensorSender:
                 num_fallbacks=self.num_fallbacks,
             )
             self._routes[receiver.tensor_address] = route
-        deadline_s = time.monotonic() + timeout_s
-        scheme = await route.send(header, data, deadline_s)
+        scheme = route.sent_now(header, data) or await route.send(header, data, time.monotonic() + timeout_s)
         self.num_sent[scheme] += 1
 
     def give(self, receiver: InstanceRecord, header: TensorHeader) -> Sending | None:

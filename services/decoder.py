@@ -86,8 +86,9 @@ class DecoderService(ABC):
     def tasks(self) -> list[Coroutine[Any, Any, None]]:
         return [self._receiver.run()]
 
-    def review(self, instances: dict[str, InstanceRecord]) -> None:  # noqa: B027 (PrefillService has more to review)
-        """Nothing: what a lost sender has offered ends by its deadline, or by the next attempt."""
+    def review(self, instances: dict[str, InstanceRecord]) -> None:
+        """What a lost sender has offered ends by its deadline, or by the next attempt."""
+        self._receiver.review(instances)
 
     def close(self) -> None:
         if self._encoding is not None:

@@ -72,7 +72,13 @@ class Links:
         """Sends tensors by the transports that the settings name."""
         transport, cluster = self.settings.transport, self.settings.cluster
         sender = TensorSender(
-            self.context, self.host, transport=transport, redis=self.redis, cluster=cluster, cuda=self.cuda
+            self.context,
+            self.host,
+            transport=transport,
+            redis=self.redis,
+            cluster=cluster,
+            cuda=self.cuda,
+            epoch=self.epoch,
         )
         self.metrics.tallies["tensors_sent"] = lambda: sender.num_sent
         self.metrics.tallies["tensor_fallbacks"] = lambda: sender.num_fallbacks

@@ -48,13 +48,14 @@ DeviceSender: TypeAlias = CudaSender | NixlCudaSender
 @dataclass(frozen=True)
 class Means:
     """What transports need of the process. It listens on `host`, a numeric address, and nowhere else; `cluster` begins
-    all keys in Redis; `cuda` is there if its engine computes on a GPU."""
+    all keys in Redis; `cuda` is there if its engine computes on a GPU; `epoch` is its own in the registry."""
 
     context: zmq.asyncio.Context
     host: str = "127.0.0.1"
     redis: Redis | None = None
     cluster: str = "triptych"
     cuda: CudaRuntime | None = None
+    epoch: int = 0
 
     @cached_property
     def nixl_agent(self) -> NixlAgent:
@@ -108,7 +109,7 @@ def make_connectors(means: Means, transport: Transport) -> dict[str, Connector]:
         connectors[ZmqConnection.scheme] = lambda address: ZmqConnection(means.context, address)
     if transport == "redis" or (transport == "auto" and means.redis is not None):
         redis = _redis_of(means)
-        connectors[RedisConnection.scheme] = lambda address: RedisConnection(redis, address)
+        connectors[RedisConnection.scheme] = lambda address: RedisConnection(redis, address, means.epoch)
     return connectors
 
 

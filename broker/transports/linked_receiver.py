@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from broker.transports import packets
 from broker.transports.base import QUEUE_TENSORS, ReceivedTensor
@@ -17,6 +17,9 @@ from broker.transports.listener import SameUserListener
 from broker.transports.shm_wire import Announce, Release
 from common.messages import encode
 from common.telemetry import get_logger
+
+RELEASED_AT_ONCE: Final = 8
+"""The sender of so many tensors may wait for the room of one."""
 
 log = get_logger()
 
@@ -78,12 +81,17 @@ class LinkedReceiver(ABC):
 
 
 class LinkedPeer(ABC):
-    """One sender, from its connection to its end. `_held` are the slots of its tensors that are in use here."""
+    """One sender, from its connection to its end.
+
+    `_held` are the slots of its tensors that are in use here, each with what tells of the end of that.
+    """
 
     def __init__(self, connected: socket.socket, receiver: LinkedReceiver, max_bytes: int) -> None:
         self._receiver = receiver
         self._max_bytes = max_bytes
-        self._held: set[int] = set()
+        self._held: dict[int, object] = {}
+        self._released: list[int] = []  # the sender has not been told yet
+        self._has_told = False  # of one, in this turn of the loop
         self._loop = asyncio.get_running_loop()
         self._deadline = self._loop.call_later(HANDSHAKE_S, self._too_late)
         self._packets = packets.PacketSocket(connected, self._take, self._lost)
@@ -120,11 +128,30 @@ class LinkedPeer(ABC):
             self._loop.call_soon_threadsafe(self._release, slot)
 
     def _release(self, slot: int) -> None:
-        self._held.discard(slot)
+        """The sender is told at once, but of those that follow in the same turn of the loop together: to tell it of
+        each takes as long as to check a tensor of 100 KiB."""
+        self._held.pop(slot, None)
         if self._packets.closed:
             return
+        self._released.append(slot)
+        if not self._has_told:
+            self._has_told = True
+            self._loop.call_soon(self._end_turn)
+            self._tell()
+        elif len(self._released) == RELEASED_AT_ONCE:
+            self._tell()
+
+    def _end_turn(self) -> None:
+        self._has_told = False
+        self._tell()
+
+    def _tell(self) -> None:
+        none: list[int] = []  # made first: while it is, the garbage collector may release other slots
+        slots, self._released = self._released, none
+        if not slots or self._packets.closed:
+            return
         try:
-            sent = self._packets.try_send(encode(Release(slot)))
+            sent = self._packets.try_send(encode(Release(slots)))
         except OSError as error:
             self._end(error)
             return

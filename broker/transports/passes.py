@@ -43,14 +43,32 @@ async def copy(source: memoryview, target: memoryview, hashed: memoryview) -> in
 
     Returns the checksum of `hashed`, which is one of the two: of what was read, or of what was written.
     """
+    if source.nbytes <= TURN_BYTES:
+        return copy_now(source, target, hashed)
     digest = Checksum()
-    for start in range(0, source.nbytes, PIECE_BYTES):
-        if start and start % TURN_BYTES == 0:
+    for start in range(0, source.nbytes, TURN_BYTES):
+        if start:
             await asyncio.sleep(0)
+        end = start + TURN_BYTES
+        _copy_turn(source[start:end], target[start:end], hashed[start:end], digest)
+    return digest.value
+
+
+def copy_now(source: memoryview, target: memoryview, hashed: memoryview) -> int:
+    """The same without a turn for others in between: for TURN_BYTES at most."""
+    if source.nbytes <= PIECE_BYTES:
+        target[:] = source
+        return checksum(hashed)
+    digest = Checksum()
+    _copy_turn(source, target, hashed, digest)
+    return digest.value
+
+
+def _copy_turn(source: memoryview, target: memoryview, hashed: memoryview, digest: Checksum) -> None:
+    for start in range(0, source.nbytes, PIECE_BYTES):
         end = start + PIECE_BYTES
         target[start:end] = source[start:end]
         digest.update(hashed[start:end])
-    return digest.value
 
 
 async def join(pieces: Iterable[memoryview], target: memoryview) -> None:

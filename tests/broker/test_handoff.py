@@ -13,7 +13,8 @@ import zmq.asyncio
 from redis.asyncio import Redis
 
 from broker.channels import ChannelReader, ChannelSender, Delivery
-from broker.handoff import ABSENCE_S, BLIND_S, MAX_SENDS, Handoff, HandoffSender, Part, key_of
+from broker.handoff import MAX_SENDS, Handoff, HandoffSender, Part, key_of
+from broker.presence import ABSENCE_S, BLIND_S
 from broker.registry import HEARTBEAT_S
 from broker.tensors import TensorReceiver, TensorSender
 from common.errors import ErrorInfo, TriptychError
@@ -259,7 +260,7 @@ async def test_a_receiver_that_goes_or_restarts_ends_the_wait(
     await eventually(lambda: pair.sender.num_open == 1)
     pair.sender.review({"d0": pair.receiver})
     assert not offering.done()
-    monkeypatch.setattr("broker.handoff.ABSENCE_S", 0.0)
+    monkeypatch.setattr("broker.presence.ABSENCE_S", 0.0)
     pair.sender.review(registry(pair.receiver))
     with pytest.raises(TriptychError) as caught:
         await offering
@@ -279,7 +280,7 @@ async def _offering(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> tuple[asynci
     """An offer whose receiver has just been seen, and the sender's clock, which stands until `now_s` is moved."""
     clock = SimpleNamespace(now_s=1000.0, time=time.time)
     clock.monotonic = lambda: clock.now_s
-    monkeypatch.setattr("broker.handoff.time", clock)
+    monkeypatch.setattr("broker.presence.time", clock)
     offering = asyncio.create_task(pair.sender.offer(make_offer(), pair.receiver))
     await eventually(lambda: pair.sender.num_open == 1)
     pair.sender.review({"d0": pair.receiver})

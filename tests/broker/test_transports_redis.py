@@ -1,21 +1,33 @@
-"""Tensors through the broker where the connection to it is lost: what is sent twice comes once, and nothing is left."""
+"""Tensors through the broker where the connection to it is lost, or one side is: what is sent twice comes once, and
+nothing is left."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from structlog.testing import capture_logs
 
+from broker.tensors import TensorReceiver
 from broker.transports import redis_transport
 from broker.transports.base import ReceivedTensor
 from broker.transports.redis_transport import CHUNK_BYTES, RedisConnection, RedisReceiver
-from tests.broker.transport_kit import of_bytes
+from common.errors import TriptychError
+from tests.broker.conftest import make_record
+from tests.broker.transport_kit import Kit, kit_of, of_bytes, receive, to
 from tests.eventually import eventually
+
+MIB = 2**20
+THERE = make_record("peer", epoch=0)
+"""The sender of tests.broker.transport_peer."""
+ANEW = make_record("peer", epoch=1)
 
 
 @pytest.fixture
@@ -23,6 +35,32 @@ async def receiver(redis: Redis) -> AsyncIterator[RedisReceiver]:
     made = RedisReceiver(redis, "test", lambda: None, max_bytes=2**28)
     yield made
     made.close()
+
+
+@pytest.fixture
+async def kit(redis: Redis, broker_url: str) -> AsyncIterator[Kit]:
+    async with kit_of("redis", redis, f"{broker_url}?client_name=peer") as kit:
+        yield kit
+
+
+class Pause:
+    """Before the receiver's next answer of a kind, and all that follow: `reached` there, they go on with `over`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: bytes) -> None:
+        self.reached, self.over = asyncio.Event(), asyncio.Event()
+        answer: Any = RedisReceiver._answer
+
+        async def paused(receiver: RedisReceiver, passing: Any, what: bytes) -> None:
+            if what == kind:
+                self.reached.set()
+                await self.over.wait()
+            await answer(receiver, passing, what)
+
+        monkeypatch.setattr(RedisReceiver, "_answer", paused)
+
+    async def wait(self) -> None:
+        async with asyncio.timeout(30):
+            await self.reached.wait()
 
 
 async def test_commands_that_are_carried_out_twice_change_nothing_and_leave_nothing(
@@ -84,5 +122,174 @@ async def test_what_a_tensor_has_left_that_was_given_up_is_removed_once_the_brok
         return await redis.keys("test:*") == []
 
     await eventually(is_empty)
-    await redis.rpush(answers, b"taken")  # the receiver had it in hand
-    await eventually(is_empty)
+    for _ in range(3):
+        await redis.rpush(answers, b"taken")  # the receiver had it in hand, and was stopped for a while
+        await eventually(is_empty)
+
+
+def end_of(receiver: TensorReceiver) -> RedisReceiver:
+    (end,) = receiver._receivers
+    assert isinstance(end, RedisReceiver)
+    return end
+
+
+async def holds(redis: Redis, num_keys: int) -> None:
+    """Return once the broker holds so many keys."""
+
+    async def as_many() -> bool:
+        return len(await redis.keys("*")) == num_keys
+
+    await eventually(as_many)
+
+
+async def test_a_receiver_waits_for_a_sender_that_is_there_and_not_for_one_that_is_gone(
+    kit: Kit, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver, pause = kit.receiver(), Pause(monkeypatch, b"taken")
+    victim = await kit.peer("send", receiver.address, "64", "30")
+    await pause.wait()
+    await victim.kill()
+    pause.over.set()
+    await eventually(lambda: len(end_of(receiver)._tasks) == 2)
+    await holds(redis, 1)  # it has taken all chunks that were there, and has answered
+    monkeypatch.setattr(redis_transport, "ABSENCE_S", 1e9)
+    for senders in ([THERE], [make_record("another")], []):  # who is not seen may have come just now
+        receiver.keep_only(senders)
+        assert receiver.num_unfinished == 0
+    receiver.keep_only([ANEW])
+    assert receiver.num_unfinished == 1
+    await holds(redis, 0)
+    await eventually(lambda: len(end_of(receiver)._tasks) == 1)
+    assert receiver.num_invalid == 0
+
+
+async def test_a_sender_that_is_seen_no_more_is_gone(kit: Kit, redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver, pause = kit.receiver(), Pause(monkeypatch, b"taken")
+    victim = await kit.peer("send", receiver.address, "64", "30")
+    await pause.wait()
+    await victim.kill()
+    pause.over.set()
+    monkeypatch.setattr(redis_transport, "ABSENCE_S", 0.0)
+    receiver.keep_only([THERE])
+    assert receiver.num_unfinished == 0
+    receiver.keep_only([make_record("another")])
+    assert receiver.num_unfinished == 1
+    await holds(redis, 0)
+
+
+@pytest.mark.parametrize(("answer", "max_bytes"), [(b"done", 2**28), (b"refused", MIB)])
+async def test_an_answer_waits_for_a_sender_that_is_there_and_is_removed_where_it_is_gone(
+    kit: Kit, redis: Redis, monkeypatch: pytest.MonkeyPatch, answer: bytes, max_bytes: int
+) -> None:
+    receiver, pause = kit.receiver(max_bytes), Pause(monkeypatch, answer)
+    victim = await kit.peer("send", receiver.address, "4", "30")
+    await pause.wait()
+    await victim.kill()
+
+    async def is_noticed() -> bool:
+        return not [client for client in await redis.client_list() if client["name"] == "peer"]
+
+    await eventually(is_noticed)  # or the broker would give the answer to the dead
+    pause.over.set()
+    await eventually(lambda: len(end_of(receiver)._tasks) == 1)
+    num_keys = len(await redis.keys("*"))
+    assert num_keys > 0
+    receiver.keep_only([THERE])
+    assert len(await redis.keys("*")) == num_keys
+    receiver.keep_only([ANEW])
+    await holds(redis, 0)
+    assert receiver.num_unfinished == 0
+
+
+async def test_a_sender_that_was_stopped_gets_its_answer_as_long_as_it_is_there(
+    kit: Kit, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver, pause = kit.receiver(), Pause(monkeypatch, b"done")
+    slow = await kit.peer("send", receiver.address, "4", "30")
+    await pause.wait()
+    slow.signal(signal.SIGSTOP)
+    pause.over.set()
+    await eventually(lambda: len(end_of(receiver)._tasks) == 1)
+    receiver.keep_only([THERE])
+    slow.signal(signal.SIGCONT)
+    assert await slow.line() == "sent"
+
+
+async def test_a_sender_that_comes_back_after_it_was_given_up_fails_by_its_deadline_and_nothing_is_left(
+    redis: Redis, receiver: RedisReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer: Any = RedisConnection._answer
+    away, back = asyncio.Event(), asyncio.Event()
+
+    async def stopped(*args: Any) -> bytes:
+        away.set()
+        await back.wait()
+        taken: bytes = await answer(*args)
+        return taken
+
+    monkeypatch.setattr(RedisConnection, "_answer", stopped)
+    monkeypatch.setattr(redis_transport, "ABSENCE_S", 0.0)
+    data = memoryview(bytes(64 * MIB))
+    sending = asyncio.create_task(RedisConnection(redis, receiver.address).send(of_bytes(data), data, 3.0))
+    async with asyncio.timeout(30):
+        await away.wait()
+        receiver.keep_only([])
+        await holds(redis, 0)
+        back.set()
+        with pytest.raises(TriptychError) as caught:
+            await sending
+    assert caught.value.info.code == "unavailable"
+    await holds(redis, 0)
+    assert (receiver.take(), receiver.num_unfinished, receiver.num_invalid) == (None, 1, 0)
+
+
+async def test_a_sender_whose_receiver_is_gone_gives_up_at_once_and_removes_what_is_left(
+    kit: Kit, redis: Redis
+) -> None:
+    peer, sender = await kit.peer("receive"), kit.sender()
+    address = await peer.line()
+    await sender.send(to(address), of_bytes(b"x"), memoryview(b"x"), timeout_s=30)
+    assert await peer.line() == "ok"
+    await holds(redis, 0)
+    peer.signal(signal.SIGSTOP)
+    data = memoryview(bytes(32 * MIB))
+    sending = [asyncio.create_task(sender.send(to(address), of_bytes(data), data, timeout_s=300)) for _ in range(2)]
+
+    async def waits() -> bool:
+        return len(await redis.keys("*:[0-9]")) >= redis_transport.WINDOW - 1  # one may be in the hands of the dead
+
+    await eventually(waits)
+    await peer.kill()
+    sender.keep_only([])
+    async with asyncio.timeout(10):
+        errors = await asyncio.gather(*sending, return_exceptions=True)
+    assert [error.info.code for error in errors if isinstance(error, TriptychError)] == ["unavailable"] * 2
+    await holds(redis, 0)
+    receiver = kit.receiver()
+    again = asyncio.create_task(receive(receiver))
+    await sender.send(to(receiver.address), of_bytes(b"y"), memoryview(b"y"), timeout_s=30)
+    assert (await again).data == b"y"
+
+
+async def test_removing_ends_with_its_process_though_a_command_has_swallowed_the_cancellation(
+    redis: Redis, receiver: RedisReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As redis-py does in Python 3.11 where it comes just as something has been sent."""
+    removing, forever = asyncio.Event(), asyncio.Event()
+
+    async def swallows(*_: Any) -> None:
+        removing.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await forever.wait()
+
+    monkeypatch.setattr(redis_transport._Leftovers, "_remove_once", swallows)
+    connection, data = RedisConnection(redis, receiver.address), memoryview(b"x")
+    sending = asyncio.create_task(connection.send(of_bytes(data), data, 30.0))
+    async with asyncio.timeout(10):
+        await sending
+        await removing.wait()
+        task = connection._leftovers._removing
+        assert task is not None
+        task.cancel()
+        await asyncio.wait({task})
+    assert task.cancelled()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from broker import clock, handoff, registry, routes
+from broker import clock, presence, registry, routes
 from broker.channels import STREAM_TTL_S, ChannelSender
 from broker.redis_client import SOCKET_TIMEOUT_S
 from broker.transports import linked, nixl_link, nixl_reader, nixl_receiver
@@ -42,7 +42,7 @@ def bounds(wait: str) -> str:
         ("a reply of the broker", membership.TELL_S),
         ("a heartbeat of a worker", registry.RECORD_TTL_S),
         ("a heartbeat of a worker", workers.ABSENCE_S),
-        ("a heartbeat of a worker", handoff.ABSENCE_S),
+        ("a heartbeat of a worker", presence.ABSENCE_S),
         ("a heartbeat of a proxy", proxies.SILENCE_S),
         ("streams of a worker that died", STREAM_TTL_S),
         ("the receiver of an output", destination.LOOKUP_S),

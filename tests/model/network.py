@@ -336,6 +336,8 @@ class SimulatedTensorReceiver:
     def watch_given(self, on_given: object) -> None:
         """Nothing is given: what comes is copied."""
 
+    def keep_only(self, senders: object) -> None: ...
+
     async def receive(self) -> ReceivedTensor:
         return await self.received.get()
 

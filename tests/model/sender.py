@@ -11,7 +11,8 @@ from collections.abc import Hashable
 from typing import Any, cast
 
 from broker.channels import ChannelSender, Delivery
-from broker.handoff import ABSENCE_S, MAX_SENDS, HandoffSender, Part, key_of
+from broker.handoff import MAX_SENDS, HandoffSender, Part, key_of
+from broker.presence import ABSENCE_S
 from broker.tensors import TensorSender
 from common.errors import ErrorInfo, TriptychError
 from common.messages import (

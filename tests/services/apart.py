@@ -20,7 +20,7 @@ from tests.eventually import eventually
 from tests.services.inprocess import InProcess, in_process
 
 HELD_BY_ENGINES = ("requests_running", "requests_waiting", "kv_blocks_used", "encoder_cache_references")
-HELD_BY_ENGINES += ("inputs_pending", "inputs_granted", "kv_offers_pending", "kv_reserved_requests")
+HELD_BY_ENGINES += ("inputs_pending", "inputs_granted", "kv_offers_pending", "kv_reserved_requests", "early_offers")
 
 
 @dataclass

@@ -229,6 +229,7 @@ DECODER_HOLDS = (
     "kv_blocks_used",
     "encoder_cache_references",
     "inputs_pending",
+    "early_offers",
     "inputs_granted",
     "channel_messages_waiting",
 )

@@ -296,7 +296,7 @@ async def test_a_withdrawn_offer_frees_its_room_at_once_and_any_other_withdrawal
         setting.peer.send("metadata", Withdraw(request_id, 0, 0, "peer"))
     await eventually(lambda: setting.worker.gauge("offers_open") == 0)
     stats = await setting.worker.role.thread.call(lambda engine: engine.stats(), 5.0)
-    assert [stats[name] for name in ("inputs_granted", "inputs_pending", "encoder_cache_bytes_used")] == [0, 0, 0]
+    assert [stats[name] for name in ("inputs_granted", "early_offers", "encoder_cache_bytes_used")] == [0, 0, 0]
     assert setting.worker.tally("handoffs") == {"granted": 1, "withdrawn": 2}
     assert setting.worker.gauge("inputs_landing") == 0
     await setting.deliver(offer)
