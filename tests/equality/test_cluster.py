@@ -51,6 +51,10 @@ async def test_a_mixed_batch_equals_transformers_and_llm(served: Served, cases: 
     if not served.info.is_encoder_decoder:  # a transcription in one piece does not tell
         assert [_end(answer) for answer in answers] == [_expected_end(case, max_tokens) for case in cases]
     if not served.info.is_encoder_decoder:  # clips come one at a time out of the encoder and may never meet
+        for _ in range(4):  # whether all meet in the decoder at a time is chance
+            if served.gauges("pd0")["preemptions_total"] > 0:
+                break
+            assert [answer.token_ids for answer in await served.answer_all(cases, max_tokens)] == expected_of(cases)
         assert served.gauges("pd0")["preemptions_total"] > 0
     assert (served.gauges("pd0")["steps_ahead_total"] > 0) == (served.prefix in AHEAD)
     await served.wait_until_nothing_is_held()

@@ -68,7 +68,15 @@ async def test_a_proxy_whose_id_another_process_has_taken_ends_and_says_so(broke
         await eventually(registered, timeout_s=30)
         (record,) = (await registry.instances()).values()
         await registry.register(msgspec.structs.replace(record, epoch=record.epoch + 1))
-        await redis.persist(f"{cluster}:instance:{record.instance_id}")  # however slow the machine is
+
+        async def ended() -> bool:
+            entry = await registry.get(record.instance_id)
+            if entry is not None and entry.epoch == record.epoch:
+                await registry.heartbeat()  # it had just looked: another process enters itself again, too
+            await redis.persist(f"{cluster}:instance:{record.instance_id}")  # however slow the machine is
+            return process.returncode is not None
+
+        await eventually(ended, timeout_s=15)
         _, errors = await asyncio.wait_for(process.communicate(), 15)
         assert process.returncode == 1
         assert f"has taken the instance id '{record.instance_id}'" in errors.decode()
