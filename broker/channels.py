@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, cast
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from broker.redis_client import CONNECTION_ERRORS, pass_on_cancellation
+from broker.redis_client import CONNECTION_ERRORS
 from common.errors import TriptychError
 from common.messages import HandoffMessage, decode_handoff, encode
 from common.telemetry import get_logger
@@ -120,7 +120,6 @@ class ChannelSender:
                     for entry in batch:
                         pipe.xadd(entry.stream, {FIELD: entry.data}, maxlen=MAX_ENTRIES, nomkstream=True)
                     results = await pipe.execute(raise_on_error=False)
-                pass_on_cancellation()
         except TimeoutError:
             return False
         except CONNECTION_ERRORS:
@@ -166,7 +165,6 @@ class ChannelReader:
             await self._create(stream)
             info: dict[str, Any] = await self._redis.xinfo_stream(stream)
             self._former[stream] = _parse_id(info["last-generated-id"])
-        pass_on_cancellation()
 
     async def run(self, handle: Callable[[Delivery], None]) -> None:
         """Receive, handle and acknowledge, in order, until cancelled; outlives any absence of the server.
@@ -177,11 +175,9 @@ class ChannelReader:
         while True:
             try:
                 deliveries = await self.receive()
-                pass_on_cancellation()
                 for delivery in deliveries:
                     handle(delivery)
                 await self.acknowledge(deliveries)
-                pass_on_cancellation()
                 pause_s = 0.0
             except RedisError as error:  # away, loading, or refusing: whatever it is, it may pass
                 if not pause_s:

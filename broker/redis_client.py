@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from redis.asyncio import Redis
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermissionError, RedisError
@@ -46,6 +47,26 @@ class _PatientRetry(Retry):
         return await super().call_with_retry(do, fail, may_pass, with_failure_count)
 
 
+class _Cancellable(AbstractConnection):
+    """A connection whose commands can be given up at any moment.
+
+    redis-py writes with asyncio.wait_for, which in Python 3.11 swallows a cancellation that comes when that has just
+    ended (python/cpython#81839): the command would wait for its reply, and be repeated, against its caller's deadline.
+    """
+
+    async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        task = asyncio.current_task()
+        num_before = task.cancelling() if task else 0
+        await super().send_packed_command(command, check_health)
+        if task is not None and task.cancelling() > num_before:
+            await self.disconnect(nowait=True)  # nobody is going to read the reply
+            raise asyncio.CancelledError
+
+
+def _cancellable(kind: type[AbstractConnection]) -> type[AbstractConnection]:
+    return type(f"_Cancellable{kind.__name__}", (_Cancellable, kind), {})
+
+
 def connect(url: str, *, retries: int = 5) -> Redis:
     """A client of the broker at `url` (redis://, rediss:// or unix://). Connects at the first call, not here.
 
@@ -55,7 +76,7 @@ def connect(url: str, *, retries: int = 5) -> Redis:
     Raises TriptychError("invalid_request") where the URL is none.
     """
     try:
-        return Redis.from_url(
+        redis = Redis.from_url(
             url,
             protocol=2,
             socket_timeout=SOCKET_TIMEOUT_S,
@@ -70,6 +91,9 @@ def connect(url: str, *, retries: int = 5) -> Redis:
         raise TriptychError(
             "invalid_request", f"broker URL {without_secrets(url)!r}: {error}; try redis://host:6379", "broker"
         ) from error
+    pool = redis.connection_pool
+    pool.connection_class = _cancellable(pool.connection_class)
+    return redis
 
 
 def without_secrets(url: str) -> str:
@@ -77,17 +101,6 @@ def without_secrets(url: str) -> str:
     scheme, separator, rest = url.partition("://")
     place = (rest or scheme).rpartition("@")[2].partition("?")[0]
     return f"{scheme}://{place}" if separator else place
-
-
-def pass_on_cancellation() -> None:
-    """Raise CancelledError if the running task has been cancelled. Belongs after Redis calls in tasks that are.
-
-    redis-py sends commands with asyncio.wait_for, which in Python 3.11 swallows a cancellation that comes just when
-    the sending is done (python/cpython#81839).
-    """
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
 
 
 def refused(error: RedisError) -> TriptychError:
@@ -108,7 +121,6 @@ async def wait_until_reachable(redis: Redis, timeout_s: float) -> None:
             while True:
                 try:
                     await redis.ping()
-                    pass_on_cancellation()
                     return
                 except REFUSALS as error:
                     raise refused(error) from error

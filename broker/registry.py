@@ -16,7 +16,6 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from broker.redis_client import pass_on_cancellation
 from common.errors import TriptychError
 from common.messages import InstanceRecord, decode_record, encode
 from common.telemetry import get_logger
@@ -72,7 +71,6 @@ class Registry:
         if self._told != (own.epoch, own.draining):
             await self._tell()
             self._told = own.epoch, own.draining
-        pass_on_cancellation()
 
     async def unregister(self) -> bool:
         """Remove the own entry; False if there was none, or another process has taken it over."""
@@ -98,7 +96,6 @@ class Registry:
             await listener.subscribe(self._changes)
             while True:
                 message = await listener.get_message(timeout=_LISTEN_S)
-                pass_on_cancellation()
                 if message is not None:
                     yield
 
@@ -109,13 +106,11 @@ class Registry:
     async def now_s(self) -> float:
         """The broker's clock, Unix time. Raises ResponseError where it does not tell."""
         seconds, microseconds = await self._redis.time()
-        pass_on_cancellation()
         return float(seconds) + microseconds / 1e6
 
     async def get(self, instance_id: str) -> InstanceRecord | None:
         """One instance's record; None if it is not alive."""
         value = await self._redis.get(self._key(instance_id))
-        pass_on_cancellation()
         return self._parse(value)
 
     async def instances(self) -> dict[str, InstanceRecord]:
@@ -128,7 +123,6 @@ class Registry:
         expired = [instance_id for instance_id, value in zip(ids, values, strict=True) if value is None]
         if expired:  # one that is alive after all enters itself again with its next heartbeat
             await self._redis.srem(self._index, *expired)
-        pass_on_cancellation()
         records = (self._parse(value) for value in values)
         return {record.instance_id: record for record in records if record is not None}
 

@@ -23,7 +23,7 @@ from redis.exceptions import RedisError
 
 from broker.channels import ChannelReader, ChannelSender
 from broker.curve import ClusterContext
-from broker.redis_client import connect, pass_on_cancellation, wait_until_reachable
+from broker.redis_client import connect, wait_until_reachable
 from broker.registry import HEARTBEAT_S, Registry
 from broker.rpc import WorkerServer
 from common.config import Settings
@@ -256,7 +256,6 @@ class Shell:
                     self._role.review(instances)
                     await self._reader.keep_alive()
                     await self._membership.clock.look()
-                    pass_on_cancellation()
             except (RedisError, TimeoutError) as error:
                 log.warning("no heartbeat", error=str(error) or f"the broker has not answered within {BEAT_S:g} s")
 

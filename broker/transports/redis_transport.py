@@ -24,7 +24,6 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from broker.presence import ABSENCE_S
-from broker.redis_client import pass_on_cancellation
 from broker.transports.base import ReceivedTensor, took_none
 from broker.transports.passes import with_checksum
 from broker.transports.wire import make_decode
@@ -308,7 +307,6 @@ class _Leftovers:
                     left.interval_s *= 2 if left.is_whole else 1
                     left.due_s += left.interval_s
             self._tensors = {id: left for id, left in self._tensors.items() if time.monotonic() < left.until_s}
-            pass_on_cancellation()  # or a process that ends would wait for this
             await asyncio.sleep(_REMOVAL_S)
 
     async def _remove_once(self, due: Iterable[_Left]) -> None:
@@ -332,11 +330,9 @@ async def _push(redis: Redis, key: str, value: bytes | memoryview, expires_s: fl
         pipe.rpush(key, cast(Any, value))
         pipe.pexpire(key, int(expires_s * 1000))
         await pipe.execute()
-    pass_on_cancellation()
 
 
 async def _pop(redis: Redis, key: str) -> bytes | None:
     """The first value of a list, None if there is none for a second."""
     popped: list[bytes] | None = await cast(Any, redis.blpop([key], timeout=_BLOCK_S))
-    pass_on_cancellation()
     return None if popped is None else popped[1]

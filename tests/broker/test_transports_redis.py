@@ -4,7 +4,6 @@ nothing is left."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -269,27 +268,3 @@ async def test_a_sender_whose_receiver_is_gone_gives_up_at_once_and_removes_what
     again = asyncio.create_task(receive(receiver))
     await sender.send(to(receiver.address), of_bytes(b"y"), memoryview(b"y"), timeout_s=30)
     assert (await again).data == b"y"
-
-
-async def test_removing_ends_with_its_process_though_a_command_has_swallowed_the_cancellation(
-    redis: Redis, receiver: RedisReceiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As redis-py does in Python 3.11 where it comes just as something has been sent."""
-    removing, forever = asyncio.Event(), asyncio.Event()
-
-    async def swallows(*_: Any) -> None:
-        removing.set()
-        with contextlib.suppress(asyncio.CancelledError):
-            await forever.wait()
-
-    monkeypatch.setattr(redis_transport._Leftovers, "_remove_once", swallows)
-    connection, data = RedisConnection(redis, receiver.address), memoryview(b"x")
-    sending = asyncio.create_task(connection.send(of_bytes(data), data, 30.0))
-    async with asyncio.timeout(10):
-        await sending
-        await removing.wait()
-        task = connection._leftovers._removing
-        assert task is not None
-        task.cancel()
-        await asyncio.wait({task})
-    assert task.cancelled()
