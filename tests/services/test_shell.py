@@ -269,7 +269,7 @@ async def test_a_beat_that_the_broker_does_not_answer_is_given_up_and_the_next_o
     monkeypatch.setattr("services.shell.BEAT_S", 0.1)
     with stallable(broker_url) as (cable, url), capture_logs() as logs:
         async with worker(url, redis) as running:
-            await running.record()
+            await eventually(lambda: running.shell.ready() is None)  # an entry may be there before its reply is
             cable.set("stall")
             await eventually(lambda: sum(entry["event"] == "no heartbeat" for entry in logs) > 1, 10.0)
             assert not running.task.done()
