@@ -1,6 +1,6 @@
 """The stages of the GPU check: those that decide, which run side by side, then the benchmarks, one after the other.
 
-What matters most comes first. Standard library alone.
+What matters most comes first: the last benchmarks may find no time left. Standard library alone.
 
 Estimates are those of an H100 with 16 cores and kernels that were built ahead, 8 s of each for the start of a process
 with torch and a CUDA context. They are guesses until the check has run there; limits are what a stage may take at most.
@@ -99,5 +99,3 @@ STAGES: Final = (
     _benchmark("serving", 215, 330),
     _benchmark("small", 100, 200),
 )
-SECOND: Final = ("checkpoints", "bench-serving", "bench-small")
-"""For a call of their own (--only), since all stages together take longer than there is time for one."""

@@ -104,7 +104,7 @@ def run_stage(stage: Stage, environment: Mapping[str, str], folder: Path, left_s
         return outcome("not here", refusal)
     try:
         finding = stage.read(report)
-    except (OSError, ValueError, KeyError, ElementTree.ParseError):
+    except (OSError, ValueError, KeyError, TypeError, ElementTree.ParseError):
         finding = Finding(False, f"no report; the log ends: {_tail(log)}")
     if status is None:
         return outcome("timed out", f"after {limit_s:.0f} s; {finding.words}", finding.figures)
