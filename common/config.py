@@ -109,7 +109,9 @@ class Settings(BaseSettings):
         "given. Secret: comes from the environment or the file where it has a password.",
         repr=False,
     )
-    cluster: str = Field("triptych", description="Key prefix in the broker: one per cluster.")
+    cluster: str = Field(
+        "triptych", pattern=r"^[A-Za-z0-9_.-]{1,64}$", description="Key prefix in the broker: one per cluster."
+    )
     cluster_key: SecretStr | None = Field(
         None, min_length=1, description="64 hexadecimal digits that all processes of the cluster share."
     )
@@ -117,7 +119,7 @@ class Settings(BaseSettings):
     api_key: SecretStr | None = Field(None, min_length=1, description="Key that clients of the API must send.")
     api_key_file: Path | None = Field(None, description="File with such keys, one per line.")
     metrics_without_key: bool = Field(False, description="Serve /metrics to everybody, whatever keys there are.")
-    instance_id: str | None = None
+    instance_id: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]{1,128}$")
     advertise_host: str | None = Field(None, description="Address under which other hosts reach this process.")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"

@@ -20,6 +20,7 @@ from broker.handoff import HandoffSender, key_of
 from broker.transports import redis_transport
 from broker.transports.nixl_transport import NixlConnection
 from broker.transports.nixl_wire import Piece, ToReceiver
+from broker.transports.redis_wire import Passing
 from broker.transports.shm_transport import _Link, _Room
 from common.messages import Grant, InputLayout, Offer, Receipt, TensorHeader
 from tests.broker.conftest import make_record, running
@@ -65,15 +66,15 @@ def damage_arena(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def damage_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    push, left = redis_transport._push, [PLACE]
+    push, left = redis_transport.push, [PLACE]
 
-    async def push_damaged(redis: Redis, key: str, value: bytes | memoryview, expires_s: float) -> None:
+    async def push_damaged(redis: Redis, key: str, value: memoryview, passing: Passing) -> None:
         entry = bytearray(value)
         if left and len(entry) > PLACE:
             entry[left.pop()] ^= 0x10
-        await push(redis, key, bytes(entry), expires_s)
+        await push(redis, key, bytes(entry), passing)
 
-    monkeypatch.setattr(redis_transport, "_push", push_damaged)
+    monkeypatch.setattr(redis_transport, "push", push_damaged)
 
 
 def damage_registered_memory(monkeypatch: pytest.MonkeyPatch) -> None:

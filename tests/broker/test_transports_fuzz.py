@@ -12,7 +12,7 @@ import pytest
 
 from broker.transports import cuda_wire, nixl_wire, shm_wire, zmq_wire
 from broker.transports.cuda_runtime import HANDLE_BYTES
-from broker.transports.redis_transport import Passing, decode_passing
+from broker.transports.redis_wire import Passing, decode_passing
 from common.messages import TensorHeader, encode
 from tests.security.mutations import SEED, hostile
 from tests.security.test_curve import resident_bytes
@@ -46,7 +46,7 @@ WIRES: dict[str, tuple[Callable[[bytes], object], list[object]]] = {
         [nixl_wire.Welcome(2**30, bytes(16)), nixl_wire.Refusal("no memory"), nixl_wire.Taken(1, "greet first")],
     ),
     "zmq, receiver": (zmq_wire.decode_head, [HEADER, zmq_wire.First(HEADER, 49152), zmq_wire.Next(16384, 2**63)]),
-    "redis": (decode_passing, [Passing("0f" * 8, 49152, 5.0, HEADER, 1)]),
+    "redis": (decode_passing, [Passing("0f" * 8, 49152, 5.0, HEADER, 1, "c:tensors:d0:1:0f0f0f0f")]),
 }
 
 

@@ -16,7 +16,8 @@ from broker.transports import cuda_transport, shm_transport
 from broker.transports.nixl_agent import NixlAgent
 from broker.transports.nixl_link import NixlLink
 from broker.transports.nixl_receiver import FORGET_S, NixlReceiver
-from broker.transports.redis_transport import RedisConnection, RedisReceiver
+from broker.transports.redis_receiver import RedisReceiver
+from broker.transports.redis_transport import RedisConnection
 from common.errors import TriptychError
 from tests.broker.relay import Relay
 from tests.broker.transport_kit import (

@@ -6,19 +6,25 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from structlog.testing import capture_logs
 
+from broker import presence
+from broker.presence import Life
 from broker.tensors import TensorReceiver
-from broker.transports import redis_transport
+from broker.transports import redis_leftovers, redis_receiver, redis_transport
 from broker.transports.base import ReceivedTensor
-from broker.transports.redis_transport import CHUNK_BYTES, RedisConnection, RedisReceiver
+from broker.transports.redis_receiver import RedisReceiver
+from broker.transports.redis_transport import RedisConnection
+from broker.transports.redis_wire import CHUNK_BYTES, WINDOW, Passing, announce, answers_key, index_key, list_of, push
 from common.errors import TriptychError
+from common.messages import encode
 from tests.broker.conftest import make_record
 from tests.broker.transport_kit import Kit, kit_of, of_bytes, receive, to
 from tests.eventually import eventually
@@ -66,13 +72,16 @@ async def test_commands_that_are_carried_out_twice_change_nothing_and_leave_noth
     redis: Redis, receiver: RedisReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where the connection is lost between a command and its reply."""
-    push = redis_transport._push
 
-    async def twice(redis: Redis, key: str, value: bytes | memoryview, expires_s: float) -> None:
-        await push(redis, key, value, expires_s)
-        await push(redis, key, value, expires_s)
+    def twice(command: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+        async def repeated(*args: Any) -> None:
+            await command(*args)
+            await command(*args)
 
-    monkeypatch.setattr(redis_transport, "_push", twice)
+        return repeated
+
+    for module, name in ((redis_transport, "announce"), (redis_transport, "push"), (redis_receiver, "push")):
+        monkeypatch.setattr(module, name, twice(getattr(module, name)))
     sender = RedisConnection(redis, receiver.address)
     for size in (0, 1, CHUNK_BYTES, 6 * CHUNK_BYTES + 1):
         data = memoryview(os.urandom(size))
@@ -114,7 +123,7 @@ async def test_what_a_tensor_has_left_that_was_given_up_is_removed_once_the_brok
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)
         await eventually(lambda: [line for line in logs if "cannot be removed yet" in line["event"]] != [])
-    assert len(await redis.keys("test:*")) == 2
+    assert len(await redis.keys("test:*")) == 3
     answers = keys[0].removesuffix(b"0") + b"taken"
 
     async def is_empty() -> bool:
@@ -150,8 +159,8 @@ async def test_a_receiver_waits_for_a_sender_that_is_there_and_not_for_one_that_
     await victim.kill()
     pause.over.set()
     await eventually(lambda: len(end_of(receiver)._tasks) == 2)
-    await holds(redis, 1)  # it has taken all chunks that were there, and has answered
-    monkeypatch.setattr(redis_transport, "ABSENCE_S", 1e9)
+    await holds(redis, 2)  # it has taken all chunks that were there, and has answered; the tensor is under way
+    monkeypatch.setattr(presence, "ABSENCE_S", 1e9)
     for senders in ([THERE], [make_record("another")], []):  # who is not seen may have come just now
         receiver.keep_only(senders)
         assert receiver.num_unfinished == 0
@@ -168,7 +177,7 @@ async def test_a_sender_that_is_seen_no_more_is_gone(kit: Kit, redis: Redis, mon
     await pause.wait()
     await victim.kill()
     pause.over.set()
-    monkeypatch.setattr(redis_transport, "ABSENCE_S", 0.0)
+    monkeypatch.setattr(presence, "ABSENCE_S", 0.0)
     receiver.keep_only([THERE])
     assert receiver.num_unfinished == 0
     receiver.keep_only([make_record("another")])
@@ -227,7 +236,7 @@ async def test_a_sender_that_comes_back_after_it_was_given_up_fails_by_its_deadl
         return taken
 
     monkeypatch.setattr(RedisConnection, "_answer", stopped)
-    monkeypatch.setattr(redis_transport, "ABSENCE_S", 0.0)
+    monkeypatch.setattr(presence, "ABSENCE_S", 0.0)
     data = memoryview(bytes(64 * MIB))
     sending = asyncio.create_task(RedisConnection(redis, receiver.address).send(of_bytes(data), data, 3.0))
     async with asyncio.timeout(30):
@@ -255,7 +264,7 @@ async def test_a_sender_whose_receiver_is_gone_gives_up_at_once_and_removes_what
     sending = [asyncio.create_task(sender.send(to(address), of_bytes(data), data, timeout_s=300)) for _ in range(2)]
 
     async def waits() -> bool:
-        return len(await redis.keys("*:[0-9]")) >= redis_transport.WINDOW - 1  # one may be in the hands of the dead
+        return len(await redis.keys("*:[0-9]")) >= WINDOW - 1  # one may be in the hands of the dead
 
     await eventually(waits)
     await peer.kill()
@@ -268,3 +277,79 @@ async def test_a_sender_whose_receiver_is_gone_gives_up_at_once_and_removes_what
     again = asyncio.create_task(receive(receiver))
     await sender.send(to(receiver.address), of_bytes(b"y"), memoryview(b"y"), timeout_s=30)
     assert (await again).data == b"y"
+
+
+async def test_what_both_ends_leave_when_they_die_amid_a_tensor_another_receiver_removes(
+    kit: Kit, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taking, survivor = await kit.peer("receive"), kit.receiver()
+    address = await taking.line()
+    taking.signal(signal.SIGSTOP)
+    sending = await kit.peer("send", address, "64", "30")
+
+    async def is_amid() -> bool:
+        return len(await redis.keys("*:[0-9]")) >= WINDOW - 1  # one may be in the hands of the dead
+
+    await eventually(is_amid, 20.0)
+    await sending.kill()
+    await taking.kill()
+    num_keys = len(await redis.keys("*"))
+    survivor.keep_only([])  # hears of it now, and cannot know yet whether they will be back
+    await looked(survivor)
+    assert len(await redis.keys("*")) == num_keys
+    monkeypatch.setattr(presence, "ABSENCE_S", 0.0)
+    survivor.keep_only([])
+    await holds(redis, 0)
+
+
+async def looked(receiver: TensorReceiver) -> None:
+    """Return once it has gone through the tensors under way."""
+    looking = end_of(receiver)._orphans._looking
+    assert looking is not None
+    await looking
+
+
+ENDS = {"there": make_record("x", epoch=5), "anew": make_record("x", epoch=6), "not seen": None}
+
+
+@pytest.mark.parametrize("known_for_long", [False, True])
+@pytest.mark.parametrize("receiver", [*ENDS, "us"])
+@pytest.mark.parametrize("sender", ENDS)
+async def test_a_tensor_under_way_is_removed_where_its_sender_is_gone_and_its_receiver_is_gone_or_ourselves(
+    kit: Kit, redis: Redis, monkeypatch: pytest.MonkeyPatch, sender: str, receiver: str, known_for_long: bool
+) -> None:
+    """The living remove what is theirs, and who is not seen may have come just now."""
+    monkeypatch.setattr(presence, "ABSENCE_S", 0.0 if known_for_long else 1e9)
+    us = kit.receiver()
+    key = us.address.partition("://")[2] if receiver == "us" else list_of("triptych", Life("receiver", 5))
+    there = [
+        make_record(name, epoch=found.epoch)
+        for name, state in (("sender", sender), ("receiver", receiver))
+        if (found := ENDS.get(state)) is not None
+    ]
+    passing = Passing("0f" * 8, 2, 30.0, of_bytes(b"xy", sender="sender"), 5, key)
+    await announce(redis, key, passing)
+    if receiver == "us":
+        await eventually(lambda: len(end_of(us)._tasks) == 2)  # it waits for the first chunk
+    await push(redis, answers_key(key, passing), b"taken", passing)
+    us.keep_only(there)
+    await looked(us)
+    gone = {"there": False, "anew": True, "not seen": known_for_long, "us": True}
+    num_keys = 2 if receiver == "us" else 3
+    assert len(await redis.keys("*")) == (0 if gone[sender] and gone[receiver] else num_keys)
+    await redis.delete(*await redis.keys("*"), "none")
+
+
+async def test_entries_that_nobody_can_have_made_are_dropped_and_those_that_have_expired(
+    kit: Kit, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    us = kit.receiver()
+    foreign = Passing("0f" * 8, 2**61, 30.0, of_bytes(b"xy", sender="sender"), 5, "another:tensors:receiver:5:0f0f")
+    await redis.set(answers_key(foreign.receiver, foreign), "theirs")
+    expired = msgspec.structs.replace(foreign, receiver=list_of("triptych", Life("receiver", 5)), timeout_s=0.0)
+    nameless = msgspec.structs.replace(foreign, receiver="triptych:tensors:nobody")
+    await redis.sadd(index_key("triptych"), b"junk", *map(encode, (foreign, expired, nameless)))
+    monkeypatch.setattr(redis_leftovers, "GRACE_S", -1.0)
+    us.keep_only([make_record("sender", epoch=5)])
+    await looked(us)
+    assert await redis.keys("*") == [answers_key(foreign.receiver, foreign).encode()]

@@ -9,7 +9,7 @@ import pytest
 import zmq.asyncio
 from redis.asyncio import Redis
 
-from broker.transports.redis_transport import Passing, decode_passing
+from broker.transports.redis_wire import Passing, decode_passing
 from common.errors import TriptychError
 from common.messages import encode
 from services.decoder import DecoderService
@@ -29,7 +29,7 @@ async def test_a_worker_forgets_a_tensor_whose_sender_has_started_anew(
         announced = record.tensor_address.partition("://")[2]
         peer = Peer(redis, zmq_context, record, "encoder")
         header = of_bytes(b"x", sender=peer.instance_id)
-        passing = Passing("0f" * 8, 1, 30.0, header, peer.record.epoch)
+        passing = Passing("0f" * 8, 1, 30.0, header, peer.record.epoch, announced)
         await redis.rpush(announced, encode(passing))
         await redis.rpush(announced, encode(msgspec.structs.replace(passing, id="1e" * 8, sender_epoch=0)))
         async with peer.alive():
