@@ -115,12 +115,7 @@ def _stop_on_signals(supervisor: Supervisor, work: asyncio.Future[None]) -> asyn
         if supervisor.stopping:
             supervisor.kill_now()
         else:
-            cancel()
-
-    def cancel() -> None:
-        if not supervisor.stopping and not work.done():
             work.cancel()
-            loop.call_later(0.2, cancel)  # redis-py may swallow one
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         with contextlib.suppress(NotImplementedError):

@@ -185,7 +185,7 @@ class Supervisor:
         from launch.readiness import ReadinessProbe
 
         async with ReadinessProbe(broker_url, self.plan.settings.cluster) as probe:
-            while not self._stop.is_set():  # redis-py may swallow a cancellation
+            while not self._stop.is_set():
                 for instance, state in await probe.changes(self.instances):
                     self._note(instance, state)
                 if self._up:

@@ -35,12 +35,14 @@ def test_flags_win_over_environment_over_file_over_defaults(monkeypatch: pytest.
 
 def test_bad_values_are_named_in_one_line() -> None:
     with pytest.raises(TriptychError) as raised:
-        load_settings({"port": 99999, "engine.device": "gpu", "colour": "red"})
+        load_settings({"port": 99999, "engine.device": "gpu", "colour": "red", "cluster": "a b", "instance_id": "e:0"})
     message = raised.value.info.message
     assert "\n" not in message
     assert "port = 99999: input should be less than or equal to 65535" in message
     assert "engine.device = 'gpu'" in message
     assert "colour is not a setting" in message
+    assert "cluster = 'a b': " in message  # it becomes part of keys, and so does the other
+    assert "instance_id = 'e:0': " in message
 
 
 def test_an_unreadable_file_is_said_to_be_one(tmp_path: Path) -> None:

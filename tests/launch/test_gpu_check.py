@@ -69,7 +69,10 @@ def test_a_benchmark_that_fails_does_not_decide(tmp_path: Path, monkeypatch: pyt
 def test_what_was_short_of_time_is_told_with_the_command_that_runs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stages = (script("quick", WRITES.replace("FIGURES", "[]")), script("slow", "import time; time.sleep(600)", 2.0, decides=False))
+    stages = (
+        script("quick", WRITES.replace("FIGURES", "[]")),
+        script("slow", "import time; time.sleep(600)", 2.0, decides=False),
+    )
     monkeypatch.setattr(check, "STAGES", stages)
     folders = ["--out", str(tmp_path), "--carried", str(tmp_path)]
     assert check.main(folders) == 0
