@@ -25,13 +25,11 @@ NOBODY: Final = Life("", 0)
 """Of a process that is in no registry."""
 
 
-def is_over(life: Life, epochs: Mapping[str, int], known_s: float) -> bool:
-    """Whether a life has ended, where `epochs` are those of all instances that are there. One that was heard of at
-    `known_s` (monotonic) may have just come, or come back, and not be among them yet."""
+def is_over(life: Life, epochs: Mapping[str, int], known_for_s: float) -> bool:
+    """Whether a life has ended, where `epochs` are those of all instances that are there. One that was heard of for the
+    first time just now, `known_for_s` seconds ago, may have come, or come back, and not be among them yet."""
     epoch = epochs.get(life.instance_id)
-    if epoch is None:
-        return time.monotonic() - known_s > ABSENCE_S
-    return epoch > life.epoch
+    return known_for_s > ABSENCE_S if epoch is None else epoch > life.epoch
 
 
 class Presence:

@@ -57,10 +57,12 @@ class _Cancellable(AbstractConnection):
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         task = asyncio.current_task()
         num_before = task.cancelling() if task else 0
-        await super().send_packed_command(command, check_health)
-        if task is not None and task.cancelling() > num_before:
-            await self.disconnect(nowait=True)  # nobody is going to read the reply
-            raise asyncio.CancelledError
+        try:
+            await super().send_packed_command(command, check_health)
+        finally:  # an error is no reason to go on, either
+            if task is not None and task.cancelling() > num_before:
+                await self.disconnect(nowait=True)  # nobody is going to read the reply
+                raise asyncio.CancelledError
 
 
 def _cancellable(kind: type[AbstractConnection]) -> type[AbstractConnection]:

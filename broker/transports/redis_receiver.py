@@ -71,8 +71,9 @@ class RedisReceiver:
         """Forget the tensors of all other senders, which are gone: what has not come will not, and nobody reads the
         answers. Called now and then."""
         epochs = {sender.instance_id: sender.epoch for sender in senders}
+        now_s = time.monotonic()
         begun = [one for one in self._begun.values() if one is not None]
-        orphans = [passing for passing, began_s in begun if is_over(sender_of(passing), epochs, began_s)]
+        orphans = [passing for passing, began_s in begun if is_over(sender_of(passing), epochs, now_s - began_s)]
         for passing in orphans:
             self._forget(passing)
         for passing in {sender_of(passing): passing for passing in orphans}.values():

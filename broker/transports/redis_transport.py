@@ -54,6 +54,7 @@ class RedisConnection:
         self._list = address.partition("://")[2]
         self._turn = asyncio.Lock()
         self._leftovers = Leftovers(redis, self._list)
+        self._longest_s = 0.0
         self._closed = False
 
     async def send(self, header: TensorHeader, data: memoryview, timeout_s: float) -> None:
@@ -83,7 +84,8 @@ class RedisConnection:
             raise TriptychError("unavailable", f"the connection to {self._address} is closed")
 
     async def _pass(self, passing: Passing, data: memoryview) -> None:
-        await announce(self._redis, self._list, passing)
+        self._longest_s = max(self._longest_s, passing.timeout_s)  # or a hurried one would shorten the others' life
+        await announce(self._redis, passing, self._longest_s)
         waiting = 0
         for start in range(0, len(data), CHUNK_BYTES):
             if waiting == WINDOW:

@@ -1,4 +1,4 @@
-"""What tensors are in the broker: its keys, what is said under them, and the two commands that all of it takes.
+"""What tensors are in the broker: its keys, what is said under them, and the commands that all of it takes.
 
     {cluster}:tensors                       the set of every Passing that is under way in the cluster
     {cluster}:tensors:{id}:{epoch}:{token}  a receiver's list of Passing: a tensor is about to come
@@ -84,9 +84,11 @@ def keys_of(list_key: str, passing: Passing, num_bytes: int) -> list[str]:
     return [*chunks, answers_key(list_key, passing)]
 
 
-async def announce(redis: Redis, list_key: str, passing: Passing) -> None:
-    """Say that a tensor is about to come. The set hears of it first."""
-    index, member, lasts_s = index_key(cluster_of(list_key)), cast(Any, encode(passing)), passing.timeout_s + GRACE_S
+async def announce(redis: Redis, passing: Passing, longest_s: float) -> None:
+    """Say that a tensor is about to come. The set hears of it first. `longest_s` is what a sender may have waited, of
+    all tensors that are in the set or the list by now."""
+    list_key, member, lasts_s = passing.receiver, cast(Any, encode(passing)), longest_s + GRACE_S
+    index = index_key(cluster_of(list_key))
     async with redis.pipeline(transaction=False) as pipe:
         pipe.sadd(index, member)
         pipe.pexpire(index, int(max(lasts_s, _INDEX_S) * 1000))

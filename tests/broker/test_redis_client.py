@@ -13,8 +13,9 @@ from broker.redis_client import connect
 from tests.broker.conftest import stallable
 
 
-async def test_a_command_is_given_up_though_its_cancellation_comes_just_when_it_has_been_written(
-    broker_url: str, redis: Redis, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [None, ConnectionResetError()], ids=["written", "failed"])
+async def test_a_command_is_given_up_though_its_cancellation_comes_just_when_writing_has_ended(
+    broker_url: str, redis: Redis, monkeypatch: pytest.MonkeyPatch, error: OSError | None
 ) -> None:
     await redis.mset({"asked": "1", "asked later": "2"})
     with stallable(broker_url) as (cable, url):
@@ -25,6 +26,8 @@ async def test_a_command_is_given_up_though_its_cancellation_comes_just_when_it_
         async def write_then_cancel(self: AbstractConnection, command: Iterable[bytes]) -> None:
             await write(self, command)
             asking.cancel()
+            if error is not None:
+                raise error
 
         monkeypatch.setattr(AbstractConnection, "_send_packed_command", write_then_cancel)
         cable.set("stall")

@@ -177,7 +177,7 @@ async def test_a_sender_that_is_seen_no_more_is_gone(kit: Kit, redis: Redis, mon
     await pause.wait()
     await victim.kill()
     pause.over.set()
-    monkeypatch.setattr(presence, "ABSENCE_S", 0.0)
+    monkeypatch.setattr(presence, "ABSENCE_S", -1.0)
     receiver.keep_only([THERE])
     assert receiver.num_unfinished == 0
     receiver.keep_only([make_record("another")])
@@ -236,7 +236,7 @@ async def test_a_sender_that_comes_back_after_it_was_given_up_fails_by_its_deadl
         return taken
 
     monkeypatch.setattr(RedisConnection, "_answer", stopped)
-    monkeypatch.setattr(presence, "ABSENCE_S", 0.0)
+    monkeypatch.setattr(presence, "ABSENCE_S", -1.0)
     data = memoryview(bytes(64 * MIB))
     sending = asyncio.create_task(RedisConnection(redis, receiver.address).send(of_bytes(data), data, 3.0))
     async with asyncio.timeout(30):
@@ -297,7 +297,7 @@ async def test_what_both_ends_leave_when_they_die_amid_a_tensor_another_receiver
     survivor.keep_only([])  # hears of it now, and cannot know yet whether they will be back
     await looked(survivor)
     assert len(await redis.keys("*")) == num_keys
-    monkeypatch.setattr(presence, "ABSENCE_S", 0.0)
+    monkeypatch.setattr(presence, "ABSENCE_S", -1.0)
     survivor.keep_only([])
     await holds(redis, 0)
 
@@ -319,7 +319,7 @@ async def test_a_tensor_under_way_is_removed_where_its_sender_is_gone_and_its_re
     kit: Kit, redis: Redis, monkeypatch: pytest.MonkeyPatch, sender: str, receiver: str, known_for_long: bool
 ) -> None:
     """The living remove what is theirs, and who is not seen may have come just now."""
-    monkeypatch.setattr(presence, "ABSENCE_S", 0.0 if known_for_long else 1e9)
+    monkeypatch.setattr(presence, "ABSENCE_S", -1.0 if known_for_long else 1e9)
     us = kit.receiver()
     key = us.address.partition("://")[2] if receiver == "us" else list_of("triptych", Life("receiver", 5))
     there = [
@@ -328,7 +328,7 @@ async def test_a_tensor_under_way_is_removed_where_its_sender_is_gone_and_its_re
         if (found := ENDS.get(state)) is not None
     ]
     passing = Passing("0f" * 8, 2, 30.0, of_bytes(b"xy", sender="sender"), 5, key)
-    await announce(redis, key, passing)
+    await announce(redis, passing, 30.0)
     if receiver == "us":
         await eventually(lambda: len(end_of(us)._tasks) == 2)  # it waits for the first chunk
     await push(redis, answers_key(key, passing), b"taken", passing)
