@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, Field, SecretStr, field_validator
 from pydantic_settings import (
@@ -14,6 +15,8 @@ from pydantic_settings import (
     SettingsConfigDict,
     TomlConfigSettingsSource,
 )
+
+_NAME: Final = re.compile("[A-Za-z0-9_.-]+")
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -109,9 +112,7 @@ class Settings(BaseSettings):
         "given. Secret: comes from the environment or the file where it has a password.",
         repr=False,
     )
-    cluster: str = Field(
-        "triptych", pattern=r"^[A-Za-z0-9_.-]{1,64}$", description="Key prefix in the broker: one per cluster."
-    )
+    cluster: str = Field("triptych", max_length=64, description="Key prefix in the broker: one per cluster.")
     cluster_key: SecretStr | None = Field(
         None, min_length=1, description="64 hexadecimal digits that all processes of the cluster share."
     )
@@ -119,7 +120,9 @@ class Settings(BaseSettings):
     api_key: SecretStr | None = Field(None, min_length=1, description="Key that clients of the API must send.")
     api_key_file: Path | None = Field(None, description="File with such keys, one per line.")
     metrics_without_key: bool = Field(False, description="Serve /metrics to everybody, whatever keys there are.")
-    instance_id: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]{1,128}$")
+    instance_id: str | None = Field(
+        None, max_length=128, description="Name of this process in the cluster; one is made up if not given."
+    )
     advertise_host: str | None = Field(None, description="Address under which other hosts reach this process.")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
@@ -177,6 +180,19 @@ class Settings(BaseSettings):
     )
     allow_private_media_urls: bool = Field(False, description="Let media URLs point into private networks.")
     engine: EngineConfig = EngineConfig()
+
+    @field_validator("instance_id", mode="before")
+    @classmethod
+    def _none_if_empty(cls, given: object) -> object:
+        """As in an environment that passes on a variable which is not set."""
+        return given or None
+
+    @field_validator("cluster", "instance_id")
+    @classmethod
+    def _part_of_keys(cls, name: str | None) -> str | None:
+        if name is not None and not _NAME.fullmatch(name):
+            raise ValueError("has to consist of letters, digits, '_', '.' and '-', for it becomes part of keys")
+        return name
 
     @field_validator("allowed_media_schemes", mode="before")
     @classmethod
