@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import os
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ import tarfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -26,7 +27,7 @@ from typing import Final
 from launch.gpu import parts
 from launch.gpu.figures import HEADER, Figure
 from launch.gpu.layout import ROOT, Carried
-from launch.gpu.plan import BUDGET_S, LANES, STAGES, expected_s
+from launch.gpu.plan import BUDGET_S, LANES, OF_MODELS, STAGES, expected_s
 from launch.gpu.stages import MODELS, Outcome, Stage, run_stage
 
 INSTALL_LIMIT_S: Final = 120.0
@@ -41,14 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{expected_s(stages):.0f} s of stages are expected, {options.budget_s:.0f} s there are", flush=True)
     carried = Carried(options.carried.resolve())
     install(carried)
-    models = options.models if options.models is not None or not MODELS_FOLDER.is_dir() else MODELS_FOLDER
-    models = None if models is None else parts.join(models.resolve())
+    stages, models = join_models(stages, options.models or (MODELS_FOLDER if MODELS_FOLDER.is_dir() else None))
     outcomes = run_all(stages, environment(carried, models), results, began_s + options.budget_s)
     results.bundle()
     print("\n" + table(outcomes))
     print(f"\nall figures: {results.json}")
-    if short := [outcome.stage for outcome in outcomes if outcome.verdict in ("timed out", "no time left")]:
-        print(f"what was short of time, in a call of its own: --only {','.join(short)}")
+    if short := [outcome.stage for outcome in outcomes if outcome.was_cut_short]:
+        print(f"what was short of time, in a call of its own: --only {','.join(short)} --out {options.out}-rest")
     return int(any(outcome.fails_the_check for outcome in outcomes))
 
 
@@ -124,6 +124,20 @@ def install(carried: Carried) -> None:
     subprocess.run(command, check=True, timeout=INSTALL_LIMIT_S)
     if carried.kernels.is_dir():
         shutil.copytree(carried.kernels, carried.site / "flashinfer" / "data" / "aot", dirs_exist_ok=True)
+
+
+def join_models(stages: Sequence[Stage], folder: Path | None) -> tuple[list[Stage], Path | None]:
+    """The folder of real checkpoints for the stages that want some. Where it cannot be had whole, these will fail, with
+    the reason, and no other."""
+    if folder is None or not any(stage.name in OF_MODELS for stage in stages):
+        return list(stages), None
+    try:
+        return list(stages), parts.join(folder.resolve())
+    except (OSError, EOFError, ValueError, lzma.LZMAError, tarfile.TarError) as error:
+        tell = (sys.executable, "-c", f"raise SystemExit({f'{folder}: {error}'!r})")
+        failing = (replace(stage, command=tell, missing=lambda _: None) for stage in stages if stage.name in OF_MODELS)
+        instead = {stage.name: stage for stage in failing}
+        return [instead.get(stage.name, stage) for stage in stages], None
 
 
 def environment(carried: Carried, models: Path | None) -> dict[str, str]:

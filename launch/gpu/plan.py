@@ -19,6 +19,8 @@ BUDGET_S: Final = 540.0
 """For all stages: less than ten minutes, with what is left for the installation."""
 LANES: Final = 4
 """So many stages that decide run at once: they look at results, not at times."""
+OF_MODELS: Final = ("checkpoints", "bench-small")
+"""Stages that want real checkpoints."""
 _PYTEST: Final = (sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={REPORT}")
 _SANITIZER: Final = "compute-sanitizer"
 _KERNELS: Final = ("tests/gpu/test_kernels.py",)
@@ -33,13 +35,13 @@ _REFUSALS: Final = ("Device not supported", "Internal Sanitizer Error", "Unable 
 
 
 def _tests(name: str, *words: str, expected_s: float, limit_s: float) -> Stage:
-    missing = _without_models if name == "checkpoints" else _nothing
+    missing = _without_models if name in OF_MODELS else _nothing
     return Stage(name, (*_PYTEST, *words), expected_s, limit_s, read_junit, missing=missing, variables=_THREADS)
 
 
 def _benchmark(name: str, expected_s: float, limit_s: float) -> Stage:
     command = (sys.executable, "-m", "launch.gpu.bench", name, "--out", REPORT)
-    missing = _without_models if name == "small" else _nothing
+    missing = _without_models if f"bench-{name}" in OF_MODELS else _nothing
     return Stage(f"bench-{name}", command, expected_s, limit_s, read_json, decides=False, missing=missing)
 
 

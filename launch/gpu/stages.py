@@ -72,6 +72,11 @@ class Outcome:
     figures: list[dict[str, Any]] = field(default_factory=list)
 
     @property
+    def was_cut_short(self) -> bool:
+        """Whether it might have come to its end, had the whole check had more time."""
+        return self.verdict == "no time left" or (self.verdict == "timed out" and self.seconds < self.limit_s)
+
+    @property
     def fails_the_check(self) -> bool:
         return self.decides and self.verdict not in ("ok", "not here")
 

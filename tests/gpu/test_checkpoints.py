@@ -70,7 +70,7 @@ async def test_a_cluster_answers_as_one_process(folder: Path, broker_url: str) -
     expected = [answer_all(llm, [case], MAX_TOKENS)[0] for case in cases]
     del llm  # its share of the GPU
     topology = "1pd" if reference.info.media_kind is None else "1e1pd"
-    with serve(folder, broker_url, f"gpu-{folder.name}", topology=topology, **engine) as served:
+    with serve(folder, broker_url, "gpu", topology=topology, **engine) as served:
         async with served.client() as client:
             answers = [await served.answer(client, case, MAX_TOKENS) for case in cases]
         assert [answer.token_ids for answer in answers] == expected

@@ -69,26 +69,33 @@ def test_a_benchmark_that_fails_does_not_decide(tmp_path: Path, monkeypatch: pyt
 def test_what_was_short_of_time_is_told_with_the_command_that_runs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stages = (
-        script("quick", WRITES.replace("FIGURES", "[]")),
-        script("slow", "import time; time.sleep(600)", 2.0, decides=False),
-    )
-    monkeypatch.setattr(check, "STAGES", stages)
-    folders = ["--out", str(tmp_path), "--carried", str(tmp_path)]
-    assert check.main(folders) == 0
-    assert "in a call of its own: --only slow\n" in capsys.readouterr().out
-    assert check.main([*folders, "--budget-s", "0"]) == 1
-    assert "in a call of its own: --only quick,slow\n" in capsys.readouterr().out
+    slow = "import time; time.sleep(600)"
+    stages = (script("slow", slow, decides=False), script("late", slow, decides=False))
+    monkeypatch.setattr(check, "STAGES", (script("hung", slow, 0.5), *stages))
+    out = tmp_path / "out"
+    assert check.main(["--out", str(out), "--carried", str(tmp_path), "--budget-s", "2"]) == 1
+    assert f"in a call of its own: --only slow,late --out {out}-rest\n" in capsys.readouterr().out
 
 
-def test_carried_checkpoints_are_used_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_carried_checkpoints_are_used_where_they_are_and_fail_what_wants_them_where_they_are_not_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     says = "import json, os, sys; json.dump({'found': os.environ['TRIPTYCH_GPU_MODELS']}, open(sys.argv[1], 'w'))"
-    monkeypatch.setattr(check, "STAGES", (script("models", says),))
+    other = script("other", WRITES.replace("FIGURES", "[]"))
+    monkeypatch.setattr(check, "STAGES", (script("checkpoints", says), other))
     monkeypatch.setattr(check, "MODELS_FOLDER", tmp_path / "models")
     folders = ["--out", str(tmp_path / "out"), "--carried", str(tmp_path)]
     assert check.main(folders) == 1
-    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "1").mkdir(parents=True)
     assert check.main(folders) == 0
+    (tmp_path / "models" / "1" / "parts.json").write_text('{"whisper": [["2/whisper.tar.xz.0", "f00d"]]}')
+    capsys.readouterr()
+    assert check.main(folders) == 1
+    printed = capsys.readouterr().out
+    assert "  checkpoints: FAILED" in printed
+    assert "parts of whisper are not here" in printed
+    assert "  other: ok" in printed
+    assert check.main([*folders, "--only", "other"]) == 0
 
 
 def test_a_stage_that_does_not_end_is_ended_with_its_children(tmp_path: Path) -> None:
