@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.util
+import random
 import secrets
 import shutil
 import socket
 import subprocess
 import threading
 from collections import deque
+from pathlib import Path
+from typing import Final
 
 from broker.lifetime import tied_command
 from common.errors import TriptychError
@@ -34,6 +38,9 @@ rename-command REPLICAOF ""
 """
 _READY = b"Ready to accept connections"
 _PORT_TAKEN = b"Address already in use"
+_EPHEMERAL: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOWEST_PORT: Final = 10_000
+"""Below lie the ports of most known services."""
 
 
 class EmbeddedBroker:
@@ -53,6 +60,8 @@ class EmbeddedBroker:
         self._owner: threading.Thread | None = None
         self._settled = threading.Event()  # ready, or ended
         self._ready = False
+        self._stopped = False
+        self._changing = threading.Lock()  # so that a stop sees whatever has been launched before, and ends what comes
         self._log: deque[bytes] = deque(maxlen=30)
 
     def start(self, timeout_s: float = 10.0) -> str:
@@ -63,48 +72,54 @@ class EmbeddedBroker:
         """
         if self._owner is not None:
             raise TriptychError("invalid_request", "this embedded broker is running already; make another one")
+        self._stopped = False
         for _ in range(5):  # another process may take the free port between our look and the server's bind
             self._port = _free_port(self._host)
             if self._come_up(timeout_s):
                 atexit.register(self.stop)
                 return f"redis://:{self._password}@{self._host}:{self._port}"
-            taken = any(_PORT_TAKEN in line for line in self._log)
-            self.stop()
-            if not taken:
+            error = self._did_not_come_up(timeout_s)
+            self._end(timeout_s=0.0)
+            self._process = self._owner = None
+            if not any(_PORT_TAKEN in line for line in self._log):
                 break
-        raise self._did_not_come_up(timeout_s)
+        raise error
 
     def restart(self, timeout_s: float = 10.0) -> None:
         """Start a server that has ended by itself again: empty, at the address that it had.
 
-        Raises TriptychError("unavailable") as `start` does, and where the port has been taken meanwhile.
+        Raises TriptychError("unavailable") as `start` does, and where the port has been taken meanwhile; nothing runs
+        then, and it may be tried again. `stop`, by another thread, ends the wait.
         """
-        if self.running or self._owner is None:
+        owner = self._owner
+        if self.running or owner is None:
             raise TriptychError("invalid_request", "only an embedded broker that has ended can be started again")
-        self._owner.join()  # it watches the one that has ended
+        owner.join()  # it watches the one that has ended
         if not self._come_up(timeout_s):
-            raise self._did_not_come_up(timeout_s)
+            error = self._did_not_come_up(timeout_s)
+            self._end(timeout_s=0.0)
+            raise error
 
     def stop(self, timeout_s: float = 2.0) -> None:
-        """End the server: politely, after `timeout_s` by force. Safe to call twice, or without a start."""
-        process, owner = self._process, self._owner
-        if process is None or owner is None:
-            return
-        process.terminate()
-        owner.join(timeout_s)
-        if owner.is_alive():
-            process.kill()
-            owner.join(timeout_s)
+        """End the server: politely, after `timeout_s`, or where it is only being started, by force.
+
+        Safe to call twice, without a start, or during a `restart`, which fails then.
+        """
+        with self._changing:
+            self._stopped = True
+        self._end(timeout_s if self._ready else 0.0)
         self._process = self._owner = None
         atexit.unregister(self.stop)
 
     @property
     def running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        process = self._process  # which another thread may forget meanwhile
+        return process is not None and process.poll() is None
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid if self._process is not None else None
+        process = self._process
+        return process.pid if process is not None else None
 
     def log_tail(self) -> str:
         """The server's last lines, for messages about its end."""
@@ -117,12 +132,28 @@ class EmbeddedBroker:
         self.stop()
 
     def _come_up(self, timeout_s: float) -> bool:
-        self._launch(find_server(), _CONFIG.format(host=self._host, port=self._port, password=self._password).encode())
+        config = _CONFIG.format(host=self._host, port=self._port, password=self._password).encode()
+        with self._changing:
+            if self._stopped:
+                return False
+            self._launch(find_server(), config)
         return self._settled.wait(timeout_s) and self._ready
 
     def _did_not_come_up(self, timeout_s: float) -> TriptychError:
-        message = f"{find_server()} did not come up within {timeout_s:g} s: {self.log_tail()}"
-        return TriptychError("unavailable", message)
+        how = f"did not come up within {timeout_s:.3g} s" if self.running else "ended before it was ready"
+        return TriptychError("unavailable", f"{find_server()} {how}: {self.log_tail()}")
+
+    def _end(self, timeout_s: float) -> None:
+        """Politely; after `timeout_s` by force. What is killed is waited for, too, but not for ever."""
+        process, owner = self._process, self._owner
+        if process is None or owner is None:
+            return
+        if timeout_s > 0.0:
+            process.terminate()
+            owner.join(timeout_s)
+        if owner.is_alive():
+            process.kill()
+            owner.join(2.0)
 
     def _launch(self, program: str, config: bytes) -> None:
         self._settled.clear()
@@ -146,6 +177,8 @@ class EmbeddedBroker:
                 self._process = process
                 started.set()
                 self._feed_and_watch(process, config)
+        except OSError as error:  # no memory or no process slots, or it has ended before it has read what it was told
+            self._log.append(str(error).encode())
         finally:
             started.set()
             self._settled.set()
@@ -180,6 +213,23 @@ def find_server() -> str:
 
 
 def _free_port(host: str) -> int:
+    """A free port below those that the system gives to outgoing connections, where that is known and there are such.
+
+    One of those might be another's by the time that a server which has ended is started again.
+    """
+    try:
+        lowest_given = int(_EPHEMERAL.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        lowest_given = 0
+    below = range(_LOWEST_PORT, lowest_given)
+    for port in random.sample(below, min(20, len(below))):
+        with contextlib.suppress(OSError):
+            return _bound(host, port)
+    return _bound(host, 0)
+
+
+def _bound(host: str, port: int) -> int:
+    """The port, or any for 0, that a server could have; raises OSError where it is taken."""
     with socket.socket() as probe:
-        probe.bind((host, 0))
+        probe.bind((host, port))
         return int(probe.getsockname()[1])

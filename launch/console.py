@@ -82,6 +82,14 @@ class ConsoleReporter:
         self._console.print("[red]✗ the broker died[/]; an empty one takes its place. Its last lines:", highlight=False)
         self._quote(log_tail)
 
+    def broker_failed(self, why: str, retry_in_s: float) -> None:
+        self._console.print("[red]✗ the broker cannot be started again[/]:", highlight=False)
+        self._quote(why)
+        self._console.print(f"  trying once more in {retry_in_s:g} s", highlight=False)
+
+    def broker_recovered(self) -> None:
+        self._console.print("[green]✓[/] the broker is back", highlight=False)
+
     def stopping(self) -> None:
         self._end_live()
         if self._up:

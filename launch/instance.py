@@ -87,6 +87,12 @@ class Reporter(Protocol):
     def broker_died(self, log_tail: str) -> None:
         """The broker that the cluster runs for itself has ended; an empty one takes its place at once."""
 
+    def broker_failed(self, why: str, retry_in_s: float) -> None:
+        """It could not be started again; that is tried once more in a moment."""
+
+    def broker_recovered(self) -> None:
+        """It runs again, after tries that failed."""
+
     def stopping(self) -> None:
         """The cluster is being taken down."""
 
@@ -112,6 +118,10 @@ class SilentReporter:
     def switched(self, instance: Instance) -> None: ...
 
     def broker_died(self, log_tail: str) -> None: ...
+
+    def broker_failed(self, why: str, retry_in_s: float) -> None: ...
+
+    def broker_recovered(self) -> None: ...
 
     def stopping(self) -> None: ...
 

@@ -23,6 +23,10 @@ STOP_GRACE_S = 3.0
 """Time for a clean stop before a process is killed; with what follows, a stop stays under five seconds."""
 START_TIMEOUT_S = 300.0
 _POLL_S = 0.1
+_BROKER_PAUSE_S = 3.0
+"""The longest between two tries to start the broker again: without it nobody can enter the cluster."""
+_BROKER_TRY_S = 30.0
+"""A broker that has not come up by then, empty as it is, hangs; a loaded machine may need some seconds."""
 _WATCH_S = 1.0
 
 
@@ -147,8 +151,7 @@ class Supervisor:
                 return
             delay_s = instance.backoff.after_life_of(instance.age_s)
             self._reporter.died(instance, how, last_lines, delay_s)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), delay_s)
+            await self._stopped_within(delay_s)
             instance.restarts += 1
 
     async def _keep_broker(self, broker: EmbeddedBroker) -> None:
@@ -156,17 +159,43 @@ class Supervisor:
 
         Raises TriptychError("unavailable") where it does not come back.
         """
-        backoff, began_s = Backoff(first_s=_POLL_S), time.monotonic()
+        backoff, began_s = Backoff(first_s=_POLL_S, longest_s=_BROKER_PAUSE_S), time.monotonic()
         while not self._stop.is_set():
             if broker.running:
                 await asyncio.sleep(_POLL_S)
                 continue
             self._reporter.broker_died(broker.log_tail())
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), backoff.after_life_of(time.monotonic() - began_s))
-                return
+            await self._bring_back(broker, backoff, time.monotonic() - began_s)
             began_s = time.monotonic()
-            await asyncio.to_thread(broker.restart, STOP_GRACE_S)
+
+    async def _bring_back(self, broker: EmbeddedBroker, backoff: Backoff, lived_s: float) -> None:
+        """Try to start the broker again until it runs or the cluster stops. What is in the way may go: its port is some
+        connection's for a moment, or the machine has too much to do.
+
+        Raises TriptychError("unavailable"), that of the last try, which begins before a start has taken too long.
+        """
+        ends_s, delay_s, num_failed = time.monotonic() + self._start_timeout_s, backoff.after_life_of(lived_s), 0
+        while not await self._stopped_within(delay_s):
+            try:
+                await asyncio.to_thread(broker.restart, min(self._start_timeout_s, _BROKER_TRY_S))
+            except TriptychError as error:
+                delay_s = backoff.after_life_of(0.0)
+                if self._stop.is_set():
+                    return
+                if time.monotonic() + delay_s > ends_s:
+                    raise
+                num_failed += 1
+                self._reporter.broker_failed(error.info.message, delay_s)
+            else:
+                if num_failed:
+                    self._reporter.broker_recovered()
+                return
+
+    async def _stopped_within(self, delay_s: float) -> bool:
+        """Wait so long, but no longer than until the cluster stops; whether it does."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stop.wait(), delay_s)
+        return self._stop.is_set()
 
     async def _run_once(self, instance: Instance) -> str:
         """Run the process of an instance from start to end; how it ended."""
@@ -251,9 +280,9 @@ class Supervisor:
         from launch.readiness import forget_instances
 
         if self._broker is not None:
+            await asyncio.to_thread(self._broker.stop)  # also ends a try to start it again
             if self._broker_keeper is not None:
                 await asyncio.gather(self._broker_keeper, return_exceptions=True)
-            await asyncio.to_thread(self._broker.stop)
         elif self.plan.settings.broker is not None and self.instances:
             await forget_instances(self.plan.settings.broker, self.plan.settings.cluster, self.instances)
 

@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
+import signal
+import socket
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
+from rich.console import Console
 
+from broker import embedded
+from broker.embedded import EmbeddedBroker
 from broker.redis_client import connect
 from broker.registry import Registry
 from common.config import Settings
 from common.errors import TriptychError
 from common.messages import InstanceRecord
 from launch import supervisor as module
+from launch.backoff import Backoff
 from launch.children import Command
-from launch.instance import Instance
+from launch.console import ConsoleReporter
+from launch.instance import Instance, SilentReporter
 from launch.plan import make_plan
 from launch.supervisor import Supervisor
 from tests.broker.conftest import broker_url, make_record
+from tests.broker.test_embedded import slow_server
 from tests.eventually import eventually
+from tests.launch.waiting import alive
 
 __all__ = ["broker_url"]
 
@@ -122,3 +136,152 @@ async def test_a_process_that_cannot_join_for_want_of_a_broker_is_left_alone_unt
     await eventually(lambda: told != [], 20.0)
     await supervisor.stop()
     assert told[0] == "killed by SIGKILL: it did not join the cluster within 0.1 s"
+
+
+@dataclass
+class BrokerLines(SilentReporter):
+    """What a person is told of the broker."""
+
+    lines: list[str] = field(default_factory=list)
+
+    def broker_died(self, log_tail: str) -> None:
+        self.lines.append("died")
+
+    def broker_failed(self, why: str, retry_in_s: float) -> None:
+        self.lines.append(why)
+
+    def broker_recovered(self) -> None:
+        self.lines.append("back")
+
+
+@asynccontextmanager
+async def kept_broker(
+    reporter: SilentReporter, start_timeout_s: float = 120.0
+) -> AsyncIterator[tuple[Supervisor, EmbeddedBroker, str]]:
+    """A supervisor that runs nothing but a broker, and watches."""
+    plan = make_plan(Settings(model="signpost", port=0), None)
+    supervisor = Supervisor(plan, reporter, start_timeout_s)
+    broker = EmbeddedBroker()
+    url = broker.start()
+    supervisor._broker, supervisor._up = broker, True
+    supervisor._broker_keeper = asyncio.create_task(supervisor._keep_broker(broker))
+    try:
+        yield supervisor, broker, url
+    finally:
+        await supervisor.stop()
+        assert not broker.running
+
+
+async def answers(url: str) -> bool:
+    redis = connect(url, retries=0)
+    try:
+        return bool(await redis.ping())
+    except (RedisConnectionError, OSError):
+        return False
+    finally:
+        await redis.aclose()
+
+
+async def test_a_broker_whose_port_is_anothers_for_a_while_is_started_again_once_it_is_free() -> None:
+    told = BrokerLines()
+    async with kept_broker(told) as (supervisor, broker, url):
+        watching = asyncio.create_task(supervisor.watch())
+        assert broker.pid is not None
+        os.kill(broker.pid, signal.SIGKILL)
+        with somebodys_connection_from(urlsplit(url).port or 0):
+            await eventually(lambda: len(told.lines) > 2, 60.0)
+            assert not await answers(url)
+        await eventually(lambda: answers(url), 60.0)
+        await eventually(lambda: told.lines[-1] == "back", 60.0)
+        assert told.lines[0] == "died"
+        assert all("Address already in use" in line for line in told.lines[1:-1])
+        assert not watching.done()
+        watching.cancel()
+
+
+def somebodys_connection_from(port: int) -> socket.socket:
+    """Made the moment that the port is free; meanwhile nothing else runs in this loop."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        while True:
+            connection = socket.socket()
+            try:
+                connection.bind(("127.0.0.1", port))
+                connection.connect(server.getsockname())
+            except OSError:
+                connection.close()
+            else:
+                return connection
+
+
+async def test_a_broker_that_hangs_as_it_starts_is_ended_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_BROKER_TRY_S", 3.0)
+    told = BrokerLines()
+    async with kept_broker(told) as (supervisor, broker, url):
+        program = slow_server(tmp_path, 60.0)
+        monkeypatch.setattr(embedded, "find_server", lambda: str(program))
+        assert broker.pid is not None
+        os.kill(broker.pid, signal.SIGKILL)
+        await eventually(lambda: told.lines[-1:] == ["back"], 60.0)
+        assert await answers(url)
+        assert "did not come up within 3 s" in told.lines[1]
+        assert not alive(int((tmp_path / "pid").read_text()))
+        assert supervisor._failure() is None
+
+
+async def test_a_broker_that_needs_long_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = BrokerLines()
+    async with kept_broker(told) as (_, broker, url):
+        program = slow_server(tmp_path, module.STOP_GRACE_S + 1.0)
+        monkeypatch.setattr(embedded, "find_server", lambda: str(program))
+        assert broker.pid is not None
+        os.kill(broker.pid, signal.SIGKILL)
+        await eventually(lambda: answers(url), 60.0)
+        assert told.lines == ["died"]
+
+
+async def test_a_broker_that_does_not_come_back_within_the_time_for_a_start_ends_the_watch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_WATCH_S", 0.01)
+    told = BrokerLines()
+    async with kept_broker(told, start_timeout_s=3.0) as (supervisor, broker, url):
+        assert broker.pid is not None
+        os.kill(broker.pid, signal.SIGKILL)
+        taken = somebodys_connection_from(urlsplit(url).port or 0)
+        with taken, pytest.raises(TriptychError, match="Address already in use"):
+            await asyncio.wait_for(supervisor.watch(), 60.0)
+    assert len(told.lines) > 1
+
+
+def test_tries_to_start_the_broker_again_are_told_with_their_reasons() -> None:
+    out = io.StringIO()
+    reporter = ConsoleReporter(Console(file=out), "1e1pd")
+    reporter.broker_failed("[tcp] Address already in use", 0.4)
+    reporter.broker_recovered()
+    assert "    [tcp] Address already in use\n  trying once more in 0.4 s\n✓ the broker is back\n" in out.getvalue()
+
+
+@pytest.mark.parametrize("moment", ["a try", "a pause"])
+async def test_a_stop_amid_the_tries_to_start_the_broker_again_ends_them(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_BROKER_TRY_S", 100.0)
+    if moment == "a pause":
+        monkeypatch.setattr(module, "Backoff", lambda **_: Backoff(first_s=100.0))
+    told = BrokerLines()
+    async with kept_broker(told) as (supervisor, broker, _):
+        program = slow_server(tmp_path, 100.0)
+        monkeypatch.setattr(embedded, "find_server", lambda: str(program))
+        assert broker.pid is not None
+        os.kill(broker.pid, signal.SIGKILL)
+        await eventually(lambda: told.lines == ["died"], 20.0)
+        if moment == "a try":
+            await eventually(lambda: (tmp_path / "pid").exists(), 20.0)
+        began_s = time.monotonic()
+        await supervisor.stop()
+        assert time.monotonic() - began_s < 20.0
+        assert supervisor._failure() is None
+    if moment == "a try":
+        assert not alive(int((tmp_path / "pid").read_text()))
