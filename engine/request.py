@@ -80,7 +80,8 @@ class Sequence:
 
     `index` is its number within the request. `sampler_state` belongs to the sampler; `hashes` are those of its full
     blocks, of which the first `num_remembered` are in the prefix cache. Its first `num_lost_tokens` were computed once,
-    before a preemption. The last of `token_ids` may be UNKNOWN_TOKENs; `is_full`: whatever they are, none follows them.
+    before a preemption or, of a request that was prefilled, before it moved here. The last of `token_ids` may be
+    UNKNOWN_TOKENs; `is_full`: whatever they are, none follows them.
     """
 
     request: Request
@@ -231,6 +232,9 @@ class Request:
         generated = {one.index: one.token_ids for one in self.resumed}
         for sequence in self.sequences:
             sequence.token_ids.extend(generated.get(sequence.index, ()))
+        if self.prefilled and len(self.sequences) > 1:  # no prefill computes what one of several had generated
+            for sequence in self.sequences:
+                sequence.num_lost_tokens = len(sequence.token_ids) - 1
 
     def _append(self, token_ids: ListOf[int]) -> None:
         self.prompt.extend(token_ids)

@@ -27,7 +27,7 @@ HELP: Final[dict[str, str]] = {
     "last_step_tokens": "Tokens in the last forward pass, prefill and decode together.",
     "prompt_tokens_total": "Prompt tokens of requests that have begun to generate, media included.",
     "generated_tokens_total": "Tokens generated.",
-    "recomputed_tokens_total": "Tokens computed again after a preemption.",
+    "recomputed_tokens_total": "Tokens computed again: after a preemption, or of several sequences that moved here.",
     # KV cache
     "kv_blocks_usable": "KV blocks in the pool.",
     "kv_blocks_free": "KV blocks that can be handed out, those of cached content included.",

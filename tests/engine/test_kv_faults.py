@@ -405,6 +405,8 @@ def test_a_stream_goes_on_at_another_decode(model: str, block_size: int, request
         pair = Pair(quick_engine(info), quick_engine(info, block_size=block_size))
         pair.add(dataclasses.replace(job, resumed=resumed))
         assert pair.finish() == {key: tokens[3 + key[1] :] for key, tokens in whole.items()}
+        again = 0 if params.n == 1 else sum(3 + index for index in range(params.n))
+        assert pair.receiver.engine.stats()["recomputed_tokens_total"] == again
 
 
 def test_the_last_of_several_sequences_goes_on_at_another_decode(tiny_llama: ModelInfo) -> None:
