@@ -14,12 +14,13 @@ import ssl
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from http.cookiejar import CookieJar, DefaultCookiePolicy
-from typing import Final
+from typing import Any, Final
 
 import httpx
 
 from common.config import Settings
 from common.errors import TriptychError
+from proxy.fair_share import Places, Share
 
 MAX_REDIRECTS: Final = 5
 _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
@@ -57,8 +58,12 @@ _METADATA: Final = tuple(
 """Metadata services of clouds at other addresses, some of which look public or private. Refused in any case."""
 _MAX_ADDRESSES: Final = 4
 """So many addresses of a name are tried: a stranger's name server may give thousands, to hosts that are not its own."""
-_RESOLVERS: Final = 16
-"""Names that are looked up at once: each may take its server's time, and nobody else's."""
+_PLACES: Final = 64
+"""Fetches at once. Each has a connection, and a thread in which its name is looked up, so that it waits for nobody else
+once it has its place."""
+_PLACE_GRACE_S: Final = 1.0
+"""A place is waited for as long as a fetch may take, and this: by then every one has been free once, but for those of
+names that are still being looked up."""
 
 
 class Fetcher:
@@ -74,12 +79,13 @@ class Fetcher:
         self._timeout_s = settings.media_timeout_s
         self._schemes = [scheme for scheme in settings.allowed_media_schemes if scheme in ("http", "https")]
         self._allow_private = settings.allow_private_media_urls
-        self._resolvers = ThreadPoolExecutor(_RESOLVERS, "resolver")  # the loop's own threads are for everybody's text
+        self._places = Places(_PLACES, settings.media_timeout_s + _PLACE_GRACE_S)
+        self._resolvers = ThreadPoolExecutor(_PLACES, "resolver")  # the loop's own threads are for everybody's text
         self._client = httpx.AsyncClient(
             follow_redirects=False,
             trust_env=False,  # a proxy from the environment would resolve names for us, unchecked
             timeout=httpx.Timeout(settings.media_timeout_s),
-            limits=httpx.Limits(max_connections=64, max_keepalive_connections=0),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),  # there are places
             headers={"Accept-Encoding": "identity", "User-Agent": "triptych"},
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # none: hosts that share an address shared them
         )
@@ -88,17 +94,35 @@ class Fetcher:
         self._resolvers.shutdown(wait=False, cancel_futures=True)
         await self._client.aclose()
 
-    async def fetch(self, url: str, param: str, max_bytes: int, take: Callable[[int], None] = lambda _: None) -> bytes:
-        """The body of `url`. `take` is told of bytes before they are held, and may raise.
+    def share(self) -> Share:
+        """What one request has of the places in which media are fetched."""
+        return self._places.share()
 
-        Raises TriptychError naming `param`: "invalid_request" for a URL that is not allowed, "bad_media" for one
-        that does not answer with 200 in time, "item_too_large" for more than `max_bytes`.
+    async def fetch(
+        self,
+        url: str,
+        param: str,
+        max_bytes: int,
+        take: Callable[[int], None] = lambda _: None,
+        share: Share | None = None,
+    ) -> bytes:
+        """The body of `url`, for the request that has `share`. `take` is told of bytes before they are held, and may
+        raise.
+
+        Its time begins with its place. Raises TriptychError naming `param`: "invalid_request" for a URL that is not
+        allowed, "bad_media" for one that does not answer with 200 in time, "item_too_large" for more than `max_bytes`;
+        and NoPlace where others have all places.
         """
+        share = share or self.share()
+        async with share.place():
+            return await self._fetch(url, param, max_bytes, take, share)
+
+    async def _fetch(self, url: str, param: str, max_bytes: int, take: Callable[[int], None], share: Share) -> bytes:
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
                 for _ in range(MAX_REDIRECTS + 1):
                     target = self._parse(url, param)
-                    addresses = await self._checked_addresses(target, param)
+                    addresses = await self._checked_addresses(target, param, share)
                     response = await self._ask(target, addresses, limit.when() or 0.0)
                     data, location = await self._answer(response, target, param, max_bytes, take)
                     if location is None:
@@ -158,12 +182,11 @@ class Fetcher:
         finally:
             await response.aclose()
 
-    async def _checked_addresses(self, url: httpx.URL, param: str) -> list[str]:
+    async def _checked_addresses(self, url: httpx.URL, param: str, share: Share) -> list[str]:
         """Addresses of the host in the resolver's order, _MAX_ADDRESSES at most; every one that it has is allowed."""
         host, port = _host(url), url.port or (443 if url.scheme == "https" else 80)
         try:
-            look_up = functools.partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-            found = await asyncio.get_running_loop().run_in_executor(self._resolvers, look_up)
+            found = await self._look_up(host, port, share)
         except (OSError, UnicodeError) as error:
             raise _bad(param, f"the host {host!r} is not known: {error}") from error
         addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
@@ -174,6 +197,17 @@ class Fetcher:
             message = f"the host {host!r} is {where} ({address}), which is not allowed"
             raise TriptychError("invalid_request", message, param)
         return addresses[:_MAX_ADDRESSES]
+
+    async def _look_up(self, host: str, port: int, share: Share) -> list[tuple[Any, ...]]:
+        """As `socket.getaddrinfo`. Nobody can end one that takes too long: until it ends by itself its thread is taken,
+        and with that its place."""
+        look_up = functools.partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        found = asyncio.get_running_loop().run_in_executor(self._resolvers, look_up)
+        try:
+            return await asyncio.shield(found)
+        except asyncio.CancelledError:
+            share.keep_for(found)
+            raise
 
 
 def is_public(address: str) -> bool:

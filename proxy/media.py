@@ -16,6 +16,7 @@ from urllib.parse import unquote_to_bytes
 from common.config import Settings
 from common.errors import TriptychError
 from common.messages import MAX_MEDIA_BYTES, MediaKind
+from proxy.fair_share import NoPlace, Share
 from proxy.fetch import Fetcher
 from proxy.held_bytes import Hold
 from proxy.jobs import MediaItem
@@ -65,7 +66,7 @@ class MediaIntake:
         """The items, in order; `held` takes their bytes before they are there.
 
         Raises TriptychError("bad_media"), ("item_too_large") or ("invalid_request"), each naming the field, and
-        Overloaded where there is no room.
+        Overloaded where there is no room, in memory or among the fetches.
         """
         limit = self._settings.max_media_items
         if len(sources) > limit:
@@ -73,11 +74,14 @@ class MediaIntake:
             raise TriptychError("invalid_request", message, sources[limit].param)
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._load(source, held)) for source in sources]
+                share = self._fetcher.share()
+                tasks = [group.create_task(self._load(source, held, share)) for source in sources]
         except* TriptychError as errors:
             first: BaseException = errors
             while isinstance(first, BaseExceptionGroup):
                 first = first.exceptions[0]
+            if isinstance(first, NoPlace):
+                self._metrics.refused.labels("fetches").inc()
             raise first from None
         return [task.result() for task in tasks]
 
@@ -91,7 +95,7 @@ class MediaIntake:
         self._metrics.media_bytes.labels(kind).inc(len(data))
         return item
 
-    async def _load(self, source: MediaSource, held: Hold) -> MediaItem:
+    async def _load(self, source: MediaSource, held: Hold, share: Share) -> MediaItem:
         scheme = source.url[:8].partition(":")[0].lower()
         if not source.data and scheme not in self._schemes:
             allowed = ", ".join(f"{scheme}:" for scheme in self._schemes)
@@ -109,7 +113,7 @@ class MediaIntake:
             data = await asyncio.to_thread(read_local, source.url, folder, source.param, self._max_bytes)
             held.shrink(self._max_bytes - len(data))
         else:
-            data = await self._fetcher.fetch(source.url, source.param, self._max_bytes, held.grow)
+            data = await self._fetcher.fetch(source.url, source.param, self._max_bytes, held.grow, share)
         return await self.of_bytes(source.kind, data, source.param)
 
     def _decode_data_url(self, url: str, param: str) -> bytes:
