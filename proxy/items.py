@@ -12,11 +12,13 @@ from common.messages import Abort, Encode, Encoded, InputNeeded, InputSlot
 from proxy.cluster import Cluster
 from proxy.jobs import Job, MediaItem
 from proxy.retries import Retries
-from proxy.router import pick_encoder
+from proxy.router import FREE_ITEMS, outstanding_items, pick_encoder
 from proxy.worker import Worker
 
 DEADLINE_GRACE_S: Final = 2.0
 """The encoder answers at its deadline; only then do we count it as silent."""
+CROWDED: Final = 2
+"""An encoder with so many times the items of another one, and FREE_ITEMS more, is left by one that waits there."""
 
 
 @dataclass
@@ -30,9 +32,11 @@ class _Item:
     destination: Worker | None = None
     request_attempt: int = 0  # of the job, at the destination
     encoder: Worker | None = None
+    sent_s: float = 0.0  # to the encoder
     deadline_s: float = math.inf  # of the encoder
     due_s: float = math.inf
     replaced: bool = False  # sent again after a failure, though what failed may have arrived
+    has_left: bool = False  # an encoder that had too much to do, and that would have gone on with it
 
     @property
     def next_deadline_s(self) -> float:
@@ -42,10 +46,11 @@ class _Item:
 class ItemSender:
     """Sends the items of one job to encoders, again where it must be. All its methods run on one loop.
 
-    Every failure is counted against the item; where it is one too many the job fails with the last error. The last
-    resort is the destination itself where it can encode. An item that nobody can encode at the moment waits for an
-    encoder to come back, as long as one was there a moment ago. Whatever may have to wait does so by `expire`, to be
-    called at `next_deadline_s`.
+    Every failure is counted against the item; where it is one too many the job fails with the last error. An encoder
+    that says in time that it is not done is asked again for as long as the job lasts: it goes on with what it has made
+    of the item. The last resort is the destination itself where it can encode. An item that nobody can encode at the
+    moment waits for an encoder to come back, as long as one was there a moment ago. Whatever may have to wait does so
+    by `expire`, to be called at `next_deadline_s`.
     """
 
     def __init__(self, job: Job, cluster: Cluster) -> None:
@@ -111,8 +116,8 @@ class ItemSender:
             return
         self._release(item)
         if error.code == "timeout":
-            await self._wait_again(item, error, "encoder_busy")
             item.replaced = True
+            await self._wait_again(item, worker, error, "encoder_busy")
         elif error.retryable or error.code == "internal_error":
             await self._retry(item, worker, error, "encoder_error")
         else:
@@ -131,9 +136,10 @@ class ItemSender:
         elif item.encoder is not None and message.attempt < item.attempt:
             return  # it does not know yet that another attempt is under way
         elif item.encoder is not None:
-            late = ErrorInfo("timeout", f"{item.encoder.instance_id} did not deliver in time", item.media.param)
+            encoder = item.encoder
+            late = ErrorInfo("timeout", f"{encoder.instance_id} did not deliver in time", item.media.param)
             self._give_up(item)
-            await self._wait_again(item, late, "input_needed")
+            await self._wait_again(item, encoder, late, "input_needed")
         elif item.due_s == math.inf:  # it was in place and has been taken back: no failure
             await self._again(item, "input_needed")
 
@@ -200,16 +206,19 @@ class ItemSender:
         else:
             await self._again(item, reason)
 
-    async def _wait_again(self, item: _Item, error: ErrorInfo, reason: str) -> None:
-        item.retries.waited(error)
-        await self._again(item, reason)
+    async def _wait_again(self, item: _Item, worker: Worker, error: ErrorInfo, reason: str) -> None:
+        in_full = time.time() - item.sent_s >= self._cluster.handoff_timeout_s / 2  # it waits for what others need, too
+        item.retries.waited(error, in_full=in_full)
+        await self._again(item, reason, at=worker if in_full else None)
 
-    async def _again(self, item: _Item, reason: str) -> None:
+    async def _again(self, item: _Item, reason: str, at: Worker | None = None) -> None:
         self._cluster.metrics.retries.labels(reason).inc()
-        await self._place(item)
+        await self._place(item, at)
 
-    async def _place(self, item: _Item) -> None:
-        encoder, destination = self._choose(item), item.destination
+    async def _place(self, item: _Item, at: Worker | None = None) -> None:
+        """Send it to an encoder, to `at` if it may stay there, or wait for one."""
+        encoder = at if at is not None and self._stays(item, at) else self._choose(item)
+        destination = item.destination
         assert destination is not None
         now_s = time.time()
         if encoder is None:
@@ -223,7 +232,7 @@ class ItemSender:
         item.due_s = math.inf
         item.attempt += 1
         item.encoder = encoder
-        item.deadline_s = now_s + self._cluster.handoff_timeout_s
+        item.sent_s, item.deadline_s = now_s, now_s + self._cluster.handoff_timeout_s
         encoder.load.items += 1
         self._used.add(encoder)
         await encoder.send(
@@ -239,6 +248,21 @@ class ItemSender:
                 request_attempt=item.request_attempt,
             )
         )
+
+    def _stays(self, item: _Item, encoder: Worker) -> bool:
+        """Whether an item is left where it waits, and where something may have been made of it.
+
+        It may leave for one with much less to do, once: what takes longer to compute than an encoder is given to answer
+        would be begun over and over again otherwise.
+        """
+        able = self._able(item)
+        if encoder not in able:
+            return False
+        least = min(map(outstanding_items, able))
+        if item.has_left or outstanding_items(encoder) <= CROWDED * least + FREE_ITEMS:
+            return True
+        item.has_left = True
+        return False
 
     def _choose(self, item: _Item) -> Worker | None:
         """Who encodes an item: the one that has the same content of this job already, another encoder, the destination

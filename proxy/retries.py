@@ -10,7 +10,7 @@ from common.errors import ErrorInfo, TriptychError
 MAX_FAILURES: Final = 3
 """Failures in a row after which the work is given up."""
 MAX_WAITS: Final = 10
-"""Waits in a row that ended without room or result: in a burst that is nobody's fault, and it must drain."""
+"""Waits in a row that ended without room or result before their time."""
 BACKOFF_S: Final = 0.25
 """Before a second attempt where there is nobody else to ask, doubled before a third; another one is asked at once."""
 
@@ -38,9 +38,13 @@ class Retries:
         if self.failures >= MAX_FAILURES:
             raise self._given_up(self.failures, error)
 
-    def waited(self, error: ErrorInfo) -> None:
-        """Count a wait in vain. Raises `error` in other words after MAX_WAITS."""
-        self.waits += 1
+    def waited(self, error: ErrorInfo, *, in_full: bool = False) -> None:
+        """Count a wait in vain. Raises `error` in other words after MAX_WAITS.
+
+        One `in_full`, as long as it was meant to be, is not counted: in a burst that is nobody's fault, it must drain,
+        and whoever waits has a deadline of its own. Those that end at once would not end otherwise.
+        """
+        self.waits = 0 if in_full else self.waits + 1
         if self.waits >= MAX_WAITS:
             raise self._given_up(self.waits, error)
 

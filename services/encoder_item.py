@@ -1,14 +1,13 @@
 """The life of one item on its way through an encoder: preprocess -> offer -> grant -> encode -> deliver -> receipt.
 
-Where the output of equal content has been kept, it is: offer -> grant -> deliver -> receipt.
+Where the output of equal content has been kept, it is: offer -> grant -> deliver -> receipt. Where an earlier attempt
+has got so far that something is made of it already, that is not made again: see services.encoder_work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
-import msgspec
 import torch
 
 from broker.handoff import Key
@@ -18,13 +17,13 @@ from common.telemetry import SpanRecorder
 from engine.cache.output_cache import OutputCache
 from engine.encoder_engine import EncoderEngine, EncoderResult
 from engine.memory import staging_budget
-from engine.processors import ProcessedInput
 from engine.scheduler.encoder import EncoderKey
 from services.destination import Destination
+from services.encoder_work import Preparation, Work
 from services.engine_thread import EngineThread
 from services.links import Links
 from services.preprocess import PreprocessPool
-from services.room import Place, Room
+from services.room import Room
 from services.shared_encoding import Encoding, EncodingOutcome, SharedEncoding
 
 
@@ -68,73 +67,52 @@ class ItemPipeline:
         self.encoding = SharedEncoding(thread, outputs)
         # Preprocessed arrays that may wait for grants. Items that find no room wait with their media only.
         self.staging_bytes = staging_budget(links.settings.engine)
-        self._room = Room(self.staging_bytes, links.settings.preprocess_workers)
-        self._media_bytes = 0
+        self._preparation = Preparation(pool, Room(self.staging_bytes, links.settings.preprocess_workers))
 
     @property
     def held_bytes(self) -> int:
         """Media and preprocessed arrays of all items under way."""
-        return self._media_bytes + self._room.held_bytes
+        return self._preparation.held_bytes + self._preparation.room.held_bytes
 
     @property
     def num_waiting(self) -> int:
         """Items that wait for memory or for a process to preprocess them."""
-        return self._room.num_waiting + self._pool.num_waiting
+        return self._preparation.room.num_waiting + self._pool.num_waiting
 
-    async def run(self, key: Key, message: Encode, recorder: SpanRecorder) -> None:
-        """Return once the input is in place at its destination.
+    def begin(self, message: Encode) -> Work:
+        """Begin with an item, which is preprocessed as soon as there is room; to be dropped in the end."""
+        return Work(message, self._preparation, self.encoding, self._outputs)
 
-        However this ends, cancellation included, nothing of the item is left in handoffs or engine.
+    async def run(self, key: Key, message: Encode, work: Work, recorder: SpanRecorder) -> None:
+        """Return once the input is in place at its destination. Media in `message` are not looked at.
+
+        However this ends, cancellation included, nothing of this attempt is left in handoffs.
         Raises TriptychError saying why the input is not in place.
         """
-        place: Place | None = None
-        kept = self._outputs.lend(message.content_hash)
         try:
-            if kept is None:
-                with self._holding(len(message.media)):
-                    recorder.start("preprocess")
-                    place = await self._room.enter()
-                    item = await self._preprocess(key, message, recorder)
-                    place.weigh(sum(array.nbytes for array in item.arrays.values()))
-            else:
-                item = kept.item
-            message = msgspec.structs.replace(message, media=b"")
+            if not work.is_prepared:
+                await self._prepare(key, work, recorder)
             recorder.start("grant")
-            wanted = await self._destination.offer(key, message, item)
+            wanted = await self._destination.offer(key, message, work.item)
             recorder.end("grant")
             if not wanted:
                 return
-            tensor = kept.tensor if kept else await self._encode(key, message.content_hash, item, recorder)
-            del item
-            if place is not None:
-                place.leave()
+            tensor = await self._encode(key, work, recorder) if work.kept is None else work.kept
             recorder.start("handoff")
             await self._destination.deliver(key, tensor)
             recorder.end("handoff")
         finally:
-            if place is not None:
-                place.leave()
-            if kept is not None:
-                self._outputs.give_back(message.content_hash)
             self._destination.close(key)
 
-    async def _preprocess(self, key: Key, message: Encode, recorder: SpanRecorder) -> ProcessedInput:
-        item = await self._pool.process(message.kind, message.media)
+    async def _prepare(self, key: Key, work: Work, recorder: SpanRecorder) -> None:
+        recorder.start("preprocess")
+        await work.prepared()
         recorder.end("preprocess")
         self._links.hops.mark(key, "preprocessed")
-        return item
 
-    async def _encode(self, key: Key, content_hash: str, item: ProcessedInput, recorder: SpanRecorder) -> torch.Tensor:
-        encoding = await self.encoding.encode(key, content_hash, item, self._destination.early(key))
+    async def _encode(self, key: Key, work: Work, recorder: SpanRecorder) -> torch.Tensor:
+        encoding = await work.computed(key, lambda: self._destination.early(key))
         self._links.hops.mark(key, "encode_start", encoding.start_s)
         self._links.hops.mark(key, "encode_done", encoding.end_s)
         recorder.spans.append(Span("encode", recorder.instance, encoding.start_s, encoding.end_s))
         return encoding.tensor
-
-    @contextmanager
-    def _holding(self, num_bytes: int) -> Iterator[None]:
-        self._media_bytes += num_bytes
-        try:
-            yield
-        finally:
-            self._media_bytes -= num_bytes

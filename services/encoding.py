@@ -1,7 +1,8 @@
 """The encode stage of a worker: Encode in, Encoded out. An encoder worker is hardly more than this.
 
-Each item is one task, from Encode until its reply. Ending the task (abort, deadline, a newer attempt, a silent
-proxy) frees whatever the item holds at that point.
+Each attempt is one task, from Encode until its reply. What has been made of its item outlives one that ended by its
+deadline, or by a newer one (`services.encoder_work`): in a long line it takes many, and an item may take longer to
+compute than an attempt lasts. Every other end (an answer, an abort, a silent proxy) frees whatever the item holds.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import asyncio
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
+import msgspec
 import torch
 
 from broker.handoff import Key, key_of
@@ -22,15 +25,18 @@ from engine.cache.output_cache import OutputCache, in_memory_of_its_own
 from engine.encoder_engine import EncoderEngine
 from services.destination import Destination
 from services.encoder_item import ItemPipeline, encode_step
+from services.encoder_work import Work
 from services.engine_thread import EngineThread
 from services.links import Links
 from services.preprocess import PreprocessPool
-from services.shared_encoding import EncodingOutcome
+from services.shared_encoding import EncodingOutcome, Owner
 
 MAX_HELD_BYTES: Final = 2 * 2**30
 """Media and preprocessed arrays of all items; more is refused as overload."""
 MAX_REMEMBERED: Final = 1024
 """Replies kept, to be sent again when their request is repeated."""
+KEEP_S: Final = 2.0
+"""What was not in place by its deadline goes on for so long without another attempt: the proxy makes one at once."""
 POOL_START_S: Final = 120.0
 
 log = get_logger()
@@ -65,7 +71,8 @@ class EncodingStage:
         self._pool = PreprocessPool(
             settings.model, links.dtype, settings.preprocess_workers, settings.handoff_timeout_s
         )
-        self._items: dict[Key, asyncio.Task[None]] = {}
+        self._items: dict[Key, asyncio.Task[bool]] = {}  # whether there is to be another attempt
+        self._works: dict[Owner, Work] = {}
         self._replies: OrderedDict[Key, Encoded] = OrderedDict()
         self._outcomes: Counter[str] = Counter()
 
@@ -96,44 +103,59 @@ class EncodingStage:
         await self._pool.warm_up(POOL_START_S)
 
     def take(self, proxy: bytes, message: Encode) -> None:
-        """Begin with an item, unless it is known or there is no room for it. The answer goes to `proxy`."""
-        key = key_of(message)
-        if key in self._items or key in self._replies:
+        """Begin with an item or go on with it, unless this is known or there is no room. The answer goes to `proxy`."""
+        key, owner = key_of(message), (message.request_id, message.input_id)
+        work = self._works.get(owner)
+        if key in self._items or key in self._replies or (work is not None and work.attempt > message.attempt):
             self._outcomes["duplicate"] += 1
             if key in self._replies:
                 self._links.send(proxy, self._replies[key])
             return
-        for older in [k for k in self._items if k[:2] == key[:2] and k[2] < key[2]]:
+        for older in [k for k in self._items if k[:2] == owner]:
             self._items[older].cancel()
-        refusal = self._refusal(message)
-        if refusal is not None:
-            self._outcomes[refusal.code] += 1
-            self._links.send(proxy, Encoded(*key, refusal))
-            return
+        if work is not None and work.content_hash != message.content_hash:
+            self._drop(owner)
+            work = None
+        if work is None:
+            refusal = self._refusal(message)
+            if refusal is not None:
+                self._outcomes[refusal.code] += 1
+                self._links.send(proxy, Encoded(*key, refusal))
+                return
+            work = self._works[owner] = self._pipeline.begin(message)
+        work.attempt = message.attempt
         self._on_begun(proxy, message.request_id)
-        task = self._items[key] = asyncio.create_task(self._run(key, proxy, message))
-        task.add_done_callback(lambda _: self._end(key))
+        # The media are held by what preprocesses them alone.
+        task = asyncio.create_task(self._run(key, proxy, msgspec.structs.replace(message, media=b""), work))
+        self._items[key] = task
+        task.add_done_callback(partial(self._end, key))
 
     def abort(self, request_id: str) -> None:
         """Drop the items of a request, known or not."""
         for key in [key for key in self._items if key[0] == request_id]:
             self._items[key].cancel()
+        for owner in [owner for owner in self._works if owner[0] == request_id]:
+            self._drop(owner)
+        self._tell_if_ended(request_id)
 
     def close(self) -> None:
         for task in self._items.values():
             task.cancel()
+        for owner in list(self._works):
+            self._drop(owner)
         self._pool.close()
 
-    async def _run(self, key: Key, proxy: bytes, message: Encode) -> None:
-        """From Encode to Encoded; a cancelled item is not answered, for nobody waits for it."""
+    async def _run(self, key: Key, proxy: bytes, message: Encode, work: Work) -> bool:
+        """From Encode to Encoded; a cancelled attempt is not answered, for nobody waits for it.
+
+        Returns whether its deadline has ended it.
+        """
         recorder = SpanRecorder(self._links.instance_id)
         error: ErrorInfo | None = None
         self._links.hops.mark(key, "encode_received")
-        deadline_s, item = message.deadline_s, self._pipeline.run(key, message, recorder)
-        del message  # the pipeline lets go of the media as soon as they are preprocessed
         try:
-            async with asyncio.timeout(deadline_s - time.time()):
-                await item
+            async with asyncio.timeout(message.deadline_s - time.time()):
+                await self._pipeline.run(key, message, work, recorder)
         except TriptychError as caught:
             error = caught.info
         except TimeoutError:
@@ -147,11 +169,29 @@ class EncodingStage:
         while len(self._replies) > MAX_REMEMBERED:
             self._replies.popitem(last=False)
         self._links.send(proxy, reply)
+        return error is not None and error.code == "timeout"
 
-    def _end(self, key: Key) -> None:
-        self._items.pop(key, None)
-        if not any(other[0] == key[0] for other in self._items):
-            self._on_ended(key[0])
+    def _end(self, key: Key, task: asyncio.Task[bool]) -> None:
+        del self._items[key]
+        if task.cancelled() or task.exception() is not None or not task.result():
+            self._let_go(key)
+        else:
+            asyncio.get_running_loop().call_later(KEEP_S, self._let_go, key)
+
+    def _let_go(self, key: Key) -> None:
+        """There is no other attempt after this one, if there is none yet."""
+        owner = key[0], key[1]
+        work = self._works.get(owner)
+        if work is not None and work.attempt == key[2]:
+            self._drop(owner)
+        self._tell_if_ended(key[0])
+
+    def _drop(self, owner: Owner) -> None:
+        self._works.pop(owner).drop()
+
+    def _tell_if_ended(self, request_id: str) -> None:
+        if not any(known[0] == request_id for known in (*self._items, *self._works)):
+            self._on_ended(request_id)
 
     def _settle(self, outcomes: list[EncodingOutcome]) -> None:
         self._links.metrics.batch_items.observe(len(outcomes))
@@ -160,8 +200,8 @@ class EncodingStage:
     def _refusal(self, message: Encode) -> ErrorInfo | None:
         """Why an item is not even begun; None if it is."""
         limit, held = self._links.settings.engine.max_waiting, self._pipeline.held_bytes
-        if len(self._items) >= limit:
-            what = f"{len(self._items)} items are under way on this encoder, the limit is {limit}"
+        if len(self._works) >= limit:
+            what = f"{len(self._works)} items are under way on this encoder, the limit is {limit}"
             return ErrorInfo("overloaded", f"{what}: try again later")
         if held + len(message.media) > MAX_HELD_BYTES:
             what = f"this encoder holds {held} bytes of media, the limit is {MAX_HELD_BYTES}"
@@ -170,7 +210,7 @@ class EncodingStage:
 
     def _add_metrics(self) -> None:
         metrics = self._links.metrics
-        metrics.gauges["encoder_items_open"] = lambda: len(self._items)
+        metrics.gauges["encoder_items_open"] = lambda: len({*self._works, *(key[:2] for key in self._items)})
         metrics.gauges["encoder_items_computing"] = lambda: self._pipeline.encoding.num_waiting
         metrics.gauges["encoder_staging_bytes"] = lambda: self._pipeline.staging_bytes
         metrics.gauges["encoder_held_bytes"] = lambda: self._pipeline.held_bytes

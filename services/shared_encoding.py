@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 
@@ -31,6 +33,8 @@ class Encoding:
 
 
 EncodingOutcome = tuple[EncoderKey, Encoding | TriptychError]
+Owner: TypeAlias = tuple[str, int]
+"""Request id and input id: whose item it is, in whichever attempt."""
 
 
 @dataclass
@@ -39,9 +43,9 @@ class _Computation:
 
     key: EncoderKey
     item: ProcessedInput
-    waiting: dict[Key, asyncio.Future[Encoding]] = field(default_factory=dict)
+    waiting: dict[Owner, asyncio.Future[Encoding]] = field(default_factory=dict)
     early: dict[Key, Callable[[torch.Tensor], None]] = field(default_factory=dict)
-    """Of those who wait."""
+    """Of attempts of those who wait."""
 
 
 class SharedEncoding:
@@ -60,13 +64,10 @@ class SharedEncoding:
         """Items that wait for their outputs."""
         return sum(len(computation.waiting) for computation in self._computations.values())
 
-    async def encode(
-        self, key: Key, content_hash: str, item: ProcessedInput, early: Callable[[torch.Tensor], None] | None = None
-    ) -> Encoding:
-        """The output of an item. Raises TriptychError saying why there is none.
+    def join(self, owner: Owner, content_hash: str, item: ProcessedInput) -> asyncio.Future[Encoding]:
+        """The output of an item, once it is computed, or a TriptychError saying why there is none.
 
-        `early` is called with it on the engine's thread as soon as it is there, unless that of somebody who has
-        waited for longer is. Where nobody waits for a computation any more, it is taken back.
+        Where nobody waits for a computation any more, because all have `quit`, it is taken back.
         """
         computation = self._computations.get(content_hash)
         if computation is None:
@@ -74,19 +75,33 @@ class SharedEncoding:
         else:
             self.num_shared += 1
         done: asyncio.Future[Encoding] = asyncio.get_running_loop().create_future()
-        computation.waiting[key] = done
-        if early is not None:
-            computation.early[key] = early
-            self._choose_early(computation)
+        computation.waiting[owner] = done
+        return done
+
+    def quit(self, owner: Owner, content_hash: str) -> None:
+        """This one does not wait any more; unknown ones are fine, they may have been told."""
+        computation = self._computations.get(content_hash)
+        if computation is None or computation.waiting.pop(owner, None) is None or computation.waiting:
+            return
+        del self._computations[content_hash]
+        self._early.pop(computation.key, None)
+        self._thread.submit(lambda engine: engine.cancel(computation.key))
+
+    @contextmanager
+    def leaving_early(self, key: Key, content_hash: str, send: Callable[[torch.Tensor], None] | None) -> Iterator[None]:
+        """Meanwhile `send` is called with the output on the engine's thread as soon as it is there, unless that of an
+        attempt that has waited for longer is."""
+        computation = self._computations.get(content_hash)
+        if computation is None or send is None:
+            yield
+            return
+        computation.early[key] = send
+        self._choose_early(computation)
         try:
-            return await done
+            yield
         finally:
-            del computation.waiting[key]
-            if computation.early.pop(key, None) is not None:
-                self._choose_early(computation)
-            if not computation.waiting and self._computations.get(content_hash) is computation:
-                del self._computations[content_hash]
-                self._thread.submit(lambda engine: engine.cancel(computation.key))
+            del computation.early[key]
+            self._choose_early(computation)
 
     def leave(self, key: EncoderKey, tensor: torch.Tensor) -> None:
         """On the engine's thread, with what it has made: for the one who wants it at once."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import openai
 import pytest
 
 from common.errors import ErrorInfo
-from common.messages import Abort, Encode, Failed, Tokens
+from common.messages import Abort, Encode, Encoded, Failed, Tokens
 from proxy import items
 from tests.proxy.conftest import eventually
 from tests.proxy.fake_decoders import FakeDecoder
-from tests.proxy.fake_workers import SILENT
+from tests.proxy.fake_workers import SILENT, FakeEncoder
 from tests.proxy.media import image_part, picture
 
 
@@ -118,6 +119,34 @@ async def test_a_busy_cluster_is_waited_for_longer_than_a_failing_one(serve):
             await rig.chat([image_part(picture())])
         assert caught.value.status_code == 504
         await eventually(lambda: not rig.cluster.decoders[0]._running)
+        await rig.assert_clean()
+
+
+async def test_a_burst_that_an_encoder_is_at_for_more_than_ten_steps_of_a_handoff_is_answered(serve, monkeypatch):
+    """One item after the other, each soon enough; those that are not in place by their deadline are so told."""
+    turn = asyncio.Lock()
+
+    async def handle(encoder, proxy, message):
+        if not isinstance(message, Encode):
+            return
+        key = message.request_id, message.input_id, message.attempt
+        try:
+            async with asyncio.timeout(message.deadline_s - time.time()), turn:
+                await asyncio.sleep(0.1)
+        except TimeoutError:
+            late = ErrorInfo("timeout", "it was not in place by its deadline")
+            encoder.server.send(proxy, Encoded(*key, error=late))
+            return
+        encoder.cluster.reader(message.destination).put_input(message.request_id, message.input_id)
+        encoder.server.send(proxy, Encoded(*key))
+
+    monkeypatch.setattr(FakeEncoder, "handle", handle)
+    async with serve(handoff_timeout_s=0.25) as rig:
+        began_s = time.monotonic()
+        burst = [rig.chat([image_part(picture(f"#{number:06x}"))]) for number in range(40)]
+        answers = await asyncio.gather(*burst)
+        assert {answer.choices[0].message.content for answer in answers} == {"a red sign"}
+        assert time.monotonic() - began_s > 10 * rig.service.settings.handoff_timeout_s
         await rig.assert_clean()
 
 

@@ -59,6 +59,16 @@ class Setting:
         assert isinstance(offer, Offer)
         return offer
 
+    async def offer_of(self, request_id: str, attempt: int) -> Offer:
+        found: list[Offer] = []
+
+        def is_here() -> bool:
+            found[:] = [offer for offer in self.peer.of(Offer, request_id) if offer.attempt == attempt]
+            return bool(found)
+
+        await eventually(is_here)
+        return found[0]
+
     async def deliver(self, request_id: str) -> bytes:
         """Grant an item that has been offered, take what comes, and confirm it."""
         self.peer.grant(await self.offer(request_id))
@@ -324,6 +334,56 @@ async def test_a_receiver_that_never_answers_costs_no_more_than_the_deadline(set
     assert late.error.code == "timeout"
 
 
+async def test_what_an_attempt_has_waited_for_in_vain_is_there_for_the_next_one(setting: Setting) -> None:
+    """It is preprocessed once and computed once, however often it has not been ready by its deadline."""
+    with setting.busy():
+        for attempt in range(3):
+            await setting.encode("r", attempt=attempt, timeout_s=20.0 if attempt == 2 else 2.0)
+            setting.peer.grant(await setting.offer_of("r", attempt))
+            await setting.computing(1)
+            if attempt < 2:
+                await eventually(lambda number=attempt + 1: len(setting.worker.of(Encoded, "r")) == number)
+    tensor = await setting.peer.tensor()
+    assert tensor.header.attempt == 2
+    setting.peer.send("injected", Receipt("r", 0, 2, "stored"))
+    await eventually(lambda: len(setting.worker.of(Encoded, "r")) == 3)
+    first, second, last = setting.worker.of(Encoded, "r")
+    assert [reply.error and reply.error.code for reply in (first, second, last)] == ["timeout", "timeout", None]
+    stages = [[span.stage for span in reply.spans] for reply in (first, second, last)]
+    assert stages == [["preprocess", "grant"], ["grant"], ["grant", "encode", "handoff"]]
+    assert await setting.num_encoded() == 1
+    assert setting.worker.gauge("encoder_items_shared_total") == 0
+
+
+async def test_an_output_that_was_not_taken_in_time_is_there_for_the_next_attempt(setting: Setting) -> None:
+    setting.worker.role.stage._outputs.capacity_bytes = 0  # nothing is kept for anybody else
+    await setting.encode("r", timeout_s=2.0)
+    setting.peer.grant(await setting.offer("r"))
+    tensor = await setting.peer.tensor()
+    error = (await setting.reply("r")).error
+    assert error is not None
+    assert error.code == "timeout"
+    await setting.encode("r", attempt=1)
+    setting.peer.grant(await setting.offer_of("r", 1))
+    again = await setting.peer.tensor()
+    assert (again.header.attempt, again.data) == (1, tensor.data)
+    setting.peer.send("injected", Receipt("r", 0, 1, "stored"))
+    await eventually(lambda: len(setting.worker.of(Encoded, "r")) == 2)
+    assert await setting.num_encoded() == 1
+
+
+async def test_what_no_attempt_asks_for_any_more_is_dropped(setting: Setting) -> None:
+    with setting.busy():
+        await setting.encode("r", timeout_s=2.0)
+        setting.peer.grant(await setting.offer("r"))
+        await setting.computing(1)
+        await setting.reply("r")
+        assert setting.worker.gauge("encoder_items_computing") == 1
+        assert setting.worker.gauge("handoffs_open") == 0
+        await eventually(setting.is_idle)
+    assert await setting.num_encoded() == 0
+
+
 async def test_a_newer_attempt_replaces_an_older_one(setting: Setting) -> None:
     await setting.encode("r", attempt=0)
     old = await setting.offer("r")
@@ -351,7 +411,7 @@ async def test_more_items_than_the_queue_holds_are_refused_as_overload(setting: 
 
 
 async def test_an_item_that_finds_no_room_is_not_preprocessed_before_there_is_some(setting: Setting) -> None:
-    setting.worker.role.stage._pipeline._room = Room(limit_bytes=1, max_unweighed=1)
+    setting.worker.role.stage._pipeline._preparation.room = Room(limit_bytes=1, max_unweighed=1)
     await setting.encode("first")
     first = await setting.offer("first")
     await setting.encode("impatient", timeout_s=0.3)
@@ -359,6 +419,8 @@ async def test_an_item_that_finds_no_room_is_not_preprocessed_before_there_is_so
     late = await setting.reply("impatient")
     assert late.error is not None
     assert late.error.code == "timeout"
+    assert setting.worker.gauge("preprocess_waiting") == 2  # it may be asked for again
+    await setting.worker.proxy.send(Abort("impatient"))
     await eventually(lambda: setting.worker.gauge("preprocess_waiting") == 1)
     assert [offer.request_id for offer in setting.peer.received if isinstance(offer, Offer)] == ["first"]
     setting.peer.grant(first, status="cached")
