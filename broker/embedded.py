@@ -141,7 +141,8 @@ class EmbeddedBroker:
 
     def _did_not_come_up(self, timeout_s: float) -> TriptychError:
         how = f"did not come up within {timeout_s:.3g} s" if self.running else "ended before it was ready"
-        return TriptychError("unavailable", f"{find_server()} {how}: {self.log_tail()}")
+        last_lines = "\n".join(self.log_tail().splitlines()[-4:])
+        return TriptychError("unavailable", f"{find_server()} {how}:\n{last_lines}")
 
     def _end(self, timeout_s: float) -> None:
         """Politely; after `timeout_s` by force. What is killed is waited for, too, but not for ever."""
