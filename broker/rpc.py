@@ -4,6 +4,9 @@
 
 Messages are single frames of MessagePack; the routing id identifies the proxy. Sending never waits: a peer that
 does not take its messages is treated as gone.
+
+A message above the receiver's MAXMSGSIZE would cost the connection, and everybody their requests on it: libzmq closes
+it without a word. So the sender looks first, and only the one request fails.
 """
 
 from __future__ import annotations
@@ -11,18 +14,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import zmq
 import zmq.asyncio
 
 from broker.curve import OVERHEAD_BYTES, secure_client, secure_listener
-from common.errors import TriptychError
+from common.errors import ErrorInfo, TriptychError
 from common.messages import (
     MAX_CONTROL_BYTES,
     MAX_MEDIA_BYTES,
+    Encoded,
+    Failed,
     FromWorker,
     Heartbeat,
+    Prefilled,
     ToWorker,
     decode_from_worker,
     decode_to_worker,
@@ -34,6 +40,8 @@ QUEUE_MESSAGES = 100_000
 """Small messages that may wait for one peer before it counts as gone."""
 QUEUE_REQUESTS = 4_096
 """Requests (with media) that may wait for one worker."""
+MAX_TO_WORKER_BYTES: Final = MAX_MEDIA_BYTES + MAX_CONTROL_BYTES
+MAX_FROM_WORKER_BYTES: Final = MAX_CONTROL_BYTES
 
 log = get_logger()
 
@@ -52,9 +60,18 @@ def supersedes(connection: bytes, other: bytes) -> bool:
 
 
 class WorkerServer:
-    """The worker's end: takes messages from any number of proxies, answers each by its routing id."""
+    """The worker's end: takes messages from any number of proxies, answers each by its routing id.
 
-    def __init__(self, context: zmq.asyncio.Context, host: str = "127.0.0.1") -> None:
+    `on_refused` is called with the request id of an answer that was too large to be sent: the request's proxy has been
+    told an error instead, and what is left of the request is to be dropped.
+    """
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        host: str = "127.0.0.1",
+        on_refused: Callable[[str], None] = lambda request_id: None,
+    ) -> None:
         """Bind a free port on `host`; `address` is the endpoint that clients on this network connect to."""
         self._socket = context.socket(zmq.ROUTER)
         _set_common_options(self._socket)
@@ -62,11 +79,12 @@ class WorkerServer:
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a proxy that reconnects takes over its own routing id
         self._socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
         self._socket.setsockopt(zmq.RCVHWM, QUEUE_REQUESTS)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MEDIA_BYTES + MAX_CONTROL_BYTES + OVERHEAD_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_TO_WORKER_BYTES + OVERHEAD_BYTES)
         secure_listener(self._socket)
         self._socket.bind(f"tcp://{host}:*")
         self.address = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         self.num_invalid = 0
+        self._on_refused = on_refused
 
     async def receive(self) -> tuple[bytes, ToWorker]:
         """The next valid message and the routing id of its proxy; anything else is counted and dropped."""
@@ -81,9 +99,22 @@ class WorkerServer:
                 log.warning("dropped a message on the request socket", error=error.info.message)
 
     def send(self, proxy: bytes, message: FromWorker | Heartbeat) -> bool:
-        """Send to one proxy, at once and in order; False if it is gone or takes nothing any more."""
+        """Send to one proxy, at once and in order; False if it is gone or takes nothing any more.
+
+        Where the message is too large, the request ends instead, with "item_too_large".
+        """
+        data = encode(message)
+        if len(data) <= MAX_FROM_WORKER_BYTES or isinstance(message, Heartbeat):
+            return self._send(proxy, data)
+        error = _too_large("the answer is too large for a proxy", message, len(data), MAX_FROM_WORKER_BYTES)
+        log.warning("an answer is not sent", request=message.request_id, error=error.info.message)
+        sent = self._send(proxy, encode(_refusal(message, error.info)))
+        self._on_refused(message.request_id)
+        return sent
+
+    def _send(self, proxy: bytes, data: bytes) -> bool:
         # A non-blocking send of an asyncio socket is over when it returns; its future only holds the outcome.
-        sent = self._socket.send_multipart([proxy, encode(message)], flags=zmq.NOBLOCK)
+        sent = self._socket.send_multipart([proxy, data], flags=zmq.NOBLOCK)
         error = cast("asyncio.Future[Any]", sent).exception()
         if isinstance(error, zmq.ZMQError) and error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
             return False
@@ -112,16 +143,20 @@ class WorkerClient:
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
         self._socket.setsockopt(zmq.SNDHWM, QUEUE_REQUESTS)
         self._socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_CONTROL_BYTES + OVERHEAD_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FROM_WORKER_BYTES + OVERHEAD_BYTES)
         secure_client(self._socket)
         self._socket.connect(address)
         self.address = address
         self._on_invalid = on_invalid
 
     async def send(self, message: ToWorker) -> None:
-        """Send without waiting. Raises TriptychError("unavailable") where the worker takes nothing any more."""
+        """Send without waiting. Raises TriptychError: "unavailable" where the worker takes nothing any more,
+        "item_too_large" for what no worker would take."""
+        data = encode(message)
+        if len(data) > MAX_TO_WORKER_BYTES:
+            raise _too_large("the request is too large for a worker", message, len(data), MAX_TO_WORKER_BYTES)
         try:
-            await self._socket.send(encode(message), flags=zmq.NOBLOCK, copy=False)
+            await self._socket.send(data, flags=zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
             if error.errno != zmq.EAGAIN:
                 raise
@@ -153,6 +188,23 @@ class WorkerClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _too_large(what: str, message: ToWorker | FromWorker, size_bytes: int, limit_bytes: int) -> TriptychError:
+    excess = f"{size_bytes - limit_bytes} more than the {limit_bytes} allowed"
+    text = f"{what}: its {type(message).__name__} message has {size_bytes} bytes, {excess}; ask for less"
+    return TriptychError("item_too_large", text)
+
+
+def _refusal(message: FromWorker, error: ErrorInfo) -> FromWorker:
+    """What is told instead of a message that cannot be sent."""
+    match message:
+        case Encoded():
+            return Encoded(message.request_id, message.input_id, message.attempt, error)
+        case Prefilled():
+            return Prefilled(message.request_id, message.attempt, error)
+        case _:
+            return Failed(message.request_id, error, message.attempt)
 
 
 def _set_common_options(socket: zmq.asyncio.Socket) -> None:

@@ -14,6 +14,9 @@ MAX_LOGPROBS: Final = 20
 """Likeliest tokens reported at one position, as in OpenAI's API."""
 MAX_SEQUENCES: Final = 128
 """Sequences of one request."""
+MAX_STOP_STRINGS: Final = 16
+MAX_STOP_CHARS: Final = 1024
+"""Of one stop string."""
 MAX_LENGTH_PENALTY: Final = 5.0
 """Larger powers of a long output's length overflow single precision."""
 
@@ -140,7 +143,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ("logprobs", _is_count(self.logprobs), f"must be between 0 and {MAX_LOGPROBS}"),
             ("prompt_logprobs", _is_count(self.prompt_logprobs), f"must be between 0 and {MAX_LOGPROBS}"),
             ("seed", self.seed is None or -(2**63) <= self.seed < 2**64, "must fit into 64 bits"),
-            ("stop", len(self.stop) <= 16 and all(self.stop), "takes at most 16 non-empty strings"),
+            (
+                "stop",
+                len(self.stop) <= MAX_STOP_STRINGS and all(0 < len(text) <= MAX_STOP_CHARS for text in self.stop),
+                f"takes at most {MAX_STOP_STRINGS} non-empty strings of at most {MAX_STOP_CHARS} characters",
+            ),
         )
         for name, good, rule in checks:
             if not good:

@@ -18,6 +18,7 @@ from proxy.logprobs import LogprobShapes
 from proxy.media import MediaSource
 from proxy.messages import AudioPart, AudioUrlPart, ImagePart, Message, TextPart
 from proxy.openai_types import ChatRequest, parse
+from proxy.prompt_logprobs import check_prompt_logprobs
 from proxy.service import Service
 from proxy.speech import Speech, SpeechOptions
 
@@ -116,6 +117,7 @@ async def _generate(service: Service, exchange: Exchange, body: ChatRequest, med
     slots = make_slots(media, service.text.placeholder_indices(prompt, len(media)))
     limit = service.token_limit(len(prompt), body.token_limit, "messages")
     sampling = body.sampling(service.text, limit)
+    check_prompt_logprobs(sampling.prompt_logprobs, len(prompt))
     job = Job(exchange.id, prompt, sampling, slots, media, body.priority or 0, body.fields)
     generation = service.generation(job, exchange, body)
     deltas = service.deltas(generation, exchange)

@@ -94,5 +94,5 @@ def install(app: FastAPI) -> None:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    text = repr(value[:80] if isinstance(value, str | list) else value)
     return text if len(text) <= 80 else text[:77] + "..."

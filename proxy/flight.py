@@ -206,9 +206,10 @@ class Flight:
         """Its decoder may have all it needs, or wait for another prefill; sometimes both have to begin again."""
         crew = self._crew
         begun = crew.decoder is not None and self._decoding is crew.decoder
+        final = not error.retryable and error.code != "internal_error"
         if begun and not self._prompt_logprobs.withheld:
             crew.prefill.finish()
-        elif self._prompt_logprobs.withheld or (error.retryable and crew.pairless()):
+        elif (self._prompt_logprobs.withheld and not final) or (error.retryable and crew.pairless()):
             self._decoding = None
             await crew.move(reason, decoder_has_it=True)
         else:

@@ -11,10 +11,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from common.errors import TriptychError
-from common.sampling_params import MAX_LENGTH_PENALTY, MAX_LOGPROBS, MAX_SEQUENCES, SamplingParams
+from common.sampling_params import (
+    MAX_LENGTH_PENALTY,
+    MAX_LOGPROBS,
+    MAX_SEQUENCES,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    SamplingParams,
+)
 from common.text import TextProcessor
 from common.token_text import bad_words_ids
 from proxy.generation import Usage
@@ -63,6 +70,17 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """What fits the wire: bigger integers are refused here, where the field can be named."""
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)]
+
+
+def _stop_tag(value: Any) -> str:
+    return "SEVERAL" if isinstance(value, list) else "ONE"  # capitals: left out of the field names in error messages
+
+
+Stop = Annotated[
+    Annotated[StopString | None, Tag("ONE")] | Annotated[StopStrings, Tag("SEVERAL")], Discriminator(_stop_tag)
+]
 
 
 class StreamOptions(BaseModel):
@@ -101,7 +119,7 @@ class GenerationRequest(StructuredFields, ABC):
     allowed_token_ids: list[TokenId] | None = Field(None, min_length=1)
     bad_words: list[Annotated[str, Field(min_length=1, max_length=1024)]] | None = Field(None, max_length=256)
     seed: Seed | None = None
-    stop: str | list[str] | None = None
+    stop: Stop = None
     stop_token_ids: list[TokenId] | None = Field(None, max_length=64)
     ignore_eos: bool | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -119,7 +137,7 @@ class GenerationRequest(StructuredFields, ABC):
             if name in IGNORED:
                 continue
             if name not in ACCEPTED_OFF:
-                raise TriptychError("invalid_request", f"{name} is not a known field", name)
+                raise TriptychError("invalid_request", f"{name:.80} is not a known field", name[:80])
             if not any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in ACCEPTED_OFF[name]):
                 raise TriptychError("invalid_request", f"{name} is not supported, {value!r:.80} was given", name)
         return self
@@ -134,6 +152,9 @@ class GenerationRequest(StructuredFields, ABC):
             raise _wrong("prompt_logprobs", "cannot be streamed: they come with a whole answer only")
         if max_tokens < (self.min_tokens or 0):
             raise _wrong("min_tokens", f"is {self.min_tokens}, but at most {max_tokens} tokens are generated")
+        allowed, vocab_size = tuple(self.allowed_token_ids or ()), text.info.vocab_size
+        if len(allowed) > vocab_size:
+            raise _wrong("allowed_token_ids", f"has {len(allowed)} token ids, the vocabulary has only {vocab_size}")
         bad_words = tuple(self.bad_words or ())
         return SamplingParams(
             **self._search(default_temperature),
@@ -144,7 +165,7 @@ class GenerationRequest(StructuredFields, ABC):
             frequency_penalty=self.frequency_penalty or 0.0,
             no_repeat_ngram_size=self.no_repeat_ngram_size or 0,
             logit_bias=_token_keys(self.logit_bias or {}),
-            allowed_token_ids=tuple(self.allowed_token_ids or ()),
+            allowed_token_ids=allowed,
             bad_words=bad_words,
             bad_words_ids=bad_words_ids(text, bad_words),
             logprobs=self._sampled_logprobs,

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
-from common.messages import TokenLogprob, Tokens
+from broker.rpc import MAX_FROM_WORKER_BYTES
+from common.errors import TriptychError
+from common.messages import TokenLogprob, Tokens, encode
+
+_REST_BYTES: Final = 256 * 2**10
+"""Room for what else is in the message that brings them: a token, spans."""
 
 
 class PromptLogprobs:
@@ -41,3 +48,20 @@ class PromptLogprobs:
             return []
         held, self._held, self._known = self._held, None, logprobs
         return [told for message in held for told in self.tokens(message)]
+
+
+def check_prompt_logprobs(count: int | None, num_prompt_tokens: int, field: str = "prompt_logprobs") -> None:
+    """Raises TriptychError("invalid_request") naming `field` where the `count` likeliest tokens at each token of a
+    prompt are more than a worker can tell: they come in one message."""
+    if count is None:
+        return
+    most = max_prompt_tokens(count)
+    if num_prompt_tokens > most:
+        message = f"{field} is {count} for {num_prompt_tokens} prompt tokens, with so many at most {most} are allowed"
+        raise TriptychError("invalid_request", f"{message}; lower {field} or shorten the prompt", field)
+
+
+def max_prompt_tokens(count: int) -> int:
+    """The longest prompt of which the `count` likeliest tokens at each token can be told, in tokens."""
+    largest = TokenLogprob(2**31, -0.1, 2**31, [(2**31, -0.1)] * count)
+    return (MAX_FROM_WORKER_BYTES - _REST_BYTES) // len(encode(largest))

@@ -13,6 +13,7 @@ from common.sampling_params import SamplingParams
 from proxy.exchange import Exchange
 from proxy.jobs import Job, MediaItem, make_slots, part_id
 from proxy.openai_types import CompletionRequest, Prompt
+from proxy.prompt_logprobs import check_prompt_logprobs
 from proxy.service import Service
 
 MAX_PROMPTS: Final = 128
@@ -113,8 +114,10 @@ def _sampling(service: Service, body: CompletionRequest, num_prompt_tokens: int)
     wanted = None if body.max_tokens is None else max(1, body.max_tokens)
     limit = service.token_limit(num_prompt_tokens, wanted, "prompt")
     sampling = body.sampling(service.text, limit)
+    check_prompt_logprobs(sampling.prompt_logprobs, num_prompt_tokens)
     if not body.echo or body.logprobs is None:
         return sampling
+    check_prompt_logprobs(body.logprobs, num_prompt_tokens, "logprobs")
     return msgspec.structs.replace(sampling, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
 
 

@@ -12,6 +12,7 @@ from common.errors import TriptychError
 from common.sampling_params import Grammar
 
 MAX_GRAMMAR_CHARS = 256 * 2**10
+"""Of a schema, as JSON, and of every other text that constrains."""
 
 
 class JsonSchemaFormat(BaseModel):
@@ -37,7 +38,7 @@ class ResponseFormat(BaseModel):
         if self.json_schema is None or self.json_schema.schema_ is None:
             message = "response_format of type json_schema needs json_schema.schema"
             raise TriptychError("invalid_request", message, "response_format")
-        return Grammar("json_schema", json.dumps(self.json_schema.schema_))
+        return Grammar("json_schema", _bounded(json.dumps(self.json_schema.schema_), "response_format"))
 
 
 class StructuredOutputs(BaseModel):

@@ -52,7 +52,8 @@ class Worker:
         return self.record.instance_id, self.record.epoch
 
     async def send(self, message: ToWorker) -> None:
-        """Send without waiting. Raises TriptychError("unavailable") where the worker takes nothing any more."""
+        """Send without waiting. Raises TriptychError: "unavailable" where the worker takes nothing any more, and as
+        WorkerClient.send does for what is too large, which ends the request and not the worker."""
         if self.gone:
             raise TriptychError("unavailable", f"{self.instance_id} is gone")
         await self.client.send(message)

@@ -93,7 +93,7 @@ class Shell:
         key = ClusterKey.of(settings)
         warn_of_strangers(self._host, has_key=key is not None)
         self._context = ClusterContext(key)
-        self._server = WorkerServer(self._context, self._host)
+        self._server = WorkerServer(self._context, self._host, on_refused=self._abort)
         self._proxies = ProxyWatch()
         self._departure = Departure(lambda: len(self._proxies), settings.request_timeout_s)
         self._membership = Membership(registry, self._proxies, self._departure)

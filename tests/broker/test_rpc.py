@@ -6,12 +6,35 @@ import asyncio
 import os
 import socket
 import time
+from collections.abc import Callable
 
+import msgspec
+import pytest
 import zmq
 import zmq.asyncio
 
-from broker.rpc import WorkerClient, WorkerServer, connection_id, supersedes
-from common.messages import Abort, Encode, Generate, Heartbeat, Tokens
+from broker.rpc import (
+    MAX_FROM_WORKER_BYTES,
+    MAX_TO_WORKER_BYTES,
+    WorkerClient,
+    WorkerServer,
+    connection_id,
+    supersedes,
+)
+from common.errors import ErrorInfo, TriptychError
+from common.messages import (
+    Abort,
+    Encode,
+    Encoded,
+    Failed,
+    FromWorker,
+    Generate,
+    Heartbeat,
+    Prefilled,
+    TokenLogprob,
+    Tokens,
+    encode,
+)
 from common.sampling_params import SamplingParams
 from tests.broker.conftest import running
 from tests.eventually import eventually
@@ -47,6 +70,74 @@ async def test_media_of_many_megabytes_pass(zmq_context: zmq.asyncio.Context) ->
         _, message = await server.receive()
     assert isinstance(message, Encode)
     assert message.media == media
+    server.close()
+
+
+async def test_a_request_that_is_too_large_is_not_sent_and_costs_nobody_else_anything(
+    zmq_context: zmq.asyncio.Context,
+) -> None:
+    """The largest one arrives; with a byte more the connection would be closed."""
+    server = WorkerServer(zmq_context)
+    small = Encode("r", 0, 0, "image", "hash", bytes(2**16), "d0", time.time())
+    largest = msgspec.structs.replace(small, media=bytes(MAX_TO_WORKER_BYTES - len(encode(small)) + 2**16))
+    assert len(encode(largest)) == MAX_TO_WORKER_BYTES
+    async with WorkerClient(zmq_context, server.address, "p") as client, asyncio.timeout(20):
+        monitor = client._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        await client.send(generate("before"))
+        assert (await server.receive())[1] == generate("before")
+        too_large = msgspec.structs.replace(largest, media=largest.media + b"x")
+        with pytest.raises(
+            TriptychError, match=f"Encode message has {MAX_TO_WORKER_BYTES + 1} bytes, 1 more"
+        ) as caught:
+            await client.send(too_large)
+        assert caught.value.info.code == "item_too_large"
+        assert not caught.value.info.retryable
+        await client.send(generate("after"))
+        proxy, message = await server.receive()
+        assert message == generate("after")
+        assert server.send(proxy, Tokens("before", 0, [1]))
+        assert await client.receive() == Tokens("before", 0, [1])
+        await client.send(largest)
+        assert (await server.receive())[1] == largest
+        assert not await monitor.poll(0)
+        client._socket.disable_monitor()
+        monitor.close(linger=0)
+    server.close()
+
+
+LARGE = [TokenLogprob(1, -0.5, 1)] * (MAX_FROM_WORKER_BYTES // 16)
+SPACE = " " * MAX_FROM_WORKER_BYTES
+TOO_LARGE_ANSWERS: list[tuple[FromWorker, Callable[[ErrorInfo], FromWorker]]] = [
+    (Tokens("r", 0, [1], prompt_logprobs=[*LARGE], attempt=3), lambda error: Failed("r", error, 3)),
+    (Prefilled("r", 3, prompt_logprobs=[*LARGE]), lambda error: Prefilled("r", 3, error)),
+    (Encoded("r", 1, 3, ErrorInfo("bad_media", SPACE)), lambda error: Encoded("r", 1, 3, error)),
+    (Failed("r", ErrorInfo("unavailable", SPACE), 3), lambda error: Failed("r", error, 3)),
+]
+
+
+@pytest.mark.parametrize(("answer", "refusal"), TOO_LARGE_ANSWERS, ids=lambda one: type(one).__name__)
+async def test_an_answer_that_is_too_large_ends_its_request_and_no_other(
+    zmq_context: zmq.asyncio.Context, answer: FromWorker, refusal: Callable[[ErrorInfo], FromWorker]
+) -> None:
+    refused: list[str] = []
+    server = WorkerServer(zmq_context, on_refused=refused.append)
+    async with WorkerClient(zmq_context, server.address, "p") as client, asyncio.timeout(20):
+        await client.send(Heartbeat())
+        proxy, _ = await server.receive()
+        assert server.send(proxy, Tokens("other", 0, [1]))
+        assert server.send(proxy, answer)
+        assert server.send(proxy, Tokens("other", 1, [2]))
+        told = [await client.receive() for _ in range(3)]
+        assert (told[0], told[2]) == (Tokens("other", 0, [1]), Tokens("other", 1, [2]))
+        error = told[1].error  # type: ignore[union-attr]
+        assert error is not None
+        assert told[1] == refusal(error)
+        size = len(encode(answer))
+        assert (error.code, error.retryable) == ("item_too_large", False)
+        assert (
+            f"has {size} bytes, {size - MAX_FROM_WORKER_BYTES} more than the {MAX_FROM_WORKER_BYTES}" in error.message
+        )
+        assert refused == ["r"]
     server.close()
 
 

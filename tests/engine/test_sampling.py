@@ -139,6 +139,8 @@ def test_a_sequence_keeps_its_notes_until_somebody_drops_them() -> None:
         ("prompt_logprobs", -1, "between 0 and 20"),
         ("seed", 2**64, "64 bits"),
         ("stop", ("",), "non-empty strings"),
+        ("stop", ("x" * 1025,), "at most 1024 characters"),
+        ("stop", ("x",) * 17, "at most 16"),
     ],
 )
 def test_settings_out_of_range_are_refused_by_name(field: str, value: Any, said: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 from common.errors import ErrorInfo
 from common.messages import Generate
 from common.sampling_params import Grammar, SamplingParams
+from proxy.structured import MAX_GRAMMAR_CHARS
 
 SCHEMA = {"type": "object", "properties": {"colour": {"type": "string"}}}
 SETTINGS = {
@@ -58,6 +59,59 @@ async def test_the_priority_arrives(serve):
         await rig.client.completions.create(model=rig.model, prompt="x", extra_body={"priority": 5})
         await rig.chat()
         assert [message.priority for message in rig.cluster.decoders[0].of(Generate)] == [-3, 5, 0]
+
+
+LONG = "x" * (MAX_GRAMMAR_CHARS + 1)
+TOO_MUCH = (
+    ({"stop": "x" * 1025}, "stop", "1024"),
+    ({"stop": ["x", "x" * 1025]}, "stop[1]", "1024"),
+    ({"stop": ["x"] * 17}, "stop", "16"),
+    ({"bad_words": ["x" * 1025]}, "bad_words[0]", "1024"),
+    ({"bad_words": ["x"] * 257}, "bad_words", "256"),
+    ({"stop_token_ids": [1] * 65}, "stop_token_ids", "64"),
+    ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias", "1024"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"title": LONG}}}},
+        "response_format",
+        str(MAX_GRAMMAR_CHARS),
+    ),
+    ({"guided_json": {"title": LONG}}, "guided_json", str(MAX_GRAMMAR_CHARS)),
+    ({"guided_json": LONG}, "guided_json", str(MAX_GRAMMAR_CHARS)),
+    ({"guided_regex": LONG}, "guided_regex", str(MAX_GRAMMAR_CHARS)),
+    ({"guided_choice": [LONG]}, "guided_choice", str(MAX_GRAMMAR_CHARS)),
+    ({"guided_grammar": LONG}, "guided_grammar", str(MAX_GRAMMAR_CHARS)),
+    ({"structured_outputs": {"json": {"title": LONG}}}, "structured_outputs.json", str(MAX_GRAMMAR_CHARS)),
+    ({"structured_outputs": {"regex": LONG}}, "structured_outputs.regex", str(MAX_GRAMMAR_CHARS)),
+    ({"x" * 200: 1}, "x" * 80, "not a known field"),
+)
+
+
+async def test_too_much_is_refused_with_the_field_and_the_limit(serve):
+    async with serve() as rig:
+        for fields, param, limit in TOO_MUCH:
+            response = await rig.http.post("/v1/completions", json={"prompt": "x", **fields})
+            error = response.json()["error"]
+            assert (response.status_code, error["code"], error["param"]) == (400, "invalid_request", param), error
+            assert limit in error["message"]
+            assert len(error["message"]) < 300
+        assert rig.cluster.decoders[0].of(Generate) == []
+
+
+async def test_more_allowed_tokens_than_there_are_tokens_are_refused(serve):
+    async with serve() as rig:
+        size = rig.cluster.info.vocab_size
+        assert len((await _sampling(rig, allowed_token_ids=list(range(size)))).allowed_token_ids) == size
+        response = await rig.http.post("/v1/completions", json={"prompt": "x", "allowed_token_ids": [1] * (size + 1)})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, "allowed_token_ids")
+        assert f"has {size + 1} token ids, the vocabulary has only {size}" in error["message"]
+
+
+async def test_as_many_and_as_long_stop_strings_as_allowed_arrive(serve):
+    async with serve() as rig:
+        for given in ("x" * 1024, ["x" * 1024] * 16):
+            assert (await _sampling(rig, stop=given)).stop == ((given,) if isinstance(given, str) else tuple(given))
+        assert (await _sampling(rig, stop=[])).stop == ()
 
 
 async def test_bad_words_become_the_tokens_that_write_them(serve):

@@ -7,7 +7,10 @@ import json
 
 import pytest
 
+from common.messages import encode
+from proxy.generation_fields import ACCEPTED_OFF, IGNORED
 from proxy.openai_types import ChatRequest, CompletionRequest
+from proxy.structured import MAX_GRAMMAR_CHARS
 from proxy.transcriptions import TranscriptionForm
 from tests.proxy.media import speech
 
@@ -17,15 +20,27 @@ WEIRD = (
 )  # fmt: skip
 RAW = ("NaN", "Infinity", "-Infinity", "1e999", "[1e999]", '{"1": NaN}', "[" * 500 + "]" * 500)
 MESSAGE = {"role": "user", "content": "hi"}
+TEXT = "x" * (MAX_GRAMMAR_CHARS + 32 * 2**10)
+LARGE = (TEXT, [TEXT], ["x" * 1000] * 300, {TEXT: 1}, {"a": TEXT})
+LARGE_SHAPES = {
+    "response_format": (
+        {"type": "json_schema", "json_schema": {"schema": {"title": TEXT}}},
+        {"type": "json_schema", "json_schema": {"name": TEXT, "schema": True}},
+    ),
+    "structured_outputs": (
+        {"json": {"title": TEXT}}, {"json": TEXT}, {"regex": TEXT}, {"choice": [TEXT]}, {"grammar": TEXT},
+    ),
+    "messages": [[{**MESSAGE, name: TEXT}] for name in ("content", "name", "tool_calls")],
+    "stream_options": ({"include_usage": True, "x": TEXT},),
+}  # fmt: skip
+LARGEST_MESSAGE_BYTES = len(TEXT) - 16 * 2**10
+ENDPOINTS = [
+    ("/v1/chat/completions", ChatRequest, {"messages": [MESSAGE]}),
+    ("/v1/completions", CompletionRequest, {"prompt": "x"}),
+]
 
 
-@pytest.mark.parametrize(
-    ("path", "model", "needed"),
-    [
-        ("/v1/chat/completions", ChatRequest, {"messages": [MESSAGE]}),
-        ("/v1/completions", CompletionRequest, {"prompt": "x"}),
-    ],
-)
+@pytest.mark.parametrize(("path", "model", "needed"), ENDPOINTS)
 async def test_json_fields(serve, path, model, needed) -> None:
     async with serve() as rig:
         bodies = []
@@ -43,6 +58,24 @@ async def test_json_fields(serve, path, model, needed) -> None:
         wrong = [(code, body[:200]) for code, body in zip(statuses, bodies, strict=True) if code not in (200, 400, 404)]
         assert wrong == []
         assert statuses.count(200) > 50
+        await rig.assert_clean()
+
+
+@pytest.mark.parametrize(("path", "model", "needed"), ENDPOINTS)
+async def test_no_field_makes_a_large_message_to_a_worker(serve, path, model, needed) -> None:
+    """Above a limit a message would cost the connection, and everybody their requests on it."""
+    async with serve() as rig:
+        values = [(name, value) for name in model.model_fields for value in LARGE]
+        values += [(name, value) for name, shapes in LARGE_SHAPES.items() for value in shapes]
+        values += [(name, TEXT) for name in (*IGNORED, *ACCEPTED_OFF)]
+        statuses = []
+        for name, value in values:
+            response = await rig.http.post(path, json={"max_tokens": 3, **needed, name: value})
+            statuses.append(response.status_code)
+            assert response.status_code in (200, 400, 404), (name, response.text[:200])
+        sent = [message for worker in rig.cluster.workers for message in worker.received]
+        assert len(sent) >= statuses.count(200) > 5
+        assert max(len(encode(message)) for message in sent) < LARGEST_MESSAGE_BYTES
         await rig.assert_clean()
 
 

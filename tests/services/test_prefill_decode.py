@@ -16,6 +16,7 @@ import zmq.asyncio
 from redis.asyncio import Redis
 from structlog.testing import capture_logs
 
+from broker import rpc
 from broker.channels import FIELD, GROUP, stream_key
 from broker.rpc import WorkerClient, connection_id
 from broker.tensors import addresses_by_scheme
@@ -356,6 +357,25 @@ async def test_sequences_are_told_apart_and_one_can_be_stopped(setting: Setting)
     assert [m.done for m in messages] == [False] * (len(messages) - 1) + [True]
     assert messages[-1].num_prompt_tokens == len(ids)
     assert len(next(m for m in messages if m.prompt_logprobs).prompt_logprobs) == len(ids)
+
+
+async def test_a_request_whose_answer_is_too_large_to_be_sent_ends_and_leaves_nothing(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fixture looks at the end whether anything is left: it would have gone on for 5,000 tokens."""
+    monkeypatch.setattr(rpc, "MAX_FROM_WORKER_BYTES", 3000)
+    text = TextProcessor(load_model_info("signpost"))
+    ids = text.render_chat([{"role": "user", "content": "Which colours are there? " * 5}])
+    long = SamplingParams(max_tokens=setting.worker.shell._info.max_model_len - len(ids), ignore_eos=True)
+    await setting.worker.proxy.send(Generate("small", ids, [], msgspec.structs.replace(long, max_tokens=50)))
+    asked = Generate("large", ids, [], msgspec.structs.replace(long, prompt_logprobs=20), attempt=2)
+    await setting.worker.proxy.send(asked)
+    failed = await setting.worker.one(Failed, "large")
+    assert (failed.error.code, failed.attempt) == ("item_too_large", 2)
+    assert "Tokens message has" in failed.error.message
+    await eventually(lambda: any(message.done for message in setting.worker.of(Tokens, "small")))
+    await eventually(setting.is_idle)
+    assert setting.worker.of(Tokens, "large") == []
 
 
 async def test_a_resumed_request_goes_on_as_if_it_had_never_moved(setting: Setting) -> None:
