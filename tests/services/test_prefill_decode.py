@@ -362,7 +362,7 @@ async def test_sequences_are_told_apart_and_one_can_be_stopped(setting: Setting)
 async def test_a_request_whose_answer_is_too_large_to_be_sent_ends_and_leaves_nothing(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fixture looks at the end whether anything is left: it would have gone on for 5,000 tokens."""
+    """The fixture looks at the end whether anything is left: it would have gone on for a whole context."""
     monkeypatch.setattr(rpc, "MAX_FROM_WORKER_BYTES", 3000)
     text = TextProcessor(load_model_info("signpost"))
     ids = text.render_chat([{"role": "user", "content": "Which colours are there? " * 5}])
