@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
+from pydantic import FailFast, ValidationError
 from starlette.exceptions import HTTPException
 
 from common.errors import ErrorInfo, TriptychError
@@ -25,6 +25,16 @@ class Overloaded(TriptychError):
     def __init__(self, message: str, retry_after_s: int = RETRY_AFTER_S) -> None:
         super().__init__("overloaded", message)
         self.retry_after_s = retry_after_s
+
+
+class _FirstError(FailFast):
+    """pydantic's own cannot be part of a union, for want of a hash."""
+
+    __hash__ = object.__hash__
+
+
+FIRST_ERROR: Final = _FirstError()
+"""Of a list: of a million wrong values only the first is told. To tell all takes seconds of the loop."""
 
 
 def error_body(info: ErrorInfo, status: int | None = None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from common.errors import TriptychError
 from common.sampling_params import (
@@ -24,6 +24,7 @@ from common.sampling_params import (
 )
 from common.text import TextProcessor
 from common.token_text import bad_words_ids
+from proxy.errors import FIRST_ERROR
 from proxy.generation import Usage
 from proxy.structured import StructuredFields
 
@@ -70,8 +71,17 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """What fits the wire: bigger integers are refused here, where the field can be named."""
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+MAX_BIASES: Final = 1024
+Bias = Annotated[float, Field(ge=-100, le=100)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)]
+StopStrings = Annotated[list[StopString], FIRST_ERROR, Field(max_length=MAX_STOP_STRINGS)]
+
+
+def _few(biases: object) -> object:
+    """Before each is looked at: of a million that are wrong pydantic would tell a million errors."""
+    if isinstance(biases, dict) and len(biases) > MAX_BIASES:
+        raise ValueError(f"has {len(biases)} entries, at most {MAX_BIASES} are taken")
+    return biases
 
 
 def _stop_tag(value: Any) -> str:
@@ -115,12 +125,14 @@ class GenerationRequest(StructuredFields, ABC):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     no_repeat_ngram_size: int | None = Field(None, ge=0, lt=2**31)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
-    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1)
-    bad_words: list[Annotated[str, Field(min_length=1, max_length=1024)]] | None = Field(None, max_length=256)
+    logit_bias: Annotated[dict[str, Bias] | None, BeforeValidator(_few)] = Field(None, max_length=MAX_BIASES)
+    allowed_token_ids: Annotated[list[TokenId], FIRST_ERROR] | None = Field(None, min_length=1)
+    bad_words: Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], FIRST_ERROR] | None = Field(
+        None, max_length=256
+    )
     seed: Seed | None = None
     stop: Stop = None
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=64)
+    stop_token_ids: Annotated[list[TokenId], FIRST_ERROR] | None = Field(None, max_length=64)
     ignore_eos: bool | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     use_beam_search: bool | None = None

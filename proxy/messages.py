@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, StrictStr, Tag, model_validator
 
 from common.errors import TriptychError
+from proxy.errors import FIRST_ERROR
 
 
 class TextPart(BaseModel):
@@ -70,7 +71,8 @@ def _content_tag(value: Any) -> str:
 
 
 Content = Annotated[
-    Annotated[StrictStr | None, Tag("PLAIN")] | Annotated[list[ContentPart], Tag("PARTS")], Discriminator(_content_tag)
+    Annotated[StrictStr | None, Tag("PLAIN")] | Annotated[list[ContentPart], FIRST_ERROR, Tag("PARTS")],
+    Discriminator(_content_tag),
 ]
 
 

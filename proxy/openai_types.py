@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, ValidationError, WithJsonSchema, field_va
 
 from common.errors import TriptychError
 from common.sampling_params import MAX_LOGPROBS
-from proxy.errors import from_validation
+from proxy.errors import FIRST_ERROR, from_validation
 from proxy.exchange import Exchange
 from proxy.generation_fields import GenerationRequest
 from proxy.messages import Message
@@ -44,7 +44,7 @@ async def parse(model: type[R], exchange: Exchange) -> R:
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions. `language` is for speech models: what is spoken, detected if not given."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], FIRST_ERROR] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     language: str | None = None
     logprobs: bool | None = None

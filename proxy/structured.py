@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from common.errors import TriptychError
 from common.sampling_params import Grammar
+from proxy.errors import FIRST_ERROR
 
 MAX_GRAMMAR_CHARS = 256 * 2**10
 """Of a schema, as JSON, and of every other text that constrains."""
@@ -47,7 +48,7 @@ class StructuredOutputs(BaseModel):
     model_config = ConfigDict(extra="forbid")
     json_: str | dict[str, Any] | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Annotated[list[str], FIRST_ERROR] | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -62,7 +63,7 @@ class StructuredFields(BaseModel):
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Annotated[list[str], FIRST_ERROR] | None = None
     guided_grammar: str | None = None
     guided_json_object: bool | None = None
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from common.messages import encode
 from proxy.generation_fields import ACCEPTED_OFF, IGNORED
@@ -88,3 +90,29 @@ async def test_form_fields(serve, whisper_model) -> None:
                 response = await rig.http.post("/v1/audio/transcriptions", data=form, files={"file": ("x", clip)})
                 assert response.status_code in (200, 400, 404), (form, response.text)
         await rig.assert_clean()
+
+
+BAD = [{}] * 10_000
+"""As many errors, if each were told: seconds of the loop where there are a million."""
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": BAD},
+        {"messages": [{"role": "user", "content": BAD}]},
+        {"stop": BAD},
+        {"allowed_token_ids": BAD},
+        {"stop_token_ids": BAD},
+        {"bad_words": BAD},
+        {"guided_choice": BAD},
+        {"structured_outputs": {"choice": BAD}},
+        {"logit_bias": {str(number): "x" for number in range(10_000)}},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_of_many_wrong_values_only_the_first_is_told(fields: dict[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], **fields}
+    with pytest.raises(ValidationError) as raised:
+        ChatRequest.model_validate_json(json.dumps(body))
+    assert raised.value.error_count() <= 2  # of a union, one for each form
