@@ -77,7 +77,7 @@ gpu-check: ## On a machine with a GPU: is everything right, and how fast is it? 
 SOURCES := build/gpu-sources
 FLASHINFER := 0.6.13
 # Without its other dependencies, which have hundreds of MiB and serve kernels that are not called.
-NEEDED := apache-tvm-ffi einops tabulate nvidia-ml-py click triton ninja nvidia-curand
+NEEDED := 'apache-tvm-ffi<0.2' einops tabulate nvidia-ml-py click triton ninja nvidia-curand
 gpu-sources: $(SOURCES)/$(FLASHINFER).stamp ## Without a GPU: our Triton kernels and the fake of FlashInfer against the real packages (0.4 GB); with nvcc, build FlashInfer's kernels.
 	@PYTHONPATH=$(SOURCES) $(BIN)/python -m pytest -n 0 tests/engine/test_triton_kernels.py tests/engine/test_flashinfer_signatures.py $(ARGS)
 	@command -v nvcc >/dev/null 2>&1 || { echo "no nvcc: FlashInfer's kernels are not built"; exit 0; }; \

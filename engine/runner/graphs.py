@@ -199,7 +199,8 @@ def _make_plans(parts: GraphParts, size: int) -> tuple[DecodePlan, DecodePlan | 
     heads = HeadSpec(spec.num_heads, spec.num_kv_heads, spec.head_dim, biased=spec.position_bias)
 
     def make(max_blocks: int, *, causal: bool) -> DecodePlan | None:
-        return parts.backend.make_decode_plan(size, max_blocks, cache.shape[2], cache.dtype, heads, causal=causal)
+        own = replace(heads, biased=heads.biased and causal)  # positions bias what a decoder reads of itself alone
+        return parts.backend.make_decode_plan(size, max_blocks, cache.shape[2], cache.dtype, own, causal=causal)
 
     own = make(parts.max_blocks, causal=True)
     cross = make(parts.max_cross_blocks, causal=False) if spec.has_cross_attention else None

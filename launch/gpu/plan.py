@@ -8,6 +8,7 @@ with torch and a CUDA context. They are guesses until the check has run there; l
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -47,11 +48,14 @@ def _benchmark(name: str, expected_s: float, limit_s: float) -> Stage:
 
 def _sanitized(name: str, *words: str, expected_s: float, limit_s: float) -> Stage:
     """pytest under memcheck. Where the tool is not there, or refuses the device, that is said and does not decide."""
-    there = shutil.which(_SANITIZER)
+    folders = [os.environ.get("PATH", ""), f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin"]
+    there = shutil.which(_SANITIZER, path=os.pathsep.join(folders))
     command = (there or _SANITIZER, "--tool", "memcheck", *_MEMCHECK)
 
     def missing(_: Mapping[str, str]) -> str | None:
-        return None if there else f"{_SANITIZER} is not on the PATH: it comes with the CUDA toolkit"
+        return (
+            None if there else f"{_SANITIZER} is neither on the PATH nor in CUDA_HOME (the CUDA toolkit has it)"
+        )
 
     return Stage(
         name,

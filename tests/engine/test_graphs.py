@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import zlib
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from engine.decoder_engine import DecoderEngine
 from engine.inputs import StepInputs
 from engine.runner import profile
 from engine.runner.decoder import StepOutput
-from engine.runner.graphs import DecodeGraphs, graph_sizes
+from engine.runner.graphs import DecodeGraphs, GraphParts, _make_plans, graph_sizes
 from engine.runner.recorder import PlainRecorder
 from engine.scheduler.decoder import ScheduledStep
 from tests import tiny_models
@@ -402,3 +403,23 @@ def test_no_step_waits_for_the_device(info: ModelInfo, device: str) -> None:
     runner.run = run_strictly  # type: ignore[method-assign]
     assert run_staggered(engine, mixed_jobs(info)).tokens
     assert graphs_of(engine).num_replays > 10
+
+
+def test_positions_bias_the_recorded_self_attention_alone() -> None:
+    """Or cross-attention of T5 would go to PyTorch for a bias that it does not have."""
+    asked: dict[bool, bool] = {}
+
+    def make(*args: Any, causal: bool) -> object:
+        asked[causal] = args[-1].biased
+        return object()
+
+    spec = SimpleNamespace(num_heads=2, num_kv_heads=2, head_dim=64, position_bias=True, has_cross_attention=True)
+    parts = SimpleNamespace(
+        model=SimpleNamespace(spec=spec),
+        backend=SimpleNamespace(make_decode_plan=make),
+        caches=[torch.empty(2, 3, 4, 2, 64)],
+        max_blocks=3,
+        max_cross_blocks=3,
+    )
+    assert _make_plans(cast(GraphParts, parts), 1) is not None
+    assert asked == {True: True, False: False}

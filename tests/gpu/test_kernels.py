@@ -44,9 +44,10 @@ def random(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def assert_rounded(got: Tensor, expected: Tensor) -> None:
-    """Equal but for the last bit of some, where sums or exponentials differ in float32."""
+    """Equal but for the last bit of some, where sums or exponentials differ in float32. For float32 itself these are
+    some bits: Triton divides and takes exponentials on a GPU to two units of the last place each."""
     assert got.dtype == expected.dtype
-    precision = torch.finfo(got.dtype).eps
+    precision = torch.finfo(got.dtype).eps * (8 if got.dtype == torch.float32 else 1)
     torch.testing.assert_close(got, expected, rtol=2 * precision, atol=8 * precision, msg=lambda m: f"{m}\nSEED={SEED}")
 
 

@@ -74,7 +74,19 @@ def test_what_was_short_of_time_is_told_with_the_command_that_runs_it(
     monkeypatch.setattr(check, "STAGES", (script("hung", slow, 0.5), *stages))
     out = tmp_path / "out"
     assert check.main(["--out", str(out), "--carried", str(tmp_path), "--budget-s", "2"]) == 1
-    assert f"in a call of its own: --only slow,late --out {out}-rest\n" in capsys.readouterr().out
+    assert f"in a call of its own: --only slow,late --out {out}/rest\n" in capsys.readouterr().out
+
+
+def test_a_benchmark_begins_where_half_of_its_time_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick = WRITES.replace("FIGURES", "[]")
+    long = replace(script("long", quick, decides=False), expected_s=70.0)
+    monkeypatch.setattr(check, "STAGES", (long, replace(long, name="short", expected_s=50.0)))
+    assert check.main(["--out", str(tmp_path), "--carried", str(tmp_path), "--budget-s", "30"]) == 0
+    printed = capsys.readouterr().out
+    assert "  long: no time left" in printed
+    assert "  short: ok" in printed
 
 
 def test_carried_checkpoints_are_used_where_they_are_and_fail_what_wants_them_where_they_are_not_whole(

@@ -14,7 +14,7 @@ from engine.decoder_engine import DecoderEngine
 from engine.events import InputGranted, InputMetadata
 from engine.gpu_memory import in_words
 from launch.gpu.bench.attempts import attempted
-from launch.gpu.bench.decode import token_bytes, weight_bytes
+from launch.gpu.bench.decode import GOALS, token_bytes, weight_bytes
 from launch.gpu.bench.engines import DEADLINE_S, WARM_UP_TOKENS, Driver, endless, make_decoder
 from launch.gpu.bench.setup import Setup
 from launch.gpu.figures import Figure, duration
@@ -39,10 +39,18 @@ def measure(setup: Setup) -> Iterator[Figure]:
 
 
 def _measure_batch(setup: Setup, engine: DecoderEngine, batch: int, steps: int) -> Iterator[Figure]:
-    yield measure_clips(setup, engine, batch, steps, "cross", f"{batch} clips")
+    yield measure_clips(setup, engine, batch, steps, "cross", f"{batch} clips", GOALS.get(batch))
 
 
-def measure_clips(setup: Setup, engine: DecoderEngine, batch: int, steps: int, benchmark: str, case: str) -> Figure:
+def measure_clips(
+    setup: Setup,
+    engine: DecoderEngine,
+    batch: int,
+    steps: int,
+    benchmark: str,
+    case: str,
+    goal: float | None = None,
+) -> Figure:
     """A decode step of `batch` requests with a clip each, beside the least that reading could take.
 
     Raises MemoryError where the device has no room for so many.
@@ -58,7 +66,8 @@ def measure_clips(setup: Setup, engine: DecoderEngine, batch: int, steps: int, b
     cross_bytes = batch * rows * _cross_token_bytes(engine)
     size_bytes = weight_bytes(engine) + cross_bytes + batch * tokens * token_bytes(engine)
     beside = f"{size_bytes / 1e9:.2f} GB to read, {cross_bytes / 1e9:.2f} of them by cross-attention"
-    return duration(benchmark, f"{case} of {rows} rows", seconds, setup.limits.least_s(size_bytes), beside)
+    beside += f"; attention by {engine.runner.backend.name}"
+    return duration(benchmark, f"{case} of {rows} rows", seconds, setup.limits.least_s(size_bytes), beside, goal)
 
 
 def add_clips(driver: Driver, batch: int, num_tokens: int) -> None:

@@ -18,7 +18,7 @@ from launch.bench.measure import measure as measure_turns
 from launch.bench.workloads import make_workload
 from launch.gpu.bench.attempts import attempted
 from launch.gpu.bench.cross import measure_clips
-from launch.gpu.bench.decode import least_step_s, measure_steps
+from launch.gpu.bench.decode import GOALS, least_step_s, measure_steps
 from launch.gpu.bench.engines import load_decoder
 from launch.gpu.bench.setup import Setup
 from launch.gpu.figures import Figure, rate, ratio
@@ -47,12 +47,12 @@ def _measure_steps(setup: Setup, info: ModelInfo) -> Iterator[Figure]:
 
 
 def _measure_batch(setup: Setup, engine: DecoderEngine, batch: int) -> Iterator[Figure]:
-    case = f"{engine.info.name}, batch {batch}"
+    case, goal = f"{engine.info.name}, batch {batch}", GOALS.get(batch)
     if engine.info.is_encoder_decoder:
-        yield measure_clips(setup, engine, batch, TOY_STEPS if setup.toy else CLIP_STEPS, "small", case)
+        yield measure_clips(setup, engine, batch, TOY_STEPS if setup.toy else CLIP_STEPS, "small", case, goal)
     else:
         context, steps = (TOY_CONTEXT, TOY_STEPS) if setup.toy else (CONTEXT, STEPS)
-        yield measure_steps(setup, engine, batch, context, steps, "small", case)
+        yield measure_steps(setup, engine, batch, context, steps, "small", case, goal)
 
 
 def _measure_systems(setup: Setup, folder: Path) -> Iterator[Figure]:
