@@ -48,6 +48,7 @@ def bounds(wait: str) -> str:
         ("the receiver of an output", destination.LOOKUP_S),
         ("a worker that starts, for its broker", shell.BROKER_WAIT_S),
         ("the helpers that preprocess", encoding.POOL_START_S),
+        ("what an encoder has made", encoding.KEEP_S),
         ("a model, until it is loaded", START_TIMEOUT_S),
         ("a worker that leaves, for the broker", departure.ANNOUNCE_S),
         ("one step with a recording", recordings.TIMEOUT_S),
