@@ -20,6 +20,9 @@ import numpy.typing as npt
 import torch
 
 from common.sampling_params import SamplingParams
+from engine.attention.select import BACKENDS
+from engine.device import DTYPES
+from engine.encoders import ragged_attention
 from engine.llm import LLM, Prompt
 from engine.runner.recorder import PlainRecorder
 from engine.sampling.sampler import Sampler, choose_on_device
@@ -39,6 +42,9 @@ OPTIONS: dict[str, Any] = {
     "memory_fraction": 0.2,
 }
 """Two engines share the device, and stages of the check run beside each other."""
+_BY_NAME: dict[str, Any] = {"attention_backend": "flashinfer"}
+"""Whoever asks for it by its name is refused where its kernels do not run; who leaves the choice to the engine gets
+PyTorch's then, and a line in the log."""
 
 
 @contextmanager
@@ -49,6 +55,7 @@ def fast_llm(folder: Path, dtype: str, **options: Any) -> Iterator[LLM]:
         llm = LLM(folder, dtype=dtype, **OPTIONS, **backend, **ahead, **options)
         if DEVICE != "cuda" and not options.get("enforce_eager"):
             llm.decoder.runner.record_graphs(PlainRecorder())
+        check_encoder(llm)
         yield llm
 
 
@@ -56,17 +63,31 @@ def fast_llm(folder: Path, dtype: str, **options: Any) -> Iterator[LLM]:
 def plain_llm(folder: Path, dtype: str) -> Iterator[LLM]:
     """One step after the other, each launched kernel by kernel."""
     with flashinfer_here() as backend:
-        yield LLM(folder, dtype=dtype, **OPTIONS, **backend, enforce_eager=True, async_scheduling=False)
+        llm = LLM(folder, dtype=dtype, **OPTIONS, **backend, enforce_eager=True, async_scheduling=False)
+        check_encoder(llm)
+        yield llm
 
 
 @contextmanager
 def flashinfer_here() -> Iterator[dict[str, Any]]:
-    """Within the block engines compute with FlashInfer, given these options."""
-    if DEVICE == "cuda":
-        yield {}
-        return
-    with flashinfer_on_cpu():
-        yield {"attention_backend": "flashinfer"}
+    """Within the block engines in half precision compute with FlashInfer, given these options, or are refused."""
+    with nullcontext() if DEVICE == "cuda" else flashinfer_on_cpu():
+        yield _BY_NAME
+
+
+def flashinfer_for(dtype: str) -> dict[str, Any]:
+    """Options of engines that may be in other processes, which have no fake: FlashInfer or nothing on a GPU, where it
+    serves this dtype."""
+    return _BY_NAME if DEVICE == "cuda" and DTYPES[dtype] in BACKENDS["flashinfer"].dtypes else {}
+
+
+def check_encoder(llm: LLM) -> None:
+    """Attention without masks of an encoder in half precision is FlashInfer's on a GPU: an encoder is refused nothing,
+    it takes PyTorch's where the kernels do not run."""
+    unmasked = None if llm.encoder is None else llm.encoder.encoder.unmasked
+    if unmasked is not None:
+        name = unmasked.config._attn_implementation
+        assert name.startswith(ragged_attention.NAME) == (DEVICE == "cuda"), f"the encoder's attention is {name}"
 
 
 @dataclass(frozen=True)

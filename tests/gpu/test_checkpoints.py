@@ -22,6 +22,7 @@ from tests.equality.media import recording
 from tests.equality.references import Reference
 from tests.equality.runs import answer_all
 from tests.equality.served import serve
+from tests.gpu import fast_path
 from tests.gpu.device import DEVICE, needs_gpu
 from tests.gpu.test_engine import MAX_FACTOR, MEAN_FACTOR, logprobs
 
@@ -46,7 +47,8 @@ def test_greedy_answers_are_those_of_float32_wherever_it_is_sure(folder: Path) -
     cases = cases_of(Reference(folder))
     # One engine after the other: those of a process preprocess media for the dtype of the last one.
     half, exact = (logprobs(LLM(folder, device="cpu", dtype=dtype, **POOLS), cases) for dtype in (DTYPE, "float32"))
-    llm = LLM(folder, device=DEVICE, dtype=DTYPE, **POOLS)
+    llm = LLM(folder, device=DEVICE, dtype=DTYPE, **POOLS, **fast_path.flashinfer_for(DTYPE))
+    fast_path.check_encoder(llm)
     rounding, strayed = np.abs(half - exact), np.abs(logprobs(llm, cases) - exact)
     assert strayed.mean() <= MEAN_FACTOR * rounding.mean()
     assert strayed.max() <= MAX_FACTOR * rounding.max()
@@ -65,8 +67,9 @@ async def test_a_cluster_answers_as_one_process(folder: Path, broker_url: str) -
     """Requests come one at a time: equal batches have equal logits."""
     reference = Reference(folder)
     cases = cases_of(reference)
-    engine = {"device": DEVICE, "dtype": DTYPE, **POOLS}
+    engine = {"device": DEVICE, "dtype": DTYPE, **POOLS, **fast_path.flashinfer_for(DTYPE)}
     llm = LLM(folder, **engine)
+    fast_path.check_encoder(llm)
     expected = [answer_all(llm, [case], MAX_TOKENS)[0] for case in cases]
     del llm  # its share of the GPU
     topology = "1pd" if reference.info.media_kind is None else "1e1pd"

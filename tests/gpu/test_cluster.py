@@ -17,6 +17,7 @@ from engine.llm import LLM
 from tests.equality.cases import MAX_TOKENS, Case
 from tests.equality.runs import answer_all
 from tests.equality.served import serve
+from tests.gpu import fast_path
 from tests.gpu.device import DEVICE, needs_gpu
 
 pytestmark = [*needs_gpu, pytest.mark.cluster]
@@ -48,8 +49,10 @@ async def test_keys_and_values_of_cross_attention_that_are_handed_over_answer_as
 async def check(
     folder: Path, topology: str, cases: list[Case], max_tokens: int, broker_url: str, dtype: str = "bfloat16"
 ) -> None:
-    engine = {"device": DEVICE, "dtype": dtype, **POOLS}
+    engine = {"device": DEVICE, "dtype": dtype, **POOLS, **fast_path.flashinfer_for(dtype)}
     llm = LLM(folder, **engine)
+    if dtype != "float32":
+        fast_path.check_encoder(llm)
     expected = [answer_all(llm, [case], max_tokens)[0] for case in cases]
     del llm  # its share of the GPU
     with serve(folder, broker_url, f"gpu-{folder.name}-{topology}", topology=topology, **engine) as served:

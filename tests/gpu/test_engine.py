@@ -36,7 +36,9 @@ def test_log_probabilities_stray_no_further_than_a_cpus(
     folder, cases = folder_of(family), comparable(cases_of(family))
     exact = logprobs(LLM(folder, device="cpu", dtype="float32"), cases)
     rounding = np.abs(logprobs(LLM(folder, device="cpu", dtype=dtype), cases) - exact)
-    ours = np.abs(logprobs(LLM(folder, device=DEVICE, dtype=dtype, memory_fraction=0.2), cases) - exact)
+    llm = LLM(folder, device=DEVICE, dtype=dtype, memory_fraction=0.2, **fast_path.flashinfer_for(dtype))
+    fast_path.check_encoder(llm)
+    ours = np.abs(logprobs(llm, cases) - exact)
     assert 0 < ours.mean() <= MEAN_FACTOR * rounding.mean(), f"a CPU in {dtype} strays by {rounding.mean()} on average"
     assert ours.max() <= MAX_FACTOR * rounding.max(), f"a CPU in {dtype} strays by {rounding.max()} at most"
 
@@ -90,7 +92,8 @@ def test_no_step_waits_for_the_device(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_bundled_model_answers_as_in_float32(dtype: str, cases_of: Callable[[str], list[Case]]) -> None:
     cases = cases_of("signpost")
-    llm = LLM("signpost", device=DEVICE, dtype=dtype, memory_fraction=0.2)
+    llm = LLM("signpost", device=DEVICE, dtype=dtype, memory_fraction=0.2, **fast_path.flashinfer_for(dtype))
+    fast_path.check_encoder(llm)
     assert answer_all(llm, cases, MAX_TOKENS["signpost"]) == expected_of(cases)
     assert answer_all(llm, cases, MAX_TOKENS["signpost"], steps_between=2) == expected_of(cases)
 

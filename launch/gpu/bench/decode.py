@@ -73,6 +73,7 @@ def measure_steps(
     flops = 2.0 * batch * weight_bytes(engine) / engine.runner.dtype.itemsize
     least_s = setup.limits.least_s(size_bytes, flops)
     beside = f"{size_bytes / 1e9:.2f} GB to read; {setup.limits.bound(size_bytes, flops)}; {batch} sequences"
+    beside += f"; attention by {engine.runner.backend.name}"
     return duration(benchmark, f"{case}, {tokens} tokens each", seconds, least_s, beside, goal)
 
 
