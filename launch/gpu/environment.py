@@ -15,7 +15,7 @@ from typing import Any
 from launch.gpu.layout import THERE, There, normal_name, requirements
 
 _GIB = 2**30
-_SHOWN = ("torch", "transformers", "triton", "flashinfer-python", "numpy")
+_SHOWN = ("torch", "torchvision", "transformers", "triton", "flashinfer-python", "numpy")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +38,7 @@ def gather() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": versions,
         "gpu": _gpu() if versions["torch"] else None,
-        "missing": missing(requirements(), There.read(THERE).left_out),
+        "missing": [*missing(requirements(), There.read(THERE).left_out), *missing_for_references()],
     }
 
 
@@ -76,6 +76,21 @@ def missing(wanted: Iterable[str], left_out: frozenset[str] = frozenset()) -> li
         for line in metadata.requires(name) or ():
             queue += [(Requirement(line), name, one) for one in ("", *requirement.extras)]
     return sorted(set(found))
+
+
+def missing_for_references() -> list[str]:
+    """torchvision, where transformers makes no processors of pictures without it, as 5.17 does not even for PIL alone:
+    references to compare with need them, and no package asks for it."""
+    if _version("transformers") is None or _version("torchvision") is not None:
+        return []
+    try:
+        import transformers
+
+        _ = transformers.AutoImageProcessor.from_pretrained
+    except ImportError as error:
+        if "torchvision" in str(error).lower():
+            return ["torchvision (for transformers' processors of pictures: no folder brings the one for this torch)"]
+    return []
 
 
 def _version(name: str) -> str | None:

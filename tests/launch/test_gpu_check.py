@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from launch.gpu import check, plan
-from launch.gpu.environment import in_words, missing
+from launch.gpu import check, environment, plan
+from launch.gpu.environment import in_words, missing, missing_for_references
 from launch.gpu.figures import Figure, duration, rate
 from launch.gpu.layout import Carried
 from launch.gpu.stages import REPORT, Stage, read_json, read_junit, run_stage
@@ -240,6 +240,27 @@ def test_missing_requirements_are_named_with_who_asks() -> None:
         f"redis>=99 (for triptych, there is {__import__('redis').__version__})",
     ]
     assert missing(["no-such-package"], frozenset({"no-such-package"})) == []
+
+
+class NeedsTorchvision(type):
+    """How transformers 5.17 stands in for a class without torchvision."""
+
+    def __getattr__(cls, name: str) -> Any:
+        raise ImportError("\nAutoImageProcessor requires the Torchvision library but it was not found")
+
+
+def test_torchvision_is_missing_where_transformers_makes_no_processor_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    versions = {"transformers": "5.17.0", "torchvision": None}
+    monkeypatch.setattr(environment, "_version", versions.get)
+    monkeypatch.setattr("transformers.AutoImageProcessor", type("Anything", (), {"from_pretrained": print}))
+    assert missing_for_references() == []
+    monkeypatch.setattr("transformers.AutoImageProcessor", NeedsTorchvision("AutoImageProcessor", (), {}))
+    [told] = missing_for_references()
+    assert told.startswith("torchvision (for transformers' processors of pictures")
+    monkeypatch.setitem(versions, "torchvision", "0.26.0")
+    assert missing_for_references() == []
 
 
 def test_a_bare_machine_is_told_so_instead_of_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
