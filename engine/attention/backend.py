@@ -1,16 +1,17 @@
 """The seam between what attention computes and how: a backend plans once per step and runs once per layer.
 
-Three kinds of attention, one interface:
+Two kinds of attention, one interface:
 
     self     paged, causal      keys of this step are written first, then every query sees the past of its request
     cross    paged, not causal  keys were written when the request began; every query sees all, or its key range
-    encoder  ragged, no cache   sequences laid end to end, each sees itself in both directions
+
+Encoders have no cache: sequences laid end to end, each of which sees itself in both directions (`flashinfer_ragged.py`,
+and `TorchBackend` for what is left over there).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,29 +122,6 @@ class AttentionBackend(ABC):
     ) -> DecodePlan | None:
         """A plan at fixed addresses, for up to `max_blocks` blocks per request; None where there is none."""
         return None
-
-    def plan_ragged(self, lengths: Sequence[int]) -> Any:
-        """What `run_ragged` needs for sequences of these lengths, laid end to end; called once, used by every layer.
-
-        Raises TypeError for a backend that serves decodes only.
-        """
-        raise TypeError(f"attention backend {self.name!r} does not serve encoders")
-
-    def run_ragged(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        plan: Any,
-        *,
-        scale: float | None = None,
-        bias: PositionBias | None = None,
-    ) -> torch.Tensor:
-        """Encoder attention: every token sees all tokens of its own sequence.
-
-        query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim] -> as query.
-        """
-        raise TypeError(f"attention backend {self.name!r} does not serve encoders")
 
     def write(self, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Put key and value, [num_tokens, num_kv_heads, head_dim], into their slots, [num_tokens]."""

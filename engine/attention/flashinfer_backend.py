@@ -1,8 +1,7 @@
-"""Attention by FlashInfer's kernels (Ye et al., 2025) on CUDA: paged self- and cross-attention, ragged encoders.
+"""Attention by FlashInfer's kernels (Ye et al., 2025) on CUDA: paged self- and cross-attention.
 
     self     decodes: decode wrapper     prefills: prefill wrapper, causal
     cross    decodes: decode wrapper     prefills: prefill wrapper, not causal     (decodes attend to all their pages)
-    encoder  ragged wrapper
 
 Decodes and prefills of a step are two launches for each layer. Which heads a layer has, its scale and its window are
 known when it first asks: then its wrapper is planned for the step, and the other layers of its kind share the plan.
@@ -11,15 +10,12 @@ What FlashInfer does not serve (`served.py`) goes to PyTorch's attention, and th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
 from common.telemetry import get_logger
 from engine.attention.backend import AttentionBackend, DecodePlan, HeadSpec
 from engine.attention.flashinfer_fixed import FlashInferDecodePlan
-from engine.attention.flashinfer_ragged import FlashInferRagged
 from engine.attention.flashinfer_wrappers import (
     WORKSPACE_BYTES,
     Call,
@@ -30,7 +26,7 @@ from engine.attention.flashinfer_wrappers import (
     load_flashinfer,
 )
 from engine.attention.metadata import AttentionMetadata
-from engine.attention.paged_batch import PagedBatch, Phase, RaggedBatch
+from engine.attention.paged_batch import PagedBatch, Phase
 from engine.attention.served import APPENDED_HEAD_DIMS, ReasonLog, unserved
 from engine.attention.torch_backend import TorchBackend
 from engine.counters import cross_plans_reused
@@ -56,7 +52,6 @@ class FlashInferBackend(AttentionBackend):
         self._torch = TorchBackend(device)
         self.gathered_share = 0.0 if unserved(heads, dtype) is None else self._torch.gathered_share
         self._wrappers: dict[Call, DecodeWrapper | PrefillWrapper] = {}
-        self._ragged = FlashInferRagged(self._workspace)
         self._cross: dict[Phase, PagedBatch] = {}
         self._reasons = ReasonLog()
         self._told_of_workspace = False
@@ -164,21 +159,6 @@ class FlashInferBackend(AttentionBackend):
                 workspace_mib=there >> 20,
             )
         return None
-
-    def plan_ragged(self, lengths: Sequence[int]) -> RaggedBatch:
-        return RaggedBatch(lengths, self._device)
-
-    def run_ragged(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        plan: RaggedBatch,
-        *,
-        scale: float | None = None,
-        bias: PositionBias | None = None,
-    ) -> torch.Tensor:
-        return self._ragged.run(query, key, value, plan, scale=scale, bias=bias)
 
     def write(self, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         if cache.shape[4] in APPENDED_HEAD_DIMS:

@@ -14,6 +14,7 @@ import torch
 from engine.attention.backend import AttentionBackend
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.page_tables import PageTable, common_keys, is_same_batch, page_table
+from engine.attention.torch_backend import TorchBackend
 from engine.runner.staging import pack, send, unpack
 
 Phase = Literal["decode", "prefill"]
@@ -105,8 +106,8 @@ class RaggedBatch:
         self.starts = _pinned([0, *accumulate(lengths)], device)
         self._other_plan: Any = None
 
-    def plan_of(self, backend: AttentionBackend) -> Any:
-        """Another backend's plan for these sequences."""
+    def plan_of(self, backend: TorchBackend) -> Any:
+        """PyTorch's plan for these sequences."""
         if self._other_plan is None:
             self._other_plan = backend.plan_ragged(self.lengths)
         return self._other_plan

@@ -6,7 +6,6 @@ no different from a decode.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
@@ -34,7 +33,7 @@ class _Plan:
 
 class PhasedBackend(AttentionBackend):
     """A batch of small requests goes to `decode` as a whole. Otherwise requests with a single query token go there and
-    the others to `prefill`, where encoders belong too."""
+    the others to `prefill`."""
 
     def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
         self.prefill, self.decode = prefill, decode
@@ -78,21 +77,6 @@ class PhasedBackend(AttentionBackend):
         self, num_requests: int, max_blocks: int, block_size: int, dtype: torch.dtype, heads: HeadSpec, *, causal: bool
     ) -> DecodePlan | None:
         return self.decode.make_decode_plan(num_requests, max_blocks, block_size, dtype, heads, causal=causal)
-
-    def plan_ragged(self, lengths: Sequence[int]) -> Any:
-        return self.prefill.plan_ragged(lengths)
-
-    def run_ragged(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        plan: Any,
-        *,
-        scale: float | None = None,
-        bias: PositionBias | None = None,
-    ) -> torch.Tensor:
-        return self.prefill.run_ragged(query, key, value, plan, scale=scale, bias=bias)
 
     def write(self, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         self.decode.write(cache, key, value, slot_mapping)

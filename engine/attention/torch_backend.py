@@ -150,7 +150,10 @@ class TorchBackend(AttentionBackend):
         ]
 
     def plan_ragged(self, lengths: Sequence[int]) -> _RaggedPlan:
-        """Sequences of one length are computed together: nearly all windows of a picture are."""
+        """What `run_ragged` needs for sequences of these lengths, laid end to end; called once, used by every layer.
+
+        Those of one length are computed together: nearly all windows of a picture are.
+        """
         starts: dict[int, list[int]] = {}
         for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
             starts.setdefault(length, []).append(start)
@@ -173,6 +176,10 @@ class TorchBackend(AttentionBackend):
         scale: float | None = None,
         bias: PositionBias | None = None,
     ) -> torch.Tensor:
+        """Encoder attention: every token sees all tokens of its own sequence.
+
+        query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim] -> as query.
+        """
         out = torch.empty_like(query)
         for alike in plan.groups:
             mask, shape = None, (alike.count, alike.length)

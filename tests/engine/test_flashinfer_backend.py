@@ -26,10 +26,11 @@ from engine.attention.torch_backend import TorchBackend
 from engine.counters import cross_plans_reused
 from tests.engine.paged import Paged, Shape, assert_equal, dense, distance_bias, shapes
 from tests.fake_flashinfer.dense import Wrapper
-from tests.fake_flashinfer.installed import CPU, flashinfer_on_cpu, make_backend, no_compiler
+from tests.fake_flashinfer.installed import CPU, flashinfer_on_cpu, make_backend, make_ragged, no_compiler
 
 BACKEND = make_backend()
-"""One for all examples: plans of other batches lie behind each of them."""
+RAGGED = make_ragged()
+"""One of each for all examples: plans of other batches lie behind each of them."""
 HALVES = st.sampled_from([torch.bfloat16, torch.float16])
 SEEDS = st.integers(0, 2**32 - 1)
 SCALES = st.sampled_from([None, 0.3])
@@ -109,7 +110,7 @@ def test_encoder_attention_is_block_diagonal(
     query, key, value = (torch.randn(total, heads, head_dim, generator=generator).to(dtype) for heads in (4, 2, 2))
     allowed = torch.block_diag(*(torch.ones(n, n) for n in lengths)).bool()
     mask = torch.zeros(total, total, dtype=torch.float64).masked_fill(~allowed, float("-inf"))[None]
-    got = BACKEND.run_ragged(query, key, value, BACKEND.plan_ragged(lengths), scale=scale)
+    got = RAGGED.run(query, key, value, RaggedBatch(lengths, CPU), scale=scale)
     assert_equal(got, dense(query, key, value, mask, scale), dtype)
 
 
@@ -355,13 +356,13 @@ def test_memory_is_kept_for_what_pytorch_gathers_of_heads_that_are_not_served(he
 
 
 def test_two_kinds_of_sequences_are_planned_once_each_however_layers_take_turns() -> None:
-    backend = make_backend()
+    ragged = make_ragged()
     query, key, value = (torch.randn(12, 2, 64).to(torch.bfloat16) for _ in range(3))
-    windows, whole, other = (backend.plan_ragged(lengths) for lengths in ([4, 4, 4], [12], [5, 7]))
+    windows, whole, other = (RaggedBatch(lengths, CPU) for lengths in ([4, 4, 4], [12], [5, 7]))
 
     def layers(*kinds: RaggedBatch) -> None:
         for kind in kinds:
-            backend.run_ragged(query, key, value, kind)
+            ragged.run(query, key, value, kind)
 
     assert plans_of(lambda: layers(windows, whole, windows, windows, whole, windows, whole)) == 2
     assert plans_of(lambda: layers(other, whole, other, windows)) == 2  # a third kind takes the place of the oldest

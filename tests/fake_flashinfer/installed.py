@@ -14,6 +14,8 @@ import torch
 from engine.attention import flashinfer_backend, served
 from engine.attention.backend import HeadSpec
 from engine.attention.flashinfer_backend import FlashInferBackend
+from engine.attention.flashinfer_ragged import FlashInferRagged
+from engine.attention.flashinfer_wrappers import Workspace, load_flashinfer
 from engine.attention.select import BACKENDS
 from tests import fake_flashinfer
 from tests.fake_flashinfer import dense
@@ -26,6 +28,12 @@ def make_backend(head_dim: int = 64) -> FlashInferBackend:
     """A backend on the CPU that computes with the fake."""
     with _installed():
         return FlashInferBackend(CPU, torch.bfloat16, HeadSpec(2, 2, head_dim))
+
+
+def make_ragged() -> FlashInferRagged:
+    """The same for encoders."""
+    with _installed():
+        return FlashInferRagged(Workspace(load_flashinfer(), CPU, WORKSPACE_BYTES))
 
 
 def no_compiler(*_: object, **__: object) -> NoReturn:
