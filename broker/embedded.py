@@ -161,8 +161,12 @@ class EmbeddedBroker:
         self._ready = False
         self._log.clear()
         started = threading.Event()
-        self._owner = threading.Thread(target=self._own, args=(program, config, started), name="broker", daemon=True)
-        self._owner.start()
+        owner = threading.Thread(target=self._own, args=(program, config, started), name="broker", daemon=True)
+        try:
+            owner.start()
+        except RuntimeError as error:  # as many threads as may be
+            raise TriptychError("unavailable", f"{program} cannot be started: {error}") from error
+        self._owner = owner
         started.wait()
 
     def _own(self, program: str, config: bytes, started: threading.Event) -> None:

@@ -178,14 +178,15 @@ class Supervisor:
         while not await self._stopped_within(delay_s):
             try:
                 await asyncio.to_thread(broker.restart, min(self._start_timeout_s, _BROKER_TRY_S))
-            except TriptychError as error:
+            except (TriptychError, RuntimeError) as error:  # the latter where there can be no thread for it
                 delay_s = backoff.after_life_of(0.0)
                 if self._stop.is_set():
                     return
                 if time.monotonic() + delay_s > ends_s:
                     raise
                 num_failed += 1
-                self._reporter.broker_failed(error.info.message, delay_s)
+                why = error.info.message if isinstance(error, TriptychError) else str(error)
+                self._reporter.broker_failed(why, delay_s)
             else:
                 if num_failed:
                     self._reporter.broker_recovered()

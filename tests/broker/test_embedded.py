@@ -103,6 +103,26 @@ def test_a_server_that_is_too_slow_is_ended_and_may_be_started_again(
     broker.stop()
 
 
+def test_where_there_can_be_no_thread_for_it_that_is_said_and_it_may_be_started_again_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    broker = EmbeddedBroker()
+    url = broker.start()
+    kill(broker)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for _ in range(2):
+            with pytest.raises(TriptychError, match="cannot be started: can't start new thread"):
+                broker.restart()
+    broker.restart()
+    with redis.Redis.from_url(url) as client:
+        assert client.ping()
+    broker.stop()
+
+
 def test_a_stop_ends_a_start_that_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broker = EmbeddedBroker()
     broker.start()
