@@ -66,6 +66,7 @@ class Share:
 
     def __init__(self, places: Places) -> None:
         self.num_held = 0
+        self._emptied_s = 0.0  # of the loop's clock: when it last had none any more
         self._places = places
         self._turns: deque[asyncio.Future[None]] = deque()
 
@@ -94,14 +95,16 @@ class Share:
         return bool(self._turns)
 
     async def _take(self) -> None:
-        turn = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        turn, began_s = loop.create_future(), loop.time()
         self._turns.append(turn)
         self._places.wait(self)
         try:
             while not turn.done():
-                await asyncio.wait([turn], timeout=self._places.patience_s)
-                if not turn.done() and self.num_held == 0:
+                without_s = 0.0 if self.num_held else loop.time() - max(began_s, self._emptied_s)
+                if without_s >= self._places.patience_s:
                     raise NoPlace(self._places_are_taken())
+                await asyncio.wait([turn], timeout=self._places.patience_s - without_s)
         except BaseException:
             self._withdraw(turn)
             raise
@@ -116,6 +119,8 @@ class Share:
 
     def _give_back(self) -> None:
         self.num_held -= 1
+        if self.num_held == 0:
+            self._emptied_s = asyncio.get_running_loop().time()
         self._places.change(1)
 
     def _places_are_taken(self) -> str:

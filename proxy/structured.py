@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from common.errors import TriptychError
 from common.sampling_params import Grammar
@@ -14,6 +14,19 @@ from proxy.errors import FIRST_ERROR
 
 MAX_GRAMMAR_CHARS = 256 * 2**10
 """Of a schema, as JSON, and of every other text that constrains."""
+
+
+MAX_FIELDS = 64
+"""More than any object of a request has: of a million unknown ones pydantic would tell a million errors."""
+
+
+class _FewFields(BaseModel):
+    @model_validator(mode="before")
+    @classmethod
+    def _not_too_many(cls, given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > MAX_FIELDS:
+            raise ValueError(f"has {len(given)} fields, at most {MAX_FIELDS} are looked at")
+        return given
 
 
 class JsonSchemaFormat(BaseModel):
@@ -24,7 +37,7 @@ class JsonSchemaFormat(BaseModel):
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(_FewFields):
     """OpenAI's `response_format`."""
 
     model_config = ConfigDict(extra="forbid")
@@ -42,7 +55,7 @@ class ResponseFormat(BaseModel):
         return Grammar("json_schema", _bounded(json.dumps(self.json_schema.schema_), "response_format"))
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(_FewFields):
     """vLLM's `structured_outputs`; exactly one of the fields is given."""
 
     model_config = ConfigDict(extra="forbid")

@@ -107,6 +107,8 @@ BAD = [{}] * 10_000
         {"bad_words": BAD},
         {"guided_choice": BAD},
         {"structured_outputs": {"choice": BAD}},
+        {"response_format": {str(number): "x" for number in range(10_000)}},
+        {"structured_outputs": {str(number): "x" for number in range(10_000)}},
         {"logit_bias": {str(number): "x" for number in range(10_000)}},
     ],
     ids=lambda fields: next(iter(fields)),
