@@ -71,8 +71,13 @@ class ItemPipeline:
 
     @property
     def held_bytes(self) -> int:
-        """Media and preprocessed arrays of all items under way."""
-        return self._preparation.held_bytes + self._preparation.room.held_bytes
+        """Media and preprocessed arrays of all items under way, and outputs that wait to be delivered."""
+        return self._preparation.held_bytes + self._preparation.room.held_bytes + self._preparation.computed_bytes
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether items wait for memory to be preprocessed into."""
+        return self._preparation.room.num_waiting > 0
 
     @property
     def num_waiting(self) -> int:

@@ -31,6 +31,8 @@ class Preparation:
         self.room = room
         self.held_bytes = 0
         """Media that wait."""
+        self.computed_bytes = 0
+        """Outputs that wait; what several items share is counted for each."""
 
     async def run(self, kind: MediaKind, media: bytes) -> tuple[ProcessedInput, Place]:
         """One item, which takes its place until that is left; nothing is left of it where this raises."""
@@ -67,6 +69,9 @@ class Work:
         self._owner = message.request_id, message.input_id
         self._encoding = encoding
         self._outputs = outputs
+        self._preparation = preparation
+        self._computed_bytes = 0
+        self._dropped = False
         self._kept = outputs.lend(message.content_hash)
         self._item = None if self._kept is None else self._kept.item
         self._place: Place | None = None
@@ -90,6 +95,11 @@ class Work:
     @property
     def is_prepared(self) -> bool:
         return self._item is not None
+
+    @property
+    def waits_with_arrays(self) -> bool:
+        """Whether it is preprocessed, and nobody has room for the output yet."""
+        return self._place is not None and self._computing is None
 
     async def prepared(self) -> None:
         """Wait until the item is preprocessed. Raises TriptychError where it cannot be."""
@@ -119,6 +129,8 @@ class Work:
             self._computing.cancel()
         if self._kept is not None:
             self._outputs.give_back(self.content_hash)
+        self._preparation.computed_bytes -= self._computed_bytes
+        self._dropped = True
         self._leave()
 
     async def _prepare(self, preparation: Preparation, kind: MediaKind, media: bytes) -> None:
@@ -126,6 +138,9 @@ class Work:
 
     def _forget_arrays(self, computing: asyncio.Future[Encoding]) -> None:
         _retrieve(computing)
+        if not self._dropped and not computing.cancelled() and computing.exception() is None:
+            self._computed_bytes = computing.result().tensor.nbytes
+            self._preparation.computed_bytes += self._computed_bytes
         self._item = replace(self.item, arrays={})
         self._leave()
 

@@ -35,6 +35,8 @@ MAX_HELD_BYTES: Final = 2 * 2**30
 """Media and preprocessed arrays of all items; more is refused as overload."""
 MAX_REMEMBERED: Final = 1024
 """Replies kept, to be sent again when their request is repeated."""
+_SAME_END_S: Final = 0.5
+"""The clocks of an encoder and a destination may differ by so much: what ends then has ended by its deadline."""
 KEEP_S: Final = 2.0
 """What was not in place by its deadline goes on for so long without another attempt: the proxy makes one at once."""
 POOL_START_S: Final = 120.0
@@ -158,8 +160,10 @@ class EncodingStage:
                 await self._pipeline.run(key, message, work, recorder)
         except TriptychError as caught:
             error = caught.info
+            if error.code == "unavailable" and time.time() > message.deadline_s - _SAME_END_S:
+                error = _late(key)  # the destination gives an offer up at the same deadline, by its own clock
         except TimeoutError:
-            error = ErrorInfo("timeout", f"input {key[1]} was not in place by its deadline")
+            error = _late(key)
         except Exception as caught:  # a mistake of ours: the proxy must learn of it, and the next item may do better
             log.error("an item failed unexpectedly", key=key, exc_info=True)
             error = ErrorInfo("internal_error", f"the encoder worker failed: {type(caught).__name__}")
@@ -173,10 +177,16 @@ class EncodingStage:
 
     def _end(self, key: Key, task: asyncio.Task[bool]) -> None:
         del self._items[key]
-        if task.cancelled() or task.exception() is not None or not task.result():
-            self._let_go(key)
+        goes_on = not task.cancelled() and task.exception() is None and task.result()
+        if not goes_on or (self._is_in_the_way(key)):
+            self._let_go(key)  # or it would keep from being preprocessed what somebody else has room for
         else:
             asyncio.get_running_loop().call_later(KEEP_S, self._let_go, key)
+
+    def _is_in_the_way(self, key: Key) -> bool:
+        """Whether it waits, preprocessed, for somebody else's room, and others for memory to be preprocessed into."""
+        work = self._works.get(key[:2])
+        return work is not None and work.waits_with_arrays and self._pipeline.is_crowded
 
     def _let_go(self, key: Key) -> None:
         """There is no other attempt after this one, if there is none yet."""
@@ -222,3 +232,7 @@ class EncodingStage:
         metrics.gauges["encoder_output_cache_misses_total"] = lambda: self._outputs.misses
         metrics.gauges["encoder_output_cache_evictions_total"] = lambda: self._outputs.evictions
         metrics.tallies["encodes"] = lambda: self._outcomes
+
+
+def _late(key: Key) -> ErrorInfo:
+    return ErrorInfo("timeout", f"input {key[1]} was not in place by its deadline")

@@ -428,6 +428,30 @@ async def test_an_item_that_finds_no_room_is_not_preprocessed_before_there_is_so
     assert (await setting.reply("second")).error is None
 
 
+async def test_an_item_that_waits_for_a_grant_makes_way_at_its_deadline_for_one_that_waits_for_memory(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or one destination that grants nothing would keep an encoder from working for all others."""
+    monkeypatch.setattr("services.encoding.KEEP_S", 1000.0)
+    setting.worker.role.stage._pipeline._preparation.room = Room(limit_bytes=1, max_unweighed=1)
+    await setting.encode("first", timeout_s=0.5)
+    await setting.offer("first")
+    await setting.encode("second")
+    late = await setting.reply("first")
+    assert late.error is not None
+    assert late.error.code == "timeout"
+    setting.peer.grant(await setting.offer("second"), status="cached")
+    assert (await setting.reply("second")).error is None
+
+
+async def test_an_offer_that_its_receiver_gives_up_at_the_deadline_has_only_taken_too_long(setting: Setting) -> None:
+    await setting.encode("r", timeout_s=0.4)
+    setting.peer.grant(await setting.offer("r"), status="cancelled")
+    late = await setting.reply("r")
+    assert late.error is not None
+    assert late.error.code == "timeout"
+
+
 @pytest.mark.parametrize("stage", ["preprocess", "grant", "encode", "receipt"])
 async def test_an_abort_frees_the_item_at_every_stage(setting: Setting, stage: str) -> None:
     await setting.encode("r")
