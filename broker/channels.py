@@ -29,7 +29,7 @@ ChannelName = Literal["metadata", "allocated", "injected"]
 GROUP: Final = "worker"
 FIELD: Final = b"m"
 MAX_ENTRIES: Final = 10_000
-"""Older entries are trimmed: far more than a live receiver ever leaves unread."""
+"""Older entries are trimmed, and counted: far more than a live receiver ever leaves unread."""
 MAX_WAITING: Final = 10_000
 """Messages that may wait in a sender while Redis is away; then the oldest give way: what matters is repeated."""
 STREAM_TTL_S: Final = 60
@@ -82,6 +82,8 @@ class ChannelSender:
         self._queue: asyncio.Queue[_Entry] = asyncio.Queue()
         self._away = False  # whether the last try failed
         self.num_dropped = 0
+        self.num_trimmed = 0
+        """Messages, of whomever, that were the oldest of a full stream: all but a few of them have not been read."""
 
     def send(self, instance_id: str, channel: ChannelName, message: HandoffMessage) -> None:
         """Queue one message."""
@@ -114,20 +116,27 @@ class ChannelSender:
         """Send in one round trip; False if Redis is away, or silent until the oldest has expired. What has no stream
         now is queued again for later."""
         self._away = True
+        streams = dict.fromkeys(entry.stream for entry in batch)
         try:
             async with asyncio.timeout(self._try_s(batch)):
                 async with self._redis.pipeline(transaction=False) as pipe:
                     for entry in batch:
-                        pipe.xadd(entry.stream, {FIELD: entry.data}, maxlen=MAX_ENTRIES, nomkstream=True)
+                        pipe.xadd(entry.stream, {FIELD: entry.data}, nomkstream=True)
+                    for stream in streams:  # apart from XADD, which does not tell how many there were
+                        pipe.xtrim(stream, maxlen=MAX_ENTRIES)
                     results = await pipe.execute(raise_on_error=False)
         except TimeoutError:
             return False
         except CONNECTION_ERRORS:
             return False
         self._away = False
-        for entry, result in zip(batch, results, strict=True):
+        for entry, result in zip(batch, results[: len(batch)], strict=True):
             if isinstance(result, Exception | None) and not self._expired(entry, str(result or "no such stream")):
                 asyncio.get_running_loop().call_later(_RETRY_S, self._queue.put_nowait, entry)
+        for stream, trimmed in zip(streams, results[len(batch) :], strict=True):
+            if isinstance(trimmed, int) and trimmed:
+                self.num_trimmed += trimmed
+                log.warning("a receiver does not read: its oldest messages are lost", stream=stream, lost=trimmed)
         return True
 
     def _try_s(self, batch: list[_Entry]) -> float:

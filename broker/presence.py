@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Final, NamedTuple
+from typing import Final
 
 from broker.registry import HEARTBEAT_S
 from common.messages import InstanceRecord
@@ -12,24 +11,6 @@ from common.messages import InstanceRecord
 ABSENCE_S: Final = 3.0
 BLIND_S: Final = 2.0
 """Longer than this between two looks at the registry, it could not be seen."""
-
-
-class Life(NamedTuple):
-    """An instance from one start to its end, as its record in the registry tells them apart."""
-
-    instance_id: str
-    epoch: int
-
-
-NOBODY: Final = Life("", 0)
-"""Of a process that is in no registry."""
-
-
-def is_over(life: Life, epochs: Mapping[str, int], known_for_s: float) -> bool:
-    """Whether a life has ended, where `epochs` are those of all instances that are there. One that was heard of for the
-    first time just now, `known_for_s` seconds ago, may have come, or come back, and not be among them yet."""
-    epoch = epochs.get(life.instance_id)
-    return known_for_s > ABSENCE_S if epoch is None else epoch > life.epoch
 
 
 class Presence:

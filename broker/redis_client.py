@@ -23,6 +23,9 @@ from common.errors import TriptychError
 
 SOCKET_TIMEOUT_S = 5.0
 """Longest wait for one reply; blocking reads must ask for less."""
+MAX_CONNECTIONS = 2**31
+"""No cap: of redis-py's 100, each tensor that comes through the broker takes one, and heartbeats got none. Those who
+use a client bound what they do."""
 CONNECTION_ERRORS: tuple[type[RedisError], ...] = (RedisConnectionError, RedisTimeoutError, BusyLoadingError)
 """What a restart of the server looks like from here."""
 REFUSALS: tuple[type[RedisError], ...] = (AuthenticationError, NoPermissionError)
@@ -83,6 +86,7 @@ def connect(url: str, *, retries: int = 5) -> Redis:
             protocol=2,
             socket_timeout=SOCKET_TIMEOUT_S,
             socket_connect_timeout=2.0,
+            max_connections=MAX_CONNECTIONS,
             health_check_interval=15,
             retry=_PatientRetry(
                 ExponentialWithJitterBackoff(base=0.05, cap=0.8), retries, supported_errors=CONNECTION_ERRORS

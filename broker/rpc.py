@@ -40,6 +40,8 @@ QUEUE_MESSAGES = 100_000
 """Small messages that may wait for one peer before it counts as gone."""
 QUEUE_REQUESTS = 4_096
 """Requests (with media) that may wait for one worker."""
+CONNECT_TIMEOUT_MS: Final = 2000
+"""Of one try to connect. By itself the kernel decides, and may wait for as long again as the network was cut."""
 MAX_TO_WORKER_BYTES: Final = MAX_MEDIA_BYTES + MAX_CONTROL_BYTES
 MAX_FROM_WORKER_BYTES: Final = MAX_CONTROL_BYTES
 
@@ -144,10 +146,15 @@ class WorkerClient:
         self._socket.setsockopt(zmq.SNDHWM, QUEUE_REQUESTS)
         self._socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FROM_WORKER_BYTES + OVERHEAD_BYTES)
+        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
         secure_client(self._socket)
+        self._watch(self._socket)
         self._socket.connect(address)
         self.address = address
         self._on_invalid = on_invalid
+
+    def _watch(self, socket: zmq.asyncio.Socket) -> None:
+        """For subclasses: the socket is about to connect."""
 
     async def send(self, message: ToWorker) -> None:
         """Send without waiting. Raises TriptychError: "unavailable" where the worker takes nothing any more,

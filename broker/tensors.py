@@ -20,7 +20,6 @@ from typing import Final
 import zmq.asyncio
 from redis.asyncio import Redis
 
-from broker.presence import NOBODY, Life
 from broker.routes import Route
 from broker.routes import addresses_by_scheme as addresses_by_scheme
 from broker.transports.base import ReceivedTensor as ReceivedTensor
@@ -34,7 +33,6 @@ from broker.transports.cuda_runtime import CudaRuntime
 from broker.transports.gift import Sending
 from broker.transports.given import GivenRoom
 from broker.transports.payload import Payload
-from broker.transports.redis_receiver import RedisReceiver
 from broker.transports.shm_receiver import ShmReceiver
 from common.config import Transport
 from common.messages import InstanceRecord, Offer, TensorHeader
@@ -79,16 +77,14 @@ class TensorReceiver:
         redis: Redis | None = None,
         cluster: str = "triptych",
         cuda: CudaRuntime | None = None,
-        own: Life = NOBODY,
     ) -> None:
         """Bind what has to be bound; wants a running loop. No tensor of more than `max_bytes` gets into memory. What
-        has come of one is dropped after `stale_s` (seconds) without more of it, over ZMQ and NIXL. `own` is this
-        process's life in the registry.
+        has come of one is dropped after `stale_s` (seconds) without more of it, over ZMQ and NIXL.
 
         Raises TriptychError("invalid_request") where this host does not have the transport.
         """
         self._arrival = asyncio.Event()
-        means = Means(context, host, redis, cluster, cuda, own)
+        means = Means(context, host, redis, cluster, cuda)
         self._receivers = deque(make_receivers(means, transport, max_bytes, stale_s, self._arrival.set))
         self.address = " ".join(receiver.address for receiver in self._receivers)
         self._turn_began_s = 0.0
@@ -101,14 +97,6 @@ class TensorReceiver:
         for receiver in self._receivers:
             if isinstance(receiver, ShmReceiver):
                 receiver.on_given = on_given
-
-    def keep_only(self, senders: Iterable[InstanceRecord]) -> None:
-        """Wait for no other sender any more, and remove what they have left in the broker: they are gone. The other
-        transports notice by themselves."""
-        senders = list(senders)
-        for receiver in self._receivers:
-            if isinstance(receiver, RedisReceiver):
-                receiver.keep_only(senders)
 
     @property
     def num_invalid(self) -> int:
@@ -163,15 +151,13 @@ class TensorSender:
         *,
         transport: Transport = "auto",
         redis: Redis | None = None,
-        cluster: str = "triptych",
         cuda: CudaRuntime | None = None,
-        own: Life = NOBODY,
     ) -> None:
-        """What listens for answers does so on `host`. `own` is this process's life in the registry.
+        """What listens for answers does so on `host`.
 
         Raises TriptychError("invalid_request") where this host does not have the transport.
         """
-        self._means = means = Means(context, host, redis, cluster, cuda, own)
+        self._means = means = Means(context, host, redis, cuda=cuda)
         self._connectors = make_connectors(means, transport)
         self._devices = make_device_senders(means, transport)
         self._only_cuda = transport == "cuda"

@@ -20,7 +20,7 @@ from common.errors import ErrorInfo, TriptychError
 from common.families import MediaKind as MediaKind
 from common.sampling_params import SamplingParams
 
-PROTOCOL_VERSION: Final = 7
+PROTOCOL_VERSION: Final = 9
 MAX_CONTROL_BYTES: Final = 16 * 2**20
 """Cap of a message without media."""
 MAX_MEDIA_BYTES: Final = 64 * 2**20
@@ -146,6 +146,16 @@ class StopSequence(msgspec.Struct, frozen=True, tag="stop_sequence"):
     index: Count
 
 
+class Inquiry(msgspec.Struct, frozen=True, tag="inquiry"):
+    """Asks a worker whether it still has this attempt of a request: one that has says nothing, else it is `Failed`.
+
+    It comes after the request, on the same connection; so does the answer after the last that was told of the request.
+    """
+
+    request_id: Id
+    attempt: Count
+
+
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     """Sent by a proxy once a second; a worker frees the requests of a proxy that has been silent too long.
 
@@ -194,13 +204,18 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
 
 
 class Encoded(msgspec.Struct, frozen=True, tag="encoded"):
-    """The encoder's empty reply: the input is in place (`error` is None), or why it never will be."""
+    """The encoder's empty reply: the input is in place (`error` is None), or why it never will be.
+
+    `undelivered`: its output has been on the way to the destination for most of an attempt's time. Somebody else may
+    have a way there that works.
+    """
 
     request_id: Id
     input_id: Count
     attempt: Count
     error: ErrorInfo | None = None
     spans: list[Span] = []
+    undelivered: bool = False
 
 
 class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
@@ -410,7 +425,7 @@ class InstanceRecord(msgspec.Struct, frozen=True):
     key_id: str = ""
 
 
-ToWorker: TypeAlias = Generate | Encode | StopSequence | Abort | Heartbeat
+ToWorker: TypeAlias = Generate | Encode | StopSequence | Abort | Inquiry | Heartbeat
 FromWorker: TypeAlias = Tokens | Encoded | Prefilled | InputNeeded | Failed
 """What a worker tells of a request. The wire carries heartbeats beside these."""
 HandoffMessage: TypeAlias = Offer | KvOffer | Withdraw | Grant | Receipt

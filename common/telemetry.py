@@ -48,6 +48,11 @@ class SpanRecorder:
     def start(self, stage: str) -> None:
         self._open.setdefault(stage, time.time())
 
+    def open_s(self, stage: str) -> float:
+        """For how long a stage has been going on; 0 where it is not."""
+        start_s = self._open.get(stage)
+        return 0.0 if start_s is None else time.time() - start_s
+
     def end(self, stage: str) -> None:
         start_s = self._open.pop(stage, None)
         if start_s is not None:

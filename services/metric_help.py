@@ -14,6 +14,7 @@ HELP: Final[dict[str, str]] = {
     "draining": "1 while this worker finishes what it has before it leaves, else 0.",
     "requests_total": "Requests taken.",
     "requests_failed_total": "Requests that ended with an error.",
+    "requests_unknown_total": "Requests that a proxy asked for and this worker did not have.",
     "requests_orphaned_total": "Requests dropped because their proxy was gone or silent.",
     "preemptions_total": "Requests that gave up their KV blocks for others, to go on later.",
     "preemptions_by_swap_total": "Those of them whose KV blocks were kept in host memory.",
@@ -22,6 +23,8 @@ HELP: Final[dict[str, str]] = {
     "steps_ahead_total": "Those of them launched before the tokens of the one before were known.",
     "steps_replayed_total": "Forward passes that were replayed from CUDA graphs.",
     "steps_recorded": "Batch sizes for which a decode step was recorded ahead; 0 where every step is launched anew.",
+    "attention_fallback": "1 where PyTorch computes a decoder's attention because better kernels do not run.",
+    "layers_fallback": "1 where PyTorch computes a decoder's small layers on a GPU because our kernels do not run.",
     "cross_plans_reused_total": "Plans of cross-attention that served another step, because the batch stayed the same.",
     "surplus_tokens_total": "Tokens computed for sequences that had ended by then: what running ahead costs.",
     "last_step_tokens": "Tokens in the last forward pass, prefill and decode together.",
@@ -84,6 +87,7 @@ HELP: Final[dict[str, str]] = {
     "encoder_items_total": "Items encoded.",
     "encoder_failures_total": "Items that the encoder failed at.",
     "encoder_seconds_total": "Seconds spent in the encoder.",
+    "encoder_attention_fallback": "1 where PyTorch computes an encoder's attention because better kernels do not run.",
     "encoder_computations": "Items that this process has encoded; 0 on a worker that does not encode.",
     "encoder_fallbacks_total": "Items that this decoder's worker encoded itself because there was no encoder.",
     "offers_open": "Handoffs from others under way to this worker: offered, and not settled.",
@@ -128,7 +132,7 @@ HELP: Final[dict[str, str]] = {
     "encodes": "Items that this encoder was asked for, by outcome.",
     "tensors_sent": "Tensors sent to other workers, by transport.",
     "tensor_fallbacks": "Tensors sent another way than the best, by what led nowhere; gpu: brought to the host.",
-    "dropped_messages": "Messages that were not taken or could not be sent, by reason.",
+    "dropped_messages": "Messages that were not taken, could not be sent, or were trimmed unread, by reason.",
 }
 """By name, without the prefix `triptych_`."""
 

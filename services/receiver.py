@@ -17,12 +17,11 @@ import torch
 
 from broker.channels import Delivery
 from broker.handoff import Key, key_of
-from broker.presence import Presence
 from broker.tensors import ReceivedTensor, payload_fault
 from broker.transports.given import GivenRoom, GivenTensor
 from broker.transports.payload import DeviceBuffer
 from common.errors import ErrorInfo
-from common.messages import KV_INPUT_ID, Grant, InstanceRecord, KvOffer, Offer, Receipt, TensorHeader, Withdraw
+from common.messages import KV_INPUT_ID, Grant, KvOffer, Offer, Receipt, TensorHeader, Withdraw
 from common.telemetry import get_logger
 from engine.decoder_engine import DecoderEngine
 from engine.device import DTYPES, choose_device
@@ -63,7 +62,6 @@ class HandoffReceiver:
         limit = config.encoder_cache_bytes or memory_budget(config, choose_device(config.device))
         self._tensors = links.tensor_receiver(max(limit, 2 * PART_BYTES))
         self.tensor_address = self._tensors.address
-        self._presence = Presence()
         self._offers: dict[Key, Offer | KvOffer] = {}  # until they are settled
         self._kv_keys: dict[str, set[Key]] = {}  # those of keys and values, by request
         cuda = links.cuda
@@ -87,10 +85,6 @@ class HandoffReceiver:
             if not await self._take(received):
                 received.release()
             del received  # or its memory would be kept until the next one comes
-
-    def review(self, instances: dict[str, InstanceRecord]) -> None:
-        """Compare with the registry: tensors whose sender has gone, or has started anew, will not come any more."""
-        self._tensors.keep_only(self._presence.look(instances).values())
 
     def close(self) -> None:
         self._tensors.close()

@@ -30,10 +30,10 @@ from common.config import Settings
 from common.errors import ErrorInfo, TriptychError
 from common.http_auth import worker_guard
 from common.keys import ClusterKey
-from common.messages import Abort, Failed, Heartbeat, Role
+from common.messages import Abort, Failed, Heartbeat, Inquiry, Role
 from common.model_info import ModelInfo
 from common.telemetry import get_logger
-from services.addresses import resolve_host, warn_of_strangers
+from services.addresses import resolve_host, warn_of_few_descriptors, warn_of_strangers
 from services.departure import Departure
 from services.device_tensors import open_cuda
 from services.engine_thread import EngineThread
@@ -92,6 +92,7 @@ class Shell:
         registry = Registry(self._redis, settings.cluster)
         key = ClusterKey.of(settings)
         warn_of_strangers(self._host, has_key=key is not None)
+        warn_of_few_descriptors(self._host)
         self._context = ClusterContext(key)
         self._server = WorkerServer(self._context, self._host, on_refused=self._abort)
         self._proxies = ProxyWatch()
@@ -225,8 +226,22 @@ class Shell:
                 known = self._proxies.owner(message.request_id) is not None
                 if not known or self._proxies.owns(proxy, message.request_id):
                     self._abort(message.request_id)
+            elif isinstance(message, Inquiry):
+                self._answer(proxy, message)
             elif not isinstance(message, Heartbeat):
                 self._role.handle_request(proxy, message)
+
+    def _answer(self, proxy: bytes, inquiry: Inquiry) -> None:
+        """Say so where there is no such attempt: however it was lost, its proxy would wait for it in vain.
+
+        One that has ended meanwhile is not lost: its last words may not have been read yet.
+        """
+        if self._proxies.knows(inquiry.request_id, inquiry.attempt):
+            return
+        self._proxies.num_unknown += 1
+        log.warning("asked for a request that is not here", request=inquiry.request_id, attempt=inquiry.attempt)
+        error = ErrorInfo("unavailable", f"{self._links.instance_id} has lost the request")
+        self._server.send(proxy, Failed(inquiry.request_id, error, inquiry.attempt))
 
     def _abort(self, request_id: str) -> None:
         self._proxies.remove(request_id)
@@ -264,6 +279,7 @@ class Shell:
         metrics.gauges["requests_outstanding"] = lambda: len(self._proxies)
         metrics.gauges["requests_outstanding_tokens"] = lambda: self._proxies.num_tokens
         metrics.gauges["requests_orphaned_total"] = lambda: self._proxies.num_orphans
+        metrics.gauges["requests_unknown_total"] = lambda: self._proxies.num_unknown
         metrics.gauges["first_request_delay_seconds"] = lambda: self._membership.first_request_delay_s
         metrics.gauges["clock_skew_seconds"] = lambda: self._membership.clock.skew_s
         metrics.gauges["draining"] = lambda: self._departure.requested
@@ -273,6 +289,7 @@ class Shell:
             "invalid_request": self._server.num_invalid,
             "invalid_channel": self._reader.num_invalid,
             "undeliverable": channels.num_dropped,
+            "trimmed": channels.num_trimmed,
         }
 
     async def _render_metrics(self) -> bytes:

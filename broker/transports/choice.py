@@ -21,7 +21,6 @@ from typing import TypeAlias
 import zmq.asyncio
 from redis.asyncio import Redis
 
-from broker.presence import NOBODY, Life
 from broker.transports import nixl_agent, segment
 from broker.transports.base import Connection, Receiver
 from broker.transports.cuda_receiver import CudaReceiver
@@ -50,14 +49,13 @@ DeviceSender: TypeAlias = CudaSender | NixlCudaSender
 @dataclass(frozen=True)
 class Means:
     """What transports need of the process. It listens on `host`, a numeric address, and nowhere else; `cluster` begins
-    all keys in Redis; `cuda` is there if its engine computes on a GPU; `own` is its life in the registry."""
+    all keys in Redis; `cuda` is there if its engine computes on a GPU."""
 
     context: zmq.asyncio.Context
     host: str = "127.0.0.1"
     redis: Redis | None = None
     cluster: str = "triptych"
     cuda: CudaRuntime | None = None
-    own: Life = NOBODY
 
     @cached_property
     def nixl_agent(self) -> NixlAgent:
@@ -89,7 +87,7 @@ def make_receivers(
         landing = CudaLanding(means.cuda, means.nixl_agent)
         receivers.append(_nixl_receiver(means, landing, on_arrival, min(max_bytes, MOST_BYTES), stale_s))
     if transport == "redis":
-        receivers.append(RedisReceiver(_redis_of(means), means.cluster, on_arrival, max_bytes=max_bytes, own=means.own))
+        receivers.append(RedisReceiver(_redis_of(means), means.cluster, on_arrival, max_bytes=max_bytes))
     return receivers
 
 
@@ -111,7 +109,7 @@ def make_connectors(means: Means, transport: Transport) -> dict[str, Connector]:
         connectors[ZmqConnection.scheme] = lambda address: ZmqConnection(means.context, address)
     if transport == "redis" or (transport == "auto" and means.redis is not None):
         redis = _redis_of(means)
-        connectors[RedisConnection.scheme] = lambda address: RedisConnection(redis, address, means.own.epoch)
+        connectors[RedisConnection.scheme] = lambda address: RedisConnection(redis, address)
     return connectors
 
 

@@ -1,23 +1,22 @@
 """What tensors are in the broker: its keys, what is said under them, and the commands that all of it takes.
 
-    {cluster}:tensors                       the set of every Passing that is under way in the cluster
-    {cluster}:tensors:{id}:{epoch}:{token}  a receiver's list of Passing: a tensor is about to come
-    {list}:{id}:{n}                         its bytes, chunk after chunk, at most WINDOW of them at a time
-    {list}:{id}:taken                       what the receiver says of them
+    {cluster}:tensors:{token}          a receiver's list of Passing: a tensor is about to come
+    {list}:{sender}:{id}:lease         there for as long as its sender says every moment that it goes on
+    {list}:{sender}:{id}:{n}           its bytes, chunk after chunk, at most WINDOW of them at a time
+    {list}:{sender}:{id}:taken         what the receiver says of them
 
-The set is for those that outlive both ends of a tensor: see broker.transports.redis_leftovers.
+Every key lasts for LEASE_S and is renewed by the sender: whoever dies, whatever is lost, nothing stays for longer.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Final, cast
 
 import msgspec
 from redis.asyncio import Redis
 
-from broker.presence import Life
 from broker.transports.wire import make_decode
 from common.messages import Count, Id, TensorHeader, encode
 
@@ -26,82 +25,90 @@ CHUNK_BYTES: Final = 4 * 2**20
 """Far below the broker's limit of one value (64 MiB), and others wait a few milliseconds at most behind one."""
 WINDOW: Final = 4
 """Chunks that may wait in the broker."""
-GRACE_S: Final = 5.0
-"""How much longer keys last than their sender waits."""
+LEASE_S: Final = 1.5
+"""What a sender has put there is gone after so long where it is stopped, or cut off, or the broker stands still."""
+RENEWAL_S: Final = 0.4
 MAX_TIMEOUT_S: Final = 3600.0
-TAKEN, DONE, REFUSED = b"taken", b"done", b"refused"
-"""What a receiver says: of a chunk, of the last one, of a tensor that it does not take."""
-_INDEX_S: Final = 60.0
-"""The set lasts for as long after the last tensor, or as its keys do if that is longer."""
+DONE, REFUSED, LOST = b"done", b"refused", b"lost"
+"""What a receiver says beside the number of the chunk that it waits for: it has the tensor, does not take such a one,
+has given it up."""
 _BLOCK_S: Final = 1.0
 
 
 class Passing(msgspec.Struct, frozen=True):
-    """The beginning of a tensor of `size_bytes`, whose sender gives up after `timeout_s`. `sender_epoch` is that of its
-    record in the registry, `receiver` the list it goes to."""
+    """The beginning of a tensor of `size_bytes`, whose sender gives up after `timeout_s`. Said again, it asks the
+    receiver how far it is."""
 
     id: Id
     size_bytes: Count
     timeout_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_TIMEOUT_S)]
     header: TensorHeader
-    sender_epoch: int
-    receiver: Annotated[str, msgspec.Meta(max_length=512)]
 
 
 decode_passing: Final[Callable[[bytes], Passing]] = make_decode(Passing)
 
 
-def index_key(cluster: str) -> str:
-    return f"{cluster}:tensors"
-
-
-def list_of(cluster: str, receiver: Life) -> str:
+def new_list(cluster: str) -> str:
     """A new list for what comes to a receiver."""
-    return f"{index_key(cluster)}:{receiver.instance_id}:{receiver.epoch}:{secrets.token_hex(4)}"
-
-
-def cluster_of(list_key: str) -> str:
-    return list_key.partition(":tensors:")[0]
-
-
-def owner_of(list_key: str) -> Life:
-    """Whose list this is. Raises ValueError where the name does not tell."""
-    instance_id, epoch, _ = list_key.partition(":tensors:")[2].rsplit(":", 2)
-    return Life(instance_id, int(epoch))
+    return f"{cluster}:tensors:{secrets.token_hex(8)}"
 
 
 def chunk_key(list_key: str, passing: Passing, number: int) -> str:
-    return f"{list_key}:{passing.id}:{number}"
+    return _key(list_key, passing, str(number))
 
 
 def answers_key(list_key: str, passing: Passing) -> str:
-    return f"{list_key}:{passing.id}:taken"
+    return _key(list_key, passing, "taken")
 
 
-def keys_of(list_key: str, passing: Passing, num_bytes: int) -> list[str]:
-    """All that a tensor may have in the broker beside its announcement, if no more than `num_bytes` of it have come."""
-    chunks = [chunk_key(list_key, passing, number) for number in range(-(-num_bytes // CHUNK_BYTES))]
-    return [*chunks, answers_key(list_key, passing)]
+def lease_key(list_key: str, passing: Passing) -> str:
+    return _key(list_key, passing, "lease")
 
 
-async def announce(redis: Redis, passing: Passing, longest_s: float) -> None:
-    """Say that a tensor is about to come. The set hears of it first. `longest_s` is what a sender may have waited, of
-    all tensors that are in the set or the list by now."""
-    list_key, member, lasts_s = passing.receiver, cast(Any, encode(passing)), longest_s + GRACE_S
-    index = index_key(cluster_of(list_key))
-    async with redis.pipeline(transaction=False) as pipe:
-        pipe.sadd(index, member)
-        pipe.pexpire(index, int(max(lasts_s, _INDEX_S) * 1000))
-        pipe.rpush(list_key, member)
-        pipe.pexpire(list_key, int(lasts_s * 1000))
+def _key(list_key: str, passing: Passing, what: str) -> str:
+    return f"{list_key}:{passing.header.sender}:{passing.id}:{what}"
+
+
+async def announce(redis: Redis, list_key: str, passing: Passing) -> None:
+    """Say that a tensor is about to come, which begins its lease."""
+    async with redis.pipeline(transaction=True) as pipe:
+        pipe.set(lease_key(list_key, passing), b"", px=_milliseconds())
+        _append(pipe, list_key, encode(passing))
         await pipe.execute()
 
 
-async def push(redis: Redis, key: str, value: bytes | memoryview, passing: Passing) -> None:
-    """Append to a list of this tensor, which lasts for GRACE_S longer than its sender waits at most."""
+async def ask(redis: Redis, list_key: str, passing: Passing) -> None:
+    """Say it once more: the receiver answers how far it is."""
+    await push(redis, list_key, encode(passing))
+
+
+async def renew(redis: Redis, list_key: str, passing: Passing, chunks: Iterable[int]) -> bool:
+    """Let the lease, and all that may be in the broker with these chunks, last on. False where the lease is over."""
+    keys = [list_key, answers_key(list_key, passing), *(chunk_key(list_key, passing, number) for number in chunks)]
+    async with redis.pipeline(transaction=True) as pipe:
+        pipe.set(lease_key(list_key, passing), b"", px=_milliseconds(), xx=True)
+        for key in keys:
+            pipe.pexpire(key, _milliseconds())
+        return bool((await pipe.execute())[0])
+
+
+async def is_leased(redis: Redis, list_key: str, passing: Passing) -> bool:
+    return bool(await redis.exists(lease_key(list_key, passing)))
+
+
+async def remove(redis: Redis, list_key: str, passing: Passing, chunks: Iterable[int]) -> None:
+    """All that may be in the broker with these chunks."""
+    keys = [chunk_key(list_key, passing, number) for number in chunks]
     async with redis.pipeline(transaction=False) as pipe:
-        pipe.rpush(key, cast(Any, value))
-        pipe.pexpire(key, int((passing.timeout_s + GRACE_S) * 1000))
+        pipe.lrem(list_key, 0, cast(Any, encode(passing)))
+        pipe.delete(lease_key(list_key, passing), answers_key(list_key, passing), *keys)
+        await pipe.execute()
+
+
+async def push(redis: Redis, key: str, value: bytes | memoryview) -> None:
+    """Append to a list, which lasts for LEASE_S from now. Never the one without the other, whoever dies meanwhile."""
+    async with redis.pipeline(transaction=True) as pipe:
+        _append(pipe, key, value)
         await pipe.execute()
 
 
@@ -109,3 +116,12 @@ async def pop(redis: Redis, key: str) -> bytes | None:
     """The first value of a list, None if there is none for a second."""
     popped: list[bytes] | None = await cast(Any, redis.blpop([key], timeout=_BLOCK_S))
     return None if popped is None else popped[1]
+
+
+def _append(pipe: Any, key: str, value: bytes | memoryview) -> None:
+    pipe.rpush(key, value)
+    pipe.pexpire(key, _milliseconds())
+
+
+def _milliseconds() -> int:
+    return int(LEASE_S * 1000)

@@ -20,7 +20,6 @@ from broker.handoff import HandoffSender, key_of
 from broker.transports import redis_transport
 from broker.transports.nixl_transport import NixlConnection
 from broker.transports.nixl_wire import Piece, ToReceiver
-from broker.transports.redis_wire import Passing
 from broker.transports.shm_transport import _Link, _Room
 from common.messages import Grant, InputLayout, Offer, Receipt, TensorHeader
 from tests.broker.conftest import make_record, running
@@ -68,11 +67,11 @@ def damage_arena(monkeypatch: pytest.MonkeyPatch) -> None:
 def damage_list(monkeypatch: pytest.MonkeyPatch) -> None:
     push, left = redis_transport.push, [PLACE]
 
-    async def push_damaged(redis: Redis, key: str, value: memoryview, passing: Passing) -> None:
+    async def push_damaged(redis: Redis, key: str, value: memoryview) -> None:
         entry = bytearray(value)
         if left and len(entry) > PLACE:
             entry[left.pop()] ^= 0x10
-        await push(redis, key, bytes(entry), passing)
+        await push(redis, key, bytes(entry))
 
     monkeypatch.setattr(redis_transport, "push", push_damaged)
 

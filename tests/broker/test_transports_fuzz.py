@@ -46,7 +46,7 @@ WIRES: dict[str, tuple[Callable[[bytes], object], list[object]]] = {
         [nixl_wire.Welcome(2**30, bytes(16)), nixl_wire.Refusal("no memory"), nixl_wire.Taken(1, "greet first")],
     ),
     "zmq, receiver": (zmq_wire.decode_head, [HEADER, zmq_wire.First(HEADER, 49152), zmq_wire.Next(16384, 2**63)]),
-    "redis": (decode_passing, [Passing("0f" * 8, 49152, 5.0, HEADER, 1, "c:tensors:d0:1:0f0f0f0f")]),
+    "redis": (decode_passing, [Passing("0f" * 8, 49152, 5.0, HEADER)]),
 }
 
 

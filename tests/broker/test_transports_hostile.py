@@ -12,7 +12,7 @@ import zmq
 from redis.asyncio import Redis
 
 from broker.curve import ClusterContext
-from broker.transports import nixl_wire, packets
+from broker.transports import nixl_wire, packets, redis_wire
 from broker.transports.base import QUEUE_TENSORS
 from broker.transports.nixl_agent import HostMemory, NixlAgent
 from broker.transports.shm_wire import NONCE_BYTES, Announce, Hello, Release, Welcome, pack
@@ -84,12 +84,12 @@ async def test_redis_drops_what_is_no_tensor(kit: Kit) -> None:
     key = receiver.address.partition("://")[2]
     for junk in (b"", os.urandom(100), encode([1, 2, 3]), encode({"id": "x", "size_bytes": -1})):
         await kit.redis.rpush(key, junk)
-    huge = {"id": "y", "size_bytes": 2**50, "timeout_s": 5.0, "header": of_bytes(b"")}
-    await kit.redis.rpush(key, encode(huge))
-    more = {"id": "z", "size_bytes": 3, "timeout_s": 5.0, "header": of_bytes(b"abc")}
-    await kit.redis.rpush(f"{key}:z:0", b"more than three bytes")
+    await kit.redis.rpush(key, encode(redis_wire.Passing("y", 2**50, 5.0, of_bytes(b""))))
+    more = redis_wire.Passing("z", 3, 5.0, of_bytes(b"abc"))
+    await kit.redis.rpush(redis_wire.chunk_key(key, more, 0), b"more than three bytes")
     await kit.redis.rpush(key, encode(more))
     await eventually(lambda: receiver.num_invalid == 6)
+    assert receiver.num_unfinished == 0
     await still_works(kit, receiver)
 
 

@@ -18,6 +18,7 @@ from common.messages import (
     InputLayout,
     InputNeeded,
     InputSlot,
+    Inquiry,
     InstanceRecord,
     KvOffer,
     Offer,
@@ -53,6 +54,7 @@ MESSAGES: dict[Callable[[bytes], Any], list[Any]] = {
         Encode("r", 0, 1, "image", "h", b"\x89PNG" + bytes(200), "pd0", NOW_S),
         StopSequence("r", 1),
         Abort("r"),
+        Inquiry("r", 1),
         Heartbeat(),
     ],
     decode_from_worker: [

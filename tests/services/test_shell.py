@@ -25,7 +25,7 @@ from broker.rpc import WorkerClient
 from common.config import Settings
 from common.errors import TriptychError
 from common.keys import ClusterKey
-from common.messages import Abort, Failed, Generate, Heartbeat, InstanceRecord, Role, ToWorker
+from common.messages import Abort, Failed, Generate, Heartbeat, Inquiry, InstanceRecord, Role, ToWorker
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from proxy.worker import WatchedClient
@@ -76,7 +76,7 @@ class IdleRole:
 
     def handle_request(self, proxy: bytes, message: ToWorker) -> None:
         if isinstance(message, Generate):
-            self.links.proxies.add(proxy, message.request_id)
+            self.links.proxies.add(proxy, message.request_id, attempt=message.attempt)
 
     def handle_delivery(self, delivery: Delivery) -> None: ...
 
@@ -226,6 +226,24 @@ async def test_aborts_reach_the_role_but_not_for_other_proxies_requests(
             await owner.send(Abort("r"))
             await eventually(lambda: running.role.aborted == ["unknown", "r"])
             assert len(running.role.links.proxies) == 0
+
+
+async def test_a_proxy_that_asks_for_a_request_is_told_only_if_it_is_not_here(
+    broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context
+) -> None:
+    async with worker(broker_url, redis) as running:
+        address = (await running.record()).requests_address
+        async with WorkerClient(zmq_context, address, "p0") as proxy, asyncio.timeout(5):
+            for name in ("r", "ended"):
+                await proxy.send(Generate(name, [1], [], SamplingParams(), attempt=2))
+            await eventually(lambda: len(running.role.links.proxies) == 2)
+            running.role.links.proxies.remove("ended")
+            for inquiry in (Inquiry("r", 2), Inquiry("ended", 2), Inquiry("r", 1), Inquiry("lost", 3)):
+                await proxy.send(inquiry)
+            answers = [await proxy.receive(), await proxy.receive()]
+    assert [(type(one), one.request_id) for one in answers] == [(Failed, "r"), (Failed, "lost")]
+    assert [one.attempt for one in answers if isinstance(one, Failed)] == [1, 3]
+    assert all(one.error.code == "unavailable" for one in answers if isinstance(one, Failed))
 
 
 async def test_what_a_silent_proxy_had_asked_for_is_dropped_and_it_learns_of_it_on_its_return(
