@@ -11,8 +11,8 @@ phase, and the period of `client_timeout_s` bounds it:
     KEPT    answered, and nothing else has come                   uvicorn's keep-alive
 
 Whoever is too slow gets a 408, or is just cut off where there was nothing to answer. Beyond `max_connections` the one
-that has been without a request for longest makes room for a new one; where all have requests, or are still taking
-their answers, the new one gets a 503. The rates are those of Apache's mod_reqtimeout.
+that has been without a request for longest makes room for a new one; where all have requests, are still taking
+their answers, or have only just come, the new one gets a 503. The rates are those of Apache's mod_reqtimeout.
 
 This stands on h11 and not on httptools, uvicorn's other parser, on purpose: h11 bounds a head (16 KiB), and its states
 tell the phases, where httptools takes heads of any length. It is slower by microseconds, of requests that take
@@ -36,6 +36,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 MIN_BODY_BYTES_PER_S: Final = 500
+FRESH_S: Final = 0.25
+"""A connection that has come within so long is left its time to say what it wants: in a burst all of them are idle."""
 DEFAULT_DESCRIPTORS: Final = 2**20
 """Where the system sets no limit: as many as Linux gives a process by default."""
 
@@ -88,6 +90,7 @@ class BoundedProtocol(H11Protocol):
         self._all = config.connections
         self._phase: Phase | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._since_s = 0.0
         self._num_read = 0
         self._held_back = False
 
@@ -130,7 +133,8 @@ class BoundedProtocol(H11Protocol):
     def _enter(self, phase: Phase) -> None:
         """A phase begins, or the next period of a body."""
         self._leave()
-        self._phase, self._num_read, self._held_back = phase, 0, self.flow.read_paused
+        self._phase, self._since_s = phase, self.loop.time()
+        self._num_read, self._held_back = 0, self.flow.read_paused
         if phase in (Phase.HEAD, Phase.DRAIN, Phase.KEPT):
             self._all.idle[self] = None
         if phase in (Phase.HEAD, Phase.DRAIN, Phase.BODY):
@@ -164,10 +168,13 @@ class BoundedProtocol(H11Protocol):
         """End the connection that has been idle for longest, of those that have all of their answer: uvicorn's write is
         complete when the transport has it, and a slow client takes much longer. False where there is none."""
         for oldest in self._all.idle:
-            if not oldest.transport.get_write_buffer_size():
+            if not oldest.transport.get_write_buffer_size() and not oldest._is_fresh():
                 oldest._end("evicted", b"")
                 return True
         return False
+
+    def _is_fresh(self) -> bool:
+        return self._phase is Phase.HEAD and self.loop.time() - self._since_s < FRESH_S
 
     def _end(self, reason: Reason, answer: bytes) -> None:
         """Close the connection, with an answer if it has none yet; an application that reads from it sees it gone."""

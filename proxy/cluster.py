@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from proxy.metrics import ProxyMetrics
@@ -17,6 +18,11 @@ class Cluster:
     placer: Placer
     metrics: ProxyMetrics
     handoff_timeout_s: float
+
+    def is_full_wait(self, since_s: float) -> bool:
+        """Whether a wait that ends now, begun at `since_s` (Unix time), was as long as one step of a handoff may take,
+        or nearly."""
+        return time.time() - since_s >= self.handoff_timeout_s / 2
 
     def patience_s(self, absent_s: float) -> float:
         """How much longer to wait for the last worker of a role, missing for `absent_s`: a supervisor brings it back in

@@ -8,13 +8,13 @@ import time
 from typing import Final
 
 from common.errors import TriptychError
-from common.messages import Abort, Generate, StopSequence
+from common.messages import Abort, Generate, Inquiry, StopSequence
 from common.telemetry import get_logger
 from proxy.affinity import cache_keys
 from proxy.cluster import Cluster
 from proxy.items import ItemSender
 from proxy.jobs import Job
-from proxy.placement import WHOLE, absent_s, encodes_for, missing, prompt_readers
+from proxy.placement import WHOLE, absent_s, anybody_encodes, missing
 from proxy.prefill import Prefill
 from proxy.progress import Progress
 from proxy.prompt_logprobs import PromptLogprobs
@@ -24,6 +24,8 @@ log = get_logger()
 
 MAX_MOVES: Final = 3
 """Decoders that one request may outlive."""
+INQUIRY_S: Final = 5.0
+"""Between two questions to those who should be at a job whether they still are."""
 FIRST_LOOK_S: Final = 0.1
 """Between two looks at who is there, while the proxy has only just been started and does not know yet."""
 
@@ -46,6 +48,7 @@ class Crew:
         self._claim: Claim | None = None
         self._attempt = 0  # the decoder's
         self._place_at_s = math.inf
+        self._ask_at_s = math.inf
         self._moves = 0
 
     @property
@@ -68,12 +71,14 @@ class Crew:
     @property
     def next_deadline_s(self) -> float:
         """When `expire` has something to do (Unix time)."""
-        return min(self._place_at_s, self.prefill.due_s, self.items.next_deadline_s)
+        return min(self._place_at_s, self._ask_at_s, self.prefill.due_s, self.items.next_deadline_s)
 
     async def expire(self, now_s: float) -> None:
         """Do what is due, and give up what has been waited for too long. Raises as `place` does."""
         if self._place_at_s <= now_s:
             await self.place()
+        if self._ask_at_s <= now_s:
+            await self._inquire()
         await self.prefill.expire(now_s)
         await self.items.expire(now_s)
 
@@ -98,7 +103,7 @@ class Crew:
             self._place_at_s = time.time() + (left_s if cluster.pool.has_looked else min(left_s, FIRST_LOOK_S))
             return
         decoder, apart = placement.decoder, placement.prefiller is not None
-        self._place_at_s = math.inf
+        self._place_at_s, self._ask_at_s = math.inf, time.time() + INQUIRY_S
         self._claim, self._attempt = Claim(decoder, self._size), next(self._attempts)
         self._prompt_logprobs.start(apart=apart)
         resumed = self._progress.resumed(job.enough)
@@ -142,11 +147,17 @@ class Crew:
         await self.prefill.stop()
         self.items.recall()
 
+    async def _inquire(self) -> None:
+        """Ask whether the job is still where it was put: if it was lost on the way, nobody else would ever say so."""
+        self._ask_at_s = time.time() + INQUIRY_S
+        if self.decoder is not None:
+            await self.decoder.tell(Inquiry(self._job.request_id, self._attempt))
+        await self.prefill.inquire()
+
     @property
     def stranded(self) -> bool:
         """Whether nobody can encode the inputs where they are needed, but could if the job were elsewhere."""
-        pool = self._cluster.pool
-        return self.items.stranded and any(encodes_for(pool, reader) for reader in prompt_readers(pool))
+        return self.items.stranded and anybody_encodes(self._cluster.pool)
 
     def pairless(self) -> bool:
         """Whether only workers that need no prefill worker could go on: the decoder's are gone."""
@@ -171,7 +182,7 @@ class Crew:
         await self.leave(decoder_has_it=True)
 
     def _release_decoder(self) -> Worker | None:
-        decoder = self.decoder
+        decoder, self._ask_at_s = self.decoder, math.inf
         if self._claim is not None:
             self._claim.release()
             self._claim = None

@@ -191,9 +191,7 @@ class GenerationRequest(StructuredFields, ABC):
     def _search(self, default_temperature: float) -> dict[str, Any]:
         """How sequences are found: so many sampled ones, or beams."""
         if self.use_beam_search:
-            for name, off in (("temperature", 0), ("top_p", 1), ("top_k", -1), ("min_p", 0)):
-                if getattr(self, name) not in (None, off, 0):
-                    raise _wrong(name, f"must be {off} with use_beam_search, which does not sample")
+            refuse_sampling(self)
             if self.num_logprobs is not None:
                 raise _wrong("logprobs", "are not available with use_beam_search: beams have a score instead")
             if self.width < self.num_choices:
@@ -282,6 +280,13 @@ def _token_keys(bias: dict[str, float]) -> dict[int, float]:
         if not (key.isascii() and key.isdecimal() and len(key) <= 9):
             raise _wrong("logit_bias", f"has the key {key[:40]!r}, which is no token id")
     return {int(key): value for key, value in bias.items()}
+
+
+def refuse_sampling(fields: BaseModel) -> None:
+    """Beam search draws nothing. Raises TriptychError("invalid_request") naming the first field that says how to."""
+    for name, off in (("temperature", 0), ("top_p", 1), ("top_k", -1), ("min_p", 0)):
+        if getattr(fields, name) not in (None, off, 0):
+            raise _wrong(name, f"must be {off} with use_beam_search, which does not sample")
 
 
 def _wrong(field: str, what: str) -> TriptychError:

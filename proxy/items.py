@@ -11,6 +11,7 @@ from common.errors import ErrorInfo, TriptychError
 from common.messages import Abort, Encode, Encoded, InputNeeded, InputSlot
 from proxy.cluster import Cluster
 from proxy.jobs import Job, MediaItem
+from proxy.placement import anybody_encodes
 from proxy.retries import Retries
 from proxy.router import FREE_ITEMS, outstanding_items, pick_encoder
 from proxy.worker import Worker
@@ -117,7 +118,8 @@ class ItemSender:
         self._release(item)
         if error.code == "timeout":
             item.replaced = True
-            await self._wait_again(item, worker, error, "encoder_busy")
+            reason = "undelivered" if reply.undelivered else "encoder_busy"
+            await self._wait_again(item, worker, error, reason, undelivered=reply.undelivered)
         elif error.retryable or error.code == "internal_error":
             await self._retry(item, worker, error, "encoder_error")
         else:
@@ -206,10 +208,14 @@ class ItemSender:
         else:
             await self._again(item, reason)
 
-    async def _wait_again(self, item: _Item, worker: Worker, error: ErrorInfo, reason: str) -> None:
-        in_full = time.time() - item.sent_s >= self._cluster.handoff_timeout_s / 2  # it waits for what others need, too
-        item.retries.waited(error, in_full=in_full)
-        await self._again(item, reason, at=worker if in_full else None)
+    async def _wait_again(
+        self, item: _Item, worker: Worker, error: ErrorInfo, reason: str, *, undelivered: bool = False
+    ) -> None:
+        in_full = self._cluster.is_full_wait(item.sent_s)  # it waits for what others need, too
+        ends_early = not in_full and item.retries.waits > 0  # again: its clock may be wrong
+        undelivered_by = worker.instance_id if undelivered or ends_early else None
+        item.retries.waited(error, in_full=in_full, undelivered_by=undelivered_by)
+        await self._again(item, reason, at=worker if in_full and not undelivered else None)
 
     async def _again(self, item: _Item, reason: str, at: Worker | None = None) -> None:
         self._cluster.metrics.retries.labels(reason).inc()
@@ -222,10 +228,11 @@ class ItemSender:
         assert destination is not None
         now_s = time.time()
         if encoder is None:
-            left_s = self._cluster.patience_s(self._cluster.pool.absent_s("encoder", matching=destination))
-            if left_s <= 0:
+            pool = self._cluster.pool
+            left_s = self._cluster.patience_s(pool.absent_s("encoder", matching=destination))
+            if left_s <= 0 and not anybody_encodes(pool):
                 raise TriptychError("unavailable", "no encoder is ready; try again shortly", item.media.param)
-            item.due_s = now_s + left_s
+            item.due_s = now_s + max(0.0, left_s)  # it is stranded: the job may go where it can be encoded
             return
         if encoder is destination and encoder.record.role != "encode_prefill_decode":
             self._cluster.metrics.encoder_fallbacks.inc()

@@ -125,6 +125,11 @@ def prompt_readers(pool: WorkerPool) -> list[Worker]:
     return [*pool.workers(*WHOLE), *prefillers]
 
 
+def anybody_encodes(pool: WorkerPool) -> bool:
+    """Whether there is somebody whose prompts' inputs can be encoded."""
+    return any(encodes_for(pool, reader) for reader in prompt_readers(pool))
+
+
 def missing(pool: WorkerPool) -> str | None:
     """What there must be for jobs to be placed, and is not, in words; None if nothing."""
     if prompt_readers(pool):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 from common.errors import ErrorInfo, TriptychError
-from common.messages import Abort, Generate, Resumed
+from common.messages import Abort, Generate, Inquiry, Resumed
 from proxy.cluster import Cluster
 from proxy.items import ItemSender
 from proxy.jobs import Job
@@ -38,6 +38,7 @@ class Prefill:
         self._decoder_attempt = 0
         self._resumed: list[Resumed] = []
         self._claim: Claim | None = None
+        self._sent_s = 0.0  # to who is at it
         self._replaced = False  # by a newer attempt, so that one may run for nothing
         self.attempt = 0
         self.due_s = math.inf
@@ -74,7 +75,7 @@ class Prefill:
         assert worker is not None
         self._release()
         if error.code == "timeout":
-            self._retries.waited(error)
+            self._note_wait(error, worker)
         elif error.retryable or error.code == "internal_error":
             self._retries.failed(worker.instance_id, error)
         else:
@@ -87,7 +88,8 @@ class Prefill:
             return
         worker = self.worker
         if worker is not None:
-            self._retries.waited(ErrorInfo("timeout", f"{worker.instance_id} did not deliver the prompt in time"))
+            late = ErrorInfo("timeout", f"{worker.instance_id} did not deliver the prompt in time")
+            self._note_wait(late, worker)
             self._release()
             await self._abort(worker)
         await self._again("prompt_needed")
@@ -96,6 +98,11 @@ class Prefill:
         """Begin what is due."""
         if self.due_s <= now_s:
             await self._place()
+
+    async def inquire(self) -> None:
+        """Ask who is at it whether it still is; one that is not fails, as far as we are told."""
+        if self.worker is not None:
+            await self.worker.tell(Inquiry(self._job.request_id, self.attempt))
 
     async def on_joined(self) -> None:
         """There is a new worker: it may be the one that is waited for."""
@@ -108,13 +115,18 @@ class Prefill:
         self._release()
         await self._abort(worker)
 
+    def _note_wait(self, error: ErrorInfo, worker: Worker) -> None:
+        in_full = self._cluster.is_full_wait(self._sent_s)
+        self._retries.waited(error, in_full=in_full, undelivered_by=worker.instance_id)
+
     async def _again(self, reason: str) -> None:
         self._cluster.metrics.retries.labels(reason).inc()
         self._items.recall()
         self._replaced = True
-        candidates = self._cluster.pool.workers("prefill", matching=self._decoder)
-        if candidates and all(worker.instance_id in self._retries.failed_on for worker in candidates):
-            self.due_s = time.time() + self._retries.backoff_s
+        retries = self._retries
+        candidates = {worker.instance_id for worker in self._cluster.pool.workers("prefill", matching=self._decoder)}
+        if retries.failures and candidates and candidates <= retries.failed_on:
+            self.due_s = time.time() + retries.backoff_s
         else:
             await self._place()
 
@@ -136,7 +148,7 @@ class Prefill:
     async def _send(self, worker: Worker) -> None:
         job, decoder = self._job, self._decoder
         assert decoder is not None
-        self.due_s = math.inf
+        self.due_s, self._sent_s = math.inf, time.time()
         self._claim = Claim(worker, len(job.prompt_token_ids))
         await worker.send(
             Generate(

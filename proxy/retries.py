@@ -24,7 +24,7 @@ class Retries:
     failures: int = 0
     waits: int = 0
     failed_on: set[str] = field(default_factory=set)
-    """Instances that have failed since it last succeeded."""
+    """Instances that have failed, or could not deliver, since it last succeeded."""
 
     @property
     def backoff_s(self) -> float:
@@ -38,12 +38,16 @@ class Retries:
         if self.failures >= MAX_FAILURES:
             raise self._given_up(self.failures, error)
 
-    def waited(self, error: ErrorInfo, *, in_full: bool = False) -> None:
+    def waited(self, error: ErrorInfo, *, in_full: bool = False, undelivered_by: str | None = None) -> None:
         """Count a wait in vain. Raises `error` in other words after MAX_WAITS.
+
+        Where an instance could not deliver what it had, another one may have a way that works.
 
         One `in_full`, as long as it was meant to be, is not counted: in a burst that is nobody's fault, it must drain,
         and whoever waits has a deadline of its own. Those that end at once would not end otherwise.
         """
+        if undelivered_by is not None:
+            self.failed_on.add(undelivered_by)
         self.waits = 0 if in_full else self.waits + 1
         if self.waits >= MAX_WAITS:
             raise self._given_up(self.waits, error)

@@ -145,7 +145,7 @@ class Service:
     def check_model(self, model: str | None) -> None:
         """Raises TriptychError("model_not_found") for a model that is not served here."""
         if model is not None and model != self.model_name:
-            message = f"the model {model!r} does not exist here; this server serves {self.model_name!r}"
+            message = f"the model {model[:100]!r} does not exist here; this server serves {self.model_name!r}"
             raise TriptychError("model_not_found", message, "model")
 
     def token_limit(self, num_prompt_tokens: int, wanted: int | None, param: str) -> int:

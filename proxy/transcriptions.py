@@ -19,7 +19,7 @@ from common.whisper_prompt import Task
 from proxy.errors import from_validation
 from proxy.exchange import Exchange, Json, Payload, Plain, Sse
 from proxy.generation import Delta
-from proxy.generation_fields import Int32, Seed
+from proxy.generation_fields import Int32, Seed, refuse_sampling
 from proxy.logprobs import LogprobShapes
 from proxy.segments import as_srt, as_vtt
 from proxy.service import Service
@@ -33,8 +33,9 @@ _CHARSETS: Final = ("utf-8", "utf8", "us-ascii", "ascii", "iso-8859-1", "latin-1
 class TranscriptionForm(BaseModel):
     """The fields beside the file. Those that we do not support are refused by name.
 
-    Beyond OpenAI's: `seed`, `max_completion_tokens` (for each window of 30 s), `return_token_ids`, `priority`, and
-    beam search, whose width is `best_of`.
+    Beyond OpenAI's: how tokens are drawn (`top_p`, `top_k`, `min_p`, `seed`) and repetition is kept down, as in a chat,
+    `max_completion_tokens` (for each window of 30 s), `return_token_ids`, `priority`, and beam search, whose width is
+    `best_of`.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -47,7 +48,13 @@ class TranscriptionForm(BaseModel):
     timestamp_granularities: list[Literal["segment"]] = []
     include: list[Literal["logprobs"]] = []
     stream: bool = False
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(-1, ge=-1, lt=2**31)
+    min_p: float = Field(0.0, ge=0, le=1)
     seed: Seed | None = None
+    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
     max_completion_tokens: int | None = Field(None, ge=1)
     use_beam_search: bool = False
     best_of: int = Field(5, ge=1, le=MAX_SEQUENCES)
@@ -68,14 +75,20 @@ class TranscriptionForm(BaseModel):
             raise _wrong("timestamp_granularities", message)
         if self.include and (self.stream or self.response_format != "json"):
             raise _wrong("include", "logprobs come with response_format json only, and are not streamed")
-        if self.use_beam_search and self.temperature > 0:
-            raise _wrong("temperature", "temperature must be 0 with use_beam_search, which does not sample")
+        if self.use_beam_search:
+            refuse_sampling(self)
 
     def sampling(self, max_tokens: int) -> SamplingParams:
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=max(0, self.top_k),
+            min_p=self.min_p,
             seed=self.seed,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
             beam_width=self.best_of if self.use_beam_search else 1,
             length_penalty=self.length_penalty,
             logprobs=0 if self.include else None,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
 
 from broker.rpc import WorkerClient
 from common.errors import TriptychError
@@ -38,6 +38,8 @@ class Worker:
     record: InstanceRecord
     client: WatchedClient
     load: Load = field(default_factory=Load)
+    admitted: bool = False
+    """Whether it may be given work: there has been a connection to it."""
     gone: bool = False
     missing_since_s: float | None = None
     """Since when (monotonic) it has not been in the registry."""
@@ -83,18 +85,27 @@ class Claim:
 
 
 class WatchedClient(WorkerClient):
-    """A connection that tells when it is lost: the operating system closes a dead process's sockets at once, while
-    its registry entry lives on for seconds."""
+    """A connection that tells when it is made, and when it is lost: the operating system closes a dead process's
+    sockets at once, while its registry entry lives on for seconds."""
 
-    def __init__(
-        self, context: zmq.asyncio.Context, address: str, identity: str, on_invalid: Callable[[], None] = lambda: None
-    ) -> None:
-        super().__init__(context, address, identity, on_invalid)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    connected = False
+    """Whether it has been made, as far as `opened` has seen."""
+
+    async def opened(self) -> bool:
+        """Return once it is made, or (False) a try to make it was broken off; where nobody answers, never."""
+        self.connected = await self._next_event() == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        return self.connected
 
     async def lost(self) -> None:
-        """Return once the connection, which had been there, is lost."""
-        await self._monitor.recv_multipart()
+        """Return once it is lost."""
+        while await self._next_event() != zmq.EVENT_DISCONNECTED:
+            pass
+
+    async def _next_event(self) -> int:
+        return int(parse_monitor_message(await self._monitor.recv_multipart())["event"])
+
+    def _watch(self, socket: zmq.asyncio.Socket) -> None:
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
 
     def close(self, linger_ms: int = 0) -> None:
         self._socket.disable_monitor()

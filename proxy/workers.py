@@ -26,6 +26,8 @@ ABSENCE_S: Final = 2.0
 """A worker that has not been in the registry for so long is gone."""
 BURST_MESSAGES: Final = 64
 """Taken from one worker before those have a turn whose messages they are."""
+TOGETHER_S: Final = 0.25
+"""How long a worker that has been connected to waits for others that are being connected to."""
 LAST_WORDS_MS: Final = 200
 """How long the aborts to a worker that is given up may take to leave."""
 
@@ -78,6 +80,7 @@ class WorkerPool:
         self._lost: dict[tuple[str, int], float] = {}  # whose connection broke: until when they count as dead
         self._tasks: set[asyncio.Task[None]] = set()
         self._refused: dict[str, str] = {}
+        self._newest: dict[str, int] = {}  # the epoch of the last life that was found, of each in the registry
         self._last_usable_s: dict[Role, float] = {}
         self._unknown_since_s = time.monotonic()
         """Until the first look at the registry: since when nobody knows who is there. Then minus infinity."""
@@ -129,13 +132,15 @@ class WorkerPool:
         """Live workers of these roles that may be given something new; with `matching`, only those that may work with
         that one.
 
-        Those that are draining are not among them. Those that have just left the registry are named only where there
-        are no others: they may be stopping.
+        Those that are draining are not among them, nor those to which there is no connection yet, for it may be cut, or
+        that have only just been connected to while others are about to be.
+        Those that have just left the registry are named only where there are no others: they may be stopping.
         """
         found = [
             worker
             for worker in self._workers.values()
             if worker.record.role in roles
+            and worker.admitted
             and not worker.record.draining
             and (matching is None or incompatibility(worker.record, matching.record) is None)
         ]
@@ -175,9 +180,10 @@ class WorkerPool:
                 self._consider(record)
         self._unknown_since_s = -math.inf
         self._refused = {name: why for name, why in self._refused.items() if name in found}
+        self._newest = {name: epoch for name, epoch in self._newest.items() if name in found}
 
     def _note_usable(self, worker: Worker) -> None:
-        if not worker.record.draining:
+        if worker.admitted and not worker.record.draining:
             self._last_usable_s[worker.record.role] = time.monotonic()
 
     async def _note_missing(self, worker: Worker) -> None:
@@ -205,8 +211,11 @@ class WorkerPool:
             self._background(self._receive(worker)),
             self._background(self._watch_connection(worker)),
         ]
+        # A new life will be usable in a moment. Of one that is tried again, as its connection broke, nobody knows.
+        if record.epoch > self._newest.get(record.instance_id, 0) and not record.draining:
+            self._newest[record.instance_id] = record.epoch
+            self._last_usable_s[record.role] = time.monotonic()
         log.info("worker found", worker=record.instance_id, role=record.role, address=record.requests_address)
-        self._listener.on_joined(worker)
 
     def _incompatible(self, record: InstanceRecord) -> str | None:
         """Why a worker cannot be used; the proxy itself has no dtype."""
@@ -241,10 +250,27 @@ class WorkerPool:
             await asyncio.sleep(0)
 
     async def _watch_connection(self, worker: Worker) -> None:
-        """A lost connection means a dead process, until its entry has outlived the lifetime of a dead one's."""
-        await worker.client.lost()
+        """With a connection a worker is there. A lost one means a dead process, until its entry has outlived the
+        lifetime of a dead one's; so does one that was not made because somebody has broken it off."""
+        if await worker.client.opened():
+            self._background(self._admit())
+            await worker.client.lost()
         self._lost[worker.life] = time.monotonic() + RECORD_TTL_S + POLL_S
         await self._drop(worker)
+
+    async def _admit(self) -> None:
+        """Let those that have been connected to be given work, together with those that are found with them.
+
+        After a restart of this proxy, say, the first connection is made some milliseconds before the others, and all
+        requests that wait for a worker would go to that one.
+        """
+        if not all(worker.client.connected for worker in self._workers.values()):
+            await asyncio.sleep(TOGETHER_S)
+        admitted = [one for one in self._workers.values() if one.client.connected and not one.admitted]
+        for worker in admitted:
+            worker.admitted = True
+        for worker in admitted:
+            self._listener.on_joined(worker)
 
     def _background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

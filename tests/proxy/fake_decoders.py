@@ -18,6 +18,7 @@ from common.messages import (
     Failed,
     Generate,
     InputNeeded,
+    Inquiry,
     Prefilled,
     Role,
     Span,
@@ -34,12 +35,13 @@ if TYPE_CHECKING:
 class FakeReader(FakeWorker):
     """Takes requests and their inputs; a newer attempt replaces an older one. Encodes for itself if it says so.
 
-    `ask_again` inputs are asked for once more.
+    `ask_again` inputs are asked for once more. So many requests as `lose` says are lost on their way.
     """
 
     def __init__(self, cluster: FakeCluster, role: Role, instance_id: str) -> None:
         super().__init__(cluster, role, instance_id)
         self.ask_again: list[int] = []
+        self.lose = 0
         self._inputs: dict[str, set[int]] = {}
         self._attempts: dict[str, int] = {}
         self._request_attempts: dict[str, int] = {}
@@ -65,6 +67,12 @@ class FakeReader(FakeWorker):
             assert message.destination == self.id
             self.put_input(message.request_id, message.input_id)
             await self.reply(proxy, Encoded(message.request_id, message.input_id, message.attempt))
+        elif isinstance(message, Inquiry):
+            if message.request_id not in self._running:
+                lost = ErrorInfo("unavailable", f"{self.id} has lost the request")
+                await self.reply(proxy, Failed(message.request_id, lost, message.attempt))
+        elif isinstance(message, Generate) and self.lose:
+            self.lose -= 1
         elif isinstance(message, Generate):
             self._cancel(message.request_id)
             self._attempts[message.request_id] = message.attempt

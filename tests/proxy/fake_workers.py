@@ -33,14 +33,18 @@ class FakeWorker:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, **changes: Any) -> None:
-        values = {"fingerprint": self.cluster.info.fingerprint, "dtype": "float32", **changes}
+        values = {
+            "fingerprint": self.cluster.info.fingerprint,
+            "dtype": "float32",
+            "requests_address": self.server.address,
+            **changes,
+        }
         record = InstanceRecord(
             instance_id=self.id,
             role=self.role,
             epoch=time.time_ns(),
             model=self.cluster.info.name,
             http_address="127.0.0.1:1",
-            requests_address=self.server.address,
             **values,
         )
         self.alive = True

@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from common.errors import ErrorInfo
-from common.messages import Abort, Encode, Encoded, Failed, Tokens
-from proxy import items
+from common.messages import Abort, Encode, Encoded, Failed, Generate, Tokens
+from proxy import crew, items
 from tests.proxy.conftest import eventually
 from tests.proxy.fake_decoders import FakeDecoder
 from tests.proxy.fake_workers import SILENT, FakeEncoder
@@ -43,6 +43,19 @@ async def test_a_client_that_leaves_a_stream_aborts_everywhere(serve):
         await stream.close()
         await eventually(lambda: "pd0" in rig.aborted())
         await eventually(lambda: rig.service.admission.inflight == 0 and not rig.cluster.decoders[0]._running)
+        await rig.assert_clean()
+
+
+@pytest.mark.parametrize("workers", [{"decoders": 1}, {"decoders": 0, "pairs": (1, 1)}], ids=["whole", "apart"])
+async def test_a_request_that_is_lost_on_its_way_is_asked_for_and_sent_again(serve, monkeypatch, workers):
+    monkeypatch.setattr(crew, "INQUIRY_S", 0.05)
+    async with serve(**workers) as rig:
+        readers = [*rig.cluster.decoders, *rig.cluster.prefills]
+        for reader in readers:
+            reader.lose = 1
+        assert (await rig.chat([image_part(picture())])).choices[0].message.content == "a red sign"
+        assert rig.count("retries_total", reason="decoder_error") == 1
+        assert all(len(reader.of(Generate)) > 1 for reader in readers)
         await rig.assert_clean()
 
 
@@ -119,6 +132,48 @@ async def test_a_busy_cluster_is_waited_for_longer_than_a_failing_one(serve):
             await rig.chat([image_part(picture())])
         assert caught.value.status_code == 504
         await eventually(lambda: not rig.cluster.decoders[0]._running)
+        await rig.assert_clean()
+
+
+async def test_what_one_encoder_cannot_deliver_another_one_does(serve):
+    async with serve(encoders=2) as rig:
+        for encoder in rig.cluster.encoders:
+            encoder.script = lambda message: SILENT
+        task = asyncio.create_task(rig.chat([image_part(picture())]))
+        await eventually(lambda: any(encoder.of(Encode) for encoder in rig.cluster.encoders))
+        cut_off, other = sorted(rig.cluster.encoders, key=lambda encoder: not encoder.of(Encode))
+        other.script = lambda message: None
+        (encode,) = cut_off.of(Encode)
+        late = ErrorInfo("timeout", "it was not in place by its deadline")
+        reply = Encoded(encode.request_id, encode.input_id, encode.attempt, late, undelivered=True)
+        await cut_off.reply(cut_off.proxies[0], reply)
+        assert (await task).choices[0].message.content == "a red sign"
+        assert (len(cut_off.of(Encode)), len(other.of(Encode))) == (1, 1)
+        assert rig.count("retries_total", reason="undelivered") == 1
+        await rig.assert_clean()
+
+
+async def test_an_encoder_whose_attempts_end_early_again_and_again_is_left_for_another(serve):
+    """As where its clock is ahead: all deadlines have passed for it."""
+    async with serve(encoders=2) as rig:
+        early = ErrorInfo("timeout", "no grant within 0.0 s")
+        healthy = []
+
+        def script(encoder):
+            return lambda message: None if encoder in healthy else early
+
+        for encoder in rig.cluster.encoders:
+            encoder.script = lambda message: SILENT
+        task = asyncio.create_task(rig.chat([image_part(picture())]))
+        await eventually(lambda: any(encoder.of(Encode) for encoder in rig.cluster.encoders))
+        ahead, other = sorted(rig.cluster.encoders, key=lambda encoder: not encoder.of(Encode))
+        healthy.append(other)
+        for encoder in rig.cluster.encoders:
+            encoder.script = script(encoder)
+        (encode,) = ahead.of(Encode)
+        await ahead.reply(ahead.proxies[0], Encoded(encode.request_id, encode.input_id, encode.attempt, early))
+        assert (await task).choices[0].message.content == "a red sign"
+        assert (len(ahead.of(Encode)), len(other.of(Encode))) == (2, 1)
         await rig.assert_clean()
 
 

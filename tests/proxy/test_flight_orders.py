@@ -26,6 +26,7 @@ from common.messages import (
     Generate,
     InputNeeded,
     InputSlot,
+    Inquiry,
     InstanceRecord,
     Prefilled,
     Role,
@@ -73,6 +74,8 @@ class Sim:
             self.encodes[message.input_id] = message
         elif isinstance(message, Abort):
             self.job, self.encodes = None, {}
+        elif isinstance(message, Inquiry) and (self.job is None or self.job.attempt != message.attempt):
+            self.say(Failed("r", BUSY, message.attempt))
 
     def say(self, message: Any) -> None:
         self.world.flight.post(self.worker, message)
@@ -90,6 +93,8 @@ class Sim:
         wanted = {KV_INPUT_ID} if job.prefilled else {slot.input_id for slot in job.inputs}
         if wanted <= self.inputs:
             found.append(self.prefilled if job.prefill_for else self.token)
+        if faults:
+            found.append(self.lose)
         if faults and job.prefill_for:
             found.append(lambda: self.prefilled(BUSY))
         elif faults:
@@ -136,6 +141,10 @@ class Sim:
             attempt = self.offered if input_id == KV_INPUT_ID else self.known.get(input_id, 0)
             self.say(InputNeeded("r", input_id, attempt, self.job.attempt))
 
+    def lose(self) -> None:
+        """As if it had never come."""
+        self.job = None
+
     def fail(self) -> None:
         assert self.job is not None
         self.say(Failed("r", BUSY, self.job.attempt))
@@ -165,8 +174,11 @@ class World:
 
     has_looked = True
 
+    away_s = 1.0
+    """For how long those have been away who are not here."""
+
     def absent_s(self, *roles: Role, matching: Worker | None = None) -> float:
-        return 0.0 if self.workers(*roles) else 1.0
+        return 0.0 if self.workers(*roles) else self.away_s
 
     def find(self, instance_id: str) -> Sim | None:
         return next((sim for sim in self.sims if sim.worker.instance_id == instance_id), None)
@@ -211,7 +223,9 @@ async def _play(data: st.DataObject, world: World) -> None:
 
 
 async def _heal(world: World) -> None:
-    """From here on everything works: the job must come to its end."""
+    """From here on everything works: the job must come to its end, once it has been asked for where it was lost."""
+    crew = world.flight._crew
+    crew._ask_at_s = min(crew._ask_at_s, 0.0) if crew.decoder is not None else crew._ask_at_s
     for role in WORKER_ROLES:
         world.join(role)
     for _ in range(200):
@@ -295,6 +309,23 @@ async def test_an_encoder_that_is_lost_after_its_item_was_read_costs_nothing() -
     await world.task
     assert [token for tokens in world.got for token in tokens.token_ids] == [NUM_TOKENS + n for n in range(NUM_TOKENS)]
     assert [message.worker.load for message in world.sims] == [Load(), Load()]
+
+
+async def test_an_input_that_nobody_can_encode_here_any_more_takes_its_job_where_somebody_can() -> None:
+    """However long encoders have been away: another worker encodes for itself."""
+    world = World(["prefill_decode", "encoder"], num_inputs=1, prompt_logprobs=False)
+    await _settle(world)
+    world.join("encode_prefill_decode")
+    decoder, encoder, other = world.sims
+    encoder.encoded(encoder.encodes[0], None)
+    world.kill(encoder)
+    world.away_s = 1e9
+    decoder.need({0})
+    await _settle(world)
+    assert not world.task.done()
+    assert other.job is not None
+    assert list(other.encodes) == [0]
+    world.task.cancel()
 
 
 async def test_what_had_come_when_a_deadline_was_due_may_have_kept_it() -> None:

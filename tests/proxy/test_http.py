@@ -25,6 +25,9 @@ async def test_models_health_and_readiness(serve):
         with pytest.raises(openai.NotFoundError, match="'gpt-4'") as caught:
             await rig.chat(model="gpt-4")
         assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+        with pytest.raises(openai.NotFoundError) as caught:
+            await rig.chat(model="x" * 10**6)
+        assert len(caught.value.message) < 1000, "it is not sent back whole"
 
 
 async def test_unknown_routes_and_methods_have_openais_shape(serve):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import socket
 import time
 
 import openai
@@ -13,6 +14,7 @@ import zmq.asyncio
 from broker.registry import Registry
 from common.errors import ErrorInfo
 from common.messages import Encode, Generate
+from proxy.worker import WatchedClient
 from proxy.workers import WorkerPool
 from tests.proxy.conftest import eventually
 from tests.proxy.fake_decoders import FakeDecoder
@@ -38,6 +40,92 @@ async def test_a_stream_whose_only_decoder_died_goes_on_when_it_is_back(serve):
         back = await rig.cluster.add_decoder()
         assert (await gather(stream))[0] == {0: "a red sign"}
         assert [len(part.token_ids) for part in back.of(Generate)[0].resumed] == [2]
+        await rig.assert_clean()
+
+
+async def test_a_worker_that_cannot_be_connected_to_gets_nothing_while_there_is_another_one(serve):
+    """It is in the registry, and something accepts connections where it should be, but says nothing."""
+    async with serve() as rig:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            host, port = silent.getsockname()
+            cut_off = await rig.cluster.add_decoder(requests_address=f"tcp://{host}:{port}")
+            await eventually(lambda: cut_off.id in rig.service.pool._workers)
+            for _ in range(4):
+                assert (await rig.chat()).choices[0].message.content == "a red sign"
+            assert rig.count("retries_total", reason="decoder_gone") == 0
+            await cut_off.die()
+
+
+async def test_requests_that_wait_are_spread_over_workers_that_are_found_together(serve, monkeypatch):
+    """As after a restart of the proxy: of several connections one is the first."""
+    monkeypatch.setattr("proxy.workers.TOGETHER_S", 1000.0)
+    opened, held, late = WatchedClient.opened, asyncio.Event(), []
+
+    async def opened_in_turn(client: WatchedClient) -> bool:
+        if client.address in late:
+            await held.wait()
+        return await opened(client)
+
+    monkeypatch.setattr(WatchedClient, "opened", opened_in_turn)
+    async with serve() as rig:
+        await rig.cluster.decoders[0].die()
+        await rig.wait_for_workers()
+        waiting = [asyncio.create_task(rig.chat()) for _ in range(6)]
+        await eventually(lambda: rig.service.dispatcher.num_flights == 6)
+        back = [FakeDecoder(rig.cluster, "prefill_decode", name) for name in ("pd1", "pd2")]
+        rig.cluster.decoders.extend(back)
+        late.append(back[1].server.address)
+        for decoder in back:
+            decoder.pause_after = 0
+            await decoder.start()
+        found = rig.service.pool._workers
+        await eventually(lambda: {"pd1", "pd2"} <= found.keys() and found["pd1"].client.connected)
+        held.set()
+        await eventually(lambda: sum(len(decoder.of(Generate)) for decoder in back) == 6)
+        assert [len(decoder.of(Generate)) for decoder in back] == [3, 3]
+        for decoder in back:
+            decoder.resume.set()
+        await asyncio.gather(*waiting)
+        await rig.assert_clean()
+
+
+async def test_requests_that_wait_get_a_worker_beside_one_that_cannot_be_connected_to(serve):
+    async with serve() as rig:
+        await rig.cluster.decoders[0].die()
+        await rig.wait_for_workers()
+        waiting = asyncio.create_task(rig.chat())
+        await eventually(lambda: rig.service.dispatcher.num_flights == 1)
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            host, port = silent.getsockname()
+            cut_off = await rig.cluster.add_decoder(requests_address=f"tcp://{host}:{port}")
+            await eventually(lambda: cut_off.id in rig.service.pool._workers)
+            await rig.cluster.add_decoder()
+            assert (await waiting).choices[0].message.content == "a red sign"
+            await cut_off.die()
+
+
+@pytest.mark.parametrize("draining", [False, True])
+async def test_a_role_that_was_away_for_long_is_back_once_a_new_worker_is_found_that_takes_work(serve, draining):
+    async with serve(decoders=0) as rig:
+        pool = rig.service.pool
+        pool._last_usable_s["prefill_decode"] = time.monotonic() - 3600
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            host, port = silent.getsockname()
+            found = await rig.cluster.add_decoder(requests_address=f"tcp://{host}:{port}", draining=draining)
+            await eventually(lambda: found.id in pool._workers)
+            assert (pool.absent_s("prefill_decode") < 60) is not draining
+            await found.die()
+
+
+async def test_where_no_worker_can_be_connected_to_that_is_said_after_a_while(serve):
+    async with serve(decoders=0, handoff_timeout_s=0.5) as rig:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            host, port = silent.getsockname()
+            cut_off = await rig.cluster.add_decoder(requests_address=f"tcp://{host}:{port}")
+            await eventually(lambda: cut_off.id in rig.service.pool._workers)
+            response = await rig.http.post("/v1/completions", json={"prompt": "x"})
+            assert (response.status_code, "retry-after" in response.headers) == (503, True)
+            await cut_off.die()
         await rig.assert_clean()
 
 

@@ -9,8 +9,10 @@ import openai
 import pytest
 
 from common.errors import ErrorInfo
-from common.messages import Abort, Encode, Generate
+from common.messages import Abort, Encode, Generate, Prefilled
+from proxy.retries import MAX_WAITS
 from tests.proxy.conftest import eventually
+from tests.proxy.fake_decoders import FakePrefill
 from tests.proxy.fake_workers import SILENT
 from tests.proxy.media import image_part, picture
 from tests.proxy.streams import gather
@@ -95,6 +97,51 @@ async def test_a_busy_decoder_is_waited_for_longer_than_a_failing_prefill(serve)
         prefill = rig.cluster.prefills[0]
         prefill.script = lambda message: ErrorInfo("timeout", "no room yet") if message.attempt < 9 else None
         assert (await rig.chat()).choices[0].message.content == "a red sign"
+        await rig.assert_clean()
+
+
+async def test_keys_and_values_that_are_only_slow_are_waited_for_for_as_long_as_the_request_lasts(serve, monkeypatch):
+    """Each time for as long as a step of a handoff may take, and so more often than what ends at once is tried."""
+    at_once, timeout_s = FakePrefill.run, 0.1
+
+    async def run(prefill, proxy, message):
+        if message.attempt > MAX_WAITS + 2:
+            await at_once(prefill, proxy, message)
+        else:
+            await asyncio.sleep(0.75 * timeout_s)
+            late = ErrorInfo("timeout", "the keys and values were not in place in time")
+            await prefill.reply(proxy, Prefilled(message.request_id, message.attempt, late))
+
+    monkeypatch.setattr(FakePrefill, "run", run)
+    async with serve(decoders=0, pairs=(1, 1), handoff_timeout_s=timeout_s) as rig:
+        assert (await rig.chat()).choices[0].message.content == "a red sign"
+        await rig.assert_clean()
+
+
+async def test_keys_and_values_that_are_late_at_once_again_and_again_are_given_up(serve):
+    async with serve(decoders=0, pairs=(1, 1)) as rig:
+        rig.cluster.prefills[0].script = lambda message: ErrorInfo("timeout", "no room yet")
+        with pytest.raises(openai.APIStatusError, match=f"{MAX_WAITS} attempts") as caught:
+            await rig.chat()
+        assert caught.value.status_code == 504
+        await rig.assert_clean()
+
+
+async def test_what_one_prefill_worker_cannot_deliver_another_one_does(serve):
+    """One has the prompt cached, and would be asked first again."""
+    async with serve(decoders=0, pairs=(2, 1)) as rig:
+        for prefill in rig.cluster.prefills:
+            prefill.script = lambda message: SILENT
+        task = asyncio.create_task(rig.chat())
+        cut_off, other = await _asked(rig.cluster.prefills)
+        other.script = lambda message: None
+        (generate,) = cut_off.of(Generate)
+        await eventually(lambda: generate.request_id in cut_off._running)
+        cut_off._cancel(generate.request_id)
+        late = ErrorInfo("timeout", "the keys and values were not in place in time")
+        await cut_off.reply(cut_off.proxies[0], Prefilled(generate.request_id, generate.attempt, late))
+        assert (await task).choices[0].message.content == "a red sign"
+        assert (len(cut_off.of(Generate)), len(other.of(Generate))) == (1, 1)
         await rig.assert_clean()
 
 

@@ -60,6 +60,19 @@ async def test_prompts_are_those_of_transformers(serve, whisper_model):
         assert told.sampling.temperature == 0
 
 
+async def test_a_recording_may_be_read_by_all_that_draws_tokens_and_keeps_repetition_down(serve, whisper_model):
+    """As in vLLM, which takes the same fields."""
+    drawing = {"temperature": 0.6, "top_p": 0.9, "top_k": 8, "min_p": 0.05, "seed": 7}
+    against_repetition = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.5}
+    asked = drawing | against_repetition
+    async with serve(whisper_model.folder) as rig:
+        form = {name: str(value) for name, value in asked.items()} | {"language": "en"}
+        response = await rig.http.post("/v1/audio/transcriptions", data=form, files={"file": _upload(speech(1))})
+        assert response.status_code == 200
+        (told,) = rig.cluster.decoders[0].of(Generate)
+        assert {name: getattr(told.sampling, name) for name in asked} == asked
+
+
 async def test_a_detected_language_is_reported_and_its_tokens_are_not_text(serve, whisper_model):
     async with serve(whisper_model.folder) as rig:
         generation = whisper_model.generation
@@ -113,7 +126,11 @@ BAD_FORMS = (
     ({"include[]": "logprobs", "response_format": "text"}, 400, "include"),
     ({"stream": "true", "response_format": "srt"}, 400, "response_format"),
     ({"use_beam_search": "true", "temperature": "0.5"}, 400, "temperature"),
+    ({"use_beam_search": "true", "top_k": "5"}, 400, "top_k"),
     ({"temperature": "hot"}, 400, "temperature"),
+    ({"top_p": "0"}, 400, "top_p"),
+    ({"min_p": "nan"}, 400, "min_p"),
+    ({"repetition_penalty": "0"}, 400, "repetition_penalty"),
     ({"seed": str(2**70)}, 400, "seed"),
     ({"model": "other"}, 404, "model"),
     ({"chunking_strategy": "auto"}, 400, "chunking_strategy"),
