@@ -41,29 +41,33 @@ def choose_dtype(dtype: DType, device: torch.device, info: ModelInfo) -> torch.d
     return torch.bfloat16 if own is torch.float32 else own
 
 
-def use_layer_kernels(device: torch.device, attention_backend: str) -> None:
+def use_layer_kernels(device: torch.device, attention_backend: str) -> bool:
     """Let this process's decoders on CUDA compute their small layers by our own kernels; an attention backend named
-    `torch` does not ask for it."""
+    `torch` does not ask for it. False, with a warning, where they do not run."""
     if device.type != "cuda" or attention_backend == "torch":
-        return
+        return True
     try:
         choice.enable_on_cuda(device)
     except KernelsUnavailableError as error:
         log.warning("small layers are computed by PyTorch alone, which is slower", reason=str(error))
+        return False
+    return True
 
 
-def use_kernels(encoder: EncoderModel, device: torch.device, dtype: torch.dtype, attention_backend: str) -> None:
+def use_kernels(encoder: EncoderModel, device: torch.device, dtype: torch.dtype, attention_backend: str) -> bool:
     """Let an encoder use our own CPU kernels, or FlashInfer's on CUDA, where they serve; an attention backend named
-    `torch` forbids it."""
+    `torch` forbids it. False, with a warning, where they would serve and do not run."""
     if attention_backend == "torch":
-        return
+        return True
     if device.type == "cuda" and dtype != torch.float32 and encoder.unmasked is not None:
         # Imported here: it imports transformers, which is slow.
         from engine.encoders.ragged_attention import use_flashinfer
 
-        use_flashinfer(encoder.unmasked, device)
+        return use_flashinfer(encoder.unmasked, device)
     if device.type == "cpu" and dtype == torch.bfloat16:
         try:
             ops.enable()
         except KernelsUnavailableError as error:
             log.warning("CPU kernels not available: the encoder computes with PyTorch alone", reason=str(error))
+            return False
+    return True

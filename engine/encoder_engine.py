@@ -65,7 +65,7 @@ class EncoderEngine:
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device, info)
         self.encoder, self.load_report = load_encoder(info, self.device, self.dtype, config.load_format)
-        use_kernels(self.encoder, self.device, self.dtype, config.attention_backend)
+        self.attention_is_fallback = not use_kernels(self.encoder, self.device, self.dtype, config.attention_backend)
         self._log = log.bind(engine=instance)
         batch_bytes = config.encoder_batch_bytes or DEFAULT_BATCH_BYTES[self.device.type]
         if config.num_threads is not None:
@@ -152,6 +152,7 @@ class EncoderEngine:
             "encoder_failures_total": self._failures,
             "encoder_batch_items_last": self._last_items,
             "encoder_seconds_total": self._seconds,
+            "encoder_attention_fallback": int(self.attention_is_fallback),
             "encoder_computations": encoder_computations.value,
             **self.memory.stats(),
         }

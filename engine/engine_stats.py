@@ -34,6 +34,8 @@ def gauges(engine: DecoderEngine) -> dict[str, float]:
         "last_step_tokens": engine.loop.last_step_tokens,
         "steps_recorded": len(graphs.sizes) if graphs is not None else 0,
         "weight_bytes": engine.runner.load_report.parameter_bytes,
+        "attention_fallback": int(engine.runner.backend.is_fallback),
+        "layers_fallback": int(engine.runner.layers_are_fallback),
         "encoder_computations": encoder_computations.value,
         **engine.runner.memory.stats(),
     }

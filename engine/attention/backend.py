@@ -95,6 +95,8 @@ class AttentionBackend(ABC):
     """What a decode step copies of one layer's cache and keeps, as a multiple of that, at most."""
     slot_dtype: torch.dtype = torch.int64
     """The type of slot mappings that `write` takes without a conversion; it takes int64 and int32."""
+    is_fallback: bool = False
+    """Whether another backend would have been taken, had it been able to run here."""
 
     @abstractmethod
     def plan(self, metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> Any:

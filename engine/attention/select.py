@@ -109,8 +109,9 @@ def choose_backend(
     """The backend for a device, a dtype and a decoder's heads, one for each phase where two are best; the choice is
     logged.
 
-    With a `name` it serves every phase that it can, and the rest is chosen. Raises TriptychError("invalid_request")
-    for a name that there is not, or that cannot run here or serve this device, dtype and size of heads.
+    With a `name` it serves every phase that it can, and the rest is chosen. What stands in for one that cannot run here
+    `is_fallback`. Raises TriptychError("invalid_request") for a name that there is not, or that cannot run here or
+    serve this device, dtype and size of heads.
     """
     made = {} if name == "auto" else {name: _make_named(name, device, dtype, heads)}
     order = [*made, *(other for other in BACKENDS if other not in made)]
@@ -118,7 +119,9 @@ def choose_backend(
     names = {phase: backend.name for phase, backend in chosen.items()}
     log.info("attention backend", **names, device=device.type, dtype=str(dtype).removeprefix("torch."))
     prefill, decode = chosen["prefill"], chosen["decode"]
-    return prefill if prefill is decode else PhasedBackend(prefill, decode)
+    backend = prefill if prefill is decode else PhasedBackend(prefill, decode)
+    backend.is_fallback = prefill.is_fallback or decode.is_fallback
+    return backend
 
 
 def _make_named(name: str, device: torch.device, dtype: torch.dtype, heads: HeadSpec) -> AttentionBackend:
@@ -150,6 +153,7 @@ def _choose(
     made: dict[str, AttentionBackend],
 ) -> AttentionBackend:
     """The first backend in `order` that serves a phase; `made` keeps those that were made for another one."""
+    is_fallback = False
     for name in order:
         entry = BACKENDS[name]
         if phase not in entry.phases or not entry.serves(device, dtype, heads.head_dim):
@@ -157,7 +161,9 @@ def _choose(
         try:
             if name not in made:
                 made[name] = entry.make(device, dtype, heads)
+            made[name].is_fallback |= is_fallback
             return made[name]
         except BackendUnavailableError as error:
+            is_fallback = True
             log.warning("attention backend not available", backend=name, reason=str(error))
     raise TriptychError("invalid_request", f"no attention backend serves {dtype} on {device.type}")

@@ -27,8 +27,8 @@ _numbers: Final = itertools.count(1)
 log = get_logger()
 
 
-def use_flashinfer(module: PreTrainedModel, device: torch.device) -> None:
-    """Make a module of transformers, whose attention has no masks, compute it by FlashInfer.
+def use_flashinfer(module: PreTrainedModel, device: torch.device) -> bool:
+    """Make a module of transformers, whose attention has no masks, compute it by FlashInfer; whether it does.
 
     Its kernels are tried; a warning where they do not run, or where FlashInfer is not installed.
     """
@@ -36,16 +36,23 @@ def use_flashinfer(module: PreTrainedModel, device: torch.device) -> None:
         ragged = FlashInferRagged(Workspace(load_flashinfer(), device, RAGGED_WORKSPACE_BYTES))
     except ImportError as error:
         _tell(f"FlashInfer cannot be imported ({error}); install it with pip install 'triptych[cuda]'")
-        return
+        return False
     try:
         _try(ragged, module, device)
     except Exception as error:  # of compilers, of a loader or of a driver: what these raise is documented nowhere
         _tell(kernels_missing(error))
-        return
+        return False
     name = f"{NAME}_{next(_numbers)}"
     AttentionInterface.register(name, EncoderAttention(ragged, device))
     # Not when it is made: transformers would look for the package flash_attn. Layers read it in every forward pass.
     module.config._attn_implementation = name
+    return True
+
+
+def head_sizes(module: nn.Module) -> set[tuple[int, int]]:
+    """Heads and their size in each kind of layer, as transformers' attention modules say it."""
+    layers: list[Any] = [one for one in module.modules() if hasattr(one, "num_heads") and hasattr(one, "head_dim")]
+    return {(layer.num_heads, layer.head_dim) for layer in layers}
 
 
 def _tell(reason: str) -> None:
@@ -53,9 +60,8 @@ def _tell(reason: str) -> None:
 
 
 def _try(ragged: FlashInferRagged, module: PreTrainedModel, device: torch.device) -> None:
-    """One sequence of two tokens for each kind of heads that layers have, as transformers' attention modules say it."""
-    layers = [layer for layer in module.modules() if hasattr(layer, "num_heads") and hasattr(layer, "head_dim")]
-    for num_heads, head_dim in {(layer.num_heads, layer.head_dim) for layer in layers}:
+    """One sequence of two tokens for each kind of heads that layers have."""
+    for num_heads, head_dim in head_sizes(module):
         tokens = torch.zeros(2, num_heads, head_dim, dtype=module.dtype, device=device)
         ragged.run(tokens, tokens, tokens, RaggedBatch([2], device), scale=head_dim**-0.5)
     if device.type == "cuda":

@@ -79,7 +79,7 @@ class DecoderRunner:
         self.last_tokens = LastTokens(config.max_num_seqs, self.device)
         self._side = SideStream.beside(self.device)
         self.backend = choose_backend(self.device, self.dtype, config.attention_backend, HeadSpec.of(self.spec))
-        use_layer_kernels(self.device, config.attention_backend)
+        self.layers_are_fallback = not use_layer_kernels(self.device, config.attention_backend)
         self._uses_mrope = self.spec.mrope_section is not None
         self.records_graphs = self.device.type == "cuda" and not config.enforce_eager
         self.graph_sizes = graph_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))

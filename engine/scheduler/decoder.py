@@ -72,6 +72,7 @@ class DecoderScheduler:
         self.reserved: list[Request] = []
         self.line_end: tuple[int, int] | None = None
         self.held_back = False
+        self._first: Request | None = None  # for whom others have just given their blocks
         self._places = Places(blocks, coverage, self.running, self.reserved, max_num_seqs)
         self.counters = {"preemptions": 0, "preemptions_by_swap": 0}
 
@@ -188,7 +189,9 @@ class DecoderScheduler:
     def _admit(self, chosen: Chosen, budget: int) -> list[Request]:
         """Waiting requests that begin now. One whose inputs are all here goes before those that wait for theirs."""
         admitted = []
-        for request in list(self.waiting):
+        line, first = list(self.waiting), self._first
+        self._first = None
+        for request in sorted(line, key=lambda one: one is not first) if first is not None else line:
             if budget <= 0 or self.held_back or self._is_behind_the_line(request):
                 break
             wanted = self._first_chunk(request, budget)
@@ -339,16 +342,27 @@ class DecoderScheduler:
         self.blocks.free_cross(request.request_id)
 
     def yield_blocks(self) -> bool:
-        """Nothing can run: let the last running request give its blocks to one before it that could compute.
+        """Nothing can run: let the last running requests give their blocks to one before them that could compute.
 
-        Returns False where there is no such pair.
+        Only where that is enough for it, and where it would not make way for them again at once: blocks would go to and
+        fro for nothing. It comes first in the next step, or others would take them. Returns False where there is no
+        such request.
         """
-        ready = [request.order for request in self.waiting if self._first_chunk(request, self.token_budget) > 0]
-        last = max(self.running, key=lambda request: request.order, default=None)
-        if not ready or last is None or last.order < min(ready):
-            return False
-        self.preempt(last)
-        return True
+        for request in self.waiting:
+            if self._is_behind_the_line(request):
+                return False
+            wanted = self._first_chunk(request, self.token_budget)
+            if wanted <= 0 or self._places.would_make_way(request):
+                continue
+            later = sorted((one for one in self.running if one.order > request.order), key=lambda one: one.order)
+            if later and self._places.has_place_without(later, request, wanted):
+                while later and not self._places.has_place(request, wanted):
+                    self.preempt(later.pop())
+                self._first = request
+                return True
+            if self._places.holds_the_line(request):
+                return False
+        return False
 
 
 def _num_chosen(chosen: Chosen) -> int:

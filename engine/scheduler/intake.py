@@ -270,21 +270,38 @@ class InputIntake:
         first = None if self._granted else self._first_without_room()
         if first is None:
             return False
-        request, item = first
+        _, item = first
         assert item.metadata is not None
         if self._rest_covered():
             return True
+        holders, gain = self._revocable(first, only_blocked=only_blocked)
+        if not self.cache.can_reserve(item.metadata.size_bytes - gain):
+            return False  # what is lost in vain would be back at once, out of the cache, and lost again
         revoked = 0
-        for holder, held in sorted(self._ready_inputs(), key=_grant_order, reverse=True):
-            oldest_first = _grant_order((holder, held)) < _grant_order((request, item))
-            if oldest_first or self.cache.can_reserve(item.metadata.size_bytes):
+        for holder, held in holders:
+            if self.cache.can_reserve(item.metadata.size_bytes):
                 break
-            if only_blocked and not _is_blocked(holder, held):
-                continue
             self._lose(holder, held)
             revoked += 1
         self.counters["inputs_revoked"] += revoked
         return revoked > 0
+
+    def _revocable(
+        self, first: tuple[Request, RequestInput], *, only_blocked: bool
+    ) -> tuple[list[tuple[Request, RequestInput]], int]:
+        """The inputs that may give their room back to `first`, youngest ones first, and how many bytes that makes.
+
+        Where an input that keeps its room has the same content, nothing would be gained.
+        """
+
+        def may_give(pair: tuple[Request, RequestInput]) -> bool:
+            return _grant_order(pair) > _grant_order(first) and (not only_blocked or _is_blocked(*pair))
+
+        ready = sorted(self._ready_inputs(), key=_grant_order, reverse=True)
+        kept = {pair[1].slot.content_hash for pair in ready if not may_give(pair)}
+        holders = [pair for pair in ready if pair[1].slot.content_hash not in kept]
+        sizes = {held.slot.content_hash: held.metadata.size_bytes for _, held in holders if held.metadata is not None}
+        return holders, sum(sizes.values())
 
     def _rest_covered(self) -> bool:
         """Inputs that the KV cache has, too, need no room: else a request whose next input finds none because of them

@@ -60,9 +60,10 @@ class Places:
         """Whether there is a place, or would be one without those who would make way."""
         if self.has_place(request, wanted):
             return True
-        if not self.holds_the_line(request):
-            return False
-        givers = self.givers(request)
+        return self.holds_the_line(request) and self.has_place_without(self.givers(request), request, wanted)
+
+    def has_place_without(self, givers: list[Request], request: Request, wanted: int) -> bool:
+        """Whether there would be a place if some running requests gave theirs."""
         held = sum(self._blocks.releasable_blocks(other.request_id, other.sequence_ids) for other in givers)
         holders = [other for other in (*self._running, *self._reserved) if other not in givers]
         slots = sum(other.num_slots for other in holders) + request.num_slots
@@ -80,3 +81,11 @@ class Places:
                 and not any(item.state is InputState.CONSUMED for item in other.inputs)
             )
         ]
+
+    def would_make_way(self, request: Request) -> bool:
+        """Whether a waiting request would be among the givers again once it had what it can compute now: what stands in
+        front of its first input."""
+        if not request.inputs:
+            return False
+        first = request.inputs[0]
+        return not first.usable and not self._coverage.covers(request, first)

@@ -169,7 +169,10 @@ def test_phases_may_differ_and_what_cannot_run_is_passed_over(monkeypatch: pytes
     chosen = choose_backend(CPU, torch.bfloat16)
     assert isinstance(chosen, PhasedBackend)
     assert chosen.prefill is not chosen.decode
-    assert isinstance(choose_backend(CPU, torch.float32), TorchBackend)
+    assert chosen.is_fallback, "what was preferred cannot run"
+    plain = choose_backend(CPU, torch.float32)
+    assert isinstance(plain, TorchBackend)
+    assert not plain.is_fallback, "nothing was passed over"
     with pytest.raises(TriptychError, match="'absent': no compiler"):
         choose_backend(CPU, torch.bfloat16, "absent")
 

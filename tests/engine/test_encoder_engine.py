@@ -75,6 +75,7 @@ def test_one_step_encodes_items_of_several_requests(folder: Path) -> None:
         "encoder_items_total": 4,
         "encoder_failures_total": 0,
         "encoder_batch_items_last": 4,
+        "encoder_attention_fallback": 0,
         "encoder_seconds_total": pytest.approx(results[0].end_s - results[0].start_s),
     }
 

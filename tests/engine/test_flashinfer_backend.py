@@ -325,7 +325,8 @@ def test_where_kernels_do_not_run_the_start_gets_pytorch_and_the_log_says_why(
 ) -> None:
     monkeypatch.setattr(f"tests.fake_flashinfer.{place}", no_compiler)
     with flashinfer_on_cpu():
-        assert choose_backend(CPU, torch.float16).name == "torch"
+        backend = choose_backend(CPU, torch.float16)
+        assert (backend.name, backend.is_fallback) == ("torch", True)
         said = capsys.readouterr()
         assert "Could not find nvcc" in said.out + said.err
         assert "install nvcc and ninja" in said.out + said.err

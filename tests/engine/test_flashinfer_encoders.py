@@ -82,7 +82,7 @@ def test_encoders_give_the_same_rows_with_a_plan_for_each_kind_of_sequences(
     expected = [rows for batch in batches for rows in encoder.encode(batch)]
     assert encoder.unmasked is not None
     with flashinfer_on_cpu(head_dims):
-        use_flashinfer(encoder.unmasked, CPU)
+        assert use_flashinfer(encoder.unmasked, CPU)
         before = Wrapper.num_plans
         got = [rows for batch in batches for rows in encoder.encode(batch)]
     assert Wrapper.num_plans - before == (len(batches) * kinds if head_dims is SERVED else 0)
@@ -113,7 +113,7 @@ def test_an_encoder_keeps_to_pytorch_where_kernels_do_not_run(
     before = encoder.unmasked.config._attn_implementation
     monkeypatch.setattr(fake_flashinfer.BatchPrefillWithRaggedKVCacheWrapper, "plan", no_compiler)
     with flashinfer_on_cpu(SERVED):
-        use_flashinfer(encoder.unmasked, CPU)
+        assert not use_flashinfer(encoder.unmasked, CPU)
     assert encoder.unmasked.config._attn_implementation == before
     said = capsys.readouterr()
     assert "Could not find nvcc" in said.out + said.err

@@ -364,6 +364,24 @@ def test_later_pictures_that_came_first_make_room_for_the_next_one() -> None:
     assert [item.state for item in request.inputs] == [InputState.GRANTED, InputState.READY, InputState.MISSING]
 
 
+@pytest.mark.parametrize("last", ["h0", "h2"], ids=["shared with one that keeps its room", "too small"])
+def test_nothing_is_taken_back_where_that_makes_too_little_room(last: str) -> None:
+    """It would be back at once, out of the cache, be taken back again, and so on."""
+    desk = Desk(3)
+    request = desk.request("a", "h0", "h1", last)
+    for number, content in ((0, "h0"), (2, last)):
+        desk.intake.offer("a", number, 0, metadata(2 if content == "h0" else 1, content), FAR_S)
+    desk.events()
+    for number, item in enumerate(request.inputs):
+        if item.state is InputState.GRANTED:
+            desk.intake.deliver("a", number, 0, tensor(2 if item.slot.content_hash == "h0" else 1))
+    desk.intake.offer("a", 1, 0, metadata(2, "h1"), FAR_S)
+    desk.events()
+    assert [item.state for item in request.inputs] == [InputState.READY, InputState.OFFERED, InputState.READY]
+    assert not desk.intake.take_back(only_blocked=False)
+    assert desk.events() == []
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_any_burst_drains_within_its_budget(seed: int) -> None:
     """Offers in any order, tensors early, late, twice or lost: every request gets all its inputs, in its own order."""

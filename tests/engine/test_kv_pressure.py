@@ -7,7 +7,7 @@ from common.model_info import ModelInfo
 from engine.decoder_engine import DecoderEngine
 from engine.events import InputLost, KvComputed
 from engine.request import Request
-from tests.engine.driving import Job, Tokens, greedy, run, sampled, text
+from tests.engine.driving import Driver, Job, Tokens, greedy, run, sampled, text, text_tokens
 from tests.engine.handing_over import Pair, quick_engine
 from tests.engine.test_swapping import clips, pictures
 
@@ -116,6 +116,49 @@ def test_a_granted_prefill_takes_the_blocks_of_those_that_are_not(tiny_llama: Mo
         assert engine.has_work()
         pair.sender.step()
     for name in ("granted", "urgent 0", "urgent 1"):
+        engine.abort(name)
+    assert engine.is_empty()
+
+
+def test_a_prefill_takes_blocks_back_once_its_picture_is_there_and_not_before(tiny_vision: ModelInfo) -> None:
+    """Before, it could only compute what stands in front of the picture, and would make way at once: without end."""
+    engine = quick_engine(tiny_vision, 3)
+    driver = Driver(engine)
+    placeholder = tiny_vision.placeholder_token_id or 0
+    driver.add(Job("r", [7, 8, placeholder, 9], greedy(2), [("x", 2)]), offer=False, prefill_only=True)
+    driver.step()
+    driver.add(text("later", 11, greedy(1)), prefill_only=True)
+    while not any(one.is_prefilled_here for one in engine.scheduler.running):
+        driver.step()
+    for _ in range(5):
+        driver.step()
+    assert not engine.has_work(), "one waits for its picture, the other one for its grant"
+    assert engine.stats()["preemptions_total"] == 1
+    driver.offer("r", 0)
+    while not any(one.request_id == "r" and one.is_prefilled_here for one in engine.scheduler.running):
+        assert engine.has_work()
+        driver.step()
+    for name in ("r", "later"):
+        engine.abort(name)
+    assert engine.is_empty()
+
+
+def test_a_prefill_takes_no_blocks_that_are_not_enough_for_it(tiny_vision: ModelInfo) -> None:
+    """Whoever gave them would have them back at once, and give them again: without end."""
+    engine = quick_engine(tiny_vision, 4)
+    driver = Driver(engine)
+    placeholder = tiny_vision.placeholder_token_id or 0
+    driver.add(text("earlier", 8, greedy(1)), prefill_only=True)
+    token_ids = [*text_tokens(1, 6), placeholder, 9, placeholder, 9]
+    driver.add(Job("r", token_ids, greedy(1), [("x", 2), ("y", 2)]), offer=False, prefill_only=True)
+    for input_id in (0, 1):
+        driver.offer("r", input_id)
+    driver.add(text("later", 4, greedy(1)), prefill_only=True)
+    engine.withdraw("r", 1, 0)
+    for _ in range(10):
+        driver.step()
+    assert not engine.has_work(), "two wait for their grants, the other one for its second picture"
+    for name in ("earlier", "r", "later"):
         engine.abort(name)
     assert engine.is_empty()
 

@@ -7,7 +7,7 @@ each one the promises are checked; `run_quietly` then lets everything come to it
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 from common.config import Settings
 from common.errors import ErrorInfo, TriptychError
-from common.messages import InstanceRecord, Role
+from common.messages import Generate, InstanceRecord, Role
 from common.sampling_params import SamplingParams
 from proxy.dispatch import Dispatcher
 from proxy.jobs import Job, MediaItem, make_slots
@@ -51,9 +51,12 @@ class Client:
 
 
 class Cluster:
-    """`topology` names the workers: {"e0": "encoder", "d0": "prefill_decode"}."""
+    """`topology` names the workers: {"e0": "encoder", "d0": "prefill_decode"}.
 
-    def __init__(self, topology: Mapping[str, Role], **engine: Any) -> None:
+    With `encoder_fallback` those that prefill encode where no encoder is.
+    """
+
+    def __init__(self, topology: Mapping[str, Role], *, encoder_fallback: bool = False, **engine: Any) -> None:
         self.stack = ExitStack()
         self.loop = SimulatedLoop()
         self.stack.enter_context(self.loop.clocks())
@@ -63,7 +66,7 @@ class Cluster:
             patch("proxy.workers.WatchedClient", lambda _, where, name, __: SimulatedClient(self.network, where, name))
         )
         config = tiny_config(**({"block_size": 2, "num_blocks": 12, "cache_rows": 3} | engine))
-        self.settings = Settings(handoff_timeout_s=HANDOFF_TIMEOUT_S, engine=config)
+        self.settings = Settings(handoff_timeout_s=HANDOFF_TIMEOUT_S, encoder_fallback=encoder_fallback, engine=config)
         self.topology = dict(topology)
         self.workers: dict[str, SimulatedWorker] = {}
         self.clients: list[Client] = []
@@ -212,6 +215,14 @@ class Cluster:
         found = [(one, True) for one in connections if one.to_worker]
         return found + [(one, False) for one in connections if one.to_proxy and not one.closed]
 
+    def requests_under_way(self) -> list[tuple[Connection, Generate]]:
+        return [
+            (one, message)
+            for one in self.network.connections.values()
+            for message in one.to_worker
+            if isinstance(message, Generate)
+        ]
+
     def move(self, connection: Connection, to_worker: bool) -> None:
         """The next message of a line arrives."""
         if to_worker:
@@ -257,10 +268,10 @@ class Cluster:
 
     # --- and in the end
 
-    def run_quietly(self) -> None:
-        """Let everything happen, in order, until nothing is left to do."""
+    def run_quietly(self, *, without: Set[str] = frozenset()) -> None:
+        """Let everything happen, in order, until nothing is left to do; who is away comes back, but for `without`."""
         self.network.loose = [letter for letter in self.network.loose if not letter.damaged]
-        for name in self.topology.keys() - self.workers.keys():
+        for name in sorted(self.topology.keys() - self.workers.keys() - without):
             self.start(name)
         end_s = self.loop.now_s + QUIET_S
         while self.loop.now_s < end_s:

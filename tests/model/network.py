@@ -261,6 +261,8 @@ class SimulatedServer:
 class SimulatedClient:
     """Stands in for proxy.worker.WatchedClient."""
 
+    connected = True
+
     def __init__(self, network: Network, address: str, identity: str) -> None:
         self._connection = network.connect(address, identity)
         self.address = address
@@ -271,6 +273,9 @@ class SimulatedClient:
 
     async def receive(self) -> FromWorker:
         return await self._connection.received.get()
+
+    async def opened(self) -> bool:
+        return True
 
     async def lost(self) -> None:
         await self._connection.lost.wait()
@@ -335,8 +340,6 @@ class SimulatedTensorReceiver:
 
     def watch_given(self, on_given: object) -> None:
         """Nothing is given: what comes is copied."""
-
-    def keep_only(self, senders: object) -> None: ...
 
     async def receive(self) -> ReceivedTensor:
         return await self.received.get()

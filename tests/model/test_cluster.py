@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import pytest
 from hypothesis import HealthCheck, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -24,6 +25,8 @@ SETTINGS = settings(
     suppress_health_check=list(HealthCheck),
     print_blob=True,
 )
+FEW = settings(SETTINGS, max_examples=1000 if DEEP else 3)
+"""For variants of what is told at length."""
 NUMBERS = st.integers(0, 11)
 PICTURES = st.lists(st.tuples(st.sampled_from("xyz"), st.integers(1, 3)), max_size=3)
 MAX_CLIENTS = 5
@@ -33,10 +36,11 @@ class ClusterStory(RuleBasedStateMachine):
     """What may happen to one encoder and one decoder."""
 
     topology: ClassVar[dict[str, Role]] = {"e0": "encoder", "d0": "prefill_decode"}
+    encoder_fallback: ClassVar[bool] = False
 
     @initialize()
     def begin(self) -> None:
-        self.cluster = Cluster(self.topology)
+        self.cluster = Cluster(self.topology, encoder_fallback=self.encoder_fallback)
         self.delay_s = 0.0
 
     @precondition(lambda self: len(self.cluster.clients) < MAX_CLIENTS)
@@ -74,6 +78,16 @@ class ClusterStory(RuleBasedStateMachine):
         lines = self.cluster.lines()
         self.cluster.move(*lines[number % len(lines)])
         self.cluster.check()
+
+    @precondition(lambda self: self.cluster.requests_under_way())
+    @rule(number=NUMBERS)
+    def a_request_is_lost(self, number: int) -> None:
+        """Without a word, though its connection goes on."""
+        found = self.cluster.requests_under_way()
+        connection, request = found[number % len(found)]
+        note(f"{request.request_id}/{request.attempt} to {connection.worker[0]}")
+        self.cluster.faulty = True
+        connection.to_worker.remove(request)
 
     @precondition(lambda self: self.cluster.threads_due())
     @rule(number=NUMBERS)
@@ -164,17 +178,38 @@ class TwoPairs(ClusterStory):
     }
 
 
-def test_one_encoder_and_one_decoder_keep_their_promises_whatever_happens() -> None:
-    run_state_machine_as_test(ClusterStory, settings=SETTINGS)
+class AllInOne(ClusterStory):
+    """One that encodes for itself."""
+
+    topology: ClassVar[dict[str, Role]] = {"epd0": "encode_prefill_decode"}
 
 
-def test_two_of_each_keep_their_promises_whatever_happens() -> None:
-    run_state_machine_as_test(TwoEncodersTwoDecoders, settings=SETTINGS)
+class AllInOneBesideAPair(ClusterStory):
+    """One that encodes for itself, but gets what the encoder makes while there is one."""
+
+    topology: ClassVar[dict[str, Role]] = {"e0": "encoder", "d0": "prefill_decode", "epd0": "encode_prefill_decode"}
 
 
-def test_a_prefill_and_a_decode_worker_keep_their_promises_whatever_happens() -> None:
-    run_state_machine_as_test(PrefillApart, settings=SETTINGS)
+class DecoderThatMayEncode(ClusterStory):
+    encoder_fallback: ClassVar[bool] = True
 
 
-def test_two_pairs_keep_their_promises_whatever_happens() -> None:
-    run_state_machine_as_test(TwoPairs, settings=SETTINGS)
+class PrefillThatMayEncode(PrefillApart):
+    encoder_fallback: ClassVar[bool] = True
+
+
+@pytest.mark.parametrize(
+    ("story", "length"),
+    [
+        pytest.param(ClusterStory, SETTINGS, id="one encoder and one decoder"),
+        pytest.param(TwoEncodersTwoDecoders, SETTINGS, id="two of each"),
+        pytest.param(PrefillApart, SETTINGS, id="prefill and decode apart"),
+        pytest.param(TwoPairs, SETTINGS, id="two pairs"),
+        pytest.param(AllInOne, FEW, id="one that does everything"),
+        pytest.param(AllInOneBesideAPair, FEW, id="one that does everything beside a pair"),
+        pytest.param(DecoderThatMayEncode, FEW, id="a decoder that may encode"),
+        pytest.param(PrefillThatMayEncode, FEW, id="a prefill worker that may encode"),
+    ],
+)
+def test_a_cluster_keeps_its_promises_whatever_happens(story: type[ClusterStory], length: settings) -> None:
+    run_state_machine_as_test(story, settings=length)

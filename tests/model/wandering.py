@@ -12,22 +12,40 @@ from tests.model.cluster import Cluster
 STEPS = 150
 OUTAGES = 0.01
 """How often something is lost that all share, per step."""
+ABSENCES = 0.03
+"""How often an encoder goes, or comes back, per step."""
 
 
-def wander(topology: Mapping[str, Role], seed: int, *, outages: bool = False, **engine: Any) -> None:
+def wander(
+    topology: Mapping[str, Role], seed: int, *, outages: bool = False, absences: bool = False, **options: Any
+) -> None:
     """One story, with preemptions, deaths and clients that leave, until nothing is left; with `outages`, the proxy dies
-    and the broker is away or forgets, too. Raises where a promise is broken."""
-    draw, outage = random.Random(seed), random.Random(~seed)
-    cluster = Cluster(topology, **engine)
+    and the broker is away or forgets, too; with `absences`, encoders die and come back later, or in the end. `options`
+    are the cluster's. Raises where a promise is broken."""
+    draw, outage, absence = random.Random(seed), random.Random(~seed), random.Random(f"{seed}")
+    cluster = Cluster(topology, **options)
     try:
         for _ in range(STEPS):
             _happen(cluster, draw)
             if outages and outage.random() < OUTAGES:
                 _break(cluster, outage)
+            if absences and absence.random() < ABSENCES:
+                _come_or_go(cluster, absence)
             cluster.check()
         cluster.run_quietly()
     finally:
         cluster.close()
+
+
+def _come_or_go(cluster: Cluster, draw: random.Random) -> None:
+    encoders = [name for name, role in sorted(cluster.topology.items()) if role == "encoder"]
+    if not encoders:
+        return
+    name = draw.choice(encoders)
+    if name in cluster.workers:
+        cluster.kill(name)
+    else:
+        cluster.start(name)
 
 
 def _happen(cluster: Cluster, draw: random.Random) -> None:

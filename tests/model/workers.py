@@ -49,6 +49,7 @@ HELD = {
     "encoder_items_open",
     "encoder_items_computing",
     "encoder_held_bytes",
+    "preprocess_waiting",
     "handoffs_open",
     "prefills_open",
     "inputs_encoding_here",
@@ -183,6 +184,7 @@ class SimulatedWorker(Shell):
         if receiver is not None:
             held["offers"] = len(receiver._offers) + len(receiver._kv_keys)
         held["engine"] = self.engine is not None and not self.engine.is_empty()
+        held["engines at work"] = sum(thread.engine.has_work() for thread in self.threads)
         return {name: value for name, value in held.items() if value}
 
 
