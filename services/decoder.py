@@ -6,6 +6,7 @@ subclasses that say which requests they take.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -86,9 +87,8 @@ class DecoderService(ABC):
     def tasks(self) -> list[Coroutine[Any, Any, None]]:
         return [self._receiver.run()]
 
-    def review(self, instances: dict[str, InstanceRecord]) -> None:
-        """What a lost sender has offered ends by its deadline, or by the next attempt."""
-        self._receiver.review(instances)
+    def review(self, instances: dict[str, InstanceRecord]) -> None:  # noqa: B027 (most that decode have nothing to do)
+        """Nothing: what a lost sender has offered ends by its deadline, or by the next attempt."""
 
     def close(self) -> None:
         if self._encoding is not None:
@@ -188,7 +188,8 @@ class DecoderService(ABC):
         elif isinstance(event, InputLost):
             self._outcomes["input_needed"] += 1
             needed = InputNeeded(event.request_id, event.input_id, event.attempt, event.request_attempt)
-            self._links.reply(event.request_id, needed)
+            # Behind what the encoder of this process is about to say: that it had been stored, so this is no failure.
+            asyncio.get_running_loop().call_soon(self._links.reply, event.request_id, needed)
         elif self._encoding is None or not self._encoding.settle(event):
             self._receiver.settle(event)
 

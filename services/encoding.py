@@ -155,8 +155,9 @@ class EncodingStage:
         recorder = SpanRecorder(self._links.instance_id)
         error: ErrorInfo | None = None
         self._links.hops.mark(key, "encode_received")
+        given_s = message.deadline_s - time.time()
         try:
-            async with asyncio.timeout(message.deadline_s - time.time()):
+            async with asyncio.timeout(given_s):
                 await self._pipeline.run(key, message, work, recorder)
         except TriptychError as caught:
             error = caught.info
@@ -167,13 +168,15 @@ class EncodingStage:
         except Exception as caught:  # a mistake of ours: the proxy must learn of it, and the next item may do better
             log.error("an item failed unexpectedly", key=key, exc_info=True)
             error = ErrorInfo("internal_error", f"the encoder worker failed: {type(caught).__name__}")
-        self._outcomes["ok" if error is None else error.code] += 1
+        late = error is not None and error.code == "timeout"
+        undelivered = late and recorder.open_s("handoff") > max(0.0, given_s) / 2
+        self._outcomes["ok" if error is None else "undelivered" if undelivered else error.code] += 1
         self._links.metrics.observe_spans(recorder.spans)
-        reply = self._replies[key] = Encoded(*key, error, recorder.spans)
+        reply = self._replies[key] = Encoded(*key, error, recorder.spans, undelivered)
         while len(self._replies) > MAX_REMEMBERED:
             self._replies.popitem(last=False)
         self._links.send(proxy, reply)
-        return error is not None and error.code == "timeout"
+        return late
 
     def _end(self, key: Key, task: asyncio.Task[bool]) -> None:
         del self._items[key]

@@ -11,7 +11,6 @@ from redis.asyncio import Redis
 
 from broker.channels import ChannelName, ChannelSender, Delivery
 from broker.handoff import Handoff, Key
-from broker.presence import Life
 from broker.registry import Registry
 from broker.rpc import WorkerServer
 from broker.tensors import TensorReceiver, TensorSender
@@ -48,11 +47,6 @@ class Links:
     """There where the engine computes on a GPU."""
 
     @property
-    def life(self) -> Life:
-        """What tells this process from its forerunners, to others."""
-        return Life(self.instance_id, self.epoch)
-
-    @property
     def engine_config(self) -> EngineConfig:
         """The engine's settings; on a GPU, with room beside it for what tensors travel by."""
         return self.settings.engine if self.cuda is None else engine_on_gpu(self.settings, self.host)
@@ -69,7 +63,6 @@ class Links:
             redis=self.redis,
             cluster=settings.cluster,
             cuda=self.cuda,
-            own=self.life,
         )
         self.metrics.gauges["tensors_invalid_total"] = lambda: receiver.num_invalid
         self.metrics.gauges["tensors_unfinished_total"] = lambda: receiver.num_unfinished
@@ -77,16 +70,8 @@ class Links:
 
     def tensor_sender(self) -> TensorSender:
         """Sends tensors by the transports that the settings name."""
-        transport, cluster = self.settings.transport, self.settings.cluster
-        sender = TensorSender(
-            self.context,
-            self.host,
-            transport=transport,
-            redis=self.redis,
-            cluster=cluster,
-            cuda=self.cuda,
-            own=self.life,
-        )
+        transport = self.settings.transport
+        sender = TensorSender(self.context, self.host, transport=transport, redis=self.redis, cuda=self.cuda)
         self.metrics.tallies["tensors_sent"] = lambda: sender.num_sent
         self.metrics.tallies["tensor_fallbacks"] = lambda: sender.num_fallbacks
         return sender

@@ -38,7 +38,6 @@ class PrefillService(DecoderService):
         await super().start(own)
 
     def review(self, instances: dict[str, InstanceRecord]) -> None:
-        super().review(instances)
         self._handoffs.review(instances)
 
     def handle_delivery(self, delivery: Delivery) -> None:

@@ -11,6 +11,7 @@ from broker.rpc import supersedes
 SILENCE_S: Final = 10.0
 """A proxy unheard of for so long is gone, and its requests with it; it sends a heartbeat every second."""
 _MAX_LOST: Final = 64
+_MAX_ENDED: Final = 1024
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,10 @@ class ProxyWatch:
         self._requests: dict[str, _Request] = {}
         self.num_orphans = 0
         """Requests dropped because their proxy was gone or silent."""
+        self.num_unknown = 0
+        """Requests that a proxy has asked for in vain."""
         self._lost: dict[bytes, dict[str, int]] = {}  # what was dropped, in case its proxy comes back
+        self._ended: dict[str, int] = {}  # the last requests whose proxy knows of their end, with their attempts
         self.first_request_s: float | None = None
         """When the first one came (monotonic)."""
 
@@ -66,7 +70,17 @@ class ProxyWatch:
         return owner is not None and (owner == proxy or supersedes(proxy, owner))
 
     def remove(self, request_id: str) -> None:
-        self._requests.pop(request_id, None)
+        """Its proxy has been told of its end, or has ended it."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._ended.pop(request_id, None)
+            self._ended[request_id] = request.attempt
+            while len(self._ended) > _MAX_ENDED:
+                del self._ended[next(iter(self._ended))]
+
+    def knows(self, request_id: str, attempt: int) -> bool:
+        """Whether this attempt is under way here, or has ended lately as `remove` says."""
+        return attempt in (self.attempt(request_id), self._ended.get(request_id))
 
     def mark_gone(self, proxy: bytes) -> None:
         """Its connection does not take messages: the next `take_orphans` returns its requests."""

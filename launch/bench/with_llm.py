@@ -21,23 +21,23 @@ class LLMSystem:
 
     def __init__(self, info: ModelInfo, dtype: str, num_threads: int, **engine: Any) -> None:
         """`engine` are further fields of EngineConfig."""
-        self._llm = LLM(info.folder, dtype=dtype, num_threads=num_threads, **engine)
+        self.llm = LLM(info.folder, dtype=dtype, num_threads=num_threads, **engine)
         self._rules: dict[str, Any] = {}
         if info.is_encoder_decoder:
             english = "en" if whisper_prompt.is_multilingual(info) else None
-            _, self._rules = whisper_prompt.build(info, self._llm.text, language=english)
+            _, self._rules = whisper_prompt.build(info, self.llm.text, language=english)
 
     def run(self, batch: Sequence[BenchRequest]) -> list[Outcome]:
         start_s = time.time()
-        order = [self._llm.add(self._prompt(request), self._sampling(request)) for request in batch]
+        order = [self.llm.add(self._prompt(request), self._sampling(request)) for request in batch]
         outcomes: dict[str, Outcome] = {}
         while len(outcomes) < len(batch):
-            for output in self._llm.step():
+            for output in self.llm.step():
                 outcomes[output.request_id] = _outcome(output, start_s)
         return [outcomes[request_id] for request_id in order]
 
     def close(self) -> None:
-        del self._llm
+        del self.llm
 
     def _prompt(self, request: BenchRequest) -> Any:
         media: dict[str, Any] = {}

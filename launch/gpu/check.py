@@ -1,7 +1,8 @@
 """`make gpu-check`: is everything right on this GPU, and how fast is it? One command for a bare machine.
 
-It installs the carried wheels into a folder of their own, joins carried checkpoints, and runs every stage in a process
-of its own with a deadline: those that decide side by side, then the benchmarks. It goes on after one that fails. Three
+It installs the carried wheels into a folder of their own, joins carried checkpoints, and runs every stage with a
+deadline: those that decide side by side, each in a process of its own, then the benchmarks one after the other, in one
+process as long as that is well. It goes on after one that fails. Three
 files are what comes of it, and are whole after every stage: gpu-check.json, gpu-check.md and, at the end, logs.tar.gz.
 Standard library alone: nothing else is installed when it begins.
 """
@@ -19,6 +20,7 @@ import tarfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,8 +28,9 @@ from typing import Final
 
 from launch.gpu import parts
 from launch.gpu.figures import HEADER, Figure
+from launch.gpu.hosted import Host
 from launch.gpu.layout import ROOT, Carried
-from launch.gpu.plan import BUDGET_S, LANES, OF_MODELS, STAGES, expected_s
+from launch.gpu.plan import BUDGET_S, CORES_OF_A_LANE, INSTALL_S, LANES, OF_MODELS, STAGES, expected_s
 from launch.gpu.stages import MODELS, Outcome, Stage, run_stage
 
 INSTALL_LIMIT_S: Final = 120.0
@@ -39,10 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     began_s = time.monotonic()
     stages, results = _chosen(options.only), Results(options.out, options.carried / "logs")
-    print(f"{expected_s(stages):.0f} s of stages are expected, {options.budget_s:.0f} s there are", flush=True)
+    folder = options.models or (MODELS_FOLDER if MODELS_FOLDER.is_dir() else None)
+    here = [stage for stage in stages if folder is not None or stage.name not in OF_MODELS]
+    expected = f"{INSTALL_S + expected_s(here, lanes()):.0f} s are expected, by guesses"
+    print(f"{expected}; {options.budget_s:.0f} s there are", flush=True)
     carried = Carried(options.carried.resolve())
     install(carried)
-    stages, models = join_models(stages, options.models or (MODELS_FOLDER if MODELS_FOLDER.is_dir() else None))
+    stages, models = join_models(stages, folder)
     outcomes = run_all(stages, environment(carried, models), results, began_s + options.budget_s)
     results.bundle()
     print("\n" + table(outcomes))
@@ -85,13 +91,14 @@ def run_all(
     """Every stage, told as it ends; `deadline_s` is a time of the monotonic clock. Those that decide run in LANES,
     fewer on few cores; outcomes are in the order of the stages."""
     done: dict[str, Outcome] = {}
+    hosts: dict[tuple[str, ...], Host] = {}
 
-    def run(stage: Stage) -> Outcome:
+    def run(stage: Stage, host: Host | None = None) -> Outcome:
         print(f"{stage.name} … {stage.expected_s:.0f} s expected, at most {stage.limit_s:.0f} s", flush=True)
         left_s = deadline_s - time.monotonic()
         if not stage.decides and left_s < stage.expected_s / 2:
             left_s = 0.0  # a later one may make more of it
-        return run_stage(stage, environment, results.logs, left_s)
+        return run_stage(stage, environment, results.logs, left_s, host)
 
     def note(outcome: Outcome) -> None:
         done[outcome.stage] = outcome
@@ -99,17 +106,24 @@ def run_all(
         results.write([done[stage.name] for stage in stages if stage.name in done])
 
     _side_by_side([stage for stage in stages if stage.decides], run, note)
-    for stage in stages:
-        if not stage.decides:
-            note(run(stage))
+    with ExitStack() as stack:
+        for stage in stages:
+            if stage.host and stage.host not in hosts:
+                hosts[stage.host] = stack.enter_context(Host(stage.host, environment))
+            if not stage.decides:
+                note(run(stage, hosts.get(stage.host)))
     return [done[stage.name] for stage in stages]
 
 
 def _side_by_side(stages: Sequence[Stage], run: Callable[[Stage], Outcome], note: Callable[[Outcome], None]) -> None:
-    lanes = max(1, min(LANES, len(os.sched_getaffinity(0)) // LANES))
-    with ThreadPoolExecutor(lanes) as pool:
+    with ThreadPoolExecutor(lanes()) as pool:
         for ended in as_completed([pool.submit(run, stage) for stage in stages]):
             note(ended.result())
+
+
+def lanes() -> int:
+    """How many stages that decide run at once here."""
+    return max(1, min(LANES, len(os.sched_getaffinity(0)) // CORES_OF_A_LANE))
 
 
 def install(carried: Carried) -> None:

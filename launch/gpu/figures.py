@@ -23,6 +23,9 @@ class Figure:
     `limit` is what the machine would allow, in the same unit, and `share` how near the figure comes to it: 1 is the
     limit; both are None where there is none to name. `goal` is the share that is to be reached, where there is one.
     `beside` says what else is to be known. With `failed` there is no number, and `beside` says why.
+
+    `attention` names whose attention was measured, empty where there was none; with `is_fallback` something better
+    would have computed it, had it been able to run.
     """
 
     benchmark: str
@@ -36,6 +39,8 @@ class Figure:
     beside: str = ""
     failed: bool = False
     goal: float | None = None
+    attention: str = ""
+    is_fallback: bool = False
 
     @property
     def reached(self) -> bool | None:
@@ -49,7 +54,11 @@ class Figure:
         limit = "–" if self.limit is None else f"{self.limit:.4g} {self.unit}"
         share = "–" if self.share is None else f"{self.share:.0%}{self._verdict()}"
         cells = [self.benchmark, self.case, f"{self.value:.4g} {self.unit}", f"{self.low:.4g}–{self.high:.4g}"]
-        return "| " + " | ".join([*cells, limit, share, self.beside or "–"]) + " |"
+        return "| " + " | ".join([*cells, limit, share, self._told() or "–"]) + " |"
+
+    def _told(self) -> str:
+        attention = f"attention by {self.attention}{', A FALLBACK' if self.is_fallback else ''}"
+        return "; ".join(filter(None, [self.beside, attention if self.attention else ""]))
 
     def _verdict(self) -> str:
         return "" if self.reached is None else f", goal {self.goal:.0%} {'reached' if self.reached else 'missed'}"

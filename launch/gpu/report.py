@@ -47,8 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def section(checks: Sequence[Mapping[str, Any]], reasons: Mapping[str, str]) -> str:
     """The date and hardware of each check, what it has measured of its machine, and a table for each benchmark."""
-    parts = [_head(check) for check in checks]
     figures = _latest(checks)
+    parts = [*(_head(check) for check in checks), *_fallbacks(figures)]
     names = dict.fromkeys(figure.benchmark for figure in figures if figure.benchmark != _LIMITS)
     for name in names:
         rows = [_row(figure, reasons) for figure in figures if figure.benchmark == name]
@@ -72,6 +72,13 @@ def _head(check: Mapping[str, Any]) -> str:
     sentences += [f"Checked: {', '.join(decided)}."] if decided else []
     sentences += [f"Its limits, measured in the same run: {measured}."] if measured else []
     return " ".join(sentences)
+
+
+def _fallbacks(figures: Sequence[Figure]) -> list[str]:
+    """A paragraph that names what was measured with something else than was to be measured."""
+    names = dict.fromkeys(figure.benchmark for figure in figures if figure.is_fallback)
+    told = ", ".join(f"`{name}`" for name in names)
+    return [f"**Measured on a fallback**, because what should have computed did not run: {told}."] if names else []
 
 
 def _latest(checks: Sequence[Mapping[str, Any]]) -> list[Figure]:

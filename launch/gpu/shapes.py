@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -76,14 +76,6 @@ def qwen2_5_vl_3b(*, toy: bool = False) -> Shape:
     preprocessor = json.loads((_BUNDLED / "preprocessor_config.json").read_text())
     preprocessor["max_pixels"] = 112 * 112 if toy else 1280 * 28 * 28
     return Shape("Qwen2.5-VL-3B" if not toy else "a toy of Qwen2.5-VL", config, preprocessor)
-
-
-def qwen2_5_vl_shallow(*, toy: bool = False) -> Shape:
-    """Qwen2.5-VL-3B with two layers of each kind: outputs of the same size, computed in no time."""
-    shape = qwen2_5_vl_3b(toy=toy)
-    shape.config["text_config"]["num_hidden_layers"] = 2
-    shape.config["vision_config"] |= {"depth": 2, "fullatt_block_indexes": [1]}
-    return replace(shape, name=f"{shape.name}, two layers")
 
 
 def qwen2_3b(*, toy: bool = False) -> Shape:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import time
@@ -14,13 +13,13 @@ from pathlib import Path
 from typing import Any, Final, Literal
 from xml.etree import ElementTree
 
+from launch.gpu.hosted import Host, end_group
 from launch.gpu.layout import ROOT
 
 REPORT: Final = "{report}"
 """In a command: the file that it writes its report to."""
 MODELS: Final = "TRIPTYCH_GPU_MODELS"
 """The variable that names the folder of real checkpoints."""
-_KILL_S: Final = 10.0
 _REPORT_S: Final = 5.0
 _SHOWN_FAILURES: Final = 5
 _TAIL_CHARACTERS: Final = 300
@@ -42,6 +41,9 @@ class Stage:
     """`expected_s` is how long it takes, `limit_s` its deadline. With `decides`, the check fails if the stage does, and
     others run beside it; a benchmark does not decide, and runs alone.
 
+    With a `host`, the words of a command, `command` is told to the one process of that command which all such stages
+    share (`launch.gpu.hosted`).
+
     `missing`, of the variables, says why the stage cannot run on this machine and need not; so does a line of its log
     with one of `refusals`. `variables` are its own beside those of all stages.
     """
@@ -55,6 +57,7 @@ class Stage:
     missing: Callable[[Mapping[str, str]], str | None] = lambda _: None
     variables: Mapping[str, str] = field(default_factory=dict)
     refusals: Sequence[str] = ()
+    host: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,10 +84,13 @@ class Outcome:
         return self.decides and self.verdict not in ("ok", "not here")
 
 
-def run_stage(stage: Stage, environment: Mapping[str, str], folder: Path, left_s: float) -> Outcome:
-    """Run one stage for at most its own limit and `left_s`; `folder` gets its log and its report.
+def run_stage(
+    stage: Stage, environment: Mapping[str, str], folder: Path, left_s: float, host: Host | None = None
+) -> Outcome:
+    """Run one stage for at most its own limit and `left_s`; `folder` gets its log and its report. `host` is that of the
+    stage, where it has one.
 
-    Whatever it started is dead when this returns.
+    Whatever it started is dead when this returns, unless the host did: then it is when that is closed.
     """
     log, report = folder / f"{stage.name}.log", folder / f"{stage.name}.report"
     began_s = time.monotonic()
@@ -103,7 +109,10 @@ def run_stage(stage: Stage, environment: Mapping[str, str], folder: Path, left_s
     command = [word.replace(REPORT, str(report)) for word in stage.command]
     report.unlink(missing_ok=True)
     limit_s = min(stage.limit_s, left_s)
-    status = _run(command, {**environment, **stage.variables}, log, limit_s)
+    if host is not None:
+        status = host.run(command, log, limit_s)
+    else:
+        status = _run(command, {**environment, **stage.variables}, log, limit_s)
     refusal = _refusal(stage, log)
     if refusal is not None:
         return outcome("not here", refusal)
@@ -156,7 +165,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str], log: Path, limi
             _interrupt(process)
             return None
         finally:
-            _end_group(process)
+            end_group(process)
 
 
 def _interrupt(process: subprocess.Popen[bytes]) -> None:
@@ -164,13 +173,6 @@ def _interrupt(process: subprocess.Popen[bytes]) -> None:
     process.send_signal(signal.SIGINT)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_REPORT_S)
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """A stage leads a process group of its own: its children go with it."""
-    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):  # a driver may take its time with the dead
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(_KILL_S)
 
 
 def _refusal(stage: Stage, log: Path) -> str | None:

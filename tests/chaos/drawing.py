@@ -15,6 +15,12 @@ FIRST_S: Final = 0.3
 """No fault is earlier: the first requests are on their way by then."""
 LAST_S: Final = 3.0
 WORKERS: Final[tuple[Role, ...]] = ("encoder", "prefill", "decode", "prefill_decode")
+LINKS: Final[tuple[tuple[Role, Role], ...]] = (
+    ("encoder", "prefill"),
+    ("encoder", "prefill_decode"),
+    ("prefill", "decode"),
+)
+"""From which role to which there are tensors."""
 STOPS_S: Final = (10.0, 12.0)
 CUTS_S: Final = (2.0, 12.0)
 """In the matrix: both sides of what anybody waits for a word from a worker or from a proxy."""
@@ -33,9 +39,9 @@ class Cell:
         return ", ".join(f"{kind} {target}" for kind, target in self.parts).replace("{", "").replace("}", "")
 
     @property
-    def cuts_both_ways(self) -> bool:
+    def cuts_tensors(self) -> bool:
         """Whether tensors have to go through cables for it to make sense."""
-        return any(target.startswith("<>") for _, target in self.parts)
+        return any(target.startswith("<>") or "}>{" in target for _, target in self.parts)
 
     def draw(self, rng: random.Random, roles: Mapping[str, Role]) -> list[Fault]:
         """Its faults on these instances, roles by id, which have two workers of each role."""
@@ -79,6 +85,8 @@ def _cuts() -> Iterator[Cell]:
         for role in WORKERS:
             yield Cell(f"{role} from those who connect to it", ((mode, f">{_one(role)}"),))
             yield Cell(f"{role} from everybody, both ways", ((mode, f"<>{_one(role)}"),))
+        for sender, receiver in LINKS:
+            yield Cell("one link between two workers", ((mode, f"{_one(sender)}>{_one(receiver)}"),))
     for number, (one, other) in enumerate(itertools.combinations(WORKERS, 2)):
         target = f"<>{_one(one)},{_one(other)}"
         yield Cell("two together from everybody else, both ways", ((CUTS[number % len(CUTS)], target),))

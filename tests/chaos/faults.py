@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,8 +32,8 @@ BROKER = "broker"
 class Fault:
     """`kind` happens to `target` at `at_s` seconds, for `seconds` where it passes by.
 
-    The target is an instance id or the broker; of cuts a cable: `e0>broker`, `>e0` for all that lead to an instance, or
-    `<>e0` and `<>e0,pd0` for all that lead to and from instances, from and to everybody else.
+    The target is an instance id or the broker; of cuts a cable: `e0>broker`, `>e0` for all that lead to an instance,
+    `e0>pd0` for one link, or `<>e0` and `<>e0,pd0` for all that lead to and from instances, from and to everybody else.
     """
 
     kind: Kind
@@ -43,7 +44,7 @@ class Fault:
     @property
     def hit(self) -> set[str]:
         """Whom it strikes. A cable to the broker that is cut is no fault of the broker: the others reach it."""
-        return set(self.target.removesuffix(">broker").lstrip("<>").split(","))
+        return set(filter(None, re.split("[<>,]", self.target.removesuffix(">broker"))))
 
     def __str__(self) -> str:
         lasting = f" for {self.seconds:.1f} s" if self.seconds else ""
@@ -69,7 +70,8 @@ class Breaker:
         elif fault.kind in ("kill", "stop"):
             await self._signal(fault)
         else:
-            await self._cut(fault.target, fault.kind, fault.seconds)
+            async with self.cut(fault.target, fault.kind):
+                await asyncio.sleep(fault.seconds)
 
     async def _empty(self, kind: Kind) -> None:
         pid = self._pid(BROKER)
@@ -94,10 +96,12 @@ class Breaker:
             with contextlib.suppress(ProcessLookupError):  # another fault may have killed it
                 os.kill(pid, signal.SIGCONT)
 
-    async def _cut(self, target: str, mode: Mode, seconds: float) -> None:
+    @contextlib.asynccontextmanager
+    async def cut(self, target: str, mode: Mode) -> AsyncIterator[None]:
+        """For as long as the caller likes."""
         await asyncio.to_thread(self._network.set, target, mode)
         try:
-            await asyncio.sleep(seconds)
+            yield
         finally:
             await asyncio.to_thread(self._network.set, target, "pass")
 

@@ -5,6 +5,7 @@
 A worker tells others an address of the loopback network that is its own, 127.0.1.N; what listens there are cables.
 Those know who has connected, so that a worker can be cut off both ways: "<>pd0" are the worker's own cables, and all
 others as far as it is the worker who has connected. "<>e0,pd0" cuts off the two together: they still reach each other.
+"e0>pd0" is what e0 has connected to at pd0: one link between two workers that reach everybody else.
 """
 
 from __future__ import annotations
@@ -62,10 +63,12 @@ class Network:
         if name.startswith("<>"):
             self._cut_off(set(name.removeprefix("<>").split(",")), mode)
             return
-        cables = self._cables[name]
+        source, _, target = name.partition(">")
+        is_link = bool(source) and target != "broker"
+        cables = self._cables.get(f">{target}" if is_link else name)
         assert cables, f"there is no cable {name!r}, only {sorted(self._cables)}"
         for cable in cables:
-            cable.set(mode)
+            cable.set(mode, (lambda who: who == source) if is_link else None)
 
     def _cut_off(self, ids: set[str], mode: Mode) -> None:
         assert ids < self._known, f"{ids} are not all of {self._known}"

@@ -28,7 +28,7 @@ def cells_of(setup: str) -> list[Cell]:
     rng, found = random.Random(f"{SEED} places"), []
     for cell in [*matrix()] * TURNS:
         drawn = rng.choice((PICTURES, SOUNDS))
-        found += [cell] if setup == (PICTURES if cell.cuts_both_ways else drawn) else []
+        found += [cell] if setup == (PICTURES if cell.cuts_tensors else drawn) else []
     return found
 
 

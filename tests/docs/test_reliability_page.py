@@ -9,7 +9,7 @@ import pytest
 from broker import clock, presence, registry, routes
 from broker.channels import STREAM_TTL_S, ChannelSender
 from broker.redis_client import SOCKET_TIMEOUT_S
-from broker.transports import linked, nixl_link, nixl_reader, nixl_receiver
+from broker.transports import linked, nixl_link, nixl_reader, nixl_receiver, redis_wire
 from common.config import Settings
 from engine.scheduler import early_offers
 from launch.supervisor import START_TIMEOUT_S, STOP_GRACE_S
@@ -43,6 +43,7 @@ def bounds(wait: str) -> str:
         ("a heartbeat of a worker", registry.RECORD_TTL_S),
         ("a heartbeat of a worker", workers.ABSENCE_S),
         ("a heartbeat of a worker", presence.ABSENCE_S),
+        ("a sender of a tensor through the broker", redis_wire.LEASE_S),
         ("a heartbeat of a proxy", proxies.SILENCE_S),
         ("streams of a worker that died", STREAM_TTL_S),
         ("the receiver of an output", destination.LOOKUP_S),

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import pkgutil
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,15 +21,22 @@ import torch
 from common.model_info import BUNDLED, load_model_info
 from common.text import TextProcessor
 from engine import processors
+from engine.attention.backend import HeadSpec
+from engine.attention.select import choose_backend
+from engine.attention.torch_backend import TorchBackend
+from engine.decoder_engine import DecoderEngine
+from engine.encoder_engine import EncoderEngine
 from engine.models.base import DecoderModel
 from engine.models.registry import make_decoder as make_decoder_of
 from engine.models.registry import make_encoder
 from engine.models.skeleton import without_memory
+from engine.runner.recorder import PlainRecorder
 from launch.gpu.bench import __main__ as bench
-from launch.gpu.bench import serving
+from launch.gpu.bench import attention, serving
 from launch.gpu.bench.attempts import attempted
+from launch.gpu.bench.attention import Attention
 from launch.gpu.bench.cross import measure_clips
-from launch.gpu.bench.decode import least_step_s, token_bytes, weight_bytes
+from launch.gpu.bench.decode import least_step_s, measure_steps, token_bytes, weight_bytes
 from launch.gpu.bench.encoder import encoder_flops
 from launch.gpu.bench.engines import Driver, endless, make_decoder
 from launch.gpu.bench.limits import Limits, measure_limits
@@ -32,8 +44,10 @@ from launch.gpu.bench.pictures import noise_picture
 from launch.gpu.bench.prefill import prefill_flops
 from launch.gpu.bench.serving import least_ttft_s
 from launch.gpu.bench.setup import Setup, checkpoints_in
+from launch.gpu.bench.starts import side_by_side
 from launch.gpu.figures import HEADER, Figure, duration, durations
 from launch.gpu.shapes import Shape, qwen2_3b, qwen2_5_vl_3b, whisper_large_v3
+from tests.fake_flashinfer.installed import flashinfer_on_cpu
 
 CPU = torch.device("cpu")
 LIMITS = Limits(copy_bytes_per_s=1e10, matmul_flops_per_s=1e11)
@@ -44,8 +58,8 @@ CASES = {
     "cross_plan": 4,
     "encoder": 6,
     "batching": 2,
-    "handoff": 3,
-    "serving": 6,
+    "handoff": 2,
+    "serving": 7,
     "small": 4,
 }
 """How many figures each makes."""
@@ -62,7 +76,9 @@ def setup(tmp_path: Path) -> Setup:
 )
 def test_a_benchmark_measures(name: str, setup: Setup) -> None:
     measure: Callable[[Setup], Iterator[Figure]] = pkgutil.resolve_name(f"launch.gpu.bench.{name}:measure")
+    before = engines()
     figures = list(measure(setup))
+    assert engines() <= before, "the next one in this process would have less memory"
     assert [figure.beside for figure in figures if figure.failed] == []
     assert len(figures) == CASES[name]
     assert len({(figure.case, figure.unit) for figure in figures}) == len(figures)
@@ -74,7 +90,14 @@ def test_a_benchmark_measures(name: str, setup: Setup) -> None:
         is_small = re.search("(^|, )(batch 1[, ]|1 clips )", figure.case) is not None
         is_step = name in ("decode", "cross", "small") and "tokens/s" not in figure.unit
         assert (figure.goal is not None) == (name == "prefill" or (is_step and is_small)), figure.case
+        assert bool(figure.attention) == (name != "handoff" and "handoff of" not in figure.case), figure.case
         assert figure.row().count("|") == HEADER.splitlines()[0].count("|")
+
+
+def engines() -> set[int]:
+    """Those that are there."""
+    gc.collect()
+    return {id(one) for one in gc.get_objects() if isinstance(one, DecoderEngine | EncoderEngine)}
 
 
 def test_the_command_prints_a_table_and_writes_the_figures(tmp_path: Path) -> None:
@@ -102,6 +125,80 @@ def test_a_part_that_fails_is_a_row_and_the_next_one_is_measured() -> None:
     ]
     assert figures[1].row().count("|") == HEADER.splitlines()[0].count("|")
     assert "RuntimeError: out of memory / 3 GiB wanted" in figures[1].row()
+
+
+def test_a_figure_names_the_attention_that_ran(setup: Setup, tmp_path: Path) -> None:
+    heads, half = HeadSpec(4, 2, 64), torch.bfloat16
+    with flashinfer_on_cpu():
+        backend = choose_backend(CPU, half, heads=heads)
+    assert attention.of_backend(backend, heads, half) == Attention("flashinfer")
+    assert attention.of_backend(backend, replace(heads, head_dim=80), half) == Attention("torch"), "it gives that away"
+    backend = TorchBackend(CPU)
+    backend.is_fallback = True
+    assert attention.of_backend(backend, heads, half) == Attention("torch", is_fallback=True)
+    figure = Attention("torch", is_fallback=True).of(duration("decode", "batch 1", [0.001], beside="1 GB to read"))
+    assert "| 1 GB to read; attention by torch, A FALLBACK |" in figure.row()
+
+
+def test_steps_that_are_not_the_recorded_ones_are_a_fallback(setup: Setup) -> None:
+    engine = make_decoder(setup, qwen2_3b, max_num_seqs=2, max_model_len=64, attention_backend="torch")
+    engine.runner.record_graphs(PlainRecorder())
+    name = engine.runner.backend.name
+    figure = measure_steps(setup, engine, 2, 8, 4, "decode", "batch 2")
+    assert figure.attention == name
+    assert engine.runner.graphs is not None
+    engine.runner.graphs.run = lambda *_: None  # type: ignore[method-assign]
+    figure = measure_steps(setup, engine, 2, 8, 4, "decode", "batch 2")
+    assert figure.attention == f"{name}, {4 * setup.repetitions + 1} steps launched anew"
+    assert figure.is_fallback
+    engine.runner.graphs, engine.runner.records_graphs, engine.runner.layers_are_fallback = None, True, True
+    assert attention.of_decoder(engine) == Attention(f"{name}, small layers by PyTorch, no step recorded", True)
+
+
+@pytest.mark.parametrize(("make", "name"), [(whisper_large_v3, "flashinfer"), (qwen2_5_vl_3b, "torch")])
+def test_an_encoders_attention_is_flashinfers_where_that_serves_its_heads(
+    make: Callable[[], Shape], name: str, tmp_path: Path
+) -> None:
+    """Those of the pictures have 80 elements."""
+    unmasked = make_encoder(load_model_info(str(make().write(tmp_path / "model")))).unmasked
+    assert unmasked is not None
+    assert attention.of_tower(unmasked, torch.bfloat16) == name
+
+
+def test_a_cluster_tells_of_the_worker_that_fell_back(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = load_model_info(str(qwen2_5_vl_3b().write(setup.folder / "model")))
+    pages = {"encoder-0": "triptych_encoder_attention_fallback 0.0\n", "worker-0": "triptych_attention_fallback 0.0\n"}
+    monkeypatch.setattr(attention, "ask_workers", lambda *_: {name: Mock(text=text) for name, text in pages.items()})
+    cuda, half, cluster = torch.device("cuda"), torch.bfloat16, Mock()
+    told = "flashinfer, of the encoder by torch"
+    assert attention.of_cluster(cluster, info, cuda, half) == Attention(told), "heads of 80, which is no fallback"
+    pages["worker-0"] = "triptych_attention_fallback 1.0\n"
+    told = "torch, of the encoder by torch"
+    assert attention.of_cluster(cluster, info, cuda, half) == Attention(told, is_fallback=True)
+    pages["worker-0"] = "triptych_attention_fallback 0.0\ntriptych_layers_fallback 1.0\ntriptych_steps_recorded 0.0\n"
+    told = "flashinfer, small layers by PyTorch, no step recorded, of the encoder by torch"
+    assert attention.of_cluster(cluster, info, cuda, half) == Attention(told, is_fallback=True)
+    pages["worker-0"] = "triptych_steps_total 3.0\n"
+    with pytest.raises(RuntimeError, match="worker-0 does not tell"):
+        attention.of_cluster(cluster, info, cuda, half)
+
+
+def test_what_starts_side_by_side_ends_together_and_one_that_fails_fails_alone() -> None:
+    closed: list[str] = []
+    met = threading.Barrier(2, timeout=10)
+
+    def make(name: str) -> str:
+        met.wait()
+        if name == "broken":
+            raise RuntimeError("no room")
+        return name
+
+    with side_by_side({name: partial(make, name) for name in ("whole", "broken")}, closed.append) as made:
+        assert made["whole"].result() == "whole"
+        with pytest.raises(RuntimeError, match="no room"):
+            made["broken"].result()
+        assert closed == []
+    assert closed == ["whole"]
 
 
 def test_checkpoints_are_the_folders_with_a_configuration(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tarfile
 import time
@@ -14,8 +15,10 @@ from typing import Any
 import pytest
 
 from launch.gpu import check, environment, plan
+from launch.gpu.bench.__main__ import NAMES
 from launch.gpu.environment import in_words, missing, missing_for_references
 from launch.gpu.figures import Figure, duration, rate
+from launch.gpu.hosted import Host
 from launch.gpu.layout import Carried
 from launch.gpu.stages import REPORT, Stage, read_json, read_junit, run_stage
 from tests.launch.test_gpu_carry import make_wheel
@@ -173,8 +176,53 @@ def test_figures_of_a_benchmark_that_is_ended_are_kept(tmp_path: Path) -> None:
     assert (outcome.verdict, outcome.figures) == ("timed out", [figure])
 
 
+HOST = """
+import json, os, sys, time
+print("listening", file=sys.stderr)
+for line in sys.stdin:
+    told = json.loads(line)
+    word, *_ = told["words"]
+    open(told["log"], "a").write(f"{word} {os.getpid()}")
+    if word == "sleep":
+        time.sleep(600)
+    if word == "die":
+        raise SystemExit(3)
+    print("1 goodbye" if word == "spoil" else len(word) % 2, flush=True)
+"""
+
+
+def test_stages_share_a_process_as_long_as_it_is_well(tmp_path: Path) -> None:
+    log, pids = tmp_path / "log", []
+    with Host((sys.executable, "-c", HOST), os.environ) as host:
+        for word, status in (("ab", 0), ("c", 1), ("die", 3), ("ef", 0), ("spoil", 1), ("gh", 0)):
+            assert host.run((word,), log, 60) == status
+            pids.append(int(log.read_text().split()[-1]))
+        assert host.run(("sleep",), log, 0.5) is None
+        assert host.run(("ij",), log, 60) == 0
+        pids.append(int(log.read_text().split()[-1]))
+    assert [pids.index(pid) for pid in pids] == [0, 0, 0, 3, 3, 5, 6]
+    assert log.read_text().startswith("listening\n")
+    for pid in pids:
+        eventually(lambda pid=pid: not alive(pid), 10.0, f"the end of process {pid}")
+
+
+def test_benchmarks_share_a_process(tmp_path: Path) -> None:
+    words = ("--toy", "--device", "cpu", "--repetitions", "1", "--out", REPORT)
+    stages = [
+        replace(stage, command=(*(stage.command[:1] if known else ("nonsense",)), *words))
+        for stage, known in zip(plan.STAGES[-9:-7], (True, False), strict=True)
+    ]
+    assert [stage.name for stage in stages] == ["bench-decode", "bench-prefill"]
+    results = check.Results(tmp_path / "out", tmp_path / "logs")
+    outcomes = check.run_all(stages, os.environ, results, time.monotonic() + 600)
+    assert [outcome.verdict for outcome in outcomes] == ["ok", "FAILED"]
+    assert [figure["benchmark"] for figure in outcomes[0].figures] == ["limits", "limits", "decode", "decode"]
+    assert "no benchmark nonsense" in outcomes[1].found
+
+
 def test_a_stage_has_variables_of_its_own(tmp_path: Path) -> None:
-    assert plan.STAGES[3].variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
+    [sanitizer] = [stage for stage in plan.STAGES if stage.name == "sanitizer"]
+    assert sanitizer.variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
     source = "import json, os, sys; open(sys.argv[1], 'w').write(json.dumps({'found': os.environ['OWN']}))"
     stage = script("own", source, variables={"OWN": "its value"})
     assert run_stage(stage, {**os.environ, "OWN": "another"}, tmp_path, 60).found == "its value"
@@ -189,17 +237,38 @@ def test_what_comes_of_a_check_is_there_before_it_ends(tmp_path: Path) -> None:
     assert "'good'" in outcomes[1].found
 
 
-def test_all_stages_but_the_last_two_benchmarks_are_expected_to_fit_into_the_time_there_is() -> None:
-    *first, serving, small = plan.STAGES
-    assert (serving.name, small.name) == ("bench-serving", "bench-small")
-    assert plan.expected_s(first) <= 0.9 * plan.BUDGET_S
-    assert plan.expected_s([serving, small]) <= 0.9 * plan.BUDGET_S
+def test_one_call_is_expected_to_have_time_for_all_stages() -> None:
+    assert plan.INSTALL_S + plan.expected_s(plan.STAGES) <= 0.9 * plan.BUDGET_S
+    assert plan.BUDGET_S <= 0.9 * 600
     assert all(stage.expected_s < stage.limit_s for stage in plan.STAGES)
-    assert plan.expected_s([script("one", ""), script("two", ""), script("alone", "", decides=False)]) == 2.0
+    assert {stage.name for stage in plan.STAGES if not stage.decides} == {f"bench-{name}" for name in NAMES}
+
+
+def test_what_is_expected_is_counted_as_it_runs() -> None:
+    alone = script("alone", "", decides=False)
+    assert plan.expected_s([script("one", ""), script("two", ""), alone]) == 2.0
+    assert plan.expected_s([script("one", ""), script("two", ""), alone], lanes=1) == 3.0
+    hosted = [replace(alone, name=name, host=("python",)) for name in ("first", "second")]
+    assert plan.expected_s(hosted) == 2.0 + plan.START_S
+
+
+def test_each_gpu_test_belongs_to_one_stage() -> None:
+    for file in sorted((check.ROOT / "tests" / "gpu").glob("test_*.py")):
+        path = str(file.relative_to(check.ROOT))
+        stages = [stage for stage in plan.STAGES if path in stage.command and stage.name != "sanitizer"]
+        for name in re.findall(r"def (test_\w+)", file.read_text()):
+            assert len([stage for stage in stages if selects(stage, name)]) == 1, name
+
+
+def selects(stage: Stage, name: str) -> bool:
+    """Whether a stage's `-k` takes a test of this name."""
+    words = list(stage.command)
+    expression = words[words.index("-k") + 1] if "-k" in words else "test"
+    return bool(eval(re.sub(r"\b(?!(?:not|and|or)\b)\w+", lambda word: str(word[0] in name), expression)))
 
 
 def test_unknown_stages_are_refused_with_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="no stage nonsense; there are: environment, cluster"):
+    with pytest.raises(SystemExit, match=r"no stage nonsense; there are: environment, .*bench-decode"):
         check.main(["--only", "nonsense", "--out", str(tmp_path), "--carried", str(tmp_path)])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,16 @@ def test_a_figure_says_whether_its_goal_is_reached_and_none_without_a_limit_hide
     assert "| batch 1 | 2 ms | 2–2 | 1.6 ms | 80%, goal 80% reached | – | open |" in lines
     assert "| batch 8 | 2 ms | 2–2 | 1.5 ms | 75%, goal 80% missed | – | open |" in lines
     assert "| 64 requests | 5000 tokens/s | 5000–5000 | – | – | – | open |" in lines
+
+
+def test_what_was_measured_on_a_fallback_says_so() -> None:
+    right, wrong = replace(NEAR, attention="flashinfer"), replace(FAR, attention="torch", is_fallback=True)
+    lines = section([check(right, wrong)], {}).splitlines()
+    assert "| batch 1 | 2 ms | 2–2 | 1.9 ms | 95% | attention by flashinfer | – |" in lines
+    assert "| batch 64 | 4 ms | 4–4 | 2 ms | 50% | attention by torch, A FALLBACK | open |" in lines
+    warning = "**Measured on a fallback**, because what should have computed did not run: `decode`."
+    assert lines[2] == warning
+    assert warning not in section([check(right)], {})
 
 
 def test_a_later_call_adds_to_it_and_no_failure_hides_a_number() -> None:

@@ -332,6 +332,7 @@ async def test_a_receiver_that_never_answers_costs_no_more_than_the_deadline(set
     late = await setting.reply("too late")
     assert late.error is not None
     assert late.error.code == "timeout"
+    assert not late.undelivered, "nothing was ever sent"
 
 
 async def test_what_an_attempt_has_waited_for_in_vain_is_there_for_the_next_one(setting: Setting) -> None:
@@ -349,6 +350,7 @@ async def test_what_an_attempt_has_waited_for_in_vain_is_there_for_the_next_one(
     await eventually(lambda: len(setting.worker.of(Encoded, "r")) == 3)
     first, second, last = setting.worker.of(Encoded, "r")
     assert [reply.error and reply.error.code for reply in (first, second, last)] == ["timeout", "timeout", None]
+    assert not first.undelivered
     stages = [[span.stage for span in reply.spans] for reply in (first, second, last)]
     assert stages == [["preprocess", "grant"], ["grant"], ["grant", "encode", "handoff"]]
     assert await setting.num_encoded() == 1
@@ -360,9 +362,10 @@ async def test_an_output_that_was_not_taken_in_time_is_there_for_the_next_attemp
     await setting.encode("r", timeout_s=2.0)
     setting.peer.grant(await setting.offer("r"))
     tensor = await setting.peer.tensor()
-    error = (await setting.reply("r")).error
-    assert error is not None
-    assert error.code == "timeout"
+    late = await setting.reply("r")
+    assert late.error is not None
+    assert late.error.code == "timeout"
+    assert late.undelivered, "somebody else may have a better way there"
     await setting.encode("r", attempt=1)
     setting.peer.grant(await setting.offer_of("r", 1))
     again = await setting.peer.tensor()

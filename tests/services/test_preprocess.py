@@ -93,7 +93,7 @@ async def test_a_cancelled_item_frees_its_place_in_the_queue(pool: PreprocessPoo
 
 async def test_close_ends_the_processes(pool: PreprocessPool) -> None:
     children = list(pool._executor._processes.values())
+    assert children
     pool.close()
-    for child in children:
-        await asyncio.to_thread(child.join, 5)
-        assert not child.is_alive()
+    # The pool's own thread reaps them, too: for a moment after it has, one that is gone still counts as alive here.
+    await eventually(lambda: not any(child.is_alive() for child in children))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pkgutil
+import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -32,6 +34,8 @@ NAMES: Final = (
     "small",
 )
 """Modules of this package, each with a function `measure`; what matters most comes first."""
+HOST: Final = "--host"
+"""The only word of a call that takes the words of others from its standard input, as `launch.gpu.hosted` has them."""
 
 
 def main(
@@ -102,5 +106,23 @@ class _Report:
         return f"{words}, {len(failed)} failed: {'; '.join(one.case for one in failed)}" if failed else words
 
 
+def _status_of(words: Sequence[str]) -> int:
+    """The exit status of a call with these words. What goes wrong in it is told as Python tells it."""
+    try:
+        return _app(args=list(words), standalone_mode=False) or 0
+    except Exception:
+        traceback.print_exc()
+        return 1
+
+
+_app = typer.Typer(add_completion=False)
+_app.command()(main)
+
 if __name__ == "__main__":
-    typer.run(main)
+    if sys.argv[1:] == [HOST]:
+        openmp.set_defaults(os.environ)
+        from launch.gpu.bench.host import answer
+
+        answer(_status_of)
+    else:
+        _app()

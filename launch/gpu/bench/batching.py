@@ -12,13 +12,16 @@ from typing import Any, Final
 
 from engine.llm import LLM, TokensPrompt
 from launch.gpu.bench.attempts import attempted
+from launch.gpu.bench.attention import Attention, of_decoder
 from launch.gpu.bench.decode import least_step_s
 from launch.gpu.bench.engines import MEMORY_FRACTION, endless, random_prompt
 from launch.gpu.bench.setup import Setup
 from launch.gpu.figures import Figure, rate, ratio
 from launch.gpu.shapes import qwen2_3b
 
-REQUESTS, TOKENS_IN, TOKENS_OUT, REPETITIONS = 64, (64, 512), 128, 3
+REQUESTS, TOKENS_IN, TOKENS_OUT, REPETITIONS = 64, (64, 512), 128, 2
+WARM_UP_TOKENS_OUT: Final = 16
+"""Of the first turn, which is not counted: its prompts and its first steps bring all that is made once."""
 TOY_REQUESTS, TOY_TOKENS_IN, TOY_TOKENS_OUT = 3, (4, 12), 4
 TOY_BLOCKS: Final = {"num_blocks": 16, "max_batch_tokens": 64}
 STALLED_S: Final = 60.0
@@ -41,32 +44,33 @@ def measure(setup: Setup) -> Iterator[Figure]:
     limit = count / least_step_s(setup.limits, folder, setup.dtype, count)
 
     def our_figure() -> Iterator[Figure]:
-        seconds.append(_ours(setup, folder, prompts, tokens_out))
-        yield rate("batching", case, "tokens/s", seconds[0], count * tokens_out, limit, _LIMIT)
+        took_s, attention = _ours(setup, folder, prompts, tokens_out)
+        seconds.append(took_s)
+        yield attention.of(rate("batching", case, "tokens/s", took_s, count * tokens_out, limit, _LIMIT))
 
     def their_figure() -> Iterator[Figure]:
         took_s, attention = _theirs(setup, folder, prompts, tokens_out)
-        beside = f"with {attention}" + (f"; Triptych is {ratio(seconds[0], took_s)} that" if seconds else "")
-        yield rate("batching", f"{case}, transformers", "tokens/s", took_s, count * tokens_out, limit, beside)
+        beside = f"Triptych is {ratio(seconds[0], took_s)} that" if seconds else ""
+        figure = rate("batching", f"{case}, transformers", "tokens/s", took_s, count * tokens_out, limit, beside)
+        yield attention.of(figure)
 
     yield from attempted("batching", case, our_figure)
     yield from attempted("batching", f"{case}, transformers", their_figure)
 
 
-def _ours(setup: Setup, folder: Path, prompts: list[Prompts], tokens_out: int) -> list[float]:
-    """Seconds of each turn but the first, which warms up."""
+def _ours(setup: Setup, folder: Path, prompts: list[Prompts], tokens_out: int) -> tuple[list[float], Attention]:
+    """Seconds of each turn but the first, which warms up, and whose attention it was."""
     share = {"memory_fraction": MEMORY_FRACTION} if setup.device.type == "cuda" else {}
     llm = LLM(folder, device=setup.device.type, load_format="dummy", max_num_batched_tokens=8192, **share)
-    params = endless(tokens_out)
 
-    def generate(batch: Prompts) -> list[int]:
-        outputs = llm.generate([TokensPrompt(prompt_token_ids=prompt) for prompt in batch], params)
+    def generate(batch: Prompts, num_tokens: int) -> list[int]:
+        outputs = llm.generate([TokensPrompt(prompt_token_ids=prompt) for prompt in batch], endless(num_tokens))
         return [len(output.outputs[0].token_ids) for output in outputs]
 
-    return [_timed(generate, batch, tokens_out) for batch in prompts][1:]
+    return _timed_turns(generate, prompts, tokens_out), of_decoder(llm.decoder)
 
 
-def _theirs(setup: Setup, folder: Path, prompts: list[Prompts], tokens_out: int) -> tuple[list[float], str]:
+def _theirs(setup: Setup, folder: Path, prompts: list[Prompts], tokens_out: int) -> tuple[list[float], Attention]:
     """The same of transformers, greedy, and the attention that it has chosen. It finds its own sizes on a GPU.
 
     Its manager is held open over all turns: `generate_batch` would make a new one, cache and graphs, for each.
@@ -86,11 +90,11 @@ def _theirs(setup: Setup, folder: Path, prompts: list[Prompts], tokens_out: int)
                 generation_config=wanted, continuous_batching_config=sizes, timeout=STALLED_S
             )
         )
-        seconds = [_timed(partial(_batch, manager, tokens_out), batch, tokens_out) for batch in prompts]
-        return seconds[1:], str(model.config._attn_implementation)
+        seconds = _timed_turns(partial(_batch, manager), prompts, tokens_out)
+        return seconds, Attention(f"transformers' {model.config._attn_implementation}")
 
 
-def _batch(manager: Any, tokens_out: int, prompts: Prompts) -> list[int]:
+def _batch(manager: Any, prompts: Prompts, tokens_out: int) -> list[int]:
     """How many tokens came of each request. Raises TimeoutError where nothing comes any more."""
     manager.add_requests(inputs=prompts, max_new_tokens=tokens_out)
     counts: list[int] = []
@@ -103,9 +107,16 @@ def _batch(manager: Any, tokens_out: int, prompts: Prompts) -> list[int]:
     return counts
 
 
-def _timed(generate: Callable[[Prompts], list[int]], prompts: Prompts, tokens_out: int) -> float:
+def _timed_turns(generate: Callable[[Prompts, int], list[int]], prompts: list[Prompts], tokens_out: int) -> list[float]:
+    """Seconds of each turn but the first one."""
+    first, *others = prompts
+    _timed(generate, first, min(tokens_out, WARM_UP_TOKENS_OUT))
+    return [_timed(generate, batch, tokens_out) for batch in others]
+
+
+def _timed(generate: Callable[[Prompts, int], list[int]], prompts: Prompts, tokens_out: int) -> float:
     began = time.perf_counter()
-    counts = generate(prompts)
+    counts = generate(prompts, tokens_out)
     took_s = time.perf_counter() - began
     if counts != [tokens_out] * len(prompts):
         raise RuntimeError(f"{tokens_out} tokens were wanted of each of {len(prompts)} requests, there are {counts}")

@@ -14,6 +14,7 @@ from engine.decoder_engine import DecoderEngine
 from engine.events import InputGranted, InputMetadata
 from engine.gpu_memory import in_words
 from launch.gpu.bench.attempts import attempted
+from launch.gpu.bench.attention import of_decoder
 from launch.gpu.bench.decode import GOALS, token_bytes, weight_bytes
 from launch.gpu.bench.engines import DEADLINE_S, WARM_UP_TOKENS, Driver, endless, make_decoder
 from launch.gpu.bench.setup import Setup
@@ -60,14 +61,15 @@ def measure_clips(
     with Driver(engine) as driver:
         add_clips(driver, batch, num_tokens)
         driver.until(WARM_UP_TOKENS)
-        seconds = setup.time(driver.step, calls=steps)
+        seconds, anew = driver.time_steps(setup, steps)
     tokens = len(PROMPT) + num_tokens // 2
     rows = engine.info.max_encoder_tokens
     cross_bytes = batch * rows * _cross_token_bytes(engine)
     size_bytes = weight_bytes(engine) + cross_bytes + batch * tokens * token_bytes(engine)
     beside = f"{size_bytes / 1e9:.2f} GB to read, {cross_bytes / 1e9:.2f} of them by cross-attention"
-    beside += f"; attention by {engine.runner.backend.name}"
-    return duration(benchmark, f"{case} of {rows} rows", seconds, setup.limits.least_s(size_bytes), beside, goal)
+    least_s = setup.limits.least_s(size_bytes)
+    figure = duration(benchmark, f"{case} of {rows} rows", seconds, least_s, beside, goal)
+    return of_decoder(engine).with_steps_anew(anew).of(figure)
 
 
 def add_clips(driver: Driver, batch: int, num_tokens: int) -> None:

@@ -23,6 +23,7 @@ from engine.attention.metadata import AttentionMetadata
 from engine.attention.select import choose_backend
 from engine.runner.recorder import CudaRecorder, PlainRecorder
 from launch.gpu.bench.attempts import attempted
+from launch.gpu.bench.attention import Attention, of_backend
 from launch.gpu.bench.setup import Setup
 from launch.gpu.figures import Figure, duration, ratio
 
@@ -62,7 +63,7 @@ def measure(setup: Setup) -> Iterator[Figure]:
 @torch.inference_mode()
 def _measure_sizes(setup: Setup, sizes: Sizes) -> list[Figure]:
     one, other = (_metadata(sizes, first, setup.device) for first in (0, sizes.batch))
-    plan, layers = _record(setup, sizes, one)
+    plan, layers, attention = _record(setup, sizes, one)
 
     def step(metadata: AttentionMetadata) -> None:
         plan.update(metadata)
@@ -76,16 +77,19 @@ def _measure_sizes(setup: Setup, sizes: Sizes) -> list[Figure]:
     size_bytes = 2 * sizes.layers * sizes.batch * sizes.rows * sizes.heads * sizes.head_dim * 2
     least_s, beside = setup.limits.least_s(size_bytes), f"{size_bytes / 1e9:.2f} GB to read"
     saved = f"{beside}; {ratio(kept_s, new_s)} a new plan's"
-    return [
+    figures = [
         duration("cross_plan", f"{sizes}, the layers alone", layers_s, least_s, beside),
         duration("cross_plan", f"{sizes}, a plan alone", plan_s, beside="host time, its copies waited for"),
         duration("cross_plan", f"{sizes}, a step, plan kept", kept_s, least_s, saved),
         duration("cross_plan", f"{sizes}, a step, plan made anew", new_s, least_s, beside),
     ]
+    return [attention.of(figure) for figure in figures]
 
 
-def _record(setup: Setup, sizes: Sizes, metadata: AttentionMetadata) -> tuple[DecodePlan, Callable[[], Tensor]]:
-    """A plan brought to a batch, and what runs all layers with it: on a GPU a recorded graph."""
+def _record(
+    setup: Setup, sizes: Sizes, metadata: AttentionMetadata
+) -> tuple[DecodePlan, Callable[[], Tensor], Attention]:
+    """A plan brought to a batch, what runs all layers with it (on a GPU a recorded graph), and whose they are."""
     device, dtype, heads = setup.device, torch.bfloat16, HeadSpec(sizes.heads, sizes.heads, sizes.head_dim)
     backend = choose_backend(device, dtype, "auto" if device.type == "cuda" else "torch", heads)
     shape = (2, 2 * sizes.batch * sizes.num_blocks + 1, sizes.block_size, sizes.heads, sizes.head_dim)
@@ -96,7 +100,8 @@ def _record(setup: Setup, sizes: Sizes, metadata: AttentionMetadata) -> tuple[De
         raise RuntimeError(f"attention backend {backend.name} has no plan at fixed addresses")
     plan.update(metadata)
     recorder = CudaRecorder(device) if device.type == "cuda" else PlainRecorder()
-    return plan, recorder.record(partial(_run_layers, backend, caches, query, plan))
+    replay = recorder.record(partial(_run_layers, backend, caches, query, plan))
+    return plan, replay, of_backend(backend, heads, dtype)
 
 
 def _run_layers(backend: AttentionBackend, caches: Sequence[Tensor], query: Tensor, plan: DecodePlan) -> Tensor:

@@ -15,6 +15,7 @@ from engine.decoder_engine import DecoderEngine
 from engine.models.base import DecoderModel
 from engine.models.registry import make_decoder as make_decoder_of
 from launch.gpu.bench.attempts import attempted
+from launch.gpu.bench.attention import of_decoder
 from launch.gpu.bench.engines import WARM_UP_TOKENS, Driver, endless, make_decoder, random_prompt
 from launch.gpu.bench.limits import Limits
 from launch.gpu.bench.setup import Setup
@@ -67,14 +68,14 @@ def measure_steps(
         for number in range(batch):
             driver.add(f"decode-{batch}-{number}", random_prompt(context, rng), params)
         driver.until(WARM_UP_TOKENS)
-        seconds = setup.time(driver.step, calls=steps)
+        seconds, anew = driver.time_steps(setup, steps)
     tokens = context + steps * (setup.repetitions + 1) // 2  # in the middle of what was measured
     size_bytes = weight_bytes(engine) + batch * tokens * token_bytes(engine)
     flops = 2.0 * batch * weight_bytes(engine) / engine.runner.dtype.itemsize
     least_s = setup.limits.least_s(size_bytes, flops)
     beside = f"{size_bytes / 1e9:.2f} GB to read; {setup.limits.bound(size_bytes, flops)}; {batch} sequences"
-    beside += f"; attention by {engine.runner.backend.name}"
-    return duration(benchmark, f"{case}, {tokens} tokens each", seconds, least_s, beside, goal)
+    figure = duration(benchmark, f"{case}, {tokens} tokens each", seconds, least_s, beside, goal)
+    return of_decoder(engine).with_steps_anew(anew).of(figure)
 
 
 def weight_bytes(engine: DecoderEngine) -> int:

@@ -44,13 +44,17 @@ class Way:
 class Ends:
     """The sending end, and a process that lands what it is sent on the device and tells when.
 
-    Connected once and for all, as workers are; see `ends`.
+    Connected once and for all, as workers are, before the first tensor; see `ends`.
     """
 
     def __init__(self, way: Way, pipe: Connection) -> None:
-        self._pipe = pipe
+        self._way, self._pipe = way, pipe
         self._runner = asyncio.Runner()
-        self._sender, self._record = self._runner.run(self._connect(way))
+        self._connected: tuple[TensorSender, InstanceRecord] | None = None
+
+    def wait(self) -> None:
+        """Until the process has started, or for as long as one is waited for; `send_all` says what went wrong."""
+        self._pipe.poll(TIMEOUT_S)
 
     def send_all(self, tensors: Sequence[torch.Tensor], under_way: int) -> tuple[list[float], float]:
         """Send them, so many under way at once. Seconds of each until it has landed (by the clock that both processes
@@ -61,7 +65,8 @@ class Ends:
         return self._runner.run(self._send_all(tensors, under_way))
 
     def close(self) -> None:
-        self._runner.run(self._disconnect())
+        if self._connected is not None:
+            self._runner.run(self._disconnect(self._connected[0]))
         self._runner.close()
 
     async def _connect(self, way: Way) -> tuple[TensorSender, InstanceRecord]:
@@ -70,12 +75,15 @@ class Ends:
         address = await self._told()
         return sender, InstanceRecord("sink", "prefill_decode", 1, "", "", DTYPE, "", "", tensor_address=address)
 
-    async def _disconnect(self) -> None:
-        self._sender.close()
+    async def _disconnect(self, sender: TensorSender) -> None:
+        sender.close()
         self._context.destroy(linger=0)
         await self._redis.aclose()
 
     async def _send_all(self, tensors: Sequence[torch.Tensor], under_way: int) -> tuple[list[float], float]:
+        if self._connected is None:
+            self._connected = await self._connect(self._way)
+        sender, record = self._connected
         self._pipe.send(len(tensors))
         began_ns: dict[int, int] = {}
         landed_ns: dict[int, int] = {}
@@ -84,7 +92,7 @@ class Ends:
         async def send(number: int, tensor: torch.Tensor) -> None:
             header = TensorHeader("bench", number, 0, "bench", 1, [tensor.numel()], DTYPE, tensor.nbytes)
             began_ns[number] = time.monotonic_ns()
-            await self._sender.send(self._record, header, payload_of(tensor), TIMEOUT_S)
+            await sender.send(record, header, payload_of(tensor), TIMEOUT_S)
 
         async def hear() -> None:
             for _ in tensors:
@@ -114,7 +122,7 @@ class Ends:
 
 @contextmanager
 def ends(way: Way) -> Iterator[Ends]:
-    """Both ends for the length of a `with` block; afterwards the process is gone."""
+    """Both ends for the length of a `with` block, whose process may still be starting; afterwards it is gone."""
     pipe, far = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_serve, args=(os.getpid(), far, way), daemon=True)
     process.start()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from engine import processors
 from engine.encoder_engine import EncoderEngine
 from engine.processors import ProcessedInput
 from launch.gpu.bench.attempts import attempted
+from launch.gpu.bench.attention import THEIRS, of_encoder
 from launch.gpu.bench.pictures import noise_picture
 from launch.gpu.bench.setup import Setup
 from launch.gpu.figures import Figure, rate, ratio
@@ -68,17 +69,12 @@ def _measure(setup: Setup, work: Work) -> Iterator[Figure]:
         case, amount = f"{work.case}, batch {batch}", batch * work.amount
         flops = batch * encoder_flops(ours.encoder.module, item)
         most = amount * setup.limits.matmul_flops_per_s / flops
-        how = f"copying the inputs included; attention by {_attention_of(ours)}"
-        beside = f"{ratio(ours_s, theirs_s)} transformers'; {how}; {_LIMIT}"
-        yield rate("encoder", case, work.unit, ours_s, amount, most, beside)
+        beside = f"{ratio(ours_s, theirs_s)} transformers'; copying the inputs included; {_LIMIT}"
+        yield of_encoder(ours).of(rate("encoder", case, work.unit, ours_s, amount, most, beside))
         beside = f"{ratio(plain_s, theirs_s)} transformers'; {_LIMIT}"
-        yield rate("encoder", f"{case}, PyTorch's attention", work.unit, plain_s, amount, most, beside)
-        yield rate("encoder", f"{case}, transformers", work.unit, theirs_s, amount, most, _LIMIT)
-
-
-def _attention_of(engine: EncoderEngine) -> str:
-    unmasked = engine.encoder.unmasked
-    return "PyTorch" if unmasked is None else str(cast(Any, unmasked.config)._attn_implementation)
+        own = rate("encoder", f"{case}, PyTorch's attention", work.unit, plain_s, amount, most, beside)
+        yield of_encoder(plain).of(own)
+        yield THEIRS.of(rate("encoder", f"{case}, transformers", work.unit, theirs_s, amount, most, _LIMIT))
 
 
 def _engine(setup: Setup, info: ModelInfo, attention_backend: str) -> EncoderEngine:

@@ -74,6 +74,13 @@ class Driver:
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"no {num_tokens} tokens of every request after {DEADLINE_S:.0f} s")
 
+    def time_steps(self, setup: Setup, steps: int) -> tuple[list[float], int]:
+        """Seconds of a step, each the mean of so many, and how many were launched anew though steps are recorded."""
+        graphs, counters = self.engine.runner.graphs, self.engine.loop.counters
+        replayed, before = 0 if graphs is None else graphs.num_replays, counters["steps"]
+        seconds = setup.time(self.step, calls=steps)
+        return seconds, 0 if graphs is None else counters["steps"] - before - (graphs.num_replays - replayed)
+
     def drop_all(self) -> None:
         """Abort every request; the blocks that they leave behind are free. Raises TimeoutError if that takes too
         long."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from engine.models.base import DecoderModel
+from launch.gpu.bench.attention import of_decoder
 from launch.gpu.bench.engines import Driver, endless, make_decoder, random_prompt
 from launch.gpu.bench.setup import Setup
 from launch.gpu.figures import Figure, duration
@@ -35,7 +36,8 @@ def measure(setup: Setup) -> Iterator[Figure]:
     flops = prefill_flops(engine.runner.model, tokens)
     rate = flops / min(seconds) / 1e12
     beside = f"{flops / 1e12:.1f} TFLOP, {rate:.0f} TFLOP/s at best, sampling and scheduling included"
-    yield duration("prefill", f"{tokens} tokens", seconds, setup.limits.least_s(0.0, flops), beside, GOAL)
+    figure = duration("prefill", f"{tokens} tokens", seconds, setup.limits.least_s(0.0, flops), beside, GOAL)
+    yield of_decoder(engine).of(figure)
 
 
 def prefill_flops(model: DecoderModel, tokens: int) -> float:

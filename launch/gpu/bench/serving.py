@@ -1,6 +1,6 @@
 """A whole cluster on one GPU: encoding apart (1e1pd) against one process for all (1epd), pictures and text together.
 
-Clients send requests with pictures, so many at a time; beside them a probe of text alone is always under way: what
+Clients send requests with pictures, so many at a time; beside them probes of text alone are always under way: what
 does somebody notice who has sent no picture?
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,22 +20,34 @@ from common.model_info import ModelInfo, load_model_info
 from engine import processors
 from engine.models.registry import make_decoder as make_decoder_of
 from engine.models.registry import make_encoder
+from launch.bench.lineup import share_of
+from launch.bench.with_cluster import hops_of
 from launch.client import ApiClient, ClientOptions, Job, Outcome
 from launch.cluster import LocalCluster
 from launch.gpu.bench.attempts import attempted
+from launch.gpu.bench.attention import of_cluster
 from launch.gpu.bench.decode import least_step_s
 from launch.gpu.bench.encoder import encoder_flops
+from launch.gpu.bench.handoff import in_words
 from launch.gpu.bench.pictures import noise_picture
 from launch.gpu.bench.prefill import prefill_flops
 from launch.gpu.bench.setup import Setup
-from launch.gpu.figures import Figure, durations
+from launch.gpu.bench.starts import side_by_side
+from launch.gpu.figures import Figure, duration, durations
 from launch.gpu.shapes import qwen2_5_vl_3b
 from launch.media import Media
+from launch.topology import parse_topology
 
 TOPOLOGIES: Final = ("1e1pd", "1epd")
 PICTURES: Final = (1, 4, 8)
-IN_FLIGHT, REQUESTS, TOKENS, SIDE, TIMEOUT_S = 4, 100, 16, 448, 120.0
-"""At least so many requests, and as many probes beside them: fewer have no 99th percentile."""
+IN_FLIGHT, PROBES, REQUESTS, TOKENS, SIDE, TIMEOUT_S = 4, 4, 100, 16, 448, 120.0
+"""At least so many requests, and as many probes beside them: fewer have no 99th percentile. So many of each are under
+way: a single probe at a time would take five times as long to have as many answers."""
+MEMORY_FRACTION: Final = 0.42
+"""Of each cluster."""
+SIDES, TOY_SIDES = (448, 896), (56,)
+HANDOFF_WARM_UP, HANDOFFS, TOY_HANDOFFS = 3, 20, 3
+WAY: Final = "encode_done -> stored"
 TOY_TOPOLOGIES: Final = ("1e1pd",)
 TOY_PICTURES, TOY_REQUESTS, TOY_TOKENS, TOY_SIDE = (1,), 2, 4, 56
 START_TIMEOUT_S: Final = 120.0
@@ -43,29 +56,70 @@ _WORDS: Final = ["tell", "me", "what", "is", "on", "the", "signs", "and", "how",
 
 def measure(setup: Setup) -> Iterator[Figure]:
     """For each topology TTFT and TPOT of probes alone, of requests with 1, 4 and 8 pictures, and of probes beside
-    them."""
-    folder = setup.model(qwen2_5_vl_3b)
-    for topology in TOY_TOPOLOGIES if setup.toy else TOPOLOGIES:
-        yield from attempted("serving", topology, partial(_measure_topology, setup, folder, topology))
+    them; where encoding is apart, also the way of a picture's encoder output to the decoder.
+
+    The clusters start side by side, and are there at the same time: one that is asked nothing takes no time of the
+    device.
+    """
+    folder, topologies = setup.model(qwen2_5_vl_3b), TOY_TOPOLOGIES if setup.toy else TOPOLOGIES
+    makers = {topology: partial(_start, setup, folder, topology) for topology in topologies}
+    with side_by_side(makers, LocalCluster.stop) as clusters:
+        for topology in topologies:
+            part = partial(_measure_topology, setup, folder, topology, clusters[topology])
+            yield from attempted("serving", topology, part)
 
 
-def _measure_topology(setup: Setup, folder: Path, topology: str) -> Iterator[Figure]:
-    engine = EngineConfig(device=setup.device.type, load_format="dummy", max_num_batched_tokens=2048)
+def _start(setup: Setup, folder: Path, topology: str) -> LocalCluster:
+    share = share_of(setup.device, MEMORY_FRACTION)
+    engine = EngineConfig(load_format="dummy", max_num_batched_tokens=2048, **share)
     settings = Settings(model=str(folder), port=0, log_level="warning", engine=engine)
-    info, tpot_s = load_model_info(str(folder)), least_step_s(setup.limits, folder, setup.dtype, IN_FLIGHT + 1)
+    cluster = LocalCluster(settings, topology, start_timeout_s=START_TIMEOUT_S)
+    cluster.start()
+    return cluster
+
+
+def _measure_topology(setup: Setup, folder: Path, topology: str, started: Future[LocalCluster]) -> Iterator[Figure]:
+    cluster, info = started.result(), load_model_info(str(folder))
+    attention = of_cluster(cluster, info, setup.device, setup.dtype)
+    tpot_s = least_step_s(setup.limits, folder, setup.dtype, IN_FLIGHT + PROBES)
     text_s = least_ttft_s(setup, info, 0)
     requests, counts = (TOY_REQUESTS, TOY_PICTURES) if setup.toy else (REQUESTS, PICTURES)
-    with LocalCluster(settings, topology, start_timeout_s=START_TIMEOUT_S) as cluster:
 
-        def load(pictures: int, count: int) -> Load:
-            return asyncio.run(_load(setup, cluster.base_url, pictures, count))
+    def load(pictures: int, count: int) -> Load:
+        return asyncio.run(_load(setup, cluster.base_url, pictures, count))
 
+    def told() -> Iterator[Figure]:
         load(1, 1)  # warms up
         yield from _figures(topology, "text alone", load(0, requests).probes, text_s, tpot_s)
         for count in counts:
             done = load(count, requests)
             yield from _figures(topology, f"{count} pictures", done.asked, least_ttft_s(setup, info, count), tpot_s)
             yield from _figures(topology, f"text beside {count} pictures", done.probes, text_s, tpot_s)
+
+    for figure in told():
+        yield attention.of(figure)
+    if parse_topology(topology).count("encoder"):
+        for side in TOY_SIDES if setup.toy else SIDES:
+            yield _handoff(setup, cluster, info, f"{topology}, handoff", side)
+
+
+def _handoff(setup: Setup, cluster: LocalCluster, info: ModelInfo, case: str, side: int) -> Figure:
+    """The way of the encoder output of one picture, one request after the other: from the end of its batch until the
+    decoder's cache has it. The limit is one copy within the device."""
+    count = TOY_HANDOFFS if setup.toy else HANDOFFS
+    outcomes = asyncio.run(_one_by_one(cluster.base_url, side, HANDOFF_WARM_UP + count))
+    seconds = hops_of(cluster, {str(one.request_id) for one in outcomes[HANDOFF_WARM_UP:]})[WAY]
+    size = (side // 28) ** 2 * int(info.text_config["hidden_size"]) * setup.dtype.itemsize  # a row for each 28 x 28
+    beside = "encoded until stored, one request after the other"
+    return duration("serving", f"{case} of {in_words(size)}", seconds, setup.limits.least_s(2 * size), beside)
+
+
+async def _one_by_one(url: str, side: int, count: int) -> list[Outcome]:
+    async with ApiClient(ClientOptions(url, None, 1, 0.0, TIMEOUT_S)) as client:
+        await client.connect()
+        load = Load(client, random.Random(side), side)
+        await load.ask(1, lambda: len(load.asked) >= count)
+    return load.asked
 
 
 def least_ttft_s(setup: Setup, info: ModelInfo, pictures: int) -> float:
@@ -87,7 +141,7 @@ def least_ttft_s(setup: Setup, info: ModelInfo, pictures: int) -> float:
 
 @dataclass
 class Load:
-    """What has been answered: requests with pictures, so many at a time, and probes of text, one at a time."""
+    """What has been answered: requests with pictures, and probes of text."""
 
     client: ApiClient
     rng: random.Random
@@ -125,7 +179,8 @@ async def _load(setup: Setup, url: str, pictures: int, requests: int) -> Load:
             return len(load.probes) >= requests and (not pictures or len(load.asked) >= requests)
 
         async with asyncio.TaskGroup() as group:
-            group.create_task(load.probe(done))
+            for _ in range(PROBES):
+                group.create_task(load.probe(done))
             for _ in range(IN_FLIGHT if pictures else 0):
                 group.create_task(load.ask(pictures, done))
     return load
