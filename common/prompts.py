@@ -249,7 +249,7 @@ def _parse_singleton(
     prompt: SingletonPrompt, text: TextProcessor, param: str, *, special_tokens: bool = True
 ) -> _Singleton:
     if isinstance(prompt, str):
-        return _Singleton(text.encode(prompt, add_special_tokens=special_tokens), prompt, {})
+        return _Singleton(text.encode_prompt(prompt, param, add_special_tokens=special_tokens), prompt, {})
     if isinstance(prompt, list | tuple):
         return _Singleton(_token_ids(prompt, param), None, {})
     if not isinstance(prompt, dict):
@@ -260,7 +260,8 @@ def _parse_singleton(
         if fields.get(key) is not None:
             return _Singleton(_token_ids(fields[key], param), None, media)
     if isinstance(fields.get("prompt"), str):
-        return _Singleton(text.encode(fields["prompt"], add_special_tokens=special_tokens), fields["prompt"], media)
+        token_ids = text.encode_prompt(fields["prompt"], param, add_special_tokens=special_tokens)
+        return _Singleton(token_ids, fields["prompt"], media)
     if not media:
         raise _bad_format(prompt, param)
     return _Singleton(None, None, media)

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from jinja2 import TemplateError
 from jinja2.ext import Extension
@@ -23,6 +23,8 @@ from common.errors import TriptychError
 from common.model_info import ModelInfo
 
 _PROBE = "a plain string"
+_PIECE_CHARS: Final = 2**16
+"""How much of a text that may be too long is tokenised at once."""
 
 
 class TextProcessor:
@@ -43,9 +45,26 @@ class TextProcessor:
         self.tokenizer.no_padding()
         self._template, self._specials = _load_chat_template(info)
         self._takes_parts_only = self._template is not None and not self._shows_plain_strings()
+        encoder_tokens = info.max_encoder_tokens if info.media_kind == "text" else 0
+        self._most_tokens = 2 * max(info.max_model_len, encoder_tokens)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        """Token ids of any text. Other threads run meanwhile: of a batch, `tokenizers` lets them."""
+        return list(self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+    def encode_prompt(self, text: str, param: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt, for a model whose context it may well be too long for.
+
+        Raises TriptychError("context_length_exceeded") naming `param` where it has more than twice as many tokens as
+        any prompt may have: each of them takes hundreds of bytes while a text is tokenised.
+        """
+        num_tokens = 0
+        for begin in range(0, len(text) if len(text) > self._most_tokens else 0, _PIECE_CHARS):
+            num_tokens += len(self.encode(text[begin : begin + _PIECE_CHARS], add_special_tokens=False))
+            if num_tokens > self._most_tokens:
+                message = f"the context of {self._most_tokens // 2} tokens is too short for {len(text)} characters"
+                raise TriptychError("context_length_exceeded", f"{message}; shorten the prompt", param)
+        return self.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
@@ -55,7 +74,8 @@ class TextProcessor:
 
         `messages` are {"role", "content"}; content is a string or parts {"type": "text", "text"}, {"type": "image"}
         and {"type": "audio"}. Each picture and clip leaves one placeholder token.
-        Raises TriptychError("invalid_request") where the model has no chat template or the template refuses.
+        Raises TriptychError: "invalid_request" where the model has no chat template or the template refuses,
+        "context_length_exceeded" as `encode_prompt` does.
         """
         if self._template is None:
             message = f"{self.info.name} has no chat template: use /v1/completions"
@@ -68,7 +88,8 @@ class TextProcessor:
         # Templates of text models write the first token themselves. Those of some models with media (LLaVA) leave it
         # to the tokenizer, as transformers' processors do unless it is there.
         begins = bool(self._specials["bos_token"]) and text.startswith(self._specials["bos_token"])
-        return self.encode(text, add_special_tokens=self.info.media_kind is not None and not begins)
+        special = self.info.media_kind is not None and not begins
+        return self.encode_prompt(text, "messages", add_special_tokens=special)
 
     def _render(self, messages: list[dict[str, Any]]) -> str:
         if self._takes_parts_only:

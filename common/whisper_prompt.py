@@ -10,7 +10,7 @@ left out, and the answer follows Whisper's rules for them. Never imports torch.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from common.errors import TriptychError
 from common.languages import language_code
@@ -21,6 +21,8 @@ from common.text import TextProcessor
 Task = Literal["transcribe", "translate"]
 MIN_NEW_TOKENS = 8
 """A prompt must leave room for at least so many tokens of transcript."""
+_CHARS_PER_TOKEN: Final = 256
+"""More than any token has."""
 
 
 def is_multilingual(info: ModelInfo) -> bool:
@@ -137,7 +139,7 @@ def _previous_text(info: ModelInfo, text: TextProcessor, prompt: str | None, max
     start = info.generation.get("prev_sot_token_id", text.tokenizer.token_to_id("<|startofprev|>"))
     if start is None:
         raise TriptychError("invalid_request", f"{info.name} has no <|startofprev|> token", "prompt")
-    ids = text.encode(" " + prompt.strip(), add_special_tokens=False)
+    ids = text.encode(" " + prompt.strip()[-_CHARS_PER_TOKEN * max_tokens :], add_special_tokens=False)
     special = [token for token in ids if token in text.tokenizer.get_added_tokens_decoder()]
     if special:
         named = text.tokenizer.id_to_token(special[0])

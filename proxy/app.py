@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import time
@@ -57,6 +58,7 @@ log = get_logger()
 def run(settings: Settings) -> int:
     """Serve until SIGTERM or SIGINT. Returns 0 after a clean stop, 1 where the proxy could not start or go on."""
     malloc.use_one_arena()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # every prompt has a thread of its own
     instance_id = settings.instance_id or f"proxy-{uuid.uuid4().hex[:8]}"
     setup_logging(settings.log_level, settings.log_format, instance_id)
     try:

@@ -89,7 +89,7 @@ def _parse_pair(
     service: Service, body: CompletionRequest, prompt: Prompt, decoder_prompt: Prompt | None, own: str
 ) -> ParsedPrompt:
     if isinstance(prompt, str) and body.add_special_tokens is False:
-        prompt = service.text.encode(prompt, add_special_tokens=False)
+        prompt = service.text.encode_prompt(prompt, own, add_special_tokens=False)
     try:
         pair = {"encoder_prompt": prompt, "decoder_prompt": decoder_prompt}
         return parse_prompt(pair, service.info, service.text)  # type: ignore[arg-type]
@@ -125,4 +125,4 @@ async def _encode(service: Service, body: CompletionRequest, prompt: Prompt) -> 
     if not isinstance(prompt, str):
         return prompt
     special = body.add_special_tokens is not False
-    return await asyncio.to_thread(service.text.encode, prompt, add_special_tokens=special)
+    return await asyncio.to_thread(service.text.encode_prompt, prompt, "prompt", add_special_tokens=special)

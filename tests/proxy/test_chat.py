@@ -140,3 +140,14 @@ async def test_a_prompt_over_the_context_length_says_so(serve, text_model):
         assert caught.value.code == "context_length_exceeded"
         assert "128" in str(caught.value)
         await rig.assert_clean()
+
+
+async def test_a_text_far_beyond_the_context_is_refused_by_its_field(serve, text_model):
+    async with serve(text_model.folder, encoders=0) as rig:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await rig.chat("many words " * 2**20)
+        assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
+        with pytest.raises(openai.BadRequestError) as caught:
+            await rig.client.completions.create(model=rig.model, prompt="many words " * 2**20)
+        assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
+        await rig.assert_clean()
