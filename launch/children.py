@@ -73,13 +73,18 @@ class Child:
 
     def terminate(self) -> None:
         """Ask for a clean stop."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
+        self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """End the process at once; `wait` ends what it had started."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Not by the process object, which looks first whether the process has ended, and would take how it ended away
+        from the thread that waits for it."""
+        if self.running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def log_tail(self, lines: int = 15) -> str:
         """The last lines that the process wrote."""
