@@ -89,7 +89,7 @@ class Handoff:
     receipt: asyncio.Future[Receipt] = field(default_factory=_future)
     times_s: dict[str, float] = field(default_factory=dict)
     asked_again: bool = False  # whether the tensor has come, since it was sent
-    patience_s: float = 0.0  # until then (Unix time) it is taken to be on its way
+    patience_s: float = 0.0  # until then (monotonic) it is taken to be on its way
     last_sign_s: float = 0.0  # of life of the sender (monotonic)
 
     def mark(self, hop: str) -> None:
@@ -182,7 +182,7 @@ class HandoffSender:
         """
         if handoff.state != "granted":
             raise TriptychError("internal_error", f"send in state {handoff.state!r}: no tensor without a grant")
-        deadline_s = min(handoff.offer.deadline_s, time.time() + self._timeout_s)
+        deadline_s = min(handoff.offer.deadline_s, time.monotonic() + self._timeout_s)
         left_s = None if early is None else early.left_s
         if early is not None and left_s is not None:
             self._note_sent(handoff, left_s)
@@ -194,7 +194,8 @@ class HandoffSender:
                     self.outcomes["sent_again"] += 1
                 if number or left_s is None:
                     await self._send_once(handoff, part)
-                handoff.patience_s = time.time() + REPEAT_S * (2**number - 0.5)  # the answer to the 1st, 2nd, 4th, 8th
+                # what is answered are the 1st, 2nd, 4th and 8th repetition
+                handoff.patience_s = time.monotonic() + REPEAT_S * (2**number - 0.5)
             receipt = await self._wait(handoff, handoff.receipt, "receipt", deadline_s)
             if receipt.status == "stored":
                 handoff.state, handoff.part, handoff.receipt = "granted", handoff.part + 1, _future()
@@ -236,7 +237,7 @@ class HandoffSender:
     def _take_answer(self, handoff: Handoff, grant: Grant) -> None:
         """To an offer repeated since the tensor was sent: either the receipt was lost, or the tensor, or it is slow."""
         stored = grant.status == "cached" or grant.num_parts > handoff.part
-        if not stored and time.time() < handoff.patience_s:
+        if not stored and time.monotonic() < handoff.patience_s:
             return
         handoff.asked_again = False
         status: Literal["stored", "corrupt"] = "stored" if stored else "corrupt"
@@ -342,16 +343,16 @@ class HandoffSender:
 
     async def _wait(self, handoff: Handoff, answer: asyncio.Future[_T], what: str, deadline_s: float) -> _T:
         """The answer, once it is there; meanwhile the offer is repeated. Raises TriptychError("timeout")."""
-        name, began_s = handoff.receiver.instance_id, time.time()
+        name, began_s = handoff.receiver.instance_id, time.monotonic()
         while True:
-            remaining_s = deadline_s - time.time()
+            remaining_s = deadline_s - time.monotonic()
             if remaining_s <= 0 and not answer.done():
                 message = f"{name} sent no {what} within {max(0.0, deadline_s - began_s):.1f} s"
                 raise self._ended("timeout", TriptychError("timeout", message))
             done, _ = await asyncio.wait({answer}, timeout=min(REPEAT_S, remaining_s))
             if done:
                 return answer.result()
-            if time.time() < deadline_s:
+            if time.monotonic() < deadline_s:
                 self.outcomes["offer_repeated"] += 1
                 handoff.asked_again = handoff.state == "sent"
                 self._send_offer(handoff)

@@ -103,11 +103,6 @@ class Registry:
         with contextlib.suppress(RedisError):  # no right to, or no such command: those that listen look by themselves
             await self._redis.publish(self._changes, "")
 
-    async def now_s(self) -> float:
-        """The broker's clock, Unix time. Raises ResponseError where it does not tell."""
-        seconds, microseconds = await self._redis.time()
-        return float(seconds) + microseconds / 1e6
-
     async def get(self, instance_id: str) -> InstanceRecord | None:
         """One instance's record; None if it is not alive."""
         value = await self._redis.get(self._key(instance_id))

@@ -6,12 +6,15 @@ Two conversations use them:
                                    Tokens, Encoded, Prefilled, InputNeeded, Failed
     sender <- Redis -> receiver    Offer or KvOffer -> Grant -> (tensors by a transport) -> Receipt; or Withdraw
 
-`encode` and `decode_*` are the only way on and off the wire. Times are Unix seconds, sizes bytes.
+`encode` and `decode_*` are the only way on and off the wire. Times are Unix seconds, sizes bytes. A
+deadline is by the `time.monotonic` of whoever has the message: on the wire it is the seconds that are left until then
+(as in gRPC), for the clocks of two hosts need not agree. What the way takes is added to it.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from typing import Annotated, Final, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
@@ -20,7 +23,7 @@ from common.errors import ErrorInfo, TriptychError
 from common.families import MediaKind as MediaKind
 from common.sampling_params import SamplingParams
 
-PROTOCOL_VERSION: Final = 9
+PROTOCOL_VERSION: Final = 10
 MAX_CONTROL_BYTES: Final = 16 * 2**20
 """Cap of a message without media."""
 MAX_MEDIA_BYTES: Final = 64 * 2**20
@@ -342,7 +345,7 @@ class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
 class Grant(msgspec.Struct, frozen=True, tag="grant"):
     """Channel `allocated`, receiver to sender.
 
-    granted: room is reserved until `lease_until_s`; cached: the content is here already, send nothing;
+    granted: room is reserved; cached: the content is here already, send nothing;
     refused: it can never be taken, `error` says why; cancelled: the request is gone.
     Of keys and values, only those from `first_token` on are wanted, and no cross-attention ones with `cross_cached`;
     the first `num_parts` of the parts are here by now.
@@ -352,14 +355,10 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
     input_id: Count
     attempt: Count
     status: Literal["granted", "cached", "refused", "cancelled"]
-    lease_until_s: float = 0.0
     error: ErrorInfo | None = None
     first_token: Count = 0
     cross_cached: bool = False
     num_parts: Count = 0
-
-    def __post_init__(self) -> None:
-        _finite(lease_until_s=self.lease_until_s)
 
 
 class TensorHeader(msgspec.Struct, frozen=True, tag="tensor"):
@@ -439,14 +438,24 @@ _record = msgspec.msgpack.Decoder(InstanceRecord)
 
 T = TypeVar("T")
 
-encode = _encoder.encode
+
+def encode(message: msgspec.Struct) -> bytes:
+    """A message as it travels."""
+    return _encoder.encode(_with_deadline(message, -time.monotonic()))
+
+
+def _with_deadline(message: T, by_s: float) -> T:
+    """The message, its deadline, if it has one, `by_s` later."""
+    if not isinstance(message, Encode | Offer | KvOffer):
+        return message
+    return msgspec.structs.replace(message, deadline_s=message.deadline_s + by_s)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview, cap: int) -> T:
     if len(data) > cap:
         raise TriptychError("invalid_request", f"a message of {len(data)} bytes is over the cap of {cap}")
     try:
-        return decoder.decode(data)
+        return _with_deadline(decoder.decode(data), time.monotonic())
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:  # ValueError: text that is none
         raise TriptychError("invalid_request", f"not a valid message: {error!s:.500}") from error
 

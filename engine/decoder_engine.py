@@ -294,7 +294,7 @@ class DecoderEngine:
         return self._dirty or bool(self.intake.events) or self.loop.in_flight or self.scheduler.has_work()
 
     def next_deadline_s(self) -> float | None:
-        """When `step` has to be called again even if nothing comes (Unix time)."""
+        """When `step` has to be called again even if nothing comes (by `time.monotonic`)."""
         deadlines_s = self.intake.next_deadline_s(), self.kv_intake.next_deadline_s()
         return min((deadline_s for deadline_s in deadlines_s if deadline_s is not None), default=None)
 

@@ -72,7 +72,7 @@ PrefillEvent: TypeAlias = KvReady | KvComputed | PrefillEnded
 
 @dataclass(frozen=True)
 class InputGranted:
-    """Room is reserved until `lease_until_s` (Unix time).
+    """Room is reserved until `lease_until_s` (by `time.monotonic`), longer where the sender gives signs of life.
 
     With input id KV_INPUT_ID this, as the next six, is about keys and values: those from `first_token` on are wanted,
     and no cross-attention ones with `cross_cached`; `num_parts` have come.

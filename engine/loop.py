@@ -124,7 +124,7 @@ class StepLoop:
 
     def settle_inputs(self) -> None:
         """End what is over and grant what there is room for, of inputs and of keys and values."""
-        now_s = time.time()
+        now_s = time.monotonic()
         self._intake.expire(now_s)
         self._intake.grant()
         self._kv_intake.expire(now_s)

@@ -194,4 +194,4 @@ def _chunk(
 
 def _head(service: Service, exchange: Exchange, body: ChatRequest) -> dict[str, Any]:
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    return {"id": exchange.id, "object": kind, "created": int(exchange.arrival_s), "model": service.model_name}
+    return {"id": exchange.id, "object": kind, "created": int(exchange.created_s), "model": service.model_name}

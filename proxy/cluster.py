@@ -20,9 +20,9 @@ class Cluster:
     handoff_timeout_s: float
 
     def is_full_wait(self, since_s: float) -> bool:
-        """Whether a wait that ends now, begun at `since_s` (Unix time), was as long as one step of a handoff may take,
+        """Whether a wait that ends now, begun at `since_s`, was as long as one step of a handoff may take,
         or nearly."""
-        return time.time() - since_s >= self.handoff_timeout_s / 2
+        return time.monotonic() - since_s >= self.handoff_timeout_s / 2
 
     def patience_s(self, absent_s: float) -> float:
         """How much longer to wait for the last worker of a role, missing for `absent_s`: a supervisor brings it back in

@@ -156,6 +156,6 @@ def _head(service: Service, exchange: Exchange) -> dict[str, Any]:
     return {
         "id": exchange.id,
         "object": "text_completion",
-        "created": int(exchange.arrival_s),
+        "created": int(exchange.created_s),
         "model": service.model_name,
     }

@@ -70,7 +70,7 @@ class Crew:
 
     @property
     def next_deadline_s(self) -> float:
-        """When `expire` has something to do (Unix time)."""
+        """When `expire` has something to do (by `time.monotonic`)."""
         return min(self._place_at_s, self._ask_at_s, self.prefill.due_s, self.items.next_deadline_s)
 
     async def expire(self, now_s: float) -> None:
@@ -100,10 +100,10 @@ class Crew:
             left_s = cluster.patience_s(absent_s(cluster.pool))
             if left_s <= 0:
                 raise TriptychError("unavailable", f"no {missing(cluster.pool)} is ready; try again shortly")
-            self._place_at_s = time.time() + (left_s if cluster.pool.has_looked else min(left_s, FIRST_LOOK_S))
+            self._place_at_s = time.monotonic() + (left_s if cluster.pool.has_looked else min(left_s, FIRST_LOOK_S))
             return
         decoder, apart = placement.decoder, placement.prefiller is not None
-        self._place_at_s, self._ask_at_s = math.inf, time.time() + INQUIRY_S
+        self._place_at_s, self._ask_at_s = math.inf, time.monotonic() + INQUIRY_S
         self._claim, self._attempt = Claim(decoder, self._size), next(self._attempts)
         self._prompt_logprobs.start(apart=apart)
         resumed = self._progress.resumed(job.enough)
@@ -135,7 +135,7 @@ class Crew:
         log.warning("request moves", request=self._job.request_id, reason=reason)
         self._cluster.metrics.retries.labels(reason).inc()
         if pause_s:
-            self._place_at_s = time.time() + pause_s
+            self._place_at_s = time.monotonic() + pause_s
         else:
             await self.place()
 
@@ -149,7 +149,7 @@ class Crew:
 
     async def _inquire(self) -> None:
         """Ask whether the job is still where it was put: if it was lost on the way, nobody else would ever say so."""
-        self._ask_at_s = time.time() + INQUIRY_S
+        self._ask_at_s = time.monotonic() + INQUIRY_S
         if self.decoder is not None:
             await self.decoder.tell(Inquiry(self._job.request_id, self._attempt))
         await self.prefill.inquire()

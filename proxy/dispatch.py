@@ -40,7 +40,7 @@ class Dispatcher:
     async def run(self, pool: WorkerPool, job: Job, deadline_s: float) -> AsyncGenerator[Tokens]:
         """The tokens of a job, to its end or until the caller closes this generator (then it is aborted everywhere).
 
-        `deadline_s` is Unix time. Raises TriptychError as Flight does.
+        `deadline_s` is by `time.monotonic`. Raises TriptychError as Flight does.
         """
         flight = Flight(job, Cluster(pool, self._placer, self._metrics, self._settings.handoff_timeout_s), deadline_s)
         self._flights[job.request_id] = flight

@@ -67,6 +67,8 @@ class Exchange:
 
     request: Request
     id: str
+    created_s: float
+    """Unix time; the others are of the monotonic clock."""
     arrival_s: float
     deadline_s: float
     max_body_bytes: int
@@ -136,9 +138,9 @@ class Admission:
 
         Raises what `endpoint` raises before its first payload, and TriptychError("overloaded") over the limit.
         """
-        now_s = time.time()
+        now_s = time.monotonic()
         request_id, held = f"{prefix}-{uuid.uuid4().hex}", self.budget.open()
-        exchange = Exchange(request, request_id, now_s, now_s + self.timeout_s, max_body_bytes, held)
+        exchange = Exchange(request, request_id, time.time(), now_s, now_s + self.timeout_s, max_body_bytes, held)
         request.state.request_id = exchange.id
         payloads = self._admitted(exchange, endpoint)
         headers = {REQUEST_ID_HEADER: exchange.id}
@@ -186,7 +188,7 @@ async def _unless_disconnected(exchange: Exchange, work: Awaitable[T]) -> T:
     task = asyncio.ensure_future(work)
     watcher = asyncio.create_task(_gone_after_body(exchange))
     try:
-        remaining_s = exchange.deadline_s + _DEADLINE_GRACE_S - time.time()
+        remaining_s = exchange.deadline_s + _DEADLINE_GRACE_S - time.monotonic()
         await asyncio.wait({task, watcher}, timeout=remaining_s, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
@@ -229,7 +231,7 @@ class EventStream(Response):
         watcher = asyncio.create_task(_disconnected(receive))
         try:
             # A client that stops reading would hold its request forever: the deadline counts for it, too.
-            remaining_s = self._deadline_s + _DEADLINE_GRACE_S - time.time()
+            remaining_s = self._deadline_s + _DEADLINE_GRACE_S - time.monotonic()
             await asyncio.wait({sender, watcher}, timeout=remaining_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             sender.cancel()

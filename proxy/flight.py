@@ -36,7 +36,7 @@ class Flight:
     """
 
     def __init__(self, job: Job, cluster: Cluster, deadline_s: float) -> None:
-        """`deadline_s` is Unix time."""
+        """`deadline_s` is by `time.monotonic`."""
         self._job = job
         self._metrics = cluster.metrics
         self._deadline_s = deadline_s
@@ -97,7 +97,7 @@ class Flight:
         if self._abandoned:
             message = f"more than {MAX_UNREAD} pieces of the answer were not read: it was ended"
             raise TriptychError("timeout", message)
-        now_s, due_s = time.time(), self._crew.next_deadline_s
+        now_s, due_s = time.monotonic(), self._crew.next_deadline_s
         if now_s >= self._deadline_s:
             raise TriptychError("timeout", "the request did not end within the server's request_timeout_s")
         if now_s < due_s:

@@ -178,13 +178,13 @@ class Generation:
         return ids if timestamps is None else [token for token in ids if token < timestamps.first_token_id]
 
     def _observe_first(self) -> float:
-        now_s = time.time()
+        now_s = time.monotonic()
         self._metrics.ttft.observe(now_s - self._arrival_s)
         self._on_first()
         return now_s
 
     def _observe_end(self) -> None:
-        now_s = time.time()
+        now_s = time.monotonic()
         self._metrics.latency.observe(now_s - self._arrival_s)
         self._metrics.prompt_tokens.inc(self.usage.prompt_tokens)
         self._metrics.generation_tokens.inc(self.usage.completion_tokens)

@@ -66,7 +66,7 @@ class ItemSender:
 
     @property
     def next_deadline_s(self) -> float:
-        """When `expire` has something to do (Unix time)."""
+        """When `expire` has something to do (by `time.monotonic`)."""
         return min((item.next_deadline_s for item in self._items), default=math.inf)
 
     async def send_all(self, destination: Worker, request_attempt: int) -> None:
@@ -204,7 +204,7 @@ class ItemSender:
         able = self._able(item)
         if able and all(other.instance_id in item.retries.failed_on for other in able):
             self._cluster.metrics.retries.labels(reason).inc()
-            item.due_s = time.time() + item.retries.backoff_s
+            item.due_s = time.monotonic() + item.retries.backoff_s
         else:
             await self._again(item, reason)
 
@@ -212,7 +212,7 @@ class ItemSender:
         self, item: _Item, worker: Worker, error: ErrorInfo, reason: str, *, undelivered: bool = False
     ) -> None:
         in_full = self._cluster.is_full_wait(item.sent_s)  # it waits for what others need, too
-        ends_early = not in_full and item.retries.waits > 0  # again: its clock may be wrong
+        ends_early = not in_full and item.retries.waits > 0  # again: another one may be better
         undelivered_by = worker.instance_id if undelivered or ends_early else None
         item.retries.waited(error, in_full=in_full, undelivered_by=undelivered_by)
         await self._again(item, reason, at=worker if in_full and not undelivered else None)
@@ -226,7 +226,7 @@ class ItemSender:
         encoder = at if at is not None and self._stays(item, at) else self._choose(item)
         destination = item.destination
         assert destination is not None
-        now_s = time.time()
+        now_s = time.monotonic()
         if encoder is None:
             pool = self._cluster.pool
             left_s = self._cluster.patience_s(pool.absent_s("encoder", matching=destination))

@@ -88,11 +88,6 @@ class ProxyMetrics:
             "Times that a process that decodes recordings died or took too long, and was started anew.",
             registry=r,
         )
-        self.clock_skew = Gauge(
-            "triptych_proxy_clock_skew_seconds",
-            "Seconds by which this host's clock is ahead of the broker's, at least; below 0: behind it.",
-            registry=r,
-        )
         self.workers = Gauge("triptych_proxy_workers", "Workers in use.", ["role"], registry=r)
         self.load_imbalance = Gauge(
             "triptych_proxy_load_imbalance",

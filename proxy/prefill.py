@@ -126,7 +126,7 @@ class Prefill:
         retries = self._retries
         candidates = {worker.instance_id for worker in self._cluster.pool.workers("prefill", matching=self._decoder)}
         if retries.failures and candidates and candidates <= retries.failed_on:
-            self.due_s = time.time() + retries.backoff_s
+            self.due_s = time.monotonic() + retries.backoff_s
         else:
             await self._place()
 
@@ -140,7 +140,7 @@ class Prefill:
             left_s = cluster.patience_s(cluster.pool.absent_s("prefill", matching=decoder))
             if left_s <= 0:
                 raise TriptychError("unavailable", "no prefill worker is ready; try again shortly")
-            self.due_s = time.time() + left_s
+            self.due_s = time.monotonic() + left_s
             return
         self.attempt = next(self._attempts)
         await self._send(worker)
@@ -148,7 +148,7 @@ class Prefill:
     async def _send(self, worker: Worker) -> None:
         job, decoder = self._job, self._decoder
         assert decoder is not None
-        self.due_s, self._sent_s = math.inf, time.time()
+        self.due_s, self._sent_s = math.inf, time.monotonic()
         self._claim = Claim(worker, len(job.prompt_token_ids))
         await worker.send(
             Generate(

@@ -10,7 +10,6 @@ from typing import Final
 
 from redis.exceptions import RedisError, ResponseError
 
-from broker.clock import ClockWatch
 from broker.redis_client import REFUSALS, refused
 from broker.registry import HEARTBEAT_S, Registry
 from common.messages import InstanceRecord
@@ -28,7 +27,6 @@ class RegistryWatch:
     def __init__(self, registry: Registry, own: InstanceRecord) -> None:
         self._registry = registry
         self._own = own
-        self.clock = ClockWatch(registry)
         self._changed = asyncio.Event()
         self._last_look_s = float("-inf")
 
@@ -53,7 +51,6 @@ class RegistryWatch:
                     registered = True
                 await apply(await self._registry.instances())
                 self._last_look_s = time.monotonic()
-                await self.clock.look()
             except (RedisError, OSError) as error:  # the workers stay: they may well be there
                 if isinstance(error, REFUSALS) and not registered:
                     raise refused(error) from error

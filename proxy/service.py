@@ -133,7 +133,6 @@ class Service:
         exchange.place = self.lines[line].join()
 
     def update_gauges(self) -> None:
-        self.metrics.clock_skew.set(self.pool.clock_skew_s)
         for name, line in self.lines.items():
             self.metrics.waiting.labels(name).set(line.num_waiting)
             self.metrics.expected_wait.labels(name).set(line.wait_s)
@@ -190,5 +189,5 @@ class Service:
         job = generation.job
         timeline = response_id(job.request_id)
         if self.timelines.open(timeline):
-            self.timelines.add(timeline, [Span("proxy", self.instance_id, exchange.arrival_s, time.time())])
+            self.timelines.add(timeline, [Span("proxy", self.instance_id, exchange.created_s, time.time())])
         return generation.deltas(self.dispatcher.run(self.pool, job, exchange.deadline_s))

@@ -114,11 +114,6 @@ class WorkerPool:
         return self._watch.broker_reachable
 
     @property
-    def clock_skew_s(self) -> float:
-        """As ClockWatch.skew_s."""
-        return self._watch.clock.skew_s
-
-    @property
     def has_looked(self) -> bool:
         """Whether the registry has been read since this pool was made; before, nobody knows who is there."""
         return self._unknown_since_s == -math.inf

@@ -94,7 +94,7 @@ class RemoteDestination:
             size_bytes=item.size_bytes,
             layout=item.layout,
             sender=self._links.instance_id,
-            deadline_s=min(message.deadline_s, time.time() + self._links.settings.handoff_timeout_s),
+            deadline_s=min(message.deadline_s, time.monotonic() + self._links.settings.handoff_timeout_s),
             request_attempt=message.request_attempt,
         )
 

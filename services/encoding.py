@@ -36,7 +36,7 @@ MAX_HELD_BYTES: Final = 2 * 2**30
 MAX_REMEMBERED: Final = 1024
 """Replies kept, to be sent again when their request is repeated."""
 _SAME_END_S: Final = 0.5
-"""The clocks of an encoder and a destination may differ by so much: what ends then has ended by its deadline."""
+"""An encoder and a destination give up at the same deadline, one before the other: what ends then has ended by it."""
 KEEP_S: Final = 2.0
 """What was not in place by its deadline goes on for so long without another attempt: the proxy makes one at once."""
 POOL_START_S: Final = 120.0
@@ -155,14 +155,14 @@ class EncodingStage:
         recorder = SpanRecorder(self._links.instance_id)
         error: ErrorInfo | None = None
         self._links.hops.mark(key, "encode_received")
-        given_s = message.deadline_s - time.time()
+        given_s = message.deadline_s - time.monotonic()
         try:
             async with asyncio.timeout(given_s):
                 await self._pipeline.run(key, message, work, recorder)
         except TriptychError as caught:
             error = caught.info
-            if error.code == "unavailable" and time.time() > message.deadline_s - _SAME_END_S:
-                error = _late(key)  # the destination gives an offer up at the same deadline, by its own clock
+            if error.code == "unavailable" and time.monotonic() > message.deadline_s - _SAME_END_S:
+                error = _late(key)  # the destination was first
         except TimeoutError:
             error = _late(key)
         except Exception as caught:  # a mistake of ours: the proxy must learn of it, and the next item may do better

@@ -53,7 +53,7 @@ class EngineThread(Generic[E, Event]):
         on_events: Callable[[list[Event]], None],
         answer: Callable[[E], list[Event]] | None = None,
     ) -> None:
-        """`step` and `next_deadline_s` (Unix time) run on the engine's thread, `on_events` on the loop's.
+        """`step` and `next_deadline_s` (by `time.monotonic`) run on the engine's thread, `on_events` on the loop's.
 
         `answer`, if given, runs between commands and step: what it returns goes out before the step computes.
         """
@@ -158,7 +158,7 @@ class EngineThread(Generic[E, Event]):
         with contextlib.suppress(queue.Empty):
             if not engine.has_work():
                 deadline_s = self._next_deadline_s(engine)
-                timeout_s = None if deadline_s is None else min(max(0.0, deadline_s - time.time()), _MAX_WAIT_S)
+                timeout_s = None if deadline_s is None else min(max(0.0, deadline_s - time.monotonic()), _MAX_WAIT_S)
                 commands.append(self._inbound.get(timeout=timeout_s))
             while True:
                 commands.append(self._inbound.get_nowait())

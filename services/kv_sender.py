@@ -198,7 +198,7 @@ class KvSender:
             seed=kv.seed,
             num_cached_tokens=kv.num_cached_tokens,
             sender=self._links.instance_id,
-            deadline_s=time.time() + self._links.settings.request_timeout_s,
+            deadline_s=time.monotonic() + self._links.settings.request_timeout_s,
             request_attempt=prefill.message.prefill_for_attempt,
         )
 

@@ -1,5 +1,4 @@
-"""A worker's place in its cluster: what it says of itself in the registry, when it last heard from there, and how far
-its clock is from the broker's."""
+"""A worker's place in its cluster: what it says of itself in the registry, and when it last heard from there."""
 
 from __future__ import annotations
 
@@ -9,7 +8,6 @@ from typing import Final
 
 from redis.exceptions import RedisError
 
-from broker.clock import ClockWatch
 from broker.registry import HEARTBEAT_S, Registry
 from broker.tensors import change_hosts
 from common.keys import key_id
@@ -31,7 +29,6 @@ class Membership:
 
     def __init__(self, registry: Registry, proxies: ProxyWatch, departure: Departure) -> None:
         self._registry = registry
-        self.clock = ClockWatch(registry)
         self._proxies = proxies
         self._departure = departure
         self._joined = False

@@ -122,7 +122,6 @@ HELP: Final[dict[str, str]] = {
     # the process
     "weight_bytes": "Bytes of the weights.",
     "engine_busy_seconds": "How long the engine's present turn has lasted; 0 while it waits.",
-    "clock_skew_seconds": "Seconds by which this host's clock is ahead of the broker's, at least; below 0: behind it.",
     "channel_messages_waiting": "Messages that wait to be sent to other instances.",
     "integrity_failures": "Times that the books of an idle engine did not add up; always 0.",
     # by outcome

@@ -110,7 +110,7 @@ class HandoffReceiver:
                 self._mark_hop(key, "offer_received", "granted")
                 self._prepare(key)
                 wanted = event.first_token, event.cross_cached, event.num_parts
-                self._answer_offer(sender, Grant(*key, "granted", event.lease_until_s, None, *wanted))
+                self._answer_offer(sender, Grant(*key, "granted", None, *wanted))
                 return
             case InputStored(part=part):
                 self._mark_hop(key, "tensor_received", "stored", self._stored_s.pop(key, None))

@@ -262,7 +262,7 @@ class Shell:
                 self._role.abort(request_id)
 
     async def _beat(self) -> None:
-        """Once a second: tell the registry, and look around; the clock comes last, for nothing waits for it."""
+        """Once a second: tell the registry, and look around."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             try:
@@ -270,7 +270,6 @@ class Shell:
                     instances = await self._membership.beat()
                     self._role.review(instances)
                     await self._reader.keep_alive()
-                    await self._membership.clock.look()
             except (RedisError, TimeoutError) as error:
                 log.warning("no heartbeat", error=str(error) or f"the broker has not answered within {BEAT_S:g} s")
 
@@ -281,7 +280,6 @@ class Shell:
         metrics.gauges["requests_orphaned_total"] = lambda: self._proxies.num_orphans
         metrics.gauges["requests_unknown_total"] = lambda: self._proxies.num_unknown
         metrics.gauges["first_request_delay_seconds"] = lambda: self._membership.first_request_delay_s
-        metrics.gauges["clock_skew_seconds"] = lambda: self._membership.clock.skew_s
         metrics.gauges["draining"] = lambda: self._departure.requested
         metrics.gauges["engine_busy_seconds"] = lambda: max(thread.busy_s for thread in role.threads)
         metrics.gauges["channel_messages_waiting"] = lambda: channels.num_waiting

@@ -33,7 +33,7 @@ class _Offer(Generic[M]):
 
 class EarlyOffers(Generic[M]):
     """Keeps the newest offer of each input until its request comes, in the attempt that it is for, its sender withdraws
-    it, its deadline (Unix time) passes, or it has not been repeated for `lease_s`: a sender that lives repeats it.
+    it, its deadline passes, or it has not been repeated for `lease_s`: a sender that lives repeats it.
 
     What is given up on the way is returned as answers to the senders, and counted.
     """
@@ -57,7 +57,7 @@ class EarlyOffers(Generic[M]):
         if request_attempt <= self._ended.get(request_id, -1) or (known is not None and attempt < known.attempt):
             return [InputCancelled(*key, attempt)]
         cancelled = [self._cancel(key)] if known is not None and attempt > known.attempt else []
-        kept_until_s = min(deadline_s, time.time() + self._lease_s)
+        kept_until_s = min(deadline_s, time.monotonic() + self._lease_s)
         self._offers[key] = _Offer(attempt, request_attempt, metadata, deadline_s, kept_until_s)
         while len(self._offers) > MAX_EARLY_OFFERS:
             self.num_evicted += 1

@@ -214,7 +214,7 @@ class InputIntake:
                 waiting.append((request, item))
             else:
                 self.cache.reserve(name, item.metadata.size_bytes, reference)
-                item.state, item.deadline_s = InputState.GRANTED, time.time() + self._lease_s
+                item.state, item.deadline_s = InputState.GRANTED, time.monotonic() + self._lease_s
                 self._granted[reference] = item
                 self.events.append(InputGranted(*reference, item.attempt, item.deadline_s))
         self._pending = waiting

@@ -224,7 +224,7 @@ class KvIntake:
 
     def _grant(self, handoff: Handoff) -> None:
         """Tell the sender what is wanted, and for how long."""
-        handoff.deadline_s = time.time() + self._lease_s
+        handoff.deadline_s = time.monotonic() + self._lease_s
         request_id, first, cross_cached = handoff.request.request_id, handoff.tokens.first, handoff.cross.last == 0
         key = request_id, KV_INPUT_ID, handoff.attempt
         self._emit(InputGranted(*key, handoff.deadline_s, first, cross_cached, handoff.num_parts))
@@ -268,7 +268,7 @@ class KvIntake:
         return handoff.tokens if table == "self" else handoff.cross
 
     def _store(self, handoff: Handoff, part: KvPart) -> None:
-        handoff.deadline_s = time.time() + self._lease_s
+        handoff.deadline_s = time.monotonic() + self._lease_s
         request, wanted = handoff.request, self._wanted(handoff, part.table)
         if wanted.has(part.first, part.last):
             return

@@ -31,6 +31,7 @@ from common.messages import (
 )
 from tests.broker.conftest import make_record, running
 from tests.broker.transport_kit import receive
+from tests.deadlines import timeless
 from tests.eventually import eventually
 
 DATA = memoryview(bytes(range(64)))
@@ -38,12 +39,12 @@ DATA = memoryview(bytes(range(64)))
 
 def make_offer(request_id: str = "r", attempt: int = 0, deadline_s: float | None = None) -> Offer:
     layout = InputLayout(4, [(7, 4)])
-    deadline_s = time.time() + 5 if deadline_s is None else deadline_s
+    deadline_s = time.monotonic() + 5 if deadline_s is None else deadline_s
     return Offer(request_id, 0, attempt, "hash", "image", [4, 8], "bfloat16", 64, layout, "e0", deadline_s)
 
 
 def make_kv_offer(request_id: str = "r") -> KvOffer:
-    shape, deadline_s = [2, 2, 1, 4], time.time() + 5
+    shape, deadline_s = [2, 2, 1, 4], time.monotonic() + 5
     return KvOffer(request_id, 0, 8, 0, shape, [], "bfloat16", [], 1, 0, "p0", deadline_s)
 
 
@@ -69,7 +70,7 @@ class Pair:
     async def granted(self, offer: Offer | KvOffer) -> Handoff:
         offering = asyncio.create_task(self.sender.offer(offer, self.receiver))
         await eventually(lambda: self.sender.num_open == 1)
-        self.sender.handle(delivery(Grant(*key_of(offer), "granted", time.time() + 30)))
+        self.sender.handle(delivery(Grant(*key_of(offer), "granted")))
         return await offering
 
 
@@ -89,7 +90,7 @@ async def pair(redis: Redis, zmq_context: zmq.asyncio.Context) -> AsyncIterator[
             withdrawn.append(received.message)
         else:
             assert isinstance(received.message, Offer | KvOffer)
-            offers.append(received.message)
+            offers.append(timeless(received.message))
 
     record = make_record("d0", "prefill_decode", tensor_address=receiver.address)
     async with running(channels.run(), reader.run(take)):
@@ -101,8 +102,8 @@ async def pair(redis: Redis, zmq_context: zmq.asyncio.Context) -> AsyncIterator[
 async def test_offer_grant_tensor_receipt(pair: Pair) -> None:
     offer = make_offer()
     offering = asyncio.create_task(pair.sender.offer(offer, pair.receiver))
-    await eventually(lambda: pair.offers == [offer])
-    pair.sender.handle(delivery(Grant("r", 0, 0, "granted", time.time() + 30)))
+    await eventually(lambda: pair.offers == [timeless(offer)])
+    pair.sender.handle(delivery(Grant("r", 0, 0, "granted")))
     handoff = await offering
     delivering = asyncio.create_task(pair.sender.deliver(handoff, [4, 8], "bfloat16", DATA))
     received = await pair.tensors.receive()
@@ -148,7 +149,7 @@ async def test_a_handoff_that_is_given_up_is_withdrawn_once(pair: Pair, granted:
         offering.cancel()
     pair.sender.close(key_of(offer))
     pair.sender.close(key_of(offer))
-    await eventually(lambda: pair.offers == [offer])
+    await eventually(lambda: pair.offers == [timeless(offer)])
     await eventually(lambda: pair.withdrawn == [Withdraw("r", 0, 0, "e0")])
     assert pair.sender.num_open == 0
 
@@ -218,7 +219,7 @@ async def test_what_was_not_offered_is_not_sent(pair: Pair) -> None:
 
 @pytest.mark.parametrize("silent_after", ["offer", "tensor"])
 async def test_silence_ends_at_the_deadline(pair: Pair, silent_after: str) -> None:
-    offer = make_offer(deadline_s=time.time() + 0.2)
+    offer = make_offer(deadline_s=time.monotonic() + 0.2)
     started_s = time.monotonic()
     if silent_after == "offer":
         waiting: Awaitable[object] = pair.sender.offer(offer, pair.receiver)
@@ -272,7 +273,7 @@ async def test_an_empty_registry_for_a_moment_ends_nothing(pair: Pair) -> None:
     offering = asyncio.create_task(pair.sender.offer(make_offer(), pair.receiver))
     await eventually(lambda: pair.sender.num_open == 1)
     pair.sender.review({})
-    pair.sender.handle(delivery(Grant("r", 0, 0, "granted", time.time() + 30)))
+    pair.sender.handle(delivery(Grant("r", 0, 0, "granted")))
     assert (await offering).state == "granted"
 
 
@@ -374,8 +375,8 @@ async def test_an_offer_is_repeated_until_it_is_answered(pair: Pair, monkeypatch
     monkeypatch.setattr("broker.handoff.REPEAT_S", 0.02)
     offer = make_offer()
     offering = asyncio.create_task(pair.sender.offer(offer, pair.receiver))
-    await eventually(lambda: pair.offers[:3] == [offer] * 3)
-    pair.sender.handle(delivery(Grant("r", 0, 0, "granted", time.time() + 30)))
+    await eventually(lambda: pair.offers[:3] == [timeless(offer)] * 3)
+    pair.sender.handle(delivery(Grant("r", 0, 0, "granted")))
     assert (await offering).state == "granted"
 
 
@@ -391,7 +392,7 @@ async def test_a_lost_receipt_or_tensor_shows_in_the_answer_to_a_repeated_offer(
     if lost == "receipt":
         pair.sender.handle(delivery(Grant("r", 0, 0, "cached")))
     else:
-        pair.sender.handle(delivery(Grant("r", 0, 0, "granted", time.time() + 30)))
+        pair.sender.handle(delivery(Grant("r", 0, 0, "granted")))
         await pair.tensors.receive()
         pair.sender.handle(delivery(Receipt("r", 0, 0, "stored")))
     await delivering
@@ -407,7 +408,7 @@ async def test_a_part_whose_receipt_is_lost_is_not_sent_again(pair: Pair, monkey
         await pair.tensors.receive()
         repeated = pair.sender.outcomes["offer_repeated"]
         await eventually(lambda: pair.sender.outcomes["offer_repeated"] > repeated)  # noqa: B023
-        grant = Grant("r", KV_INPUT_ID, 0, "granted", time.time() + 30, num_parts=number + 1)
+        grant = Grant("r", KV_INPUT_ID, 0, "granted", num_parts=number + 1)
         pair.sender.handle(delivery(grant))
         await sending
         assert handoff.part == number + 1
@@ -425,7 +426,7 @@ async def test_a_late_answer_says_nothing_about_a_part_that_was_not_sent(
     pair.sender.handle(delivery(Receipt("r", KV_INPUT_ID, 0, "stored")))
     await sending
     handoff.patience_s = 0.0
-    pair.sender.handle(delivery(Grant("r", KV_INPUT_ID, 0, "granted", time.time() + 30, num_parts=1)))
+    pair.sender.handle(delivery(Grant("r", KV_INPUT_ID, 0, "granted", num_parts=1)))
     assert not handoff.receipt.done()
     assert pair.sender.outcomes["duplicate"] == 1
 
@@ -433,20 +434,20 @@ async def test_a_late_answer_says_nothing_about_a_part_that_was_not_sent(
 async def test_a_slow_receiver_is_given_twice_as_long_each_time(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("broker.handoff.REPEAT_S", 0.02)
     handoff = await pair.granted(make_offer())
-    loop, waiting = asyncio.get_running_loop(), delivery(Grant("r", 0, 0, "granted", time.time() + 30))
+    loop, waiting = asyncio.get_running_loop(), delivery(Grant("r", 0, 0, "granted"))
     monkeypatch.setattr(pair.sender, "_send_offer", lambda _: loop.call_soon(pair.sender.handle, waiting))
-    began_s = time.time()
+    began_s = time.monotonic()
     with pytest.raises(TriptychError, match="undamaged in 4 attempts"):
         await pair.sender.deliver(handoff, [4, 8], "bfloat16", DATA)
     assert pair.sender.outcomes["sent_again"] == MAX_SENDS - 1
-    assert time.time() - began_s >= 0.02 * sum(2**number - 0.5 for number in range(MAX_SENDS))
+    assert time.monotonic() - began_s >= 0.02 * sum(2**number - 0.5 for number in range(MAX_SENDS))
 
 
 async def test_the_answer_to_an_old_offer_does_not_send_anything_again(pair: Pair) -> None:
     handoff = await pair.granted(make_offer())
     delivering = asyncio.create_task(pair.sender.deliver(handoff, [4, 8], "bfloat16", DATA))
     await pair.tensors.receive()
-    pair.sender.handle(delivery(Grant("r", 0, 0, "granted", time.time() + 30)))
+    pair.sender.handle(delivery(Grant("r", 0, 0, "granted")))
     pair.sender.handle(delivery(Receipt("r", 0, 0, "stored")))
     await delivering
     assert pair.sender.outcomes == {"duplicate": 1, "stored": 1}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from broker import clock, presence, registry, routes
+from broker import presence, registry, routes
 from broker.channels import STREAM_TTL_S, ChannelSender
 from broker.redis_client import SOCKET_TIMEOUT_S
 from broker.transports import linked, nixl_link, nixl_reader, nixl_receiver, redis_wire
@@ -77,7 +77,3 @@ def test_a_wait_lasts_as_long_as_the_page_says(wait: str, seconds: float) -> Non
 )
 def test_a_wait_that_can_be_set_has_the_default_that_the_page_says(wait: str, setting: str) -> None:
     assert f"`{setting}`, {SETTINGS[setting].default:g} s" in bounds(wait)
-
-
-def test_the_page_says_which_difference_of_clocks_is_told_of() -> None:
-    assert f"where it is more than {clock.WARN_SKEW_S:g} s" in PAGE.read_text()

@@ -16,7 +16,7 @@ FAR_S = 1e12
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock to set."""
     clock = [1000.0]
-    monkeypatch.setattr(time, "time", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     return clock
 
 

@@ -96,8 +96,8 @@ def desk(tiny_llama: ModelInfo) -> Desk:
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Sets the clock so many seconds ahead."""
-    began_s, ahead = time.time(), [0.0]
-    monkeypatch.setattr(time, "time", lambda: began_s + ahead[0])
+    began_s, ahead = time.monotonic(), [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: began_s + ahead[0])
 
     def advance(seconds: float) -> None:
         ahead[0] += seconds
@@ -224,7 +224,7 @@ def test_an_offer_whose_deadline_passes_before_there_is_room_asks_again(
     driver.add(text("other", 6, greedy(30)))
     driver.step()
     desk.add()
-    assert desk.offer(deadline_s=time.time() + 5.0) == []
+    assert desk.offer(deadline_s=time.monotonic() + 5.0) == []
     now(6.0)
     assert desk.answers() == [InputCancelled("r", KV_INPUT_ID, 0), InputLost("r", KV_INPUT_ID)]
     assert (desk.engine.stats()["kv_offers_expired_total"], desk.engine.stats()["kv_leases_expired_total"]) == (1, 0)

@@ -53,7 +53,7 @@ class ReceiverMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 1000.0
-        clock = SimpleNamespace(time=lambda: self.now_s)
+        clock = SimpleNamespace(monotonic=lambda: self.now_s)
         self.clocks = [mock.patch(f"engine.scheduler.{name}.time", clock) for name in ("kv_intake", "early_offers")]
         for patched in self.clocks:
             patched.start()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import random
 import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -37,6 +39,11 @@ machine may take on which something else had both cores at that moment. Not ever
 IN_FLIGHT = 4
 COMMAND = (sys.executable, "-m", "launch.cli")
 QUESTION = "What does the sign say?"
+WRONG_CLOCK = """
+import time
+right_s, right_ns = time.time, time.time_ns
+time.time, time.time_ns = lambda: right_s() + 3600, lambda: right_ns() + 3600 * 10**9
+"""
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +93,8 @@ async def load(base_url: str) -> AsyncIterator[None]:
     assert sum(right for _, right in outcomes) > 0.8 * len(outcomes) > IN_FLIGHT
 
 
-async def test_workers_come_go_and_change_their_roles_and_no_request_notices(serving: Serving) -> None:
+async def test_workers_come_go_and_change_their_roles_and_no_request_notices(serving: Serving, tmp_path: Path) -> None:
+    """One of them from a host whose clock is an hour ahead: nobody reads another one's clock."""
     told: list[str] = []
     pid, pd_pid = serving.pid_of("e1"), serving.pid_of("pd0")
     async with members() as cluster, load(serving.base_url):
@@ -103,7 +111,7 @@ async def test_workers_come_go_and_change_their_roles_and_no_request_notices(ser
         assert not alive(pd_pid)
         serving.wait_until("pd0 has left", 10)
 
-        async with _joined("new") as worker:
+        async with _joined("new", tmp_path) as worker:
             delays_s.append(await _first_request_delay_s(cluster, "new"))
             await cluster.switch("e1", "encoder", LEAVE_S, told.append)
             serving.wait_until(f"e1 has the role encoder now (pid {pid})", 10)
@@ -159,10 +167,12 @@ async def _run(*arguments: str) -> str:
 
 
 @asynccontextmanager
-async def _joined(instance_id: str) -> AsyncIterator[int]:
-    """A worker of another terminal, once it is in the cluster: its process id. Ends by itself when it is drained."""
+async def _joined(instance_id: str, folder: Path) -> AsyncIterator[int]:
+    """A worker of another host, once it is in the cluster: its process id. Ends by itself when it is drained."""
+    (folder / "sitecustomize.py").write_text(WRONG_CLOCK)
     options = ("--role", "prefill_decode", "--instance-id", instance_id, "--kv-cache-bytes", "32MiB")
-    process = await asyncio.create_subprocess_exec(*COMMAND, "worker", *options)
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    process = await asyncio.create_subprocess_exec(*COMMAND, "worker", *options, env=environment)
     try:
         async with members() as cluster:
 

@@ -131,13 +131,13 @@ class Network:
             raise RedisConnectionError("the broker is away")
 
     def enter(self, record: InstanceRecord) -> None:
-        self._records[record.instance_id] = record, time.time() + RECORD_TTL_S
+        self._records[record.instance_id] = record, time.monotonic() + RECORD_TTL_S
 
     def leave(self, instance_id: str) -> None:
         self._records.pop(instance_id, None)
 
     def instances(self) -> dict[str, InstanceRecord]:
-        now_s = time.time()
+        now_s = time.monotonic()
         return {name: record for name, (record, until_s) in self._records.items() if until_s > now_s}
 
     # --- connections
@@ -186,7 +186,7 @@ class SimulatedRegistry:
 
     async def now_s(self) -> float:
         await self._network.reach_broker()
-        return time.time()
+        return time.monotonic()
 
     async def get(self, instance_id: str) -> InstanceRecord | None:
         return (await self.instances()).get(instance_id)
@@ -300,7 +300,7 @@ class SimulatedSending:
         if not self._dropped:
             header = msgspec.structs.replace(self._header, checksum=checksum(data))
             self._network.send_tensor(self._receiver_id, header, data)
-            self.left_s = time.time()
+            self.left_s = time.monotonic()
 
     def drop(self) -> None:
         self._dropped = True

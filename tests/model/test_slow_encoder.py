@@ -41,16 +41,16 @@ class SlowEncoder(SymbolicEncoder):
             self._result = []
 
     def has_work(self) -> bool:
-        return super().has_work() if self._current is None else time.time() >= self._done_s
+        return super().has_work() if self._current is None else time.monotonic() >= self._done_s
 
     def step(self) -> list[EncoderResult]:
-        if self._current is not None and time.time() < self._done_s:
+        if self._current is not None and time.monotonic() < self._done_s:
             return []
         finished, self._result, self._current = self._result, [], None
         if super().has_work():
             self._result = super().step()
             self._current = self._result[0].key
-            self._done_s = time.time() + self.item_s
+            self._done_s = time.monotonic() + self.item_s
             self.begun.append(self._current)
         return finished
 

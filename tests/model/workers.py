@@ -71,7 +71,8 @@ class SteppedThread(EngineThread[Any, Any]):
     def is_due(self) -> bool:
         """Whether the real thread would wake up now."""
         deadline_s = self._next_deadline_s(self.engine)
-        return self.num_waiting > 0 or self.engine.has_work() or (deadline_s is not None and deadline_s <= time.time())
+        late = deadline_s is not None and deadline_s <= time.monotonic()
+        return late or self.num_waiting > 0 or self.engine.has_work()
 
     def next_deadline_s(self) -> float | None:
         deadline_s: float | None = self._next_deadline_s(self.engine)

@@ -283,7 +283,7 @@ async def test_a_worker_that_never_ceases_to_send_does_not_outlive_the_deadline(
     await _settle(world)
     for _ in range(4):
         world.sims[0].say(Tokens("r", 0, [1], attempt=1))
-    world.flight._deadline_s = time.time()
+    world.flight._deadline_s = time.monotonic()
     await _settle(world)
     error = world.task.exception()
     assert isinstance(error, TriptychError)

@@ -11,7 +11,6 @@ import openai
 import pytest
 import zmq.asyncio
 
-from broker.registry import Registry
 from common.errors import ErrorInfo
 from common.messages import Encode, Generate
 from proxy.worker import WatchedClient
@@ -388,17 +387,3 @@ async def test_a_worker_that_comes_and_one_that_drains_are_seen_without_looking(
         assert (await rig.chat()).choices[0].message.content == "a red sign"
         await first.registry.heartbeat(draining=True)
         await eventually(lambda: rig.service.pool.workers("prefill_decode") == [])
-
-
-async def test_a_proxy_tells_how_far_its_clock_is_from_the_brokers(serve, monkeypatch):
-    ask = Registry.now_s
-
-    async def shifted(registry: Registry) -> float:
-        return await ask(registry) + 30.0
-
-    monkeypatch.setattr(Registry, "now_s", shifted)
-    async with serve() as rig:
-        await eventually(lambda: abs(rig.service.pool.clock_skew_s + 30.0) < 1.0)
-        page = (await rig.http.get("/metrics")).text
-    told = next(line for line in page.splitlines() if line.startswith("triptych_proxy_clock_skew_seconds "))
-    assert float(told.split()[1]) == pytest.approx(-30.0, abs=1.0)

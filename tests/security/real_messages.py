@@ -67,7 +67,7 @@ MESSAGES: dict[Callable[[bytes], Any], list[Any]] = {
     decode_handoff: [
         Offer("r", 0, 1, "h", "image", [64, 192], "float32", 49152, LAYOUT, "e0", NOW_S),
         KvOffer("r", 1, 40, 0, [12, 2, 3, 64], [12, 2, 3, 64], "bfloat16", [LAYOUT], 3, 16, "p0", NOW_S),
-        Grant("r", 0, 1, "granted", NOW_S),
+        Grant("r", 0, 1, "granted"),
         Receipt("r", 0, 1, "stored", 2),
         Withdraw("r", 0, 1, "e0"),
     ],

@@ -48,7 +48,7 @@ def originals(shape: list[int]) -> list[Any]:
     sampling = SamplingParams(
         max_tokens=3, temperature=0.5, seed=1, stop_token_ids=(5,), logit_bias={5: 1.0}, logprobs=1
     )
-    deadline_s = time.time() + 5
+    deadline_s = time.monotonic() + 5
     found: list[Any] = []
     for request_id in IDS:
         kv = (len(PROMPT) - 1, 0, shape, [], "float32", [], 1, 0, "peer", deadline_s)
@@ -101,7 +101,7 @@ async def test_an_input_under_the_number_of_keys_and_values_is_refused(
     async with in_process(broker_url, redis, zmq_context, DecodeService) as worker:
         sender, layout = TensorSender(zmq_context), InputLayout(16, [(7, 16)], (1, 4, 4))
         sizes = [16, 192], "float32", 12288
-        offer = Offer("r", KV_INPUT_ID, 0, "h", "image", *sizes, layout, "peer", time.time() + 5)
+        offer = Offer("r", KV_INPUT_ID, 0, "h", "image", *sizes, layout, "peer", time.monotonic() + 5)
         header = TensorHeader("r", KV_INPUT_ID, 0, "peer", 7, *sizes)
         await worker.record()
         await send(worker, redis, sender, offer, encode(offer))

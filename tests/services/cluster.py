@@ -173,7 +173,7 @@ class Proxy:
 
     def encode(self, request_id: str, input_id: int, media: bytes, *, to: str = "d0", attempt: int = 0) -> Encode:
         digest = content_hash("image", media)
-        return Encode(request_id, input_id, attempt, "image", digest, media, to, time.time() + 30)
+        return Encode(request_id, input_id, attempt, "image", digest, media, to, time.monotonic() + 30)
 
     async def answer(self, request_id: str, timeout_s: float = 30.0) -> str:
         """The text of a finished request; fails if it has failed."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
@@ -161,7 +160,7 @@ class Peer:
         await self._registry.unregister()
 
     def grant(self, offer: Offer | KvOffer, **changes: Any) -> None:
-        values = {"status": "granted", "lease_until_s": time.time() + 30} | changes
+        values = {"status": "granted"} | changes
         self.send("allocated", Grant(offer.request_id, offer.input_id, offer.attempt, **values))
 
     def watch_given(self, on_given: Callable[[GivenRoom], bool]) -> None:

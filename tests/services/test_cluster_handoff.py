@@ -159,7 +159,7 @@ def _offer_of(message: Encode) -> Offer:
         item.size_bytes,
         item.layout,
         "e0",
-        time.time() + 5,
+        time.monotonic() + 5,
     )
 
 

@@ -59,7 +59,7 @@ class Pair:
         slot = InputSlot(0, "image", digest, text.placeholder_indices(ids, 1)[0])
         sampling = SamplingParams(max_tokens=6, temperature=0.0)
         await self.decoder.proxy.send(Generate(request_id, ids, [slot], sampling))
-        await self.encoder.proxy.send(Encode(request_id, 0, 0, "image", digest, media, "d0", time.time() + 20))
+        await self.encoder.proxy.send(Encode(request_id, 0, 0, "image", digest, media, "d0", time.monotonic() + 20))
         assert (await self.encoder.one(Encoded, request_id)).error is None
         await eventually(lambda: any(message.done for message in self.decoder.of(Tokens, request_id)), 20.0)
         return text.decode([token for message in self.decoder.of(Tokens, request_id) for token in message.token_ids])

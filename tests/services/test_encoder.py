@@ -51,7 +51,7 @@ class Setting:
     ) -> None:
         media = sign(colour)
         digest = content_hash("image", media)
-        deadline_s = time.time() + timeout_s
+        deadline_s = time.monotonic() + timeout_s
         await self.worker.proxy.send(Encode(request_id, 0, attempt, "image", digest, media, to, deadline_s))
 
     async def offer(self, request_id: str, count: int = 1) -> Offer:

@@ -67,7 +67,7 @@ async def test_commands_run_in_order_on_the_engines_thread_and_events_come_back_
 
 async def test_a_deadline_in_a_thousand_years_is_slept_towards() -> None:
     harness = Harness()
-    harness.engine.deadline_s = time.time() + 1e12
+    harness.engine.deadline_s = time.monotonic() + 1e12
     harness.thread.start()
     await harness.thread.loaded
     harness.put("still there")
@@ -94,7 +94,7 @@ async def test_an_idle_engine_is_left_alone() -> None:
 
 async def test_a_deadline_wakes_it() -> None:
     harness = Harness()
-    harness.engine.deadline_s = time.time() + 0.05
+    harness.engine.deadline_s = time.monotonic() + 0.05
     harness.thread.start()
     await eventually(lambda: harness.engine.num_steps > 0)
     harness.thread.submit(lambda engine: setattr(engine, "deadline_s", None))

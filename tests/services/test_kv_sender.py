@@ -137,7 +137,7 @@ class Setting:
         self.sender.begin(Generate("r", [1] * (NUM_TOKENS + 1), [], SamplingParams(), prefill_for="d0"))
         self.sender.handle(KvReady("r", METADATA))
         await eventually(lambda: len(self.links.offers) > 0)
-        self.answer(Grant(*key_of(self.links.offers[0]), "granted", time.time() + 30, **changes))
+        self.answer(Grant(*key_of(self.links.offers[0]), "granted", **changes))
 
     def compute(self, num_tokens: int) -> None:
         self.engine.num_computed = num_tokens

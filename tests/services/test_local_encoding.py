@@ -61,7 +61,7 @@ class Setting:
         to: str = "w0",
         timeout_s: float = 20.0,
     ) -> None:
-        digest, deadline_s = content_hash("image", media), time.time() + timeout_s
+        digest, deadline_s = content_hash("image", media), time.monotonic() + timeout_s
         await self.worker.proxy.send(Encode(request_id, input_id, attempt, "image", digest, media, to, deadline_s))
 
     async def answer(self, request_id: str) -> list[int]:

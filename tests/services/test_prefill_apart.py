@@ -70,7 +70,7 @@ async def test_a_prefill_worker_without_an_encoder_encodes_and_hands_on_what_it_
     slots = [InputSlot(0, "image", digest, llm.text.placeholder_indices(prompt, 1)[0])]
     async with apart(broker_url, redis, zmq_context, encoder_fallback=True) as workers:
         await workers.generate("r", prompt, sampling, inputs=slots)
-        deadline_s = time.time() + 20
+        deadline_s = time.monotonic() + 20
         await workers.prefill.proxy.send(Encode("r", 0, 0, "image", digest, media, "p0", deadline_s))
         assert await workers.tokens("r") == {0: expected.outputs[0].token_ids}
         assert workers.prefill.gauge("encoder_fallbacks_total") == 1

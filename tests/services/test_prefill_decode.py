@@ -93,7 +93,7 @@ def make_offer(request_id: str) -> Offer:
     media = sign("red")
     item = process("image", media)
     digest, shape = content_hash("image", media), list(item.shape)
-    deadline_s = time.time() + 20
+    deadline_s = time.monotonic() + 20
     return Offer(request_id, 0, 0, digest, "image", shape, item.dtype, item.size_bytes, item.layout, "peer", deadline_s)
 
 

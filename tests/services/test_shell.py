@@ -16,7 +16,6 @@ import httpx
 import pytest
 import zmq.asyncio
 from redis.asyncio import Redis
-from redis.exceptions import ConnectionError as RedisConnectionError
 from structlog.testing import capture_logs
 
 from broker.channels import ChannelName, Delivery
@@ -307,33 +306,6 @@ async def test_a_drain_does_not_wait_for_a_broker_that_stands_still(
             async with asyncio.timeout(3.0):
                 assert await running.shell.drain() == 0
             cable.set("pass")
-
-
-async def test_a_worker_tells_how_far_its_clock_is_from_the_brokers(
-    broker_url: str, redis: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ask = Registry.now_s
-
-    async def shifted(registry: Registry) -> float:
-        return await ask(registry) - 30.0
-
-    monkeypatch.setattr(Registry, "now_s", shifted)
-    async with worker(broker_url, redis) as running:
-        skew_s = running.role.links.metrics.gauges["clock_skew_seconds"]
-        await eventually(lambda: skew_s() == pytest.approx(30.0, abs=0.5))
-        assert "\ntriptych_clock_skew_seconds " in (await running.get("/metrics")).text
-        await eventually(lambda: running.shell.ready() is None)
-
-
-async def test_a_clock_that_cannot_be_read_keeps_nobody_from_looking_around(
-    broker_url: str, redis: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def lost(registry: Registry) -> float:
-        raise RedisConnectionError("the connection was lost")
-
-    monkeypatch.setattr(Registry, "now_s", lost)
-    async with worker(broker_url, redis) as running:
-        await eventually(lambda: running.role.num_reviews > 1)
 
 
 @dataclass
