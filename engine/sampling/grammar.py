@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from common.errors import ErrorInfo, TriptychError
 from common.model_info import ModelInfo
 from common.sampling_params import Grammar
+from engine.sampling.deep_stack import call_deep
 
 MAX_TEXT_BYTES: Final = 64 * 2**10
 """Cap of a grammar's text."""
@@ -92,7 +93,8 @@ class PieceTokenizer:
 class GrammarCompiler:
     """Grammars of one model's tokenizer.
 
-    What a hostile grammar can cost is bounded: its text by MAX_TEXT_BYTES, and by llguidance its nesting, its size
+    What a hostile grammar can cost is bounded: its text by MAX_TEXT_BYTES, the depth to which its rules refer to each
+    other by the stack that they have for it (`call_deep`), and by llguidance its nesting, its size
     (500,000 symbols), the building of its lexer (about 20 ms), the work of each step (under 0.1 s at worst) and the
     states of its lexer, which hold memory (50,000, about 20 MB). A grammar over a limit is refused; where one is hit
     only while generating, the request fails.
@@ -110,7 +112,7 @@ class GrammarCompiler:
         Raises TriptychError("invalid_request") saying what is wrong with the grammar, or that nothing matches it.
         """
         if grammar not in self._compiled:
-            self._compiled[grammar] = self._compile(grammar)
+            self._compiled[grammar] = call_deep(lambda: self._compile(grammar))
             if len(self._compiled) > MAX_CACHED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)

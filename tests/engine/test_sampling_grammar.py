@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -308,3 +309,67 @@ def test_random_walks_never_leave_the_grammar(sampler: Sampler) -> None:
             sequence.token_ids.append(token)
             if token in (END, OTHER_END):
                 break
+
+
+def _longest(make: Callable[[int], str]) -> str:
+    """The longest text within the limit that `make` makes of a number."""
+    least, most = 1, MAX_TEXT_BYTES
+    while least < most:
+        middle = (least + most + 1) // 2
+        least, most = (middle, most) if len(make(middle)) <= MAX_TEXT_BYTES else (least, middle - 1)
+    return make(least)
+
+
+def _rules(body: str) -> Callable[[int], str]:
+    return lambda n: f'start:a0\na{n}:"x"\n' + "\n".join(f"a{i}:{body.format(i + 1)}" for i in range(n))
+
+
+def _schemas(body: str) -> Callable[[int], str]:
+    def make(n: int) -> str:
+        links = ",".join(f'"{i}":' + body.replace("@", f'{{"$ref":"#/d/{i + 1}"}}') for i in range(n))
+        return f'{{"$ref":"#/d/0","d":{{{links},"{n}":{{}}}}}}'
+
+    return make
+
+
+FOLLOWED: dict[str, Grammar] = {
+    "rules": Grammar("grammar", _longest(_rules("a{}"))),
+    "rules with text before": Grammar("grammar", _longest(_rules('"y" a{}'))),
+    "rules with text behind": Grammar("grammar", _longest(_rules('a{} "y"'))),
+    "items": Grammar("json_schema", _longest(_schemas('{"items":@}'))),
+    "properties": Grammar("json_schema", _longest(_schemas('{"properties":{"a":@},"required":["a"]}'))),
+}
+REFUSED: dict[str, Grammar] = {
+    "references": Grammar("json_schema", _longest(_schemas("@"))),
+    "anyOf": Grammar("json_schema", _longest(_schemas('{"anyOf":[@]}'))),
+    "allOf": Grammar("json_schema", _longest(_schemas('{"allOf":[@]}'))),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_a_chain_of_thousands_of_rules_ends_no_process(sampler: Sampler, name: str) -> None:
+    sequence = make_sequence(grammar=FOLLOWED[name])
+    sampler.check(sequence.sampling)
+    generate(sampler, sequence, limit=20)
+    assert sampler.error(sequence) is None
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_chain_of_schemas_to_be_merged_is_refused_and_ends_no_process(sampler: Sampler, name: str) -> None:
+    with pytest.raises(TriptychError, match="stack level exceeded"):
+        sampler.check(SamplingParams(grammar=REFUSED[name]))
+
+
+def test_where_no_thread_can_be_had_a_grammar_is_refused_as_overload(
+    sampler: Sampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = threading.stack_size()
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("threading.Thread.start", start)
+    with pytest.raises(TriptychError, match="no thread with a stack of 256 MiB") as caught:
+        sampler.check(SamplingParams(grammar=Grammar("regex", "never seen before")))
+    assert caught.value.info.code == "overloaded"
+    assert threading.stack_size() == size
