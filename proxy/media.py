@@ -11,7 +11,6 @@ import base64
 import binascii
 from dataclasses import dataclass
 from typing import Final
-from urllib.parse import unquote_to_bytes
 
 from common.config import Settings
 from common.errors import TriptychError
@@ -22,6 +21,7 @@ from proxy.held_bytes import Hold
 from proxy.jobs import MediaItem
 from proxy.local_files import read_local
 from proxy.metrics import ProxyMetrics
+from proxy.percent import least_bytes, unquote
 
 _IMAGE_MAGIC: Final = (
     (b"\xff\xd8\xff", "jpeg"),
@@ -37,6 +37,7 @@ _EXPECTED: Final = {
     "image": "a picture (JPEG, PNG, WebP, GIF, BMP)",
     "audio": "audio (WAV, MP3, FLAC, Ogg, AIFF)",
 }
+_WHITESPACE: Final = b" \t\n\r\f\v"
 _OFF_LOOP_BYTES: Final = 256 * 2**10
 """Above this, decoding and hashing run in a thread: 32 MiB take some 60 ms."""
 
@@ -122,13 +123,15 @@ class MediaIntake:
             raise TriptychError("bad_media", f"{param} is a data: URL without a comma before its data", param)
         if head.lower().endswith(";base64"):
             return self._decode_base64(body, param)
-        return unquote_to_bytes(body)
+        if least_bytes(body) > self._max_bytes:
+            raise _too_large(least_bytes(body), self._max_bytes, param)
+        return unquote(body)
 
     def _decode_base64(self, text: str, param: str) -> bytes:
         if len(text) * 3 // 4 > self._max_bytes + 3:
             raise _too_large(len(text) * 3 // 4, self._max_bytes, param)
         try:
-            return base64.b64decode("".join(text.split()), validate=True)
+            return base64.b64decode(text.encode("ascii").translate(None, _WHITESPACE), validate=True)
         except (binascii.Error, ValueError) as error:
             raise TriptychError("bad_media", f"{param} is not valid base64: {error}", param) from error
 

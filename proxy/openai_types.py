@@ -23,6 +23,10 @@ _OFF_LOOP_BYTES: Final = 256 * 2**10
 """Bodies above this are parsed in a thread."""
 _VALUE_BYTES: Final = 128
 """What a value of JSON may become: two characters of a list are an object of Python's. There are as many as commas."""
+MAX_VALUES: Final = 2**20
+"""Of one body: they become objects in one go, in which nothing else runs. More token ids than any context has."""
+MAX_MESSAGES: Final = 2**14
+"""Of one conversation: each is an object of some kilobytes, whatever it says."""
 
 
 R = TypeVar("R", bound=BaseModel)
@@ -34,7 +38,11 @@ async def parse(model: type[R], exchange: Exchange) -> R:
     body = await exchange.body()
     try:
         if len(body) > _OFF_LOOP_BYTES:
-            exchange.held.grow(_VALUE_BYTES * await asyncio.to_thread(body.count, b","))
+            num_values = await asyncio.to_thread(body.count, b",")
+            if num_values > MAX_VALUES:
+                message = f"the body has {num_values} commas, at most {MAX_VALUES} are allowed"
+                raise TriptychError("item_too_large", message)
+            exchange.held.grow(_VALUE_BYTES * num_values)
             return await asyncio.to_thread(model.model_validate_json, body)
         return model.model_validate_json(body)
     except ValidationError as error:
@@ -44,7 +52,7 @@ async def parse(model: type[R], exchange: Exchange) -> R:
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions. `language` is for speech models: what is spoken, detected if not given."""
 
-    messages: Annotated[list[Message], FIRST_ERROR] = Field(min_length=1)
+    messages: Annotated[list[Message], FIRST_ERROR] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1)
     language: str | None = None
     logprobs: bool | None = None

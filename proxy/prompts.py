@@ -49,6 +49,7 @@ async def _decoder_job(service: Service, body: CompletionRequest, request_id: st
     ids = await _encode(service, body, prompt)
     if not ids:
         raise TriptychError("invalid_request", "the prompt is empty", "prompt")
+    service.token_limit(len(ids), None, "prompt")  # before so many are looked at, on the loop that serves everybody
     wrong = next((token for token in ids if not 0 <= token < service.info.vocab_size), None)
     if wrong is not None:
         message = f"token id {wrong} is not in the vocabulary of {service.info.vocab_size}"

@@ -142,6 +142,21 @@ async def test_a_prompt_over_the_context_length_says_so(serve, text_model):
         await rig.assert_clean()
 
 
+async def test_bodies_of_millions_of_values_and_conversations_of_thousands_of_turns_are_refused(serve, text_model):
+    async with serve(text_model.folder, encoders=0) as rig:
+        with pytest.raises(openai.APIStatusError, match="commas, at most 1048576") as large:
+            await rig.chat("hello", extra_body={"metadata": [0] * (2**20 + 10)})
+        assert large.value.status_code == 413
+        turns = [{"role": "user", "content": "hello"}] * (2**14 + 1)
+        with pytest.raises(openai.BadRequestError, match="at most 16384 items") as many:
+            await rig.client.chat.completions.create(model=rig.model, messages=turns)
+        assert many.value.param == "messages"
+        with pytest.raises(openai.BadRequestError) as ids:
+            await rig.client.completions.create(model=rig.model, prompt=[10**6] * 1000)
+        assert (ids.value.code, ids.value.param) == ("context_length_exceeded", "prompt")
+        await rig.assert_clean()
+
+
 async def test_a_text_far_beyond_the_context_is_refused_by_its_field(serve, text_model):
     async with serve(text_model.folder, encoders=0) as rig:
         with pytest.raises(openai.BadRequestError) as caught:

@@ -166,6 +166,26 @@ async def test_too_many_and_too_large_items_are_refused(serve):
         assert caught.value.status_code == 413
 
 
+async def test_a_picture_may_be_percent_encoded_and_what_would_be_too_large_is_not_decoded(serve, monkeypatch):
+    async with serve(max_media_bytes=100_000) as rig:
+        escaped = "".join(f"%{byte:02x}" for byte in picture())
+        assert (await rig.chat([_url_part(f"data:image/png,{escaped}")])).choices[0].message.content == "a red sign"
+        monkeypatch.setattr("proxy.media.unquote", lambda text: pytest.fail("it was decoded"))
+        with pytest.raises(openai.APIStatusError, match="has 100001 bytes, at most 100000") as caught:
+            await rig.chat([_url_part("data:," + "%41" * 100_001)])
+        assert caught.value.status_code == 413
+
+
+async def test_base64_may_have_line_breaks_and_nothing_else(serve):
+    async with serve() as rig:
+        text = "data:image/png;base64,"
+        lines = base64.encodebytes(picture()).decode()
+        assert (await rig.chat([_url_part(text + lines)])).choices[0].message.content == "a red sign"
+        for other in ("-", "\N{NO-BREAK SPACE}"):
+            with pytest.raises(openai.BadRequestError, match="is not valid base64"):
+                await rig.chat([_url_part(text + lines.replace("\n", other))])
+
+
 def test_sniffing_knows_its_formats():
     assert sniff(picture()) == ("image", "png")
     assert sniff(speech(0.1)) == ("audio", "wav")
