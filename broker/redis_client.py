@@ -8,6 +8,7 @@ It is a secret where it holds a password: messages show it by `without_secrets`.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -115,11 +116,22 @@ def refused(error: RedisError) -> TriptychError:
     return TriptychError("unavailable", message, "broker")
 
 
+def _certificate_fault(error: BaseException) -> TriptychError | None:
+    """What to say where the server's certificate is not to be trusted, which no further try would change."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLCertVerificationError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        return None
+    why = f"{cause.verify_message}; it must be valid, for the host of --broker, and by an authority of the system or of"
+    return TriptychError("unavailable", f"the broker's certificate is refused: {why} ssl_ca_certs in the URL", "broker")
+
+
 async def wait_until_reachable(redis: Redis, timeout_s: float) -> None:
     """Return once the server answers.
 
     Raises TriptychError("unavailable") with the last error after `timeout_s` seconds, at once where the server does
-    not let us in.
+    not let us in, or shows a certificate that is not to be trusted.
     """
     last: object = "no answer"
     try:
@@ -131,6 +143,8 @@ async def wait_until_reachable(redis: Redis, timeout_s: float) -> None:
                 except REFUSALS as error:
                     raise refused(error) from error
                 except CONNECTION_ERRORS as error:
+                    if (fault := _certificate_fault(error)) is not None:
+                        raise fault from error
                     last = error
                     await asyncio.sleep(0.1)
     except (TimeoutError, RedisError) as error:

@@ -176,7 +176,7 @@ class Shell:
     async def switch(self, role: str) -> int:
         """The same, but end with `next_role` set. Raises TriptychError where the role is impossible here."""
         if role == self._role.role:
-            raise TriptychError("invalid_request", f"{self._links.instance_id} is a {role} worker already", "role")
+            raise TriptychError("invalid_request", f"{self._links.instance_id} has the role {role} already", "role")
         return await self._leave(check_role(role, self._info))
 
     async def _leave(self, next_role: Role | None) -> int:

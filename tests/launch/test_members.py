@@ -131,7 +131,7 @@ async def test_what_cannot_be_is_refused_with_the_reason(serving: Serving) -> No
             await cluster.drain("pd7", 1, print)
         with pytest.raises(TriptychError, match="no worker 'proxy'"):
             await cluster.drain("proxy", 1, print)
-        with pytest.raises(TriptychError, match=r"e1 is an? encoder worker already"):
+        with pytest.raises(TriptychError, match="e1 has the role encoder already"):
             await cluster.switch("e1", "encoder", 1, print)
     stranger = reach(Settings()).model_copy(update={"cluster_key": SecretStr("ab" * 32)})
     async with Members(stranger) as cluster:

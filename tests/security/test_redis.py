@@ -122,9 +122,13 @@ async def test_tls_by_the_companys_own_authority(broker_url, tmp_path):
         async with connect(tls_url(broker_url, port, None), retries=0) as client:
             with pytest.raises(RedisError, match="certificate verify failed"):
                 await client.ping()
+            with pytest.raises(TriptychError, match=r"certificate is refused: .*or of ssl_ca_certs in the URL"):
+                await wait_until_reachable(client, 1e6)  # not tried again: it would stay as it is
     async with (
         tls_in_front_of(broker_url, authority, "another.example") as port,
         connect(tls_url(broker_url, port, ca_file), retries=0) as client,
     ):
         with pytest.raises(RedisError, match="certificate"):
             await client.ping()
+        with pytest.raises(TriptychError, match=r"IP address mismatch.* for the host of --broker"):
+            await wait_until_reachable(client, 1e6)

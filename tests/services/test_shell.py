@@ -381,7 +381,7 @@ async def test_a_switched_worker_ends_with_its_next_role(leaving: Leaving, monke
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        ({"role": "prefill_decode"}, "w0 is a prefill_decode worker already"),
+        ({"role": "prefill_decode"}, "w0 has the role prefill_decode already"),
         ({"role": "painter"}, "is none of encoder, prefill, decode"),
         ({"role": "proxy"}, "is none of encoder, prefill, decode"),
         ({}, "missing required field `role`"),
