@@ -46,7 +46,7 @@ ARG TORCH=cpu
 COPY constraints-cpu.txt .ci/check_torch.py ./
 RUN --mount=type=bind,from=wheels,target=/wheels \
     if [ "$TORCH" = cpu ]; then export PIP_CONSTRAINT=constraints-cpu.txt && python check_torch.py constraints-cpu.txt; fi && \
-    python requirements.py pyproject.toml worker > requirements.txt && \
+    python requirements.py pyproject.toml worker $([ "$TORCH" != cuda ] || echo cuda) > requirements.txt && \
     pip install --requirement requirements.txt && \
     rm -rf /opt/venv/lib/python3.*/site-packages/torch/test
 

@@ -77,12 +77,12 @@ gpu-check: ## On a machine with a GPU: is everything right, and how fast is it? 
 SOURCES := build/gpu-sources
 FLASHINFER := 0.6.13
 # Without its other dependencies, which have hundreds of MiB and serve kernels that are not called.
-NEEDED := 'apache-tvm-ffi<0.2' einops tabulate nvidia-ml-py click triton ninja nvidia-curand
+NEEDED := 'apache-tvm-ffi<0.2' einops tabulate nvidia-ml-py click triton==3.6.0 ninja nvidia-curand
 gpu-sources: $(SOURCES)/$(FLASHINFER).stamp ## Without a GPU: our Triton kernels and the fake of FlashInfer against the real packages (0.4 GB); with nvcc, build FlashInfer's kernels.
 	@PYTHONPATH=$(SOURCES) $(BIN)/python -m pytest -n 0 tests/engine/test_triton_kernels.py tests/engine/test_flashinfer_signatures.py $(ARGS)
 	@command -v nvcc >/dev/null 2>&1 || { echo "no nvcc: FlashInfer's kernels are not built"; exit 0; }; \
 		test -e $(SOURCES)/libcuda.so || cc -shared -x c /dev/null -o $(SOURCES)/libcuda.so && \
-		PYTHONPATH=$(SOURCES) LIBRARY_PATH="$(CURDIR)/$(SOURCES):$$LIBRARY_PATH" \
+		PATH="$(CURDIR)/$(SOURCES)/bin:$$PATH" PYTHONPATH=$(SOURCES) LIBRARY_PATH="$(CURDIR)/$(SOURCES):$$LIBRARY_PATH" \
 		CPATH="$${CPATH:+$$CPATH:}$(CURDIR)/$(SOURCES)/nvidia/cu13/include" CUDA_HOME=$${CUDA_HOME:-/usr/local/cuda} \
 		FLASHINFER_WORKSPACE_BASE=$(CURDIR)/build/flashinfer FLASHINFER_CUDA_ARCH_LIST=$${FLASHINFER_CUDA_ARCH_LIST:-9.0a} \
 		$(BIN)/python -m launch.gpu.kernels --check

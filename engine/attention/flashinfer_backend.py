@@ -27,7 +27,7 @@ from engine.attention.flashinfer_wrappers import (
 )
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.paged_batch import PagedBatch, Phase
-from engine.attention.served import APPENDED_HEAD_DIMS, ReasonLog, unserved
+from engine.attention.served import ReasonLog, is_appended, unserved
 from engine.attention.torch_backend import TorchBackend
 from engine.counters import cross_plans_reused
 from engine.models.base import PositionBias
@@ -161,7 +161,7 @@ class FlashInferBackend(AttentionBackend):
         return None
 
     def write(self, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        if cache.shape[4] in APPENDED_HEAD_DIMS:
+        if is_appended(*cache.shape[3:]):
             self._appender.append(cache, key, value, slot_mapping)
         elif cache.is_cuda:
             from engine.attention.paged_write import write_paged

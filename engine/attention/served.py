@@ -21,6 +21,8 @@ DTYPES: Final = frozenset({torch.float16, torch.bfloat16})
 HEAD_DIMS: Final = frozenset({64, 128, 256})
 APPENDED_HEAD_DIMS: Final = frozenset({64, 128, 256, 512})
 """What `append_paged_kv_cache` is compiled for."""
+MAX_BLOCK_THREADS: Final = 1024
+"""Of a CUDA block. Append has one for some tokens, with a thread for every few elements of all key heads."""
 SMALL_GROUPS: Final = frozenset({1, 2, 3, 4})
 """Query heads per key head for which the vector units keep up with the memory; larger groups need tensor cores."""
 MAX_GROUP: Final = 16
@@ -48,6 +50,13 @@ def unserved(heads: HeadSpec, dtype: torch.dtype, *, has_ranges: bool = False) -
     if has_ranges:
         return "FlashInfer serves a causal mask and a window, not other ranges of keys for each token of a request"
     return None
+
+
+def is_appended(num_kv_heads: int, head_dim: int) -> bool:
+    """Whether `append_paged_kv_cache` writes keys and values of these sizes, in half precision."""
+    if head_dim not in APPENDED_HEAD_DIMS:
+        return False
+    return num_kv_heads * head_dim // max(8, head_dim // 32) <= MAX_BLOCK_THREADS
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -52,8 +52,8 @@ class MllamaEncoder(EncoderModel):
         ids = torch.tensor([[int(item.arrays["aspect_ratio_ids"])] for item in items])
         states = self._vision(
             pixel_values=send_tensor(pixels, weight.device, weight.dtype),
-            aspect_ratio_ids=ids.to(weight.device),
-            aspect_ratio_mask=present.to(weight.device),
+            aspect_ratio_ids=send_tensor(ids, weight.device, ids.dtype),
+            aspect_ratio_mask=send_tensor(present, weight.device, present.dtype),
         ).last_hidden_state
         # [pictures, 1, tiles, rows per tile, features] -> [pictures, rows, hidden_size]
         return own_memory(self._projector(states).flatten(1, 3).unbind(0))

@@ -60,7 +60,7 @@ class Qwen2AudioEncoder(EncoderModel):
         weight = tower.conv1.weight
         hidden = F.gelu(tower.conv1(send_tensor(features, weight.device, weight.dtype)))
         hidden = F.gelu(tower.conv2(hidden)).transpose(1, 2)[:, :longest] + tower.embed_positions.weight[:longest]
-        of_the_clip = (torch.arange(longest) < num_keys[:, None]).long().to(weight.device)
+        of_the_clip = send_tensor(torch.arange(longest) < num_keys[:, None], weight.device, torch.long)
         mask = create_bidirectional_mask(self._config, hidden, of_the_clip)
         for layer in tower.layers:
             hidden = layer(hidden, mask)

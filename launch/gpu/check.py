@@ -53,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results.bundle()
     print("\n" + table(outcomes))
     print(f"\nall figures: {results.json}")
+    if absent := [outcome.stage for outcome in outcomes if outcome.verdict == "not here"]:
+        print(f"not checked, for what they want is not here: {', '.join(absent)}")
     if short := [outcome.stage for outcome in outcomes if outcome.was_cut_short]:
         print(f"what was short of time, in a call of its own: --only {','.join(short)} --out {options.out / 'rest'}")
     return int(any(outcome.fails_the_check for outcome in outcomes))

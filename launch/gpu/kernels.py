@@ -25,7 +25,7 @@ import torch
 
 from common.model_info import ModelInfo, load_model_info
 from engine.attention.backend import HeadSpec
-from engine.attention.served import APPENDED_HEAD_DIMS, needs_tensor_cores, unserved
+from engine.attention.served import is_appended, needs_tensor_cores, unserved
 from engine.device import DTYPES
 from engine.models.registry import make_decoder
 from launch.gpu.cases import CASES, EXTENDED, AttentionCase
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         began = time.monotonic()
         try:
             library = build(kernel)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             failures += 1
             print(f"FAILED\n{error}")
         else:
@@ -133,7 +133,7 @@ def _of_case(case: AttentionCase) -> Iterator[Kernel]:
 
 def _of_heads(heads: HeadSpec, dtype: str, *, window: bool) -> Iterator[Kernel]:
     """Of a decoder's attention, and of writing its keys and values."""
-    if heads.head_dim in APPENDED_HEAD_DIMS:
+    if is_appended(heads.num_kv_heads, heads.head_dim):
         yield Kernel("page")
     if unserved(heads, DTYPES[dtype]) is not None:
         return

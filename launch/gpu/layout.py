@@ -41,8 +41,9 @@ class Carried:
 
     @property
     def workspace(self) -> Path:
-        """Where FlashInfer compiles on the machine what was not built ahead; never carried."""
-        return self.folder / "workspace"
+        """Where FlashInfer compiles on the machine what was not built ahead. Beside the folder, which the next journey
+        replaces."""
+        return self.folder.with_name(f"{self.folder.name}-workspace")
 
 
 def requirements() -> list[str]:

@@ -114,14 +114,17 @@ def test_encoder_attention_is_block_diagonal(
     assert_equal(got, dense(query, key, value, mask, scale), dtype)
 
 
-@pytest.mark.parametrize("head_dim", [64, 8])
+@pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(2, 64), (2, 8), (128, 128)])
 @pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
-def test_keys_and_values_are_written_into_their_slots(head_dim: int, slot_dtype: torch.dtype) -> None:
-    shape = (2, 6, 4, 2, head_dim)
+def test_keys_and_values_are_written_into_their_slots(
+    num_kv_heads: int, head_dim: int, slot_dtype: torch.dtype
+) -> None:
+    """By FlashInfer or not: it has no kernel for heads of 8, and none for 128 heads of 128 that CUDA would launch."""
+    shape = (2, 6, 4, num_kv_heads, head_dim)
     expected, got = torch.zeros(shape, dtype=torch.bfloat16), torch.zeros(shape, dtype=torch.bfloat16)
     backend, slots = make_backend(head_dim), torch.tensor([9, 22, 4, 5], dtype=slot_dtype)
     for count in (4, 2, 0, 4):
-        pair = torch.randn(2, count, 2, head_dim).to(torch.bfloat16)
+        pair = torch.randn(2, count, num_kv_heads, head_dim).to(torch.bfloat16)
         TorchBackend().write(expected, *pair, slots[:count])
         backend.write(got, *pair, slots[:count])
     assert torch.equal(got, expected)

@@ -27,6 +27,8 @@ def append_paged_kv_cache(
         raise Refused("append reads int32; others are converted in every call")
     if append_key.shape[2] not in APPENDED_HEAD_DIMS or kv_layout != "NHD" or isinstance(paged_kv_cache, Tensor):
         raise Refused(f"append is not compiled for heads of {append_key.shape[2]}, or not known to the fake")
+    if append_key.shape[1] * append_key.shape[2] // max(8, append_key.shape[2] // 32) > 1024:
+        raise Refused("append has a thread for every few elements of all heads, and CUDA no block of so many")
     if not len(append_key) == len(append_value) == len(batch_indices) == len(positions):
         raise Refused("append takes one request and one position for each token")
     if not len(append_key):

@@ -20,7 +20,7 @@ from common.config import Device, Transport
 from launch.gpu.bench.attempts import attempted
 from launch.gpu.bench.device_ends import Ends, Way, ends
 from launch.gpu.bench.setup import Setup
-from launch.gpu.figures import Figure, duration, rate
+from launch.gpu.figures import Figure, duration, failure, rate
 
 KIB, MIB = 2**10, 2**20
 TRANSPORTS: Final[tuple[Transport, ...]] = ("cuda", "shm", "zmq", "nixl", "redis")
@@ -42,6 +42,9 @@ def measure(setup: Setup) -> Iterator[Figure]:
     transports = TOY_TRANSPORTS if setup.toy else TRANSPORTS
     with EmbeddedBroker() as broker, ExitStack() as stack:
         ways = [Way(name, cast(Device, setup.device.type), broker) for name in transports if _is_there(name)]
+        for name in transports:
+            if not _is_there(name):
+                yield failure("handoff", name, ModuleNotFoundError("not installed on this machine"))
         pairs = [(way, stack.enter_context(ends(way))) for way in ways]
         for _, both in pairs:
             both.wait()
