@@ -25,14 +25,13 @@ def read_local(url: str, folder: Path | None, param: str, max_bytes: int) -> byt
         path = Path(unquote(parts.path)).resolve(strict=True)
         if not path.is_relative_to(root):
             raise _refused(param)
-        return _read(path, param, max_bytes)
+        return _read(root, path, param, max_bytes)
     except (OSError, ValueError, RuntimeError) as error:  # no URL, not there, a zero byte in it, a loop of links
         raise _refused(param) from error
 
 
-def _read(path: Path, param: str, max_bytes: int) -> bytes:
-    # O_NOFOLLOW: a link may have taken its place meanwhile. O_NONBLOCK: opening a pipe would wait for a writer.
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+def _read(root: Path, path: Path, param: str, max_bytes: int) -> bytes:
+    with open(_open_below(root, path), "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise _refused(param)
@@ -40,6 +39,21 @@ def _read(path: Path, param: str, max_bytes: int) -> bytes:
             message = f"{param} has {status.st_size} bytes, at most {max_bytes} are allowed"
             raise TriptychError("item_too_large", message, param)
         return file.read(max_bytes)
+
+
+def _open_below(root: Path, path: Path) -> int:
+    """A descriptor of a resolved path, opened part by part: any of them may have become a link meanwhile."""
+    *folders, name = path.relative_to(root).parts
+    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for part in folders:
+            inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+        # Without O_NONBLOCK opening a pipe would wait for a writer.
+        return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    finally:
+        os.close(folder)
 
 
 def _refused(param: str) -> TriptychError:

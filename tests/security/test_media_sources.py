@@ -11,6 +11,7 @@ import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import httpx
 import openai
@@ -440,3 +441,22 @@ def test_a_file_over_the_limit_is_not_read(tmp_path):
     (tmp_path / "big").write_bytes(bytes(2000))
     with pytest.raises(TriptychError, match="2000 bytes"):
         read_local(f"file://{tmp_path}/big", tmp_path, "image_url", 1000)
+
+
+def test_a_folder_that_becomes_a_link_after_the_look_leads_nowhere(tmp_path, monkeypatch):
+    inner, outside = tmp_path / "media" / "inner", tmp_path / "outside"
+    for made in (inner, outside):
+        made.mkdir(parents=True)
+        (made / "a").write_text("secret" if made == outside else "picture")
+    looked = Path.is_relative_to
+
+    def swap(path: Path, root: Path) -> bool:
+        below = looked(path, root)
+        inner.rename(tmp_path / "moved")
+        inner.symlink_to(outside)
+        return below
+
+    assert read_local(f"file://{inner}/a", tmp_path / "media", "image_url", 1000) == b"picture"
+    monkeypatch.setattr(Path, "is_relative_to", swap)
+    with pytest.raises(TriptychError, match="may read"):
+        read_local(f"file://{inner}/a", tmp_path / "media", "image_url", 1000)
