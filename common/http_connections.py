@@ -14,9 +14,12 @@ Whoever is too slow gets a 408, or is just cut off where there was nothing to an
 that has been without a request for longest makes room for a new one; where all have requests, are still taking
 their answers, or have only just come, the new one gets a 503. The rates are those of Apache's mod_reqtimeout.
 
-This stands on h11 and not on httptools, uvicorn's other parser, on purpose: h11 bounds a head (16 KiB), and its states
-tell the phases, where httptools takes heads of any length. It is slower by microseconds, of requests that take
-milliseconds.
+Nor may a connection bring so much to parse that others wait: PIECE_BYTES are read and parsed at a time, then others
+have their turn, and a body in too many tiny chunks is refused, or cut off where there is an answer already.
+
+This stands on h11 and not on httptools, uvicorn's other parser, on purpose: h11 gives up a head that is not complete
+after 16 KiB, and its states tell the phases, where httptools takes heads of any length. It is slower by microseconds,
+of requests that take milliseconds.
 """
 
 from __future__ import annotations
@@ -38,10 +41,19 @@ from uvicorn.server import ServerState
 MIN_BODY_BYTES_PER_S: Final = 500
 FRESH_S: Final = 0.25
 """A connection that has come within so long is left its time to say what it wants: in a burst all of them are idle."""
+PIECE_BYTES: Final = 4 * 2**10
+"""By itself asyncio hands over 256 KiB at once, which as tiny chunks take h11 a second. No head can be larger than this
+and what h11 keeps of an incomplete one."""
+BODY_PIECE_BYTES: Final = 64 * 2**10
+"""Of a body whose length is known, in which there is nothing to parse."""
+CHUNK_COST_BYTES: Final = 64
+"""A chunk costs as if it had so much less data."""
+SPARE_BYTES: Final = 1000 * CHUNK_COST_BYTES
+"""What chunks may cost beyond what they bring: some thousand may be tiny, however large those before them were."""
 DEFAULT_DESCRIPTORS: Final = 2**20
 """Where the system sets no limit: as many as Linux gives a process by default."""
 
-Reason = Literal["timeout", "evicted", "refused"]
+Reason = Literal["timeout", "evicted", "refused", "invalid"]
 
 
 class Phase(Enum):
@@ -65,6 +77,8 @@ class Connections:
     period_s: float
     on_ended: Callable[[Reason], None] = lambda _: None
     idle: dict[BoundedProtocol, None] = field(default_factory=dict)
+    buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(BODY_PIECE_BYTES)))
+    """Where the next piece is read to; it is parsed before another connection reads."""
 
 
 class BoundedConfig(uvicorn.Config):
@@ -75,8 +89,32 @@ class BoundedConfig(uvicorn.Config):
         self.connections = connections
 
 
-class BoundedProtocol(H11Protocol):
-    """HTTP/1.1 on one connection that has to get on."""
+class BoundedParser(h11.Connection):
+    """The parser of a server's connection; a body in too many tiny chunks is no valid HTTP for it."""
+
+    num_coming = 0
+    """Bytes of the body that are still to come, where that is known."""
+    _spare = SPARE_BYTES
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            headers = dict(event.headers)
+            sized = b"transfer-encoding" not in headers
+            self.num_coming, self._spare = int(headers.get(b"content-length", 0)) if sized else 0, SPARE_BYTES
+        elif isinstance(event, h11.Data):
+            size = len(event.data)
+            self.num_coming = max(0, self.num_coming - size)
+            self._spare = min(SPARE_BYTES, self._spare + size - event.chunk_start * CHUNK_COST_BYTES)
+            if self._spare < 0:
+                raise h11.RemoteProtocolError("too many tiny chunks")
+        return event
+
+
+class BoundedProtocol(H11Protocol, asyncio.BufferedProtocol):
+    """HTTP/1.1 on one connection that has to get on, and that asyncio reads by pieces of the size that is said here."""
+
+    conn: BoundedParser
 
     def __init__(
         self,
@@ -87,6 +125,7 @@ class BoundedProtocol(H11Protocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         assert isinstance(config, BoundedConfig)
+        self.conn = BoundedParser(h11.SERVER)
         self._all = config.connections
         self._phase: Phase | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -105,6 +144,12 @@ class BoundedProtocol(H11Protocol):
         self._leave()
         super().connection_lost(exc)
 
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._all.buffer[: max(PIECE_BYTES, self.conn.num_coming)]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(bytes(self._all.buffer[:nbytes]))
+
     def data_received(self, data: bytes) -> None:
         self._num_read += len(data)
         super().data_received(data)
@@ -113,6 +158,12 @@ class BoundedProtocol(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._observe()
+
+    def send_400_response(self, msg: str) -> None:
+        """What came is not HTTP, or too much of it. uvicorn's own breaks where there is an answer already."""
+        message = "not HTTP/1.1, or a head of more than 16 KiB, or a body in too many tiny chunks"
+        answered = self._phase is Phase.DRAIN
+        self._end("invalid", b"" if answered else _answer(400, "invalid_request", message))
 
     def _observe(self) -> None:
         """Something has happened: is it another phase?"""
@@ -207,6 +258,7 @@ def allowed_connections(wanted: int) -> int:
 def _answer(status: int, code: str, message: str) -> bytes:
     """A whole response with an error in OpenAI's shape, after which the connection ends."""
     phrase, kind = {
+        400: ("Bad Request", "invalid_request_error"),
         408: ("Request Timeout", "invalid_request_error"),
         503: ("Service Unavailable", "server_error"),
     }[status]

@@ -11,7 +11,7 @@ import functools
 import ipaddress
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, Final
@@ -64,6 +64,16 @@ once it has its place."""
 _PLACE_GRACE_S: Final = 1.0
 """A place is waited for as long as a fetch may take, and this: by then every one has been free once, but for those of
 names that are still being looked up."""
+_FIRST_READ_BYTES: Final = 2 * 2**10
+_MAX_READ_BYTES: Final = 32 * 2**10
+"""So much is read and parsed at a time, more as more data have come: heads without end cost more to parse."""
+_FRAMING_BYTES: Final = 32 * 2**10
+"""What may come beside the data: heads, sizes of chunks, trailers; and an eighth of the data."""
+_PIECE_COST_BYTES: Final = 64
+"""A piece of a body costs as if it had so much less data."""
+_SPARE_BYTES: Final = 1000 * _PIECE_COST_BYTES
+"""What pieces may cost beyond what they bring: some thousand may be tiny."""
+_PIECES_PER_TURN: Final = 16
 
 
 class Fetcher:
@@ -123,8 +133,9 @@ class Fetcher:
                 for _ in range(MAX_REDIRECTS + 1):
                     target = self._parse(url, param)
                     addresses = await self._checked_addresses(target, param, share)
-                    response = await self._ask(target, addresses, limit.when() or 0.0)
-                    data, location = await self._answer(response, target, param, max_bytes, take)
+                    wire = _Wire()
+                    response = await self._ask(target, addresses, limit.when() or 0.0, wire)
+                    data, location = await self._answer(response, wire, target, param, max_bytes, take)
                     if location is None:
                         return data
                     url = _redirected(target, location, param)
@@ -146,7 +157,7 @@ class Fetcher:
             return parsed
         raise TriptychError("invalid_request", f"{param}: {what}", param)
 
-    async def _ask(self, url: httpx.URL, addresses: list[str], ends_s: float) -> httpx.Response:
+    async def _ask(self, url: httpx.URL, addresses: list[str], ends_s: float, wire: _Wire) -> httpx.Response:
         """The head of what the first of these addresses answers that can be connected to. Close it.
 
         Each has an equal share of the time that is left until `ends_s`, by the loop's clock, to be connected to.
@@ -157,7 +168,7 @@ class Fetcher:
                 "GET",
                 url.copy_with(host=address),
                 headers={"Host": url.netloc.decode("ascii")},
-                extensions={"sni_hostname": _host(url)},
+                extensions={"sni_hostname": _host(url), "trace": wire.watch},
                 timeout=httpx.Timeout(self._timeout_s, connect=left_s / (len(addresses) - number + 1)),
             )
             try:
@@ -170,7 +181,13 @@ class Fetcher:
         raise AssertionError("a known host has an address")
 
     async def _answer(
-        self, response: httpx.Response, url: httpx.URL, param: str, max_bytes: int, take: Callable[[int], None]
+        self,
+        response: httpx.Response,
+        wire: _Wire,
+        url: httpx.URL,
+        param: str,
+        max_bytes: int,
+        take: Callable[[int], None],
     ) -> tuple[bytes, str | None]:
         """Of one hop: the body, or where it redirects to."""
         try:
@@ -178,7 +195,7 @@ class Fetcher:
                 return b"", response.headers["location"]
             if response.status_code != 200:
                 raise _bad(param, f"{_shown(str(url))} answered {response.status_code}")
-            return await _read(response, param, max_bytes, take), None
+            return await _read(response, wire, param, max_bytes, take), None
         finally:
             await response.aclose()
 
@@ -210,6 +227,45 @@ class Fetcher:
             raise
 
 
+class _Wire:
+    """What a server sends on one connection, of which little may be anything but data.
+
+    httpx parses all that it has read before anybody else has a turn, and skips heads before the last one ("103 Early
+    Hints") without end.
+    """
+
+    def __init__(self) -> None:
+        self._num_read = 0
+        self._num_data = 0
+        self._num_pieces = 0
+        self._spare = _SPARE_BYTES
+
+    async def watch(self, event: str, info: dict[str, Any]) -> None:
+        """Told of all that the client does (httpcore's "trace"): from here on it reads through `_read`."""
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            stream = info["return_value"]
+            stream.read = functools.partial(self._read, stream.read)
+
+    async def _read(self, read: Callable[..., Awaitable[bytes]], max_bytes: int, **options: Any) -> bytes:
+        """All that has been read before is parsed by now."""
+        if self._num_read - self._num_data > _FRAMING_BYTES + self._num_data // 8:
+            raise httpx.RemoteProtocolError("it sends too much that is no data")
+        size = min(max_bytes, _MAX_READ_BYTES, max(_FIRST_READ_BYTES, self._num_data))
+        data = await read(size, **options)
+        self._num_read += len(data)
+        return data
+
+    async def count(self, piece: bytes) -> None:
+        """A piece of the body, a chunk or what was read at once, has come."""
+        self._num_data += len(piece)
+        self._spare = min(_SPARE_BYTES, self._spare + len(piece) - _PIECE_COST_BYTES)
+        if self._spare < 0:
+            raise httpx.RemoteProtocolError("it sends its data in too many tiny pieces")
+        self._num_pieces += 1
+        if self._num_pieces % _PIECES_PER_TURN == 0:
+            await asyncio.sleep(0)
+
+
 def is_public(address: str) -> bool:
     """True for an address on the open internet; also looks into IPv6 forms that carry an IPv4 address."""
     ip = _innermost(address)
@@ -239,7 +295,9 @@ def _innermost(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     return ip if inner is None else inner
 
 
-async def _read(response: httpx.Response, param: str, max_bytes: int, take: Callable[[int], None]) -> bytes:
+async def _read(
+    response: httpx.Response, wire: _Wire, param: str, max_bytes: int, take: Callable[[int], None]
+) -> bytes:
     text = response.headers.get("content-length", "")
     declared = int(text) if text.isdecimal() else 0
     if declared > max_bytes:
@@ -247,6 +305,7 @@ async def _read(response: httpx.Response, param: str, max_bytes: int, take: Call
     take(declared)
     body = bytearray()
     async for chunk in response.aiter_raw():
+        await wire.count(chunk)
         take(max(0, len(body) + len(chunk) - max(declared, len(body))))
         body += chunk
         if len(body) > max_bytes:
