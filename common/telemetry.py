@@ -43,17 +43,16 @@ class SpanRecorder:
     def __init__(self, instance: str) -> None:
         self.instance = instance
         self.spans: list[Span] = []
-        self._open: dict[str, float] = {}
+        self._open: dict[str, tuple[float, float]] = {}  # by the wall clock, and by the monotonic one
 
     def start(self, stage: str) -> None:
-        self._open.setdefault(stage, time.time())
+        self._open.setdefault(stage, (time.time(), time.monotonic()))
 
     def open_s(self, stage: str) -> float:
         """For how long a stage has been going on; 0 where it is not."""
-        start_s = self._open.get(stage)
-        return 0.0 if start_s is None else time.time() - start_s
+        return time.monotonic() - self._open[stage][1] if stage in self._open else 0.0
 
     def end(self, stage: str) -> None:
-        start_s = self._open.pop(stage, None)
-        if start_s is not None:
+        if stage in self._open:
+            start_s, _ = self._open.pop(stage)
             self.spans.append(Span(stage, self.instance, start_s, time.time()))

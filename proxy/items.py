@@ -16,8 +16,6 @@ from proxy.retries import Retries
 from proxy.router import FREE_ITEMS, outstanding_items, pick_encoder
 from proxy.worker import Worker
 
-DEADLINE_GRACE_S: Final = 2.0
-"""The encoder answers at its deadline; only then do we count it as silent."""
 CROWDED: Final = 2
 """An encoder with so many times the items of another one, and FREE_ITEMS more, is left by one that waits there."""
 
@@ -35,13 +33,14 @@ class _Item:
     encoder: Worker | None = None
     sent_s: float = 0.0  # to the encoder
     deadline_s: float = math.inf  # of the encoder
+    silent_s: float = math.inf  # without an answer until then it has failed: its deadline begins when it is reached
     due_s: float = math.inf
     replaced: bool = False  # sent again after a failure, though what failed may have arrived
     has_left: bool = False  # an encoder that had too much to do, and that would have gone on with it
 
     @property
     def next_deadline_s(self) -> float:
-        return self.due_s if self.encoder is None else self.deadline_s + DEADLINE_GRACE_S
+        return self.due_s if self.encoder is None else self.silent_s
 
 
 class ItemSender:
@@ -168,7 +167,7 @@ class ItemSender:
                 await self._place(item)
 
     async def expire(self, now_s: float) -> None:
-        """Treat encoders that have not answered by their deadline as failed, and send what is due."""
+        """Treat encoders that have not answered as failed, and send what is due."""
         for item in self._items:
             worker = item.encoder
             if item.next_deadline_s > now_s:
@@ -240,6 +239,7 @@ class ItemSender:
         item.attempt += 1
         item.encoder = encoder
         item.sent_s, item.deadline_s = now_s, now_s + self._cluster.handoff_timeout_s
+        item.silent_s = item.deadline_s + self._cluster.handoff_timeout_s  # large media may be long on their way
         encoder.load.items += 1
         self._used.add(encoder)
         await encoder.send(

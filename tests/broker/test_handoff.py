@@ -185,7 +185,7 @@ async def test_a_tensor_that_is_not_stored_is_a_retryable_error(pair: Pair, stat
 async def test_duplicates_and_strangers_change_nothing_and_are_counted(pair: Pair) -> None:
     handoff = await pair.granted(make_offer())
     for message in (
-        Grant("r", 0, 0, "granted", 1.0),
+        Grant("r", 0, 0, "granted"),
         Grant("r", 0, 0, "cached"),
         Grant("r", 0, 1, "granted"),
         Receipt("somebody else", 0, 0, "stored"),
@@ -279,7 +279,7 @@ async def test_an_empty_registry_for_a_moment_ends_nothing(pair: Pair) -> None:
 
 async def _offering(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Task[Handoff], SimpleNamespace]:
     """An offer whose receiver has just been seen, and the sender's clock, which stands until `now_s` is moved."""
-    clock = SimpleNamespace(now_s=1000.0, time=time.time)
+    clock = SimpleNamespace(now_s=1000.0)
     clock.monotonic = lambda: clock.now_s
     monkeypatch.setattr("broker.presence.time", clock)
     offering = asyncio.create_task(pair.sender.offer(make_offer(), pair.receiver))

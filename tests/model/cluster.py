@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 from common.config import Settings
 from common.errors import ErrorInfo, TriptychError
-from common.messages import Generate, InstanceRecord, Role
+from common.messages import Generate, InstanceRecord, Role, decode_to_worker
 from common.sampling_params import SamplingParams
 from proxy.dispatch import Dispatcher
 from proxy.jobs import Job, MediaItem, make_slots
@@ -71,6 +71,8 @@ class Cluster:
         self.workers: dict[str, SimulatedWorker] = {}
         self.clients: list[Client] = []
         self.faulty = False
+        self.way_s = 0.0
+        """What everything takes from the proxy to a worker."""
         self._epoch = 0
         for name in self.topology:
             self.start(name)
@@ -212,21 +214,23 @@ class Cluster:
     def lines(self) -> list[tuple[Connection, bool]]:
         """Connections with something under way; True: to the worker."""
         connections = self.network.connections.values()
-        found = [(one, True) for one in connections if one.to_worker]
+        latest_s = self.loop.now_s - self.way_s
+        found = [(one, True) for one in connections if one.to_worker and one.to_worker[0][0] <= latest_s]
         return found + [(one, False) for one in connections if one.to_proxy and not one.closed]
 
-    def requests_under_way(self) -> list[tuple[Connection, Generate]]:
+    def requests_under_way(self) -> list[tuple[Connection, tuple[float, bytes]]]:
+        """Those to generate, as they are on their connection."""
         return [
-            (one, message)
+            (one, sent)
             for one in self.network.connections.values()
-            for message in one.to_worker
-            if isinstance(message, Generate)
+            for sent in one.to_worker
+            if isinstance(decode_to_worker(sent[1]), Generate)
         ]
 
     def move(self, connection: Connection, to_worker: bool) -> None:
         """The next message of a line arrives."""
         if to_worker:
-            message = connection.to_worker.popleft()
+            message = decode_to_worker(connection.to_worker.popleft()[1])
             worker = self.workers.get(connection.worker[0])
             if worker is not None and worker.epoch == connection.worker[1]:
                 worker.server.received.put_nowait((connection.identity, message))

@@ -35,7 +35,6 @@ from common.messages import (
     decode_from_worker,
     decode_handoff,
     decode_tensor_header,
-    decode_to_worker,
     encode,
 )
 
@@ -82,7 +81,8 @@ class Connection:
 
     identity: bytes
     worker: tuple[str, int]
-    to_worker: deque[ToWorker] = field(default_factory=deque)
+    to_worker: deque[tuple[float, bytes]] = field(default_factory=deque)
+    """As they were sent, and when."""
     to_proxy: deque[FromWorker | None] = field(default_factory=deque)
     received: asyncio.Queue[FromWorker] = field(default_factory=asyncio.Queue)
     lost: asyncio.Event = field(default_factory=asyncio.Event)
@@ -184,10 +184,6 @@ class SimulatedRegistry:
         await self._network.reach_broker()
         self._network.enter(self._own)
 
-    async def now_s(self) -> float:
-        await self._network.reach_broker()
-        return time.monotonic()
-
     async def get(self, instance_id: str) -> InstanceRecord | None:
         return (await self.instances()).get(instance_id)
 
@@ -269,7 +265,7 @@ class SimulatedClient:
 
     async def send(self, message: ToWorker) -> None:
         if not self._connection.closed:
-            self._connection.to_worker.append(decode_to_worker(encode(message)))
+            self._connection.to_worker.append((time.monotonic(), encode(message)))
 
     async def receive(self) -> FromWorker:
         return await self._connection.received.get()
@@ -300,7 +296,7 @@ class SimulatedSending:
         if not self._dropped:
             header = msgspec.structs.replace(self._header, checksum=checksum(data))
             self._network.send_tensor(self._receiver_id, header, data)
-            self.left_s = time.monotonic()
+            self.left_s = time.time()
 
     def drop(self) -> None:
         self._dropped = True

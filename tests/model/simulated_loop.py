@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 EPOCH_S = 1_700_000_000.0
-"""Unix time at which simulations begin."""
+"""The time at which simulations begin."""
 
 
 class SimulatedLoop(asyncio.AbstractEventLoop):
@@ -46,7 +46,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
             raise self.errors[0]
 
     def next_timer_s(self) -> float | None:
-        """When something will become ready by itself (Unix time)."""
+        """When something will become ready by itself."""
         while self._timers and self._timers[0][2].cancelled():
             heapq.heappop(self._timers)
         return self._timers[0][0] if self._timers else None
@@ -63,8 +63,8 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
     @contextmanager
     def clocks(self) -> Iterator[None]:
-        """Meanwhile `time.time()` and `time.monotonic()` are this loop's, whoever asks."""
-        with patch.object(time, "time", self.time), patch.object(time, "monotonic", self.time):
+        """Meanwhile `time.monotonic()` and, far from it, `time.time()` are this loop's, whoever asks."""
+        with patch.object(time, "time", lambda: self.now_s + EPOCH_S), patch.object(time, "monotonic", self.time):
             yield
 
     # --- what asyncio asks of a loop

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from common.messages import Role
+from common.messages import Role, decode_to_worker
 from tests.model.cluster import HANDOFF_TIMEOUT_S, Cluster
 from tests.model.depth import DEEP
 from tests.model.network import Letter
@@ -84,10 +84,10 @@ class ClusterStory(RuleBasedStateMachine):
     def a_request_is_lost(self, number: int) -> None:
         """Without a word, though its connection goes on."""
         found = self.cluster.requests_under_way()
-        connection, request = found[number % len(found)]
-        note(f"{request.request_id}/{request.attempt} to {connection.worker[0]}")
+        connection, sent = found[number % len(found)]
+        note(f"{decode_to_worker(sent[1])} to {connection.worker[0]}")
         self.cluster.faulty = True
-        connection.to_worker.remove(request)
+        connection.to_worker.remove(sent)
 
     @precondition(lambda self: self.cluster.threads_due())
     @rule(number=NUMBERS)

@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import ErrorInfo
 from common.messages import Abort, Encode, Encoded, Failed, Generate, Tokens
-from proxy import crew, items
+from proxy import crew
 from tests.proxy.conftest import eventually
 from tests.proxy.fake_decoders import FakeDecoder
 from tests.proxy.fake_workers import SILENT, FakeEncoder
@@ -219,8 +219,7 @@ async def test_a_dying_encoders_items_go_to_another(serve):
         await rig.assert_clean()
 
 
-async def test_an_encoder_that_was_given_up_stops_once_the_request_is_answered(serve, monkeypatch):
-    monkeypatch.setattr(items, "DEADLINE_GRACE_S", 0.0)
+async def test_an_encoder_that_was_given_up_stops_once_the_request_is_answered(serve):
     async with serve(encoders=2, handoff_timeout_s=0.3) as rig:
         for encoder in rig.cluster.encoders:
             encoder.script = lambda message: SILENT if message.attempt == 0 else None
