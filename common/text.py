@@ -23,6 +23,8 @@ from common.errors import TriptychError
 from common.model_info import ModelInfo
 
 _PROBE = "a plain string"
+_CHARS_PER_TOKEN: Final = 64
+"""More than the longest prompts have on the average; of blanks, some tokenizers make none however many there are."""
 _PIECE_CHARS: Final = 2**16
 """How much of a text that may be too long is tokenised at once."""
 
@@ -58,13 +60,20 @@ class TextProcessor:
         Raises TriptychError("context_length_exceeded") naming `param` where it has more than twice as many tokens as
         any prompt may have: each of them takes hundreds of bytes while a text is tokenised.
         """
+        if len(text) > self._most_tokens and self._is_too_long(text):
+            message = f"the context of {self._most_tokens // 2} tokens is too short for {len(text)} characters"
+            raise TriptychError("context_length_exceeded", f"{message}; shorten the prompt", param)
+        return self.encode(text, add_special_tokens=add_special_tokens)
+
+    def _is_too_long(self, text: str) -> bool:
+        if len(text) > _CHARS_PER_TOKEN * self._most_tokens:
+            return True
         num_tokens = 0
-        for begin in range(0, len(text) if len(text) > self._most_tokens else 0, _PIECE_CHARS):
+        for begin in range(0, len(text), _PIECE_CHARS):
             num_tokens += len(self.encode(text[begin : begin + _PIECE_CHARS], add_special_tokens=False))
             if num_tokens > self._most_tokens:
-                message = f"the context of {self._most_tokens // 2} tokens is too short for {len(text)} characters"
-                raise TriptychError("context_length_exceeded", f"{message}; shorten the prompt", param)
-        return self.encode(text, add_special_tokens=add_special_tokens)
+                return True
+        return False
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))

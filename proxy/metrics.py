@@ -18,7 +18,7 @@ class ProxyMetrics:
         self.connections = Gauge("triptych_proxy_connections", "Open HTTP connections.", registry=r)
         self.connections_ended = Counter(
             "triptych_proxy_connections_ended",
-            "HTTP connections ended from here: too slow, idle where others needed room, or one too many.",
+            "HTTP connections ended from here: too slow, invalid, idle where others needed room, or one too many.",
             ["reason"],
             registry=r,
         )

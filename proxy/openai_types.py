@@ -21,12 +21,12 @@ PromptField = Annotated[Any, WithJsonSchema({"anyOf": [_TEXT, _TOKENS, _SEVERAL,
 """Checked by hand: a list of a hundred thousand token ids is looked at once, not once for every alternative."""
 _OFF_LOOP_BYTES: Final = 256 * 2**10
 """Bodies above this are parsed in a thread."""
-_VALUE_BYTES: Final = 128
+_VALUE_BYTES: Final = 320
 """What a value of JSON may become: two characters of a list are an object of Python's. There are as many as commas."""
 MAX_VALUES: Final = 2**20
 """Of one body: they become objects in one go, in which nothing else runs. More token ids than any context has."""
 MAX_MESSAGES: Final = 2**14
-"""Of one conversation: each is an object of some kilobytes, whatever it says."""
+"""Of one conversation, and so many parts of them together: each is an object of some kilobytes, whatever it says."""
 
 
 R = TypeVar("R", bound=BaseModel)
@@ -57,6 +57,14 @@ class ChatRequest(GenerationRequest):
     language: str | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _has_not_too_many_parts(self) -> ChatRequest:
+        num_parts = sum(len(one.content) for one in self.messages if isinstance(one.content, list))
+        if num_parts > MAX_MESSAGES:
+            message = f"the messages have {num_parts} parts, at most {MAX_MESSAGES} are allowed"
+            raise TriptychError("invalid_request", message, "messages")
+        return self
 
     @model_validator(mode="after")
     def _top_logprobs_are_logprobs(self) -> ChatRequest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from common.errors import TriptychError
 from common.model_info import load_model_info
@@ -37,6 +38,19 @@ def test_a_text_that_is_far_too_long_is_refused_before_much_of_it_is_tokenised(t
         text.encode_prompt((word * (4 * MIB))[: 4 * MIB], "prompt")
     assert (caught.value.info.code, caught.value.info.param) == ("context_length_exceeded", "prompt")
     assert text.num_chars <= MIB
+
+
+def test_blanks_of_which_a_tokenizer_makes_nothing_are_refused_by_their_number(
+    text: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blind = Tokenizer(models.WordLevel({"sign": 0, "?": 1}, unk_token="?"))
+    blind.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    monkeypatch.setattr(text, "tokenizer", blind)
+    assert text.encode_prompt(" " * 100_000 + "sign", "prompt") == [0]
+    text.num_chars = 0
+    with pytest.raises(TriptychError, match="too short for 4194304 characters"):
+        text.encode_prompt(" " * (4 * MIB), "prompt")
+    assert text.num_chars == 0
 
 
 def test_a_conversation_that_is_far_too_long_is_refused_by_its_field(text: Counting) -> None:

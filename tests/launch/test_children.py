@@ -36,6 +36,19 @@ async def test_output_goes_to_the_log_and_the_end_is_described(tmp_path: Path) -
     assert set(child.log_tail().splitlines()) == {"out", "err"}
 
 
+async def test_a_child_that_is_killed_twice_is_told_of_as_killed(tmp_path: Path) -> None:
+    """A signal by the process object looks first whether the process has ended: what it finds, nobody else finds."""
+    child = await Child.start(command("input()", tmp_path / "log"))
+    looked = list[str]()
+    for name in ("kill", "terminate", "send_signal"):
+        setattr(child._process, name, lambda *_, name=name: looked.append(name))
+    child.kill()
+    child.kill()
+    child.terminate()
+    assert (await child.wait(), looked) == ("killed by SIGKILL", [])
+    child.kill()  # nobody is there any more
+
+
 async def test_a_killed_child_takes_what_it_started_along(tmp_path: Path) -> None:
     log = tmp_path / "log"
     code = (

@@ -151,6 +151,9 @@ async def test_bodies_of_millions_of_values_and_conversations_of_thousands_of_tu
         with pytest.raises(openai.BadRequestError, match="at most 16384 items") as many:
             await rig.client.chat.completions.create(model=rig.model, messages=turns)
         assert many.value.param == "messages"
+        with pytest.raises(openai.BadRequestError, match="16385 parts, at most 16384") as parts:
+            await rig.chat([{"type": "text", "text": "hello"}] * (2**14 + 1))
+        assert parts.value.param == "messages"
         with pytest.raises(openai.BadRequestError) as ids:
             await rig.client.completions.create(model=rig.model, prompt=[10**6] * 1000)
         assert (ids.value.code, ids.value.param) == ("context_length_exceeded", "prompt")
