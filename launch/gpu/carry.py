@@ -1,7 +1,7 @@
 """`make gpu-carry`: gathers what a bare machine without an index needs for `make gpu-check`, in one small folder.
 
-    wheels/    what pyproject.toml asks for and the machine has not, resolved by pip for its Python and its packages
-    kernels/   FlashInfer's kernels as far as they were built ahead (python -m launch.gpu.kernels): the libraries alone
+    wheels/          what pyproject.toml asks for and the machine has not, resolved by pip for its Python
+    kernels.tar.xz   FlashInfer's kernels, as far as they were built ahead (python -m launch.gpu.kernels)
 
 With --models, real checkpoints are cut into parts in a folder beside it, FOLDER-models: each of its numbered folders is
 for a journey of its own (launch.gpu.parts).
@@ -16,6 +16,7 @@ import argparse
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from collections.abc import Iterable, Sequence
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = {name: _tree_bytes([path]) for name, path in _parts(carried)}
     sizes["the repository"] = _tree_bytes(_repository_files())
     print(table(sizes, options.limit_mib))
-    if not any(carried.kernels.glob("*/*.so")):
+    if not carried.kernels.exists():
         print(_NO_KERNELS.format(workspace=options.workspace))
     if options.models:
         for journey in parts.cut(options.models, options.folder.with_name(f"{options.folder.name}-models")):
@@ -86,15 +87,17 @@ def fetch_wheels(target: Path, there: There) -> None:
 
 
 def collect_kernels(workspace: Path, target: Path) -> None:
-    """Copy the libraries out of a workspace of FlashInfer; what was in `target` before is gone.
+    """Pack the libraries of a workspace of FlashInfer; what was in `target` before is gone.
 
     Only they: elsewhere everything would be compiled again, because ninja sees other paths. FlashInfer takes libraries
     without asking ninja from where its releases with built kernels have them; the check puts them there.
     """
-    shutil.rmtree(target, ignore_errors=True)
-    for library in workspace.glob("**/cached_ops/*/*.so"):
-        (target / library.stem).mkdir(parents=True, exist_ok=True)
-        shutil.copy2(library, target / library.stem / library.name)
+    target.unlink(missing_ok=True)
+    if libraries := sorted(workspace.glob("**/cached_ops/*/*.so")):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(target, "w:xz", preset=9) as archive:
+            for library in libraries:
+                archive.add(library, f"{library.stem}/{library.name}")
 
 
 def table(sizes: dict[str, int], limit_mib: float) -> str:
@@ -121,11 +124,11 @@ def _parts(carried: Carried) -> Iterable[tuple[str, Path]]:
     """The rows of the table: wheels by name and version, then kernels."""
     for path in sorted(carried.wheels.glob("*.whl"), key=lambda path: -path.stat().st_size):
         yield " ".join(path.name.split("-")[:2]), path
-    libraries = sorted(carried.kernels.glob("*/*.so"))
-    if not libraries:
+    if not carried.kernels.exists():
         yield "kernels of FlashInfer: none", carried.kernels
-    for library in libraries:
-        yield f"kernel {library.stem}"[:_NAME_WIDTH], library
+        return
+    with tarfile.open(carried.kernels) as archive:
+        yield f"kernels of FlashInfer: {len(archive.getnames())}", carried.kernels
 
 
 def _repository_files() -> list[Path]:

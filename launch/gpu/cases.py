@@ -1,5 +1,5 @@
-"""The shapes of attention that the check compares with dense attention: CASES, by which kernels are built
-ahead, too, or EXTENDED. Together they have every size of heads that is served in every dtype."""
+"""The shapes of attention that the check compares with dense attention, by which kernels are built ahead, too: every
+size of heads that is served in every dtype."""
 
 from __future__ import annotations
 
@@ -34,13 +34,6 @@ CASES: Final = (
     AttentionCase("bfloat16", 3, 9, 64, 17),  # a window, as Mistral's
     AttentionCase("bfloat16", 2, 14, 64, 300),  # one on tensor cores, over many blocks
     AttentionCase("float16", 3, 9, 64),
-    AttentionCase("bfloat16", 2, 4, 80),  # falls back
-    AttentionCase("float32", 3, 9, 64),  # falls back
-)
-"""Few, for FlashInfer compiles kernels for each kind of them. Models of the check and of its benchmarks have heads of
-these sizes in these dtypes, and no others."""
-
-EXTENDED: Final = (
     AttentionCase("bfloat16", 2, 4, 256),
     AttentionCase("bfloat16", 1, 8, 256),
     AttentionCase("bfloat16", 2, 8, 128, 300),  # Mistral, 7B
@@ -49,6 +42,8 @@ EXTENDED: Final = (
     AttentionCase("float16", 2, 4, 256),
     AttentionCase("float16", 2, 14, 64, 17),
     AttentionCase("float16", 2, 8, 128, 17),
+    AttentionCase("bfloat16", 2, 4, 80),  # falls back
+    AttentionCase("float32", 3, 9, 64),  # falls back
 )
-"""What else FlashInfer is asked for where a model has it. Kernels for these are not built ahead for the check, which
-takes these cases instead of the others where TRIPTYCH_GPU_EXTENDED=1 is set."""
+"""FlashInfer compiles kernels for each kind of them. Models of the check and of its benchmarks have heads of some of
+these kinds, and no others."""

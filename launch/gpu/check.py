@@ -141,8 +141,9 @@ def install(carried: Carried) -> None:
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
     command += ["--no-cache-dir", "--target", str(carried.site), *wheels]
     subprocess.run(command, check=True, timeout=INSTALL_LIMIT_S)
-    if carried.kernels.is_dir():
-        shutil.copytree(carried.kernels, carried.site / "flashinfer" / "data" / "aot", dirs_exist_ok=True)
+    if carried.kernels.exists():
+        with tarfile.open(carried.kernels) as archive:
+            archive.extractall(carried.site / "flashinfer" / "data" / "aot", filter="data")
 
 
 def join_models(stages: Sequence[Stage], folder: Path | None) -> tuple[list[Stage], Path | None]:

@@ -2,7 +2,6 @@
 
     python -m launch.gpu.kernels --check           all that `make gpu-check` needs,
                                                    into FLASHINFER_WORKSPACE_BASE (the home folder, if not set)
-    python -m launch.gpu.kernels --extended        what its further cases of attention need beside these
     python -m launch.gpu.kernels MODEL…            what these models need
     python -m launch.gpu.kernels --list …          what that would be
 
@@ -28,7 +27,7 @@ from engine.attention.backend import HeadSpec
 from engine.attention.served import is_appended, needs_tensor_cores, unserved
 from engine.device import DTYPES
 from engine.models.registry import make_decoder
-from launch.gpu.cases import CASES, EXTENDED, AttentionCase
+from launch.gpu.cases import CASES, AttentionCase
 
 _NO_POSITIONS: Final = 0
 """FlashInfer's number for "positions are not rotated by attention"."""
@@ -61,17 +60,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m launch.gpu.kernels", description=__doc__.split("\n")[0])
     parser.add_argument("models", nargs="*", help="model folders; configurations suffice")
     parser.add_argument("--check", action="store_true", help="those that the GPU check needs")
-    parser.add_argument("--extended", action="store_true", help="those of all kinds of heads that are served")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
     parser.add_argument("--list", action="store_true", help="print them and build nothing")
     options = parser.parse_args(arguments)
-    if not options.models and not options.check and not options.extended:
-        parser.error("which kernels? Name models, or --check, or --extended")
+    if not options.models and not options.check:
+        parser.error("which kernels? Name models, or --check")
     kernels = needed_kernels((load_model_info(model) for model in options.models), options.dtype)
     if options.check:
         kernels = _in_order({*kernels, *check_kernels()})
-    if options.extended:
-        kernels = _in_order({*kernels, *extended_kernels()})
     if options.list:
         print("\n".join(map(str, kernels)))
         return 0
@@ -97,11 +93,6 @@ def needed_kernels(models: Iterable[ModelInfo], dtype: str) -> list[Kernel]:
 def check_kernels() -> list[Kernel]:
     """Those that the GPU check asks for: of its cases of attention, and so of all its models."""
     return _in_order({kernel for case in CASES for kernel in _of_case(case)})
-
-
-def extended_kernels() -> list[Kernel]:
-    """Those of all other heads that are served."""
-    return _in_order({kernel for case in EXTENDED for kernel in _of_case(case)})
 
 
 def build(kernel: Kernel) -> Path:

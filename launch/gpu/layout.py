@@ -31,8 +31,8 @@ class Carried:
 
     @property
     def kernels(self) -> Path:
-        """FlashInfer's libraries that were built ahead: NAME/NAME.so."""
-        return self.folder / "kernels"
+        """FlashInfer's libraries that were built ahead, NAME/NAME.so: packed, they have half their size."""
+        return self.folder / "kernels.tar.xz"
 
     @property
     def site(self) -> Path:

@@ -121,7 +121,7 @@ STAGES: Final = (
     _tests("no-waits", _ENGINE, "-k", "no_step_waits", expected_s=80, limit_s=240),
     _tests("checkpoints", _CHECKPOINTS, "-k", "not cluster", expected_s=75, limit_s=240),
     _sanitized("sanitizer", *_KERNELS, expected_s=60, limit_s=150),
-    _tests("attention", "tests/gpu/test_attention.py", *_KERNELS, expected_s=30, limit_s=240),
+    _tests("attention", "tests/gpu/test_attention.py", *_KERNELS, expected_s=45, limit_s=240),
     _tests("runner", "tests/engine", expected_s=25, limit_s=120),
     _tests("transports", "tests/broker", "tests/services", expected_s=25, limit_s=90),
     _benchmark("decode", 18, 60),

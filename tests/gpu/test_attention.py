@@ -20,15 +20,13 @@ from engine.attention.paged_batch import RaggedBatch
 from engine.attention.select import choose_backend
 from engine.device import DTYPES
 from engine.runner.recorder import CudaRecorder, PlainRecorder
-from launch.gpu import cases
-from launch.gpu.cases import AttentionCase
+from launch.gpu.cases import CASES, AttentionCase
 from tests.engine.paged import Paged, Shape, assert_equal, dense
 from tests.gpu.device import DEVICE, needs_gpu
 from tests.gpu.fast_path import flashinfer_here
 
 pytestmark = needs_gpu
 SEED = int(os.environ.get("SEED") or secrets.randbits(31))
-CASES = cases.EXTENDED if os.environ.get("TRIPTYCH_GPU_EXTENDED") else cases.CASES
 BATCHES = {
     "decodes": [(1, keys) for keys in (1, 15, 16, 17, 300, 1500)],
     "prefill": [(257, 257)],

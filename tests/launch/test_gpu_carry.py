@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import tarfile
 import tomllib
 import zipfile
 from collections.abc import Iterator
@@ -63,11 +64,12 @@ def test_of_kernels_only_the_libraries_are_carried(tmp_path: Path) -> None:
     built.mkdir(parents=True)
     for name in ("page.so", "page.cuda.o", "build.ninja"):
         (built / name).touch()
-    target = tmp_path / "kernels"
-    (target / "of_another_release").mkdir(parents=True)
+    target = tmp_path / "carried" / "kernels.tar.xz"
     carry.collect_kernels(tmp_path / "workspace", target)
-    assert [str(path.relative_to(target)) for path in target.rglob("*.*")] == ["page/page.so"]
-    assert not (target / "of_another_release").exists()
+    with tarfile.open(target) as archive:
+        assert archive.getnames() == ["page/page.so"]
+    carry.collect_kernels(tmp_path / "another workspace, with nothing in it", target)
+    assert not target.exists(), "those of another release would be carried"
 
 
 def test_a_folder_that_is_too_large_is_said_and_fails(

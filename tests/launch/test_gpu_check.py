@@ -16,6 +16,7 @@ import pytest
 
 from launch.gpu import check, environment, plan
 from launch.gpu.bench.__main__ import NAMES
+from launch.gpu.carry import collect_kernels
 from launch.gpu.environment import in_words, missing, missing_for_references
 from launch.gpu.figures import Figure, duration, rate
 from launch.gpu.hosted import Host
@@ -294,9 +295,10 @@ def test_carried_wheels_and_kernels_are_installed_into_a_folder_of_their_own(
     carried = Carried(tmp_path)
     carried.wheels.mkdir()
     make_wheel(carried.wheels, "flashinfer_python", "0.6.13", "torch")
-    library = carried.kernels / "page" / "page.so"
-    library.parent.mkdir(parents=True)
-    library.write_bytes(b"kernel")
+    built = tmp_path / "workspace" / "cached_ops" / "page"
+    built.mkdir(parents=True)
+    (built / "page.so").write_bytes(b"kernel")
+    collect_kernels(tmp_path / "workspace", carried.kernels)
     for _ in range(2):  # again, over what the last check has installed
         check.install(carried)
         assert (carried.site / "flashinfer_python-0.6.13.dist-info" / "METADATA").is_file()

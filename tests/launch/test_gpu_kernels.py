@@ -13,7 +13,7 @@ from engine.attention import served
 from engine.attention.backend import HeadSpec
 from engine.attention.served import needs_tensor_cores, unserved
 from engine.device import DTYPES as engine_dtypes
-from launch.gpu.cases import CASES, EXTENDED, AttentionCase
+from launch.gpu.cases import CASES, AttentionCase
 from launch.gpu.kernels import Kernel, check_kernels, main, needed_kernels
 from launch.gpu.shapes import qwen2_3b, qwen2_5_vl_3b, whisper_large_v3
 from tests import tiny_models
@@ -69,8 +69,8 @@ def test_those_of_the_check_are_listed_by_its_cases_of_attention(capsys: pytest.
     assert {f"prefill {case.dtype} heads of {case.head_dim}" for case in served} < set(listed)
 
 
-def test_every_kind_of_heads_that_is_served_is_a_case_of_the_check(capsys: pytest.CaptureFixture[str]) -> None:
-    cases = [case for case in (*CASES, *EXTENDED) if unserved(heads_of(case), engine_dtype(case)) is None]
+def test_every_kind_of_heads_that_is_served_is_a_case_of_the_check() -> None:
+    cases = [case for case in CASES if unserved(heads_of(case), engine_dtype(case)) is None]
     found = {(case.dtype, case.head_dim) for case in cases}
     dtypes = {str(dtype).removeprefix("torch.") for dtype in served.DTYPES}
     assert found == set(itertools.product(dtypes, served.HEAD_DIMS))
@@ -80,13 +80,10 @@ def test_every_kind_of_heads_that_is_served_is_a_case_of_the_check(capsys: pytes
             assert {needs_tensor_cores(one.num_heads, one.num_kv_heads) for one in own} == {True, False}
     groups = {case.num_heads // case.num_kv_heads for case in cases}
     assert {*served.SMALL_GROUPS, max(served.SMALL_GROUPS) + 1, served.MAX_GROUP} <= groups
-    assert main(["--extended", "--list"]) == 0
-    listed = capsys.readouterr().out.splitlines()
-    assert {"decode bfloat16 heads of 256", "prefill float16 heads of 128"} < set(listed)
 
 
-def test_what_is_built_ahead_for_the_check_is_still_ten_libraries() -> None:
-    assert len(check_kernels()) == 10
+def test_what_is_built_ahead_for_the_check_is_still_twenty_one_libraries() -> None:
+    assert len(check_kernels()) == 21
 
 
 def heads_of(case: AttentionCase) -> HeadSpec:
