@@ -198,6 +198,7 @@ async def test_a_newer_attempt_replaces_an_older_one_and_a_repeated_one_is_ignor
     new = await setting.offer("r", count=2)
     assert (old.attempt, new.attempt) == (0, 1)
     await setting.prefill("r", attempt=1)
+    await eventually(lambda: setting.worker.tally("handoffs") == {"duplicate_request": 1})
     setting.peer.grant(old)
     setting.peer.grant(new, status="cached")
     assert (await setting.prefilled("r")).attempt == 1
