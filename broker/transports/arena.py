@@ -15,6 +15,11 @@ ALIGNMENT_BYTES: Final = 64
 """Every room begins at a multiple of it: a cache line, and enough for any dtype."""
 
 
+def aligned(num_bytes: int) -> int:
+    """The next multiple of ALIGNMENT_BYTES."""
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
 class Arena:
     """Bookkeeping of `size_bytes` bytes; knows nothing of the memory itself."""
 
@@ -29,7 +34,7 @@ class Arena:
 
     def lend(self, num_bytes: int) -> int | None:
         """The offset of room for `num_bytes`; None where no hole is large enough at the moment."""
-        needed = max(1, -(-num_bytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
+        needed = aligned(max(1, num_bytes))
         for index, (start, end) in enumerate(self._holes):
             if end - start >= needed:
                 self._holes[index : index + 1] = [(start + needed, end)] if end - start > needed else []

@@ -11,8 +11,9 @@ whoever knows the device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import ClassVar, Final, Protocol, TypeVar
+
+import msgspec
 
 from broker.transports import passes
 from broker.transports.payload import DeviceBuffer, Payload
@@ -27,8 +28,7 @@ QUEUE_TENSORS: Final = 64
 def _nothing() -> None: ...
 
 
-@dataclass(frozen=True)
-class ReceivedTensor:
+class ReceivedTensor(msgspec.Struct, frozen=True, eq=False):
     """`data` holds the bytes that came with `header`; it may be read-only, at any address, in pieces, and on a GPU.
 
     `fault` says why the header does not agree with itself or with the number of bytes; None if it does. Whether the
@@ -39,7 +39,7 @@ class ReceivedTensor:
     header: TensorHeader
     data: Payload | Pieces
     fault: str | None = None
-    _release: Callable[[], None] = field(default=_nothing, repr=False, compare=False)
+    _release: Callable[[], None] = _nothing
 
     async def verify(self) -> str | None:
         """Why the bytes must not be used; None where they are undamaged, as they lie in `data`, or on a GPU."""

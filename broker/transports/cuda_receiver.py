@@ -108,7 +108,7 @@ class _Peer(LinkedPeer):
 
     def _receive(self, announced: Announce) -> None:
         size = announced.size_bytes
-        self._check(announced, greeted=self._arena is not None)
+        self._check(announced.slot, size, greeted=self._arena is not None)
         assert self._arena is not None
         if announced.offset + size > self._arena_bytes:
             raise ValueError(f"a tensor ends at byte {announced.offset + size} of {self._arena_bytes}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -19,11 +18,10 @@ from common.hashing import Checksum
 from common.messages import TensorHeader
 
 
-@dataclass(frozen=True)
-class GivenTensor(ReceivedTensor):
+class GivenTensor(ReceivedTensor, frozen=True, eq=False):
     """A tensor in `memory` that is the receiver's own: nobody else uses it, and `release` gives nothing back."""
 
-    memory: Bytes = field(default_factory=lambda: np.zeros(0, np.uint8), repr=False)
+    memory: Bytes = msgspec.field(default_factory=lambda: np.zeros(0, np.uint8))
     read_checksum: int = 0
     """Of the bytes as they have been read here."""
 

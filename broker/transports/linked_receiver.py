@@ -14,7 +14,7 @@ from broker.transports import packets
 from broker.transports.base import QUEUE_TENSORS, ReceivedTensor
 from broker.transports.linked import HANDSHAKE_S, boot_id
 from broker.transports.listener import SameUserListener
-from broker.transports.shm_wire import Announce, Release
+from broker.transports.shm_wire import Release
 from common.messages import encode
 from common.telemetry import get_logger
 
@@ -114,13 +114,12 @@ class LinkedPeer(ABC):
     def _too_late(self) -> None:
         self._end(TimeoutError(f"a connection said nothing for {HANDSHAKE_S:g} s"))
 
-    def _check(self, announced: Announce, *, greeted: bool) -> None:
-        """Raise ValueError for a tensor that must not be announced now."""
-        size = announced.size_bytes
+    def _check(self, slot: int, size: int, *, greeted: bool) -> None:
+        """Raise ValueError for what must not be announced now; `size` is that of the largest tensor, in bytes."""
         if not greeted or size > self._max_bytes:
             raise ValueError(f"a tensor of {size} bytes; greeted: {greeted}, at most {self._max_bytes}")
-        if announced.slot in self._held or len(self._held) >= QUEUE_TENSORS:
-            raise ValueError(f"slot {announced.slot} again, or more than {QUEUE_TENSORS} tensors on their way")
+        if slot in self._held or len(self._held) >= QUEUE_TENSORS:
+            raise ValueError(f"slot {slot} again, or more than {QUEUE_TENSORS} on their way")
 
     def _unused(self, slot: int) -> None:
         """Nothing looks at the slot any more. Called by whatever thread has let go of it."""

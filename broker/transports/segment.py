@@ -10,6 +10,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
@@ -21,6 +22,16 @@ AVAILABLE: Final = hasattr(os, "memfd_create")
 """False elsewhere than on Linux."""
 _MAP_FIXED: Final = 0x10  # from Linux's mman-common.h
 _FIXED_SIZE: Final = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where the tensors of one message lie: in an arena, or, behind a descriptor to pass on, in memory of their own."""
+
+    slot: int
+    memory: Bytes
+    offset: int = 0
+    fd: int | None = None
 
 
 def create(size_bytes: int) -> tuple[int, Bytes]:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Final
 
 from broker.transports import gift, packets, segment
+from broker.transports.arena import aligned
 from broker.transports.base import ReceivedTensor
 from broker.transports.given import GivenRoom
 from broker.transports.linked_receiver import LinkedPeer, LinkedReceiver
@@ -21,6 +22,7 @@ from broker.transports.shm_wire import (
     NONCE_BYTES,
     VERSION,
     Announce,
+    Bundle,
     Give,
     Hello,
     TakeBack,
@@ -83,6 +85,8 @@ class _Peer(LinkedPeer):
                     del self._given[slot]
                 case Announce(slot=slot) if slot in self._given:
                     self._receive_given(message)
+                case Bundle():
+                    self._receive_bundle(message)
                 case Announce():
                     self._receive(message, fds)
         finally:
@@ -125,17 +129,32 @@ class _Peer(LinkedPeer):
 
     def _receive(self, announced: Announce, fds: list[int]) -> None:
         size, memory = announced.size_bytes, self._arena
-        self._check(announced, greeted=memory is not None)
+        self._check(announced.slot, size, greeted=memory is not None)
         assert memory is not None
         if fds:
             memory = segment.open_received(fds[0], size)
-        end = announced.offset + size
+        data = self._lent(announced.slot, memory, announced.offset, size)
+        self._receiver.deliver(ReceivedTensor(announced.header, data))
+
+    def _receive_bundle(self, bundle: Bundle) -> None:
+        self._check(bundle.slot, max(header.size_bytes for header in bundle.headers), greeted=self._arena is not None)
+        assert self._arena is not None
+        ends, end = [], 0
+        for header in bundle.headers:
+            end = aligned(end) + header.size_bytes
+            ends.append(end)
+        data = self._lent(bundle.slot, self._arena, bundle.offset, end)
+        for header, end in zip(bundle.headers, ends, strict=True):
+            self._receiver.deliver(ReceivedTensor(header, data[end - header.size_bytes : end]))
+
+    def _lent(self, slot: int, memory: segment.Bytes, offset: int, size: int) -> memoryview:
+        """Part of a sender's memory, which it has back when the last view of it has gone."""
+        end = offset + size
         if end > memory.size:
             raise ValueError(f"a tensor ends at byte {end} of {memory.size}")
-        room = memory[announced.offset : end]
-        slot = announced.slot
+        room = memory[offset:end]
         self._held[slot] = weakref.ref(room, lambda _: self._unused(slot))
-        self._receiver.deliver(ReceivedTensor(announced.header, room.data))
+        return room.data
 
     def _unused(self, slot: int) -> None:
         """Nothing looks at the slot any more. Called by whatever thread has let go of it."""

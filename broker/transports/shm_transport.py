@@ -18,17 +18,18 @@ import asyncio
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Final
 
 import msgspec
 import numpy as np
 
-from broker.transports import gift, packets, passes, segment
+from broker.transports import bundles, gift, packets, passes, segment
 from broker.transports.arena import Arena
 from broker.transports.base import QUEUE_TENSORS, took_none
+from broker.transports.bundles import Bundles
 from broker.transports.gift import Gift, Gifts
 from broker.transports.linked import LinkedConnection
+from broker.transports.segment import Room
 from broker.transports.shm_receiver import SCHEME
 from broker.transports.shm_wire import NONCE_BYTES, Announce, Hello, Release, ToReceiver, for_sender, pack
 from common.errors import TriptychError
@@ -77,6 +78,8 @@ class ShmConnection(LinkedConnection["_Link"]):
         link = self._link
         if link is None or link.closed or self._turn.locked() or data.nbytes > passes.TURN_BYTES:
             return False
+        if data.nbytes <= bundles.MAX_BYTES and link.bundle(header, data):
+            return True
         room = link.room_now(data.nbytes)
         if room is None:
             return False
@@ -106,22 +109,12 @@ class ShmConnection(LinkedConnection["_Link"]):
         await link.shake_hands()
 
 
-@dataclass(frozen=True)
-class _Room:
-    """Room for one tensor on its way: in the arena, or, behind a descriptor to pass on, memory of its own."""
-
-    slot: int
-    memory: segment.Bytes
-    offset: int = 0
-    fd: int | None = None
-
-
 class _Link:
     """The sender's end of one connection. Ends when the other side does."""
 
     def __init__(self, name: str) -> None:
         """Raises OSError where nobody listens under the name."""
-        self._lent: dict[int, _Room] = {}
+        self._lent: dict[int, Room] = {}
         self._next_slot = 0
         self._max_bytes = -1  # unknown before the Welcome
         self._changed = asyncio.Event()
@@ -135,6 +128,7 @@ class _Link:
         except BaseException:
             os.close(self._fd)
             raise
+        self._bundles = Bundles(self._packets, self._lend_now)
 
     @property
     def closed(self) -> bool:
@@ -151,7 +145,7 @@ class _Link:
         finally:
             os.close(self._fd)
 
-    async def room(self, num_bytes: int) -> _Room:
+    async def room(self, num_bytes: int) -> Room:
         """Room for a tensor, as soon as the receiver has given enough back. Raises OSError where it has gone.
 
         One at a time: callers take turns.
@@ -160,10 +154,18 @@ class _Link:
             await self._next_change()
         return room
 
-    def room_now(self, num_bytes: int) -> _Room | None:
+    def room_now(self, num_bytes: int) -> Room | None:
         """Room for a tensor; None where there is too little at the moment, or the receiver has gone."""
         if num_bytes > self._max_bytes:
             raise TriptychError("invalid_request", f"{num_bytes} bytes; the receiver takes {self._max_bytes} at most")
+        return self._lend_now(num_bytes)
+
+    def bundle(self, header: TensorHeader, data: memoryview) -> bool:
+        """Send a small tensor together with others of this turn of the loop; False where it has to go by itself."""
+        return data.nbytes <= self._max_bytes and self._bundles.add(header, data)
+
+    def _lend_now(self, num_bytes: int) -> Room | None:
+        """None where there is too little at the moment, or the receiver has gone."""
         self._packets.read()  # room given back just now is in the processor's cache, other room is not
         room = None if self.closed else self._find_room(num_bytes)
         if room is not None:
@@ -171,16 +173,17 @@ class _Link:
             self._next_slot += 1
         return room
 
-    async def announce(self, room: _Room, header: TensorHeader) -> None:
+    async def announce(self, room: Room, header: TensorHeader) -> None:
         """Tell the receiver of a tensor that lies in its room. Raises OSError where it has gone."""
+        await self._bundles.announced()
         message, fds = _announcement(room, header)
         await self._packets.send(message, fds)
 
-    def announce_now(self, room: _Room, header: TensorHeader) -> bool:
+    def announce_now(self, room: Room, header: TensorHeader) -> bool:
         """The same if it can be done at once; else False."""
         message, fds = _announcement(room, header)
         try:
-            return self._packets.try_send(message, fds)
+            return self._bundles.announce() and self._packets.try_send(message, fds)
         except OSError:
             return False
 
@@ -193,7 +196,7 @@ class _Link:
             self._next_slot += 1
         return given
 
-    def give_back(self, room: _Room) -> None:
+    def give_back(self, room: Room) -> None:
         """The room is free. Nothing happens where it is already, since the link has been closed."""
         if self._lent.pop(room.slot, None) is not None:
             if room.fd is None:
@@ -205,6 +208,7 @@ class _Link:
 
     def close(self) -> None:
         """Let go of everything; whoever waits for something gets an OSError."""
+        self._bundles.announce()
         self._packets.close()
         self._gifts.close()
         for room in list(self._lent.values()):
@@ -214,7 +218,7 @@ class _Link:
         self._memory = self._memory[:0].copy()
         self._changed.set()
 
-    def _find_room(self, num_bytes: int) -> _Room | None:
+    def _find_room(self, num_bytes: int) -> Room | None:
         """None where there is too little at the moment. Of tensors too large for the arena, one at a time."""
         if len(self._lent) >= QUEUE_TENSORS:
             return None
@@ -222,13 +226,13 @@ class _Link:
             if any(room.fd is not None for room in self._lent.values()):
                 return None
             fd, memory = segment.create(num_bytes)
-            return _Room(self._next_slot, memory, fd=fd)
+            return Room(self._next_slot, memory, fd=fd)
         offset = self._arena.lend(num_bytes)
         if offset is None:
             return None
         end = offset + num_bytes
         self._used_bytes = max(self._used_bytes, end)
-        return _Room(self._next_slot, self._memory[offset:end], offset)
+        return Room(self._next_slot, self._memory[offset:end], offset)
 
     def _trim_soon(self) -> None:
         if self._arena.num_lent == 0 and self._used_bytes > KEPT_BYTES and self._trimming is None:
@@ -275,6 +279,6 @@ class _Link:
         self.close()
 
 
-def _announcement(room: _Room, header: TensorHeader) -> tuple[bytes, Sequence[int]]:
+def _announcement(room: Room, header: TensorHeader) -> tuple[bytes, Sequence[int]]:
     fds = () if room.fd is None else (room.fd,)
     return pack(Announce(room.slot, room.offset, room.memory.size, header)), fds

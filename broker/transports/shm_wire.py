@@ -3,7 +3,8 @@
 sender    Hello (with the arena's descriptor)  -->
           <--  Welcome                                 receiver
           Announce, one per tensor             -->
-          <--  Release, of one tensor or a few
+          Bundle, of small tensors             -->
+          <--  Release, of one slot or a few
 
 or, where the tensor is made in time for it (see given):
 
@@ -23,8 +24,10 @@ from broker.transports.base import QUEUE_TENSORS
 from broker.transports.wire import make_decode
 from common.messages import Count, TensorHeader, encode
 
-VERSION: Final = 3
+VERSION: Final = 4
 NONCE_BYTES: Final = 16
+MAX_BUNDLED: Final = 16
+"""Tensors of one Bundle."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -51,8 +54,17 @@ class Announce(msgspec.Struct, frozen=True, tag="announce"):
     header: TensorHeader
 
 
+class Bundle(msgspec.Struct, frozen=True, tag="bundle"):
+    """Small tensors lie in the arena one behind the other: the first at `offset`, the others at multiples of
+    ALIGNMENT_BYTES. Their slot is released when all of them have been."""
+
+    slot: Count
+    offset: Count
+    headers: Annotated[list[TensorHeader], msgspec.Meta(min_length=1, max_length=MAX_BUNDLED)]
+
+
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """The receiver has no more use for the tensors of these Announces."""
+    """The receiver has no more use for the tensors of these slots."""
 
     slots: Annotated[list[Count], msgspec.Meta(max_length=QUEUE_TENSORS)]
 
@@ -79,7 +91,7 @@ class TakeBack(msgspec.Struct, frozen=True, tag="take_back"):
     slot: Count
 
 
-ToReceiver: TypeAlias = Hello | Announce | Give | Written | TakeBack
+ToReceiver: TypeAlias = Hello | Announce | Bundle | Give | Written | TakeBack
 ToSender: TypeAlias = Welcome | Release
 for_receiver: Final[Callable[[bytes | memoryview], ToReceiver]] = make_decode(ToReceiver)
 for_sender: Final[Callable[[bytes | memoryview], ToSender]] = make_decode(ToSender)

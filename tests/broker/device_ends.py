@@ -7,7 +7,6 @@ sent lies there, and what is received is copied from there.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import replace
 from functools import partial
 from typing import Literal, TypeAlias
 
@@ -69,7 +68,7 @@ class DeviceReceiver(TensorReceiver):
         assert received.header.checksum == 0
         data = self._copied(buffer)
         header = msgspec.structs.replace(received.header, checksum=checksum(data))
-        return replace(received, header=header, data=data, _release=partial(_release, buffer, received))
+        return msgspec.structs.replace(received, header=header, data=data, _release=partial(_release, buffer, received))
 
     def _copied(self, buffer: DeviceBuffer) -> memoryview:
         host, stream = bytearray(buffer.nbytes), self._fake.make_stream()

@@ -10,7 +10,6 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -135,7 +134,7 @@ async def test_a_flipped_byte_is_a_fault_and_the_next_tensor_is_none(kit: Kit, w
         bytes_now = bytearray(received.data)
         if position is not None:
             bytes_now[position] ^= 0x10
-        fault = await look(replace(received, data=memoryview(bytes_now)))
+        fault = await look(msgspec.structs.replace(received, data=memoryview(bytes_now)))
         assert ("damaged" in str(fault)) == (position is not None)
         received.release()
     assert target == data or way == "in place"

@@ -20,7 +20,8 @@ from broker.handoff import HandoffSender, key_of
 from broker.transports import redis_transport
 from broker.transports.nixl_transport import NixlConnection
 from broker.transports.nixl_wire import Piece, ToReceiver
-from broker.transports.shm_transport import _Link, _Room
+from broker.transports.segment import Room
+from broker.transports.shm_transport import _Link
 from common.messages import Grant, InputLayout, Offer, Receipt, TensorHeader
 from tests.broker.conftest import make_record, running
 from tests.broker.relay import Relay
@@ -56,7 +57,7 @@ async def damaged_wire(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 def damage_arena(monkeypatch: pytest.MonkeyPatch) -> None:
     announce, left = _Link.announce, [PLACE]
 
-    async def damage_and_announce(link: _Link, room: _Room, header: TensorHeader) -> None:
+    async def damage_and_announce(link: _Link, room: Room, header: TensorHeader) -> None:
         if left:
             room.memory[left.pop()] ^= 0x10
         await announce(link, room, header)

@@ -25,7 +25,14 @@ ANNOUNCE = shm_wire.Announce(3, 4096, 49152, HEADER)
 WIRES: dict[str, tuple[Callable[[bytes], object], list[object]]] = {
     "shm, receiver": (
         shm_wire.for_receiver,
-        [shm_wire.Hello(2**27), ANNOUNCE, shm_wire.Give(3, HEADER), shm_wire.Written(3, 2**20), shm_wire.TakeBack(3)],
+        [
+            shm_wire.Hello(2**27),
+            ANNOUNCE,
+            shm_wire.Bundle(3, 4096, [HEADER] * 3),
+            shm_wire.Give(3, HEADER),
+            shm_wire.Written(3, 2**20),
+            shm_wire.TakeBack(3),
+        ],
     ),
     "shm, sender": (shm_wire.for_sender, [shm_wire.Welcome(bytes(16), 2**30), shm_wire.Release([3, 4])]),
     "cuda, receiver": (

@@ -15,7 +15,7 @@ from broker.curve import ClusterContext
 from broker.transports import nixl_wire, packets, redis_wire
 from broker.transports.base import QUEUE_TENSORS
 from broker.transports.nixl_agent import HostMemory, NixlAgent
-from broker.transports.shm_wire import NONCE_BYTES, Announce, Hello, Release, Welcome, pack
+from broker.transports.shm_wire import NONCE_BYTES, Announce, Bundle, Hello, Release, Welcome, pack
 from common.config import Transport
 from common.errors import TriptychError
 from common.keys import ClusterKey
@@ -167,8 +167,9 @@ async def test_shared_memory_drops_whoever_greets_wrongly(kit: Kit) -> None:
     await RawSender(receiver).is_dropped_after(greeting, *(fd_of(b"too many", size=MIB) for _ in range(3)))
     await RawSender(receiver).is_dropped_after(pack(Hello(MIB, version=99)), fd_of(b"", size=MIB))
     await RawSender(receiver).is_dropped_after(pack(Announce(0, 0, 4, of_bytes(b"abcd"))))
+    await RawSender(receiver).is_dropped_after(pack(Bundle(0, 0, [of_bytes(b"abcd")])))
     await RawSender(receiver).is_dropped_after(bytes(packets.MAX_PACKET_BYTES + 1))
-    assert receiver.num_invalid == 9
+    assert receiver.num_invalid == 10
     os.close(writing)
     assert open_files() <= before
     await still_works(kit, receiver)
@@ -181,11 +182,24 @@ async def test_shared_memory_drops_whoever_greets_wrongly(kit: Kit) -> None:
         pack(Announce(0, MIB - 3, 4, of_bytes(b"abcd"))),
         pack(Announce(0, 2**62, 2**10, of_bytes(b"abcd"))),
         pack(Announce(0, 0, 2**40, of_bytes(b"abcd"))),
+        pack(Bundle(0, MIB - 65, [of_bytes(b"a"), of_bytes(b"bc")])),
+        pack(Bundle(0, 2**62, [of_bytes(b"a")])),
+        pack(Bundle(0, 0, [of_bytes(b"a"), header([2**40], "uint8", 2**40)])),
         pack(Hello(MIB)),
         pack(Release([0])),
         pack(Welcome(b"", 1)),
     ],
-    ids=["beyond the end", "far away", "too large", "a second greeting", "a release", "a welcome"],
+    ids=[
+        "beyond the end",
+        "far away",
+        "too large",
+        "a bundle beyond the end",
+        "a bundle far away",
+        "a bundle too large",
+        "a second greeting",
+        "a release",
+        "a welcome",
+    ],
 )
 async def test_shared_memory_drops_whoever_points_outside_it(kit: Kit, packet: bytes) -> None:
     receiver = kit.receiver()
@@ -196,13 +210,18 @@ async def test_shared_memory_drops_whoever_points_outside_it(kit: Kit, packet: b
 
 
 @pytest.mark.parametrize("kit", ["shm"], indirect=True)
-async def test_shared_memory_drops_whoever_lends_the_same_slot_twice_or_too_many(kit: Kit) -> None:
+@pytest.mark.parametrize(
+    "again", [Announce(0, 0, 4, of_bytes(bytes(4))), Bundle(0, 0, [of_bytes(bytes(4))])], ids=["alone", "in a bundle"]
+)
+async def test_shared_memory_drops_whoever_lends_the_same_slot_twice_or_too_many(
+    kit: Kit, again: Announce | Bundle
+) -> None:
     receiver = kit.receiver()
     sender = await RawSender(receiver).greet()
     announced = Announce(0, 0, 4, of_bytes(bytes(4)))
     assert sender.socket.try_send(pack(announced))
     received = await receiver.receive()
-    await sender.is_dropped_after(pack(announced))
+    await sender.is_dropped_after(pack(again))
     other = await RawSender(receiver).greet()
     for slot in range(QUEUE_TENSORS):
         assert other.socket.try_send(pack(Announce(slot, 0, 4, of_bytes(bytes(4)))))

@@ -257,7 +257,7 @@ async def test_a_receiver_waits_for_a_slow_sender_and_lets_go_of_one_that_is_gon
     victim = await kit.peer("send", receiver.address, "200", "3600")
     await eventually(lambda: len(end_of(receiver)._tasks) == 2, 20.0)
     await victim.kill()
-    await eventually(lambda: (receiver.num_unfinished, len(end_of(receiver)._tasks)) == (1, 1))
+    await eventually(lambda: (receiver.num_unfinished, len(end_of(receiver)._tasks)) == (1, 1), 30.0)
     await holds(redis, 0)
     assert receiver.num_invalid == 0
 
@@ -299,7 +299,7 @@ async def test_a_broker_that_was_emptied_costs_a_moment(
     redis: Redis, receiver: RedisReceiver, monkeypatch: pytest.MonkeyPatch, receiving: bool
 ) -> None:
     """As one does that stands still for so long that leases end. Nothing that has arrived is sent again."""
-    monkeypatch.setattr(redis_wire, "_BLOCK_S", 0.1)
+    monkeypatch.setattr(redis_wire, "_BLOCK_S", 0.5)  # as ever longer than what a sender takes to renew its lease
     held, over, push = asyncio.Event(), asyncio.Event(), redis_transport.push
     hear: Any = RedisReceiver._hear
     pushed: list[str] = []

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,7 @@ async def receive(receiver: TensorReceiver) -> ReceivedTensor:
     received = await receiver.receive()
     fault = await received.verify()
     data = received.data
-    return replace(received, fault=fault, data=data.joined() if isinstance(data, Pieces) else data)
+    return msgspec.structs.replace(received, fault=fault, data=data.joined() if isinstance(data, Pieces) else data)
 
 
 async def still_works(kit: Kit, receiver: TensorReceiver) -> None:
