@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection
@@ -24,6 +24,8 @@ from common.errors import TriptychError
 
 SOCKET_TIMEOUT_S = 5.0
 """Longest wait for one reply; blocking reads must ask for less."""
+_CONNECT_S = 2.0
+_NEXT_ADDRESS_S = 0.25
 MAX_CONNECTIONS = 2**31
 """No cap: of redis-py's 100, each tensor that comes through the broker takes one, and heartbeats got none. Those who
 use a client bound what they do."""
@@ -51,12 +53,16 @@ class _PatientRetry(Retry):
         return await super().call_with_retry(do, fail, may_pass, with_failure_count)
 
 
-class _Cancellable(AbstractConnection):
-    """A connection whose commands can be given up at any moment.
+class _Connection(AbstractConnection):
+    """A connection to whichever address of its host answers, whose commands can be given up at any moment.
 
     redis-py writes with asyncio.wait_for, which in Python 3.11 swallows a cancellation that comes when that has just
     ended (python/cpython#81839): the command would wait for its reply, and be repeated, against its caller's deadline.
     """
+
+    def _connection_arguments(self) -> dict[str, Any]:
+        """Of TCP. An address that never answers must not take the time of the next one (RFC 8305)."""
+        return {**cast(Any, super())._connection_arguments(), "happy_eyeballs_delay": _NEXT_ADDRESS_S}
 
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         task = asyncio.current_task()
@@ -69,8 +75,8 @@ class _Cancellable(AbstractConnection):
                 raise asyncio.CancelledError
 
 
-def _cancellable(kind: type[AbstractConnection]) -> type[AbstractConnection]:
-    return type(f"_Cancellable{kind.__name__}", (_Cancellable, kind), {})
+def _improved(kind: type[AbstractConnection]) -> type[AbstractConnection]:
+    return type(f"_{kind.__name__}", (_Connection, kind), {})
 
 
 def connect(url: str, *, retries: int = 5) -> Redis:
@@ -86,7 +92,7 @@ def connect(url: str, *, retries: int = 5) -> Redis:
             url,
             protocol=2,
             socket_timeout=SOCKET_TIMEOUT_S,
-            socket_connect_timeout=2.0,
+            socket_connect_timeout=_CONNECT_S,
             max_connections=MAX_CONNECTIONS,
             health_check_interval=15,
             retry=_PatientRetry(
@@ -99,7 +105,7 @@ def connect(url: str, *, retries: int = 5) -> Redis:
             "invalid_request", f"broker URL {without_secrets(url)!r}: {error}; try redis://host:6379", "broker"
         ) from error
     pool = redis.connection_pool
-    pool.connection_class = _cancellable(pool.connection_class)
+    pool.connection_class = _improved(pool.connection_class)
     return redis
 
 

@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from common.errors import TriptychError
-from common.messages import InstanceRecord, decode_record, encode
+from common.messages import InstanceRecord, Role, decode_record, encode
 from common.telemetry import get_logger
 
 RECORD_TTL_S: Final = 5
@@ -47,7 +47,7 @@ class Registry:
         self._own = record
         await self.heartbeat()
 
-    async def heartbeat(self, **changes: int) -> None:
+    async def heartbeat(self, **changes: int | Role | None) -> None:
         """Write the own record again, with `changes` of its fields; also what brings it back after Redis was flushed
         or restarted.
 
@@ -142,7 +142,7 @@ def other_key(one: InstanceRecord, other: InstanceRecord) -> str:
 
 
 def incompatibility(one: InstanceRecord, other: InstanceRecord) -> str | None:
-    """Why two instances must not work together, naming both; None if they may."""
+    """Why two instances must not work together, naming both; None if they may. A proxy has no dtype."""
     if one.key_id != other.key_id:
         return other_key(one, other)
     for name, ours, theirs in (
@@ -150,7 +150,7 @@ def incompatibility(one: InstanceRecord, other: InstanceRecord) -> str | None:
         ("dtype", one.dtype, other.dtype),
         ("model fingerprint", one.fingerprint, other.fingerprint),
     ):
-        if ours != theirs:
+        if ours != theirs and not (name == "dtype" and "proxy" in (one.role, other.role)):
             return (
                 f"{one.instance_id} (model {one.model}) has {name} {ours}, "
                 f"{other.instance_id} (model {other.model}) has {theirs}: start both with the same model and dtype"

@@ -51,6 +51,7 @@ class Route:
         offered = addresses_by_scheme(receiver.tensor_address)
         self._receiver_id = receiver.instance_id
         self._makers = {name: partial(make, offered[name]) for name, make in connectors.items() if name in offered}
+        self._best_scheme = next(iter(self._makers), "")
         self._connections: dict[str, Connection[memoryview]] = {}
         self._devices: list[DeviceConnection] = [
             device.connect(offered[device.scheme]) for device in devices if device.scheme in offered
@@ -87,7 +88,7 @@ class Route:
 
     def _best_on_host(self) -> Connection[memoryview] | None:
         """The connection that the next tensor of host memory takes, if it has been used before."""
-        return self._connections.get(next(iter(self._makers), ""))
+        return self._connections.get(self._best_scheme)
 
     def close(self) -> None:
         self._closed = True

@@ -14,9 +14,9 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import replace
 from typing import Final
 
+import msgspec
 import zmq.asyncio
 from redis.asyncio import Redis
 
@@ -119,7 +119,7 @@ class TensorReceiver:
             received = self._take()
             if received is not None:
                 fault = payload_fault(received.header, received.data.nbytes)
-                return received if fault is None else replace(received, fault=fault)
+                return received if fault is None else msgspec.structs.replace(received, fault=fault)
             await self._pause(self._arrival.wait())
 
     def _take(self) -> ReceivedTensor | None:

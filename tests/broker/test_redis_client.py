@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Iterable
+from urllib.parse import urlsplit
 
 import pytest
 from redis.asyncio import Redis
@@ -38,3 +40,26 @@ async def test_a_command_is_given_up_though_its_cancellation_comes_just_when_wri
         cable.set("pass")
         assert await client.get("asked later") == b"2"
         await client.aclose()
+
+
+async def test_a_broker_is_reached_by_the_address_of_its_host_that_answers(
+    broker_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one drops what it gets."""
+    loop, place = asyncio.get_running_loop(), urlsplit(broker_url)
+    hole, answering = ("192.0.2.1", place.port), (place.hostname, place.port)
+    connect_socket, tried = loop.sock_connect, list[object]()
+
+    async def resolve(*_: object, **__: object) -> list[tuple[object, ...]]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", address) for address in (hole, answering)]
+
+    async def connect_or_wait(sock: socket.socket, address: object) -> None:
+        tried.append(address)
+        await (asyncio.Event().wait() if address == hole else connect_socket(sock, address))
+
+    monkeypatch.setattr(loop, "getaddrinfo", resolve)
+    monkeypatch.setattr(loop, "sock_connect", connect_or_wait)
+    client = connect(broker_url.replace(str(place.hostname), "broker.example"), retries=0)
+    assert await client.ping()
+    assert tried == [hole, answering]
+    await client.aclose()

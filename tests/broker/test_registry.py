@@ -83,6 +83,12 @@ def test_incompatible_instances_are_named_with_what_differs() -> None:
     assert "bfloat16" in str(incompatibility(one, make_record("d0", dtype="bfloat16")))
 
 
+def test_a_proxy_has_no_dtype_and_has_to_agree_in_all_else() -> None:
+    proxy = make_record("p0", "proxy", dtype="")
+    assert incompatibility(make_record("d0", dtype="bfloat16"), proxy) is None
+    assert "beef" in str(incompatibility(make_record("d0", fingerprint="beef"), proxy))
+
+
 async def test_who_listens_hears_of_those_that_come_drain_and_leave_and_of_no_heartbeat(redis: Redis) -> None:
     registry, heard = Registry(redis, "c"), 0
 
