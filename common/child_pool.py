@@ -1,7 +1,8 @@
 """Work on what strangers sent, in processes of its own: a bad item can take down a helper, never the service.
 
 A helper has a memory limit and a time limit, comes first when the system runs out of memory, and writes no core dump.
-What it was doing when it died is tried once more, alone, so that a crash is blamed on the right item.
+With one that dies all of them end. What they were doing is tried once more, each item alone, so that a crash is blamed
+on the right one.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class ChildPool:
         except BrokenProcessPool:
             async with self._suspects:
                 try:
-                    return await self._attempt(item, call)
+                    return await self._attempt(item, call, num_slots=self._num_workers)
                 except BrokenProcessPool as error:
                     raise TriptychError("bad_media", f"{self._work} {item} crashed its process twice") from error
 
@@ -92,17 +93,31 @@ class ChildPool:
         for child in list((executor._processes or {}).values()):  # its own shutdown would wait for them
             child.kill()
 
-    async def _attempt(self, item: str, call: Callable[[], T]) -> T:
+    async def _take(self, num_slots: int) -> None:
+        """Wait for so many slots; no caller waits for several while another one does."""
+        taken = 0
         self.num_waiting += 1
         try:
-            await self._slots.acquire()
+            while taken < num_slots:
+                await self._slots.acquire()
+                taken += 1
+        except BaseException:
+            self._release(taken)
+            raise
         finally:
             self.num_waiting -= 1
+
+    def _release(self, num_slots: int) -> None:
+        for _ in range(num_slots):
+            self._slots.release()
+
+    async def _attempt(self, item: str, call: Callable[[], T], num_slots: int = 1) -> T:
+        await self._take(num_slots)
         executor = self._executor
         try:
             work = executor.submit(child_limits.work, call)
         except BrokenProcessPool:
-            self._slots.release()
+            self._release(num_slots)
             self._rebuild(executor)
             raise
         # Slot and time limit belong to the work, not to its caller, who may give up long before the process does.
@@ -112,7 +127,7 @@ class ChildPool:
 
         def finish() -> None:
             overdue.cancel()
-            self._slots.release()
+            self._release(num_slots)
 
         work.add_done_callback(lambda _: _call_on(loop, finish))
         try:

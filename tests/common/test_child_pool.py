@@ -1,0 +1,77 @@
+"""Helpers that may die: what another one's item does to them costs an item time, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from common.child_pool import ChildPool
+from common.errors import TriptychError
+from tests.eventually import eventually
+
+
+def begin() -> None: ...
+
+
+def crash() -> None:
+    os._exit(1)
+
+
+def wait_for(go: str, begun: str) -> str:
+    """Add a line to `begun`, then wait until `go` is there."""
+    with open(begun, "a") as file:
+        file.write("begun\n")
+    while not os.path.exists(go):
+        time.sleep(0.01)
+    return "done"
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> Path:
+    path = tmp_path / "begun"
+    path.write_text("")
+    return path
+
+
+async def test_an_item_whose_process_died_is_tried_again_with_nobody_beside_it(tmp_path: Path, begun: Path) -> None:
+    """A second process that dies meanwhile would take the first one's along, and the blame would fall on it."""
+    pool, go = ChildPool(begin, (), work="reading", num_workers=2, timeout_s=60.0, memory_bytes=2**30), tmp_path / "go"
+    try:
+        innocent = asyncio.create_task(pool.run("innocent", wait_for, str(go), str(begun)))
+        await eventually(lambda: begun.read_text().count("begun") == 1, 60.0)
+        guilty = [asyncio.create_task(pool.run("guilty", crash))]
+        await eventually(lambda: begun.read_text().count("begun") == 2, 60.0)
+        guilty += [asyncio.create_task(pool.run("guilty", crash)) for _ in range(3)]
+        await eventually(lambda: pool.num_waiting >= 3, 60.0)
+        go.touch()
+        assert await innocent == "done"
+        for task in guilty:
+            with pytest.raises(TriptychError, match="guilty crashed its process twice"):
+                await task
+        assert await pool.run("another", wait_for, str(go), str(begun)) == "done"
+        assert pool.num_waiting == 0
+    finally:
+        pool.close()
+
+
+async def test_one_who_gives_up_while_it_waits_to_be_alone_keeps_nobody_else_waiting(
+    tmp_path: Path, begun: Path
+) -> None:
+    pool, go = ChildPool(begin, (), work="reading", num_workers=2, timeout_s=60.0, memory_bytes=2**30), tmp_path / "go"
+    try:
+        guilty = asyncio.create_task(pool.run("guilty", crash))
+        await eventually(lambda: pool.num_crashes == 1, 60.0)
+        working = asyncio.create_task(pool.run("innocent", wait_for, str(go), str(begun)))
+        guilty.cancel()
+        await asyncio.gather(guilty, return_exceptions=True)
+        go.touch()
+        assert await working == "done"
+        others = [pool.run("another", wait_for, str(go), str(begun)) for _ in range(2)]
+        assert await asyncio.gather(*others) == ["done", "done"]
+        assert pool.num_waiting == 0
+    finally:
+        pool.close()
