@@ -18,6 +18,7 @@ from proxy.logprobs import LogprobShapes
 from proxy.media import MediaSource
 from proxy.messages import AudioPart, AudioUrlPart, ImagePart, Message, TextPart
 from proxy.openai_types import ChatRequest, parse
+from proxy.overload import LinePlaces
 from proxy.prompt_logprobs import check_prompt_logprobs
 from proxy.service import Service
 from proxy.speech import Speech, SpeechOptions
@@ -32,12 +33,12 @@ async def chat_completions(service: Service, exchange: Exchange) -> AsyncGenerat
         message = f"{service.model_name} is an encoder-decoder model of text and holds no conversations"
         raise TriptychError("invalid_request", f"{message}: use /v1/completions", "model")
     sources = collect_media(body.messages, service.info.media_kind, service.model_name)
-    service.join_line(exchange, "media" if sources else "text")
+    places = service.join_line(exchange, "media" if sources else "text")
     media = await service.intake.load(sources, exchange.held)
     if service.transcribes:
-        answer = _transcribe(service, exchange, body, media)
+        answer = _transcribe(service, exchange, places, body, media)
     else:
-        answer = await _generate(service, exchange, body, media)
+        answer = await _generate(service, exchange, places, body, media)
     async with aclosing(answer.deltas):
         if body.stream:
             async for event in _stream(answer, body):
@@ -108,7 +109,9 @@ def _template_part(part: TextPart | ImagePart | AudioPart | AudioUrlPart) -> dic
     return {"type": "audio", "audio": ""}
 
 
-async def _generate(service: Service, exchange: Exchange, body: ChatRequest, media: list[MediaItem]) -> _Answer:
+async def _generate(
+    service: Service, exchange: Exchange, places: LinePlaces, body: ChatRequest, media: list[MediaItem]
+) -> _Answer:
     if body.language is not None:
         message = f"language is for speech models, {service.model_name} is none"
         raise TriptychError("invalid_request", message, "language")
@@ -119,12 +122,14 @@ async def _generate(service: Service, exchange: Exchange, body: ChatRequest, med
     sampling = body.sampling(service.text, limit)
     check_prompt_logprobs(sampling.prompt_logprobs, len(prompt))
     job = Job(exchange.id, prompt, sampling, slots, media, body.priority or 0, body.fields)
-    generation = service.generation(job, exchange, body)
+    generation = service.generation(job, exchange, places.take(), body)
     deltas = service.deltas(generation, exchange)
     return _Answer(_head(service, exchange, body), service.shapes(body), deltas, generation.usage, generation)
 
 
-def _transcribe(service: Service, exchange: Exchange, body: ChatRequest, media: list[MediaItem]) -> _Answer:
+def _transcribe(
+    service: Service, exchange: Exchange, places: LinePlaces, body: ChatRequest, media: list[MediaItem]
+) -> _Answer:
     """A speech model in a conversation: it writes down the one clip; text beside it is the hint of what came before."""
     if len(media) != 1:
         message = f"{service.model_name} transcribes one clip (input_audio or audio_url) per request, not {len(media)}"
@@ -141,7 +146,7 @@ def _transcribe(service: Service, exchange: Exchange, body: ChatRequest, media: 
         token_limit=body.token_limit,
         priority=body.priority or 0,
     )
-    speech = Speech(service, exchange, media[0], sampling, options)
+    speech = Speech(service, exchange, places, media[0], sampling, options)
     return _Answer(_head(service, exchange, body), service.shapes(body), speech.deltas(), speech.usage)
 
 

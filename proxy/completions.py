@@ -14,7 +14,7 @@ from proxy.generation import Delta, Generation, Usage
 from proxy.logprobs import CompletionLogprobs, LogprobShapes, joined
 from proxy.merge import merge
 from proxy.openai_types import CompletionRequest, Prompt, parse
-from proxy.prompts import make_jobs
+from proxy.prompts import check_number, make_jobs
 from proxy.service import LineName, Service
 
 
@@ -24,11 +24,13 @@ async def completions(service: Service, exchange: Exchange) -> AsyncGenerator[Pa
     service.check_line(line)
     body = await parse(CompletionRequest, exchange)
     service.check_model(body.model)
-    service.join_line(exchange, line)
+    prompts = body.prompts
+    check_number(body)
+    places = service.join_line(exchange, line, len(prompts))
     jobs = await make_jobs(service, exchange, body)
-    shapes, prompts = service.shapes(body), body.prompts
+    shapes = service.shapes(body)
     answers = [
-        _Answer(body, shapes, service.generation(job, exchange, body), _echo(service, body, prompt))
+        _Answer(body, shapes, service.generation(job, exchange, places.take(), body), _echo(service, body, prompt))
         for job, prompt in zip(jobs, prompts, strict=True)
     ]
     head = _head(service, exchange)

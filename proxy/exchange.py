@@ -25,7 +25,7 @@ from common.telemetry import get_logger
 from proxy.errors import Overloaded, error_body
 from proxy.held_bytes import ByteBudget, Hold
 from proxy.metrics import ProxyMetrics
-from proxy.overload import Place
+from proxy.overload import LinePlaces
 
 CLIENT_CLOSED_REQUEST: Final = 499
 """Only seen in logs and metrics: there is nobody left to read it."""
@@ -75,13 +75,8 @@ class Exchange:
     held: Hold
     """What this request takes of the memory for bodies and media."""
     body_read: asyncio.Event = field(default_factory=asyncio.Event)
-    place: Place | None = None
+    places: LinePlaces | None = None
     """In the line of those that wait for their first token, once it is known what the request is."""
-
-    def begin(self) -> None:
-        """The first token is there."""
-        if self.place is not None:
-            self.place.begin()
 
     async def body(self) -> bytearray:
         """The whole body. Raises TriptychError("item_too_large") over the limit, however the client counts, and
@@ -173,8 +168,8 @@ class Admission:
             try:
                 await payloads.aclose()
             finally:
-                if exchange.place is not None:
-                    exchange.place.leave()
+                if exchange.places is not None:
+                    exchange.places.leave()
                 exchange.held.release()
                 self.inflight -= 1
                 self.metrics.inflight.dec()

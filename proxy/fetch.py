@@ -20,6 +20,7 @@ import httpx
 
 from common.config import Settings
 from common.errors import TriptychError
+from common.tiny_pieces import TinyPieces
 from proxy.fair_share import Places, Share
 
 MAX_REDIRECTS: Final = 5
@@ -69,10 +70,6 @@ _MAX_READ_BYTES: Final = 32 * 2**10
 """So much is read and parsed at a time, more as more data have come: heads without end cost more to parse."""
 _FRAMING_BYTES: Final = 32 * 2**10
 """What may come beside the data: heads, sizes of chunks, trailers; and an eighth of the data."""
-_PIECE_COST_BYTES: Final = 64
-"""A piece of a body costs as if it had so much less data."""
-_SPARE_BYTES: Final = 1000 * _PIECE_COST_BYTES
-"""What pieces may cost beyond what they bring: some thousand may be tiny."""
 _PIECES_PER_TURN: Final = 16
 
 
@@ -238,7 +235,7 @@ class _Wire:
         self._num_read = 0
         self._num_data = 0
         self._num_pieces = 0
-        self._spare = _SPARE_BYTES
+        self._pieces = TinyPieces()
 
     async def watch(self, event: str, info: dict[str, Any]) -> None:
         """Told of all that the client does (httpcore's "trace"): from here on it reads through `_read`."""
@@ -258,8 +255,7 @@ class _Wire:
     async def count(self, piece: bytes) -> None:
         """A piece of the body, a chunk or what was read at once, has come."""
         self._num_data += len(piece)
-        self._spare = min(_SPARE_BYTES, self._spare + len(piece) - _PIECE_COST_BYTES)
-        if self._spare < 0:
+        if self._pieces.are_too_many(len(piece)):
             raise httpx.RemoteProtocolError("it sends its data in too many tiny pieces")
         self._num_pieces += 1
         if self._num_pieces % _PIECES_PER_TURN == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, WithJsonSchema, field_validator, model_validator
@@ -126,7 +127,7 @@ class CompletionRequest(GenerationRequest):
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
-    @property
+    @functools.cached_property
     def prompts(self) -> list[str | list[int]]:
         """The prompts, one or several. A list of integers is one prompt."""
         return as_prompts(self.prompt if self.encoder_prompt is None else self.encoder_prompt)

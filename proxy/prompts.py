@@ -21,17 +21,22 @@ MAX_SEQUENCES: Final = 1024
 """Of all prompts of one request together."""
 
 
+def check_number(body: CompletionRequest) -> None:
+    """Raises TriptychError("invalid_request") for more prompts, or sequences of them, than a request may have."""
+    prompts = body.prompts
+    if not 1 <= len(prompts) <= MAX_PROMPTS:
+        raise TriptychError("invalid_request", f"prompt takes 1 to {MAX_PROMPTS} prompts, not {len(prompts)}", "prompt")
+    if len(prompts) * body.width > MAX_SEQUENCES:
+        message = f"{len(prompts)} prompts of {body.width} sequences each are more than {MAX_SEQUENCES} sequences"
+        raise TriptychError("invalid_request", message, "n" if body.best_of is None else "best_of")
+
+
 async def make_jobs(service: Service, exchange: Exchange, body: CompletionRequest) -> list[Job]:
     """One job per prompt. Raises TriptychError("invalid_request") naming the field for what this model cannot take."""
     info, prompts = service.info, body.prompts
     if service.transcribes:
         message = f"{service.model_name} needs audio: use /v1/audio/transcriptions or /v1/chat/completions"
         raise TriptychError("invalid_request", message, "model")
-    if not 1 <= len(prompts) <= MAX_PROMPTS:
-        raise TriptychError("invalid_request", f"prompt takes 1 to {MAX_PROMPTS} prompts, not {len(prompts)}", "prompt")
-    if len(prompts) * body.width > MAX_SEQUENCES:
-        message = f"{len(prompts)} prompts of {body.width} sequences each are more than {MAX_SEQUENCES} sequences"
-        raise TriptychError("invalid_request", message, "n" if body.best_of is None else "best_of")
     parts = [exchange.id] if len(prompts) == 1 else [part_id(exchange.id, index) for index in range(len(prompts))]
     if not info.is_encoder_decoder:
         if body.decoder_prompt is not None or body.encoder_prompt is not None:

@@ -25,7 +25,7 @@ from proxy.jobs import Job, response_id
 from proxy.logprobs import LogprobShapes
 from proxy.media import MediaIntake
 from proxy.metrics import ProxyMetrics
-from proxy.overload import Line, retry_after_s
+from proxy.overload import Line, LinePlaces, Place, retry_after_s
 from proxy.placement import encodes_for, missing, prompt_readers
 from proxy.recordings import Recordings
 from proxy.router import imbalance
@@ -127,10 +127,12 @@ class Service:
             joined = ("text",)
         self.check_line(min(joined, key=lambda name: self.lines[name].excess_s))
 
-    def join_line(self, exchange: Exchange, line: LineName) -> None:
-        """Let a request in, before its media are fetched and its text is tokenised. Raises as `check_line` does."""
+    def join_line(self, exchange: Exchange, line: LineName, num_jobs: int = 1) -> LinePlaces:
+        """Let a request in, before its media are fetched and its text is tokenised; where its jobs wait for their first
+        tokens. Raises as `check_line` does."""
         self.check_line(line)
-        exchange.place = self.lines[line].join()
+        exchange.places = LinePlaces(self.lines[line], num_jobs)
+        return exchange.places
 
     def update_gauges(self) -> None:
         for name, line in self.lines.items():
@@ -165,14 +167,17 @@ class Service:
         """Whether this is a speech model: its decoder hears one clip and writes it down."""
         return self.info.is_encoder_decoder and self.info.media_kind == "audio"
 
-    def generation(self, job: Job, exchange: Exchange, body: GenerationRequest | None = None) -> Generation:
+    def generation(
+        self, job: Job, exchange: Exchange, place: Place, body: GenerationRequest | None = None
+    ) -> Generation:
+        """A job that is sent off now, and waits in `place` for its first token."""
         skip_special_tokens = body is None or body.skip_special_tokens is not False
         return Generation(
             job,
             self.text,
             self.metrics,
             exchange.arrival_s,
-            on_first=exchange.begin,
+            on_first=place.begin,
             skip_special_tokens=skip_special_tokens,
         )
 

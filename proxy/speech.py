@@ -20,6 +20,7 @@ from proxy.exchange import Exchange
 from proxy.generation import Delta, Finish, Generation, Usage
 from proxy.jobs import Job, MediaItem, make_slots, part_id
 from proxy.merge import merge
+from proxy.overload import LinePlaces, Place
 from proxy.recordings import shared
 from proxy.segments import Segment, split_at_timestamps
 from proxy.service import Service
@@ -69,16 +70,19 @@ class Speech:
         self,
         service: Service,
         exchange: Exchange,
+        places: LinePlaces,
         item: MediaItem,
         sampling: SamplingParams,
         options: SpeechOptions,
     ) -> None:
         self._service = service
         self._exchange = exchange
+        self._places = places
         self._item = item
         self._sampling = sampling
         self._options = options
-        self._places = asyncio.Semaphore(PARALLEL_WINDOWS)
+        self._under_way = asyncio.Semaphore(PARALLEL_WINDOWS)
+        self._next = asyncio.Lock()
         self._language_known: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._windows: list[_Window] = []
         self.usage = Usage()
@@ -160,18 +164,29 @@ class Speech:
     async def _window(self, index: int, window: Window, path: str) -> AsyncGenerator[Delta]:
         if index > 0:
             await asyncio.shield(self._language_known)
-        async with self._places:
-            generation = await self._generation(index, window, path)
+        async with self._under_way:
+            place = await self._turn()
+            generation = await self._generation(index, window, path, place)
             try:
                 async with aclosing(self._service.deltas(generation, self._exchange)) as deltas:
                     async for delta in deltas:
                         self._note_language(generation)
                         yield delta
             finally:
+                place.leave()
                 self.usage.add(generation.usage)
                 self._keep(self._windows[index], generation)
 
-    async def _generation(self, index: int, window: Window, path: str) -> Generation:
+    async def _turn(self) -> Place:
+        """The place of the next window in the line, where one of each recording may always wait, and more of them where
+        others hardly wait for it."""
+        line = self._places.line
+        async with self._next:
+            while self._places.num_waiting and not line.has_room:
+                await line.moves()
+            return self._places.take()
+
+    async def _generation(self, index: int, window: Window, path: str, place: Place) -> Generation:
         info, text, options = self._service.info, self._service.text, self._options
         prompt_ids, fields = whisper_prompt.build(
             info,
@@ -192,7 +207,7 @@ class Speech:
             request_id = part_id(request_id, index)
         sampling = msgspec.structs.replace(self._sampling, **fields)
         job = Job(request_id, prompt_ids, sampling, make_slots([item], None), [item], options.priority)
-        return self._service.generation(job, self._exchange)
+        return self._service.generation(job, self._exchange, place)
 
     def _measured(self, prompt_ids: list[int]) -> dict[str, Any]:
         """Log-probabilities of the text, and of what may follow <|startoftranscript|>: whether anybody speaks.

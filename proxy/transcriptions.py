@@ -102,7 +102,7 @@ async def transcriptions(service: Service, exchange: Exchange, task: Task = "tra
     service.check_model(form.model)
     _check_model_hears(service)
     form.check()
-    service.join_line(exchange, "media")
+    places = service.join_line(exchange, "media")
     item = await service.intake.of_bytes("audio", data, "file")
     options = SpeechOptions(
         language=form.language or None,
@@ -113,7 +113,7 @@ async def transcriptions(service: Service, exchange: Exchange, task: Task = "tra
         token_limit=form.max_completion_tokens,
         priority=form.priority,
     )
-    speech = Speech(service, exchange, item, form.sampling(service.max_model_len), options)
+    speech = Speech(service, exchange, places, item, form.sampling(service.max_model_len), options)
     async with aclosing(speech.deltas()) as deltas:
         if form.stream:
             async for event in _stream(speech, deltas):

@@ -14,7 +14,7 @@ import zmq
 import zmq.asyncio
 from redis.exceptions import RedisError
 
-from broker.registry import HEARTBEAT_S, RECORD_TTL_S, Registry, incompatibility, other_key
+from broker.registry import HEARTBEAT_S, RECORD_TTL_S, Registry, incompatibility
 from broker.rpc import connection_id
 from common.errors import TriptychError
 from common.messages import Abort, FromWorker, Heartbeat, InstanceRecord, Role
@@ -191,7 +191,7 @@ class WorkerPool:
             await self._drop(worker)
 
     def _consider(self, record: InstanceRecord) -> None:
-        why = self._incompatible(record)
+        why = incompatibility(record, self.own)
         if why is not None:
             if self._refused.get(record.instance_id) != why:
                 log.error("worker not used", worker=record.instance_id, reason=why)
@@ -211,17 +211,6 @@ class WorkerPool:
             self._newest[record.instance_id] = record.epoch
             self._last_usable_s[record.role] = time.monotonic()
         log.info("worker found", worker=record.instance_id, role=record.role, address=record.requests_address)
-
-    def _incompatible(self, record: InstanceRecord) -> str | None:
-        """Why a worker cannot be used; the proxy itself has no dtype."""
-        own = self.own
-        if record.protocol != own.protocol:
-            return f"it speaks protocol {record.protocol}, this proxy {own.protocol}"
-        if record.key_id != own.key_id:
-            return other_key(record, own)
-        if record.fingerprint != own.fingerprint:
-            return f"it serves {record.model} ({record.fingerprint}), this proxy {own.model} ({own.fingerprint})"
-        return None
 
     async def _drop(self, worker: Worker) -> None:
         if worker.gone:
@@ -279,10 +268,9 @@ class WorkerPool:
         error = None if task.cancelled() else task.exception()
         if error is None:
             return
+        self.failure = error.info.message if isinstance(error, TriptychError) else repr(error)
+        self._on_failure()
         if isinstance(error, TriptychError):
-            self.failure = error.info.message
             log.error("this proxy cannot go on", error=self.failure)
         else:
-            self.failure = repr(error)
             log.error("background task failed", exc_info=error)
-        self._on_failure()

@@ -12,10 +12,10 @@ import pytest
 
 from common import http_server
 from common.messages import Abort, Generate, Tokens
-from proxy import flight
-from proxy.overload import SHORT_LINE, WINDOW, Line, Place, retry_after_s
+from proxy import completions, flight
+from proxy.overload import FULL_LINE, SHORT_LINE, WINDOW, Line, LinePlaces, Place, retry_after_s
 from tests.proxy.conftest import eventually
-from tests.proxy.media import image_part, picture
+from tests.proxy.media import image_part, picture, speech
 from tests.proxy.test_connections import connections, head
 
 
@@ -93,6 +93,56 @@ def test_a_rate_that_is_long_past_does_not_count():
     assert line.excess_s <= 0
 
 
+def _moving_line(max_wait_s: float, rate: float) -> Line:
+    """An empty line that has moved at this rate."""
+    clock = Clock()
+    line = Line(max_wait_s, clock)
+    places = [line.join() for _ in range(SHORT_LINE + WINDOW)]
+    _serve_at(line, clock, places, rate, WINDOW)
+    for place in places:
+        place.leave()
+    return line
+
+
+@pytest.mark.parametrize(("rate", "joined"), [(1000.0, FULL_LINE), (1.5, 6), (0.1, SHORT_LINE)])
+def test_what_can_wait_joins_a_line_that_moves_quickly_and_leaves_a_slow_one_short(rate: float, joined: int):
+    line = _moving_line(10.0, rate)
+    for number in range(joined):
+        assert line.has_room, number
+        line.join()
+    assert not line.has_room
+    assert line.excess_s <= 0
+
+
+def test_a_line_that_was_slow_once_is_measured_again_by_those_that_can_wait():
+    clock = Clock()
+    line = Line(10.0, clock)
+    places = [line.join() for _ in range(SHORT_LINE + WINDOW)]
+    _serve_at(line, clock, places, 0.1, WINDOW)
+    assert len(places) == SHORT_LINE
+    assert not line.has_room
+    for _ in range(WINDOW):  # the next one comes as soon as there is room for it, and not before
+        _serve_at(line, clock, places, 1000.0, 1)
+        places.append(line.join())
+    assert line.has_room
+
+
+def test_a_job_takes_a_place_of_its_request_and_each_that_nobody_knew_of_its_own():
+    line = Line(1.0)
+    places = LinePlaces(line, 2)
+    assert (line.num_waiting, places.num_waiting) == (2, 0)
+    first, second, third = (places.take() for _ in range(3))
+    assert (line.num_waiting, places.num_waiting) == (3, 3)
+    second.begin()
+    assert (line.num_waiting, places.num_waiting, first.waits) == (2, 2, True)
+    third.leave()
+    places.leave()
+    assert (line.num_waiting, places.num_waiting) == (0, 0)
+    unused = LinePlaces(line, 3)
+    unused.leave()
+    assert line.num_waiting == 0
+
+
 def test_a_place_counts_once():
     line = Line(1.0)
     place = line.join()
@@ -156,6 +206,61 @@ async def test_requests_leave_the_line_with_their_first_token_or_their_end(serve
         with pytest.raises(openai.BadRequestError):
             await rig.chat([image_part(b"no picture")])
         assert lines["media"].num_waiting == 0
+
+
+async def test_windows_of_a_recording_wait_side_by_side_but_one_by_one_where_many_wait(
+    serve, whisper_model, monkeypatch
+):
+    async with serve(whisper_model.folder) as rig:
+        line, decoder, lengths = rig.service.lines["media"], rig.cluster.decoders[0], list[int]()
+
+        def join() -> Place:
+            place = Line.join(line)
+            lengths.append(line.num_waiting)
+            return place
+
+        async def hear() -> str:
+            create = rig.client.audio.transcriptions.create
+            return (await create(model=rig.model, file=("long.wav", speech(400)), language="en")).text
+
+        monkeypatch.setattr(line, "join", join)
+        others = [line.join() for _ in range(FULL_LINE)]
+        assert await hear()
+        assert (len(decoder.of(Generate)), max(lengths)) == (15, FULL_LINE + 1)
+        for place in others:
+            place.leave()
+        decoder.pause_after = 0
+        hearing = asyncio.create_task(hear())
+        await eventually(lambda: line.num_waiting == FULL_LINE)
+        decoder.resume.set()
+        assert await hearing
+        assert line.num_waiting == 0
+        await rig.assert_clean()
+
+
+async def test_prompts_of_one_request_wait_in_the_line_each_and_from_the_beginning(serve, monkeypatch):
+    """Others that come while they are still being tokenised would be let in, else."""
+    async with serve() as rig:
+        line, decoder, tokenised = rig.service.lines["text"], rig.cluster.decoders[0], asyncio.Event()
+        make_jobs = completions.make_jobs
+
+        async def slowly(*arguments: Any) -> Any:
+            await tokenised.wait()
+            return await make_jobs(*arguments)
+
+        monkeypatch.setattr(completions, "make_jobs", slowly)
+        decoder.pause_after = 0
+        asking = asyncio.create_task(rig.client.completions.create(model=rig.model, prompt=["a", "b", "c"]))
+        await eventually(lambda: line.num_waiting == 3)
+        tokenised.set()
+        await eventually(lambda: len(decoder.of(Generate)) == 3)
+        assert line.num_waiting == 3
+        decoder.resume.set()
+        assert len((await asking).choices) == 3
+        assert line.num_waiting == 0
+        with pytest.raises(openai.BadRequestError, match="1 to 128 prompts"):
+            await rig.client.completions.create(model=rig.model, prompt=["a"] * 129)
+        assert line.num_waiting == 0
 
 
 async def test_two_hundred_cancelled_at_once_leave_nothing(serve):
