@@ -38,6 +38,8 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from common.tiny_pieces import TinyPieces
+
 MIN_BODY_BYTES_PER_S: Final = 500
 FRESH_S: Final = 0.25
 """A connection that has come within so long is left its time to say what it wants: in a burst all of them are idle."""
@@ -46,10 +48,6 @@ PIECE_BYTES: Final = 4 * 2**10
 and what h11 keeps of an incomplete one."""
 BODY_PIECE_BYTES: Final = 64 * 2**10
 """Of a body whose length is known, in which there is nothing to parse."""
-CHUNK_COST_BYTES: Final = 64
-"""A chunk costs as if it had so much less data."""
-SPARE_BYTES: Final = 1000 * CHUNK_COST_BYTES
-"""What chunks may cost beyond what they bring: some thousand may be tiny, however large those before them were."""
 DEFAULT_DESCRIPTORS: Final = 2**20
 """Where the system sets no limit: as many as Linux gives a process by default."""
 
@@ -94,19 +92,21 @@ class BoundedParser(h11.Connection):
 
     num_coming = 0
     """Bytes of the body that are still to come, where that is known."""
-    _spare = SPARE_BYTES
+
+    def __init__(self, our_role: type[h11.CLIENT] | type[h11.SERVER]) -> None:
+        super().__init__(our_role)
+        self._chunks = TinyPieces()
 
     def next_event(self) -> Any:
         event = super().next_event()
         if isinstance(event, h11.Request):
             headers = dict(event.headers)
             sized = b"transfer-encoding" not in headers
-            self.num_coming, self._spare = int(headers.get(b"content-length", 0)) if sized else 0, SPARE_BYTES
+            self.num_coming, self._chunks = int(headers.get(b"content-length", 0)) if sized else 0, TinyPieces()
         elif isinstance(event, h11.Data):
             size = len(event.data)
             self.num_coming = max(0, self.num_coming - size)
-            self._spare = min(SPARE_BYTES, self._spare + size - event.chunk_start * CHUNK_COST_BYTES)
-            if self._spare < 0:
+            if self._chunks.are_too_many(size, begins=event.chunk_start):
                 raise h11.RemoteProtocolError("too many tiny chunks")
         return event
 

@@ -1,4 +1,4 @@
-"""Every message between processes, typed and validated: the wire is MessagePack, there is no pickle anywhere.
+"""Every message between processes, typed and validated: the wire is MessagePack, there is no pickle on it.
 
 Two conversations use them:
 
@@ -403,8 +403,8 @@ class InstanceRecord(msgspec.Struct, frozen=True):
 
     Instances work together only when `fingerprint` (configuration and weights), `dtype` and `protocol` are equal.
     `tensor_address` has one address per transport that the instance receives by, in one string. An instance that is
-    `draining` takes nothing new. `encodes`: it can encode the inputs of its own requests itself. `key_id` tells which
-    cluster key it has, empty for none.
+    `draining` takes nothing new, and ends then, or comes back with `next_role`. `encodes`: it can encode the inputs of
+    its own requests itself. `key_id` tells which cluster key it has, empty for none.
     """
 
     instance_id: Id
@@ -420,6 +420,7 @@ class InstanceRecord(msgspec.Struct, frozen=True):
     outstanding: int = 0
     outstanding_tokens: int = 0
     draining: bool = False
+    next_role: Role | None = None
     encodes: bool = False
     key_id: str = ""
 

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
-from typing import Any
+from typing import Any, TextIO, cast
 
 import structlog
 
 from common.messages import Span
+
+
+class _Unfailing:
+    """A stream whose lines may get lost: no process goes down because its log cannot be written, as on a full disk."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):  # the latter where it has been closed
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
 
 
 def setup_logging(level: str, fmt: str, instance: str) -> None:
@@ -28,7 +45,7 @@ def setup_logging(level: str, fmt: str, instance: str) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Unfailing(sys.stderr))),
     )
     structlog.contextvars.bind_contextvars(instance=instance)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -17,9 +18,9 @@ from launch.instance import Instance
 FILE_WIDTH = 160
 
 
-def make_console() -> Console:
+def make_console(file: TextIO | None = None) -> Console:
     """The terminal; or a file or pipe, with lines as long as they need to be, for a tool that reads them."""
-    console = Console()
+    console = Console(file=file)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = FILE_WIDTH
     return console
@@ -70,8 +71,12 @@ class ConsoleReporter:
     def draining(self, instance: Instance) -> None:
         self._console.print(f"{instance.id} is draining: it finishes what it has", highlight=False)
 
-    def left(self, instance: Instance) -> None:
-        self._console.print(f"[green]✓[/] {instance.id} has left", highlight=False)
+    def left(self, instance: Instance, how: str | None) -> None:
+        if how is None:
+            self._console.print(f"[green]✓[/] {instance.id} has left", highlight=False)
+        else:
+            self._console.print(f"[yellow]✗ {instance.id} died while it was leaving[/] ({how})", highlight=False)
+            self._console.print("  nothing takes its place", highlight=False)
 
     def switched(self, instance: Instance) -> None:
         self._console.print(

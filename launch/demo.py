@@ -33,6 +33,7 @@ _THUMBNAIL_COLUMNS = 32
 _KINDS = ("text", "colour", "text", "shape", "text", "circles")
 WRONG_ALLOWED = 1 / 3
 """The model is right in about 49 of 50 answers; more wrong ones than this mean that something is broken."""
+_TIMELINE_S = 3.0
 
 
 @dataclass
@@ -86,7 +87,19 @@ async def ask_all(base_url: str, questions: list[Question], api_key: str | None)
         for question, outcome in zip(questions, outcomes, strict=True):
             question.outcome = outcome
             if outcome.request_id is not None:
-                question.spans = await client.timeline(outcome.request_id)
+                question.spans = await _timeline(client, outcome.request_id)
+
+
+async def _timeline(client: ApiClient, request_id: str) -> list[dict[str, Any]]:
+    """All spans of a request: those of its encoder come when the handoff is confirmed, which is no part of the answer
+    and may follow it.
+    """
+    ends_s = time.monotonic() + _TIMELINE_S
+    while True:
+        spans = await client.timeline(request_id)
+        if any(span["stage"] == "handoff" for span in spans) or time.monotonic() > ends_s:
+            return spans
+        await asyncio.sleep(0.05)
 
 
 def _job(question: Question) -> Job:

@@ -23,6 +23,7 @@ GAUGES: Final = (
     "requests_running",
     "requests_waiting",
     "kv_blocks_used",
+    "kv_host_blocks_used",
     "encoder_cache_references",
     "inputs_pending",
     "inputs_granted",

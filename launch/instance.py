@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 from common.messages import Role
 from launch.backoff import Backoff
 from launch.children import Child, Command
+from services.departure_note import DepartureNote
 from services.worker import with_role
 
 State = Literal["starting", "ready", "draining", "switching", "restarting", "left", "stopped"]
@@ -30,6 +31,10 @@ class Instance:
     http_address: str = ""
     requests_address: str = ""
     tensor_address: str = ""
+    next_role: Role | None = None
+    """Of one that is draining: what it wants to come back as; None where it wants to leave."""
+    note: DepartureNote = field(default_factory=DepartureNote)
+    """Says the same once its process has ended."""
     epoch: int | None = None
     past_epoch: int | None = None
     """The epoch of a former life: its registry entry outlives a killed process by a few seconds."""
@@ -37,7 +42,7 @@ class Instance:
 
     def take_role(self, role: Role) -> None:
         """The process has changed its role by itself: what starts it again has to know."""
-        self.role, self.past_epoch, self.started_s = role, self.epoch, time.monotonic()
+        self.role, self.next_role, self.past_epoch, self.started_s = role, None, self.epoch, time.monotonic()
         self.command = replace(self.command, argv=with_role(self.command.argv, role))
 
     @property
@@ -78,8 +83,8 @@ class Reporter(Protocol):
     def draining(self, instance: Instance) -> None:
         """Somebody has told an instance to finish what it has, and to leave or to change its role."""
 
-    def left(self, instance: Instance) -> None:
-        """It has ended; nothing takes its place."""
+    def left(self, instance: Instance, how: str | None) -> None:
+        """It has ended; nothing takes its place. `how`, where that was before it had finished what it had."""
 
     def switched(self, instance: Instance) -> None:
         """It is ready again, in the role that it has now."""
@@ -113,7 +118,7 @@ class SilentReporter:
 
     def draining(self, instance: Instance) -> None: ...
 
-    def left(self, instance: Instance) -> None: ...
+    def left(self, instance: Instance, how: str | None) -> None: ...
 
     def switched(self, instance: Instance) -> None: ...
 

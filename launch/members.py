@@ -66,14 +66,15 @@ class Members:
         workers = {name: record for name, record in (await self.records()).items() if record.role != "proxy"}
         if instance_id in workers:
             return workers[instance_id]
-        known = f"it has {', '.join(sorted(workers))}" if workers else "there are none"
-        message = f"there is no worker {instance_id!r} in cluster {self._cluster!r}: {known}"
+        known = f"it has {', '.join(sorted(workers))}" if workers else "it has none"
+        message = f"there is no worker {instance_id!r} in cluster {self._cluster!r} now: {known}"
         raise TriptychError("invalid_request", message, "id")
 
     async def drain(self, instance_id: str, timeout_s: float, tell: Tell) -> None:
         """Let a worker finish what it has and leave; return when it is gone.
 
-        Raises TriptychError: no such worker, it refuses, or it still has requests after `timeout_s` seconds.
+        Raises TriptychError: no such worker, it refuses, it still has requests after `timeout_s` seconds, or it has
+        died instead, and another process has taken its place.
         """
         record = await self.find(instance_id)
         await self._post(record, "drain", None)
@@ -89,7 +90,11 @@ class Members:
         await self._post(record, "switch", {"role": role})
 
         async def is_back(before: InstanceRecord, now: InstanceRecord | None) -> bool:
-            return now is not None and now.epoch != before.epoch and now.role == role and await self._answers(now)
+            if now is None or now.epoch == before.epoch:
+                return False
+            if now.role != role:
+                raise _started_again(now, "switch")
+            return await self._answers(now)
 
         await self._watch(record, timeout_s, tell, is_back)
         tell(f"{instance_id} has the role {role} now")
@@ -116,16 +121,18 @@ class Members:
                 return
             left = now.outstanding if now is not None and now.epoch == record.epoch else None
             if left != told and left is not None:
-                tell(f"{record.instance_id} is draining: {left} request{'' if left == 1 else 's'} left")
+                tell(f"{record.instance_id} is draining: {_requests(left)} left")
             told = left
             if time.monotonic() > deadline_s:
-                what = "it is not back" if left is None else f"it still has {left} requests, and goes on draining"
+                what = "it is not back" if left is None else f"it still has {_requests(left)}, and goes on draining"
                 raise TriptychError("timeout", f"{record.instance_id}: after {timeout_s:g} s {what}")
             await asyncio.sleep(_POLL_S)
 
     async def _has_left(self, before: InstanceRecord, now: InstanceRecord | None) -> bool:
         """Gone from the registry and deaf: a broker that has forgotten it is not enough."""
-        return (now is None or now.epoch != before.epoch) and not await self._answers(before)
+        if now is not None and now.epoch != before.epoch:
+            raise _started_again(now, "drain")
+        return now is None and not await self._answers(before)
 
     async def _answers(self, record: InstanceRecord) -> bool:
         try:
@@ -133,6 +140,15 @@ class Members:
         except httpx.HTTPError:
             return False
         return True
+
+
+def _requests(count: int) -> str:
+    return f"{count} request{'' if count == 1 else 's'}"
+
+
+def _started_again(now: InstanceRecord, command: str) -> TriptychError:
+    message = f"{now.instance_id} died before it was done, and has been started again as {now.role}: {command} it anew"
+    return TriptychError("unavailable", message)
 
 
 def _reason(response: httpx.Response) -> str:

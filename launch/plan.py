@@ -22,6 +22,7 @@ from launch.cpus import available_cores, split_threads
 from launch.instance import Instance
 from launch.memory import runs_on_gpu, split_memory
 from launch.topology import Topology, choose_topology, usual_topology
+from services.departure_note import VARIABLE, DepartureNote
 
 if TYPE_CHECKING:
     from common.config import EngineConfig, Settings
@@ -98,9 +99,11 @@ class Plan:
         argv = [sys.executable, "-m", "launch.cli", *(["worker", "--role", role] if worker else ["proxy"])]
         argv += ["--model", settings.model, "--instance-id", instance_id]
         argv += ["--host", settings.host, "--port", str(settings.port), "--follow-parent"]
-        command = Command(argv, _importable(child_environment(settings, threads)), logs / f"{instance_id}.log")
+        note = logs / f"{instance_id}.departure"
+        environment = _importable(child_environment(settings, threads)) | {VARIABLE: str(note)}
+        command = Command(argv, environment, logs / f"{instance_id}.log")
         http_address = "" if worker else self.base_url
-        return Instance(instance_id, role, command, http_address=http_address)
+        return Instance(instance_id, role, command, http_address=http_address, note=DepartureNote(note))
 
 
 def make_plan(settings: Settings, topology: str | Topology | None = None) -> Plan:

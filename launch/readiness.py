@@ -61,12 +61,14 @@ class ReadinessProbe:
         if leaving:
             return leaving  # before anybody is asked anything: they may end meanwhile, and be taken for dead
         # Who has joined since the registry was read waits for the next look: its entry would pass for another role's.
-        ready = [instance for instance in starting if instance.joined and await self._is_ready(instance)]
+        asked = [(instance, instance.child) for instance in starting if instance.joined]
+        ready = [instance for instance, _ in asked if await self._is_ready(instance)]
         if any(instance.restarts for instance in ready):
             proxies = [instance for instance in instances if instance.role == "proxy"]
             if not all([await self._is_ready(proxy) for proxy in proxies]):
                 ready = [instance for instance in ready if not instance.restarts]
-        return [(one, "ready") for one in ready]
+        lives = {one.id for one, child in asked if one.child is child and one.state in ("starting", "switching")}
+        return [(one, "ready") for one in ready if one.id in lives]
 
     async def heard(self, instances: Sequence[Instance]) -> set[str]:
         """Who gives a sign of life: by an entry in the registry, as `changes` has just found it, else over HTTP."""
@@ -102,7 +104,10 @@ def _departure(instance: Instance, record: InstanceRecord | None) -> State | Non
     if instance.joined and record.epoch != instance.epoch and (settled or record.role != instance.role):
         instance.take_role(record.role)
         return "switching"
-    return "draining" if record.draining and instance.state != "draining" else None
+    if not record.draining or instance.state == "draining":
+        return None
+    instance.next_role = record.next_role
+    return "draining"
 
 
 def _note_addresses(instance: Instance, record: InstanceRecord | None) -> None:

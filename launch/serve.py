@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
+import os
 import shlex
 import signal
+import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -21,6 +24,7 @@ from launch.console import ConsoleReporter, make_console
 from launch.local_clusters import LocalEntry, announced
 from launch.plan import Plan, make_plan
 from launch.supervisor import Supervisor
+from launch.unhurried_stream import UnhurriedStream
 
 if TYPE_CHECKING:
     from common.config import Settings
@@ -37,11 +41,28 @@ def serve(settings: Settings, start_timeout_s: float) -> int:
 
     Raises TriptychError where it cannot start, or cannot go on.
     """
-    console = make_console()
-    plan = make_plan(settings)
-    console.print(_announce(plan), highlight=False)
-    adopt_orphans()
-    return asyncio.run(_serve(plan, console, start_timeout_s))
+    with _stdout() as out:
+        console = make_console(out)
+        plan = make_plan(settings)
+        console.print(_announce(plan), highlight=False)
+        adopt_orphans()
+        return asyncio.run(_serve(plan, console, start_timeout_s))
+
+
+@contextlib.contextmanager
+def _stdout() -> Iterator[TextIO | None]:
+    """A cluster goes on where nobody reads what is said of it any more, or where the disk is full."""
+    if sys.stdout is None or sys.stdout.closed:
+        with open(os.devnull, "w") as nowhere:
+            yield nowhere
+        return
+    try:
+        stream = UnhurriedStream(sys.stdout)
+    except io.UnsupportedOperation:  # it is no file
+        yield None
+        return
+    with contextlib.closing(stream):
+        yield cast(TextIO, stream)
 
 
 def _announce(plan: Plan) -> str:

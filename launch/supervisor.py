@@ -131,8 +131,8 @@ class Supervisor:
         return broker_url
 
     async def _keep(self, instance: Instance) -> None:
-        """Run one instance until the cluster stops or the instance has been drained; every other end is followed by
-        another start.
+        """Run one instance until the cluster stops or somebody has told the instance to leave; every other end is
+        followed by another start, in the role that it was to have.
         """
         while not self._stop.is_set():
             how = await self._run_once(instance)
@@ -140,16 +140,22 @@ class Supervisor:
                 how = f"{how}: {why}"
             if self._stop.is_set():
                 return
-            if instance.state == "draining" and instance.child is not None and instance.child.ended_well:
-                instance.state = "left"
-                self._reporter.left(instance)
+            lived_s = instance.age_s
+            if instance.note.exists:  # it may have been told so only a moment ago, or with no broker to tell of it
+                instance.state, instance.next_role = "draining", instance.note.next_role
+            if instance.state == "draining" and instance.next_role is None:
+                instance.state, instance.past_epoch = "left", instance.epoch
+                well = instance.child is not None and instance.child.ended_well
+                self._reporter.left(instance, None if well else how)
                 return
+            if instance.next_role is not None:
+                instance.take_role(instance.next_role)
             instance.state, instance.past_epoch = "restarting", instance.epoch
             last_lines = instance.child.log_tail() if instance.child is not None else ""
             if not self._up:
                 self._early_end = f"{instance.id} ended before it was ready ({how})\n{_indent(last_lines)}"
                 return
-            delay_s = instance.backoff.after_life_of(instance.age_s)
+            delay_s = instance.backoff.after_life_of(lived_s)
             self._reporter.died(instance, how, last_lines, delay_s)
             await self._stopped_within(delay_s)
             instance.restarts += 1
@@ -201,6 +207,7 @@ class Supervisor:
     async def _run_once(self, instance: Instance) -> str:
         """Run the process of an instance from start to end; how it ended."""
         instance.started_s = time.monotonic()
+        instance.note.remove()
         try:
             instance.child = await Child.start(instance.command)
         except TriptychError as error:  # no memory or no process slots: it may work a little later

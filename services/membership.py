@@ -83,13 +83,16 @@ class Membership:
     async def _tell(self) -> None:
         draining = self._departure.requested
         await self._registry.heartbeat(
-            outstanding=len(self._proxies), outstanding_tokens=self._proxies.num_tokens, draining=draining
+            outstanding=len(self._proxies),
+            outstanding_tokens=self._proxies.num_tokens,
+            draining=draining,
+            next_role=self._departure.next_role,
         )
         if draining:
             self._departure.announced()
 
 
-def make_record(links: Links, role: RoleService, http_port: int, *, draining: bool) -> InstanceRecord:
+def make_record(links: Links, role: RoleService, http_port: int, departure: Departure | None = None) -> InstanceRecord:
     """What a worker says of itself, with addresses as others reach them."""
     settings = links.settings
 
@@ -107,6 +110,7 @@ def make_record(links: Links, role: RoleService, http_port: int, *, draining: bo
         requests_address=tell(links.server.address),
         key_id=key_id(settings),
         tensor_address=change_hosts(role.tensor_address, tell),
-        draining=draining,
+        draining=departure is not None and departure.requested,
+        next_role=None if departure is None else departure.next_role,
         encodes=role.encodes,
     )

@@ -37,6 +37,7 @@ HELP: Final[dict[str, str]] = {
     "kv_blocks_used": "KV blocks that requests hold.",
     "kv_blocks_cached": "KV blocks that nobody holds, kept for their content.",
     "kv_host_blocks_free": "KV blocks that host memory has room for.",
+    "kv_host_blocks_used": "KV blocks of preempted requests in host memory.",
     "kv_block_bytes": "Bytes of one KV block, all layers together.",
     "blocks_swapped_out_total": "KV blocks moved to host memory.",
     "blocks_swapped_in_total": "KV blocks moved back from host memory.",

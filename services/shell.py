@@ -35,6 +35,7 @@ from common.model_info import ModelInfo
 from common.telemetry import get_logger
 from services.addresses import resolve_host, warn_of_few_descriptors, warn_of_strangers
 from services.departure import Departure
+from services.departure_note import DepartureNote
 from services.device_tensors import open_cuda
 from services.engine_thread import EngineThread
 from services.hops import HopRecorder
@@ -97,6 +98,7 @@ class Shell:
         self._server = WorkerServer(self._context, self._host, on_refused=self._abort)
         self._proxies = ProxyWatch()
         self._departure = Departure(lambda: len(self._proxies), settings.request_timeout_s)
+        self._note = DepartureNote.of_environment()
         self._membership = Membership(registry, self._proxies, self._departure)
         self.next_role: Role | None = None
         self.abandons_engine = False
@@ -181,6 +183,7 @@ class Shell:
 
     async def _leave(self, next_role: Role | None) -> int:
         self._departure.request(next_role)
+        self._note.write(next_role)
         log.info("draining", next_role=next_role, outstanding=len(self._proxies))
         await self._membership.announce()
         return len(self._proxies)
@@ -192,7 +195,7 @@ class Shell:
             loading = group.create_task(self._load(group))
             await wait_until_reachable(self._redis, BROKER_WAIT_S)
             await loading
-            record = make_record(self._links, role, self._http.port, draining=self._departure.requested)
+            record = make_record(self._links, role, self._http.port, self._departure)
             group.create_task(self._watchdog.watch())
             await role.start(record)
             await self._reader.open()
@@ -202,6 +205,8 @@ class Shell:
             group.create_task(self._watch_proxies())
             self._on_loaded()
             await self._membership.join(record)
+            if not self._departure.requested:
+                self._note.remove()  # of how this process came to have its role
             log.info("ready", role=role.role, http=record.http_address, requests=record.requests_address)
             group.create_task(self._beat())
 

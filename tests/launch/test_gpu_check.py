@@ -40,7 +40,8 @@ def pytest_stage(folder: Path, body: str) -> Stage:
     path = folder / "test_it.py"
     path.write_text(body)
     command = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={REPORT}", str(path))
-    return Stage("tests", command, 5, 60, read_junit)
+    variables = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # which starts sooner
+    return Stage("tests", command, 5, 60, read_junit, variables=variables)
 
 
 def test_a_failed_stage_does_not_keep_the_others_from_running(
@@ -150,8 +151,7 @@ def test_tests_that_all_skip_have_checked_nothing(tmp_path: Path, body: str, ver
 
 def test_tests_that_were_through_when_the_time_was_up_are_told(tmp_path: Path) -> None:
     tests = pytest_stage(tmp_path, "import time\ndef test_a(): pass\ndef test_b(): time.sleep(600)")
-    stage = replace(tests, limit_s=10, variables={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})  # which starts sooner
-    outcome = run_stage(stage, os.environ, tmp_path, left_s=60)
+    outcome = run_stage(replace(tests, limit_s=10), os.environ, tmp_path, left_s=60)
     assert (outcome.verdict, outcome.found, outcome.fails_the_check) == ("timed out", "after 10 s; 1 passed", True)
 
 

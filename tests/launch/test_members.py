@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -48,11 +49,11 @@ time.time, time.time_ns = lambda: right_s() + 3600, lambda: right_ns() + 3600 * 
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """`triptych serve signpost --topology 2e1pd`, whose folder for other commands is the test's."""
+    """`triptych serve signpost --topology 3e1pd`, whose folder for other commands is the test's."""
     folder = tmp_path_factory.mktemp("members")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", str(folder))
-        serving = Serving(folder, "signpost", "--topology", "2e1pd", "--kv-cache-bytes", "32MiB")
+        serving = Serving(folder, "signpost", "--topology", "3e1pd", "--kv-cache-bytes", "32MiB")
         try:
             serving.wait_until("OpenAI API at")
             yield serving
@@ -107,18 +108,19 @@ async def test_workers_come_go_and_change_their_roles_and_no_request_notices(ser
         serving.wait_until(f"e1 has the role prefill_decode now (pid {pid})", 10)
         delays_s = [await _first_request_delay_s(cluster, "e1")]
 
-        assert "pd0 has left" in await _run("drain", "pd0")  # all that decodes now is what was an encoder
+        assert "pd0 has left" in await run("drain", "pd0")  # all that decodes now is what was an encoder
         assert not alive(pd_pid)
         serving.wait_until("pd0 has left", 10)
 
         async with _joined("new", tmp_path) as worker:
             delays_s.append(await _first_request_delay_s(cluster, "new"))
-            await cluster.switch("e1", "encoder", LEAVE_S, told.append)
+            assert "e1 has the role encoder now" in await run("switch", "e1", "--role", "encoder")
             serving.wait_until(f"e1 has the role encoder now (pid {pid})", 10)
             delays_s.append(await _first_request_delay_s(cluster, "e1"))
-            status = json.loads(await _run("status", "--json"))
+            status = json.loads(await run("status", "--json"))
             roles = {one["instance_id"]: one["role"] for one in status}
-            assert roles == {"proxy": "proxy", "e0": "encoder", "e1": "encoder", "new": "prefill_decode"}
+            encoders = dict.fromkeys(("e0", "e1", "e2"), "encoder")
+            assert roles == encoders | {"proxy": "proxy", "new": "prefill_decode"}
             assert str(worker) not in serving.output, "serve looks after what it has started"
             await cluster.switch("e0", "prefill_decode", LEAVE_S, told.append)  # somebody has to go on
     assert sorted(delays_s)[1] < WORK_S, delays_s
@@ -127,7 +129,7 @@ async def test_workers_come_go_and_change_their_roles_and_no_request_notices(ser
 
 async def test_what_cannot_be_is_refused_with_the_reason(serving: Serving) -> None:
     async with members() as cluster:
-        with pytest.raises(TriptychError, match=r"no worker 'pd7' in cluster 'triptych': it has e0, e1$"):
+        with pytest.raises(TriptychError, match=r"no worker 'pd7' in cluster 'triptych' now: it has e0, e1, e2$"):
             await cluster.drain("pd7", 1, print)
         with pytest.raises(TriptychError, match="no worker 'proxy'"):
             await cluster.drain("proxy", 1, print)
@@ -137,6 +139,27 @@ async def test_what_cannot_be_is_refused_with_the_reason(serving: Serving) -> No
     async with Members(stranger) as cluster:
         with pytest.raises(TriptychError, match="e1 wants the cluster's key: set TRIPTYCH_CLUSTER_KEY"):
             await cluster.drain("e1", 1, print)
+
+
+async def test_a_worker_that_is_killed_while_it_leaves_or_changes_its_role_has_done_so_all_the_same(
+    serving: Serving,
+) -> None:
+    pid = serving.pid_of("e2")
+
+    def kill(line: str) -> None:
+        if "is draining" in line:
+            os.kill(pid, signal.SIGKILL)
+
+    async with members() as cluster:
+        await cluster.switch("e2", "prefill_decode", START_S, kill)
+        now = await cluster.find("e2")
+        assert (now.role, now.draining) == ("prefill_decode", False)
+        serving.wait_until("e2 is back", 20)
+        pid = serving.pid_of("e2")
+        await cluster.drain("e2", LEAVE_S, kill)
+        assert set(await cluster.records()) == {"proxy", "e0", "e1"}
+    serving.wait_until("e2 died while it was leaving (killed by SIGKILL)", 10)
+    assert not alive(pid)
 
 
 async def _first_request_delay_s(cluster: Members, instance_id: str) -> float:
@@ -157,7 +180,7 @@ async def _first_request_delay_s(cluster: Members, instance_id: str) -> float:
         return delay_s
 
 
-async def _run(*arguments: str) -> str:
+async def run(*arguments: str) -> str:
     """A command of another terminal; its output."""
     process = await asyncio.create_subprocess_exec(*COMMAND, *arguments, stdout=subprocess.PIPE)
     async with asyncio.timeout(LEAVE_S):

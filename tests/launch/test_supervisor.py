@@ -25,7 +25,7 @@ from broker.redis_client import connect
 from broker.registry import Registry
 from common.config import Settings
 from common.errors import TriptychError
-from common.messages import InstanceRecord
+from common.messages import InstanceRecord, Role
 from launch import supervisor as module
 from launch.backoff import Backoff
 from launch.children import Command
@@ -33,6 +33,7 @@ from launch.console import ConsoleReporter
 from launch.instance import Instance, SilentReporter
 from launch.plan import make_plan
 from launch.supervisor import Supervisor
+from services.departure_note import DepartureNote
 from tests.broker.conftest import broker_url, make_record
 from tests.broker.test_embedded import slow_server
 from tests.eventually import eventually
@@ -89,6 +90,38 @@ async def test_a_worker_that_is_drained_before_it_counts_as_ready_leaves_for_goo
         await asyncio.wait_for(supervisor._wait_until_ready(time.monotonic()), 20.0)
     await supervisor.stop()
     await redis.aclose()
+
+
+@pytest.mark.parametrize("next_role", [None, "prefill_decode"])
+async def test_a_worker_that_dies_while_it_drains_leaves_or_comes_back_in_the_role_that_it_was_to_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, next_role: Role | None
+) -> None:
+    """Without a broker that could tell: the worker's note does."""
+    supervisor = Supervisor(make_plan(Settings(model="signpost", port=0, broker="redis://127.0.0.1:1"), None))
+    waits = Command([sys.executable, "-c", "input()", "--role", "encoder"], dict(os.environ), tmp_path / "e0.log")
+    note = DepartureNote(tmp_path / "e0.departure")
+    note.write(None)  # by a former process: not of interest any more
+    supervisor.instances = [instance] = [Instance("e0", "encoder", waits, note=note)]
+    supervisor._up = True
+    told: list[object] = []
+    monkeypatch.setattr(supervisor._reporter, "left", lambda _, how: told.append(how), raising=False)
+    monkeypatch.setattr(supervisor._reporter, "died", lambda *how: told.append(how[-1]), raising=False)
+    supervisor._keepers = [asyncio.create_task(supervisor._keep(instance))]
+    await eventually(lambda: instance.pid is not None, 20.0)
+    assert instance.child is not None
+    assert not note.exists
+    note.write(next_role)
+    instance.started_s -= 3600.0  # it has lived for long
+    instance.child.kill()
+    if next_role is None:
+        await asyncio.wait_for(supervisor._keepers[0], 20.0)
+        assert (instance.state, instance.restarts, told) == ("left", 0, ["killed by SIGKILL"])
+    else:
+        await eventually(lambda: instance.restarts == 1 and instance.pid is not None, 20.0)
+        assert (instance.role, instance.command.argv[-1]) == (next_role, next_role)
+        assert (note.exists, instance.next_role) == (False, None)
+        assert told == [Backoff().after_life_of(3600.0)]
+    await supervisor.stop()
 
 
 async def test_a_process_that_never_joins_again_is_killed_and_started_anew(

@@ -13,10 +13,10 @@ from typing import Any
 import h11
 import pytest
 
-from common import http_connections
 from common.config import Settings
 from common.errors import TriptychError
 from common.http_connections import BODY_PIECE_BYTES, PIECE_BYTES, BoundedProtocol
+from common.tiny_pieces import PIECE_COST_BYTES, SPARE_BYTES
 from proxy import fetch
 from proxy.fetch import Fetcher
 from tests.proxy.conftest import Rig, serve
@@ -32,7 +32,7 @@ TINY = b"1\r\n \r\n"
 EXTENDED = b"1;" + b"x" * 200 + b"\r\n \r\n"
 LED = b"100000\r\n" + bytes(2**20) + b"\r\n" + TINY * 3000
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-FREE_CHUNKS = http_connections.SPARE_BYTES // http_connections.CHUNK_COST_BYTES
+FREE_CHUNKS = SPARE_BYTES // PIECE_COST_BYTES
 
 
 def chunks(data: bytes, size: int) -> bytes:

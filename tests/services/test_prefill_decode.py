@@ -237,6 +237,20 @@ async def test_a_tensor_that_is_not_what_was_offered_is_corrupt_and_the_next_att
     await eventually(lambda: any(message.done for message in setting.worker.of(Tokens, "r")))
 
 
+async def test_of_several_tensors_for_one_input_that_of_the_granted_attempt_counts_and_once(setting: Setting) -> None:
+    offer = await setting.granted("r")
+    again = setting.offer("r", attempt=1)
+    setting.peer.send("metadata", again)
+    granted = await setting.peer.message(Grant, "r", count=3)
+    assert (granted.attempt, granted.status) == (1, "granted")
+    for number, (sent, status) in enumerate([(offer, "cancelled"), (again, "stored"), (again, "cancelled")], start=1):
+        await setting.deliver(sent)
+        receipt = await setting.peer.message(Receipt, "r", count=number)
+        assert (receipt.attempt, receipt.status) == (sent.attempt, status)
+    await eventually(lambda: any(message.done for message in setting.worker.of(Tokens, "r")))
+    assert setting.worker.of(Failed, "r") == []
+
+
 async def test_a_tensor_damaged_on_its_way_is_never_in_the_cache_and_may_come_again(
     setting: Setting, zmq_context: zmq.asyncio.Context
 ) -> None:

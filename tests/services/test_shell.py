@@ -10,6 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import httpx
@@ -28,6 +29,7 @@ from common.messages import Abort, Failed, Generate, Heartbeat, Inquiry, Instanc
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from proxy.worker import WatchedClient
+from services.departure_note import VARIABLE, DepartureNote
 from services.engine_thread import EngineThread
 from services.links import Links
 from services.shell import Shell
@@ -328,7 +330,18 @@ class Leaving:
 
 
 @pytest.fixture
-async def leaving(broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context) -> AsyncIterator[Leaving]:
+def note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DepartureNote:
+    """Where the worker's supervisor looks; of how the worker came to have its role."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "w0.departure"))
+    note = DepartureNote.of_environment()
+    note.write("prefill_decode")
+    return note
+
+
+@pytest.fixture
+async def leaving(
+    broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context, note: DepartureNote
+) -> AsyncIterator[Leaving]:
     async with worker(broker_url, redis) as running:
         address = (await running.record()).requests_address
         await eventually(lambda: running.shell.ready() is None)
@@ -342,12 +355,14 @@ async def leaving(broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Contex
 
 
 async def test_a_drained_worker_is_marked_at_once_finishes_what_it_has_and_ends(
-    leaving: Leaving, redis: Redis, monkeypatch: pytest.MonkeyPatch
+    leaving: Leaving, redis: Redis, note: DepartureNote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.departure.NOTICE_S", 0.2)
+    assert not note.exists
     reply = await leaving.post("/drain")
     assert (reply.status_code, reply.json()) == (202, {"status": "draining", "outstanding": 1})
     assert await leaving.is_draining()
+    assert (note.exists, note.next_role) == (True, None)
     assert (await leaving.post("/drain")).status_code == 202  # again is as good as once
     ready = await leaving.running.get("/ready")
     assert (ready.status_code, ready.json()["reason"].split(":")[0]) == (503, "draining")
@@ -365,13 +380,16 @@ async def test_a_drained_worker_is_marked_at_once_finishes_what_it_has_and_ends(
     assert await redis.keys("c:*") == []
 
 
-async def test_a_switched_worker_ends_with_its_next_role(leaving: Leaving, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_switched_worker_ends_with_its_next_role(
+    leaving: Leaving, note: DepartureNote, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("services.departure.NOTICE_S", 0.2)
     assert (await leaving.post("/switch", {"role": "encoder"})).status_code == 202
     assert await leaving.is_draining()
     other = await leaving.post("/drain")
     assert (other.status_code, other.json()["error"]["param"]) == (400, "role")
     assert "to change its role to encoder" in other.json()["error"]["message"]
+    assert (note.exists, note.next_role) == (True, "encoder")
     leaving.finish_request()
     async with asyncio.timeout(5):
         assert await leaving.running.task == 0
@@ -389,11 +407,14 @@ async def test_a_switched_worker_ends_with_its_next_role(leaving: Leaving, monke
         (None, "the body must be"),
     ],
 )
-async def test_an_impossible_switch_is_refused_and_changes_nothing(leaving: Leaving, body: object, why: str) -> None:
+async def test_an_impossible_switch_is_refused_and_changes_nothing(
+    leaving: Leaving, note: DepartureNote, body: object, why: str
+) -> None:
     reply = await leaving.post("/switch", body)
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_request")
     assert why in reply.json()["error"]["message"]
     assert not await leaving.is_draining()
+    assert not note.exists
     assert leaving.running.shell.ready() is None
 
 
