@@ -21,6 +21,7 @@ def gauges(engine: DecoderEngine) -> dict[str, float]:
         "kv_blocks_used": blocks.num_used,
         "kv_blocks_cached": blocks.num_cached,
         "kv_host_blocks_free": blocks.num_host_free,
+        "kv_host_blocks_used": blocks.host.num_used,
         "kv_block_bytes": engine.runner.block_bytes,
         "encoder_cache_bytes_capacity": cache.capacity_bytes,
         "encoder_cache_bytes_used": cache.used_bytes,

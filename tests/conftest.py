@@ -11,6 +11,12 @@ from typing import Any
 import pytest
 
 CLUSTERS = ("pytest.mark.cluster", "pytest.mark.chaos")
+COMPARING = frozenset(
+    f"tests/equality/test_{name}.py"
+    for name in ("cluster", "cluster_encdec", "cluster_families", "cluster_weights", "topologies")
+)
+"""Their clusters are asked for answers alone: nothing is killed, no moment matters, and what is left is looked for by
+each cluster's own name."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -38,6 +44,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Files with clusters one after the other, in one process: clusters take all cores, and what they leave behind is
     looked for. All others go beside them, file by file, for the sake of what the tests of a file share.
 
+    So do the files of `COMPARING`: they are about a third of the time that clusters take, and have models and
+    references in common with the tests of `LLM`. They come before the others, so that what is left in the end is short.
+
     Not by `xdist_group`: pytest-xdist 3.8 writes that into `Item._nodeid`, which pytest 9 does not read.
     """
     from xdist.scheduler import LoadScopeScheduling
@@ -45,7 +54,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return "clusters" if has_clusters(config.rootpath / file) else file
+            return "clusters" if has_clusters(config.rootpath / file) and file not in COMPARING else file
+
+        def _assign_work_unit(self, node: Any) -> None:
+            first = min(self.workqueue, key=lambda scope: (scope != "clusters", scope not in COMPARING))
+            self.workqueue.move_to_end(first, last=False)
+            super()._assign_work_unit(node)
 
     return Scheduling(config, log)
 

@@ -41,6 +41,10 @@ class HostTables:
         return 0 if self.pool is None else self.pool.num_free
 
     @property
+    def num_used(self) -> int:
+        return 0 if self.pool is None else self.pool.num_usable - self.pool.num_free
+
+    @property
     def sequence_ids(self) -> list[int]:
         return list(self._request_of)
 

@@ -93,7 +93,7 @@ class Arena:
         """
         await self.wait_until_nothing_is_held(RETURN_S)  # of the round before, should that have failed
         done, passed = Round(faults), asyncio.Event()
-        self.remains.look()
+        self.remains.rest()
         allowed = allowed_endings(faults, self.cluster)
         under_way = Counter[str]()
         async with self.client() as http:
@@ -165,7 +165,10 @@ class Arena:
             await self._settle(settle_s, also_absent=also_absent, but_unsaid=unsaid)
             if unsaid:
                 await self._settle(KEEP_S, also_absent=also_absent)
-        await eventually(lambda: not self.remains.of_the_dead(), ORPHANS_S)
+        deadline_s = time.monotonic() + ORPHANS_S
+        while found := self.remains.found():
+            assert time.monotonic() < deadline_s, f"left behind after {ORPHANS_S:g} s: {found}"
+            await asyncio.sleep(0.05)
 
     async def _wait_until_ready(self, *instance_ids: str) -> None:
         deadline_s = time.monotonic() + RETURN_S
@@ -274,7 +277,7 @@ def arena(
             yield ready
             ready.remains.look()
             kept = [PREFIX] if any(i.state == "restarting" for i in cluster.instances.values()) else []
-        assert ready.remains.of_the_dead() == []
+        assert ready.remains.found() == []
         left = [path.name for path in folder.iterdir()]
         assert not [name for name in left if not name.startswith((TORCH_CACHE, *kept))], left
     finally:

@@ -19,8 +19,9 @@ from services.prefill import PrefillService
 from tests.eventually import eventually
 from tests.services.inprocess import InProcess, in_process
 
-HELD_BY_ENGINES = ("requests_running", "requests_waiting", "kv_blocks_used", "encoder_cache_references")
-HELD_BY_ENGINES += ("inputs_pending", "inputs_granted", "kv_offers_pending", "kv_reserved_requests", "early_offers")
+HELD_BY_ENGINES = ("requests_running", "requests_waiting", "kv_blocks_used", "kv_host_blocks_used")
+HELD_BY_ENGINES += ("encoder_cache_references", "inputs_pending", "inputs_granted", "kv_offers_pending")
+HELD_BY_ENGINES += ("kv_reserved_requests", "early_offers")
 
 
 @dataclass
