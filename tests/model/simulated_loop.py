@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -63,8 +64,20 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
     @contextmanager
     def clocks(self) -> Iterator[None]:
-        """Meanwhile `time.monotonic()` and, far from it, `time.time()` are this loop's, whoever asks."""
-        with patch.object(time, "time", lambda: self.now_s + EPOCH_S), patch.object(time, "monotonic", self.time):
+        """Meanwhile `time.monotonic()` and, far from it, `time.time()` are this loop's for whoever asks in this thread.
+
+        Other threads of the process, as those that watch over the helpers of an earlier test, keep their clocks: one
+        that saw these jump would end with an OverflowError.
+        """
+        own, wall_s, monotonic_s = threading.get_ident(), time.time, time.monotonic
+
+        def time_now() -> float:
+            return self.now_s + EPOCH_S if threading.get_ident() == own else wall_s()
+
+        def monotonic_now() -> float:
+            return self.now_s if threading.get_ident() == own else monotonic_s()
+
+        with patch.object(time, "time", time_now), patch.object(time, "monotonic", monotonic_now):
             yield
 
     # --- what asyncio asks of a loop
