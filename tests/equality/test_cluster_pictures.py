@@ -134,14 +134,15 @@ async def test_every_request_has_a_timeline_from_proxy_to_last_token(served: Ser
     async with served.client() as client:
         answer = await served.answer(client, make_case(random.Random(8), 1, "shape"), MAX_TOKENS)
 
+        stages = {"proxy", "preprocess", "grant", "encode", "handoff", "queue", "inputs", "prefill", "decode"}
+
         async def spans() -> list[dict[str, Any]]:
             timeline = await client.get(f"/requests/{answer.request_id}/timeline", cast_to=dict[str, Any])
             return list(timeline["spans"])
 
         async def is_whole() -> bool:
             """The encoder's spans come with the end of its handoff, which nobody's answer waits for."""
-            stages = {span["stage"] for span in await spans()}
-            return {"proxy", "preprocess", "grant", "encode", "handoff", "queue", "inputs", "prefill", "decode"} <= stages
+            return stages <= {span["stage"] for span in await spans()}
 
         await eventually(is_whole)
         assert all(span["start_s"] <= span["end_s"] for span in await spans())
