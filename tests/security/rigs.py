@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, TypeVar
-
-from broker.redis_client import connect
-from tests.proxy.conftest import Rig, serving
 
 T = TypeVar("T")
 
@@ -39,16 +35,3 @@ def on_a_thread(make: Callable[[], AbstractAsyncContextManager[T]]) -> Iterator[
 
 async def _awaited(leaving: Any) -> None:
     await leaving
-
-
-@contextmanager
-def threaded_rig(broker_url: str, model: Path | str, **fields: Any) -> Iterator[Rig]:
-    """A proxy and its fake workers; checked to be clean at the end."""
-
-    @asynccontextmanager
-    async def rig() -> AsyncIterator[Rig]:
-        async with connect(broker_url) as redis, serving(broker_url, redis, model, **fields) as ready:
-            yield ready
-
-    with on_a_thread(rig) as ready:
-        yield ready
