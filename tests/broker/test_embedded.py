@@ -65,7 +65,8 @@ def slow_server(folder: Path, first_s: float) -> Path:
     program, pid_file = folder / "server", folder / "pid"
     program.write_text(
         f"#!{sys.executable} -IS\nimport os, pathlib, sys, time\npid_file = pathlib.Path({str(pid_file)!r})\n"
-        f"if not pid_file.exists():\n    pid_file.write_text(str(os.getpid()))\n    time.sleep({first_s})\n"
+        f"if not pid_file.exists():\n    new = pid_file.with_suffix('.new')\n    new.write_text(str(os.getpid()))\n"
+        f"    new.rename(pid_file)\n    time.sleep({first_s})\n"
         f"os.execv({embedded.find_server()!r}, sys.argv)\n"
     )
     program.chmod(0o755)

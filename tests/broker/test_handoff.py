@@ -75,7 +75,8 @@ class Pair:
 
 
 @pytest.fixture
-async def pair(redis: Redis, zmq_context: zmq.asyncio.Context) -> AsyncIterator[Pair]:
+async def pair(redis: Redis, zmq_context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
+    monkeypatch.setattr("broker.handoff.REPEAT_S", 60.0)  # nothing is said twice but where a test wants it
     channels, tensors = ChannelSender(redis, "c"), TensorSender(zmq_context)
     receiver = TensorReceiver(zmq_context, max_bytes=2**20)
     reader = ChannelReader(redis, "c", "d0", ("metadata",))
@@ -219,7 +220,7 @@ async def test_what_was_not_offered_is_not_sent(pair: Pair) -> None:
 
 @pytest.mark.parametrize("silent_after", ["offer", "tensor"])
 async def test_silence_ends_at_the_deadline(pair: Pair, silent_after: str) -> None:
-    offer = make_offer(deadline_s=time.monotonic() + 0.2)
+    offer = make_offer(deadline_s=time.monotonic() + 1.0)
     started_s = time.monotonic()
     if silent_after == "offer":
         waiting: Awaitable[object] = pair.sender.offer(offer, pair.receiver)
@@ -228,7 +229,7 @@ async def test_silence_ends_at_the_deadline(pair: Pair, silent_after: str) -> No
     with pytest.raises(TriptychError, match="within") as caught:
         await waiting
     assert caught.value.info.code == "timeout"
-    assert time.monotonic() - started_s < 1.0
+    assert time.monotonic() - started_s < 10.0
     assert pair.sender.num_open == 0
 
 

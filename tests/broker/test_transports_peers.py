@@ -107,7 +107,7 @@ async def test_a_receiver_killed_after_its_first_chunk_ends_the_send_by_its_dead
     assert await peer.line() == "ok"
     pause = Pause(monkeypatch, owner, name)
     data = memoryview(bytes(64 * MIB))
-    sending = asyncio.create_task(sender.send(to(address), of_bytes(data), data, timeout_s=3.0))
+    sending = asyncio.create_task(sender.send(to(address), of_bytes(data), data, timeout_s=15.0))
     async with asyncio.timeout(60):
         await pause.reached.wait()
         await peer.kill()

@@ -92,24 +92,29 @@ class Arena:
         of each of the IN_FLIGHT.
         """
         await self.wait_until_nothing_is_held(RETURN_S)  # of the round before, should that have failed
-        done, passed = Round(faults), asyncio.Event()
+        done, passed, may_ask_again = Round(faults), asyncio.Event(), asyncio.Event()
         self.remains.rest()
         allowed = allowed_endings(faults, self.cluster)
         under_way = Counter[str]()
         async with self.client() as http:
-            slots = [asyncio.create_task(self._slot(http, n, done, passed, under_way)) for n in range(IN_FLIGHT)]
+            slots = [self._slot(http, n, done, passed, may_ask_again, under_way) for n in range(IN_FLIGHT)]
+            asking = asyncio.gather(*slots)
 
             def note() -> None:
                 self.remains.look()
                 done.in_flight_at_fault.append(under_way.total())
 
+            proxy_dies = {(fault.kind, fault.target) for fault in faults} == {("kill", "proxy")}
+            if not proxy_dies:
+                may_ask_again.set()
             await self.breaker.run(faults, note)
-            if {(fault.kind, fault.target) for fault in faults} == {("kill", "proxy")}:
-                await self._settle(SETTLE_S, also_absent=False)  # nothing new comes before it is back
+            if proxy_dies:
+                await self._settle(SETTLE_S, also_absent=False)  # nobody asks again before that
+                may_ask_again.set()
             await self._wait_until_ready(*irreplaceable(faults, self.cluster))
             await eventually(lambda: self._api_is_ready(http), RETURN_S)
             passed.set()
-            await asyncio.gather(*slots)
+            await asking
         self._judge(done, allowed)
         kinds = {fault.kind for fault in faults}
         unsaid = "kill" in kinds and bool(kinds & set(CUTS))
@@ -117,9 +122,18 @@ class Arena:
         return done
 
     async def _slot(
-        self, http: httpx.AsyncClient, number: int, done: Round, passed: asyncio.Event, under_way: Counter[str]
+        self,
+        http: httpx.AsyncClient,
+        number: int,
+        done: Round,
+        passed: asyncio.Event,
+        may_ask_again: asyncio.Event,
+        under_way: Counter[str],
     ) -> None:
-        """One request after the other: three of four with media that no cache knows."""
+        """One request after the other: three of four with media that no cache knows.
+
+        After one that was not answered whole the next one waits until asking again is allowed.
+        """
         last = False
         for turn in itertools.count():
             last = passed.is_set()
@@ -137,6 +151,7 @@ class Arena:
                 return
             if reply.ending != "whole":
                 await asyncio.sleep(PAUSE_S)
+                await may_ask_again.wait()
 
     def fault_of(self, ask: Ask, reply: Reply, allowed: Collection[Ending] = ("whole",)) -> str | None:
         """What is wrong with a reply, compared with the undisturbed one; None if nothing is."""

@@ -86,7 +86,7 @@ def test_a_child_ends_with_its_parent_even_after_sigkill(code: str, tmp_path: Pa
         pid = int(process.stdout.readline())
         eventually(lambda: "following" in log.read_text(), 20, "the child's start")
         process.send_signal(signal.SIGKILL)
-        eventually(lambda: not alive(pid), 5, "the end of the child")
+        eventually(lambda: not alive(pid), 20, "the end of the child")
 
 
 def test_exit_codes_in_words() -> None:

@@ -77,8 +77,8 @@ def test_a_cluster_lives_loses_a_worker_and_leaves_nothing(serve: Serve, broker_
     below = descendants(serving.process.pid)
     shared_memory |= shared_memory_of(below)
     serving.interrupt()
-    took_s = eventually(lambda: serving.process.poll() is not None, 10, "the end of the cluster")
-    assert took_s < 5
+    took_s = eventually(lambda: serving.process.poll() is not None, 20, "the end of the cluster")
+    assert took_s < 10
     assert serving.process.returncode == 0, serving.output
     assert "killed" not in serving.output.partition("stopping")[2]
     assert [pid for pid in below if alive(pid)] == []
@@ -103,7 +103,7 @@ def test_names_that_run_already_are_refused_and_all_ends_with_the_supervisor(
     below = descendants(first.process.pid)
     assert len(below) >= 2  # a worker, the proxy
     first.process.send_signal(signal.SIGKILL)
-    eventually(lambda: not any(alive(pid) for pid in below), 5, "the end of all processes")
+    eventually(lambda: not any(alive(pid) for pid in below), 20, "the end of all processes")
 
 
 def test_a_worker_that_does_not_stop_is_killed_in_time(serve: Serve, tiny_llama: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_worker_that_does_not_stop_is_killed_in_time(serve: Serve, tiny_llama:
     below = descendants(serving.process.pid)
     os.kill(serving.pid_of("pd0"), signal.SIGSTOP)
     serving.interrupt()
-    assert eventually(lambda: serving.process.poll() is not None, 10, "the end of the cluster") < 5
+    assert eventually(lambda: serving.process.poll() is not None, 20, "the end of the cluster") < 10
     assert [pid for pid in below if alive(pid)] == []
     assert "killed, did not stop in time: pd0" in serving.output
 
@@ -125,7 +125,7 @@ def test_a_second_interrupt_kills_at_once(serve: Serve, tiny_llama: Path) -> Non
     serving.interrupt()
     serving.wait_until("stopping", 5)
     serving.interrupt()
-    assert eventually(lambda: serving.process.poll() is not None, 10, "the end of the cluster") < 2
+    assert eventually(lambda: serving.process.poll() is not None, 10, "the end of the cluster") < 3
     assert [pid for pid in below if alive(pid)] == []
 
 
@@ -134,7 +134,7 @@ def test_an_interrupt_during_the_start_leaves_nothing(serve: Serve, tiny_llama: 
     eventually(lambda: len(descendants(serving.process.pid)) >= 3, 20, "the start of the processes")
     below = descendants(serving.process.pid)
     serving.interrupt()
-    assert eventually(lambda: serving.process.poll() is not None, 10, "the end of the cluster") < 5
+    assert eventually(lambda: serving.process.poll() is not None, 20, "the end of the cluster") < 10
     assert [pid for pid in below if alive(pid)] == []
     assert list(serving.temporary.iterdir()) == []
 

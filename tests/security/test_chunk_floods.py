@@ -44,7 +44,7 @@ def chunks(data: bytes, size: int) -> bytes:
 async def connection(rig: Rig) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     reader, writer = await connect(rig.base_url)
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             yield reader, writer
     finally:
         writer.close()

@@ -33,11 +33,14 @@ MIB = 2**20
 async def kill_while_it_reads(recordings: Recordings) -> None:
     """Kill the helper that has a recording open: it decodes."""
 
-    def reading() -> list[int]:
-        return [child.pid for child in recordings._executor._processes.values() if has_recording_open(child.pid)]
+    found: list[int] = []
 
-    await eventually(lambda: bool(reading()), timeout_s=60)
-    os.kill(reading()[0], signal.SIGKILL)
+    def reads() -> bool:
+        found[:] = [child.pid for child in recordings._executor._processes.values() if has_recording_open(child.pid)]
+        return bool(found)
+
+    await eventually(reads, timeout_s=60)
+    os.kill(found[0], signal.SIGKILL)
 
 
 def has_recording_open(pid: int) -> bool:

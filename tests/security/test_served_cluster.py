@@ -84,8 +84,9 @@ def test_every_key_is_below_the_clusters_prefix(served):
     """The server itself says so: what the cluster's user tries elsewhere is refused, and logged."""
     assert ask(served) == "stop"
     assert served.admin.acl_log() == []
-    assert served.admin.keys("pictures:*")
-    assert set(served.admin.keys()) == set(served.admin.keys("pictures:*"))
+    keys = served.admin.keys()
+    assert keys
+    assert [key for key in keys if not key.startswith("pictures:")] == []
 
 
 def test_nothing_listens_beyond_loopback(cluster):
