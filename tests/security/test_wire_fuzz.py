@@ -7,11 +7,12 @@ import gc
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import pytest
+import structlog
 import zmq
 
 from broker.channels import ChannelReader, stream_key
@@ -27,6 +28,14 @@ from tests.security.test_curve import resident_bytes
 
 PER_DECODER = 20_000
 GROWTH_BYTES = 32 * 2**20
+
+
+@pytest.fixture(autouse=True)
+def _no_log() -> Iterator[None]:
+    """Thousands of warnings, all right, would hide what `make fuzz` prints."""
+    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.mark.parametrize("decode", WIRE, ids=lambda decode: decode.__name__)
