@@ -30,6 +30,8 @@ from proxy.overload import LinePlaces
 CLIENT_CLOSED_REQUEST: Final = 499
 """Only seen in logs and metrics: there is nobody left to read it."""
 REQUEST_ID_HEADER: Final = "x-request-id"
+_LINE_ENDS: Final = {character: f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
+"""End no line of an event, but many clients think so (httpx and all that splits lines as Python does): escaped."""
 _DEADLINE_GRACE_S: Final = 2.0
 """What runs under the deadline ends by itself with a better message; this is for what does not."""
 
@@ -253,4 +255,7 @@ class EventStream(Response):
 
 def _event(event: Sse) -> Message:
     data = "[DONE]" if event.value is None else json.dumps(event.value, ensure_ascii=False, separators=(",", ":"))
+    if not data.isascii():
+        for character, escape in _LINE_ENDS.items():
+            data = data.replace(character, escape)
     return {"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True}

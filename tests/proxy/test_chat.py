@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import openai
 import pytest
 
@@ -38,6 +40,20 @@ async def test_a_stream_gives_the_same_text_and_its_usage_at_the_end(serve):
         assert len({chunk.id for chunk in chunks}) == 1
         assert len(chunks) > 4
         await rig.assert_clean()
+
+
+async def test_a_stream_is_whole_for_clients_that_take_every_line_end_of_unicode_for_one(serve):
+    async with serve() as rig:
+        said = "one\u2028two\x85three\u2029four\r\nfünf"
+        rig.cluster.decoders[0].answer = lambda message: said
+        body = {"model": rig.service.info.name, "messages": [{"role": "user", "content": "Go on."}], "stream": True}
+        async with rig.http.stream("POST", "/v1/chat/completions", json=body) as response:
+            lines = [line.removeprefix("data: ") async for line in response.aiter_lines() if line]
+        assert lines.pop() == "[DONE]"
+        chunks = [json.loads(line) for line in lines]
+        assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == said
+        answer = await rig.chat()
+        assert answer.choices[0].message.content == said
 
 
 async def test_max_tokens_ends_with_length_and_the_default_is_the_rest_of_the_context(serve):

@@ -108,10 +108,10 @@ async def test_a_body_that_comes_too_slowly_is_given_up(serve):
 
 
 async def test_a_slow_body_that_gets_on_is_served(serve):
-    async with serve(client_timeout_s=0.3) as rig, connections(rig, 1) as [(reader, writer)]:
+    async with serve(client_timeout_s=1.0) as rig, connections(rig, 1) as [(reader, writer)]:
         writer.write(head("/v1/chat/completions", len(BODY))[:-2] + b"Connection: close\r\n\r\n")
-        for start in range(0, len(BODY), 300):  # of which 50 would do
-            writer.write(BODY[start : start + 300])
+        for start in range(0, len(BODY), 150):  # of which 50 would do
+            writer.write(BODY[start : start + 150])
             await asyncio.sleep(0.1)
         assert (await response(reader))[0] == 200
 
