@@ -19,6 +19,9 @@ import httpx
 from launch.bench.with_cluster import num_tokens_of, text_of
 
 TIMEOUT_S: Final = 120.0
+KEPT_S: Final = 5.0
+"""A connection that nobody has used for longer is closed, as general clients do, before its server does: a request
+that meets the server's end of it is lost, and would count as one that the server has failed."""
 _LINE_BYTES: Final = 2**20
 
 
@@ -39,7 +42,7 @@ class Wire:
 
     def __init__(self, base_url: str) -> None:
         self._url = urlsplit(base_url)
-        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter, float]] = []  # and when each was used
 
     def build(self, path: str, payload: Mapping[str, Any]) -> bytes:
         """A request as it is sent. `payload`: what httpx takes."""
@@ -58,7 +61,7 @@ class Wire:
             return Result(0)
 
     def close(self) -> None:
-        for _, writer in self._idle:
+        for _, writer, _ in self._idle:
             writer.close()
         self._idle.clear()
 
@@ -75,13 +78,13 @@ class Wire:
         except BaseException:
             writer.close()
             raise
-        self._idle.append((reader, writer))
+        self._idle.append((reader, writer, time.perf_counter()))
         return result
 
     async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         while self._idle:
-            reader, writer = self._idle.pop()
-            if not reader.at_eof():
+            reader, writer, used_s = self._idle.pop()
+            if not reader.at_eof() and time.perf_counter() - used_s < KEPT_S:
                 return reader, writer
             writer.close()
         return await asyncio.open_connection(self._url.hostname, self._url.port, limit=_LINE_BYTES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 import uvicorn
@@ -64,6 +65,28 @@ async def test_an_answer_that_breaks_off_is_none(answer: bytes):
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         wire = Wire(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         assert await wire.ask(wire.build("/ask", {"json": {}})) == Result(0)
+
+
+async def test_a_connection_that_its_server_may_end_at_any_moment_is_not_used_again(monkeypatch):
+    """The end of it may be under way when the next request is sent, which no look beforehand can tell."""
+    accepted = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal accepted
+        accepted += 1
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while await reader.readuntil(b"{}"):
+                writer.write(b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: 2\r\n\r\n{}")
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        wire = Wire(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        request = wire.build("/ask", {"json": {}})
+        for kept_s, connections in ((20.0, 1), (20.0, 1), (0.0, 2), (0.0, 3)):
+            monkeypatch.setattr("launch.bench.wire.KEPT_S", kept_s)
+            assert await wire.ask(request) == Result(429)
+            assert accepted == connections
+        wire.close()
 
 
 async def test_a_server_that_is_not_there_gives_no_answer():
