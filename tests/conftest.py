@@ -1,14 +1,16 @@
-"""How the tests are spread over processes (`-n 2 --dist loadscope`, which is what `make test` does)."""
+"""How the tests are spread over processes (`-n 2 --dist loadscope`, as `make test` does), and what all may use."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator
+import logging
+from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 CLUSTERS = ("pytest.mark.cluster", "pytest.mark.chaos")
 COMPARING = frozenset(
@@ -17,6 +19,15 @@ COMPARING = frozenset(
 )
 """Their clusters are asked for answers alone: nothing is killed, no moment matters, and what is left is looked for by
 each cluster's own name."""
+
+
+@pytest.fixture
+def quiet_logs() -> Iterator[None]:
+    """For tests in which thousands of things go wrong, all as they should."""
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    yield
+    structlog.configure(**before)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -7,9 +7,9 @@ from typing import Any
 
 
 def events(response: Any) -> list[dict[str, Any]]:
-    """The events of an HTTP response that is a stream, without the last one."""
+    """The events of an HTTP response that is a stream, without the last one; lines end wherever Python says so."""
     lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
-    assert lines[-1] == "[DONE]"
+    assert lines[-1:] == ["[DONE]"], response.text[-2000:]
     return [json.loads(line) for line in lines[:-1]]
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import openai
 import pytest
 
 from common.messages import Encode, Generate
 from tests.proxy.conftest import eventually
 from tests.proxy.media import audio_part, image_part, picture
+from tests.proxy.streams import events
 
 
 async def test_text_is_answered_with_usage(serve):
@@ -47,10 +46,7 @@ async def test_a_stream_is_whole_for_clients_that_take_every_line_end_of_unicode
         said = "one\u2028two\x85three\u2029four\r\nfünf"
         rig.cluster.decoders[0].answer = lambda message: said
         body = {"model": rig.service.info.name, "messages": [{"role": "user", "content": "Go on."}], "stream": True}
-        async with rig.http.stream("POST", "/v1/chat/completions", json=body) as response:
-            lines = [line.removeprefix("data: ") async for line in response.aiter_lines() if line]
-        assert lines.pop() == "[DONE]"
-        chunks = [json.loads(line) for line in lines]
+        chunks = events(await rig.http.post("/v1/chat/completions", json=body))
         assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == said
         answer = await rig.chat()
         assert answer.choices[0].message.content == said

@@ -74,6 +74,15 @@ async def response(reader: asyncio.StreamReader) -> tuple[int, str]:
     return (int(data.split()[1]), data.decode()) if data else (0, "")
 
 
+@pytest.fixture
+def many_descriptors() -> None:
+    """Both ends of two thousand connections are here."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 6000:
+        pytest.skip(f"this system allows {hard} descriptors to a process")
+
+
+@pytest.mark.usefixtures("many_descriptors")
 async def test_two_thousand_silent_connections_disturb_nobody_and_end(serve):
     async with serve(client_timeout_s=1.2) as rig:
         assert (await rig.chat()).choices[0].finish_reason == "stop"
@@ -233,11 +242,3 @@ print(allowed_connections(4096), allowed_connections(50), resource.getrlimit(res
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "100 50 (200, 200)"
-
-
-@pytest.fixture(autouse=True)
-def many_descriptors() -> None:
-    """Both ends of two thousand connections are here."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < 6000:
-        pytest.skip(f"this system allows {hard} descriptors to a process")

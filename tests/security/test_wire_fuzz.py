@@ -7,12 +7,11 @@ import gc
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
-import structlog
 import zmq
 
 from broker.channels import ChannelReader, stream_key
@@ -29,13 +28,7 @@ from tests.security.test_curve import resident_bytes
 PER_DECODER = 20_000
 GROWTH_BYTES = 32 * 2**20
 
-
-@pytest.fixture(autouse=True)
-def _no_log() -> Iterator[None]:
-    """Thousands of warnings, all right, would hide what `make fuzz` prints."""
-    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
-    yield
-    structlog.reset_defaults()
+pytestmark = pytest.mark.usefixtures("quiet_logs")  # thousands of warnings would hide what `make fuzz` prints
 
 
 @pytest.mark.parametrize("decode", WIRE, ids=lambda decode: decode.__name__)
