@@ -34,7 +34,7 @@ ARG PIP_EXTRA_INDEX_URL
 ARG PIP_NO_INDEX
 ENV PIP_FIND_LINKS=/wheels PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /src
-COPY pyproject.toml launch/compose/requirements.py ./
+COPY pyproject.toml tools/compose/requirements.py ./
 RUN --mount=type=bind,from=wheels,target=/wheels \
     python3 -m venv /opt/venv && \
     python requirements.py pyproject.toml > requirements.txt && \
@@ -71,8 +71,8 @@ RUN --mount=type=bind,from=wheels,target=/wheels \
 FROM ${COMPILER_IMAGE} AS kernels
 WORKDIR /src
 COPY engine engine
-COPY launch launch
-RUN mkdir /kernels && XDG_CACHE_HOME=/kernels python3 -m launch.compose.kernels
+COPY tools/compose tools/compose
+RUN mkdir /kernels && XDG_CACHE_HOME=/kernels python3 -m tools.compose.kernels
 
 # --- the images ---
 

@@ -35,7 +35,7 @@ format: $(VENV)/test.stamp ## Format the code and mend what the linter can.
 
 bench: $(VENV)/test.stamp ## Measure throughput and latency (ARGS goes to the benchmark).
 	@$(BIN)/python -m tests.weights >/dev/null
-	@$(BIN)/python -m launch.bench $(ARGS)
+	@$(BIN)/python -m tools.bench $(ARGS)
 
 CHAOS_ROUNDS ?= 10
 STORIES ?= 1000
@@ -55,22 +55,22 @@ fuzz: $(VENV)/test.stamp ## Send FUZZ_EXAMPLES drawn requests of each kind to a 
 
 MINUTES ?= 60
 soak: $(VENV)/tiny-whisper/tokenizer_config.json ## Load clusters for MINUTES, with kills: flat memory, right answers, nothing left?
-	@$(BIN)/python -m launch.soak --minutes $(MINUTES) --audio-model $(VENV)/tiny-whisper $(ARGS)
+	@$(BIN)/python -m tools.soak --minutes $(MINUTES) --audio-model $(VENV)/tiny-whisper $(ARGS)
 
 $(VENV)/tiny-whisper/tokenizer_config.json: $(VENV)/test.stamp tests/tiny_models.py
 	@$(BIN)/python -m tests.tiny_models $(@D)
 
 compose-test: ## Build the images, run the cluster in containers, ask it, take it down.
-	@python=$$(.ci/find_python "$(PYTHON)") && PYTHON="$$python" launch/compose/test.sh
+	@python=$$(.ci/find_python "$(PYTHON)") && PYTHON="$$python" tools/compose/test.sh
 
 # The machine with the GPU may have no index: what it lacks travels in this folder, with the repository.
 DIR ?= build/gpu
-THERE ?= launch/gpu/there.txt
+THERE ?= tools/gpu_check/there.txt
 gpu-carry: $(BIN)/python ## Gather in DIR what a machine with a GPU and without an index needs for gpu-check.
-	@$(BIN)/python -m launch.gpu.carry $(DIR) --there $(THERE) $(ARGS)
+	@$(BIN)/python -m tools.gpu_check.carry $(DIR) --there $(THERE) $(ARGS)
 
 gpu-check: ## On a machine with a GPU: is everything right, and how fast is it? Takes what DIR brings.
-	@$(PYTHON) -m launch.gpu.check --carried $(DIR) $(ARGS)
+	@$(PYTHON) -m tools.gpu_check.check --carried $(DIR) $(ARGS)
 
 # A library without a function is enough to link against where there is no driver: nothing is run.
 # In a folder of their own: pip must not take them for packages of the environment, whose torch is for CPUs.
@@ -85,7 +85,7 @@ gpu-sources: $(SOURCES)/$(FLASHINFER).stamp ## Without a GPU: our Triton kernels
 		PATH="$(CURDIR)/$(SOURCES)/bin:$$PATH" PYTHONPATH=$(SOURCES) LIBRARY_PATH="$(CURDIR)/$(SOURCES):$$LIBRARY_PATH" \
 		CPATH="$${CPATH:+$$CPATH:}$(CURDIR)/$(SOURCES)/nvidia/cu13/include" CUDA_HOME=$${CUDA_HOME:-/usr/local/cuda} \
 		FLASHINFER_WORKSPACE_BASE=$(CURDIR)/build/flashinfer FLASHINFER_CUDA_ARCH_LIST=$${FLASHINFER_CUDA_ARCH_LIST:-9.0a} \
-		$(BIN)/python -m launch.gpu.kernels --check
+		$(BIN)/python -m tools.gpu_check.kernels --check
 
 $(SOURCES)/$(FLASHINFER).stamp: $(VENV)/test.stamp
 	@$(PIP) install --quiet --no-deps --upgrade --target $(SOURCES) flashinfer-python==$(FLASHINFER) $(NEEDED)

@@ -204,7 +204,7 @@ def demo(
       triptych demo --topology 2e1pd --pictures 12 --seed 1
     """
     settings = load_settings({**flags, "model": "signpost", "port": 0})
-    from launch.demo import run_demo
+    from launch.demo.run import run_demo
 
     raise typer.Exit(run_demo(settings, pictures, seed))
 

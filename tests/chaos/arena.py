@@ -21,16 +21,16 @@ import pytest
 from common.config import EngineConfig, Settings, Transport
 from engine.scheduler.early_offers import KEEP_S
 from launch.cluster import LocalCluster
-from launch.held import EARLY_OFFERS, held
 from launch.log_folders import PREFIX
-from launch.soak.asking import Ending, Reply, send
-from launch.soak.asks import Ask
-from launch.soak.run import TORCH_CACHE
 from tests.chaos.asks import salted
 from tests.chaos.faults import CUTS, Breaker, Fault, allowed_endings, irreplaceable
 from tests.chaos.network import Network, cabled
 from tests.chaos.remains import Remains
 from tests.eventually import eventually
+from tools.soak.asking import Ending, Reply, send
+from tools.soak.asks import Ask
+from tools.soak.leak_check import EARLY_OFFERS, held
+from tools.soak.run import TORCH_CACHE
 
 IN_FLIGHT = 16
 START_TIMEOUT_S = 150.0

@@ -13,10 +13,10 @@ from typing import Any
 
 import soundfile
 
-from launch.signpost.scenes import COLOURS
-from launch.soak.asks import Ask, draw_picture
+from launch.demo.scenes import COLOURS
 from tests.equality.media import sound, wav
 from tests.services.cluster import sign
+from tools.soak.asks import Ask, draw_picture
 
 QUESTIONS = ("What does the sign say?", "What colour is the sign?", "What shape is the sign?", "Count the circles.")
 TEXTS = ("Which colours do you know?", "What do signs say?", "Tell me about red signs and blue signs.")

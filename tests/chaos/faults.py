@@ -16,11 +16,11 @@ from redis.exceptions import ConnectionError as BrokerGone
 
 from common.messages import Role
 from launch.cluster import LocalCluster
-from launch.soak.asking import Ending
 from proxy.placement import WHOLE
 from tests.chaos.cable import Mode
 from tests.chaos.network import Network
 from tests.eventually import eventually
+from tools.soak.asking import Ending
 
 Kind = Literal["kill", "stop", "flush", "restart", "drop", "stall", "reset"]
 """SIGKILL; SIGSTOP and SIGCONT; the broker emptied, or ended properly so that it starts again empty; a cable cut."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from broker.transports.shm_transport import ARENA_BYTES
 from launch.cluster import LocalCluster
-from launch.soak.memory import children_of, processes, resident_bytes, shared_files
+from tools.soak.memory import children_of, processes, resident_bytes, shared_files
 
 
 class Process(NamedTuple):

@@ -12,14 +12,14 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from launch.held import gauges, held
-from launch.soak.asking import send
-from launch.soak.asks import Ask
-from launch.soak.memory import processes, resident_bytes
 from proxy.flight import MAX_UNREAD
 from tests.chaos.arena import Arena, arena
 from tests.chaos.asks import salted, sign_asks
 from tests.eventually import eventually
+from tools.soak.asking import send
+from tools.soak.asks import Ask
+from tools.soak.leak_check import gauges, held
+from tools.soak.memory import processes, resident_bytes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.chaos]
 BURST = 200

@@ -9,9 +9,9 @@ from typing import Final
 import pytest
 
 from common.model_info import BUNDLED
-from launch.soak.asking import send
 from tests.chaos.arena import Arena, arena
 from tests.chaos.asks import picture_asks, salted
+from tools.soak.asking import send
 
 pytestmark = [pytest.mark.cluster, pytest.mark.chaos]
 PATIENCE_S: Final = 2.0

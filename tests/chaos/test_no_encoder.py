@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from launch.backoff import Backoff
-from launch.held import gauges
-from launch.soak.asking import send
 from tests.chaos.arena import Arena, arena
 from tests.chaos.asks import salted, sign_asks
 from tests.eventually import eventually
+from tools.soak.asking import send
+from tools.soak.leak_check import gauges
 
 pytestmark = [pytest.mark.cluster, pytest.mark.chaos]
 PATIENCE_S = 1.0

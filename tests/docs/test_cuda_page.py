@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 from common.config import EngineConfig
-from launch.gpu import plan
-from launch.gpu.bench.__main__ import NAMES
-from launch.gpu.plan import STAGES
+from tools.bench_gpu.__main__ import NAMES
+from tools.gpu_check import plan
+from tools.gpu_check.plan import STAGES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cuda.md").read_text()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.signpost import scenes
+from launch.demo import scenes
 
 PAGE = Path(__file__).parents[2] / "docs" / "engine.md"
 

@@ -15,7 +15,7 @@ from PIL import Image
 from common import whisper_prompt
 from common.prompts import preprocess_decoder_prompt
 from common.text import TextProcessor
-from launch.signpost import scenes
+from launch.demo import scenes
 from tests.equality.media import data_url, picture, png, sound, text_prompts, wav
 from tests.equality.references import Reference
 

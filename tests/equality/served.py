@@ -17,12 +17,12 @@ from common.config import EngineConfig, Settings
 from common.messages import Role
 from common.model_info import ModelInfo, load_model_info
 from common.text import TextProcessor
-from launch import held
 from launch.cluster import LocalCluster
 from launch.instance import Instance
 from launch.plan import Plan
 from tests.equality.cases import Case
 from tests.equality.runs import strip
+from tools.soak import leak_check
 
 START_TIMEOUT_S = 150.0
 ANSWER_TIMEOUT_S = 120.0
@@ -135,7 +135,7 @@ class Served:
 
     def gauges(self, instance_id: str) -> dict[str, float]:
         """All metrics of one instance without labels, by name without the prefix."""
-        return held.gauges(self.cluster.instances[instance_id], self.cluster.supervisor.plan.settings)
+        return leak_check.gauges(self.cluster.instances[instance_id], self.cluster.supervisor.plan.settings)
 
     def total(self, role: Role, name: str) -> float:
         """A metric, added up over the instances of a role."""
@@ -150,7 +150,7 @@ class Served:
     async def wait_until_nothing_is_held(self) -> None:
         """Everything must come back within seconds; AssertionError with what has not."""
         deadline_s = time.monotonic() + IDLE_TIMEOUT_S
-        while found := await asyncio.to_thread(held.held, self.cluster):
+        while found := await asyncio.to_thread(leak_check.held, self.cluster):
             assert time.monotonic() < deadline_s, f"still held after {IDLE_TIMEOUT_S} s: {found}"
             await asyncio.sleep(0.1)
         decoding = [one for one in self.cluster.instances.values() if one.role not in ("proxy", "encoder")]

@@ -14,7 +14,7 @@ from common.model_info import BUNDLED, load_model_info
 from common.sampling_params import SamplingParams
 from common.text import TextProcessor
 from engine.llm import LLM, Prompt
-from launch.signpost import scenes
+from launch.demo import scenes
 from tests.equality.cases import MAX_TOKENS as LIMITS
 from tests.equality.cases import Case
 from tests.equality.media import data_url, png

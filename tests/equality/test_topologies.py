@@ -13,10 +13,10 @@ from common.messages import Role
 from common.model_info import BUNDLED
 from common.sampling_params import SamplingParams
 from engine.llm import LLM, Prompt, RequestOutput
-from launch import held
 from tests.equality.cases import MAX_TOKENS, Case
 from tests.equality.runs import expected_of
 from tests.equality.served import Served, serve
+from tools.soak import leak_check
 
 pytestmark = pytest.mark.cluster
 SAMPLED: dict[str, Any] = {"n": 2, "temperature": 1.0, "seed": 5, "max_tokens": 12}
@@ -127,7 +127,7 @@ def test_every_gauge_of_what_is_held_is_told_by_some_instance(served: Served, se
     if setup.model != "signpost" or setup.topology not in ("1e1p1d", "1epd"):
         pytest.skip("all stages apart, and all in one: together they have every gauge")
     told = {name for instance_id in served.cluster.instances for name in served.gauges(instance_id)}
-    wanted = ENCODING_ITSELF if setup.topology == "1epd" else set(held.GAUGES) - ENCODING_ITSELF
+    wanted = ENCODING_ITSELF if setup.topology == "1epd" else set(leak_check.GAUGES) - ENCODING_ITSELF
     assert wanted <= told
 
 

@@ -20,10 +20,10 @@ from engine.attention.paged_batch import RaggedBatch
 from engine.attention.select import choose_backend
 from engine.device import DTYPES
 from engine.runner.recorder import CudaRecorder, PlainRecorder
-from launch.gpu.cases import CASES, AttentionCase
 from tests.engine.paged import Paged, Shape, assert_equal, dense
 from tests.gpu.device import DEVICE, needs_gpu
 from tests.gpu.fast_path import flashinfer_here
+from tools.gpu_check.cases import CASES, AttentionCase
 
 pytestmark = needs_gpu
 SEED = int(os.environ.get("SEED") or secrets.randbits(31))

@@ -15,8 +15,6 @@ from common import whisper_prompt
 from common.sampling_params import SamplingParams
 from common.text import TextProcessor
 from engine.llm import LLM
-from launch.gpu.bench.setup import checkpoints_in
-from launch.gpu.stages import MODELS
 from tests.equality.cases import Case, make_cases
 from tests.equality.media import recording
 from tests.equality.references import Reference
@@ -25,6 +23,8 @@ from tests.equality.served import serve
 from tests.gpu import fast_path
 from tests.gpu.device import DEVICE, needs_gpu
 from tests.gpu.test_engine import MAX_FACTOR, MEAN_FACTOR, logprobs
+from tools.bench_gpu.setup import checkpoints_in
+from tools.gpu_check.stages import MODELS
 
 FOLDERS = checkpoints_in(Path(os.environ[MODELS])) if MODELS in os.environ else ()
 pytestmark = [*needs_gpu, pytest.mark.skipif(not FOLDERS, reason="no folder of checkpoints is given (--models)")]

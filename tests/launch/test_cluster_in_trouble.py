@@ -19,8 +19,8 @@ from redis import Redis
 from common.config import EngineConfig, Settings
 from common.model_info import load_model_info
 from launch.cluster import LocalCluster
+from launch.demo import scenes
 from launch.instance import Instance, SilentReporter
-from launch.signpost import scenes
 from tests.broker.conftest import broker_url
 from tests.equality.cases import Case
 from tests.equality.media import data_url, png

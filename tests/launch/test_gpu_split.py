@@ -13,12 +13,12 @@ from common.config import EngineConfig, Settings
 from common.errors import TriptychError
 from common.gpu_memory import PROCESS_BYTES, total_gpu_memory
 from common.model_info import ModelInfo, load_model_info
-from launch.gpu.shapes import Shape, qwen2_5_vl_3b, whisper_large_v3
 from launch.gpu_split import BATCH_BYTES, split_gpu
 from launch.memory import split_memory
 from launch.plan import Plan
 from launch.topology import parse_topology
 from launch.weights import count_parameters
+from tools.gpu_check.shapes import Shape, qwen2_5_vl_3b, whisper_large_v3
 
 CUDA = EngineConfig(device="cuda")
 GIB = 2**30

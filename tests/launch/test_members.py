@@ -23,10 +23,10 @@ from common.config import Settings
 from common.errors import TriptychError
 from common.keys import cluster_token
 from launch.client import ApiClient, ClientOptions, Job
+from launch.demo.scenes import SIZES, render
 from launch.local_clusters import reach
 from launch.media import Media
 from launch.members import Members
-from launch.signpost.scenes import SIZES, render
 from tests.eventually import eventually
 from tests.launch.serving import Serving
 from tests.launch.waiting import alive

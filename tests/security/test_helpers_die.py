@@ -20,12 +20,12 @@ import openai
 import pytest
 
 from launch.cluster import LocalCluster
-from launch.soak.memory import children_of
 from proxy.recordings import Recordings
 from tests.proxy.conftest import eventually
 from tests.proxy.media import image_part, picture, speech
 from tests.security import bombs
 from tests.security.conftest import API_KEY
+from tools.soak.memory import children_of
 
 MIB = 2**20
 

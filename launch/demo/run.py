@@ -1,0 +1,145 @@
+"""`triptych demo`: a real cluster, fresh pictures, true answers, and what each stage did meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import random
+import signal
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from common.keys import own_api_key
+from launch.children import adopt_orphans
+from launch.client import ApiClient, ClientOptions, Job, Outcome
+from launch.cluster import LocalCluster
+from launch.console import ConsoleReporter, make_console
+from launch.demo.scenes import QUESTIONS, SIZES, render
+from launch.latency import latency_table, summary
+from launch.media import Media
+from launch.thumbnail import thumbnail
+from launch.timeline import timeline_table
+
+if TYPE_CHECKING:
+    from common.config import Settings
+
+_THUMBNAIL_COLUMNS = 32
+_KINDS = ("text", "colour", "text", "shape", "text", "circles")
+WRONG_ALLOWED = 1 / 3
+"""The model is right in about 49 of 50 answers; more wrong ones than this mean that something is broken."""
+_TIMELINE_S = 3.0
+
+
+@dataclass
+class Question:
+    """A picture, what is asked about it and what is right; then what came back."""
+
+    image: Image.Image
+    text: str
+    expected: str
+    outcome: Outcome | None = None
+    spans: list[dict[str, Any]] | None = None
+
+    @property
+    def right(self) -> bool:
+        return self.outcome is not None and self.outcome.text.strip().lower() == self.expected.lower()
+
+
+def run_demo(settings: Settings, pictures: int, seed: int) -> int:
+    """Run it; 1 if a request failed or too many answers are wrong, else 0. Raises TriptychError as a cluster does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: the cluster is taken down
+    adopt_orphans()
+    console = make_console()
+    questions = draw_questions(random.Random(seed), pictures)
+    with LocalCluster(settings, reporter=ConsoleReporter(console, "demo")) as cluster:
+        console.print(f"\nasking about {pictures} freshly drawn pictures, all at once …")
+        began = time.perf_counter()
+        asyncio.run(ask_all(cluster.base_url, questions, own_api_key(settings)))
+        wall_s = time.perf_counter() - began
+    for question in questions:
+        console.print()
+        console.print(_show(question, console))
+    return _conclude(console, questions, wall_s)
+
+
+def draw_questions(rng: random.Random, pictures: int) -> list[Question]:
+    """Pictures of several sizes with texts that the model never saw, and one question about each."""
+    questions = []
+    for index in range(pictures):
+        scene = render(rng, rng.choice(SIZES), "test")
+        kind = _KINDS[index % len(_KINDS)]
+        questions.append(Question(scene.image, rng.choice(QUESTIONS[kind]), scene.answers[kind]))
+    return questions
+
+
+async def ask_all(base_url: str, questions: list[Question], api_key: str | None) -> None:
+    """Ask everything at once through the OpenAI API, then fetch the timelines."""
+    options = ClientOptions(base_url, None, max_tokens=16, temperature=0.0, timeout_s=90.0, api_key=api_key)
+    async with ApiClient(options) as client:
+        await client.connect()
+        outcomes = await asyncio.gather(*(client.send(_job(question)) for question in questions))
+        for question, outcome in zip(questions, outcomes, strict=True):
+            question.outcome = outcome
+            if outcome.request_id is not None:
+                question.spans = await _timeline(client, outcome.request_id)
+
+
+async def _timeline(client: ApiClient, request_id: str) -> list[dict[str, Any]]:
+    """All spans of a request: those of its encoder come when the handoff is confirmed, which is no part of the answer
+    and may follow it.
+    """
+    ends_s = time.monotonic() + _TIMELINE_S
+    while True:
+        spans = await client.timeline(request_id)
+        if any(span["stage"] == "handoff" for span in spans) or time.monotonic() > ends_s:
+            return spans
+        await asyncio.sleep(0.05)
+
+
+def _job(question: Question) -> Job:
+    data = io.BytesIO()
+    question.image.save(data, "PNG")
+    return Job(question.text, question.text, (Media("picture.png", "image/png", data.getvalue()),))
+
+
+def _show(question: Question, console: Console) -> RenderableType:
+    outcome = question.outcome
+    assert outcome is not None
+    mark = ("✓ ", "bold green") if question.right else ("✗ ", "bold red")
+    answer = outcome.text.strip() if outcome.error is None else outcome.error
+    lines = Text.assemble(
+        (f"{question.text}\n", "bold"),
+        mark,
+        (answer, "green" if question.right else "red"),
+        (f"   expected {question.expected}", "dim"),
+        (f"   {1000 * outcome.latency_s:.0f} ms", "dim"),
+    )
+    coloured = console.color_system is not None
+    bars = timeline_table(question.spans or [], width=max(10, console.width - (_THUMBNAIL_COLUMNS * coloured) - 42))
+    if not coloured:
+        return Group(lines, bars)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row(thumbnail(question.image, _THUMBNAIL_COLUMNS), Group(lines, Text(), bars))
+    return grid
+
+
+def _conclude(console: Console, questions: list[Question], wall_s: float) -> int:
+    outcomes = [question.outcome for question in questions if question.outcome is not None]
+    failed = [outcome for outcome in outcomes if outcome.error is not None]
+    wrong = sum(not question.right for question in questions)
+    console.print()
+    console.print(summary(outcomes, wall_s), highlight=False)
+    console.print(latency_table(outcomes))
+    console.print(f"{len(questions) - wrong} of {len(questions)} answers right", style="bold")
+    for outcome in failed:
+        console.print(f"failed: {outcome.job.name}: {outcome.error}", style="red", markup=False)
+    if not failed and wrong > WRONG_ALLOWED * len(questions):
+        console.print("so many wrong answers mean that something is broken", style="red")
+        return 1
+    return int(bool(failed))

@@ -1,0 +1,104 @@
+"""The benchmark of the transports: it measures real processes, and its tables say what was measured."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+
+import numpy as np
+import pytest
+import typer
+
+from broker.transports.cuda_runtime import CudaError
+from common.messages import TensorHeader
+from tests.broker.fake_cuda import FakeCuda
+from tests.broker.transport_kit import NEEDS_NIXL
+from tools.bench import transport_ends, transports
+from tools.bench.memcpy import COLD, IN_CACHE, Memcpy
+from tools.bench.transport_ends import COPYING_ZMQ, PLAIN_ZMQ, CudaSource, make_sink, make_source
+from tools.bench.transports import KIB, Samples, bench, latency_table, ratio_table, throughput_table, ways_of_this_host
+
+
+@pytest.mark.cluster
+def test_every_way_is_measured_between_two_processes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(transports, "SIZES", (64 * KIB, 256 * KIB))
+    monkeypatch.setattr(transports, "MAX_PER_TURN", 3)
+    monkeypatch.setattr(transports, "LATENCIES_PER_TURN", 2)
+    ways = ways_of_this_host()
+    assert ways[:4] == ["shm", "shm + copy", "zmq", "redis"]
+    bench(repetitions=1)
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("| 64 KiB", "| 256 KiB"))]
+    columns = [5 + len(ways), 7, 5 + len(ways)]  # three tables; memcpy and pyzmq come twice
+    assert [row.count("|") - 1 for row in rows] == [number for number in columns for _ in range(2)]
+    assert not any("nan" in row or "–" in row for row in rows)
+
+
+@pytest.mark.parametrize("way", ["cuda + copy", pytest.param("nixl+cuda + copy", marks=NEEDS_NIXL)])
+async def test_what_lies_on_a_gpu_is_measured_by_each_way_between_gpus(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Both ends in this process, over memory that stands for a GPU's; `shm` and the like are not taken instead."""
+    gpus: list[FakeCuda] = []
+
+    def open_cuda() -> FakeCuda:
+        gpus.append(FakeCuda())
+        return gpus[-1]
+
+    monkeypatch.setattr(transport_ends, "CudaLibrary", open_cuda)
+    sink = make_sink(way, broker="")
+    source = make_source(way, "", sink.address)
+    assert isinstance(source, CudaSource)
+    assert isinstance(sink, transport_ends.CudaSink)
+    buffers = [memoryview(bytes([number]) * size) for number, size in ((1, 64 * KIB), (2, 256 * KIB), (3, 64 * KIB))]
+    for data in buffers:  # which stay, as those of the benchmark do: each is brought to the device once
+        size = data.nbytes
+        header = TensorHeader("r", 0, 0, "bench", 1, [size], "uint8", size)
+        async with asyncio.timeout(60):
+            taken, _ = await asyncio.gather(sink.take(), source.send(header, data))
+        assert taken.size_bytes == size
+        assert ctypes.string_at(sink._target, size) == bytes(data)
+    assert source._sender.num_sent == {sink.address.partition("://")[0]: 3}
+    source.close()
+    sink._receiver.close()
+
+
+@pytest.mark.parametrize(("cuda", "nixl"), [(True, True), (True, False), (False, True), (False, False)])
+def test_ways_between_gpus_are_measured_where_there_is_what_they_need(
+    monkeypatch: pytest.MonkeyPatch, cuda: bool, nixl: bool
+) -> None:
+    def open_cuda() -> FakeCuda:
+        if not cuda:
+            raise CudaError("no library")
+        return FakeCuda()
+
+    monkeypatch.setattr(transport_ends, "CudaLibrary", open_cuda)
+    monkeypatch.setattr(transport_ends, "module_name", lambda: "nixl_cu13" if nixl else None)
+    ways = ways_of_this_host()
+    assert ("nixl" in ways, "cuda + copy" in ways, "nixl+cuda + copy" in ways) == (nixl, cuda, cuda and nixl)
+
+
+def test_ratios_are_those_of_the_medians(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transports, "SIZES", (64 * KIB,))
+    rates = {COLD: [8e9, 1e9, 6e9], PLAIN_ZMQ: [2e9], "shm": [4e9], "shm + copy": [3e9], "zmq": [1e9, 1.6e9, 9e9]}
+    rates |= {IN_CACHE: [12e9], COPYING_ZMQ: [0.8e9]}
+    measured = {(64 * KIB, way): Samples(values, [1e-6, 3e-6]) for way, values in rates.items()}
+    ways = [PLAIN_ZMQ, COPYING_ZMQ, "shm", "shm + copy", "zmq"]
+    row = throughput_table(measured, ways).splitlines()[2]
+    assert row == "| 64 KiB | 12.00 | 6.00 | 2.00 | 0.80 | 4.00 | 3.00 | 1.60 |"
+    assert ratio_table(measured, ways).splitlines()[2] == "| 64 KiB | 3.00 | 1.50 | 4.00 | 2.00 | 1.25 | 0.50 |"
+    assert latency_table(measured, ways).splitlines()[2].startswith("| 64 KiB | 2 / 3 |")
+    assert ratio_table(measured, ["shm"]).splitlines()[2] == "| 64 KiB | 3.00 | 1.50 |"
+
+
+def test_a_cold_copy_goes_through_all_of_the_memory_before_it_comes_back() -> None:
+    memcpy = Memcpy(np.zeros(100, np.uint8))
+    starts = [*memcpy._starts(30, 2), *memcpy._starts(30, 3)]
+    assert starts == [0, 30, 60, 0, 30]
+    assert [len(memcpy.times_s(kind, 30, 5)) for kind in (IN_CACHE, COLD)] == [5, 5]
+
+
+def test_what_is_no_transport_of_this_host_is_refused() -> None:
+    with pytest.raises(typer.BadParameter, match="pigeon"):
+        bench(repetitions=1, transports="shm,pigeon")

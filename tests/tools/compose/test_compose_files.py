@@ -1,0 +1,183 @@
+"""The container files agree with each other, with the settings and with their documentation. Needs no Docker."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from common.config import EngineConfig, Settings
+
+ROOT = Path(__file__).parents[3]
+FILES = ("docker-compose.yml", "docker-compose.gpu.yml")
+WORKERS = ("prefill-decode", "prefill", "decode", "encoder")
+SERVICES = ("broker", *WORKERS, "proxy")
+TARGETS = ("broker", "proxy", "worker")
+
+
+@cache
+def compose(name: str = FILES[0]) -> dict[str, Any]:
+    content = yaml.safe_load((ROOT / name).read_text())
+    assert isinstance(content, dict)
+    return content
+
+
+def service(name: str) -> dict[str, Any]:
+    found = compose()["services"][name]
+    assert isinstance(found, dict)
+    return found
+
+
+@cache
+def stages() -> dict[str, list[str]]:
+    """Stage name to its lines, continued lines joined; the first line is its FROM."""
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    found: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if match := re.match(r"FROM (\S+) AS (\S+)", line):
+            found[match[2]] = current = [line]
+        elif found and line.strip() and not line.startswith("#"):
+            current.append(line)
+    return found
+
+
+def ancestry(target: str) -> set[str]:
+    """The stages of which `target` holds anything: what it starts from and copies from, all the way down."""
+    names, waiting = set[str](), [target]
+    while waiting:
+        name = waiting.pop()
+        if name in stages() and name not in names:
+            names.add(name)
+            waiting += re.findall(r"^(?:FROM |COPY --from=)(\S+)", "\n".join(stages()[name]), re.M)
+    return names
+
+
+def variables() -> set[str]:
+    """Every variable that a person may set: interpolated, or passed on where it is set."""
+    found = set[str]()
+    for name in FILES:
+        found |= set(re.findall(r"\$\{(\w+)", (ROOT / name).read_text()))
+        for part in compose(name).get("services", {}).values():
+            passed = {**(part.get("environment") or {}), **((part.get("build") or {}).get("args") or {})}
+            found |= {variable for variable, value in passed.items() if value is None}
+    return found
+
+
+def test_compose_file_has_a_service_for_every_role() -> None:
+    assert set(compose()["services"]) == set(SERVICES)
+    roles = {service(name)["command"][2].replace("_", "-"): name for name in WORKERS}
+    assert roles == {name: name for name in WORKERS}
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_service_is_checked_restarted_and_confined(name: str) -> None:
+    settings = service(name)
+    assert settings["healthcheck"]["test"][0] == "CMD"
+    assert settings["restart"] == "unless-stopped"
+    assert int(settings["user"].split(":")[0]) > 0
+    assert settings["read_only"] is True
+    assert settings["cap_drop"] == ["ALL"]
+    assert settings["security_opt"] == ["no-new-privileges:true"]
+
+
+def test_services_start_in_order_of_health() -> None:
+    healthy = {"condition": "service_healthy"}
+    assert "depends_on" not in service("broker")
+    assert all(service(name)["depends_on"] == {"broker": healthy} for name in WORKERS)
+    assert service("proxy")["depends_on"] == dict.fromkeys(("broker", *WORKERS), healthy)
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_workers_can_be_scaled(name: str) -> None:
+    settings = service(name)
+    assert not {"container_name", "hostname", "ports"} & settings.keys()
+    assert "TRIPTYCH_INSTANCE_ID" not in settings["environment"]
+    usual = 0 if name in ("prefill", "decode") else 1
+    variable = f"TRIPTYCH_{name.replace('-', '_').upper()}S"
+    assert settings["deploy"]["replicas"] == f"${{{variable}:-{usual}}}"
+
+
+def test_everybody_knows_the_cluster_key_and_the_brokers_password_and_the_proxy_alone_the_api_key() -> None:
+    for name in (*WORKERS, "proxy"):
+        environment = service(name)["environment"]
+        assert environment["TRIPTYCH_CLUSTER_KEY"] is None  # passed on from the shell or .env
+        assert environment["TRIPTYCH_BROKER"] == "redis://:${TRIPTYCH_BROKER_PASSWORD:-}@broker:6379"
+        assert ("TRIPTYCH_API_KEY" in environment) == (name == "proxy")
+    assert service("broker")["environment"] == {"VALKEY_PASSWORD": "${TRIPTYCH_BROKER_PASSWORD:-}"}
+    (command,) = (line for line in stages()["broker"] if line.startswith("CMD"))
+    assert "requirepass '$VALKEY_PASSWORD'" in command
+
+
+def test_only_the_proxy_is_published_and_only_to_this_host() -> None:
+    assert [name for name in SERVICES if "ports" in service(name)] == ["proxy"]
+    assert service("proxy")["ports"] == ["${TRIPTYCH_PUBLISH:-127.0.0.1:8000}:8000"]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_every_setting_in_the_environment_exists(name: str) -> None:
+    for variable in service(name).get("environment", {}):
+        if variable.startswith("TRIPTYCH_"):
+            field, _, nested = variable.removeprefix("TRIPTYCH_").lower().partition("__")
+            assert field in Settings.model_fields, variable
+            assert not nested or nested in EngineConfig.model_fields, variable
+
+
+def test_gpu_overlay_changes_the_workers_only() -> None:
+    services = compose(FILES[1])["services"]
+    assert set(services) == set(WORKERS)
+    for settings in services.values():
+        (device,) = settings["deploy"]["resources"]["reservations"]["devices"]
+        assert "gpu" in device["capabilities"]
+        assert settings["build"]["args"] == {"TORCH": "cuda"}
+        assert settings["image"] != service("encoder")["image"]
+
+
+def test_services_are_built_from_targets_of_the_one_dockerfile() -> None:
+    built = {name: service(name)["build"]["target"] for name in SERVICES}
+    assert built == {"broker": "broker", "proxy": "proxy", **dict.fromkeys(WORKERS, "worker")}
+    assert set(TARGETS) <= stages().keys()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_image_runs_as_a_normal_user(target: str) -> None:
+    name, users = target, list[str]()
+    while name in stages() and not users:
+        users = [line.split()[1] for line in stages()[name] if line.startswith("USER ")]
+        name = stages()[name][0].split()[1]
+    assert int(users[-1].split(":")[0]) > 0
+
+
+@pytest.mark.parametrize("target", ["proxy", "broker"])
+def test_only_workers_hold_torch(target: str) -> None:
+    assert "worker-packages" in ancestry("worker")
+    names = ancestry(target)
+    assert "worker-packages" not in names
+    assert not any("worker" in line or "torch" in line for name in names for line in stages()[name])
+
+
+def test_workers_find_the_kernels_that_their_image_was_built_with() -> None:
+    (made,) = (line for line in stages()["kernels"] if line.startswith("RUN"))
+    assert "XDG_CACHE_HOME=/kernels python3 -m tools.compose.kernels" in made
+    assert "COPY --from=kernels /kernels /opt/kernels" in stages()["worker"]
+    assert "ENV XDG_CACHE_HOME=/opt/kernels" in stages()["worker"]
+    assert "kernels" not in ancestry("proxy") | ancestry("broker")
+
+
+def test_dockerfile_copies_every_package_and_its_ignore_file_lets_them_in() -> None:
+    include = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
+    packages = {pattern.rstrip("*") for pattern in include}
+    copied = {source for line in stages()["triptych"] if line.startswith("COPY") for source in line.split()[1:-1]}
+    assert packages <= copied
+    ignore = (ROOT / ".dockerignore").read_text().splitlines()
+    assert ignore[1] == "*"
+    assert packages <= {line.removeprefix("!") for line in ignore if line.startswith("!")}
+
+
+def test_documentation_names_exactly_the_variables_of_the_files() -> None:
+    rows = re.findall(r"^\| (`[^|]+) \|", (ROOT / "docs" / "compose.md").read_text(), re.M)
+    assert {name for row in rows for name in re.findall(r"`([A-Z][A-Z0-9_]+)`", row)} == variables()

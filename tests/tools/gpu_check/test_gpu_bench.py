@@ -1,0 +1,296 @@
+"""Every benchmark of a GPU runs here at the size of a toy: what it measures means nothing, that it measures does."""
+
+from __future__ import annotations
+
+import gc
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from common.model_info import BUNDLED, load_model_info
+from common.text import TextProcessor
+from engine import processors
+from engine.attention.backend import HeadSpec
+from engine.attention.select import choose_backend
+from engine.attention.torch_backend import TorchBackend
+from engine.decoder_engine import DecoderEngine
+from engine.encoder_engine import EncoderEngine
+from engine.models.base import DecoderModel
+from engine.models.registry import make_decoder as make_decoder_of
+from engine.models.registry import make_encoder
+from engine.models.skeleton import without_memory
+from engine.runner.recorder import PlainRecorder
+from tests.fake_flashinfer.installed import flashinfer_on_cpu
+from tools.bench_gpu import __main__ as bench
+from tools.bench_gpu import attention, serving
+from tools.bench_gpu.attempts import attempted
+from tools.bench_gpu.attention import Attention
+from tools.bench_gpu.cross import measure_clips
+from tools.bench_gpu.decode import least_step_s, measure_steps, token_bytes, weight_bytes
+from tools.bench_gpu.encoder import encoder_flops
+from tools.bench_gpu.engines import Driver, endless, make_decoder
+from tools.bench_gpu.limits import Limits, measure_limits
+from tools.bench_gpu.pictures import noise_picture
+from tools.bench_gpu.prefill import prefill_flops
+from tools.bench_gpu.serving import least_ttft_s
+from tools.bench_gpu.setup import Setup, checkpoints_in
+from tools.bench_gpu.starts import side_by_side
+from tools.gpu_check.figures import HEADER, Figure, duration, durations
+from tools.gpu_check.shapes import Shape, qwen2_3b, qwen2_5_vl_3b, whisper_large_v3
+
+CPU = torch.device("cpu")
+LIMITS = Limits(copy_bytes_per_s=1e10, matmul_flops_per_s=1e11)
+CASES = {
+    "decode": 2,
+    "prefill": 1,
+    "cross": 2,
+    "cross_plan": 4,
+    "encoder": 6,
+    "batching": 2,
+    "handoff": 2,
+    "serving": 7,
+    "small": 4,
+}
+"""How many figures each makes."""
+CLUSTERS = ("handoff", "serving", "small")
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> Setup:
+    return Setup(CPU, LIMITS, tmp_path, toy=True, repetitions=2, checkpoints=(BUNDLED / "signpost",))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.cluster] if name in CLUSTERS else []) for name in bench.NAMES]
+)
+def test_a_benchmark_measures(name: str, setup: Setup) -> None:
+    measure: Callable[[Setup], Iterator[Figure]] = pkgutil.resolve_name(f"tools.bench_gpu.{name}:measure")
+    before = engines()
+    figures = list(measure(setup))
+    assert engines() <= before, "the next one in this process would have less memory"
+    assert [figure.beside for figure in figures if figure.failed] == []
+    assert len(figures) == CASES[name]
+    assert len({(figure.case, figure.unit) for figure in figures}) == len(figures)
+    for figure in figures:
+        assert figure.benchmark == name
+        assert 0 < figure.low <= figure.value <= figure.high
+        assert (figure.limit is None) == (figure.share is None)
+        assert figure.limit is not None or "a plan alone" in figure.case
+        is_small = re.search("(^|, )(batch 1[, ]|1 clips )", figure.case) is not None
+        is_step = name in ("decode", "cross", "small") and "tokens/s" not in figure.unit
+        assert (figure.goal is not None) == (name == "prefill" or (is_step and is_small)), figure.case
+        assert bool(figure.attention) == (name != "handoff" and "handoff of" not in figure.case), figure.case
+        assert figure.row().count("|") == HEADER.splitlines()[0].count("|")
+
+
+def engines() -> set[int]:
+    """Those that are there."""
+    gc.collect()
+    return {id(one) for one in gc.get_objects() if isinstance(one, DecoderEngine | EncoderEngine)}
+
+
+def test_the_command_prints_a_table_and_writes_the_figures(tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "tools.bench_gpu", "prefill", "--device", "cpu", "--toy", "--repetitions", "1"]
+    run = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=120, check=True)
+    report = json.loads(out.read_text())
+    assert report["found"] == "3 figures"
+    assert not out.with_name("figures.json.part").exists()
+    assert HEADER in run.stdout
+    assert all(Figure(**figure).row() in run.stdout for figure in report["figures"])
+
+
+def test_a_part_that_fails_is_a_row_and_the_next_one_is_measured() -> None:
+    def breaks() -> Iterator[Figure]:
+        yield duration("decode", "batch 1", [0.001])
+        raise RuntimeError("out of memory | 3 GiB\nwanted")
+
+    figures = list(attempted("decode", "batch 8", breaks))
+    figures += attempted("decode", "batch 64", lambda: [duration("decode", "batch 64", [0.001])])
+    assert [(figure.case, figure.failed) for figure in figures] == [
+        ("batch 1", False),
+        ("batch 8", True),
+        ("batch 64", False),
+    ]
+    assert figures[1].row().count("|") == HEADER.splitlines()[0].count("|")
+    assert "RuntimeError: out of memory / 3 GiB wanted" in figures[1].row()
+
+
+def test_a_figure_names_the_attention_that_ran(setup: Setup, tmp_path: Path) -> None:
+    heads, half = HeadSpec(4, 2, 64), torch.bfloat16
+    with flashinfer_on_cpu():
+        backend = choose_backend(CPU, half, heads=heads)
+    assert attention.of_backend(backend, heads, half) == Attention("flashinfer")
+    assert attention.of_backend(backend, replace(heads, head_dim=80), half) == Attention("torch"), "it gives that away"
+    backend = TorchBackend(CPU)
+    backend.is_fallback = True
+    assert attention.of_backend(backend, heads, half) == Attention("torch", is_fallback=True)
+    figure = Attention("torch", is_fallback=True).of(duration("decode", "batch 1", [0.001], beside="1 GB to read"))
+    assert "| 1 GB to read; attention by torch, A FALLBACK |" in figure.row()
+
+
+def test_steps_that_are_not_the_recorded_ones_are_a_fallback(setup: Setup) -> None:
+    engine = make_decoder(setup, qwen2_3b, max_num_seqs=2, max_model_len=64, attention_backend="torch")
+    engine.runner.record_graphs(PlainRecorder())
+    name = engine.runner.backend.name
+    figure = measure_steps(setup, engine, 2, 8, 4, "decode", "batch 2")
+    assert figure.attention == name
+    assert engine.runner.graphs is not None
+    engine.runner.graphs.run = lambda *_: None  # type: ignore[method-assign]
+    figure = measure_steps(setup, engine, 2, 8, 4, "decode", "batch 2")
+    assert figure.attention == f"{name}, {4 * setup.repetitions + 1} steps launched anew"
+    assert figure.is_fallback
+    engine.runner.graphs, engine.runner.records_graphs, engine.runner.layers_are_fallback = None, True, True
+    assert attention.of_decoder(engine) == Attention(f"{name}, small layers by PyTorch, no step recorded", True)
+
+
+@pytest.mark.parametrize(("make", "name"), [(whisper_large_v3, "flashinfer"), (qwen2_5_vl_3b, "torch")])
+def test_an_encoders_attention_is_flashinfers_where_that_serves_its_heads(
+    make: Callable[[], Shape], name: str, tmp_path: Path
+) -> None:
+    """Those of the pictures have 80 elements."""
+    unmasked = make_encoder(load_model_info(str(make().write(tmp_path / "model")))).unmasked
+    assert unmasked is not None
+    assert attention.of_tower(unmasked, torch.bfloat16) == name
+
+
+def test_a_cluster_tells_of_the_worker_that_fell_back(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = load_model_info(str(qwen2_5_vl_3b().write(setup.folder / "model")))
+    pages = {"encoder-0": "triptych_encoder_attention_fallback 0.0\n", "worker-0": "triptych_attention_fallback 0.0\n"}
+    monkeypatch.setattr(attention, "ask_workers", lambda *_: {name: Mock(text=text) for name, text in pages.items()})
+    cuda, half, cluster = torch.device("cuda"), torch.bfloat16, Mock()
+    told = "flashinfer, of the encoder by torch"
+    assert attention.of_cluster(cluster, info, cuda, half) == Attention(told), "heads of 80, which is no fallback"
+    pages["worker-0"] = "triptych_attention_fallback 1.0\n"
+    told = "torch, of the encoder by torch"
+    assert attention.of_cluster(cluster, info, cuda, half) == Attention(told, is_fallback=True)
+    pages["worker-0"] = "triptych_attention_fallback 0.0\ntriptych_layers_fallback 1.0\ntriptych_steps_recorded 0.0\n"
+    told = "flashinfer, small layers by PyTorch, no step recorded, of the encoder by torch"
+    assert attention.of_cluster(cluster, info, cuda, half) == Attention(told, is_fallback=True)
+    pages["worker-0"] = "triptych_steps_total 3.0\n"
+    with pytest.raises(RuntimeError, match="worker-0 does not tell"):
+        attention.of_cluster(cluster, info, cuda, half)
+
+
+def test_what_starts_side_by_side_ends_together_and_one_that_fails_fails_alone() -> None:
+    closed: list[str] = []
+    met = threading.Barrier(2, timeout=10)
+
+    def make(name: str) -> str:
+        met.wait()
+        if name == "broken":
+            raise RuntimeError("no room")
+        return name
+
+    with side_by_side({name: partial(make, name) for name in ("whole", "broken")}, closed.append) as made:
+        assert made["whole"].result() == "whole"
+        with pytest.raises(RuntimeError, match="no room"):
+            made["broken"].result()
+        assert closed == []
+    assert closed == ["whole"]
+
+
+def test_checkpoints_are_the_folders_with_a_configuration(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").touch()
+    (tmp_path / "nothing").mkdir()
+    assert checkpoints_in(tmp_path) == (tmp_path / "a", tmp_path / "b")
+    assert checkpoints_in(None) == ()
+
+
+def test_the_roofline_is_whichever_takes_longer() -> None:
+    limits = Limits(copy_bytes_per_s=100.0, matmul_flops_per_s=1000.0)
+    assert (limits.least_s(200.0), limits.bound(200.0, 0.0)) == (2.0, "bound by bytes")
+    assert (limits.least_s(200.0, 3000.0), limits.bound(200.0, 3000.0)) == (3.0, "bound by arithmetic")
+
+
+def test_limits_are_measured_where_they_count() -> None:
+    limits, [copy, product] = measure_limits(CPU, toy=True, repetitions=1)
+    assert limits.copy_bytes_per_s == pytest.approx(copy.value * 1e9)
+    assert limits.matmul_flops_per_s == pytest.approx(product.value * 1e12)
+
+
+def test_a_step_reads_the_weights_and_the_keys_and_values_of_its_tokens(setup: Setup) -> None:
+    engine = make_decoder(setup, qwen2_3b, max_num_seqs=2, max_model_len=64)
+    assert weight_bytes(engine) == engine.runner.load_report.parameter_bytes, "the embedding is the head"
+    assert token_bytes(engine) == 2 * 2 * 2 * 16 * 4  # keys and values, layers, heads, their size, bytes
+    driver = Driver(engine)
+    driver.add("one", list(range(5)), endless(3))
+    driver.until(3)
+    assert driver.num_tokens == {"one": 3}
+    driver.drop_all()
+    assert engine.is_empty()
+
+
+def test_of_an_encoder_decoder_a_step_reads_what_is_not_for_new_inputs(setup: Setup) -> None:
+    engine = make_decoder(setup, whisper_large_v3, max_num_seqs=2)
+    width, inner, layers, vocab = 32, 48, 2, 512
+    square, norm = width * width + width, 2 * width
+    attention = 3 * square + square + square + square  # of its own, its output; the query of the other, its output
+    layer = attention + 2 * width * inner + inner + width + 3 * norm
+    assert weight_bytes(engine) == 4 * (layers * layer + norm + vocab * width)
+
+
+def test_more_clips_than_there_is_room_for_are_a_row_in_words(setup: Setup) -> None:
+    engine = make_decoder(setup, whisper_large_v3, max_num_seqs=64, kv_cache_bytes=2 * 2**20)
+    measured = attempted("cross", "3 clips", lambda: [measure_clips(setup, engine, 3, 2, "cross", "3 clips")])
+    [figure] = measured
+    assert figure.failed
+    assert figure.beside == "MemoryError: 3 clips take 2.25 MiB of keys and values, there is room for 2 MiB"
+
+
+def test_the_arithmetic_of_a_prefill_is_that_of_its_matrices(setup: Setup) -> None:
+    engine = make_decoder(setup, qwen2_3b, max_num_seqs=2, max_model_len=64)
+    hidden, heads, kv_heads, head_dim, inner, layers, vocab = 64, 4, 2, 16, 96, 2, 512
+    matrices = layers * (hidden * head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * inner)
+    attention = 2 * layers * heads * head_dim * 10 * 10
+    counted = prefill_flops(engine.runner.model, 10)
+    assert counted == pytest.approx(2 * matrices * 10 + attention + 2 * vocab * hidden, rel=0.02)  # norms and biases
+
+
+def test_a_first_token_takes_the_arithmetic_of_its_pictures_and_of_their_tokens(setup: Setup) -> None:
+    info = load_model_info(str(setup.model(qwen2_5_vl_3b)))
+    model, encoder = make_decoder_of(info), make_encoder(info).module
+    processors.init_worker(str(info.folder), "float32")
+    item = processors.process("image", noise_picture(serving.TOY_SIDE))
+    weights_s = least_step_s(LIMITS, info.folder, torch.float32, 1)
+    assert least_ttft_s(setup, info, 0) == pytest.approx(weights_s)
+    flops = [3 * encoder_flops(encoder, item), prefill_flops(model, 3 * item.shape[0])]
+    expected_s = flops[0] / LIMITS.matmul_flops_per_s + max(weights_s, flops[1] / LIMITS.matmul_flops_per_s)
+    assert least_ttft_s(setup, info, 3) == pytest.approx(expected_s)
+
+
+@pytest.mark.parametrize("make", [qwen2_5_vl_3b, qwen2_3b, whisper_large_v3])
+def test_the_large_shapes_are_those_of_their_models(make: Callable[[], Shape], tmp_path: Path) -> None:
+    info = load_model_info(str(make().write(tmp_path / "model")))
+    sizes = {"Qwen2_5_VLForConditionalGeneration": 3.09e9, "Qwen2ForCausalLM": 3.09e9}
+    expected = sizes.get(info.architecture, 0.91e9)  # of decoders; Whisper's has 32 layers
+    with without_memory():
+        model: DecoderModel = pkgutil.resolve_name(info.family.decoder)(info)
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(expected, rel=0.02)
+
+
+def test_every_token_of_a_shape_has_a_text_and_pictures_have_a_place(tmp_path: Path) -> None:
+    info = load_model_info(str(qwen2_5_vl_3b(toy=True).write(tmp_path / "model")))
+    text = TextProcessor(info)
+    assert all(text.decode([token]) for token in range(405, info.vocab_size))
+    parts = [{"type": "image"}, {"type": "text", "text": "what?"}]
+    assert text.render_chat([{"role": "user", "content": parts}]).count(info.placeholder_token_id) == 1
+
+
+def test_single_events_are_told_by_median_and_99th_percentile() -> None:
+    figure = durations("serving", "TTFT", [0.001 * number for number in range(1, 201)])
+    assert (figure.value, figure.low, figure.high) == pytest.approx((100.5, 1.0, 200.0))
+    assert figure.beside == "p99 198 ms of 200"

@@ -1,0 +1,116 @@
+"""Turns into a markdown page."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+from launch.cpus import available_cores
+from tools.bench.measure import Turn
+from tools.bench.pages import write_between
+from tools.bench.workloads import Workload
+
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+_HEADER = (
+    "| in flight | system | requests/s | tokens/s out | requests/s against the first row (spread) "
+    "| TTFT p50 / p99, ms | latency p50 / p99, ms | answers equal to the first row's |"
+)
+
+
+def table(workload: Workload, turns: Sequence[Turn]) -> str:
+    """One workload: a row per number in flight and system; medians over repetitions, ratios with their spread."""
+    lines = [f"### {workload.name}: {workload.unit}", "", _HEADER, "|" + "---|" * 8]
+    systems = list(dict.fromkeys(turn.system for turn in turns if turn.repetition == 0))
+    for in_flight in dict.fromkeys(turn.in_flight for turn in turns):
+        first = _turns_of(turns, in_flight, systems[0])
+        lines += [_row(in_flight, system, _turns_of(turns, in_flight, system), first) for system in systems]
+    return "\n".join(lines)
+
+
+def hop_table(hops: Mapping[str, Sequence[float]]) -> str:
+    """The way of one input through the handoff."""
+    lines = ["| hop | p50, ms | p90, ms |", "|---|---|---|"]
+    for hop, seconds in hops.items():
+        if seconds:
+            p50, p90 = np.percentile(seconds, (50, 90)) * 1000
+            lines.append(f"| {hop.replace('_', ' ').replace('->', '→')} | {p50:.2f} | {p90:.2f} |")
+    return "\n".join(lines)
+
+
+def hardware() -> str:
+    """The machine in words: what a reader needs to judge the figures."""
+    model = next(
+        (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
+        platform.processor() or platform.machine(),
+    )
+    total = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
+    return f"{available_cores()} cores of {model}, {total / 2**20:.0f} GiB"
+
+
+def page(sections: Iterable[str], command: str, notes: Sequence[str], when: date) -> str:
+    """The measured part of the page."""
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "triptych"))
+    facts = [f"Measured on {when:%Y-%m-%d}, {hardware()}; Python {platform.python_version()}, {versions}.", *notes]
+    return "\n\n".join([" ".join(facts), f"```\n{command}\n```", *sections])
+
+
+def write_into(path: Path, measured: str) -> None:
+    """Replace what stands between the two marks of a page. Raises ValueError where it has none."""
+    write_between(path, BEGIN, END, measured)
+
+
+def _turns_of(turns: Sequence[Turn], in_flight: int, system: str) -> list[Turn]:
+    return [turn for turn in turns if turn.in_flight == in_flight and turn.system == system]
+
+
+def _row(in_flight: int, system: str, turns: Sequence[Turn], first: Sequence[Turn]) -> str:
+    cells = [
+        str(in_flight),
+        system,
+        f"{_median(turns, lambda turn: turn.requests_per_s):.2f}",
+        f"{_median(turns, lambda turn: turn.tokens_per_s):.1f}",
+        _ratio(turns, first),
+        _milliseconds([outcome.ttft_s for turn in turns for outcome in turn.outcomes]),
+        _milliseconds([outcome.latency_s for turn in turns for outcome in turn.outcomes]),
+        _share_equal(turns, first),
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _median(turns: Sequence[Turn], value: Callable[[Turn], float]) -> float:
+    return float(np.median([value(turn) for turn in turns]))
+
+
+def _ratio(turns: Sequence[Turn], first: Sequence[Turn]) -> str:
+    """Of the same repetition, so that what disturbed one disturbed the other."""
+    ratios = [turn.requests_per_s / base.requests_per_s for turn, base in zip(turns, first, strict=True)]
+    return f"{np.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
+
+
+def _milliseconds(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "–"
+    p50, p99 = np.percentile(known, (50, 99)) * 1000
+    return f"{p50:.0f} / {p99:.0f}"
+
+
+def _share_equal(turns: Sequence[Turn], first: Sequence[Turn]) -> str:
+    pairs = [
+        (mine.text.strip(), theirs.text.strip())
+        for turn, base in zip(turns, first, strict=True)
+        for mine, theirs in zip(turn.outcomes, base.outcomes, strict=True)
+    ]
+    return f"{sum(mine == theirs for mine, theirs in pairs)} of {len(pairs)}"
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,269 @@
+"""The two ends of every way of a tensor that tools.bench.transports compares, and the process of the receiving ones.
+
+Each is as its users have it, through broker.tensors, with checksums made and verified: where the bytes have arrived, as
+for keys and values, or while they are copied to where they will stay, as for the output of an encoder (COPIED). Beside
+them loops of plain pyzmq, which do none of this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Literal, Protocol, TypeAlias, cast
+
+import numpy as np
+import zmq
+import zmq.asyncio
+
+from broker.lifetime import die_with_parent
+from broker.redis_client import connect
+from broker.tensors import TensorReceiver, TensorSender, addresses_by_scheme
+from broker.transports.cuda_library import CudaLibrary
+from broker.transports.cuda_receiver import SCHEME as CUDA_SCHEME
+from broker.transports.cuda_runtime import CudaError
+from broker.transports.nixl_agent import module_name
+from broker.transports.nixl_landing import CUDA_SCHEME as NIXL_CUDA_SCHEME
+from broker.transports.payload import DeviceBuffer
+from common import malloc
+from common.config import Transport
+from common.messages import InstanceRecord, TensorHeader, decode_tensor_header, encode
+
+PLAIN_ZMQ = "plain pyzmq"
+"""With `copy=False` on either side, the fastest that it has; and as it is if nobody asks for that:"""
+COPYING_ZMQ = "copying pyzmq"
+PLAIN_LOOPS = (PLAIN_ZMQ, COPYING_ZMQ)
+COPIED = " + copy"
+"""Ends the name of a way whose tensors are copied by the receiver."""
+NIXL_CUDA = "nixl+cuda"
+"""NIXL from GPU to GPU, past the host; `nixl` is that of what lies on the host."""
+DeviceTransport: TypeAlias = Literal["cuda", "nixl"]
+"""A setting by which tensors may go from GPU to GPU."""
+NUM_TARGETS = 4
+"""Copies go to so many places in turn, so that they are not always in the processor's cache."""
+MAX_BYTES = 2**30
+TIMEOUT_S = 60.0
+
+
+class Sink(Protocol):
+    """A receiving end."""
+
+    address: str
+
+    async def take(self) -> TensorHeader:
+        """Wait for one tensor, check it, and let it go."""
+
+
+class Source(Protocol):
+    """A sending end, connected to one sink."""
+
+    async def send(self, header: TensorHeader, data: memoryview) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the receiving process is to take: `count` tensors of one way; with `answer`, each is answered at once."""
+
+    way: str
+    count: int
+    answer: bool
+
+
+class TransportSink:
+    def __init__(self, transport: Transport, broker: str, *, copies: bool) -> None:
+        context, redis = zmq.asyncio.Context(), connect(broker)
+        self._receiver = TensorReceiver(context, max_bytes=MAX_BYTES, transport=transport, redis=redis)
+        self.address = self._receiver.address
+        self._targets = [bytearray() for _ in range(NUM_TARGETS)] if copies else []
+
+    async def take(self) -> TensorHeader:
+        received = await self._receiver.receive()
+        fault = await (received.copy_into(self._target(received.data.nbytes)) if self._targets else received.verify())
+        if fault is not None:
+            raise ValueError(fault)
+        received.release()
+        return received.header
+
+    def _target(self, num_bytes: int) -> memoryview:
+        target = self._targets.pop(0)
+        if len(target) < num_bytes:
+            target = bytearray(num_bytes)
+        self._targets.append(target)
+        return memoryview(target)[:num_bytes]
+
+
+class TransportSource:
+    def __init__(self, transport: Transport, broker: str, address: str) -> None:
+        self._context, self._redis = zmq.asyncio.Context(), connect(broker)
+        self._sender = TensorSender(self._context, transport=transport, redis=self._redis)
+        self._record = _record(address)
+
+    async def send(self, header: TensorHeader, data: memoryview) -> None:
+        await self._sender.send(self._record, header, data, TIMEOUT_S)
+
+    def close(self) -> None:
+        self._sender.close()
+        self._context.destroy(linger=0)
+
+
+class CudaSink:
+    """Copies what has come to memory of its own on the device, as a worker does. It takes nothing through the host."""
+
+    def __init__(self, transport: DeviceTransport) -> None:
+        self._cuda = CudaLibrary()
+        context = zmq.asyncio.Context()
+        self._receiver = TensorReceiver(context, max_bytes=MAX_BYTES, transport=transport, cuda=self._cuda)
+        scheme = CUDA_SCHEME if transport == "cuda" else NIXL_CUDA_SCHEME
+        self.address = addresses_by_scheme(self._receiver.address)[scheme]
+        self._stream = self._cuda.make_stream()
+        self._target, self._target_bytes = 0, 0
+
+    async def take(self) -> TensorHeader:
+        received = await self._receiver.receive()
+        if received.fault is not None or not isinstance(received.data, DeviceBuffer):
+            raise ValueError(received.fault or "came through the host")
+        await asyncio.to_thread(self._copy, received.data)
+        received.release()
+        return received.header
+
+    def _copy(self, data: DeviceBuffer) -> None:
+        if data.nbytes > self._target_bytes:
+            if self._target_bytes:
+                self._cuda.free(self._target)
+            self._target, self._target_bytes = self._cuda.allocate(data.nbytes), data.nbytes
+        self._cuda.copy(self._target, data.pointer, data.nbytes, self._stream)
+        self._cuda.synchronize(self._stream)
+
+
+class CudaSource:
+    """Every buffer is brought to the device when it is first sent, which is before anything is measured."""
+
+    def __init__(self, transport: DeviceTransport, address: str) -> None:
+        self._context, self._cuda = zmq.asyncio.Context(), CudaLibrary()
+        self._sender = TensorSender(self._context, transport=transport, cuda=self._cuda)
+        self._record = _record(address)
+        self._stream = self._cuda.make_stream()
+        self._uploaded: dict[tuple[int, int], DeviceBuffer] = {}
+
+    async def send(self, header: TensorHeader, data: memoryview) -> None:
+        await self._sender.send(self._record, header, self._on_device(data), TIMEOUT_S)
+
+    def close(self) -> None:
+        self._sender.close()
+        self._context.destroy(linger=0)
+
+    def _on_device(self, data: memoryview) -> DeviceBuffer:
+        address = int(np.frombuffer(data, np.uint8).ctypes.data)
+        key = address, data.nbytes
+        if key not in self._uploaded:
+            pointer = self._cuda.allocate(data.nbytes)
+            self._cuda.copy(pointer, address, data.nbytes, self._stream)
+            self._cuda.synchronize(self._stream)
+            self._uploaded[key] = DeviceBuffer(pointer, data.nbytes)
+        return self._uploaded[key]
+
+
+def missing_ways() -> set[str]:
+    """Those whose library or device is not here."""
+    missing: set[str] = set()
+    if module_name() is None:
+        missing |= {"nixl", NIXL_CUDA + COPIED}
+    try:
+        CudaLibrary()
+    except CudaError:
+        missing |= {"cuda" + COPIED, NIXL_CUDA + COPIED}
+    return missing
+
+
+class PlainZmqSink:
+    def __init__(self, *, copies: bool) -> None:
+        self._copies = copies
+        self._socket = zmq.Context().socket(zmq.ROUTER)
+        self._socket.bind("tcp://127.0.0.1:*")
+        self.address = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+
+    async def take(self) -> TensorHeader:
+        if self._copies:
+            return decode_tensor_header(self._socket.recv_multipart()[1])
+        return decode_tensor_header(self._socket.recv_multipart(copy=False)[1].buffer)
+
+
+class PlainZmqSource:
+    def __init__(self, address: str, *, copies: bool) -> None:
+        self._copies = copies
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.connect(address)
+
+    async def send(self, header: TensorHeader, data: memoryview) -> None:
+        self._socket.send_multipart([encode(header), data], copy=self._copies)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+def _record(address: str) -> InstanceRecord:
+    return InstanceRecord("sink", "prefill_decode", 1, "", "", "uint8", "", "", tensor_address=address)
+
+
+def make_sink(way: str, broker: str) -> Sink:
+    if way in PLAIN_LOOPS:
+        return PlainZmqSink(copies=way == COPYING_ZMQ)
+    if (between_gpus := _between_gpus(way)) is not None:
+        return CudaSink(between_gpus)
+    return TransportSink(_transport_of(way), broker, copies=way.endswith(COPIED))
+
+
+def make_source(way: str, broker: str, address: str) -> Source:
+    if way in PLAIN_LOOPS:
+        return PlainZmqSource(address, copies=way == COPYING_ZMQ)
+    if (between_gpus := _between_gpus(way)) is not None:
+        return CudaSource(between_gpus, address)
+    return TransportSource(_transport_of(way), broker, address)
+
+
+def _transport_of(way: str) -> Transport:
+    return cast(Transport, way.removesuffix(COPIED))
+
+
+def _between_gpus(way: str) -> DeviceTransport | None:
+    settings: dict[str, DeviceTransport] = {"cuda": "cuda", NIXL_CUDA: "nixl"}
+    return settings.get(way.removesuffix(COPIED))
+
+
+def serve_sinks(parent_pid: int, pipe: Connection, ways: Sequence[str], broker: str) -> None:
+    """The receiving process: tells its addresses, then does one Job after the other until the pipe is closed.
+
+    For loops of plain pyzmq malloc stays as it is.
+    """
+    die_with_parent(parent_pid)
+    if not set(ways) <= set(PLAIN_LOOPS):
+        malloc.use_one_arena()
+        malloc.reuse_large_blocks()
+    asyncio.run(_serve(pipe, ways, broker))
+
+
+async def _serve(pipe: Connection, ways: Sequence[str], broker: str) -> None:
+    sinks = {way: make_sink(way, broker) for way in ways}
+    pipe.send({way: sink.address for way, sink in sinks.items()})
+    while True:
+        try:
+            job: Job = await asyncio.to_thread(pipe.recv)
+        except EOFError:
+            return
+        pipe.send(await _do(job, sinks[job.way], pipe))
+
+
+async def _do(job: Job, sink: Sink, pipe: Connection) -> list[int]:
+    """The arrival of each tensor, in nanoseconds of the clock that both processes have."""
+    arrivals_ns = []
+    for _ in range(job.count):
+        await sink.take()
+        arrivals_ns.append(time.monotonic_ns())
+        if job.answer:
+            pipe.send_bytes(b"")
+    return arrivals_ns

@@ -1,0 +1,101 @@
+"""Engines with random weights, filled with requests and driven to the point that is measured."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any, Final, Self
+
+from common.config import EngineConfig
+from common.model_info import ModelInfo, load_model_info
+from common.sampling_params import SamplingParams
+from engine.decoder_engine import DecoderEngine
+from engine.events import Event, RequestFailed, TokensReady
+from tools.bench_gpu.setup import Setup
+from tools.gpu_check.shapes import Shape
+
+DEADLINE_S: Final = 120.0
+WARM_UP_TOKENS: Final = 4
+_FIRST_TOKEN, _LAST_TOKEN = 0, 390
+"""Ids of ordinary tokens in every shape; the special ones follow."""
+MEMORY_FRACTION: Final = 0.4
+"""Of the device, for each engine here: enough for the largest batch, and for another one beside it."""
+
+
+def make_decoder(setup: Setup, make: Callable[..., Shape], **options: Any) -> DecoderEngine:
+    """A decoder with random weights. `options` are those of EngineConfig."""
+    return load_decoder(setup, load_model_info(str(setup.model(make))), load_format="dummy", **options)
+
+
+def load_decoder(
+    setup: Setup, info: ModelInfo, *, memory_fraction: float = MEMORY_FRACTION, **options: Any
+) -> DecoderEngine:
+    """A decoder of a checkpoint, alone. `options` are those of EngineConfig; the fraction is that of a GPU."""
+    share = {"memory_fraction": memory_fraction} if setup.device.type == "cuda" else {}
+    return DecoderEngine(info, EngineConfig(device=setup.device.type, **share, **options))
+
+
+def random_prompt(length: int, rng: random.Random) -> list[int]:
+    return [rng.randint(_FIRST_TOKEN, _LAST_TOKEN) for _ in range(length)]
+
+
+def endless(max_tokens: int) -> SamplingParams:
+    """Greedy, and no token ends it before `max_tokens`."""
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
+class Driver:
+    """Steps a decoder and counts the tokens of each request. Raises RuntimeError for one that fails."""
+
+    def __init__(self, engine: DecoderEngine) -> None:
+        self.engine = engine
+        self.num_tokens: dict[str, int] = {}
+
+    def add(self, name: str, prompt: list[int], params: SamplingParams) -> None:
+        """A request without inputs."""
+        self.num_tokens[name] = 0
+        self.engine.add_request(name, prompt, [], params)
+
+    def step(self) -> list[Event]:
+        events = self.engine.step()
+        for event in events:
+            if isinstance(event, RequestFailed):
+                raise RuntimeError(f"request {event.request_id} failed: {event.error.message}")
+            if isinstance(event, TokensReady):
+                self.num_tokens[event.request_id] += len(event.token_ids)
+        return events
+
+    def until(self, num_tokens: int) -> None:
+        """Step until each request has so many tokens. Raises TimeoutError if that takes too long."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        while min(self.num_tokens.values()) < num_tokens:
+            self.step()
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"no {num_tokens} tokens of every request after {DEADLINE_S:.0f} s")
+
+    def time_steps(self, setup: Setup, steps: int) -> tuple[list[float], int]:
+        """Seconds of a step, each the mean of so many, and how many were launched anew though steps are recorded."""
+        graphs, counters = self.engine.runner.graphs, self.engine.loop.counters
+        replayed, before = 0 if graphs is None else graphs.num_replays, counters["steps"]
+        seconds = setup.time(self.step, calls=steps)
+        return seconds, 0 if graphs is None else counters["steps"] - before - (graphs.num_replays - replayed)
+
+    def drop_all(self) -> None:
+        """Abort every request; the blocks that they leave behind are free. Raises TimeoutError if that takes too
+        long."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        for name in self.num_tokens:
+            self.engine.abort(name)
+        self.num_tokens.clear()
+        while self.engine.has_work():
+            self.engine.step()
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"the engine still has work {DEADLINE_S:.0f} s after every request was aborted")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """What is measured next begins with an engine that has nothing to do."""
+        self.drop_all()

@@ -1,0 +1,208 @@
+"""A whole cluster on one GPU: encoding apart (1e1pd) against one process for all (1epd), pictures and text together.
+
+Clients send requests with pictures, so many at a time; beside them probes of text alone are always under way: what
+does somebody notice who has sent no picture?
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from common.config import EngineConfig, Settings
+from common.model_info import ModelInfo, load_model_info
+from engine import processors
+from engine.models.registry import make_decoder as make_decoder_of
+from engine.models.registry import make_encoder
+from launch.client import ApiClient, ClientOptions, Job, Outcome
+from launch.cluster import LocalCluster
+from launch.media import Media
+from launch.topology import parse_topology
+from tools.bench.lineup import share_of
+from tools.bench.with_cluster import hops_of
+from tools.bench_gpu.attempts import attempted
+from tools.bench_gpu.attention import of_cluster
+from tools.bench_gpu.decode import least_step_s
+from tools.bench_gpu.encoder import encoder_flops
+from tools.bench_gpu.handoff import in_words
+from tools.bench_gpu.pictures import noise_picture
+from tools.bench_gpu.prefill import prefill_flops
+from tools.bench_gpu.setup import Setup
+from tools.bench_gpu.starts import side_by_side
+from tools.gpu_check.figures import Figure, duration, durations
+from tools.gpu_check.shapes import qwen2_5_vl_3b
+
+TOPOLOGIES: Final = ("1e1pd", "1epd")
+PICTURES: Final = (1, 4, 8)
+IN_FLIGHT, PROBES, REQUESTS, TOKENS, SIDE, TIMEOUT_S = 4, 4, 100, 16, 448, 120.0
+"""At least so many requests, and as many probes beside them: fewer have no 99th percentile. So many of each are under
+way: a single probe at a time would take five times as long to have as many answers."""
+MEMORY_FRACTION: Final = 0.42
+"""Of each cluster."""
+SIDES, TOY_SIDES = (448, 896), (56,)
+HANDOFF_WARM_UP, HANDOFFS, TOY_HANDOFFS = 3, 20, 3
+WAY: Final = "encode_done -> stored"
+TOY_TOPOLOGIES: Final = ("1e1pd",)
+TOY_PICTURES, TOY_REQUESTS, TOY_TOKENS, TOY_SIDE = (1,), 2, 4, 56
+START_TIMEOUT_S: Final = 120.0
+_WORDS: Final = ["tell", "me", "what", "is", "on", "the", "signs", "and", "how", "many", "of", "them", "there", "are"]
+
+
+def measure(setup: Setup) -> Iterator[Figure]:
+    """For each topology TTFT and TPOT of probes alone, of requests with 1, 4 and 8 pictures, and of probes beside
+    them; where encoding is apart, also the way of a picture's encoder output to the decoder.
+
+    The clusters start side by side, and are there at the same time: one that is asked nothing takes no time of the
+    device.
+    """
+    folder, topologies = setup.model(qwen2_5_vl_3b), TOY_TOPOLOGIES if setup.toy else TOPOLOGIES
+    makers = {topology: partial(_start, setup, folder, topology) for topology in topologies}
+    with side_by_side(makers, LocalCluster.stop) as clusters:
+        for topology in topologies:
+            part = partial(_measure_topology, setup, folder, topology, clusters[topology])
+            yield from attempted("serving", topology, part)
+
+
+def _start(setup: Setup, folder: Path, topology: str) -> LocalCluster:
+    share = share_of(setup.device, MEMORY_FRACTION)
+    engine = EngineConfig(load_format="dummy", max_num_batched_tokens=2048, **share)
+    settings = Settings(model=str(folder), port=0, log_level="warning", engine=engine)
+    cluster = LocalCluster(settings, topology, start_timeout_s=START_TIMEOUT_S)
+    cluster.start()
+    return cluster
+
+
+def _measure_topology(setup: Setup, folder: Path, topology: str, started: Future[LocalCluster]) -> Iterator[Figure]:
+    cluster, info = started.result(), load_model_info(str(folder))
+    attention = of_cluster(cluster, info, setup.device, setup.dtype)
+    tpot_s = least_step_s(setup.limits, folder, setup.dtype, IN_FLIGHT + PROBES)
+    text_s = least_ttft_s(setup, info, 0)
+    requests, counts = (TOY_REQUESTS, TOY_PICTURES) if setup.toy else (REQUESTS, PICTURES)
+
+    def load(pictures: int, count: int) -> Load:
+        return asyncio.run(_load(setup, cluster.base_url, pictures, count))
+
+    def told() -> Iterator[Figure]:
+        load(1, 1)  # warms up
+        yield from _figures(topology, "text alone", load(0, requests).probes, text_s, tpot_s)
+        for count in counts:
+            done = load(count, requests)
+            yield from _figures(topology, f"{count} pictures", done.asked, least_ttft_s(setup, info, count), tpot_s)
+            yield from _figures(topology, f"text beside {count} pictures", done.probes, text_s, tpot_s)
+
+    for figure in told():
+        yield attention.of(figure)
+    if parse_topology(topology).count("encoder"):
+        for side in TOY_SIDES if setup.toy else SIDES:
+            yield _handoff(setup, cluster, info, f"{topology}, handoff", side)
+
+
+def _handoff(setup: Setup, cluster: LocalCluster, info: ModelInfo, case: str, side: int) -> Figure:
+    """The way of the encoder output of one picture, one request after the other: from the end of its batch until the
+    decoder's cache has it. The limit is one copy within the device."""
+    count = TOY_HANDOFFS if setup.toy else HANDOFFS
+    outcomes = asyncio.run(_one_by_one(cluster.base_url, side, HANDOFF_WARM_UP + count))
+    seconds = hops_of(cluster, {str(one.request_id) for one in outcomes[HANDOFF_WARM_UP:]})[WAY]
+    size = (side // 28) ** 2 * int(info.text_config["hidden_size"]) * setup.dtype.itemsize  # a row for each 28 x 28
+    beside = "encoded until stored, one request after the other"
+    return duration("serving", f"{case} of {in_words(size)}", seconds, setup.limits.least_s(2 * size), beside)
+
+
+async def _one_by_one(url: str, side: int, count: int) -> list[Outcome]:
+    async with ApiClient(ClientOptions(url, None, 1, 0.0, TIMEOUT_S)) as client:
+        await client.connect()
+        load = Load(client, random.Random(side), side)
+        await load.ask(1, lambda: len(load.asked) >= count)
+    return load.asked
+
+
+def least_ttft_s(setup: Setup, info: ModelInfo, pictures: int) -> float:
+    """The least that a first token can take behind so many pictures, with the device for itself: the products of
+    matrices of their encoder, and then those of their tokens' prefill, or its weights read once.
+
+    Text, preprocessing and every way between processes are left out, and who is served at the same time.
+    """
+    side = TOY_SIDE if setup.toy else SIDE
+    encode_s, tokens = 0.0, 0
+    if pictures:
+        processors.init_worker(str(info.folder), str(setup.dtype).removeprefix("torch."))
+        item = processors.process(info.media_kind or "", noise_picture(side))
+        tokens = pictures * item.shape[0]
+        encode_s = setup.limits.least_s(0.0, pictures * encoder_flops(make_encoder(info).module, item))
+    prefill_s = setup.limits.least_s(0.0, prefill_flops(make_decoder_of(info), tokens)) if tokens else 0.0
+    return encode_s + max(prefill_s, least_step_s(setup.limits, info.folder, setup.dtype, 1))
+
+
+@dataclass
+class Load:
+    """What has been answered: requests with pictures, and probes of text."""
+
+    client: ApiClient
+    rng: random.Random
+    side: int
+    asked: list[Outcome] = field(default_factory=list)
+    probes: list[Outcome] = field(default_factory=list)
+
+    async def ask(self, pictures: int, done: Callable[[], bool]) -> None:
+        while not done():
+            number = len(self.asked)
+            images = await asyncio.gather(*(asyncio.to_thread(noise_picture, self.side) for _ in range(pictures)))
+            media = tuple(Media(f"{index}.png", "image/png", image) for index, image in enumerate(images))
+            self.asked.append(await self._send(Job(f"pictures {number}", _question(self.rng), media)))
+
+    async def probe(self, done: Callable[[], bool]) -> None:
+        while not done():
+            self.probes.append(await self._send(Job("probe", _question(self.rng))))
+
+    async def _send(self, job: Job) -> Outcome:
+        """Raises RuntimeError where the request failed."""
+        outcome = await self.client.send(job)
+        if outcome.error is not None:
+            raise RuntimeError(f"{job.name}: {outcome.error}")
+        return outcome
+
+
+async def _load(setup: Setup, url: str, pictures: int, requests: int) -> Load:
+    """All load lasts until there are `requests` of each kind; without pictures, probes are alone."""
+    tokens, side = (TOY_TOKENS, TOY_SIDE) if setup.toy else (TOKENS, SIDE)
+    async with ApiClient(ClientOptions(url, None, tokens, 0.0, TIMEOUT_S)) as client:
+        await client.connect()
+        load = Load(client, random.Random(pictures), side)
+
+        def done() -> bool:
+            return len(load.probes) >= requests and (not pictures or len(load.asked) >= requests)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(PROBES):
+                group.create_task(load.probe(done))
+            for _ in range(IN_FLIGHT if pictures else 0):
+                group.create_task(load.ask(pictures, done))
+    return load
+
+
+def _figures(
+    topology: str, case: str, outcomes: Sequence[Outcome], least_ttft_s: float, least_tpot_s: float
+) -> list[Figure]:
+    """TPOT stands beside a decode step's weights read once."""
+    ttft_s = [one.ttft_s for one in outcomes if one.ttft_s is not None]
+    tpot_s = [_tpot_s(one) for one in outcomes if one.ttft_s is not None and (one.completion_tokens or 0) > 1]
+    return [
+        durations("serving", f"{topology}, {case}: {name}", seconds, limit_s)
+        for name, seconds, limit_s in (("TTFT", ttft_s, least_ttft_s), ("TPOT", tpot_s, least_tpot_s))
+        if seconds
+    ]
+
+
+def _tpot_s(outcome: Outcome) -> float:
+    """Seconds for each token after the first one."""
+    return (outcome.latency_s - (outcome.ttft_s or 0.0)) / ((outcome.completion_tokens or 2) - 1)
+
+
+def _question(rng: random.Random) -> str:
+    return " ".join(rng.sample(_WORDS, 6)) + "?"

@@ -1,0 +1,168 @@
+"""FlashInfer's kernels, built ahead of their use: those that given models need, or the GPU check.
+
+    python -m tools.gpu_check.kernels --check           all that `make gpu-check` needs,
+                                                   into FLASHINFER_WORKSPACE_BASE (the home folder, if not set)
+    python -m tools.gpu_check.kernels MODEL…            what these models need
+    python -m tools.gpu_check.kernels --list …          what that would be
+
+A kernel is compiled when it is first used, which takes minutes; this does it without a GPU, too. It takes nvcc and
+ninja, FLASHINFER_CUDA_ARCH_LIST (9.0a for H100 and H200) where there is no GPU to ask, and a libcuda to link against:
+without a driver, a stub on LIBRARY_PATH. What is built is found again by the same version of FlashInfer alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+
+from common.model_info import ModelInfo, load_model_info
+from engine.attention.backend import HeadSpec
+from engine.attention.served import is_appended, needs_tensor_cores, unserved
+from engine.device import DTYPES
+from engine.models.registry import make_decoder
+from tools.gpu_check.cases import CASES, AttentionCase
+
+_NO_POSITIONS: Final = 0
+"""FlashInfer's number for "positions are not rotated by attention"."""
+_ENCODER_SIZES: Final = (
+    ("encoder_attention_heads", "d_model"),
+    ("num_attention_heads", "hidden_size"),
+    ("num_heads", "embed_dim"),
+    ("num_heads", "hidden_size"),
+)
+"""Where configurations of encoders say how many heads they have, and how wide these are together."""
+
+
+@dataclass(frozen=True, order=True)
+class Kernel:
+    """One library that FlashInfer compiles. `page` writes keys and values, `sampling` finds top-p; `decode` runs on the
+    vector units and `prefill` on tensor cores: prefills, encoders, and decodes of large groups of heads."""
+
+    kind: Literal["page", "sampling", "decode", "prefill"]
+    dtype: str = ""
+    head_dim: int = 0
+    window: bool = False
+
+    def __str__(self) -> str:
+        sizes = f" {self.dtype} heads of {self.head_dim}" if self.head_dim else ""
+        return f"{self.kind}{sizes}{' in a window' if self.window else ''}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Build the kernels and print what each took; returns the exit status, 1 if one could not be built."""
+    parser = argparse.ArgumentParser(prog="python -m tools.gpu_check.kernels", description=__doc__.split("\n")[0])
+    parser.add_argument("models", nargs="*", help="model folders; configurations suffice")
+    parser.add_argument("--check", action="store_true", help="those that the GPU check needs")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
+    parser.add_argument("--list", action="store_true", help="print them and build nothing")
+    options = parser.parse_args(arguments)
+    if not options.models and not options.check:
+        parser.error("which kernels? Name models, or --check")
+    kernels = needed_kernels((load_model_info(model) for model in options.models), options.dtype)
+    if options.check:
+        kernels = _in_order({*kernels, *check_kernels()})
+    if options.list:
+        print("\n".join(map(str, kernels)))
+        return 0
+    failures = 0
+    for number, kernel in enumerate(kernels, 1):
+        print(f"[{number}/{len(kernels)}] {kernel}: ", end="", flush=True)
+        began = time.monotonic()
+        try:
+            library = build(kernel)
+        except (RuntimeError, OSError) as error:
+            failures += 1
+            print(f"FAILED\n{error}")
+        else:
+            print(f"{time.monotonic() - began:.0f} s, {library.stat().st_size / 2**10:.0f} KiB")
+    return int(failures > 0)
+
+
+def needed_kernels(models: Iterable[ModelInfo], dtype: str) -> list[Kernel]:
+    """Without duplicates, those that are quickly built first. Heads that FlashInfer does not serve need none."""
+    return _in_order({kernel for info in models for kernel in (*_of_decoder(info, dtype), *_of_encoder(info, dtype))})
+
+
+def check_kernels() -> list[Kernel]:
+    """Those that the GPU check asks for: of its cases of attention, and so of all its models."""
+    return _in_order({kernel for case in CASES for kernel in _of_case(case)})
+
+
+def build(kernel: Kernel) -> Path:
+    """Compile a kernel, unless it is there already; returns the library. Raises RuntimeError as the compiler says."""
+    spec = _specification(kernel)
+    spec.build(verbose=False)
+    library: Path = spec.jit_library_path
+    return library
+
+
+def _in_order(kernels: Collection[Kernel]) -> list[Kernel]:
+    return sorted(kernels, key=lambda kernel: (("page", "sampling", "decode", "prefill").index(kernel.kind), kernel))
+
+
+def _of_decoder(info: ModelInfo, dtype: str) -> Iterator[Kernel]:
+    model = make_decoder(info)
+    heads = HeadSpec(model.spec.num_heads, model.spec.num_kv_heads, model.spec.head_dim)
+    windows = {getattr(module, "window", None) is not None for module in model.modules() if hasattr(module, "window")}
+    yield Kernel("sampling")
+    for window in windows or {False}:
+        yield from _of_heads(heads, dtype, window=window)
+
+
+def _of_case(case: AttentionCase) -> Iterator[Kernel]:
+    heads = HeadSpec(case.num_heads, case.num_kv_heads, case.head_dim)
+    yield Kernel("sampling")
+    yield from _of_heads(heads, case.dtype, window=case.window is not None)
+
+
+def _of_heads(heads: HeadSpec, dtype: str, *, window: bool) -> Iterator[Kernel]:
+    """Of a decoder's attention, and of writing its keys and values."""
+    if is_appended(heads.num_kv_heads, heads.head_dim):
+        yield Kernel("page")
+    if unserved(heads, DTYPES[dtype]) is not None:
+        return
+    yield Kernel("prefill", dtype, heads.head_dim, window)
+    if not needs_tensor_cores(heads.num_heads, heads.num_kv_heads):
+        yield Kernel("decode", dtype, heads.head_dim, window)
+
+
+def _of_encoder(info: ModelInfo, dtype: str) -> Iterator[Kernel]:
+    if info.media_kind not in ("image", "audio"):
+        return
+    config = info.config.get("vision_config") or info.config.get("audio_config") or info.config
+    for heads_key, width_key in _ENCODER_SIZES:
+        if heads_key in config and width_key in config:
+            head_dim = config[width_key] // config[heads_key]
+            heads = HeadSpec(config[heads_key], config[heads_key], head_dim)
+            if unserved(heads, DTYPES[dtype]) is None:
+                yield Kernel("prefill", dtype, head_dim)
+            return
+
+
+def _specification(kernel: Kernel) -> Any:
+    """FlashInfer's description of the library, by the same words with which its wrappers ask for it."""
+    from flashinfer.jit.attention.modules import gen_batch_decode_module, gen_batch_prefill_module
+    from flashinfer.jit.page import gen_page_module
+    from flashinfer.jit.sampling import gen_sampling_module
+
+    if kernel.kind == "page":
+        return gen_page_module()
+    if kernel.kind == "sampling":
+        return gen_sampling_module()
+    dtype = DTYPES[kernel.dtype]
+    types = (dtype, dtype, dtype, torch.int32)
+    sizes = (kernel.head_dim, kernel.head_dim, _NO_POSITIONS, kernel.window, False)
+    if kernel.kind == "decode":
+        return gen_batch_decode_module(*types, *sizes)
+    return gen_batch_prefill_module("fa2", *types, *sizes, False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

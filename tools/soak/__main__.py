@@ -1,0 +1,66 @@
+"""`python -m tools.soak`, or `make soak MINUTES=60`: a cluster under mixed load for a long time, and a verdict."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from common import openmp
+from common.errors import TriptychError
+
+
+def soak(
+    minutes: Annotated[float, typer.Option(min=0.5)] = 60.0,
+    model: Annotated[str, typer.Option(help="Folder, hub id or bundled name; one that takes pictures.")] = "signpost",
+    topology: Annotated[str, typer.Option(help="The first instance of each role is spared by faults.")] = "2e2p2d",
+    audio_model: Annotated[str | None, typer.Option(help="One that transcribes: runs beside the other.")] = None,
+    audio_topology: Annotated[str, typer.Option(help="Of the cluster that transcribes.")] = "1e2pd",
+    in_flight: Annotated[int, typer.Option(min=2, help="Requests at once; a quarter of them audio, if any.")] = 16,
+    fault_every_s: Annotated[float, typer.Option(help="Mean time between faults; 0 for none.")] = 90.0,
+    seed: Annotated[int | None, typer.Option(help="Of requests and faults; drawn and printed if not given.")] = None,
+    write: Annotated[Path | None, typer.Option(help="Folder for soak.md and soak.json.")] = None,
+) -> None:
+    """Ask about pictures, text and sounds, leave some answers, kill workers, and look whether memory stays flat.
+
+    Ends with status 1 where an answer was wrong or missing, something was still held, a process ended that nothing had
+    hit, or the memory of a supervisor or a service rose by more than 2 % over the last two thirds. The load runs in
+    processes of its own: their memory is told and not judged.
+    """
+    openmp.set_defaults(os.environ)
+    from launch.children import adopt_orphans
+    from tools.soak.plan import Part, Plan
+    from tools.soak.report import as_json, as_markdown
+    from tools.soak.run import run_soak
+
+    adopt_orphans()
+    chosen = seed if seed is not None else random.SystemRandom().randrange(10**6)
+    clips = max(1, in_flight // 4) if audio_model else 0
+    parts = [Part("pictures", model, topology, in_flight - clips)]
+    parts += [Part("audio", audio_model, audio_topology, clips)] if audio_model else []
+    findings = run_soak(Plan(minutes, tuple(parts), fault_every_s, chosen), _tell)
+    page = as_markdown(findings)
+    print(page)
+    if write is not None:
+        write.mkdir(parents=True, exist_ok=True)
+        (write / "soak.md").write_text(page)
+        (write / "soak.json").write_text(json.dumps(as_json(findings)))
+    if not findings.ok:
+        raise typer.Exit(1)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(soak)
+    except TriptychError as error:
+        _tell(f"error: {error}")
+        sys.exit(1)

@@ -1,0 +1,145 @@
+"""What a soak found, as a page and as numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from tools.soak.memory import Life
+from tools.soak.plan import Part, Plan
+from tools.soak.tally import Tally
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Everything a run found. `tallies` and `faults`: of each part of the plan.
+
+    `lives`: of the supervisor and the services, by which memory is judged; `spared` names those that nothing hit and
+    that are therefore to be found there. `loads`: of what asked, which is no part of the product. `left` is what was
+    still held two seconds after the last request; `remains` what was there after the end of the clusters: processes,
+    files. `kept` are the folders of logs that supervisors keep on purpose, and why.
+    """
+
+    plan: Plan
+    tallies: list[Tally]
+    faults: list[Counter[str]]
+    restarts: dict[str, int]
+    spared: list[str]
+    lives: list[Life]
+    loads: list[Life]
+    left: dict[str, float]
+    remains: list[str]
+    kept: list[str]
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures
+
+    @property
+    def failures(self) -> list[str]:
+        """What the run has failed by, in words."""
+        lived = {life.name for life in self.lives}
+        found = [
+            f"memory of {life.name} rose by {100 * life.rise / life.mean:.2f} %" for life in self.lives if not life.flat
+        ]
+        found += [f"{name} did not live through the window" for name in self.spared if name not in lived]
+        found += [f"{name} ended though nothing had hit it" for name in self.spared if self.restarts.get(name)]
+        sides = zip(self.plan.parts, self.tallies, strict=True)
+        found += [f"{part.name}: {tally.failures} wrong or missing answers" for part, tally in sides if tally.failures]
+        silent = zip(self.plan.parts, self.tallies, strict=True)
+        found += [f"{part.name}: no whole answer" for part, tally in silent if not tally.endings.get("whole")]
+        found += [f"still held: {_listed(self.left)}"] if self.left else []
+        return found + ([f"left behind: {_listed(self.remains)}"] if self.remains else [])
+
+
+def as_json(findings: Findings) -> dict[str, Any]:
+    """All numbers, samples included."""
+    plan = findings.plan
+    sides = zip(plan.parts, findings.tallies, findings.faults, strict=True)
+    return {
+        "verdict": "ok" if findings.ok else "failed",
+        "failures": findings.failures,
+        "minutes": plan.minutes,
+        "seed": plan.seed,
+        "parts": {part.name: _part_as_json(part, tally, faults) for part, tally, faults in sides},
+        "restarts": findings.restarts,
+        "left": findings.left,
+        "remains": findings.remains,
+        "kept": findings.kept,
+        "memory": list(map(_life_as_json, findings.lives)),
+        "memory_of_load": list(map(_life_as_json, findings.loads)),
+    }
+
+
+def _life_as_json(life: Life) -> dict[str, Any]:
+    return {
+        "name": life.name,
+        "mean": life.mean,
+        "rise": life.rise,
+        "seconds": list(life.times_s),
+        "bytes": list(life.sizes),
+    }
+
+
+def _part_as_json(part: Part, tally: Tally, faults: Counter[str]) -> dict[str, Any]:
+    return {
+        "model": part.model,
+        "topology": part.topology,
+        "in_flight": part.in_flight,
+        "endings": dict(tally.endings),
+        "tokens": tally.tokens,
+        "compared": tally.compared,
+        "wrong": tally.wrong,
+        "told": tally.told,
+        "faults": dict(faults),
+    }
+
+
+def as_markdown(findings: Findings) -> str:
+    """The page: what was done, what came of it, memory by process."""
+    plan = findings.plan
+    lines = [
+        f"{datetime.now(tz=UTC):%Y-%m-%d}, {plan.minutes:g} minutes of {' and '.join(map(str, plan.parts))}, "
+        f"seed {plan.seed}: **{'ok' if findings.ok else 'FAILED: ' + '; '.join(findings.failures)}**",
+        "",
+    ]
+    for part, tally, faults in zip(plan.parts, findings.tallies, findings.faults, strict=True):
+        lines += _part_lines(part, tally, faults)
+    lines += [
+        f"- processes started again: {_listed({name: count for name, count in findings.restarts.items() if count})}",
+        f"- held 2 s after the last request: {_listed(findings.left)}; after the end: {_listed(findings.remains)}",
+        f"- logs that supervisors keep: {_listed(findings.kept)}",
+        "",
+        "| process | mean, MiB | first | last | rise over the window, MiB | % | flat |",
+        "|---|---|---|---|---|---|---|",
+        *(_row(life, "yes" if life.flat else "NO") for life in findings.lives),
+        *(_row(life, "not judged") for life in findings.loads),
+        "",
+        *(f"- {what}" for tally in findings.tallies for what in tally.told),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _part_lines(part: Part, tally: Tally, faults: Counter[str]) -> list[str]:
+    endings = ", ".join(f"{count} {ending}" for ending, count in sorted(tally.endings.items()))
+    return [
+        f"- {part.name}: {endings}; {tally.tokens} tokens; compared with an earlier answer to the same request: "
+        f"{tally.compared}, different: {tally.wrong}; faults: {_listed(dict(sorted(faults.items())))}",
+    ]
+
+
+def _row(life: Life, verdict: str) -> str:
+    numbers = (life.mean, life.sizes[0], life.sizes[-1], life.rise)
+    cells = [f"{number / MIB:.1f}" for number in numbers]
+    return f"| {life.name} | {' | '.join(cells)} | {100 * life.rise / life.mean:+.2f} | {verdict} |"
+
+
+def _listed(items: Mapping[str, float] | list[str]) -> str:
+    if isinstance(items, Mapping):
+        items = [f"{name}: {value:g}" for name, value in items.items()]
+    return ", ".join(items) or "nothing"
