@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 
 from common.model_info import ModelInfo
-from common.prompts import encode_tokens
+from common.text.prompts import encode_tokens
 from engine.counters import encoder_computations
 from engine.media.log_mel import LogMelSettings
 from engine.models.base import EncoderModel

@@ -15,7 +15,7 @@ import torch
 
 from common.config import EngineConfig
 from common.errors import TriptychError
-from common.gpu_memory import GPU_FRACTION, process_bytes
+from common.process.gpu_memory import GPU_FRACTION, process_bytes
 
 
 @dataclass(frozen=True)

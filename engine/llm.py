@@ -25,7 +25,9 @@ from common.errors import TriptychError
 from common.hashing import content_hash
 from common.messages import FinishReason, InputSlot, MediaKind, Span, TokenLogprob
 from common.model_info import load_model_info
-from common.prompts import (
+from common.sampling_params import SamplingParams
+from common.text.processor import Detokenizer, TextProcessor
+from common.text.prompts import (
     ExplicitEncoderDecoderPrompt,
     ParsedPrompt,
     Prompt,
@@ -36,9 +38,7 @@ from common.prompts import (
     parse_prompt,
     with_checkpoint_rules,
 )
-from common.sampling_params import SamplingParams
-from common.text import Detokenizer, TextProcessor
-from common.token_text import bad_words_ids
+from common.text.token_text import bad_words_ids
 from engine import processors
 from engine.decoder_engine import DecoderEngine
 from engine.encoder_engine import EncoderEngine
@@ -181,7 +181,7 @@ class LLM:
 
         With `timestamps`, `token_ids` have a timestamp at both ends of each segment.
         """
-        from common import whisper_prompt
+        from common.text import whisper_prompt
 
         token_ids, rules = whisper_prompt.build(
             self.info, self.text, language=language, prompt=prompt, timestamps=timestamps

@@ -20,8 +20,8 @@ import torch
 
 from common.config import EngineConfig
 from common.errors import TriptychError
-from common.gpu_memory import GPU_FRACTION
-from common.host_memory import available_memory
+from common.process.gpu_memory import GPU_FRACTION
+from common.process.host_memory import available_memory
 from engine.gpu_memory import cuda_budget, in_words, measure_gpu
 
 DEFAULT_FRACTION: Final = {"cpu": 0.5, "cuda": GPU_FRACTION}

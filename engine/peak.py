@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from common import malloc
+from common.process import malloc
 
 _RESET_PEAK: Final = "5"  # proc(5), clear_refs
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from common import openmp
 from common.errors import TriptychError
+from common.process import openmp
 
 if TYPE_CHECKING:
     from pydantic import ValidationError

@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from common.errors import TriptychError
-from common.gpu_memory import GPU_FRACTION, process_bytes, total_gpu_memory
 from common.messages import Role
+from common.process.gpu_memory import GPU_FRACTION, process_bytes, total_gpu_memory
 from launch.topology import Topology
 from launch.weights import count_parameters
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from common.errors import TriptychError
-from common.host_memory import available_memory
 from common.messages import Role
+from common.process.host_memory import available_memory
 from launch.gpu_split import split_gpu
 from launch.topology import Topology
 from launch.weights import count_parameters

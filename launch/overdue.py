@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
-from common.awake import AwakeClock
+from common.process.clocks import AwakeClock
 from launch.instance import Instance, State
 
 LOOK_S: Final = 3.0

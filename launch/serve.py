@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, TextIO, cast
 from rich.console import Console
 from rich.markup import escape
 
-from common import housekeeping
 from common.errors import TriptychError
 from common.keys import ClusterKey
+from common.process import memory_upkeep
 from launch.children import adopt_orphans
 from launch.console import ConsoleReporter, make_console
 from launch.local_clusters import LocalEntry, announced
@@ -96,7 +96,7 @@ async def _serve(plan: Plan, console: Console, start_timeout_s: float) -> int:
 
 async def _start_and_watch(supervisor: Supervisor, console: Console) -> None:
     await supervisor.start()
-    housekeeping.begin()
+    memory_upkeep.begin()
     try:
         plan, base_url = supervisor.plan, supervisor.plan.base_url
         console.print(f"\nOpenAI API at [bold]{base_url}/v1[/] · Ctrl-C stops it · try:", highlight=False)

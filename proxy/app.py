@@ -19,17 +19,17 @@ from redis.exceptions import RedisError
 from broker.curve import ClusterContext
 from broker.redis_client import connect
 from broker.registry import Registry
-from common import housekeeping, malloc
 from common.config import Settings
 from common.errors import TriptychError
-from common.host_memory import available_memory
-from common.http_auth import RequireKey, proxy_guard
-from common.http_server import Server, bind
+from common.http.auth import RequireKey, proxy_guard
+from common.http.server import Server, bind
 from common.keys import ClusterKey, api_keys, key_id
 from common.messages import InstanceRecord
 from common.model_info import ModelInfo, load_model_info
+from common.process import malloc, memory_upkeep
+from common.process.host_memory import available_memory
 from common.telemetry import get_logger, setup_logging
-from common.text import TextProcessor
+from common.text.processor import TextProcessor
 from proxy import errors
 from proxy.auth import refusal
 from proxy.dispatch import Dispatcher
@@ -170,7 +170,7 @@ async def _serve_until_signal(service: Service, listener: socket.socket) -> bool
         loop.add_signal_handler(number, server.stop)
     if service.settings.host not in ("127.0.0.1", "localhost", "::1") and not api_keys(service.settings):
         log.warning("anybody who reaches this port is served: give API keys, see docs/security.md")
-    housekeeping.begin()
+    memory_upkeep.begin()
     log.info("serving", model=service.model_name, host=service.settings.host, port=port)
     await server.serve(sockets=[listener])
     log.info("stopped")

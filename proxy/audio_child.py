@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from broker.lifetime import die_with_parent
-from common import malloc
+from common.process import malloc
 from proxy import audio as audio  # loaded now, rather than with the first recording
 
 

@@ -1,5 +1,5 @@
 """What a caller without a valid API key is told, and what is told to the others only. Who needs one:
-`common.http_auth`."""
+`common.http.auth`."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ import httpx
 
 from common.config import Settings
 from common.errors import TriptychError
-from common.tiny_pieces import TinyPieces
+from common.http.chunk_guard import TinyPieces
 from proxy.fair_share import Places, Share
 
 MAX_REDIRECTS: Final = 5

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from common.messages import TokenLogprob, Tokens
-from common.text import Detokenizer, TextProcessor
+from common.text.processor import Detokenizer, TextProcessor
 from proxy.jobs import Job
 from proxy.metrics import ProxyMetrics
 

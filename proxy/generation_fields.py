@@ -22,8 +22,8 @@ from common.sampling_params import (
     MAX_STOP_STRINGS,
     SamplingParams,
 )
-from common.text import TextProcessor
-from common.token_text import bad_words_ids
+from common.text.processor import TextProcessor
+from common.text.token_text import bad_words_ids
 from proxy.errors import FIRST_ERROR
 from proxy.generation import Usage
 from proxy.structured import StructuredFields

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from common.messages import TokenLogprob
-from common.token_text import TokenTexts
+from common.text.token_text import TokenTexts
 
 MIN_LOGPROB: Final = -9999.0
 """What impossible tokens are given: JSON knows no infinity."""

@@ -8,8 +8,8 @@ from typing import Final
 import msgspec
 
 from common.errors import TriptychError
-from common.prompts import ParsedPrompt, encode_tokens, parse_prompt, with_checkpoint_rules
 from common.sampling_params import SamplingParams
+from common.text.prompts import ParsedPrompt, encode_tokens, parse_prompt, with_checkpoint_rules
 from proxy.exchange import Exchange
 from proxy.jobs import Job, MediaItem, make_slots, part_id
 from proxy.openai_types import CompletionRequest, Prompt

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from common.child_pool import ChildPool
 from common.errors import TriptychError
+from common.process.child_pool import ChildPool
 from proxy import audio
 from proxy.audio import Window
 from proxy.audio_child import initialize

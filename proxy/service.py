@@ -14,8 +14,8 @@ from common.config import Settings
 from common.errors import TriptychError
 from common.messages import WORKER_ROLES, Span
 from common.model_info import ModelInfo
-from common.text import TextProcessor
-from common.token_text import TokenTexts
+from common.text.processor import TextProcessor
+from common.text.token_text import TokenTexts
 from proxy.dispatch import Dispatcher
 from proxy.errors import Overloaded
 from proxy.exchange import Admission, Exchange

@@ -11,10 +11,10 @@ from typing import Any, Final
 
 import msgspec
 
-from common import whisper_prompt
-from common.languages import language_code
 from common.messages import TokenLogprob
 from common.sampling_params import MAX_LOGPROBS, SamplingParams, TimestampRules
+from common.text import whisper_prompt
+from common.text.languages import language_code
 from proxy.audio import Window
 from proxy.exchange import Exchange
 from proxy.generation import Delta, Finish, Generation, Usage

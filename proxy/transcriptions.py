@@ -13,9 +13,9 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from common.errors import TriptychError
-from common.languages import language_name
 from common.sampling_params import MAX_SEQUENCES, SamplingParams
-from common.whisper_prompt import Task
+from common.text.languages import language_name
+from common.text.whisper_prompt import Task
 from proxy.errors import from_validation
 from proxy.exchange import Exchange, Json, Payload, Plain, Sse
 from proxy.generation import Delta

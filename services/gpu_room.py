@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from broker.transports.choice import gpu_bytes_of_nixl
 from common.config import EngineConfig, Settings
-from common.gpu_memory import PROCESS_BYTES
+from common.process.gpu_memory import PROCESS_BYTES
 
 
 def engine_on_gpu(settings: Settings, host: str) -> EngineConfig:

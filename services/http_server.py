@@ -14,8 +14,8 @@ from starlette.routing import Route
 
 from common.config import Settings
 from common.errors import ErrorInfo, TriptychError
-from common.http_auth import Guard, RequireKey
-from common.http_server import Server, bind
+from common.http.auth import Guard, RequireKey
+from common.http.server import Server, bind
 
 Check = Callable[[], str | None]
 """Why not; None if all is well."""

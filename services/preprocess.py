@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Final
 
-from common.child_pool import ChildPool
 from common.messages import MediaKind
+from common.process.child_pool import ChildPool
 from services.preprocess_child import initialize, process_item
 
 if TYPE_CHECKING:

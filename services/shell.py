@@ -28,7 +28,7 @@ from broker.registry import HEARTBEAT_S, Registry
 from broker.rpc import WorkerServer
 from common.config import Settings
 from common.errors import ErrorInfo, TriptychError
-from common.http_auth import worker_guard
+from common.http.auth import worker_guard
 from common.keys import ClusterKey
 from common.messages import Abort, Failed, Heartbeat, Inquiry, Role
 from common.model_info import ModelInfo

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from common.awake import AwakeClock
 from common.errors import TriptychError
+from common.process.clocks import AwakeClock
 from services.engine_thread import EngineThread
 
 POLL_S: Final = 1.0

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from multiprocessing import resource_tracker
 from typing import Any, Final, NoReturn, cast
 
-from common import housekeeping, malloc, openmp
 from common.config import Settings
 from common.errors import TriptychError
 from common.messages import Role
 from common.model_info import ModelInfo, load_model_info
+from common.process import malloc, memory_upkeep, openmp
 from common.telemetry import get_logger, setup_logging
 from services.roles import check_role, make_role
 
@@ -65,9 +65,9 @@ async def _run(settings: Settings, info: ModelInfo, role: Role) -> tuple[int, Ro
 
 def _keep_house(role: Role, is_idle: Callable[[], bool]) -> None:
     if role in RECEIVING:
-        housekeeping.begin(malloc.KEPT_BYTES)
+        memory_upkeep.begin(malloc.KEPT_BYTES)
     else:
-        housekeeping.begin(is_idle=is_idle)
+        memory_upkeep.begin(is_idle=is_idle)
 
 
 def _become(role: Role, instance_id: str) -> NoReturn:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from common.messages import InputLayout
 from common.model_info import ModelInfo
-from common.prompts import check_encoder_prompt, decode_tokens
+from common.text.prompts import check_encoder_prompt, decode_tokens
 
 
 class TextTokensProcessor:

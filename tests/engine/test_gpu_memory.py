@@ -7,7 +7,7 @@ import torch
 
 from common.config import EngineConfig
 from common.errors import TriptychError
-from common.gpu_memory import PROCESS_BYTES
+from common.process.gpu_memory import PROCESS_BYTES
 from engine.gpu_memory import GpuMemory, cuda_budget
 from engine.memory import memory_budget
 

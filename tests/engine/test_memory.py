@@ -16,8 +16,8 @@ from torch import nn
 
 from common.config import EngineConfig
 from common.errors import TriptychError
-from common.host_memory import available_memory
 from common.model_info import load_model_info
+from common.process.host_memory import available_memory
 from engine.decoder_engine import DecoderEngine
 from engine.encoder_engine import EncoderEngine
 from engine.encoder_profile import BatchProfile
@@ -267,7 +267,7 @@ def test_an_encoder_without_room_for_its_smallest_item_does_not_start(vision: Pa
 _DECODER = """
 import json, sys
 from pathlib import Path
-from common.malloc import reuse_large_blocks, use_one_arena
+from common.process.malloc import reuse_large_blocks, use_one_arena
 use_one_arena()
 reuse_large_blocks()
 from common.config import EngineConfig
@@ -289,7 +289,7 @@ print(Path("/proc/self/status").read_text())
 _ENCODER = """
 import json, sys
 from pathlib import Path
-from common.malloc import use_one_arena
+from common.process.malloc import use_one_arena
 use_one_arena()
 from common.config import EngineConfig
 from common.model_info import load_model_info

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from common import whisper_prompt
-from common.prompts import preprocess_decoder_prompt
-from common.text import TextProcessor
+from common.text import whisper_prompt
+from common.text.processor import TextProcessor
+from common.text.prompts import preprocess_decoder_prompt
 from launch.demo import scenes
 from tests.equality.media import data_url, picture, png, sound, text_prompts, wav
 from tests.equality.references import Reference

@@ -14,7 +14,7 @@ from transformers.models.mllama.processing_mllama import (
 )
 
 from common.model_info import ModelInfo
-from common.text import TextProcessor
+from common.text.processor import TextProcessor
 
 FAMILIES = ("llava", "idefics3", "mllama")
 

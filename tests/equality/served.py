@@ -16,7 +16,7 @@ from redis import Redis
 from common.config import EngineConfig, Settings
 from common.messages import Role
 from common.model_info import ModelInfo, load_model_info
-from common.text import TextProcessor
+from common.text.processor import TextProcessor
 from launch.cluster import LocalCluster
 from launch.instance import Instance
 from launch.plan import Plan

@@ -12,7 +12,7 @@ import pytest
 
 from common.model_info import BUNDLED, load_model_info
 from common.sampling_params import SamplingParams
-from common.text import TextProcessor
+from common.text.processor import TextProcessor
 from engine.llm import LLM, Prompt
 from launch.demo import scenes
 from tests.equality.cases import MAX_TOKENS as LIMITS

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoFeatureExtractor, GenerationMixin
 
-from common import whisper_prompt
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
+from common.text import whisper_prompt
 from engine.counters import encoder_computations
 from engine.llm import LLM, RequestOutput
 from tests import tiny_models

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from common import whisper_prompt
 from common.model_info import load_model_info
+from common.text import whisper_prompt
 from engine.llm import LLM
 from tests.equality.cases import MAX_TOKENS as LIMITS
 from tests.equality.cases import Case, timed_speech_cases

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common import whisper_prompt
 from common.sampling_params import SamplingParams
-from common.text import TextProcessor
+from common.text import whisper_prompt
+from common.text.processor import TextProcessor
 from engine.llm import LLM
 from tests.equality.cases import Case, make_cases
 from tests.equality.media import recording

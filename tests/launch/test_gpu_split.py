@@ -11,8 +11,8 @@ import pytest
 
 from common.config import EngineConfig, Settings
 from common.errors import TriptychError
-from common.gpu_memory import PROCESS_BYTES, total_gpu_memory
 from common.model_info import ModelInfo, load_model_info
+from common.process.gpu_memory import PROCESS_BYTES, total_gpu_memory
 from launch.gpu_split import BATCH_BYTES, split_gpu
 from launch.memory import split_memory
 from launch.plan import Plan

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from common.awake import AwakeClock
+from common.process.clocks import AwakeClock
 from launch import overdue
 from launch.children import Command
 from launch.instance import Instance, State

@@ -21,7 +21,7 @@ from redis.asyncio import Redis
 from broker.embedded import EmbeddedBroker
 from broker.redis_client import connect
 from common.config import Settings
-from common.http_server import bind
+from common.http.server import bind
 from common.messages import WORKER_ROLES, Abort
 from common.model_info import ModelInfo, load_model_info
 from proxy.app import ProxyServer, make_app, make_service

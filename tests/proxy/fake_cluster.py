@@ -11,7 +11,7 @@ import zmq.asyncio
 from redis.asyncio import Redis
 
 from common.model_info import ModelInfo
-from common.text import TextProcessor
+from common.text.processor import TextProcessor
 from tests.proxy.fake_decoders import FakeDecoder, FakePrefill, FakeReader
 from tests.proxy.fake_workers import FakeEncoder, FakeWorker
 

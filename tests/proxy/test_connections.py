@@ -155,7 +155,7 @@ async def test_what_is_refused_unread_and_comes_nevertheless_keeps_no_connection
 
 
 async def test_beyond_the_cap_the_oldest_idle_connection_makes_room(serve, monkeypatch):
-    monkeypatch.setattr("common.http_connections.FRESH_S", 0.0)
+    monkeypatch.setattr("common.http.connections.FRESH_S", 0.0)
     async with serve(max_connections=20) as rig, connections(rig, 30) as opened:
         assert (await rig.chat()).choices[0].finish_reason == "stop"
         assert rig.count("connections_ended_total", reason="evicted") >= 10
@@ -166,7 +166,7 @@ async def test_beyond_the_cap_the_oldest_idle_connection_makes_room(serve, monke
 
 async def test_in_a_burst_of_connections_those_beyond_the_cap_are_refused_and_nobody_is_cut_off(serve, monkeypatch):
     """All of them are idle for a moment: none may be ended for another before it could say what it wants."""
-    monkeypatch.setattr("common.http_connections.FRESH_S", 60.0)
+    monkeypatch.setattr("common.http.connections.FRESH_S", 60.0)
     async with serve(max_connections=20) as rig, connections(rig, 30) as opened:
         for _, writer in opened:
             writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
@@ -237,7 +237,7 @@ def test_descriptors_are_raised_and_half_of_them_kept_back():
     program = """
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 200))
-from common.http_connections import allowed_connections
+from common.http.connections import allowed_connections
 print(allowed_connections(4096), allowed_connections(50), resource.getrlimit(resource.RLIMIT_NOFILE))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from common.messages import Encode, Generate
-from common.prompts import decode_tokens
+from common.text.prompts import decode_tokens
 
 
 async def _generated(rig, **fields):

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from common.messages import Generate, TokenLogprob
-from common.token_text import TokenTexts
+from common.text.token_text import TokenTexts
 from proxy.logprobs import CompletionLogprobs, LogprobShapes
 from tests.proxy.streams import events
 

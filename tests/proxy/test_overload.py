@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from common import http_server
+from common.http import server
 from common.messages import Abort, Generate, Tokens
 from proxy import completions, flight
 from proxy.overload import FULL_LINE, SHORT_LINE, WINDOW, Line, LinePlaces, Place, retry_after_s
@@ -302,7 +302,7 @@ async def test_a_client_that_reads_nothing_is_ended_and_disturbs_nobody(serve, m
 
 
 async def test_the_connection_of_a_client_that_reads_nothing_is_closed(serve, monkeypatch):
-    monkeypatch.setattr(http_server, "UNREAD_MS", 500)
+    monkeypatch.setattr(server, "UNREAD_MS", 500)
     async with serve() as rig:
         rig.cluster.decoders[0].messages = lambda message: (Tokens(message.request_id, n, [5]) for n in range(5000))
         with _unread(rig, "/v1/completions"):

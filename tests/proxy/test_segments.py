@@ -7,9 +7,9 @@ import math
 import msgspec
 import pytest
 
-from common.languages import NAMES, language_code, language_name
 from common.messages import Generate, TokenLogprob
 from common.sampling_params import TimestampRules
+from common.text.languages import NAMES, language_code, language_name
 from proxy.segments import Segment, as_srt, as_vtt, split_at_timestamps
 from tests.proxy.media import speech
 

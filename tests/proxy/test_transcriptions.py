@@ -9,9 +9,9 @@ import openai
 import pytest
 import soundfile
 
-from common import whisper_prompt
 from common.messages import Encode, Generate
-from common.text import TextProcessor
+from common.text import whisper_prompt
+from common.text.processor import TextProcessor
 from proxy import audio
 from proxy.recordings import shared
 from tests.proxy.media import audio_part, speech

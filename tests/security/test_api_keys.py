@@ -11,7 +11,7 @@ from pydantic import SecretStr
 
 from common.config import Settings
 from common.errors import TriptychError
-from common.http_auth import proxy_guard, worker_guard
+from common.http.auth import proxy_guard, worker_guard
 from common.keys import ClusterKey, TokenSet, api_keys, bearer, cluster_token, may_control
 from tests.proxy.conftest import eventually
 from tests.proxy.fake_decoders import FakeDecoder

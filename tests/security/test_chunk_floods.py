@@ -15,8 +15,8 @@ import pytest
 
 from common.config import Settings
 from common.errors import TriptychError
-from common.http_connections import BODY_PIECE_BYTES, PIECE_BYTES, BoundedProtocol
-from common.tiny_pieces import PIECE_COST_BYTES, SPARE_BYTES
+from common.http.chunk_guard import PIECE_COST_BYTES, SPARE_BYTES
+from common.http.connections import BODY_PIECE_BYTES, PIECE_BYTES, BoundedProtocol
 from proxy import fetch
 from proxy.fetch import Fetcher
 from tests.proxy.conftest import Rig, serve

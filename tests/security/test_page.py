@@ -8,7 +8,7 @@ from pathlib import Path
 from typer.main import get_command
 
 from common.config import Settings
-from common.http_auth import CONTROL_PATHS
+from common.http.auth import CONTROL_PATHS
 from launch.cli import app
 
 ROOT = Path(__file__).parents[2]

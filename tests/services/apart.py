@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from common.messages import Abort, Generate, InputSlot, Prefilled, Tokens
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
-from common.text import TextProcessor
+from common.text.processor import TextProcessor
 from services.decode import DecodeService
 from services.prefill import PrefillService
 from tests.eventually import eventually

@@ -39,7 +39,7 @@ from common.messages import (
 )
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
-from common.text import TextProcessor
+from common.text.processor import TextProcessor
 from tests.eventually import eventually
 
 START_S = 120.0

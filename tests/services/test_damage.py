@@ -17,7 +17,7 @@ from common.hashing import content_hash
 from common.messages import Encode, Encoded, Generate, InputSlot, Tokens
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
-from common.text import TextProcessor
+from common.text.processor import TextProcessor
 from engine.llm import LLM
 from services.encoder import EncoderService
 from services.prefill_decode import PrefillDecodeService

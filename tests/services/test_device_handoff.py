@@ -26,7 +26,7 @@ from common.hashing import checksum, content_hash
 from common.messages import Encode, Encoded, Generate, InputSlot, TensorHeader, Tokens
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
-from common.text import TextProcessor
+from common.text.processor import TextProcessor
 from engine.decoder_engine import DecoderEngine
 from engine.scheduler.kv_expectation import KvPart
 from services.decode import DecodeService

@@ -13,7 +13,7 @@ from broker.tensors import TensorReceiver, TensorSender
 from broker.transports import nixl_agent
 from broker.transports.choice import gpu_bytes_of_nixl
 from common.config import EngineConfig, Settings, Transport
-from common.gpu_memory import PROCESS_BYTES
+from common.process.gpu_memory import PROCESS_BYTES
 from services.encoder import EncoderService
 from services.gpu_room import engine_on_gpu
 from services.prefill_decode import PrefillDecodeService

@@ -16,7 +16,7 @@ from common.hashing import content_hash
 from common.messages import Abort, Encode, Encoded, Generate, InputSlot, Tokens
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
-from common.text import TextProcessor
+from common.text.processor import TextProcessor
 from engine.llm import LLM
 from services import local_destination, local_encoding
 from services.decoder import DecoderService

@@ -39,7 +39,7 @@ from common.messages import (
 )
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
-from common.text import TextProcessor
+from common.text.processor import TextProcessor
 from engine.processors import init_worker, process
 from services.prefill_decode import PrefillDecodeService
 from services.proxies import SILENCE_S

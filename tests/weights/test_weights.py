@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from common.model_info import load_model_info
-from common.text import TextProcessor
+from common.text.processor import TextProcessor
 from tests.weights import cache
 from tests.weights.ctranslate2 import FormatError, read_ct2
 

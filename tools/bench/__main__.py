@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from common import openmp
 from common.errors import TriptychError
+from common.process import openmp
 
 if TYPE_CHECKING:
     from common.config import Device

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from common import openmp
+from common.process import openmp
 
 if TYPE_CHECKING:
     from engine.llm import LLM, RequestOutput
@@ -49,8 +49,8 @@ def compare(model: Annotated[str, typer.Argument(help="Folder of a text model.")
 
 
 def _generate(llm: LLM, prompts: list[list[int]]) -> list[RequestOutput]:
-    from common.prompts import TokensPrompt
     from common.sampling_params import SamplingParams
+    from common.text.prompts import TokensPrompt
 
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     return llm.generate([TokensPrompt(prompt_token_ids=prompt) for prompt in prompts], params)
@@ -58,8 +58,8 @@ def _generate(llm: LLM, prompts: list[list[int]]) -> list[RequestOutput]:
 
 def _score(llm: LLM, texts: list[list[int]]) -> list[float]:
     """Log-probabilities of all tokens of all texts but the first of each."""
-    from common.prompts import TokensPrompt
     from common.sampling_params import SamplingParams
+    from common.text.prompts import TokensPrompt
 
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     outputs = llm.generate([TokensPrompt(prompt_token_ids=text) for text in texts], params)

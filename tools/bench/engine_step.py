@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from common import openmp
+from common.process import openmp
 
 if TYPE_CHECKING:
     from common.config import EngineConfig

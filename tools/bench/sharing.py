@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from common import openmp
+from common.process import openmp
 
 if TYPE_CHECKING:
     from engine.llm import LLM
@@ -60,8 +60,8 @@ def compare(
 
 
 def _run(llm: LLM, clips: list[bytes]) -> Usage:
-    from common import whisper_prompt
     from common.sampling_params import SamplingParams
+    from common.text import whisper_prompt
     from engine.counters import encoder_computations
 
     prompt, rules = whisper_prompt.build(llm.info, llm.text, language="en" if _is_multilingual(llm) else None)

@@ -27,9 +27,9 @@ from broker.transports.cuda_runtime import CudaError
 from broker.transports.nixl_agent import module_name
 from broker.transports.nixl_landing import CUDA_SCHEME as NIXL_CUDA_SCHEME
 from broker.transports.payload import DeviceBuffer
-from common import malloc
 from common.config import Transport
 from common.messages import InstanceRecord, TensorHeader, decode_tensor_header, encode
+from common.process import malloc
 
 PLAIN_ZMQ = "plain pyzmq"
 """With `copy=False` on either side, the fastest that it has; and as it is if nobody asks for that:"""

@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from common import whisper_prompt
 from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
+from common.text import whisper_prompt
 from engine.llm import LLM, RequestOutput
 from tools.bench.systems import Outcome
 from tools.bench.workloads import BenchRequest

@@ -21,7 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from common.model_info import ModelInfo
-from common.text import TextProcessor
+from common.text.processor import TextProcessor
 from tools.bench.systems import Outcome
 from tools.bench.workloads import SAMPLE_RATE, BenchRequest
 

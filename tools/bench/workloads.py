@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from common.errors import TriptychError
 from common.model_info import ModelInfo, load_model_info
-from common.text import TextProcessor
+from common.text.processor import TextProcessor
 
 if TYPE_CHECKING:
     import numpy as np

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from common import openmp
+from common.process import openmp
 
 if TYPE_CHECKING:
     from tools.bench_gpu.setup import Setup

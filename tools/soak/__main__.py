@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from common import openmp
 from common.errors import TriptychError
+from common.process import openmp
 
 
 def soak(

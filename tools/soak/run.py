@@ -12,8 +12,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-from common import housekeeping
 from common.config import EngineConfig, Settings
+from common.process import memory_upkeep
 from launch.cluster import LocalCluster
 from launch.instance import SilentReporter
 from tools.soak.faults import Faults, is_spared
@@ -163,7 +163,7 @@ def _left_files(folder: Path, kept: Iterable[str | None]) -> list[str]:
 async def _load(
     plan: Plan, sides: list[Side], memory: MemoryLog, loads: MemoryLog, tell: Callable[[str], None]
 ) -> None:
-    housekeeping.begin()  # as `serve` does
+    memory_upkeep.begin()  # as `serve` does
     watching = asyncio.create_task(_watch(plan, sides, memory, loads, tell))
     try:
         await asyncio.gather(*(side.run(plan.seconds) for side in sides))

@@ -18,7 +18,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from common.errors import TriptychError
 from common.model_info import load_model_info
-from common.prompts import encode_tokens
+from common.text.prompts import encode_tokens
 from engine import processors
 from engine.encoders.padded import batches_by_length
 from engine.models.registry import load_decoder, load_encoder

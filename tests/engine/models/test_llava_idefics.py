@@ -32,7 +32,7 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import get_resiz
 
 from common.errors import TriptychError
 from common.model_info import ModelInfo, load_model_info
-from common.text import TextProcessor
+from common.text.processor import TextProcessor
 from engine import processors
 from engine.encoders import idefics3
 from engine.encoders.idefics3 import Idefics3Encoder

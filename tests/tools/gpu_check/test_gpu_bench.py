@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from common.model_info import BUNDLED, load_model_info
-from common.text import TextProcessor
+from common.text.processor import TextProcessor
 from engine import processors
 from engine.attention.backend import HeadSpec
 from engine.attention.select import choose_backend

@@ -7,7 +7,7 @@ import gc
 from collections.abc import Callable
 from typing import Final, NoReturn
 
-from common import malloc
+from common.process import malloc
 from common.telemetry import get_logger
 
 TIDY_S: Final = 30.0

@@ -24,7 +24,7 @@ import numpy as np
 from common.errors import TriptychError
 from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
-from common.text import TextProcessor
+from common.text.processor import TextProcessor
 
 
 class TextPrompt(TypedDict, total=False):

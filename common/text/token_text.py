@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-from common.text import TextProcessor
+from common.text.processor import TextProcessor
 
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _METASPACE: Final = "\u2581"

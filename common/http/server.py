@@ -11,7 +11,7 @@ import uvicorn
 
 from common.config import Settings
 from common.errors import TriptychError
-from common.http_connections import BoundedConfig, Connections, Reason, allowed_connections
+from common.http.connections import BoundedConfig, Connections, Reason, allowed_connections
 
 UNREAD_MS: Final = 60_000
 """A client that takes nothing for so long is gone: the system closes its connection."""

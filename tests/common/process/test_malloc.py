@@ -13,7 +13,7 @@ MIB = 2**20
 _PROGRAM = """
 import ctypes, mmap, os, resource
 from pathlib import Path
-from common import malloc
+from common.process import malloc
 libc = ctypes.CDLL(None)
 if not hasattr(libc, "mallopt"):
     raise SystemExit("no mallopt")

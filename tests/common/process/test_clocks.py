@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.awake import AwakeClock
+from common.process.clocks import AwakeClock
 
 
 def test_a_pause_between_two_looks_counts_no_more_than_a_gap() -> None:

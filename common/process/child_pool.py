@@ -17,8 +17,8 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, ParamSpec, TypeVar
 
-from common import child_limits
 from common.errors import TriptychError
+from common.process import child_limits
 from common.telemetry import get_logger
 
 P = ParamSpec("P")

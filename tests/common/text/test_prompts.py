@@ -14,7 +14,9 @@ import pytest
 
 from common.errors import TriptychError
 from common.model_info import ModelInfo, load_model_info
-from common.prompts import (
+from common.sampling_params import SamplingParams
+from common.text.processor import TextProcessor
+from common.text.prompts import (
     ExplicitEncoderDecoderPrompt,
     ParsedPrompt,
     Prompt,
@@ -27,8 +29,6 @@ from common.prompts import (
     preprocess_decoder_prompt,
     with_checkpoint_rules,
 )
-from common.sampling_params import SamplingParams
-from common.text import TextProcessor
 from tests import tiny_models
 from tests.tiny import encdec
 
@@ -295,8 +295,8 @@ def test_a_list_of_numbers_is_one_prompt_and_a_list_of_lists_is_many() -> None:
 
 def test_prompts_are_parsed_without_torch(folders: Callable[[str], Path]) -> None:
     program = (
-        "import json, sys; from common.model_info import load_model_info; from common.text import TextProcessor;"
-        "from common.prompts import parse_prompt; info = load_model_info(sys.argv[1]);"
+        "import json, sys; from common.model_info import load_model_info; from common.text.processor import TextProcessor;"
+        "from common.text.prompts import parse_prompt; info = load_model_info(sys.argv[1]);"
         "print(json.dumps(parse_prompt('a', info, TextProcessor(info)).prompt_token_ids));"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )

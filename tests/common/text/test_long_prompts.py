@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from common.errors import TriptychError
 from common.model_info import load_model_info
-from common.text import TextProcessor
+from common.text.processor import TextProcessor
 
 MIB = 2**20
 
@@ -62,6 +62,6 @@ def test_a_conversation_that_is_far_too_long_is_refused_by_its_field(text: Count
 
 @pytest.mark.parametrize("num_words", [1, 700, 4000])
 def test_what_may_fit_is_tokenised_as_a_whole(text: Counting, num_words: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.text._PIECE_CHARS", 1000)
+    monkeypatch.setattr("common.text.processor._PIECE_CHARS", 1000)
     whole = "sign " * num_words
     assert text.encode_prompt(whole, "prompt") == text.tokenizer.encode(whole).ids

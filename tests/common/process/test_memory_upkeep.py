@@ -9,14 +9,14 @@ import sys
 import pytest
 from structlog.testing import capture_logs
 
-from common import housekeeping
+from common.process import memory_upkeep
 from tests.eventually import eventually
 
 MIB = 2**20
 
 _LOADED = """
 import asyncio, gc
-from common import housekeeping
+from common.process import memory_upkeep
 loaded = [[number] for number in range(200_000)]  # stands for modules
 SETTLE
 print(len(gc.get_objects()))
@@ -24,7 +24,7 @@ print(len(gc.get_objects()))
 
 _CIRCLES = """
 import asyncio, gc
-from common import housekeeping
+from common.process import memory_upkeep
 
 class Held:
     gone = asyncio.Event()
@@ -34,14 +34,14 @@ class Held:
         self.gone.set()
 
 async def main():
-    housekeeping.settle()
+    memory_upkeep.settle()
     circle = Held()
     gc.collect(0)
     gc.collect(1)  # it is of the oldest generation now
     del circle
     gc.collect(1)
     assert not Held.gone.is_set()
-    tidying = asyncio.create_task(housekeeping.tidy_up(every_s=0.01))
+    tidying = asyncio.create_task(memory_upkeep.tidy_up(every_s=0.01))
     async with asyncio.timeout(30):
         await Held.gone.wait()
     tidying.cancel()
@@ -52,7 +52,8 @@ asyncio.run(main())
 _TIDY = """
 import asyncio, ctypes, os
 from pathlib import Path
-from common import housekeeping, malloc
+from common.process import memory_upkeep
+from common.process import malloc
 malloc.use_one_arena()
 libc = ctypes.CDLL(None)
 if not hasattr(libc, "malloc_trim"):
@@ -76,7 +77,7 @@ async def main():
     for address in burst:
         libc.free(address)
     kept = resident() - before
-    tidying = asyncio.create_task(housekeeping.tidy_up(OPTIONS))
+    tidying = asyncio.create_task(memory_upkeep.tidy_up(OPTIONS))
     async with asyncio.timeout(30):
         while resident() - before > kept / 4:
             await asyncio.sleep(0.01)
@@ -115,9 +116,9 @@ async def test_an_end_that_nobody_asked_for_is_told_of(monkeypatch: pytest.Monke
     def fails(*_: object, **__: object) -> None:
         raise OSError("no thread")
 
-    monkeypatch.setattr(housekeeping, "settle", lambda: None)
-    monkeypatch.setattr(housekeeping, "tidy_up", lambda *_, **__: asyncio.to_thread(fails))
+    monkeypatch.setattr(memory_upkeep, "settle", lambda: None)
+    monkeypatch.setattr(memory_upkeep, "tidy_up", lambda *_, **__: asyncio.to_thread(fails))
     with capture_logs() as logs:
-        housekeeping.begin()
+        memory_upkeep.begin()
         await eventually(lambda: bool(logs))
     assert "no thread" in logs[0]["error"]

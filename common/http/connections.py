@@ -38,7 +38,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from common.tiny_pieces import TinyPieces
+from common.http.chunk_guard import TinyPieces
 
 MIN_BODY_BYTES_PER_S: Final = 500
 FRESH_S: Final = 0.25

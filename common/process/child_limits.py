@@ -1,4 +1,4 @@
-"""What a helper process of `common.child_pool` does besides its work. Imports little: every helper does."""
+"""What a helper process of `common.process.child_pool` does besides its work. Imports little: every helper does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common import malloc
+from common.process import malloc
 
 T = TypeVar("T")
 

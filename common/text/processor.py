@@ -18,9 +18,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from common.chat_templates import DEFAULT_CHAT_TEMPLATES
 from common.errors import TriptychError
 from common.model_info import ModelInfo
+from common.text.chat_templates import DEFAULT_CHAT_TEMPLATES
 
 _PROBE = "a plain string"
 _CHARS_PER_TOKEN: Final = 64

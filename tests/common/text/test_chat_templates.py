@@ -11,7 +11,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import Qwen2AudioProcessor
 
 from common.model_info import load_model_info
-from common.text import TextProcessor
+from common.text.processor import TextProcessor
 from tests.tiny import qwen
 
 CLIP, TEXT = {"type": "audio"}, {"type": "text", "text": "What's that?"}

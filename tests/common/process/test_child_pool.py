@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from common.child_pool import ChildPool
 from common.errors import TriptychError
+from common.process.child_pool import ChildPool
 from tests.eventually import eventually
 
 

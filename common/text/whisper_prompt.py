@@ -13,10 +13,10 @@ from __future__ import annotations
 from typing import Any, Final, Literal
 
 from common.errors import TriptychError
-from common.languages import language_code
 from common.model_info import ModelInfo
 from common.sampling_params import TimestampRules
-from common.text import TextProcessor
+from common.text.languages import language_code
+from common.text.processor import TextProcessor
 
 Task = Literal["transcribe", "translate"]
 MIN_NEW_TOKENS = 8
