@@ -51,7 +51,7 @@ FUZZ_EXAMPLES ?= 2000
 fuzz: $(VENV)/test.stamp ## Send FUZZ_EXAMPLES drawn requests of each kind to a cluster, drawn bytes to all decoders; FUZZ_SEED, WIRE_SEED: the same again.
 	@export WIRE_SEED=$${WIRE_SEED:-$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}; echo "WIRE_SEED=$$WIRE_SEED"; \
 		FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest -s \
-		tests/security/test_openapi.py tests/security/test_wire_fuzz.py tests/broker/test_transports_fuzz.py $(ARGS)
+		tests/security/test_openapi.py tests/security/test_wire_fuzz.py tests/broker/transports/test_fuzz.py $(ARGS)
 
 MINUTES ?= 60
 soak: $(VENV)/tiny-whisper/tokenizer_config.json ## Load clusters for MINUTES, with kills: flat memory, right answers, nothing left?

@@ -3,7 +3,7 @@
 A cluster key is 32 random bytes, written as 64 hexadecimal digits (`openssl rand -hex 32`). What each purpose needs is
 derived from it, so that nothing which is sent anywhere tells the key itself:
 
-    cluster key --+-- "curve server", "curve client"   the CURVE key pairs of ZMQ sockets (broker.curve)
+    cluster key --+-- "curve server", "curve client"   the CURVE key pairs of ZMQ sockets (broker.cluster.curve)
                   +-- "http"                           the token of a worker's own HTTP endpoints (`cluster_token`)
                   +-- "id"                             what tells two keys apart in the registry (`key_id`)
 """

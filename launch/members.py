@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final
 import httpx
 from redis.exceptions import RedisError
 
-from broker.redis_client import connect, wait_until_reachable
-from broker.registry import Registry
+from broker.cluster.redis_client import connect, wait_until_reachable
+from broker.cluster.registry import Registry
 from common.errors import TriptychError
 from common.keys import bearer, cluster_token
 from common.messages import InstanceRecord, Role

@@ -10,9 +10,9 @@ from typing import get_args
 import httpx
 from redis.exceptions import RedisError
 
-from broker.channels import ChannelName, stream_key
-from broker.redis_client import connect, wait_until_reachable, without_secrets
-from broker.registry import Registry
+from broker.cluster.redis_client import connect, wait_until_reachable, without_secrets
+from broker.cluster.registry import Registry
+from broker.handoff.channels import ChannelName, stream_key
 from common.errors import TriptychError
 from common.messages import InstanceRecord
 from launch.instance import Instance, State

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from rich.table import Table
 
-from broker.registry import incompatibility
+from broker.cluster.registry import incompatibility
 from common.messages import InstanceRecord
 from launch.console import make_console
 from launch.members import Members

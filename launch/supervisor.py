@@ -17,7 +17,7 @@ from launch.overdue import Overdue
 from launch.plan import Plan
 
 if TYPE_CHECKING:
-    from broker.embedded import EmbeddedBroker
+    from broker.cluster.embedded import EmbeddedBroker
 
 STOP_GRACE_S = 3.0
 """Time for a clean stop before a process is killed; with what follows, a stop stays under five seconds."""
@@ -119,7 +119,7 @@ class Supervisor:
 
         broker_url = self.plan.settings.broker
         if broker_url is None:
-            from broker.embedded import EmbeddedBroker
+            from broker.cluster.embedded import EmbeddedBroker
 
             self._broker = EmbeddedBroker()
             broker_url = self._broker.start()

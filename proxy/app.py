@@ -16,9 +16,9 @@ from typing import Final
 from fastapi import FastAPI
 from redis.exceptions import RedisError
 
-from broker.curve import ClusterContext
-from broker.redis_client import connect
-from broker.registry import Registry
+from broker.cluster.curve import ClusterContext
+from broker.cluster.redis_client import connect
+from broker.cluster.registry import Registry
 from common.config import Settings
 from common.errors import TriptychError
 from common.http.auth import RequireKey, proxy_guard

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from broker.lifetime import die_with_parent
+from broker.cluster.lifetime import die_with_parent
 from common.process import malloc
 from proxy import audio as audio  # loaded now, rather than with the first recording
 

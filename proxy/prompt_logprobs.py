@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from broker.rpc import MAX_FROM_WORKER_BYTES
+from broker.cluster.rpc import MAX_FROM_WORKER_BYTES
 from common.errors import TriptychError
 from common.messages import TokenLogprob, Tokens, encode
 

@@ -10,8 +10,8 @@ from typing import Final
 
 from redis.exceptions import RedisError, ResponseError
 
-from broker.redis_client import REFUSALS, refused
-from broker.registry import HEARTBEAT_S, Registry
+from broker.cluster.redis_client import REFUSALS, refused
+from broker.cluster.registry import HEARTBEAT_S, Registry
 from common.messages import InstanceRecord
 from common.telemetry import get_logger
 

@@ -10,7 +10,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from broker.rpc import WorkerClient
+from broker.cluster.rpc import WorkerClient
 from common.errors import TriptychError
 from common.messages import InstanceRecord, ToWorker
 

@@ -14,8 +14,8 @@ import zmq
 import zmq.asyncio
 from redis.exceptions import RedisError
 
-from broker.registry import HEARTBEAT_S, RECORD_TTL_S, Registry, incompatibility
-from broker.rpc import connection_id
+from broker.cluster.registry import HEARTBEAT_S, RECORD_TTL_S, Registry, incompatibility
+from broker.cluster.rpc import connection_id
 from common.errors import TriptychError
 from common.messages import Abort, FromWorker, Heartbeat, InstanceRecord, Role
 from common.telemetry import get_logger

@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Coroutine
 from typing import Any, ClassVar
 
-from broker.channels import ChannelName, Delivery
-from broker.handoff import key_of
+from broker.handoff.channels import ChannelName, Delivery
+from broker.handoff.sender import key_of
 from common.errors import ErrorInfo
 from common.messages import (
     Encode,

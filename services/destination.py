@@ -11,9 +11,9 @@ from typing import Final, Protocol
 import torch
 from redis.exceptions import RedisError
 
-from broker.handoff import Handoff, HandoffSender, Key
-from broker.registry import HEARTBEAT_S
-from broker.transports.gift import Sending
+from broker.cluster.registry import HEARTBEAT_S
+from broker.handoff.sender import Handoff, HandoffSender, Key
+from broker.transports.shm.push_buffer import Sending
 from common.errors import TriptychError
 from common.messages import Encode, InstanceRecord, KvOffer, Offer
 from engine.processors import ProcessedInput

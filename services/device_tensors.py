@@ -19,12 +19,12 @@ from functools import cache, partial
 
 import torch
 
-from broker.handoff import Key
+from broker.handoff.sender import Key
 from broker.transports.base import ReceivedTensor
-from broker.transports.cuda_library import CudaLibrary
-from broker.transports.cuda_runtime import CudaError, CudaRuntime
-from broker.transports.given import GivenRoom, GivenTensor
+from broker.transports.cuda.library import CudaLibrary
+from broker.transports.cuda.runtime import CudaError, CudaRuntime
 from broker.transports.payload import DeviceBuffer, Payload
+from broker.transports.shm.push_target import GivenRoom, GivenTensor
 from common.config import Device
 from common.errors import TriptychError
 from common.messages import TensorHeader

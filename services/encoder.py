@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from typing import Any, ClassVar
 
-from broker.channels import ChannelName, Delivery
-from broker.handoff import HandoffSender
+from broker.handoff.channels import ChannelName, Delivery
+from broker.handoff.sender import HandoffSender
 from common.errors import ErrorInfo
 from common.messages import Encode, Failed, Generate, InstanceRecord, Role, ToWorker
 from engine.device import choose_device

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from broker.handoff import Key
+from broker.handoff.sender import Key
 from common.errors import TriptychError
 from common.messages import Encode, Span
 from common.telemetry import SpanRecorder

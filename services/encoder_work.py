@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from broker.handoff import Key
+from broker.handoff.sender import Key
 from common.messages import Encode, MediaKind
 from engine.cache.output_cache import OutputCache
 from engine.processors import ProcessedInput

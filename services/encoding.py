@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 import torch
 
-from broker.handoff import Key, key_of
+from broker.handoff.sender import Key, key_of
 from common.errors import ErrorInfo, TriptychError
 from common.messages import Encode, Encoded
 from common.telemetry import SpanRecorder, get_logger

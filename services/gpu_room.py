@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from broker.transports.choice import gpu_bytes_of_nixl
+from broker.transports.factory import gpu_bytes_of_nixl
 from common.config import EngineConfig, Settings
 from common.process.gpu_memory import PROCESS_BYTES
 

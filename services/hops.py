@@ -16,7 +16,7 @@ from urllib.request import urlopen
 
 import numpy as np
 
-from broker.handoff import Key
+from broker.handoff.sender import Key
 
 HOPS: Final = (
     ("encode_received", "preprocessed"),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from broker.tensors import ITEM_BYTES
+from broker.transports.tensors import ITEM_BYTES
 from common.messages import KvOffer, TensorHeader
 from engine.events import KvMetadata
 

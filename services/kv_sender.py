@@ -18,7 +18,7 @@ from typing import Final, Literal, TypeAlias
 
 import torch
 
-from broker.handoff import Handoff, HandoffSender, Key, Part
+from broker.handoff.sender import Handoff, HandoffSender, Key, Part
 from common.errors import ErrorInfo, TriptychError
 from common.messages import KV_INPUT_ID, Generate, Grant, KvOffer, Prefilled
 from common.telemetry import SpanRecorder, get_logger

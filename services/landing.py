@@ -20,11 +20,11 @@ from typing import Final
 import numpy as np
 import torch
 
-from broker.handoff import Key
+from broker.handoff.sender import Key
 from broker.transports.base import ReceivedTensor
-from broker.transports.gift import is_worth_it
-from broker.transports.given import GivenRoom, GivenTensor
-from broker.transports.segment import Bytes
+from broker.transports.shm.push_buffer import is_worth_it
+from broker.transports.shm.push_target import GivenRoom, GivenTensor
+from broker.transports.shm.segment import Bytes
 from common.messages import TensorHeader
 from engine.device import DTYPES
 from services.tensor_bytes import bytes_of

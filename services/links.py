@@ -9,12 +9,12 @@ from typing import Any, ClassVar, Protocol
 import zmq.asyncio
 from redis.asyncio import Redis
 
-from broker.channels import ChannelName, ChannelSender, Delivery
-from broker.handoff import Handoff, Key
-from broker.registry import Registry
-from broker.rpc import WorkerServer
-from broker.tensors import TensorReceiver, TensorSender
-from broker.transports.cuda_runtime import CudaRuntime
+from broker.cluster.registry import Registry
+from broker.cluster.rpc import WorkerServer
+from broker.handoff.channels import ChannelName, ChannelSender, Delivery
+from broker.handoff.sender import Handoff, Key
+from broker.transports.cuda.runtime import CudaRuntime
+from broker.transports.tensors import TensorReceiver, TensorSender
 from common.config import EngineConfig, Settings
 from common.messages import FromWorker, InstanceRecord, Role, ToWorker
 from common.model_info import ModelInfo

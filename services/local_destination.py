@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import torch
 
-from broker.handoff import Key
+from broker.handoff.sender import Key
 from common.errors import TriptychError
 from common.messages import Encode
 from engine.decoder_engine import DecoderEngine

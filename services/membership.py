@@ -8,8 +8,8 @@ from typing import Final
 
 from redis.exceptions import RedisError
 
-from broker.registry import HEARTBEAT_S, Registry
-from broker.tensors import change_hosts
+from broker.cluster.registry import HEARTBEAT_S, Registry
+from broker.transports.tensors import change_hosts
 from common.keys import key_id
 from common.messages import InstanceRecord
 from common.telemetry import get_logger

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from broker.channels import ChannelName, Delivery
-from broker.handoff import HandoffSender
+from broker.handoff.channels import ChannelName, Delivery
+from broker.handoff.sender import HandoffSender
 from common.errors import ErrorInfo
 from common.messages import Generate, Grant, InstanceRecord, Prefilled, Receipt, Role
 from engine.events import Event, PrefillEvent, RequestFailed

@@ -6,7 +6,7 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
-from broker.lifetime import die_with_parent
+from broker.cluster.lifetime import die_with_parent
 
 if TYPE_CHECKING:
     from engine.processors import ProcessedInput

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-from broker.rpc import supersedes
+from broker.cluster.rpc import supersedes
 
 SILENCE_S: Final = 10.0
 """A proxy unheard of for so long is gone, and its requests with it; it sends a heartbeat every second."""

@@ -15,11 +15,11 @@ from typing import Final
 
 import torch
 
-from broker.channels import Delivery
-from broker.handoff import Key, key_of
-from broker.tensors import ReceivedTensor, payload_fault
-from broker.transports.given import GivenRoom, GivenTensor
+from broker.handoff.channels import Delivery
+from broker.handoff.sender import Key, key_of
 from broker.transports.payload import DeviceBuffer
+from broker.transports.shm.push_target import GivenRoom, GivenTensor
+from broker.transports.tensors import ReceivedTensor, payload_fault
 from common.errors import ErrorInfo
 from common.messages import KV_INPUT_ID, Grant, KvOffer, Offer, Receipt, TensorHeader, Withdraw
 from common.telemetry import get_logger

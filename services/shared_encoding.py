@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import torch
 
-from broker.handoff import Key
+from broker.handoff.sender import Key
 from common.errors import TriptychError
 from common.telemetry import get_logger
 from engine.cache.output_cache import OutputCache

@@ -21,11 +21,11 @@ from typing import Any, Final
 
 from redis.exceptions import RedisError
 
-from broker.channels import ChannelReader, ChannelSender
-from broker.curve import ClusterContext
-from broker.redis_client import connect, wait_until_reachable
-from broker.registry import HEARTBEAT_S, Registry
-from broker.rpc import WorkerServer
+from broker.cluster.curve import ClusterContext
+from broker.cluster.redis_client import connect, wait_until_reachable
+from broker.cluster.registry import HEARTBEAT_S, Registry
+from broker.cluster.rpc import WorkerServer
+from broker.handoff.channels import ChannelReader, ChannelSender
 from common.config import Settings
 from common.errors import ErrorInfo, TriptychError
 from common.http.auth import worker_guard

@@ -2,7 +2,7 @@
 
 A transport moves a header and raw bytes. It knows no dtype and looks into no header; it writes one field of it, the
 checksum, for it makes the last pass over the bytes anyway. ZMQ, which divides what is large, asks the header whether
-that is keys and values. What is common to all of them is in broker.tensors.
+that is keys and values. What is common to all of them is in broker.transports.tensors.
 
 One of them moves the memory of a GPU (`cuda`). No processor sees those bytes: they have no checksum, and are copied by
 whoever knows the device.
@@ -15,9 +15,9 @@ from typing import ClassVar, Final, Protocol, TypeVar
 
 import msgspec
 
-from broker.transports import passes
+from broker.transports import checksums
+from broker.transports.chunked_bytes import Pieces
 from broker.transports.payload import DeviceBuffer, Payload
-from broker.transports.pieces import Pieces
 from common.errors import TriptychError
 from common.messages import TensorHeader
 
@@ -47,7 +47,7 @@ class ReceivedTensor(msgspec.Struct, frozen=True, eq=False):
             return self.fault
         if isinstance(self.data, Pieces):
             return self._fault_of(self.data.checksum)
-        return self._fault_of(await passes.checksum_of(self.data))
+        return self._fault_of(await checksums.checksum_of(self.data))
 
     async def copy_into(self, target: memoryview) -> str | None:
         """Copy the bytes, and look at what has been written: None where it is undamaged.
@@ -60,10 +60,10 @@ class ReceivedTensor(msgspec.Struct, frozen=True, eq=False):
         if isinstance(self.data, DeviceBuffer):
             raise TypeError("memory of a GPU is copied by CUDA")
         if isinstance(self.data, memoryview):
-            return self._fault_of(await passes.copy(self.data, target, hashed=target))
+            return self._fault_of(await checksums.copy(self.data, target, hashed=target))
         fault = await self.verify()
         if fault is None:
-            await passes.join(self.data, target)
+            await checksums.join(self.data, target)
         return fault
 
     def _fault_of(self, checksum: int) -> str | None:

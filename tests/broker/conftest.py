@@ -11,8 +11,8 @@ import pytest
 import zmq.asyncio
 from redis.asyncio import Redis
 
-from broker.embedded import EmbeddedBroker
-from broker.redis_client import connect
+from broker.cluster.embedded import EmbeddedBroker
+from broker.cluster.redis_client import connect
 from common.messages import InstanceRecord, Role
 from tests.chaos.cable import Cable
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from broker.transports.shm_transport import ARENA_BYTES
+from broker.transports.shm.sender import ARENA_BYTES
 from launch.cluster import LocalCluster
 from tools.soak.memory import children_of, processes, resident_bytes, shared_files
 

@@ -11,8 +11,8 @@ from typing import cast
 
 import pytest
 
-from broker.transports import segment
-from broker.transports.shm_transport import ARENA_BYTES
+from broker.transports.shm import segment
+from broker.transports.shm.sender import ARENA_BYTES
 from launch.cluster import LocalCluster
 from tests.chaos import remains
 from tests.chaos.remains import Remains

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from broker import presence, registry, routes
-from broker.channels import STREAM_TTL_S, ChannelSender
-from broker.redis_client import SOCKET_TIMEOUT_S
-from broker.transports import linked, nixl_link, nixl_reader, nixl_receiver, redis_wire
+from broker.cluster import presence, registry
+from broker.cluster.redis_client import SOCKET_TIMEOUT_S
+from broker.handoff.channels import STREAM_TTL_S, ChannelSender
+from broker.transports import routes
+from broker.transports.linked import sender
+from broker.transports.nixl import link, reader, receiver
+from broker.transports.redis import wire
 from common.config import Settings
 from engine.scheduler import early_offers
 from launch.supervisor import START_TIMEOUT_S, STOP_GRACE_S
@@ -30,10 +33,10 @@ def bounds(wait: str) -> str:
 @pytest.mark.parametrize(
     ("wait", "seconds"),
     [
-        ("the nonce of a sender", nixl_reader.NONCE_S),
-        ("a sender over NIXL that says nothing", nixl_receiver.FORGET_S),
-        ("a sender over NIXL that says nothing", nixl_link.GREETING_LASTS_S),
-        ("a handshake over shared memory", linked.HANDSHAKE_S),
+        ("the nonce of a sender", reader.NONCE_S),
+        ("a sender over NIXL that says nothing", receiver.FORGET_S),
+        ("a sender over NIXL that says nothing", link.GREETING_LASTS_S),
+        ("a handshake over shared memory", sender.HANDSHAKE_S),
         ("a transport that has led nowhere", routes.AVOID_S),
         ("an offer for a request that never came", early_offers.KEEP_S),
         ("a message that the broker does not take", ChannelSender.__init__.__defaults__[0]),  # type: ignore[index]
@@ -43,7 +46,7 @@ def bounds(wait: str) -> str:
         ("a heartbeat of a worker", registry.RECORD_TTL_S),
         ("a heartbeat of a worker", workers.ABSENCE_S),
         ("a heartbeat of a worker", presence.ABSENCE_S),
-        ("a sender of a tensor through the broker", redis_wire.LEASE_S),
+        ("a sender of a tensor through the broker", wire.LEASE_S),
         ("a heartbeat of a proxy", proxies.SILENCE_S),
         ("streams of a worker that died", STREAM_TTL_S),
         ("the receiver of an output", destination.LOOKUP_S),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from broker.embedded import EmbeddedBroker
+from broker.cluster.embedded import EmbeddedBroker
 from common.model_info import BUNDLED
 from tests import tiny_models
 from tests.equality.cases import Case, make_cases

@@ -12,7 +12,7 @@ import pytest
 import redis
 from PIL import Image
 
-from broker.embedded import EmbeddedBroker
+from broker.cluster.embedded import EmbeddedBroker
 from launch.client import ClientOptions
 from launch.request import run_requests
 from tests.launch.serving import Serving

@@ -57,7 +57,7 @@ def test_a_plan_counts_what_nixl_takes_of_the_gpu(
     model: ModelInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("launch.gpu_split.total_gpu_memory", lambda: 80 * GIB)
-    monkeypatch.setattr("broker.transports.nixl_agent.module_name", lambda: "nixl_cu13")
+    monkeypatch.setattr("broker.transports.nixl.agent.module_name", lambda: "nixl_cu13")
     shares = []
     for transport in ("shm", "nixl"):
         settings = Settings(engine=CUDA, transport=transport, host="localhost")

@@ -19,10 +19,10 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from rich.console import Console
 
-from broker import embedded
-from broker.embedded import EmbeddedBroker
-from broker.redis_client import connect
-from broker.registry import Registry
+from broker.cluster import embedded
+from broker.cluster.embedded import EmbeddedBroker
+from broker.cluster.redis_client import connect
+from broker.cluster.registry import Registry
 from common.config import Settings
 from common.errors import TriptychError
 from common.messages import InstanceRecord, Role
@@ -34,8 +34,8 @@ from launch.instance import Instance, SilentReporter
 from launch.plan import make_plan
 from launch.supervisor import Supervisor
 from services.departure_note import DepartureNote
+from tests.broker.cluster.test_embedded import slow_server
 from tests.broker.conftest import broker_url, make_record
-from tests.broker.test_embedded import slow_server
 from tests.eventually import eventually
 from tests.launch.waiting import alive
 

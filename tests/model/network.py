@@ -19,10 +19,10 @@ import msgspec
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from broker.channels import ChannelName
-from broker.registry import RECORD_TTL_S
+from broker.cluster.registry import RECORD_TTL_S
+from broker.handoff.channels import ChannelName
 from broker.transports.base import ReceivedTensor
-from broker.transports.passes import with_checksum
+from broker.transports.checksums import with_checksum
 from common.errors import TriptychError
 from common.hashing import checksum
 from common.messages import (
@@ -166,7 +166,7 @@ class Network:
 
 
 class SimulatedRegistry:
-    """Stands in for broker.registry.Registry."""
+    """Stands in for broker.cluster.registry.Registry."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -204,7 +204,7 @@ class SimulatedRegistry:
 
 
 class SimulatedChannels:
-    """Stands in for broker.channels.ChannelSender; a dead process sends nothing."""
+    """Stands in for broker.handoff.channels.ChannelSender; a dead process sends nothing."""
 
     num_waiting = num_dropped = 0
 
@@ -218,7 +218,7 @@ class SimulatedChannels:
 
 
 class SimulatedReader:
-    """Stands in for broker.channels.ChannelReader: the simulation hands over what arrives."""
+    """Stands in for broker.handoff.channels.ChannelReader: the simulation hands over what arrives."""
 
     num_invalid = 0
 
@@ -230,7 +230,7 @@ class SimulatedReader:
 
 
 class SimulatedServer:
-    """Stands in for broker.rpc.WorkerServer."""
+    """Stands in for broker.cluster.rpc.WorkerServer."""
 
     num_invalid = 0
 
@@ -283,7 +283,7 @@ class SimulatedClient:
 
 
 class SimulatedSending:
-    """Stands in for broker.transports.gift.Gift: the tensor leaves when it is made, before the loop hears of it."""
+    """Stands in for broker.transports.shm.push_buffer.Gift: the tensor leaves when it is made, before the loop hears of it."""
 
     scheme = "simulated"
 
@@ -303,7 +303,7 @@ class SimulatedSending:
 
 
 class SimulatedTensorSender:
-    """Stands in for broker.tensors.TensorSender."""
+    """Stands in for broker.transports.tensors.TensorSender."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -326,7 +326,7 @@ class SimulatedTensorSender:
 
 
 class SimulatedTensorReceiver:
-    """Stands in for broker.tensors.TensorReceiver."""
+    """Stands in for broker.transports.tensors.TensorReceiver."""
 
     address = "simulated://"
     num_invalid = num_unfinished = 0

@@ -10,10 +10,10 @@ import asyncio
 from collections.abc import Hashable
 from typing import Any, cast
 
-from broker.channels import ChannelSender, Delivery
-from broker.handoff import MAX_SENDS, HandoffSender, Part, key_of
-from broker.presence import ABSENCE_S
-from broker.tensors import TensorSender
+from broker.cluster.presence import ABSENCE_S
+from broker.handoff.channels import ChannelSender, Delivery
+from broker.handoff.sender import MAX_SENDS, HandoffSender, Part, key_of
+from broker.transports.tensors import TensorSender
 from common.errors import ErrorInfo, TriptychError
 from common.messages import (
     REPEAT_S,

@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 
-from broker import handoff
+from broker.handoff import sender
 from common.messages import REPEAT_S, Role
 from engine.request import InputState, RequestInput
 from engine.scheduler import kv_intake
@@ -23,7 +23,7 @@ from tests.model.wandering import show_a_cached_picture_and_another, wander
 
 PAGE = Path(__file__).parents[2] / "docs" / "handoff.md"
 SECTIONS: dict[str, tuple[type, set[str]]] = {
-    "The sender's states": (handoff.Handoff, {state.upper() for state in get_args(handoff.State)}),
+    "The sender's states": (sender.Handoff, {state.upper() for state in get_args(sender.State)}),
     "The receiver's states of an input": (RequestInput, {state.name for state in InputState}),
     "The receiver's states of keys and values": (kv_intake.Handoff, {state.name for state in kv_intake.HandoffState}),
 }
@@ -46,7 +46,7 @@ def _transitions(title: str) -> list[Transition]:
 @pytest.fixture(scope="module")
 def observed() -> Iterator[dict[str, set[Transition]]]:
     """What the machines go through: alone in all their states, and in clusters that wander."""
-    with watched(handoff.Handoff) as sender, watched(RequestInput) as inputs, watched(kv_intake.Handoff) as kv:
+    with watched(sender.Handoff) as sender, watched(RequestInput) as inputs, watched(kv_intake.Handoff) as kv:
         explore(Sender(INPUT, 1), Sender.copy, lambda world: None, max_states=20_000)
         for plan in (TIGHT, PLANS["two inputs of different sizes"]):
             explore(Receiver.of(plan), Receiver.copy, lambda world: None, max_states=20_000)
@@ -102,7 +102,7 @@ def test_the_page_names_every_message_of_the_handoff_and_every_test_it_refers_to
 
 
 def test_the_page_says_how_often_a_tensor_is_sent() -> None:
-    number = {3: "three", 4: "four", 5: "five"}[handoff.MAX_SENDS]
+    number = {3: "three", 4: "four", 5: "five"}[sender.MAX_SENDS]
     assert set(re.findall(r"\b(\w+) sends in all", PAGE.read_text())) == {number}
-    waits_s = [int(REPEAT_S * 2**number) for number in range(handoff.MAX_SENDS)]
+    waits_s = [int(REPEAT_S * 2**number) for number in range(sender.MAX_SENDS)]
     assert f"{waits_s[0]} s after it left, then {', '.join(map(str, waits_s[1:]))} s" in PAGE.read_text()

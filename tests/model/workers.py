@@ -15,8 +15,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 from unittest.mock import patch
 
-from broker.channels import Delivery
-from broker.tensors import TensorReceiver, TensorSender
+from broker.handoff.channels import Delivery
+from broker.transports.tensors import TensorReceiver, TensorSender
 from common.config import Settings
 from common.messages import HandoffMessage, Role
 from engine.decoder_engine import DecoderEngine

@@ -18,8 +18,8 @@ import pytest
 from openai import AsyncOpenAI
 from redis.asyncio import Redis
 
-from broker.embedded import EmbeddedBroker
-from broker.redis_client import connect
+from broker.cluster.embedded import EmbeddedBroker
+from broker.cluster.redis_client import connect
 from common.config import Settings
 from common.http.server import bind
 from common.messages import WORKER_ROLES, Abort

@@ -8,8 +8,8 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from broker.registry import Registry
-from broker.rpc import WorkerServer
+from broker.cluster.registry import Registry
+from broker.cluster.rpc import WorkerServer
 from common.errors import ErrorInfo
 from common.messages import Encode, Encoded, FromWorker, Heartbeat, InstanceRecord, Role, Span, ToWorker
 

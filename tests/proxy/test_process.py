@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
-from broker.registry import Registry
+from broker.cluster.registry import Registry
 from tests.proxy.conftest import eventually
 
 CODE = """

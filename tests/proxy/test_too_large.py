@@ -10,7 +10,7 @@ import asyncio
 import openai
 import pytest
 
-from broker import rpc
+from broker.cluster import rpc
 from common.messages import Generate, TokenLogprob, Tokens, encode
 from proxy import prompt_logprobs
 from proxy.prompt_logprobs import check_prompt_logprobs, max_prompt_tokens

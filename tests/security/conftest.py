@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq.asyncio
 
-from broker.curve import ClusterContext
+from broker.cluster.curve import ClusterContext
 from common.config import EngineConfig, Settings
 from common.keys import ClusterKey
 from launch.cluster import LocalCluster

@@ -13,8 +13,8 @@ import zmq.asyncio
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from broker.curve import ClusterContext, KeyPair, secure_client, secure_listener
-from broker.rpc import WorkerClient, WorkerServer
+from broker.cluster.curve import ClusterContext, KeyPair, secure_client, secure_listener
+from broker.cluster.rpc import WorkerClient, WorkerServer
 from common.errors import ErrorInfo
 from common.keys import ClusterKey
 from common.messages import MAX_CONTROL_BYTES, Abort, Failed, Heartbeat, encode
@@ -149,7 +149,7 @@ async def test_a_flood_of_garbage_costs_no_memory_and_no_service(make_context, k
 
 
 async def test_a_silent_connection_is_closed(make_context, key, monkeypatch):
-    monkeypatch.setattr("broker.curve.HANDSHAKE_MS", 100)
+    monkeypatch.setattr("broker.cluster.curve.HANDSHAKE_MS", 100)
     server = WorkerServer(make_context(key))
     reader, writer = await asyncio.open_connection(urlsplit(server.address).hostname, urlsplit(server.address).port)
     async with asyncio.timeout(10):

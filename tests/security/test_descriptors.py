@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 from structlog.testing import capture_logs
 
-from broker.rpc import WorkerClient
+from broker.cluster.rpc import WorkerClient
 from common.errors import ErrorInfo
 from common.keys import ClusterKey
 from common.messages import Abort, Failed
@@ -25,8 +25,8 @@ from tests.eventually import eventually
 LIMIT = 200
 SERVER = f"""
 import asyncio, resource, sys
-from broker.curve import ClusterContext
-from broker.rpc import WorkerServer
+from broker.cluster.curve import ClusterContext
+from broker.cluster.rpc import WorkerServer
 from common.errors import ErrorInfo
 from common.keys import ClusterKey
 from common.messages import Failed

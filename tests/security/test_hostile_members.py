@@ -12,8 +12,8 @@ import pytest
 import zmq.asyncio
 from redis.asyncio import Redis
 
-from broker.channels import stream_key
-from broker.tensors import TensorSender
+from broker.handoff.channels import stream_key
+from broker.transports.tensors import TensorSender
 from common.errors import TriptychError
 from common.messages import (
     KV_INPUT_ID,

@@ -14,7 +14,7 @@ import pytest
 import trustme
 from redis.exceptions import AuthenticationError, RedisError
 
-from broker.redis_client import connect, wait_until_reachable, without_secrets
+from broker.cluster.redis_client import connect, wait_until_reachable, without_secrets
 from common.config import Settings
 from common.errors import TriptychError
 from launch.configure import load_settings

@@ -19,7 +19,7 @@ import pytest
 import trustme
 from redis import Redis
 
-from broker.embedded import EmbeddedBroker
+from broker.cluster.embedded import EmbeddedBroker
 from common.config import Settings
 from common.keys import bearer, cluster_token
 from launch.cluster import LocalCluster

@@ -14,10 +14,10 @@ import msgspec
 import pytest
 import zmq
 
-from broker.channels import ChannelReader, stream_key
-from broker.curve import ClusterContext
-from broker.rpc import WorkerServer
-from broker.tensors import TensorReceiver, payload_fault
+from broker.cluster.curve import ClusterContext
+from broker.cluster.rpc import WorkerServer
+from broker.handoff.channels import ChannelReader, stream_key
+from broker.transports.tensors import TensorReceiver, payload_fault
 from common.errors import ErrorInfo, TriptychError
 from common.messages import Abort, Grant, Offer, TensorHeader, decode_handoff, encode
 from tests.eventually import eventually
@@ -153,7 +153,7 @@ async def test_the_reader_of_channels_survives(redis):
 
 
 def make_client(context: ClusterContext, address: str) -> zmq.asyncio.Socket:
-    from broker.curve import secure_client
+    from broker.cluster.curve import secure_client
 
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)

@@ -21,7 +21,7 @@ import zmq.asyncio
 from PIL import Image, ImageDraw
 from prometheus_client.parser import text_string_to_metric_families
 
-from broker.rpc import WorkerClient
+from broker.cluster.rpc import WorkerClient
 from common.hashing import content_hash
 from common.messages import (
     Encode,

@@ -12,11 +12,11 @@ import msgspec
 import zmq.asyncio
 from redis.asyncio import Redis
 
-from broker.channels import ChannelName, ChannelReader, ChannelSender, Delivery
-from broker.registry import Registry
-from broker.rpc import WorkerClient
-from broker.tensors import ReceivedTensor, TensorReceiver, TensorSender
-from broker.transports.given import GivenRoom
+from broker.cluster.registry import Registry
+from broker.cluster.rpc import WorkerClient
+from broker.handoff.channels import ChannelName, ChannelReader, ChannelSender, Delivery
+from broker.transports.shm.push_target import GivenRoom
+from broker.transports.tensors import ReceivedTensor, TensorReceiver, TensorSender
 from common.config import EngineConfig, Settings
 from common.errors import TriptychError
 from common.messages import FromWorker, Grant, HandoffMessage, InstanceRecord, KvOffer, Offer, Role
@@ -24,7 +24,7 @@ from common.model_info import load_model_info
 from services.links import Links, RoleService
 from services.shell import Shell
 from tests.broker.conftest import running
-from tests.broker.transport_kit import receive
+from tests.broker.transports.transport_kit import receive
 from tests.eventually import eventually
 
 CLUSTER = "c"

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import zmq.asyncio
 
-from broker.handoff import key_of
-from broker.tensors import TensorReceiver
+from broker.handoff.sender import key_of
+from broker.transports.tensors import TensorReceiver
 from common.hashing import checksum
 from services.device_tensors import DeviceLanding, open_cuda
 from services.tensor_bytes import bytes_of
-from tests.broker.fake_cuda import FakeCuda
+from tests.broker.transports.fake_cuda import FakeCuda
 
 
 async def main(kind: str, transport: Any) -> None:

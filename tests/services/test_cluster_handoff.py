@@ -18,9 +18,9 @@ import zmq
 import zmq.asyncio
 from redis.asyncio import Redis
 
-from broker.channels import FIELD, stream_key
-from broker.redis_client import connect
-from broker.tensors import addresses_by_scheme
+from broker.cluster.redis_client import connect
+from broker.handoff.channels import FIELD, stream_key
+from broker.transports.tensors import addresses_by_scheme
 from common.messages import Abort, Encode, Encoded, InstanceRecord, Offer, TensorHeader, encode
 from engine.processors import init_worker, process
 from services.hops import hop_latencies

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.config import Transport
-from tests.broker.transport_kit import NIXL
+from tests.broker.transports.transport_kit import NIXL
 from tests.eventually import eventually
 from tests.services.cluster import Proxy, cluster, sign
 

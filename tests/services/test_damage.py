@@ -9,9 +9,9 @@ import pytest
 import zmq.asyncio
 from redis.asyncio import Redis
 
-from broker.tensors import TensorReceiver
 from broker.transports.base import ReceivedTensor
-from broker.transports.given import GivenRoom
+from broker.transports.shm.push_target import GivenRoom
+from broker.transports.tensors import TensorReceiver
 from common.config import Transport
 from common.hashing import content_hash
 from common.messages import Encode, Encoded, Generate, InputSlot, Tokens
@@ -21,7 +21,7 @@ from common.text.processor import TextProcessor
 from engine.llm import LLM
 from services.encoder import EncoderService
 from services.prefill_decode import PrefillDecodeService
-from tests.broker.transport_kit import NIXL
+from tests.broker.transports.transport_kit import NIXL
 from tests.eventually import eventually
 from tests.services.apart import apart, question
 from tests.services.cluster import sign

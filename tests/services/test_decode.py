@@ -12,7 +12,7 @@ import pytest
 import zmq.asyncio
 from redis.asyncio import Redis
 
-from broker.handoff import key_of
+from broker.handoff.sender import key_of
 from common.errors import ErrorInfo
 from common.messages import (
     KV_INPUT_ID,

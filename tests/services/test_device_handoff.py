@@ -16,12 +16,12 @@ import torch
 import zmq.asyncio
 from redis.asyncio import Redis
 
-from broker.handoff import Key, key_of
-from broker.tensors import TensorSender
-from broker.transports import cuda_transport
+from broker.handoff.sender import Key, key_of
 from broker.transports.base import ReceivedTensor
-from broker.transports.cuda_runtime import CudaError
+from broker.transports.cuda import sender
+from broker.transports.cuda.runtime import CudaError
 from broker.transports.payload import DeviceBuffer, Payload
+from broker.transports.tensors import TensorSender
 from common.hashing import checksum, content_hash
 from common.messages import Encode, Encoded, Generate, InputSlot, TensorHeader, Tokens
 from common.model_info import load_model_info
@@ -35,7 +35,7 @@ from services.encoder import EncoderService
 from services.prefill_decode import PrefillDecodeService
 from services.receiver import MAX_PARTS_LANDED
 from services.tensor_bytes import bytes_of
-from tests.broker.fake_cuda import FakeCuda
+from tests.broker.transports.fake_cuda import FakeCuda
 from tests.eventually import eventually
 from tests.services.cluster import sign
 from tests.services.inprocess import InProcess, Peer, in_process
@@ -99,7 +99,7 @@ async def test_a_picture_goes_from_gpu_to_gpu_and_is_seen(pair: Pair) -> None:
 async def test_what_is_too_large_for_the_arena_goes_through_the_host_and_lands_on_the_gpu(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_transport, "ARENA_BYTES", 128)
+    monkeypatch.setattr(sender, "ARENA_BYTES", 128)
     assert (await pair.ask("r", "red")).startswith("red")
     assert pair.sent() == {"shm+unix": 1}
 

@@ -12,17 +12,17 @@ import pytest
 import torch
 import zmq.asyncio
 
-from broker.tensors import TensorSender
-from broker.transports.cuda_transport import ARENA_BYTES, LINK_SHARE
+from broker.transports.cuda.sender import ARENA_BYTES, LINK_SHARE
 from broker.transports.payload import Payload
+from broker.transports.tensors import TensorSender
 from common.config import Transport
 from common.hashing import checksum
 from common.messages import TensorHeader
 from services.device_tensors import open_cuda, payload_of
 from services.tensor_bytes import bytes_of
-from tests.broker import cuda_ipc
-from tests.broker.fake_cuda import FakeCuda
-from tests.broker.transport_kit import NEEDS_NIXL, ROOT, Peer, to
+from tests.broker.transports import cuda_ipc
+from tests.broker.transports.fake_cuda import FakeCuda
+from tests.broker.transports.transport_kit import NEEDS_NIXL, ROOT, Peer, to
 
 pytestmark = pytest.mark.cluster
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")

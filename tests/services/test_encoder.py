@@ -14,11 +14,11 @@ import pytest
 import zmq.asyncio
 from redis.asyncio import Redis
 
-from broker.redis_client import connect
-from broker.registry import Registry
-from broker.tensors import ReceivedTensor
-from broker.transports import gift
-from broker.transports.given import GivenRoom, GivenTensor
+from broker.cluster.redis_client import connect
+from broker.cluster.registry import Registry
+from broker.transports.shm import push_buffer
+from broker.transports.shm.push_target import GivenRoom, GivenTensor
+from broker.transports.tensors import ReceivedTensor
 from common.errors import ErrorInfo
 from common.hashing import content_hash
 from common.messages import Abort, Encode, Encoded, Failed, Generate, Offer, Receipt
@@ -26,7 +26,7 @@ from common.sampling_params import SamplingParams
 from services.destination import RemoteDestination
 from services.encoder import EncoderService
 from services.room import Room
-from tests.broker.transport_kit import noted_in
+from tests.broker.transports.transport_kit import noted_in
 from tests.eventually import eventually
 from tests.services.cluster import sign
 from tests.services.inprocess import CLUSTER, InProcess, Peer, in_process
@@ -137,7 +137,7 @@ async def setting(broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Contex
 @pytest.fixture
 async def giving(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> Setting:
     """One that gives memory for every output from now on: none is too small, and the first has connected the two."""
-    monkeypatch.setattr(gift, "MIN_BYTES", 1)
+    monkeypatch.setattr(push_buffer, "MIN_BYTES", 1)
     await setting.encode("first", colour="blue")
     await setting.deliver("first")
     return setting
@@ -209,7 +209,7 @@ async def test_an_output_leaves_by_the_thread_that_has_made_it(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All but the first, which connects the two."""
-    monkeypatch.setattr(gift, "MIN_BYTES", 1)
+    monkeypatch.setattr(push_buffer, "MIN_BYTES", 1)
     names = ("first", "second", "third")
     arrived: list[ReceivedTensor] = []
     for name, colour in zip(names, ("red", "blue", "green"), strict=True):

@@ -9,16 +9,16 @@ import pytest
 import zmq.asyncio
 from redis.asyncio import Redis
 
-from broker.tensors import TensorReceiver, TensorSender
-from broker.transports import nixl_agent
-from broker.transports.choice import gpu_bytes_of_nixl
+from broker.transports.factory import gpu_bytes_of_nixl
+from broker.transports.nixl import agent
+from broker.transports.tensors import TensorReceiver, TensorSender
 from common.config import EngineConfig, Settings, Transport
 from common.process.gpu_memory import PROCESS_BYTES
 from services.encoder import EncoderService
 from services.gpu_room import engine_on_gpu
 from services.prefill_decode import PrefillDecodeService
-from tests.broker.device_ends import DEVICE_SCHEMES
-from tests.broker.fake_cuda import FakeCuda
+from tests.broker.transports.device_ends import DEVICE_SCHEMES
+from tests.broker.transports.fake_cuda import FakeCuda
 from tests.services.inprocess import in_process
 
 MIB = 2**20
@@ -47,8 +47,8 @@ async def test_nixl_counts_where_it_may_carry_what_lies_on_a_gpu(
     takes: int,
 ) -> None:
     """What is expected is in MiB."""
-    monkeypatch.setattr(nixl_agent, "module_name", lambda: "nixl_cu13" if installed else None)
-    monkeypatch.setattr(nixl_agent, "has_rdma", lambda host: rdma)
+    monkeypatch.setattr(agent, "module_name", lambda: "nixl_cu13" if installed else None)
+    monkeypatch.setattr(agent, "has_rdma", lambda host: rdma)
     assert gpu_bytes_of_nixl(transport, "10.0.0.5") == (sends + takes) * MIB
     engine = engine_on_gpu(Settings(transport=transport), "10.0.0.5")
     assert engine.process_bytes == PROCESS_BYTES + (sends + takes) * MIB

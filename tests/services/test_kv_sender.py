@@ -12,8 +12,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from broker.channels import Delivery
-from broker.handoff import HandoffSender, key_of
+from broker.handoff.channels import Delivery
+from broker.handoff.sender import HandoffSender, key_of
 from common.config import Settings
 from common.errors import ErrorInfo
 from common.messages import (

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from broker.transports import gift, segment
 from broker.transports.base import ReceivedTensor
-from broker.transports.given import GivenRoom, GivenTensor
+from broker.transports.shm import push_buffer, segment
+from broker.transports.shm.push_target import GivenRoom, GivenTensor
 from common.hashing import checksum
 from common.messages import TensorHeader
 from services.landing import Landing
@@ -49,7 +49,7 @@ def completed(room: GivenRoom, written: np.ndarray, data: bytes) -> GivenTensor:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors as small as these are given memory."""
-    monkeypatch.setattr(gift, "MIN_BYTES", 1)
+    monkeypatch.setattr(push_buffer, "MIN_BYTES", 1)
 
 
 def damaged(data: bytes) -> ReceivedTensor:

@@ -149,7 +149,7 @@ async def test_a_refusal_reaches_the_proxy_in_the_receivers_words(setting: Setti
 async def test_a_receiver_that_vanishes_costs_a_retryable_error(
     setting: Setting, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("broker.presence.ABSENCE_S", 0.5)
+    monkeypatch.setattr("broker.cluster.presence.ABSENCE_S", 0.5)
     await setting.prefill("r")
     offer = await setting.offer("r")
     if stage == "part":
@@ -209,7 +209,7 @@ async def test_a_newer_attempt_replaces_an_older_one_and_a_repeated_one_is_ignor
 async def test_an_offer_that_the_broker_has_forgotten_is_made_again(
     setting: Setting, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("broker.handoff.REPEAT_S", 0.1)
+    monkeypatch.setattr("broker.handoff.sender.REPEAT_S", 0.1)
     await setting.prefill("r")
     offer = await setting.offer("r")
     await redis.flushall()

@@ -131,7 +131,7 @@ async def test_aborts_at_any_stage_leave_nothing_on_either_side(workers: Apart) 
 async def test_a_broker_flushed_in_the_middle_loses_nothing(
     workers: Apart, llm: LLM, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("broker.handoff.REPEAT_S", 0.2)
+    monkeypatch.setattr("broker.handoff.sender.REPEAT_S", 0.2)
     sampling = SamplingParams(max_tokens=4, temperature=0.0)
     prompts = [question(f"{number} {LONG}") for number in range(6)]
     for number, prompt in enumerate(prompts):

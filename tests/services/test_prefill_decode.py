@@ -16,11 +16,11 @@ import zmq.asyncio
 from redis.asyncio import Redis
 from structlog.testing import capture_logs
 
-from broker import rpc
-from broker.channels import FIELD, GROUP, stream_key
-from broker.rpc import WorkerClient, connection_id
-from broker.tensors import addresses_by_scheme
-from broker.transports.zmq_wire import PIECE_BYTES, First
+from broker.cluster import rpc
+from broker.cluster.rpc import WorkerClient, connection_id
+from broker.handoff.channels import FIELD, GROUP, stream_key
+from broker.transports.tensors import addresses_by_scheme
+from broker.transports.zmq.wire import PIECE_BYTES, First
 from common.hashing import content_hash
 from common.messages import (
     Abort,
@@ -417,7 +417,7 @@ def _sequences(messages: list[Tokens]) -> dict[int, list[int]]:
 async def test_a_proxy_that_reads_nothing_is_dropped_and_disturbs_nobody(
     broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("broker.rpc.QUEUE_MESSAGES", 50)
+    monkeypatch.setattr("broker.cluster.rpc.QUEUE_MESSAGES", 50)
     ids = TextProcessor(load_model_info("signpost")).render_chat([{"role": "user", "content": "Which colours?"}])
     async with in_process(broker_url, redis, zmq_context, PrefillDecodeService) as worker:
         worker.shell._proxies._silence_s = 1000.0  # it is not for its silence that it is dropped

@@ -19,9 +19,9 @@ import zmq.asyncio
 from redis.asyncio import Redis
 from structlog.testing import capture_logs
 
-from broker.channels import ChannelName, Delivery
-from broker.registry import HEARTBEAT_S, Registry
-from broker.rpc import WorkerClient
+from broker.cluster.registry import HEARTBEAT_S, Registry
+from broker.cluster.rpc import WorkerClient
+from broker.handoff.channels import ChannelName, Delivery
 from common.config import Settings
 from common.errors import TriptychError
 from common.keys import ClusterKey

@@ -1,6 +1,6 @@
 """The two ends of every way of a tensor that tools.bench.transports compares, and the process of the receiving ones.
 
-Each is as its users have it, through broker.tensors, with checksums made and verified: where the bytes have arrived, as
+Each is as its users have it, through broker.transports.tensors, with checksums made and verified: where the bytes have arrived, as
 for keys and values, or while they are copied to where they will stay, as for the output of an encoder (COPIED). Beside
 them loops of plain pyzmq, which do none of this.
 """
@@ -18,15 +18,15 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
-from broker.lifetime import die_with_parent
-from broker.redis_client import connect
-from broker.tensors import TensorReceiver, TensorSender, addresses_by_scheme
-from broker.transports.cuda_library import CudaLibrary
-from broker.transports.cuda_receiver import SCHEME as CUDA_SCHEME
-from broker.transports.cuda_runtime import CudaError
-from broker.transports.nixl_agent import module_name
-from broker.transports.nixl_landing import CUDA_SCHEME as NIXL_CUDA_SCHEME
+from broker.cluster.lifetime import die_with_parent
+from broker.cluster.redis_client import connect
+from broker.transports.cuda.library import CudaLibrary
+from broker.transports.cuda.receiver import SCHEME as CUDA_SCHEME
+from broker.transports.cuda.runtime import CudaError
+from broker.transports.nixl.agent import module_name
+from broker.transports.nixl.receive_memory import CUDA_SCHEME as NIXL_CUDA_SCHEME
 from broker.transports.payload import DeviceBuffer
+from broker.transports.tensors import TensorReceiver, TensorSender, addresses_by_scheme
 from common.config import Transport
 from common.messages import InstanceRecord, TensorHeader, decode_tensor_header, encode
 from common.process import malloc

@@ -24,7 +24,7 @@ from typing import Annotated, Final
 import numpy as np
 import typer
 
-from broker.embedded import EmbeddedBroker
+from broker.cluster.embedded import EmbeddedBroker
 from common.messages import TensorHeader
 from tools.bench.memcpy import KINDS, Memcpy
 from tools.bench.transport_ends import (

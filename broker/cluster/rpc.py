@@ -1,0 +1,223 @@
+"""Requests, aborts and token streams between proxies and workers, over ZMQ.
+
+    proxy: WorkerClient (DEALER, one per worker)  <-->  worker: WorkerServer (ROUTER)
+
+Messages are single frames of MessagePack; the routing id identifies the proxy. Sending never waits: a peer that
+does not take its messages is treated as gone.
+
+A message above the receiver's MAXMSGSIZE would cost the connection, and everybody their requests on it: libzmq closes
+it without a word. So the sender looks first, and only the one request fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Final, cast
+
+import zmq
+import zmq.asyncio
+
+from broker.cluster.curve import OVERHEAD_BYTES, secure_client, secure_listener
+from common.errors import ErrorInfo, TriptychError
+from common.messages import (
+    MAX_CONTROL_BYTES,
+    MAX_MEDIA_BYTES,
+    Encoded,
+    Failed,
+    FromWorker,
+    Heartbeat,
+    Prefilled,
+    ToWorker,
+    decode_from_worker,
+    decode_to_worker,
+    encode,
+)
+from common.telemetry import get_logger
+
+QUEUE_MESSAGES = 100_000
+"""Small messages that may wait for one peer before it counts as gone."""
+QUEUE_REQUESTS = 4_096
+"""Requests (with media) that may wait for one worker."""
+CONNECT_TIMEOUT_MS: Final = 2000
+"""Of one try to connect. By itself the kernel decides, and may wait for as long again as the network was cut."""
+MAX_TO_WORKER_BYTES: Final = MAX_MEDIA_BYTES + MAX_CONTROL_BYTES
+MAX_FROM_WORKER_BYTES: Final = MAX_CONTROL_BYTES
+
+log = get_logger()
+
+
+def connection_id(instance_id: str, epoch: int, number: int) -> str:
+    """By what workers know one connection of a proxy: new for each connection, `number` grows."""
+    return f"{instance_id}@{epoch}.{number}"
+
+
+def supersedes(connection: bytes, other: bytes) -> bool:
+    """Whether a proxy has made `connection` after, and so instead of, `other`."""
+    proxy, _, number = connection.rpartition(b".")
+    other_proxy, _, other_number = other.rpartition(b".")
+    numbered = number.isdigit() and other_number.isdigit()
+    return proxy == other_proxy and numbered and int(number) > int(other_number)
+
+
+class WorkerServer:
+    """The worker's end: takes messages from any number of proxies, answers each by its routing id.
+
+    `on_refused` is called with the request id of an answer that was too large to be sent: the request's proxy has been
+    told an error instead, and what is left of the request is to be dropped.
+    """
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        host: str = "127.0.0.1",
+        on_refused: Callable[[str], None] = lambda request_id: None,
+    ) -> None:
+        """Bind a free port on `host`; `address` is the endpoint that clients on this network connect to."""
+        self._socket = context.socket(zmq.ROUTER)
+        _set_common_options(self._socket)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a proxy that is gone is an error we want to see
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a proxy that reconnects takes over its own routing id
+        self._socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
+        self._socket.setsockopt(zmq.RCVHWM, QUEUE_REQUESTS)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_TO_WORKER_BYTES + OVERHEAD_BYTES)
+        secure_listener(self._socket)
+        self._socket.bind(f"tcp://{host}:*")
+        self.address = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        self.num_invalid = 0
+        self._on_refused = on_refused
+
+    async def receive(self) -> tuple[bytes, ToWorker]:
+        """The next valid message and the routing id of its proxy; anything else is counted and dropped."""
+        while True:
+            frames = await self._socket.recv_multipart(copy=False)
+            try:
+                if len(frames) != 2:
+                    raise TriptychError("invalid_request", f"a request has 1 frame, not {len(frames) - 1}")
+                return bytes(frames[0].buffer), decode_to_worker(frames[1].buffer)
+            except TriptychError as error:
+                self.num_invalid += 1
+                log.warning("dropped a message on the request socket", error=error.info.message)
+
+    def send(self, proxy: bytes, message: FromWorker | Heartbeat) -> bool:
+        """Send to one proxy, at once and in order; False if it is gone or takes nothing any more.
+
+        Where the message is too large, the request ends instead, with "item_too_large".
+        """
+        data = encode(message)
+        if len(data) <= MAX_FROM_WORKER_BYTES or isinstance(message, Heartbeat):
+            return self._send(proxy, data)
+        error = _too_large("the answer is too large for a proxy", message, len(data), MAX_FROM_WORKER_BYTES)
+        log.warning("an answer is not sent", request=message.request_id, error=error.info.message)
+        sent = self._send(proxy, encode(_refusal(message, error.info)))
+        self._on_refused(message.request_id)
+        return sent
+
+    def _send(self, proxy: bytes, data: bytes) -> bool:
+        # A non-blocking send of an asyncio socket is over when it returns; its future only holds the outcome.
+        sent = self._socket.send_multipart([proxy, data], flags=zmq.NOBLOCK)
+        error = cast("asyncio.Future[Any]", sent).exception()
+        if isinstance(error, zmq.ZMQError) and error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+            return False
+        if error is not None:
+            raise error
+        return True
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+class WorkerClient:
+    """The proxy's end of the conversation with one worker.
+
+    `identity` is by what the worker knows this connection and whose requests are whose: unique in the cluster, and
+    never used again, or the worker would keep what was asked for on a connection that has been given up.
+    Connecting happens in the background; messages wait (bounded) until the worker is there.
+    """
+
+    def __init__(
+        self, context: zmq.asyncio.Context, address: str, identity: str, on_invalid: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_invalid` is called for each reply that is none, and is dropped."""
+        self._socket = context.socket(zmq.DEALER)
+        _set_common_options(self._socket)
+        self._socket.setsockopt(zmq.IDENTITY, identity.encode())
+        self._socket.setsockopt(zmq.SNDHWM, QUEUE_REQUESTS)
+        self._socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FROM_WORKER_BYTES + OVERHEAD_BYTES)
+        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
+        secure_client(self._socket)
+        self._watch(self._socket)
+        self._socket.connect(address)
+        self.address = address
+        self._on_invalid = on_invalid
+
+    def _watch(self, socket: zmq.asyncio.Socket) -> None:
+        """For subclasses: the socket is about to connect."""
+
+    async def send(self, message: ToWorker) -> None:
+        """Send without waiting. Raises TriptychError: "unavailable" where the worker takes nothing any more,
+        "item_too_large" for what no worker would take."""
+        data = encode(message)
+        if len(data) > MAX_TO_WORKER_BYTES:
+            raise _too_large("the request is too large for a worker", message, len(data), MAX_TO_WORKER_BYTES)
+        try:
+            await self._socket.send(data, flags=zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EAGAIN:
+                raise
+            message_text = f"the worker at {self.address} takes no messages ({QUEUE_REQUESTS} are waiting)"
+            raise TriptychError("unavailable", message_text) from error
+
+    async def receive(self) -> FromWorker:
+        """What the worker tells next of a request. Heartbeats are passed over, and so is what is invalid."""
+        while True:
+            frames = await self._socket.recv_multipart(copy=False)
+            try:
+                if len(frames) != 1:
+                    raise TriptychError("invalid_request", f"a reply has 1 frame, not {len(frames)}")
+                message = decode_from_worker(frames[0].buffer)
+                if not isinstance(message, Heartbeat):
+                    return message
+            except TriptychError as error:
+                self._on_invalid()
+                log.warning("dropped a reply", worker=self.address, error=error.info.message)
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Does not wait; what was sent last still has `linger_ms` to leave."""
+        self._socket.close(linger=linger_ms)
+
+    async def __aenter__(self) -> WorkerClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _too_large(what: str, message: ToWorker | FromWorker, size_bytes: int, limit_bytes: int) -> TriptychError:
+    excess = f"{size_bytes - limit_bytes} more than the {limit_bytes} allowed"
+    text = f"{what}: its {type(message).__name__} message has {size_bytes} bytes, {excess}; ask for less"
+    return TriptychError("item_too_large", text)
+
+
+def _refusal(message: FromWorker, error: ErrorInfo) -> FromWorker:
+    """What is told instead of a message that cannot be sent."""
+    match message:
+        case Encoded():
+            return Encoded(message.request_id, message.input_id, message.attempt, error)
+        case Prefilled():
+            return Prefilled(message.request_id, message.attempt, error)
+        case _:
+            return Failed(message.request_id, error, message.attempt)
+
+
+def _set_common_options(socket: zmq.asyncio.Socket) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)  # a peer whose host vanished is noticed without TCP's minutes
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)

@@ -1,0 +1,279 @@
+"""The message channels of the handoff: Redis Streams, one per instance and channel, acknowledged.
+
+    {cluster}:{instance_id}:metadata     offers to a receiver
+    {cluster}:{instance_id}:allocated    grants to a sender
+    {cluster}:{instance_id}:injected     receipts to a sender
+
+Each stream has one consumer group with one consumer: its instance. An entry is deleted once handled, so an idle
+stream is empty. The owner creates its streams and keeps them from expiring; senders never create one, so nothing is
+left behind for an instance that is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Literal, cast
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError, ResponseError
+
+from broker.cluster.redis_client import CONNECTION_ERRORS
+from common.errors import TriptychError
+from common.messages import HandoffMessage, decode_handoff, encode
+from common.telemetry import get_logger
+
+ChannelName = Literal["metadata", "allocated", "injected"]
+GROUP: Final = "worker"
+FIELD: Final = b"m"
+MAX_ENTRIES: Final = 10_000
+"""Older entries are trimmed, and counted: far more than a live receiver ever leaves unread."""
+MAX_WAITING: Final = 10_000
+"""Messages that may wait in a sender while Redis is away; then the oldest give way: what matters is repeated."""
+STREAM_TTL_S: Final = 60
+"""How long the streams of an instance that died without a goodbye stay in Redis."""
+_BLOCK_MS: Final = 1000
+_BATCH: Final = 64
+_RETRY_S: Final = 0.05
+_TRY_S: Final = 0.5
+"""What a try to send gets at least, however old its oldest message is."""
+
+log = get_logger()
+
+
+def stream_key(cluster: str, instance_id: str, channel: ChannelName) -> str:
+    return f"{cluster}:{instance_id}:{channel}"
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """One received message. `stale`: it was meant for a former process under this instance id."""
+
+    stream: bytes
+    entry_id: bytes
+    message: HandoffMessage
+    stale: bool
+
+
+@dataclass(frozen=True)
+class _Entry:
+    stream: str
+    data: bytes
+    queued_s: float
+
+
+class ChannelSender:
+    """Sends messages to other instances, in order, from one queue by one task, so that nobody waits.
+
+    A message whose stream does not exist, or that Redis does not take, is tried again for `timeout_s` and then
+    dropped and counted, half a second later where a try or a pause has to end first: every wait of the handoff has a
+    deadline, which is where a lost message shows.
+
+    A try that Redis has not answered in time is given up with its connection. It may have been taken all the same, now
+    or when the server goes on: such a message comes twice where it is sent again, and late where it was dropped.
+    """
+
+    def __init__(self, redis: Redis, cluster: str, timeout_s: float = 2.0) -> None:
+        self._redis = redis
+        self._cluster = cluster
+        self._timeout_s = timeout_s
+        self._queue: asyncio.Queue[_Entry] = asyncio.Queue()
+        self._away = False  # whether the last try failed
+        self.num_dropped = 0
+        self.num_trimmed = 0
+        """Messages, of whomever, that were the oldest of a full stream: all but a few of them have not been read."""
+
+    def send(self, instance_id: str, channel: ChannelName, message: HandoffMessage) -> None:
+        """Queue one message."""
+        if self._queue.qsize() >= MAX_WAITING:
+            self._queue.get_nowait()
+            self.num_dropped += 1
+        stream = stream_key(self._cluster, instance_id, channel)
+        self._queue.put_nowait(_Entry(stream, encode(message), time.monotonic()))
+
+    @property
+    def num_waiting(self) -> int:
+        return self._queue.qsize()
+
+    async def run(self) -> None:
+        """Send what is queued, until cancelled."""
+        while True:
+            batch = [await self._queue.get()]
+            while len(batch) < _BATCH and not self._queue.empty():
+                batch.append(self._queue.get_nowait())
+            if self._away:
+                batch = self._unexpired(batch)  # they are as old as what has just been given up
+            pause_s = 0.02
+            while batch and not await self._send_batch(batch):
+                if batch := self._unexpired(batch):
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, 0.5)
+                    batch = self._unexpired(batch)
+
+    async def _send_batch(self, batch: list[_Entry]) -> bool:
+        """Send in one round trip; False if Redis is away, or silent until the oldest has expired. What has no stream
+        now is queued again for later."""
+        self._away = True
+        streams = dict.fromkeys(entry.stream for entry in batch)
+        try:
+            async with asyncio.timeout(self._try_s(batch)):
+                async with self._redis.pipeline(transaction=False) as pipe:
+                    for entry in batch:
+                        pipe.xadd(entry.stream, {FIELD: entry.data}, nomkstream=True)
+                    for stream in streams:  # apart from XADD, which does not tell how many there were
+                        pipe.xtrim(stream, maxlen=MAX_ENTRIES)
+                    results = await pipe.execute(raise_on_error=False)
+        except TimeoutError:
+            return False
+        except CONNECTION_ERRORS:
+            return False
+        self._away = False
+        for entry, result in zip(batch, results[: len(batch)], strict=True):
+            if isinstance(result, Exception | None) and not self._expired(entry, str(result or "no such stream")):
+                asyncio.get_running_loop().call_later(_RETRY_S, self._queue.put_nowait, entry)
+        for stream, trimmed in zip(streams, results[len(batch) :], strict=True):
+            if isinstance(trimmed, int) and trimmed:
+                self.num_trimmed += trimmed
+                log.warning("a receiver does not read: its oldest messages are lost", stream=stream, lost=trimmed)
+        return True
+
+    def _try_s(self, batch: list[_Entry]) -> float:
+        oldest_s = min(entry.queued_s for entry in batch)
+        return max(_TRY_S, oldest_s + self._timeout_s - time.monotonic())
+
+    def _unexpired(self, batch: list[_Entry]) -> list[_Entry]:
+        return [entry for entry in batch if not self._expired(entry, "no broker")]
+
+    def _expired(self, entry: _Entry, why: str) -> bool:
+        if time.monotonic() - entry.queued_s < self._timeout_s:
+            return False
+        self.num_dropped += 1
+        log.warning("dropped a message", stream=entry.stream, why=why)
+        return True
+
+
+class ChannelReader:
+    """Receives the messages on some of this instance's channels.
+
+    Wants a Redis client that does not retry by itself: after a lost connection the reader first looks for messages
+    that were on their way, which a plain repetition of the call would skip.
+    """
+
+    def __init__(self, redis: Redis, cluster: str, instance_id: str, channels: tuple[ChannelName, ...]) -> None:
+        self._redis = redis
+        self._streams = [stream_key(cluster, instance_id, channel).encode() for channel in channels]
+        self._former: dict[bytes, tuple[int, int]] = {}  # last entry meant for a former process, per stream
+        self._look_for_unacknowledged = True
+        self.num_invalid = 0
+
+    async def open(self) -> None:
+        """Create the streams. What is in them by now was meant for a former process under this id: it is stale."""
+        for stream in self._streams:
+            await self._create(stream)
+            info: dict[str, Any] = await self._redis.xinfo_stream(stream)
+            self._former[stream] = _parse_id(info["last-generated-id"])
+
+    async def run(self, handle: Callable[[Delivery], None]) -> None:
+        """Receive, handle and acknowledge, in order, until cancelled; outlives any absence of the server.
+
+        A message may come twice. `handle` must not raise.
+        """
+        pause_s = 0.0
+        while True:
+            try:
+                deliveries = await self.receive()
+                for delivery in deliveries:
+                    handle(delivery)
+                await self.acknowledge(deliveries)
+                pause_s = 0.0
+            except RedisError as error:  # away, loading, or refusing: whatever it is, it may pass
+                if not pause_s:
+                    log.warning("cannot read from the broker", error=str(error))
+                self._look_for_unacknowledged = True
+                pause_s = min(max(0.05, 2 * pause_s), 1.0)
+                await asyncio.sleep(pause_s)
+
+    async def receive(self) -> list[Delivery]:
+        """The next messages, in order; an empty list after a second without any.
+
+        Raises one of CONNECTION_ERRORS while the server is away. Streams that have vanished (the server was restarted
+        or flushed) are created again.
+        """
+        if self._look_for_unacknowledged:
+            deliveries = await self._read(dict.fromkeys(self._streams, "0"))
+            self._look_for_unacknowledged = bool(deliveries)
+            if deliveries:
+                return deliveries
+        return await self._read(dict.fromkeys(self._streams, ">"), block_ms=_BLOCK_MS)
+
+    async def acknowledge(self, deliveries: list[Delivery]) -> None:
+        """The messages have been handled: remove them."""
+        await self._remove([(delivery.stream, delivery.entry_id) for delivery in deliveries])
+
+    async def keep_alive(self) -> None:
+        """Put off the expiry of the streams, creating those that have vanished; called with the heartbeat."""
+        for stream in self._streams:
+            if not await self._redis.expire(stream, STREAM_TTL_S):
+                await self._create(stream)
+
+    async def delete(self) -> None:
+        """Remove the streams: this instance is going."""
+        await self._redis.delete(*self._streams)
+
+    async def _create(self, stream: bytes) -> None:
+        try:
+            await self._redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
+            self._former[stream] = (0, 0)  # a new stream, perhaps of another server with another clock
+        except ResponseError as error:
+            if not str(error).startswith("BUSYGROUP"):  # it exists: fine
+                raise
+        await self._redis.expire(stream, STREAM_TTL_S)
+
+    async def _read(self, streams: dict[bytes, str], block_ms: int | None = None) -> list[Delivery]:
+        try:
+            reply: Any = await self._redis.xreadgroup(GROUP, GROUP, cast(Any, streams), count=_BATCH, block=block_ms)
+        except ResponseError as error:
+            if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
+                raise
+            for stream in self._streams:
+                await self._create(stream)
+            return []
+        deliveries, invalid = [], []
+        for stream, entries in reply or []:
+            for entry_id, fields in entries:
+                delivery = self._parse(stream, entry_id, fields or {})
+                if delivery is None:
+                    invalid.append((stream, entry_id))
+                else:
+                    deliveries.append(delivery)
+        self.num_invalid += len(invalid)
+        await self._remove(invalid)
+        return deliveries
+
+    def _parse(self, stream: bytes, entry_id: bytes, fields: dict[bytes, bytes]) -> Delivery | None:
+        try:
+            message = decode_handoff(fields.get(FIELD, b""))
+        except TriptychError as error:
+            log.warning("dropped a message", stream=stream.decode(), error=error.info.message)
+            return None
+        return Delivery(stream, entry_id, message, stale=_parse_id(entry_id) <= self._former.get(stream, (0, 0)))
+
+    async def _remove(self, entries: list[tuple[bytes, bytes]]) -> None:
+        by_stream: dict[bytes, list[bytes]] = {}
+        for stream, entry_id in entries:
+            by_stream.setdefault(stream, []).append(entry_id)
+        if not by_stream:
+            return
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for stream, entry_ids in by_stream.items():
+                pipe.xack(stream, GROUP, *entry_ids)
+                pipe.xdel(stream, *entry_ids)
+            await pipe.execute(raise_on_error=False)  # after a flush there is nothing left to remove
+
+
+def _parse_id(entry_id: bytes) -> tuple[int, int]:
+    """`b"1700000000000-3"` as numbers that compare in stream order."""
+    milliseconds, _, sequence = bytes(entry_id).partition(b"-")
+    return int(milliseconds), int(sequence or 0)

@@ -1,0 +1,367 @@
+"""The sender's side of a handoff, one small state machine per encoder output, or per request's keys and values:
+
+                                      +---- receipt, the next part ----+
+                                      v                                |
+    offer() -> OFFERED -> grant -> GRANTED -> send() ---------------> SENT -> last receipt, complete() -> done
+                  |                   |                                |
+                  +-------------------+-- error, cancel, deadline -----+--> done
+
+It is known by (request id, input id, attempt). Messages that fit no handoff in the right state are duplicates or
+strangers: counted and ignored. The receiver's decisions are made by its engine; see DecoderEngine.offer and offer_kv.
+
+Redis may forget what it was told. So an offer is repeated, the same attempt, until its grant and then each receipt is
+there: a receiver that knows the offer answers again. One that answers a second time that it waits for the tensor has
+not got it, and gets it once more, as one does whose tensor came corrupt. But it may only be slow: each time it is given
+twice as long, or what is sent again would fill the very line that is too full.
+
+A handoff that is closed before it is done is withdrawn, so that the receiver need not wait until it expires.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Final, Literal, TypeAlias, TypeVar
+
+from broker.cluster.presence import Presence
+from broker.cluster.registry import incompatibility
+from broker.handoff.channels import ChannelSender, Delivery
+from broker.transports.payload import Payload
+from broker.transports.shm.push_buffer import Sending
+from broker.transports.tensors import TensorSender
+from common.errors import TriptychError
+from common.messages import (
+    REPEAT_S,
+    Encode,
+    Grant,
+    HandoffMessage,
+    InstanceRecord,
+    KvOffer,
+    Offer,
+    Receipt,
+    TensorHeader,
+    Withdraw,
+)
+
+Key: TypeAlias = tuple[str, int, int]
+"""(request id, input id, attempt)"""
+State = Literal["offered", "granted", "sent", "done"]
+MAX_SENDS: Final = 4
+"""Of one part: the first time, and three more."""
+SIGNS_PER_LEASE: Final = 3
+_T = TypeVar("_T")
+
+
+def key_of(message: HandoffMessage | TensorHeader | Encode) -> Key:
+    return message.request_id, message.input_id, message.attempt
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a handoff. An encoder output has one, without a table; those of keys and values say whose they are
+    and with which token they begin."""
+
+    shape: list[int]
+    dtype: str
+    data: Payload
+    table: Literal["", "self", "cross"] = ""
+    first: int = 0
+
+
+def _future() -> asyncio.Future[_T]:
+    return asyncio.get_running_loop().create_future()
+
+
+@dataclass
+class Handoff:
+    """An encoder output, or keys and values, on the way to `receiver`.
+
+    `receipt` is that of part number `part`. `times_s` holds the Unix time of each hop that has happened.
+    """
+
+    offer: Offer | KvOffer
+    receiver: InstanceRecord
+    state: State = "offered"
+    part: int = 0
+    grant: asyncio.Future[Grant] = field(default_factory=_future)
+    receipt: asyncio.Future[Receipt] = field(default_factory=_future)
+    times_s: dict[str, float] = field(default_factory=dict)
+    asked_again: bool = False  # whether the tensor has come, since it was sent
+    patience_s: float = 0.0  # until then (monotonic) it is taken to be on its way
+    last_sign_s: float = 0.0  # of life of the sender (monotonic)
+
+    def mark(self, hop: str) -> None:
+        self.times_s[hop] = time.time()
+
+    def fail(self, error: TriptychError) -> None:
+        """Whatever is waited for, now or next, ends with `error`."""
+        for future in (self.grant, self.receipt):
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # retrieved: at most one of the two is ever waited for
+
+
+class HandoffSender:
+    """All handoffs that start at this instance."""
+
+    def __init__(self, channels: ChannelSender, tensors: TensorSender, timeout_s: float) -> None:
+        """`timeout_s` bounds each wait for a receipt, an offer's own deadline all waits. Set `own` before the first."""
+        self.own: InstanceRecord | None = None
+        self._channels = channels
+        self._tensors = tensors
+        self._timeout_s = timeout_s
+        self._handoffs: dict[Key, Handoff] = {}
+        self._presence = Presence()
+        self.outcomes: Counter[str] = Counter()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._handoffs)
+
+    async def offer(self, offer: Offer | KvOffer, receiver: InstanceRecord | None) -> Handoff:
+        """Offer something to an instance and wait for the grant, which is `handoff.grant.result()`.
+
+        A granted handoff stays open until `deliver` or `close`. A cached one is done: there is nothing to send.
+        Raises TriptychError: "unavailable" where the receiver is gone, does not fit, or has cancelled; "timeout"
+        where it did not answer in time; and whatever the receiver says where it refuses.
+        """
+        handoff = self._open(offer, receiver)
+        try:
+            handoff.mark("offer_sent")
+            self._send_offer(handoff)
+            grant = await self._wait(handoff, handoff.grant, "grant", offer.deadline_s)
+            if grant.status == "granted":
+                return handoff
+            if grant.status == "cached":
+                self.outcomes["cached"] += 1
+                self.close(key_of(offer))
+                return handoff
+            if grant.status == "refused" and grant.error is not None:
+                raise self._ended("refused", TriptychError(grant.error.code, grant.error.message, grant.error.param))
+            name = handoff.receiver.instance_id
+            raise self._ended("cancelled", TriptychError("unavailable", f"{name} cancelled the offer"))
+        except BaseException:
+            self.close(key_of(offer))
+            raise
+
+    def give(self, handoff: Handoff) -> Sending | None:
+        """A way for the thread that makes the only tensor of a granted handoff to send it at once; None where there is
+        none. Give it to `deliver`, whether the tensor has left or not, and drop it in the end."""
+        offer = handoff.offer
+        if not isinstance(offer, Offer) or handoff.state != "granted":
+            return None
+        return self._tensors.give(handoff.receiver, self._header(handoff, offer.shape, offer.dtype, offer.size_bytes))
+
+    async def deliver(
+        self, handoff: Handoff, shape: list[int], dtype: str, data: Payload, early: Sending | None = None
+    ) -> None:
+        """Send the only tensor of a granted handoff, unless it has left by `early`, and wait for the receipt; the
+        handoff is done afterwards.
+
+        Raises as `send` does, and "internal_error" where the tensor is not what was offered.
+        """
+        offer = handoff.offer
+        try:
+            if isinstance(offer, Offer) and (shape, dtype, data.nbytes) != (offer.shape, offer.dtype, offer.size_bytes):
+                what = f"made {shape} {dtype}, {data.nbytes} bytes; offered {offer.shape} {offer.dtype}"
+                raise self._ended("mismatch", TriptychError("internal_error", f"the encoder {what}"))
+            await self.send(handoff, Part(shape, dtype, data), early)
+            self.complete(handoff)
+        finally:
+            self.close(key_of(offer))
+
+    async def send(self, handoff: Handoff, part: Part, early: Sending | None = None) -> None:
+        """Send the next part of a granted handoff and wait for its receipt.
+
+        One that has left by `early` is only sent where it has to be sent again.
+
+        Raises TriptychError: "internal_error" without a grant; "unavailable" where the receiver is gone, did not store
+        it, or found it damaged too often; "timeout" where no receipt came in time.
+        """
+        if handoff.state != "granted":
+            raise TriptychError("internal_error", f"send in state {handoff.state!r}: no tensor without a grant")
+        deadline_s = min(handoff.offer.deadline_s, time.monotonic() + self._timeout_s)
+        left_s = None if early is None else early.left_s
+        if early is not None and left_s is not None:
+            self._note_sent(handoff, left_s)
+            self._tensors.num_sent[early.scheme] += 1
+            self.outcomes["left_early"] += 1
+        for number in range(MAX_SENDS):
+            if not handoff.receipt.done():  # else it was settled while it was being computed: there is nothing to send
+                if number:
+                    self.outcomes["sent_again"] += 1
+                if number or left_s is None:
+                    await self._send_once(handoff, part)
+                # what is answered are the 1st, 2nd, 4th and 8th repetition
+                handoff.patience_s = time.monotonic() + REPEAT_S * (2**number - 0.5)
+            receipt = await self._wait(handoff, handoff.receipt, "receipt", deadline_s)
+            if receipt.status == "stored":
+                handoff.state, handoff.part, handoff.receipt = "granted", handoff.part + 1, _future()
+                return
+            if receipt.status != "corrupt":
+                message = f"{handoff.receiver.instance_id} did not store it: {receipt.status}"
+                raise self._ended(receipt.status, TriptychError("unavailable", message))
+            handoff.receipt = _future()
+        message = f"{handoff.receiver.instance_id} did not get it undamaged in {MAX_SENDS} attempts"
+        raise self._ended("corrupt", TriptychError("unavailable", message))
+
+    def handle(self, delivery: Delivery) -> None:
+        """A grant or receipt has come. Never raises."""
+        message = delivery.message
+        handoff = self._handoffs.get(key_of(message))
+        if isinstance(message, Offer | KvOffer | Withdraw) or handoff is None or delivery.stale:
+            self.outcomes["stray"] += 1
+        elif isinstance(message, Grant):
+            self._take_grant(handoff, message)
+        elif handoff.state in ("granted", "sent") and message.part == handoff.part and not handoff.receipt.done():
+            handoff.mark("receipt_received")
+            handoff.receipt.set_result(message)
+        else:
+            self.outcomes["duplicate"] += 1
+
+    def _take_grant(self, handoff: Handoff, grant: Grant) -> None:
+        if handoff.state == "offered" and not handoff.grant.done():
+            handoff.state = "granted" if grant.status == "granted" else "done"
+            handoff.mark("grant_received")
+            handoff.grant.set_result(grant)
+        elif grant.status == "cancelled" and not handoff.receipt.done():
+            error = TriptychError("unavailable", f"{handoff.receiver.instance_id} took its grant back")
+            handoff.fail(self._ended("cancelled", error))
+        elif handoff.state == "sent" and handoff.asked_again and _is_answer(handoff, grant):
+            self._take_answer(handoff, grant)
+        else:
+            self.outcomes["duplicate"] += 1
+
+    def _take_answer(self, handoff: Handoff, grant: Grant) -> None:
+        """To an offer repeated since the tensor was sent: either the receipt was lost, or the tensor, or it is slow."""
+        stored = grant.status == "cached" or grant.num_parts > handoff.part
+        if not stored and time.monotonic() < handoff.patience_s:
+            return
+        handoff.asked_again = False
+        status: Literal["stored", "corrupt"] = "stored" if stored else "corrupt"
+        handoff.receipt.set_result(Receipt(*key_of(grant), status, handoff.part))
+
+    def complete(self, handoff: Handoff) -> None:
+        """All parts of a handoff are stored: it is done."""
+        self.outcomes["stored"] += 1
+        handoff.state = "done"
+        self.close(key_of(handoff.offer))
+
+    def keep_alive(self, handoff: Handoff) -> None:
+        """Give a sign of life where there has been none for a while: the receiver renews its lease for it."""
+        if time.monotonic() - handoff.last_sign_s > self._timeout_s / SIGNS_PER_LEASE:
+            self._send_offer(handoff)
+
+    def _send_offer(self, handoff: Handoff) -> None:
+        handoff.last_sign_s = time.monotonic()
+        self._channels.send(handoff.receiver.instance_id, "metadata", handoff.offer)
+
+    def fail(self, key: Key, error: TriptychError) -> None:
+        """End a handoff from this side: whoever waits for it gets `error`. Unknown keys are fine."""
+        handoff = self._handoffs.get(key)
+        if handoff is not None:
+            handoff.fail(error)
+
+    def close(self, key: Key) -> None:
+        """Forget a handoff; its answers, should they still come, are strays. Unknown keys are fine.
+
+        One that is not done is withdrawn, whatever its receiver has made of it: that may be what has not been heard.
+        """
+        handoff = self._handoffs.pop(key, None)
+        if handoff is not None:
+            if handoff.state != "done":
+                self._channels.send(handoff.receiver.instance_id, "metadata", Withdraw(*key, handoff.offer.sender))
+            handoff.state = "done"
+            handoff.grant.cancel()
+            handoff.receipt.cancel()
+
+    def lately_seen(self, instance_id: str) -> InstanceRecord | None:
+        """An instance that was in the registry lately, as `review` saw it: see Presence."""
+        return self._presence.get(instance_id)
+
+    def review(self, instances: dict[str, InstanceRecord]) -> None:
+        """Compare with the registry: end the handoffs whose receiver has gone or has started anew.
+
+        Called with the heartbeat. Presence says who counts as gone.
+        """
+        live = self._presence.look(instances)
+        self._tensors.keep_only(live.values())
+        for handoff in list(self._handoffs.values()):
+            current = live.get(handoff.receiver.instance_id)
+            if current is None or current.epoch > handoff.receiver.epoch:
+                what = "has left the registry" if current is None else "has started anew"
+                error = TriptychError("unavailable", f"{handoff.receiver.instance_id} {what}")
+                handoff.fail(self._ended("gone", error))
+
+    def _open(self, offer: Offer | KvOffer, receiver: InstanceRecord | None) -> Handoff:
+        if self.own is None:
+            raise TriptychError("internal_error", "an offer before this instance knows its own record")
+        if receiver is None or not receiver.tensor_address:
+            raise self._ended("unavailable", TriptychError("unavailable", "the receiving instance is not registered"))
+        if (why := incompatibility(self.own, receiver)) is not None:
+            raise self._ended("incompatible", TriptychError("unavailable", f"cannot hand over: {why}"))
+        key = key_of(offer)
+        if key in self._handoffs:
+            raise TriptychError("internal_error", f"handoff {key} is open already")
+        handoff = self._handoffs[key] = Handoff(offer, receiver)
+        self._presence.note(receiver)
+        return handoff
+
+    async def _send_once(self, handoff: Handoff, part: Part) -> None:
+        header = self._header(handoff, part.shape, part.dtype, part.data.nbytes, part.table, part.first)
+        self._note_sent(handoff, time.time())
+        await self._tensors.send(handoff.receiver, header, part.data, self._timeout_s)
+
+    def _note_sent(self, handoff: Handoff, at_s: float) -> None:
+        handoff.state, handoff.asked_again, handoff.last_sign_s = "sent", False, time.monotonic()
+        handoff.times_s["tensor_sent"] = at_s
+
+    def _header(
+        self,
+        handoff: Handoff,
+        shape: list[int],
+        dtype: str,
+        size_bytes: int,
+        table: Literal["", "self", "cross"] = "",
+        first: int = 0,
+    ) -> TensorHeader:
+        """Of the next part; whatever carries it adds the checksum."""
+        offer, epoch = handoff.offer, handoff.receiver.epoch
+        return TensorHeader(
+            *key_of(offer),
+            offer.sender,
+            epoch,
+            shape,
+            dtype,
+            size_bytes=size_bytes,
+            part=handoff.part,
+            table=table,
+            first=first,
+        )
+
+    async def _wait(self, handoff: Handoff, answer: asyncio.Future[_T], what: str, deadline_s: float) -> _T:
+        """The answer, once it is there; meanwhile the offer is repeated. Raises TriptychError("timeout")."""
+        name, began_s = handoff.receiver.instance_id, time.monotonic()
+        while True:
+            remaining_s = deadline_s - time.monotonic()
+            if remaining_s <= 0 and not answer.done():
+                message = f"{name} sent no {what} within {max(0.0, deadline_s - began_s):.1f} s"
+                raise self._ended("timeout", TriptychError("timeout", message))
+            done, _ = await asyncio.wait({answer}, timeout=min(REPEAT_S, remaining_s))
+            if done:
+                return answer.result()
+            if time.monotonic() < deadline_s:
+                self.outcomes["offer_repeated"] += 1
+                handoff.asked_again = handoff.state == "sent"
+                self._send_offer(handoff)
+
+    def _ended(self, outcome: str, error: TriptychError) -> TriptychError:
+        self.outcomes[outcome] += 1
+        return error
+
+
+def _is_answer(handoff: Handoff, grant: Grant) -> bool:
+    """Whether a grant that comes again can say what has become of the part that was sent."""
+    return not handoff.receipt.done() and grant.status in ("granted", "cached")

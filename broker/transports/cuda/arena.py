@@ -1,0 +1,117 @@
+"""Memory of this process's GPU that other processes may read, or that comes from them: one allocation, lent in rooms.
+
+It is allocated when it is first needed and lives as long as its owner, so that no receiver ever looks at memory that
+has been given to somebody else. Copies into it go over a stream of its own, which no step of an engine waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Final
+
+import numpy as np
+
+from broker.transports.arena import Arena
+from broker.transports.cuda.runtime import CudaError, CudaRuntime
+from broker.transports.payload import DeviceBuffer
+
+ARENA_BYTES: Final = 128 * 2**20
+"""Of the device, for each process that sends; common.process.gpu_memory leaves it out of what pools share."""
+
+
+class DeviceArena:
+    """Rooms for tensors on their way. Belongs to the loop, but for the methods that block."""
+
+    def __init__(self, runtime: CudaRuntime, size_bytes: int = ARENA_BYTES) -> None:
+        """Blocks: call it in a thread. Raises CudaError where the device has no room for it."""
+        self._runtime = runtime
+        self._rooms = Arena(size_bytes)
+        self._waiting: set[asyncio.Future[None]] = set()
+        self._copying = threading.Lock()
+        self._closed = False
+        self.size_bytes = size_bytes
+        self.pointer = runtime.allocate(size_bytes)
+        try:
+            self._stream = runtime.make_stream()
+        except BaseException:
+            runtime.free(self.pointer)
+            raise
+
+    @property
+    def num_lent(self) -> int:
+        return self._rooms.num_lent
+
+    def lend(self, num_bytes: int) -> int | None:
+        """See Arena."""
+        return self._rooms.lend(num_bytes)
+
+    def give_back(self, offset: int) -> None:
+        """See Arena. Whoever waits for room looks again.
+
+        No copy into it may be under way, or still to begin: which of two threads copies first is not known.
+        """
+        self._rooms.give_back(offset)
+        self.wake()
+
+    async def next_change(self) -> None:
+        """Wait until room was given back, or until `wake`."""
+        changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.add(changed)
+        try:
+            await changed
+        finally:
+            self._waiting.discard(changed)
+
+    def wake(self) -> None:
+        """Let all who wait for room look around: there may be some, or their connection has ended."""
+        for changed in self._waiting:
+            if not changed.done():
+                changed.set_result(None)
+
+    def write(self, offset: int, data: DeviceBuffer | bytes) -> None:
+        """Copy something into a room, and wait until it is there.
+
+        Blocks, but no stream of anybody else: call it in a thread. Raises CudaError.
+        """
+        if isinstance(data, DeviceBuffer):
+            self._copy(self.pointer + offset, data.pointer, data.nbytes)
+        else:
+            source = np.frombuffer(data, np.uint8)
+            self._copy(self.pointer + offset, source.ctypes.data, source.nbytes)
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        """What lies in a room, brought to the host. Blocks and raises as `write`."""
+        host = np.zeros(num_bytes, np.uint8)
+        self._copy(host.ctypes.data, self.pointer + offset, num_bytes)
+        return host.tobytes()
+
+    def close(self) -> None:
+        """Give the memory back, for good, when the copy under way is done. Twice is fine."""
+        with self._copying:
+            if not self._closed:
+                self._closed = True
+                self._runtime.destroy_stream(self._stream)
+                self._runtime.free(self.pointer)
+        self.wake()
+
+    def _copy(self, target: int, source: int, num_bytes: int) -> None:
+        with self._copying:  # of several copies in one stream, the last one would be waited for anyway
+            if self._closed:
+                raise CudaError("the memory for tensors on their way has been given back")
+            if num_bytes:
+                self._runtime.copy(target, source, num_bytes, self._stream)
+            self._runtime.synchronize(self._stream)
+
+
+class ExportArena(DeviceArena):
+    """One that other processes of this host open by its handle."""
+
+    def __init__(self, runtime: CudaRuntime, size_bytes: int = ARENA_BYTES) -> None:
+        """Blocks and raises as DeviceArena."""
+        super().__init__(runtime, size_bytes)
+        try:
+            self.handle = runtime.export(self.pointer)
+        except BaseException:
+            self.close()
+            raise

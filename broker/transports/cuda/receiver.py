@@ -1,0 +1,136 @@
+"""The receiving end of a GPU's memory: opens each sender's arena once and hands out buffers within it.
+
+Whoever uses a buffer copies it to where it belongs, on a stream of its own, and releases it when that stream is done
+with it: then the sender is told that the room is its own again. A sender that ends takes nothing with it: its arena
+stays open here until the last buffer is released.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import weakref
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from broker.transports.base import ReceivedTensor
+from broker.transports.cuda.runtime import CudaError, CudaRuntime
+from broker.transports.cuda.wire import VERSION, Hello, for_receiver
+from broker.transports.linked import packets
+from broker.transports.linked.receiver import LinkedPeer, LinkedReceiver
+from broker.transports.payload import DeviceBuffer
+from broker.transports.shm.wire import NONCE_BYTES, Announce, Welcome
+from common.messages import encode
+from common.telemetry import get_logger
+
+SCHEME: Final = "cuda+unix"
+
+log = get_logger()
+
+
+class CudaReceiver(LinkedReceiver):
+    """See broker.transports.base.Receiver. Its tensors lie in memory of a GPU."""
+
+    link_scheme = SCHEME
+    memory = "a GPU's memory"
+
+    def __init__(self, runtime: CudaRuntime, on_arrival: Callable[[], None], *, max_bytes: int) -> None:
+        """Listen. Raises OSError where this system has no sockets of this kind."""
+        super().__init__(on_arrival, max_bytes=max_bytes)
+        self._runtime = runtime
+
+    def _make_peer(self, connected: socket.socket) -> LinkedPeer:
+        return _Peer(connected, self, self._runtime, self._max_bytes)
+
+
+class _Peer(LinkedPeer):
+    """One sender, until the last of its buffers is released."""
+
+    def __init__(self, connected: socket.socket, receiver: CudaReceiver, runtime: CudaRuntime, max_bytes: int) -> None:
+        super().__init__(connected, receiver, max_bytes)
+        self._runtime = runtime
+        self._greeting: asyncio.Task[None] | None = None
+        self._arena: int | None = None
+        self._arena_bytes = 0
+
+    def close(self) -> None:
+        """End the connection; the arena stays open as long as something of it is held."""
+        super().close()
+        self._let_go()
+
+    def _take(self, packet: memoryview, fds: list[int]) -> None:
+        packets.close_all(fds)
+        message = for_receiver(packet)
+        if isinstance(message, Hello):
+            if self._greeting is not None or message.version != VERSION:
+                raise ValueError(f"a greeting of version {message.version}, or a second one")
+            self._greeting = asyncio.create_task(self._greet(message))
+        else:
+            self._receive(message)
+
+    async def _greet(self, hello: Hello) -> None:
+        """Open the arena and say back what is read there."""
+        try:
+            self._arena, nonce = await asyncio.to_thread(self._open, hello)
+            self._arena_bytes = hello.arena_bytes
+            if not self._packets.closed:
+                self._packets.try_send(encode(Welcome(nonce, self._max_bytes)))
+                self._deadline.cancel()
+        except (CudaError, OSError, ValueError) as error:
+            self._end(error)
+        if self._packets.closed:
+            self._let_go()
+
+    def _open(self, hello: Hello) -> tuple[int, bytes]:
+        """Another process's arena, and the nonce that is read there. Blocks. Raises CudaError, ValueError."""
+        if not self._runtime.can_read(hello.device_id):
+            raise ValueError(f"GPU {self._runtime.device_id} cannot read the memory of GPU {hello.device_id}")
+        if hello.nonce_offset + NONCE_BYTES > hello.arena_bytes:
+            raise ValueError(f"a nonce at byte {hello.nonce_offset} of {hello.arena_bytes}")
+        arena = self._runtime.open(hello.handle)
+        try:
+            return arena, self._read(arena + hello.nonce_offset, NONCE_BYTES)
+        except BaseException:
+            self._runtime.close(arena)
+            raise
+
+    def _read(self, pointer: int, num_bytes: int) -> bytes:
+        """Bytes of a GPU's memory, brought to the host."""
+        host, stream = np.zeros(num_bytes, np.uint8), self._runtime.make_stream()
+        try:
+            self._runtime.copy(host.ctypes.data, pointer, num_bytes, stream)
+            self._runtime.synchronize(stream)
+        finally:
+            self._runtime.destroy_stream(stream)
+        return host.tobytes()
+
+    def _receive(self, announced: Announce) -> None:
+        size = announced.size_bytes
+        self._check(announced.slot, size, greeted=self._arena is not None)
+        assert self._arena is not None
+        if announced.offset + size > self._arena_bytes:
+            raise ValueError(f"a tensor ends at byte {announced.offset + size} of {self._arena_bytes}")
+        buffer = DeviceBuffer(self._arena + announced.offset, size)
+        unused = weakref.finalize(buffer, self._unused, announced.slot)  # calls it once, at the latest with the buffer
+        unused.atexit = False
+        self._held[announced.slot] = unused
+        self._receiver.deliver(ReceivedTensor(announced.header, buffer, _release=unused))
+
+    def _release(self, slot: int) -> None:
+        super()._release(slot)
+        if self._packets.closed:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Close the arena if nothing of it is held."""
+        if self._arena is not None and not self._held:
+            arena, self._arena = self._arena, None
+            self._loop.run_in_executor(None, self._close_arena, arena)
+
+    def _close_arena(self, arena: int) -> None:
+        try:
+            self._runtime.close(arena)
+        except CudaError as error:
+            log.warning("a sender's memory was not closed", error=str(error))

@@ -1,0 +1,38 @@
+"""What the two ends of a GPU's memory say to each other over their Unix socket.
+
+sender    Hello (with the arena's handle)  -->
+          <--  Welcome                           receiver
+          Announce, one per tensor         -->   (copies it out of the arena)
+          <--  Release, of one tensor or a few
+
+All but the greeting is as for shared memory: see shm_wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
+
+from broker.transports.cuda.runtime import HANDLE_BYTES
+from broker.transports.shm.wire import NONCE_BYTES, Announce
+from broker.transports.wire import make_decode
+from common.messages import Count
+
+VERSION: Final = 2
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """The first packet: the handle of the sender's arena on GPU `device_id`. A random nonce, which the receiver has to
+    read, lies at `nonce_offset`."""
+
+    handle: Annotated[bytes, msgspec.Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
+    arena_bytes: Annotated[int, msgspec.Meta(ge=NONCE_BYTES)]
+    nonce_offset: Count
+    device_id: Annotated[str, msgspec.Meta(max_length=64)]
+    version: int = VERSION
+
+
+ToReceiver: TypeAlias = Hello | Announce
+for_receiver: Final[Callable[[bytes | memoryview], ToReceiver]] = make_decode(ToReceiver)

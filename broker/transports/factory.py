@@ -1,0 +1,190 @@
+"""Which transports a setting stands for, and how each is made.
+
+    setting   a receiver offers                                 a sender can take
+    auto      shm (Linux), zmq; on a GPU cuda, and NIXL         whatever is offered
+              for what lies on others, where there is RDMA
+    cuda      the same                                          the same, but what lies on a GPU by cuda alone
+    nixl      NIXL; on a GPU, also for what lies on others      NIXL
+    another   that one                                          that one
+
+Senders take the first that both have and that works between them: for what lies on a GPU cuda, then NIXL from GPU to
+GPU; then, and for everything else, shared memory, NIXL, ZMQ and Redis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+import zmq.asyncio
+from redis.asyncio import Redis
+
+from broker.transports.base import Connection, Receiver
+from broker.transports.cuda.receiver import CudaReceiver
+from broker.transports.cuda.runtime import CudaRuntime
+from broker.transports.cuda.sender import CudaConnection, CudaSender
+from broker.transports.nixl import agent
+from broker.transports.nixl.agent import NixlAgent
+from broker.transports.nixl.device_sender import SEND_BYTES, NixlCudaConnection, NixlCudaSender
+from broker.transports.nixl.receive_memory import MOST_BYTES, RECEIVE_BYTES, CudaLanding, HostLanding, Landing
+from broker.transports.nixl.receiver import NixlReceiver
+from broker.transports.nixl.sender import NixlConnection
+from broker.transports.redis.receiver import RedisReceiver
+from broker.transports.redis.sender import RedisConnection
+from broker.transports.shm import segment
+from broker.transports.shm.receiver import ShmReceiver
+from broker.transports.shm.sender import ShmConnection
+from broker.transports.zmq.transport import ZmqConnection, ZmqReceiver
+from common.config import Transport
+from common.errors import TriptychError
+
+Connector: TypeAlias = Callable[[str], Connection[memoryview]]
+"""Makes the connection to an address, for bytes of the host; does not connect yet."""
+DeviceConnection: TypeAlias = CudaConnection | NixlCudaConnection
+DeviceSender: TypeAlias = CudaSender | NixlCudaSender
+"""Makes connections for the memory of a GPU."""
+
+
+@dataclass(frozen=True)
+class Means:
+    """What transports need of the process. It listens on `host`, a numeric address, and nowhere else; `cluster` begins
+    all keys in Redis; `cuda` is there if its engine computes on a GPU."""
+
+    context: zmq.asyncio.Context
+    host: str = "127.0.0.1"
+    redis: Redis | None = None
+    cluster: str = "triptych"
+    cuda: CudaRuntime | None = None
+
+    @cached_property
+    def nixl_agent(self) -> NixlAgent:
+        """One for all of NIXL in this direction, sending or receiving."""
+        return NixlAgent(self.host)
+
+
+def make_receivers(
+    means: Means, transport: Transport, max_bytes: int, stale_s: float, on_arrival: Callable[[], None]
+) -> list[Receiver]:
+    """The receiving ends that a setting stands for, made on the running loop. See TensorReceiver for the bounds.
+
+    Raises TriptychError("invalid_request") where one that was asked for is not to be had here.
+    """
+    receivers: list[Receiver] = []
+    if (cuda := _cuda_of(means, transport)) is not None:
+        receivers.append(CudaReceiver(cuda, on_arrival, max_bytes=max_bytes))
+    transport = _of_the_host(transport)
+    if transport in ("zmq", "auto"):
+        receivers.append(ZmqReceiver(means.context, means.host, on_arrival, max_bytes=max_bytes, stale_s=stale_s))
+    if transport == "shm" or (transport == "auto" and segment.AVAILABLE):
+        _require_shared_memory()
+        receivers.append(ShmReceiver(on_arrival, max_bytes=max_bytes))
+    if transport == "nixl":
+        _require_nixl()
+        _start_nixl(means)
+        receivers.append(_nixl_receiver(means, HostLanding(means.nixl_agent), on_arrival, max_bytes, stale_s))
+    if means.cuda is not None and _takes_from_gpus(transport, means.host):
+        landing = CudaLanding(means.cuda, means.nixl_agent)
+        receivers.append(_nixl_receiver(means, landing, on_arrival, min(max_bytes, MOST_BYTES), stale_s))
+    if transport == "redis":
+        receivers.append(RedisReceiver(_redis_of(means), means.cluster, on_arrival, max_bytes=max_bytes))
+    return receivers
+
+
+def make_connectors(means: Means, transport: Transport) -> dict[str, Connector]:
+    """How to connect for bytes of the host, by scheme, the best first.
+
+    Raises TriptychError("invalid_request") as `make_receivers`.
+    """
+    transport = _of_the_host(transport)
+    connectors: dict[str, Connector] = {}
+    if transport == "shm" or (transport == "auto" and segment.AVAILABLE):
+        _require_shared_memory()
+        connectors[ShmConnection.scheme] = ShmConnection
+    if transport == "nixl" or (transport == "auto" and agent.module_name() is not None):
+        _require_nixl()
+        agent = means.nixl_agent
+        connectors[NixlConnection.scheme] = lambda address: NixlConnection(means.context, agent, address)
+    if transport in ("zmq", "auto"):
+        connectors[ZmqConnection.scheme] = lambda address: ZmqConnection(means.context, address)
+    if transport == "redis" or (transport == "auto" and means.redis is not None):
+        redis = _redis_of(means)
+        connectors[RedisConnection.scheme] = lambda address: RedisConnection(redis, address)
+    return connectors
+
+
+def make_device_senders(means: Means, transport: Transport) -> list[DeviceSender]:
+    """What connects for the memory of a GPU, the best first; nothing where the setting does not stand for it, or there
+    is no GPU.
+
+    Raises TriptychError("invalid_request") as `make_receivers`.
+    """
+    senders: list[DeviceSender] = []
+    if (cuda := _cuda_of(means, transport)) is not None:
+        senders.append(CudaSender(cuda))
+    if means.cuda is not None and transport in ("nixl", "auto") and agent.module_name() is not None:
+        senders.append(NixlCudaSender(means.context, means.cuda, means.nixl_agent))
+    return senders
+
+
+def _cuda_of(means: Means, transport: Transport) -> CudaRuntime | None:
+    if transport == "cuda" and (means.cuda is None or not segment.AVAILABLE):
+        message = "transport cuda: this engine does not compute on a GPU of a Linux host; use another --transport"
+        raise TriptychError("invalid_request", message, "transport")
+    return means.cuda if transport in ("cuda", "auto") and segment.AVAILABLE else None
+
+
+def _of_the_host(transport: Transport) -> Transport:
+    """The setting for what does not lie on a GPU."""
+    return "auto" if transport == "cuda" else transport
+
+
+def _nixl_receiver(
+    means: Means, landing: Landing, on_arrival: Callable[[], None], max_bytes: int, read_s: float
+) -> NixlReceiver:
+    agent = means.nixl_agent
+    return NixlReceiver(means.context, means.host, agent, landing, on_arrival, max_bytes=max_bytes, read_s=read_s)
+
+
+def gpu_bytes_of_nixl(transport: Transport, host: str) -> int:
+    """Bytes of a GPU that NIXL takes at most in a process that computes on one and listens on `host`, a numeric
+    address: an arena for tensors that leave, wherever one may be sent so, another where it takes such."""
+    if agent.module_name() is None:
+        return 0
+    takes = _takes_from_gpus(_of_the_host(transport), host)
+    return (SEND_BYTES if transport in ("nixl", "auto") else 0) + (RECEIVE_BYTES if takes else 0)
+
+
+def _takes_from_gpus(transport: Transport, host: str) -> bool:
+    """Whether NIXL brings what lies on other GPUs. Without RDMA, UCX takes longer for that than other transports
+    through the host."""
+    if transport == "nixl":
+        return True
+    return transport == "auto" and agent.module_name() is not None and agent.has_rdma(host)
+
+
+def _start_nixl(means: Means) -> None:
+    try:
+        means.nixl_agent.start()
+    except agent.NixlError as error:
+        message = f"transport nixl: {error}; use another --transport"
+        raise TriptychError("invalid_request", message, "transport") from error
+
+
+def _require_shared_memory() -> None:
+    if not segment.AVAILABLE:
+        message = "transport shm: this system has no memfd_create (Linux has); use --transport zmq"
+        raise TriptychError("invalid_request", message, "transport")
+
+
+def _require_nixl() -> None:
+    if agent.module_name() is None:
+        message = "transport nixl: NIXL is not installed here: pip install 'triptych[nixl]', or use another --transport"
+        raise TriptychError("invalid_request", message, "transport")
+
+
+def _redis_of(means: Means) -> Redis:
+    if means.redis is None:
+        raise TriptychError("invalid_request", "transport redis: no broker is known; give --broker", "transport")
+    return means.redis

@@ -1,0 +1,43 @@
+"""A socket that only processes of the same user on the same host can connect to."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+from collections.abc import Callable
+
+from broker.transports.linked import packets
+
+
+class SameUserListener:
+    """Listens under a new abstract name until it is closed. Made, used and closed on a running loop."""
+
+    def __init__(self, on_peer: Callable[[socket.socket], None], on_refused: Callable[[], None]) -> None:
+        """`on_peer` owns the connected sockets that it gets, `on_refused` is told of other users. Raises OSError where
+        this system has no such sockets."""
+        self.name = f"triptych-{secrets.token_hex(16)}"
+        self._on_peer = on_peer
+        self._on_refused = on_refused
+        self._loop = asyncio.get_running_loop()
+        self._socket = packets.listen(self.name)
+        self._loop.add_reader(self._socket, self._accept)
+
+    def close(self) -> None:
+        """Take nobody more. Twice is fine."""
+        if self._socket.fileno() >= 0:
+            self._loop.remove_reader(self._socket)
+            self._socket.close()
+
+    def _accept(self) -> None:
+        try:
+            connected, _ = self._socket.accept()
+        except OSError:  # it has left again, or there are no descriptors: the next one tries anew
+            return
+        connected.setblocking(False)
+        if packets.peer_uid(connected) == os.geteuid():
+            self._on_peer(connected)
+        else:
+            connected.close()
+            self._on_refused()

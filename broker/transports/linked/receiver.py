@@ -1,0 +1,158 @@
+"""Links over a Unix socket, at the receiver: what shared memory and a GPU's memory have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import ClassVar, Final
+
+from broker.transports.base import QUEUE_TENSORS, ReceivedTensor
+from broker.transports.linked import packets
+from broker.transports.linked.listener import SameUserListener
+from broker.transports.linked.sender import HANDSHAKE_S, boot_id
+from broker.transports.shm.wire import Release
+from common.messages import encode
+from common.telemetry import get_logger
+
+RELEASED_AT_ONCE: Final = 8
+"""The sender of so many tensors may wait for the room of one."""
+
+log = get_logger()
+
+
+class LinkedReceiver(ABC):
+    """See broker.transports.base.Receiver. Serves processes of the same user on the same host only.
+
+    `memory` is what is shared with it, in words.
+    """
+
+    link_scheme: ClassVar[str]
+    memory: ClassVar[str]
+
+    def __init__(self, on_arrival: Callable[[], None], *, max_bytes: int) -> None:
+        """Listen. Raises OSError where this system has no sockets of this kind."""
+        self._on_arrival = on_arrival
+        self._max_bytes = max_bytes
+        self.num_invalid = 0
+        self.num_unfinished = 0  # a tensor is announced when all of it is there
+        self._arrived: deque[ReceivedTensor] = deque()  # bounded by what each sender may have out
+        self._peers: set[LinkedPeer] = set()
+        self._listener = SameUserListener(self._begin, self._refused)
+        self.address = f"{self.link_scheme}://{boot_id()}/{self._listener.name}"
+
+    def take(self) -> ReceivedTensor | None:
+        return self._arrived.popleft() if self._arrived else None
+
+    def close(self) -> None:
+        self._listener.close()
+        for peer in list(self._peers):
+            self._drop(peer)
+
+    @abstractmethod
+    def _make_peer(self, connected: socket.socket) -> LinkedPeer:
+        """For one sender that has connected; it tells `deliver` and `ended`."""
+
+    def deliver(self, received: ReceivedTensor) -> None:
+        """A tensor has come."""
+        self._arrived.append(received)
+        self._on_arrival()
+
+    def ended(self, peer: LinkedPeer, error: Exception | None) -> None:
+        """A sender has gone, or is to go, for what it has done."""
+        if error is not None:
+            self.num_invalid += 1
+            log.warning(f"dropped a sender of {self.memory}", error=str(error))
+        self._drop(peer)
+
+    def _begin(self, connected: socket.socket) -> None:
+        self._peers.add(self._make_peer(connected))
+
+    def _refused(self) -> None:
+        self.num_invalid += 1
+        log.warning(f"refused {self.memory} to another user")
+
+    def _drop(self, peer: LinkedPeer) -> None:
+        self._peers.discard(peer)
+        peer.close()
+
+
+class LinkedPeer(ABC):
+    """One sender, from its connection to its end.
+
+    `_held` are the slots of its tensors that are in use here, each with what tells of the end of that.
+    """
+
+    def __init__(self, connected: socket.socket, receiver: LinkedReceiver, max_bytes: int) -> None:
+        self._receiver = receiver
+        self._max_bytes = max_bytes
+        self._held: dict[int, object] = {}
+        self._released: list[int] = []  # the sender has not been told yet
+        self._has_told = False  # of one, in this turn of the loop
+        self._loop = asyncio.get_running_loop()
+        self._deadline = self._loop.call_later(HANDSHAKE_S, self._too_late)
+        self._packets = packets.PacketSocket(connected, self._take, self._lost)
+
+    def close(self) -> None:
+        """End the connection. What has been received stays valid until it is released."""
+        self._deadline.cancel()
+        self._packets.close()
+
+    @abstractmethod
+    def _take(self, packet: memoryview, fds: list[int]) -> None:
+        """Raises ValueError for a packet that is none."""
+
+    def _end(self, error: Exception | None) -> None:
+        self._receiver.ended(self, error)
+
+    def _lost(self, error: Exception | None) -> None:
+        self._end(error)
+
+    def _too_late(self) -> None:
+        self._end(TimeoutError(f"a connection said nothing for {HANDSHAKE_S:g} s"))
+
+    def _check(self, slot: int, size: int, *, greeted: bool) -> None:
+        """Raise ValueError for what must not be announced now; `size` is that of the largest tensor, in bytes."""
+        if not greeted or size > self._max_bytes:
+            raise ValueError(f"a tensor of {size} bytes; greeted: {greeted}, at most {self._max_bytes}")
+        if slot in self._held or len(self._held) >= QUEUE_TENSORS:
+            raise ValueError(f"slot {slot} again, or more than {QUEUE_TENSORS} on their way")
+
+    def _unused(self, slot: int) -> None:
+        """Nothing looks at the slot any more. Called by whatever thread has let go of it."""
+        with suppress(RuntimeError):  # the loop is closed: so is the connection
+            self._loop.call_soon_threadsafe(self._release, slot)
+
+    def _release(self, slot: int) -> None:
+        """The sender is told at once, but of those that follow in the same turn of the loop together: to tell it of
+        each takes as long as to check a tensor of 100 KiB."""
+        self._held.pop(slot, None)
+        if self._packets.closed:
+            return
+        self._released.append(slot)
+        if not self._has_told:
+            self._has_told = True
+            self._loop.call_soon(self._end_turn)
+            self._tell()
+        elif len(self._released) == RELEASED_AT_ONCE:
+            self._tell()
+
+    def _end_turn(self) -> None:
+        self._has_told = False
+        self._tell()
+
+    def _tell(self) -> None:
+        none: list[int] = []  # made first: while it is, the garbage collector may release other slots
+        slots, self._released = self._released, none
+        if not slots or self._packets.closed:
+            return
+        try:
+            sent = self._packets.try_send(encode(Release(slots)))
+        except OSError as error:
+            self._end(error)
+            return
+        if not sent:  # a socket holds far more than QUEUE_TENSORS of them
+            self._end(BlockingIOError("the sender reads no releases"))

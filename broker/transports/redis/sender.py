@@ -1,0 +1,180 @@
+"""Tensors through the broker: where processes reach nothing but Redis. Everything else is faster.
+
+    sender                               broker                              receiver
+    announce    -- Passing ------------> list of the receiver -------------> begins to take it
+    push        -- chunk, WINDOW at most -> a key of its own --------------> takes it
+                <- number, at last done -- a list of answers <-------------- says which it waits for
+    renew       -- now and then -------> all these keys
+
+The broker so holds no more than a few chunks per pair, and what has been taken is gone at once. It may lose anything:
+an answer, or a chunk, in a reply that did not arrive. A sender that hears nothing for a second announces the tensor
+again, is told which chunk the receiver waits for, and sends that one again. A command whose reply was lost is repeated,
+and may have been carried out: so each chunk has a key of its own, and a tensor that begins twice is taken once.
+
+Nothing has to know who has died, and nothing stays of the dead: keys are a lease, which ends by itself where the sender
+does not renew it. One whose lease has ended although it goes on, for it or the broker stood still or the broker was
+emptied, begins a new one, and goes on where the receiver is; one that was away for longer has been given up. The keys
+stand in broker.transports.redis.wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import secrets
+from typing import ClassVar, Final
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from broker.transports.base import took_none
+from broker.transports.checksums import with_checksum
+from broker.transports.redis.wire import (
+    CHUNK_BYTES,
+    DONE,
+    LOST,
+    MAX_TIMEOUT_S,
+    REFUSED,
+    RENEWAL_S,
+    SCHEME,
+    WINDOW,
+    Passing,
+    announce,
+    answers_key,
+    ask,
+    chunk_key,
+    pop,
+    push,
+    remove,
+    renew,
+)
+from common.errors import TriptychError
+from common.messages import TensorHeader
+
+_NUMBER: Final = re.compile(rb"\d{1,9}")
+
+
+class RedisConnection:
+    """See broker.transports.base.Connection. Returns when the receiver has all of a tensor; one goes at a time."""
+
+    scheme: ClassVar[str] = SCHEME
+
+    def __init__(self, redis: Redis, address: str) -> None:
+        self._redis = redis
+        self._address = address
+        self._list = address.partition("://")[2]
+        self._turn = asyncio.Lock()
+        self._removing: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    async def send(self, header: TensorHeader, data: memoryview, timeout_s: float) -> None:
+        header = await with_checksum(header, data)
+        passing = Passing(secrets.token_hex(8), data.nbytes, min(timeout_s, MAX_TIMEOUT_S), header)
+        try:
+            async with asyncio.timeout(timeout_s), self._turn:
+                await self._pass(passing, _Chunks(data))
+        except TimeoutError as error:
+            raise took_none(self._address, timeout_s) from error
+        except RedisError as error:
+            raise TriptychError("unavailable", f"the broker does not take a tensor: {error}") from error
+
+    def close(self) -> None:
+        """The receiver is gone, or nobody sends any more: what is being sent fails within a second."""
+        self._closed = True
+
+    async def _pass(self, passing: Passing, chunks: _Chunks) -> None:
+        self._require_open()
+        try:
+            await announce(self._redis, self._list, passing)
+            renewing = asyncio.create_task(self._renew(passing, chunks))
+            try:
+                while not await self._go_on(passing, chunks):
+                    self._require_open()
+            finally:
+                renewing.cancel()
+        finally:  # in the background: who has given up has no time left
+            task = asyncio.create_task(self._remove(passing, chunks.maybe_there))
+            self._removing.add(task)
+            task.add_done_callback(self._removing.discard)
+
+    async def _go_on(self, passing: Passing, chunks: _Chunks) -> bool:
+        """Send what the receiver has room for, and hear what it says; True if it has everything.
+
+        Raises TriptychError where it does not take the tensor.
+        """
+        for number in chunks.next():
+            await push(self._redis, chunk_key(self._list, passing, number), chunks[number])
+        answer = await pop(self._redis, answers_key(self._list, passing))
+        if answer == REFUSED:
+            raise TriptychError("invalid_request", f"{self._address} refused a tensor of {passing.size_bytes} bytes")
+        if answer == LOST:
+            raise TriptychError("unavailable", f"{self._address} has given up a tensor")
+        if answer is None:
+            chunks.ask()
+            await ask(self._redis, self._list, passing)
+        elif answer != DONE:
+            chunks.note_waits_for(answer)
+        return answer == DONE
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise TriptychError("unavailable", f"the connection to {self._address} is closed")
+
+    async def _renew(self, passing: Passing, chunks: _Chunks) -> None:
+        """For as long as it is sent. A lease that is over, as where the broker stood still, begins anew."""
+        while True:
+            await asyncio.sleep(RENEWAL_S)
+            with contextlib.suppress(RedisError):  # away for a moment; or for longer, which shows when it is back
+                if not await renew(self._redis, self._list, passing, chunks.maybe_there):
+                    chunks.send_again()
+                    await announce(self._redis, self._list, passing)
+
+    async def _remove(self, passing: Passing, chunks: range) -> None:
+        # What cannot be removed expires. The second error is redis-py's where the client is closed amid a command.
+        with contextlib.suppress(RedisError, AttributeError):
+            await remove(self._redis, self._list, passing, chunks)
+
+
+class _Chunks:
+    """The bytes of a tensor in parts, and how far sending has come: all before `_waits_for` have arrived."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._num_chunks = -(-len(data) // CHUNK_BYTES)
+        self._num_sent = self._waits_for = 0
+        self._again: list[int] = []
+        self._asked = False
+
+    def __getitem__(self, number: int) -> memoryview:
+        return self._data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
+
+    @property
+    def maybe_there(self) -> range:
+        """Those that may be in the broker."""
+        return range(self._waits_for, min(self._waits_for + WINDOW, self._num_chunks))
+
+    def next(self) -> list[int]:
+        """Those that are to go now; they count as sent."""
+        again, self._again = self._again, []
+        first, self._num_sent = self._num_sent, max(self._num_sent, self.maybe_there.stop)
+        return [*again, *range(first, self._num_sent)]
+
+    def send_again(self) -> None:
+        """All that may have been in the broker is gone."""
+        self._num_sent = self._waits_for
+
+    def ask(self) -> None:
+        """The receiver is going to say which chunk it waits for: one that has been sent has to be sent again."""
+        self._asked = True
+
+    def note_waits_for(self, answer: bytes) -> None:
+        """The receiver has said so, asked or not. Raises TriptychError for what is no number of a chunk."""
+        if not _NUMBER.fullmatch(answer) or int(answer) > self._num_chunks:
+            raise TriptychError("unavailable", f"the receiver of a tensor says {answer[:40]!r}")
+        number = int(answer)
+        if self._asked and number == self._waits_for < self._num_sent:
+            self._again = [number]
+        self._asked = False
+        self._waits_for = max(self._waits_for, number)
+        self._num_sent = max(self._num_sent, self._waits_for)

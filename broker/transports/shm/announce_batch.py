@@ -1,0 +1,117 @@
+"""Small tensors that are announced together, at the sender of shared memory.
+
+    one turn of the loop sends a, b, c, ...
+        a            announced at once
+        b, c, ...    copied into one room, one behind the other; announced when it is full, or when the turn ends
+
+To announce a tensor, to hear of it and to give its room back takes either process as long as to copy 200 KiB. So what
+is sent one after the other shares that; what is alone waits for nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+import msgspec
+
+from broker.transports import checksums
+from broker.transports.arena import aligned
+from broker.transports.linked.packets import PacketSocket
+from broker.transports.shm.segment import Room
+from broker.transports.shm.wire import MAX_BUNDLED, Bundle, pack
+from common.messages import TensorHeader
+
+MAX_BYTES: Final = 256 * 2**10
+"""A larger tensor is announced by itself."""
+ROOM_BYTES: Final = 2**20
+"""Of one bundle. With less, its share of what is done once is larger; with more, its room is no longer in a processor's
+cache when it comes back."""
+
+
+class Bundles:
+    """All that one connection sends together. For the loop's thread."""
+
+    def __init__(self, packets: PacketSocket, lend: Callable[[int], Room | None]) -> None:
+        """`lend` finds room for so many bytes at once, or returns None."""
+        self._packets = packets
+        self._lend = lend
+        self._loop = asyncio.get_running_loop()
+        self._bundle: _Bundle | None = None
+        self._has_sent = False  # in this turn of the loop
+        self._announcing: asyncio.Task[None] | None = None
+
+    def add(self, header: TensorHeader, data: memoryview) -> bool:
+        """Copy a tensor of at most MAX_BYTES, to be announced together with others of this turn.
+
+        False where it should go by itself: it is the first of the turn, or there is no room at the moment, or the
+        receiver has still to hear of others.
+        """
+        if not self._has_sent:
+            self._has_sent = True
+            self._loop.call_soon(self._end_turn)
+            return False
+        if self._announcing is not None:
+            return False
+        if self._bundle is None or not self._bundle.has_room(data.nbytes):
+            self.announce()
+            room = self._lend(ROOM_BYTES)
+            if room is None:
+                return False
+            self._bundle = _Bundle(room)
+        if self._bundle.add(header, data) == MAX_BUNDLED:
+            self.announce()
+        return True
+
+    def announce(self) -> bool:
+        """Announce what has been added: it is not overtaken by what is announced next. False while that waits."""
+        bundle, self._bundle = self._bundle, None
+        if bundle is not None:
+            packet = bundle.packed()
+            with suppress(OSError):  # the receiver has gone: no receipts will come
+                if not self._packets.try_send(packet):
+                    self._announcing = self._loop.create_task(self._announce_later(packet))
+        return self._announcing is None
+
+    async def announced(self) -> None:
+        """Announce what has been added, and wait until the receiver's socket has it."""
+        while not self.announce():
+            await asyncio.wait([self._announcing] if self._announcing is not None else [])
+
+    def _end_turn(self) -> None:
+        self._has_sent = False
+        self.announce()
+
+    async def _announce_later(self, packet: bytes) -> None:
+        """The receiver is slow to read."""
+        with suppress(OSError):
+            await self._packets.send(packet)
+        self._announcing = None
+
+
+class _Bundle:
+    """Tensors one behind the other in one room."""
+
+    def __init__(self, room: Room) -> None:
+        self._slot = room.slot
+        self._offset = room.offset
+        self._memory = room.memory.data
+        self._end = 0
+        self._headers: list[TensorHeader] = []
+
+    def has_room(self, num_bytes: int) -> bool:
+        return self._end + num_bytes <= ROOM_BYTES
+
+    def add(self, header: TensorHeader, data: memoryview) -> int:
+        """Copy a tensor behind the others; how many these are now."""
+        start, end = self._end, self._end + data.nbytes
+        checksum = checksums.copy_now(data, self._memory[start:end], hashed=data)
+        self._headers.append(msgspec.structs.replace(header, checksum=checksum))
+        self._end = aligned(end)
+        return len(self._headers)
+
+    def packed(self) -> bytes:
+        """The packet that announces them."""
+        return pack(Bundle(self._slot, self._offset, self._headers))

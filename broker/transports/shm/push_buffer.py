@@ -1,0 +1,192 @@
+"""A tensor that leaves from the thread that makes it, into memory that its receiver has had since room was granted.
+
+    loop                        the thread that makes it
+    give --> touched, ready
+                                send: Written, pieces ..., Announce
+    drop, at the latest when the handoff ends
+
+Nothing is awaited between the end of the computation and the announcement: no loop wakes up, nothing is copied twice.
+Each gift has memory of its own, used for one tensor and never for another: a sender that was stopped while it wrote may
+go on whenever it likes, and hits nothing. See given for the other side.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, Literal, Protocol, TypeAlias
+
+import msgspec
+import numpy as np
+
+from broker.transports.checksums import PIECE_BYTES
+from broker.transports.shm import segment
+from broker.transports.shm.segment import Bytes
+from broker.transports.shm.wire import Announce, Give, TakeBack, ToReceiver, Written
+from common.hashing import Checksum
+from common.messages import TensorHeader
+
+State: TypeAlias = Literal["untouched", "touching", "ready", "leaving", "left", "dropped"]
+MIN_BYTES: Final = 2**18
+"""A smaller tensor is copied in less time than all of this takes; and a process may have 65,530 mappings."""
+MAX_BYTES: Final = 32 * 2**20
+"""For a larger one, the thread that makes it would be held up for too long."""
+TELL_BYTES: Final = 2 * PIECE_BYTES
+"""The receiver is told after so many bytes each, and reads them while the next ones are copied. Each time may wake it,
+which costs the sender as much as a quarter of them."""
+MAX_GIFTS: Final = 16
+"""Given and not announced yet, per pair of processes."""
+
+
+def is_worth_it(num_bytes: int) -> bool:
+    """Whether tensors of this size leave this way."""
+    return MIN_BYTES <= num_bytes <= MAX_BYTES
+
+
+class Sending(Protocol):
+    """The way of one tensor's bytes out of the thread that makes them, ahead of the loop."""
+
+    scheme: str
+    left_s: float | None
+    """When it began to leave (Unix time); None if it has not left, and has to be sent."""
+
+    def send(self, data: memoryview) -> None:
+        """Copy the bytes and tell the receiver, at once or not at all. Blocks for as long as the copy takes."""
+
+    def drop(self) -> None:
+        """It is not needed any more, whatever has become of it: for the loop. Twice is fine."""
+
+
+class Gift:
+    """Memory for one tensor, which the receiver has, too. See `Sending`; `touch` is for a thread of its own."""
+
+    def __init__(self, scheme: str, slot: int, header: TensorHeader, memory: Bytes, gifts: Gifts) -> None:
+        self.scheme = scheme
+        self.left_s: float | None = None
+        self._slot = slot
+        self._header = header
+        self._memory = memory
+        self._gifts = gifts
+        self._changing = threading.Lock()
+        self._state: State = "untouched"
+
+    def touch(self) -> None:
+        """Have the system find memory for it: until that is done, nothing is sent."""
+        memory = self._memory
+        if self._change("untouched", "touching"):
+            memory[:: mmap.PAGESIZE] = 0  # by NumPy, which lets other threads run meanwhile
+            self._change("touching", "ready")
+
+    def send(self, data: memoryview) -> None:
+        if data.nbytes != self._header.size_bytes:
+            return
+        with self._changing:
+            if self._state != "ready":
+                return
+            self._state = "leaving"
+            target = self._memory.data  # it may be dropped from now on
+        began_s = time.time()
+        header = self._write(data, target)
+        with self._changing:
+            if self._state == "leaving" and self._gifts.say(Announce(self._slot, 0, data.nbytes, header)):
+                self._state, self.left_s = "left", began_s
+                self._gifts.announced(self._slot)
+                return
+            self._state = "dropped"
+        self._gifts.take_back(self._slot)
+
+    def drop(self) -> None:
+        with self._changing:
+            before = self._state
+            if before != "left":
+                self._state = "dropped"
+            self._memory = np.zeros(0, np.uint8)
+        if before in ("untouched", "touching", "ready"):
+            self._gifts.take_back(self._slot)
+
+    def _write(self, data: memoryview, target: memoryview) -> TensorHeader:
+        """Copy the bytes; the header with their checksum."""
+        slot, digest = self._slot, Checksum()
+        self._gifts.say(Written(slot, 0))  # wakes the receiver while there is something to do here
+        for start in range(0, data.nbytes, PIECE_BYTES):
+            end = min(start + PIECE_BYTES, data.nbytes)
+            target[start:end] = data[start:end]
+            digest.update(data[start:end])
+            if end % TELL_BYTES == 0 and end + PIECE_BYTES <= data.nbytes:
+                self._gifts.say(Written(slot, end))
+        return msgspec.structs.replace(self._header, checksum=digest.value)
+
+    def _change(self, before: State, after: State) -> bool:
+        with self._changing:
+            if self._state != before:
+                return False
+            self._state = after
+            return True
+
+
+class Gifts:
+    """All that is given over one connection. Everything but `give` and `close` is for any thread."""
+
+    def __init__(self, scheme: str, say: Callable[[ToReceiver, Sequence[int]], bool]) -> None:
+        """`say` sends a message with descriptors at once, or returns False; it may be called by any thread."""
+        self._scheme = scheme
+        self._say = say
+        self._given: set[int] = set()
+        self._untold: deque[int] = deque()
+        self._telling = threading.Lock()
+        self._touching = ThreadPoolExecutor(1, "gifts")  # not asyncio's, which others may keep waiting
+
+    def give(self, slot: int, header: TensorHeader) -> Gift | None:
+        """None where the receiver has enough of them, or takes nothing at the moment, or the system has no more."""
+        if not self._tell() or len(self._given) >= MAX_GIFTS:
+            return None
+        try:
+            fd, memory = segment.create(header.size_bytes)
+        except OSError:
+            return None
+        try:
+            if not self._say(Give(slot, header), [fd]):
+                return None
+        finally:
+            os.close(fd)
+        self._given.add(slot)
+        gift = Gift(self._scheme, slot, header, memory, self)
+        try:
+            self._touching.submit(gift.touch)
+        except RuntimeError:  # no more threads
+            gift.drop()
+            return None
+        return gift
+
+    def say(self, message: Written | Announce) -> bool:
+        """Tell the receiver at once; False where that cannot be done."""
+        return self._say(message, ())
+
+    def announced(self, slot: int) -> None:
+        """What was given as `slot` is the receiver's."""
+        self._given.discard(slot)
+
+    def take_back(self, slot: int) -> None:
+        """Tell the receiver that nothing will come in `slot`: now, or before the next gift."""
+        self._untold.append(slot)
+        self._tell()
+
+    def close(self) -> None:
+        """Let go of everything; gifts that are out are not announced any more."""
+        self._touching.shutdown(wait=False, cancel_futures=True)
+
+    def _tell(self) -> bool:
+        """False where the receiver has not been told of all that was taken back."""
+        with self._telling:
+            while self._untold:
+                slot = self._untold[0]
+                if not self._say(TakeBack(slot), ()):
+                    return False
+                self._untold.popleft()
+                self._given.discard(slot)
+            return True

@@ -1,0 +1,81 @@
+"""Memory that a sender has given for a tensor that it is about to make, at the receiver. See gift for the other side.
+
+The tensor stays where it has been written: it is not copied here, and its checksum is added up behind the sender, piece
+by piece. What nobody waits for any more is let go at once, whatever the sender does with it.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from broker.transports.base import ReceivedTensor
+from broker.transports.shm.segment import Bytes
+from common.hashing import Checksum
+from common.messages import TensorHeader
+
+
+class GivenTensor(ReceivedTensor, frozen=True, eq=False):
+    """A tensor in `memory` that is the receiver's own: nobody else uses it, and `release` gives nothing back."""
+
+    memory: Bytes = msgspec.field(default_factory=lambda: np.zeros(0, np.uint8))
+    read_checksum: int = 0
+    """Of the bytes as they have been read here."""
+
+    async def verify(self) -> str | None:
+        return self.verified()
+
+    def verified(self) -> str | None:
+        """As `verify`, at once: the pass over the bytes has been made."""
+        return self.fault if self.fault is not None else self._fault_of(self.read_checksum)
+
+
+class GivenRoom:
+    """Room for one tensor. All is for the loop, but `touch`."""
+
+    def __init__(self, header: TensorHeader, memory: Bytes | None) -> None:
+        """Without `memory`, it is given up from the beginning."""
+        self.header = header
+        self.take: Callable[[GivenTensor], bool] = _take_nothing
+        """Called with the tensor when it is there; where it returns False, the tensor is received as all others."""
+        self.memory = memory
+        """None once it has been given up."""
+        self._digest = Checksum()
+        self._num_read = 0
+
+    def touch(self) -> None:
+        """Have the system find memory for it; any thread. It is read and not written: the tensor may be coming."""
+        if (memory := self.memory) is not None:
+            memory[:: mmap.PAGESIZE].max(initial=0)  # by NumPy, which lets other threads run meanwhile
+
+    def discard(self) -> None:
+        """Nobody waits for the tensor any more: its memory is given up. Twice is fine."""
+        self.memory = None
+
+    def read_to(self, end: int) -> None:
+        """The sender has written so many bytes. Raises ValueError where that cannot be."""
+        if not self._num_read <= end <= self.header.size_bytes:
+            raise ValueError(f"{end} bytes of {self.header.size_bytes} are written, after {self._num_read}")
+        if self.memory is not None:
+            self._digest.update(self.memory[self._num_read : end].data)
+        self._num_read = end
+
+    def complete(self, header: TensorHeader) -> GivenTensor | None:
+        """The tensor, whose header has its checksum now; None where its memory has been given up.
+
+        Raises ValueError where it is another one than was announced.
+        """
+        if msgspec.structs.replace(header, checksum=self.header.checksum) != self.header:
+            raise ValueError(f"{header} in memory given for {self.header}")
+        self.read_to(header.size_bytes)
+        memory, self.memory = self.memory, None
+        if memory is None:
+            return None
+        return GivenTensor(header, memory.data, memory=memory, read_checksum=self._digest.value)
+
+
+def _take_nothing(received: GivenTensor) -> bool:
+    return False

@@ -1,0 +1,286 @@
+"""Tensors through shared memory: between processes of one user on one host, without a system call per byte.
+
+    sender                                             receiver
+    +---------------- arena (memfd) ---------------+
+    | tensor | free | tensor |        free         |   mapped read-only: tensors are read in place
+    +----------------------------------------------+
+       Unix socket: announce -->   <-- release
+
+One copy into the arena, none out of it; or, for a tensor that is announced before it is made, one copy into memory that
+stays the receiver's (see push_buffer). No memory has a name, and neither has the socket (see packets), so that the
+death of either side leaves nothing behind. Whether it works at all is found out by doing it: the receiver proves that
+it reads what the sender wrote. Containers with a network or a user of their own cannot connect; they take ZMQ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Sequence
+from typing import ClassVar, Final
+
+import msgspec
+import numpy as np
+
+from broker.transports import checksums
+from broker.transports.arena import Arena
+from broker.transports.base import QUEUE_TENSORS, took_none
+from broker.transports.linked import packets
+from broker.transports.linked.sender import LinkedConnection
+from broker.transports.shm import announce_batch, push_buffer, segment
+from broker.transports.shm.announce_batch import Bundles
+from broker.transports.shm.push_buffer import Gift, Gifts
+from broker.transports.shm.receiver import SCHEME
+from broker.transports.shm.segment import Room
+from broker.transports.shm.wire import NONCE_BYTES, Announce, Hello, Release, ToReceiver, for_sender, pack
+from common.errors import TriptychError
+from common.messages import TensorHeader
+from common.telemetry import get_logger
+
+ARENA_BYTES: Final = 128 * 2**20
+"""Address space of one pair; memory is taken as far as it is used at once. Larger tensors get memory of their own."""
+KEPT_BYTES: Final = 16 * 2**20
+IDLE_S: Final = 1.0
+"""Of an arena that has been empty for so long, no more than the beginning keeps its memory."""
+
+log = get_logger()
+
+
+class ShmConnection(LinkedConnection["_Link"]):
+    """See broker.transports.base.Connection."""
+
+    scheme: ClassVar[str] = SCHEME
+    memory = "shared memory"
+
+    async def send(self, header: TensorHeader, data: memoryview, timeout_s: float) -> None:
+        refused_before = self._num_refused
+        try:
+            async with asyncio.timeout(timeout_s):
+                async with self._turn:
+                    link = await self._connected(refused_before)
+                    room = await link.room(data.nbytes)
+                try:
+                    checksum = await checksums.copy(data, room.memory.data, hashed=data)
+                    await link.announce(room, msgspec.structs.replace(header, checksum=checksum))
+                except BaseException:
+                    link.give_back(room)
+                    raise
+        except TimeoutError as error:
+            raise took_none(self._address, timeout_s) from error
+        except OSError as error:
+            raise TriptychError("unavailable", f"the receiver of tensors at {self._address}: {error}") from error
+
+    def send_now(self, header: TensorHeader, data: memoryview) -> bool:
+        """Send if nothing has to be waited for, nor others on the loop for the copy; else False. For small tensors
+        what can wait costs more than their bytes do.
+
+        Raises as `send` does where the tensor is larger than the receiver takes.
+        """
+        link = self._link
+        if link is None or link.closed or self._turn.locked() or data.nbytes > checksums.TURN_BYTES:
+            return False
+        if data.nbytes <= announce_batch.MAX_BYTES and link.bundle(header, data):
+            return True
+        room = link.room_now(data.nbytes)
+        if room is None:
+            return False
+        announced = False
+        try:
+            checksum = checksums.copy_now(data, room.memory.data, hashed=data)
+            announced = link.announce_now(room, msgspec.structs.replace(header, checksum=checksum))
+        finally:
+            if not announced:
+                link.give_back(room)
+        return announced
+
+    def give(self, header: TensorHeader) -> Gift | None:
+        """Memory for a tensor that is being made, at the receiver's already when it is; None where there can be none.
+
+        Drop it in the end. Sending something else meanwhile is fine, the same tensor as well.
+        """
+        link = self._link
+        if self._closed or link is None or link.closed or not push_buffer.is_worth_it(header.size_bytes):
+            return None
+        return link.give(header)
+
+    async def _make_link(self, name: str) -> _Link:
+        return _Link(name)
+
+    async def _shake_hands(self, link: _Link) -> None:
+        await link.shake_hands()
+
+
+class _Link:
+    """The sender's end of one connection. Ends when the other side does."""
+
+    def __init__(self, name: str) -> None:
+        """Raises OSError where nobody listens under the name."""
+        self._lent: dict[int, Room] = {}
+        self._next_slot = 0
+        self._max_bytes = -1  # unknown before the Welcome
+        self._changed = asyncio.Event()
+        self._arena = Arena(ARENA_BYTES)
+        self._used_bytes = 0  # of the arena, since it was last trimmed
+        self._trimming: asyncio.TimerHandle | None = None
+        self._gifts = Gifts(ShmConnection.scheme, self._say)
+        self._fd, self._memory = segment.create(ARENA_BYTES)
+        try:
+            self._packets = packets.PacketSocket(packets.connect(name), self._take, self._lost)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._bundles = Bundles(self._packets, self._lend_now)
+
+    @property
+    def closed(self) -> bool:
+        return self._packets.closed
+
+    async def shake_hands(self) -> None:
+        """Give the other side the arena and wait until it has read from it. Raises OSError where it does not."""
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._memory[:NONCE_BYTES] = np.frombuffer(self._nonce, np.uint8)
+        try:
+            await self._packets.send(pack(Hello(ARENA_BYTES)), [self._fd])
+            while self._max_bytes < 0:
+                await self._next_change()
+        finally:
+            os.close(self._fd)
+
+    async def room(self, num_bytes: int) -> Room:
+        """Room for a tensor, as soon as the receiver has given enough back. Raises OSError where it has gone.
+
+        One at a time: callers take turns.
+        """
+        while (room := self.room_now(num_bytes)) is None:
+            await self._next_change()
+        return room
+
+    def room_now(self, num_bytes: int) -> Room | None:
+        """Room for a tensor; None where there is too little at the moment, or the receiver has gone."""
+        if num_bytes > self._max_bytes:
+            raise TriptychError("invalid_request", f"{num_bytes} bytes; the receiver takes {self._max_bytes} at most")
+        return self._lend_now(num_bytes)
+
+    def bundle(self, header: TensorHeader, data: memoryview) -> bool:
+        """Send a small tensor together with others of this turn of the loop; False where it has to go by itself."""
+        return data.nbytes <= self._max_bytes and self._bundles.add(header, data)
+
+    def _lend_now(self, num_bytes: int) -> Room | None:
+        """None where there is too little at the moment, or the receiver has gone."""
+        self._packets.read()  # room given back just now is in the processor's cache, other room is not
+        room = None if self.closed else self._find_room(num_bytes)
+        if room is not None:
+            self._lent[room.slot] = room
+            self._next_slot += 1
+        return room
+
+    async def announce(self, room: Room, header: TensorHeader) -> None:
+        """Tell the receiver of a tensor that lies in its room. Raises OSError where it has gone."""
+        await self._bundles.announced()
+        message, fds = _announcement(room, header)
+        await self._packets.send(message, fds)
+
+    def announce_now(self, room: Room, header: TensorHeader) -> bool:
+        """The same if it can be done at once; else False."""
+        message, fds = _announcement(room, header)
+        try:
+            return self._bundles.announce() and self._packets.try_send(message, fds)
+        except OSError:
+            return False
+
+    def give(self, header: TensorHeader) -> Gift | None:
+        """None where the receiver has enough of them, or takes nothing at the moment."""
+        if header.size_bytes > self._max_bytes:
+            return None
+        given = self._gifts.give(self._next_slot, header)
+        if given is not None:
+            self._next_slot += 1
+        return given
+
+    def give_back(self, room: Room) -> None:
+        """The room is free. Nothing happens where it is already, since the link has been closed."""
+        if self._lent.pop(room.slot, None) is not None:
+            if room.fd is None:
+                self._arena.give_back(room.offset)
+                self._trim_soon()
+            else:
+                os.close(room.fd)
+            self._changed.set()
+
+    def close(self) -> None:
+        """Let go of everything; whoever waits for something gets an OSError."""
+        self._bundles.announce()
+        self._packets.close()
+        self._gifts.close()
+        for room in list(self._lent.values()):
+            self.give_back(room)
+        if self._trimming is not None:
+            self._trimming.cancel()
+        self._memory = self._memory[:0].copy()
+        self._changed.set()
+
+    def _find_room(self, num_bytes: int) -> Room | None:
+        """None where there is too little at the moment. Of tensors too large for the arena, one at a time."""
+        if len(self._lent) >= QUEUE_TENSORS:
+            return None
+        if num_bytes > ARENA_BYTES:
+            if any(room.fd is not None for room in self._lent.values()):
+                return None
+            fd, memory = segment.create(num_bytes)
+            return Room(self._next_slot, memory, fd=fd)
+        offset = self._arena.lend(num_bytes)
+        if offset is None:
+            return None
+        end = offset + num_bytes
+        self._used_bytes = max(self._used_bytes, end)
+        return Room(self._next_slot, self._memory[offset:end], offset)
+
+    def _trim_soon(self) -> None:
+        if self._arena.num_lent == 0 and self._used_bytes > KEPT_BYTES and self._trimming is None:
+            self._trimming = asyncio.get_running_loop().call_later(IDLE_S, self._trim)
+
+    def _trim(self) -> None:
+        """Give the system back what a burst has taken; where the next one has begun, its end comes here again."""
+        self._trimming = None
+        if self._arena.num_lent == 0:
+            segment.discard(self._memory, KEPT_BYTES)
+            self._used_bytes = KEPT_BYTES
+
+    def _say(self, message: ToReceiver, fds: Sequence[int] = ()) -> bool:
+        """Tell the receiver at once, from any thread; False where it takes nothing, or has gone."""
+        try:
+            return self._packets.try_send(pack(message), fds)
+        except OSError:
+            return False
+
+    async def _next_change(self) -> None:
+        self._changed.clear()
+        if not self.closed:
+            await self._changed.wait()
+        if self.closed:
+            raise ConnectionResetError("it has closed the connection")
+
+    def _take(self, packet: memoryview, fds: list[int]) -> None:
+        packets.close_all(fds)
+        message = for_sender(packet)
+        if isinstance(message, Release):
+            for slot in message.slots:
+                if slot not in self._lent:
+                    raise ValueError(f"slot {slot} is not lent")
+                self.give_back(self._lent[slot])
+            return
+        if message.nonce != self._nonce:
+            raise ValueError("the receiver does not see this memory")
+        self._max_bytes = message.max_bytes
+        self._changed.set()
+
+    def _lost(self, error: Exception | None) -> None:
+        if error is not None:
+            log.warning("shared memory with a receiver has ended", error=str(error))
+        self.close()
+
+
+def _announcement(room: Room, header: TensorHeader) -> tuple[bytes, Sequence[int]]:
+    fds = () if room.fd is None else (room.fd,)
+    return pack(Announce(room.slot, room.offset, room.memory.size, header)), fds

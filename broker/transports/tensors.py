@@ -1,0 +1,210 @@
+"""Tensors from one process to another, by whichever transport suits the two.
+
+    TensorSender --- one connection per receiver ---> TensorReceiver (one address per transport)
+
+`InstanceRecord.tensor_address` holds the receiver's addresses, separated by spaces; the sender takes the best that it
+can speak (see `Transport` in common.config). dtypes are names and the payload is bytes, so bf16 travels as it is.
+Nothing here knows torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Final
+
+import msgspec
+import zmq.asyncio
+from redis.asyncio import Redis
+
+from broker.transports.base import ReceivedTensor as ReceivedTensor
+from broker.transports.cuda.runtime import CudaRuntime
+from broker.transports.factory import (
+    Means,
+    make_connectors,
+    make_device_senders,
+    make_receivers,
+)
+from broker.transports.payload import Payload
+from broker.transports.routes import Route
+from broker.transports.routes import addresses_by_scheme as addresses_by_scheme
+from broker.transports.shm.push_buffer import Sending
+from broker.transports.shm.push_target import GivenRoom
+from broker.transports.shm.receiver import ShmReceiver
+from common.config import Transport
+from common.messages import InstanceRecord, Offer, TensorHeader
+
+ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int32": 4, "uint8": 1}
+"""Bytes per element of every dtype that may travel."""
+TURN_S: Final = 0.001
+"""After so long others have their turn on the loop, however many tensors wait."""
+
+
+def payload_fault(message: TensorHeader | Offer, num_bytes: int) -> str | None:
+    """Why what a message says of a tensor does not fit `num_bytes` of it, or itself; None if it does."""
+    item_bytes = ITEM_BYTES.get(message.dtype)
+    if item_bytes is None:
+        return f"dtype {message.dtype!r} is none of {', '.join(ITEM_BYTES)}"
+    if min(message.shape, default=0) < 0:
+        return f"shape {message.shape} has a negative size"
+    expected = math.prod(message.shape) * item_bytes
+    if not expected == message.size_bytes == num_bytes:
+        shape = f"shape {message.shape} of {message.dtype} is {expected} bytes"
+        return f"{shape}, the message says {message.size_bytes}, there are {num_bytes}"
+    return None
+
+
+def change_hosts(tensor_address: str, change: Callable[[str], str]) -> str:
+    """The same addresses after `change` of each that names a host and a port."""
+    addresses = addresses_by_scheme(tensor_address)
+    return " ".join(change(a) if scheme.endswith("tcp") else a for scheme, a in addresses.items())
+
+
+class TensorReceiver:
+    """Takes tensors from any number of senders, by every transport that `transport` stands for."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        host: str = "127.0.0.1",
+        *,
+        max_bytes: int,
+        stale_s: float = 30.0,
+        transport: Transport = "auto",
+        redis: Redis | None = None,
+        cluster: str = "triptych",
+        cuda: CudaRuntime | None = None,
+    ) -> None:
+        """Bind what has to be bound; wants a running loop. No tensor of more than `max_bytes` gets into memory. What
+        has come of one is dropped after `stale_s` (seconds) without more of it, over ZMQ and NIXL.
+
+        Raises TriptychError("invalid_request") where this host does not have the transport.
+        """
+        self._arrival = asyncio.Event()
+        means = Means(context, host, redis, cluster, cuda)
+        self._receivers = deque(make_receivers(means, transport, max_bytes, stale_s, self._arrival.set))
+        self.address = " ".join(receiver.address for receiver in self._receivers)
+        self._turn_began_s = 0.0
+
+    def watch_given(self, on_given: Callable[[GivenRoom], bool]) -> None:
+        """Call `on_given` with memory in which a tensor is about to come, where the transport knows of it beforehand.
+
+        It is given up where that returns False. The tensor goes to the room's `take`, or comes as all do.
+        """
+        for receiver in self._receivers:
+            if isinstance(receiver, ShmReceiver):
+                receiver.on_given = on_given
+
+    @property
+    def num_invalid(self) -> int:
+        return sum(receiver.num_invalid for receiver in self._receivers)
+
+    @property
+    def num_unfinished(self) -> int:
+        return sum(receiver.num_unfinished for receiver in self._receivers)
+
+    async def receive(self) -> ReceivedTensor:
+        """The next tensor with a valid header; call its `release` when it has been used or refused.
+
+        Nobody has looked at its bytes yet: see `ReceivedTensor`. Anything that is no tensor is counted and dropped.
+        What waits to be received waits in the transports.
+        """
+        if time.monotonic() - self._turn_began_s > TURN_S:
+            await self._pause(asyncio.sleep(0))
+        while True:
+            self._arrival.clear()
+            received = self._take()
+            if received is not None:
+                fault = payload_fault(received.header, received.data.nbytes)
+                return received if fault is None else msgspec.structs.replace(received, fault=fault)
+            await self._pause(self._arrival.wait())
+
+    def _take(self) -> ReceivedTensor | None:
+        """From the transports in turn, so that none of them is kept waiting by another."""
+        for _ in range(len(self._receivers)):
+            received = self._receivers[0].take()
+            self._receivers.rotate(-1)
+            if received is not None:
+                return received
+        return None
+
+    async def _pause(self, awaited: Awaitable[object]) -> None:
+        await awaited
+        self._turn_began_s = time.monotonic()
+
+    def close(self) -> None:
+        """Take nothing more. What has been received stays valid until it is released."""
+        for receiver in self._receivers:
+            receiver.close()
+
+
+class TensorSender:
+    """Sends tensors to any number of receivers, each over its own connection."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        host: str = "127.0.0.1",
+        *,
+        transport: Transport = "auto",
+        redis: Redis | None = None,
+        cuda: CudaRuntime | None = None,
+    ) -> None:
+        """What listens for answers does so on `host`.
+
+        Raises TriptychError("invalid_request") where this host does not have the transport.
+        """
+        self._means = means = Means(context, host, redis, cuda=cuda)
+        self._connectors = make_connectors(means, transport)
+        self._devices = make_device_senders(means, transport)
+        self._only_cuda = transport == "cuda"
+        self._routes: dict[str, Route] = {}
+        self.num_sent: Counter[str] = Counter()
+        """Tensors by the scheme that took them."""
+        self.num_fallbacks: Counter[str] = Counter()
+        """Tensors that have gone another way than the best: by each better scheme that led nowhere, and as `gpu` those
+        that were brought from a GPU to the host though this side could have sent them from there."""
+
+    async def send(self, receiver: InstanceRecord, header: TensorHeader, data: Payload, timeout_s: float) -> None:
+        """Hand one tensor to the best connection to `receiver`, which adds its checksum to the header.
+
+        What lies on a GPU goes by CUDA or NIXL where these lead there, else its bytes are brought to the host. `data`
+        must not change until the receipt has come. Raises TriptychError("unavailable") where there is no connection,
+        or no room in it, within `timeout_s`.
+        """
+        route = self._routes.get(receiver.tensor_address)
+        if route is None:
+            route = Route(
+                receiver,
+                self._connectors,
+                self._devices,
+                only_cuda=self._only_cuda,
+                num_fallbacks=self.num_fallbacks,
+            )
+            self._routes[receiver.tensor_address] = route
+        scheme = route.sent_now(header, data) or await route.send(header, data, time.monotonic() + timeout_s)
+        self.num_sent[scheme] += 1
+
+    def give(self, receiver: InstanceRecord, header: TensorHeader) -> Sending | None:
+        """A way for another thread to send a tensor that it is about to make; None where there is none at the moment.
+
+        `header` is without the checksum. Drop what is returned in the end.
+        """
+        route = self._routes.get(receiver.tensor_address)
+        return None if route is None else route.give(header)
+
+    def keep_only(self, receivers: Iterable[InstanceRecord]) -> None:
+        """Close the connections to all other receivers: they are gone."""
+        for address in self._routes.keys() - {receiver.tensor_address for receiver in receivers}:
+            self._routes.pop(address).close()
+
+    def close(self) -> None:
+        """Close all connections, for good."""
+        self.keep_only(())
+        self._connectors = {}
+        for device in self._devices:
+            device.close()
+        self._means.nixl_agent.close()

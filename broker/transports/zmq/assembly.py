@@ -1,0 +1,141 @@
+"""Tensors that come over ZMQ in pieces, put together by sender. Nothing is copied: a tensor stays in its pieces. Only
+keys and values are joined, which are hardly ever divided: a single token would have to be larger than WHOLE_BYTES.
+
+What has begun is bounded, whoever sends: one tensor per sender, TOTAL times the largest of all senders together, and
+`stale_s` without a new piece. A broken tensor is found once: what still comes of it is passed over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from broker.transports.base import ReceivedTensor
+from broker.transports.chunked_bytes import Pieces
+from broker.transports.zmq.wire import PIECE_BYTES, First, Head, Next
+from common.messages import TensorHeader
+from common.telemetry import get_logger
+
+TOTAL: Final = 2
+"""How many times the largest tensor all pieces together may take; where it is more, the stalest tensor is dropped."""
+MAX_BROKEN: Final = 1000
+"""Senders of which it is remembered that their last tensor is broken; an identity has 255 bytes at most. Beyond them
+the next piece of a tensor may count once more."""
+
+log = get_logger()
+
+
+@dataclass
+class _Partial:
+    header: TensorHeader
+    size_bytes: int
+    pieces: Pieces = field(default_factory=Pieces)
+    touched_s: float = 0.0
+
+
+class Assembly:
+    """All tensors of one receiver that have begun. Made, used and closed on a running loop."""
+
+    def __init__(self, max_bytes: int, stale_s: float, is_idle: Callable[[], bool]) -> None:
+        """Takes tensors of at most `max_bytes`. One that has got no further for `stale_s` is dropped: its sender has
+        died, or given it up. Nothing goes stale unless `is_idle`, that is, all that has come so far has been taken."""
+        self._max_bytes = max_bytes
+        self._stale_s = stale_s
+        self._is_idle = is_idle
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._partials: OrderedDict[bytes, _Partial] = OrderedDict()  # the stalest first
+        self._broken: dict[bytes, None] = {}  # senders of whose last tensor no more is taken, the oldest first
+        self.num_bytes = 0
+        """Of all pieces that are kept."""
+        self.num_unfinished = 0
+        """Tensors that did not come to their end; not those that are broken."""
+
+    def __len__(self) -> int:
+        return len(self._partials)
+
+    def add(self, sender: bytes, head: Head, data: memoryview) -> ReceivedTensor | None:
+        """The tensor that ends with this message; None if none does.
+
+        What has come of a tensor is dropped where another one begins, for its sender has given it up. Raises ValueError
+        on a message that does not go on where the sender's last one has ended: call `drop`.
+        """
+        partial = self._pop(sender)
+        if not isinstance(head, Next):
+            self.num_unfinished += partial is not None
+            self._broken.pop(sender, None)
+        elif sender in self._broken:
+            return None
+        if isinstance(head, TensorHeader):
+            return ReceivedTensor(head, data)
+        if isinstance(head, First):
+            if not PIECE_BYTES < head.size_bytes <= self._max_bytes:
+                raise ValueError(
+                    f"{head.size_bytes} bytes in pieces of {PIECE_BYTES}; at most {self._max_bytes} are taken"
+                )
+            partial = _Partial(head.header, head.size_bytes)
+        elif partial is None or head.start != partial.pieces.nbytes:
+            raise ValueError(f"a piece from byte {head.start} on, which is not where the last one has ended")
+        expected = min(PIECE_BYTES, partial.size_bytes - partial.pieces.nbytes)
+        if data.nbytes != expected:
+            raise ValueError(f"a piece of {data.nbytes} bytes, not {expected}")
+        partial.pieces.add(data)
+        if isinstance(head, Next) and partial.pieces.nbytes == partial.size_bytes:
+            header = msgspec.structs.replace(partial.header, checksum=head.checksum)
+            return ReceivedTensor(header, partial.pieces.joined() if header.table else partial.pieces)
+        self._keep(sender, partial)
+        return None
+
+    def drop(self, sender: bytes) -> None:
+        """This sender's tensor is broken: let go of what has come of it, and pass over the rest till another begins."""
+        self._pop(sender)
+        self._broken[sender] = None
+        if len(self._broken) > MAX_BROKEN:
+            del self._broken[next(iter(self._broken))]
+
+    def close(self) -> None:
+        """Drop everything. Twice is fine."""
+        self._partials.clear()
+        self._broken.clear()
+        self.num_bytes = 0
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _pop(self, sender: bytes) -> _Partial | None:
+        partial = self._partials.pop(sender, None)
+        if partial is not None:
+            self.num_bytes -= partial.pieces.nbytes
+        return partial
+
+    def _keep(self, sender: bytes, partial: _Partial) -> None:
+        partial.touched_s = self._loop.time()
+        self._partials[sender] = partial
+        self.num_bytes += partial.pieces.nbytes
+        while self.num_bytes > TOTAL * self._max_bytes:
+            self._drop_the_stalest("too many have begun")
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._stale_s, self._drop_stale)
+
+    def _drop_stale(self) -> None:
+        self._timer = None
+        stale_s = self._loop.time() - self._stale_s
+        while self._is_idle() and self._stalest_s <= stale_s:
+            self._drop_the_stalest("its sender has sent no more of it")
+        if self._partials:
+            self._timer = self._loop.call_later(max(1.0, self._stalest_s - stale_s), self._drop_stale)
+
+    @property
+    def _stalest_s(self) -> float:
+        return next((partial.touched_s for partial in self._partials.values()), math.inf)
+
+    def _drop_the_stalest(self, why: str) -> None:
+        sender, partial = next(iter(self._partials.items()))
+        self.drop(sender)  # should more of it come after all
+        self.num_unfinished += 1
+        log.warning("a tensor did not come to its end", sender=partial.header.sender, why=why)

@@ -1,0 +1,218 @@
+"""Requests and token streams over ZMQ: any number of proxies, hostile bytes, peers that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Callable
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from broker.cluster.rpc import (
+    MAX_FROM_WORKER_BYTES,
+    MAX_TO_WORKER_BYTES,
+    WorkerClient,
+    WorkerServer,
+    connection_id,
+    supersedes,
+)
+from common.errors import ErrorInfo, TriptychError
+from common.messages import (
+    Abort,
+    Encode,
+    Encoded,
+    Failed,
+    FromWorker,
+    Generate,
+    Heartbeat,
+    Prefilled,
+    TokenLogprob,
+    Tokens,
+    encode,
+)
+from common.sampling_params import SamplingParams
+from tests.broker.conftest import running
+from tests.deadlines import timeless
+from tests.eventually import eventually
+
+
+def generate(request_id: str) -> Generate:
+    return Generate(request_id, [1, 2, 3], [], SamplingParams())
+
+
+async def test_each_proxy_gets_the_answers_to_its_own_requests(zmq_context: zmq.asyncio.Context) -> None:
+    server = WorkerServer(zmq_context)
+    clients = {name: WorkerClient(zmq_context, server.address, name) for name in ("p0", "p1")}
+    for name, client in clients.items():
+        await client.send(generate(f"request of {name}"))
+    for _ in clients:
+        proxy, message = await server.receive()
+        assert isinstance(message, Generate)
+        assert message.request_id == f"request of {proxy.decode()}"
+        for offset in range(3):
+            assert server.send(proxy, Tokens(message.request_id, offset, [offset]))
+    for name, client in clients.items():
+        for offset in range(3):
+            assert await client.receive() == Tokens(f"request of {name}", offset, [offset])
+        client.close()
+    server.close()
+
+
+async def test_media_of_many_megabytes_pass(zmq_context: zmq.asyncio.Context) -> None:
+    server = WorkerServer(zmq_context)
+    media = os.urandom(32 * 2**20)
+    async with WorkerClient(zmq_context, server.address, "p") as client:
+        await client.send(Encode("r", 0, 0, "image", "hash", media, "d0", time.monotonic()))
+        _, message = await server.receive()
+    assert isinstance(message, Encode)
+    assert message.media == media
+    server.close()
+
+
+async def test_a_request_that_is_too_large_is_not_sent_and_costs_nobody_else_anything(
+    zmq_context: zmq.asyncio.Context,
+) -> None:
+    """The largest one arrives; with a byte more the connection would be closed."""
+    server = WorkerServer(zmq_context)
+    small = Encode("r", 0, 0, "image", "hash", bytes(2**16), "d0", time.monotonic())
+    largest = msgspec.structs.replace(small, media=bytes(MAX_TO_WORKER_BYTES - len(encode(small)) + 2**16))
+    assert len(encode(largest)) == MAX_TO_WORKER_BYTES
+    async with WorkerClient(zmq_context, server.address, "p") as client, asyncio.timeout(20):
+        monitor = client._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        await client.send(generate("before"))
+        assert (await server.receive())[1] == generate("before")
+        too_large = msgspec.structs.replace(largest, media=largest.media + b"x")
+        with pytest.raises(
+            TriptychError, match=f"Encode message has {MAX_TO_WORKER_BYTES + 1} bytes, 1 more"
+        ) as caught:
+            await client.send(too_large)
+        assert caught.value.info.code == "item_too_large"
+        assert not caught.value.info.retryable
+        await client.send(generate("after"))
+        proxy, message = await server.receive()
+        assert message == generate("after")
+        assert server.send(proxy, Tokens("before", 0, [1]))
+        assert await client.receive() == Tokens("before", 0, [1])
+        await client.send(largest)
+        assert timeless((await server.receive())[1]) == timeless(largest)
+        assert not await monitor.poll(0)
+        client._socket.disable_monitor()
+        monitor.close(linger=0)
+    server.close()
+
+
+LARGE = [TokenLogprob(1, -0.5, 1)] * (MAX_FROM_WORKER_BYTES // 16)
+SPACE = " " * MAX_FROM_WORKER_BYTES
+TOO_LARGE_ANSWERS: list[tuple[FromWorker, Callable[[ErrorInfo], FromWorker]]] = [
+    (Tokens("r", 0, [1], prompt_logprobs=[*LARGE], attempt=3), lambda error: Failed("r", error, 3)),
+    (Prefilled("r", 3, prompt_logprobs=[*LARGE]), lambda error: Prefilled("r", 3, error)),
+    (Encoded("r", 1, 3, ErrorInfo("bad_media", SPACE)), lambda error: Encoded("r", 1, 3, error)),
+    (Failed("r", ErrorInfo("unavailable", SPACE), 3), lambda error: Failed("r", error, 3)),
+]
+
+
+@pytest.mark.parametrize(("answer", "refusal"), TOO_LARGE_ANSWERS, ids=lambda one: type(one).__name__)
+async def test_an_answer_that_is_too_large_ends_its_request_and_no_other(
+    zmq_context: zmq.asyncio.Context, answer: FromWorker, refusal: Callable[[ErrorInfo], FromWorker]
+) -> None:
+    refused: list[str] = []
+    server = WorkerServer(zmq_context, on_refused=refused.append)
+    async with WorkerClient(zmq_context, server.address, "p") as client, asyncio.timeout(20):
+        await client.send(Heartbeat())
+        proxy, _ = await server.receive()
+        assert server.send(proxy, Tokens("other", 0, [1]))
+        assert server.send(proxy, answer)
+        assert server.send(proxy, Tokens("other", 1, [2]))
+        told = [await client.receive() for _ in range(3)]
+        assert (told[0], told[2]) == (Tokens("other", 0, [1]), Tokens("other", 1, [2]))
+        error = told[1].error  # type: ignore[union-attr]
+        assert error is not None
+        assert told[1] == refusal(error)
+        size = len(encode(answer))
+        assert (error.code, error.retryable) == ("item_too_large", False)
+        assert (
+            f"has {size} bytes, {size - MAX_FROM_WORKER_BYTES} more than the {MAX_FROM_WORKER_BYTES}" in error.message
+        )
+        assert refused == ["r"]
+    server.close()
+
+
+async def test_a_request_sent_before_the_worker_is_there_arrives(zmq_context: zmq.asyncio.Context) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    client = WorkerClient(zmq_context, f"tcp://127.0.0.1:{port}", "p")
+    await client.send(Heartbeat())
+    late = zmq_context.socket(zmq.ROUTER)
+    late.bind(f"tcp://127.0.0.1:{port}")
+    async with asyncio.timeout(5):
+        assert (await late.recv_multipart())[0] == b"p"
+    client.close()
+    late.close(linger=0)
+
+
+async def test_hostile_bytes_are_counted_and_dropped(zmq_context: zmq.asyncio.Context) -> None:
+    server = WorkerServer(zmq_context)
+    raw = zmq_context.socket(zmq.DEALER)
+    raw.connect(server.address)
+    for frames in ([b""], [os.urandom(100)], [b"\x81\xa4type\xa5abort"], [b"a", b"b", b"c"]):
+        await raw.send_multipart(frames)
+    with socket.create_connection(("127.0.0.1", int(server.address.rsplit(":", 1)[1]))) as stranger:
+        stranger.sendall(os.urandom(4096))  # not even ZMQ
+    async with WorkerClient(zmq_context, server.address, "p") as client:
+        await client.send(Abort("r"))
+        seen: list[object] = []
+
+        async def take() -> None:
+            while True:
+                seen.append((await server.receive())[1])
+
+        async with running(take()):
+            await eventually(lambda: bool(seen) and server.num_invalid >= 4)
+    assert seen == [Abort("r")]
+    raw.close(linger=0)
+    server.close()
+
+
+async def test_sending_to_a_proxy_that_is_gone_says_so(zmq_context: zmq.asyncio.Context) -> None:
+    server = WorkerServer(zmq_context)
+    client = WorkerClient(zmq_context, server.address, "p")
+    await client.send(Heartbeat())
+    proxy, _ = await server.receive()
+    assert not server.send(b"never seen", Tokens("r", 0, [1]))
+    client.close()
+    receiving = asyncio.create_task(server.receive())  # ZMQ learns of the goodbye while the socket is being read
+    await eventually(lambda: not server.send(proxy, Tokens("r", 0, [1])))
+    receiving.cancel()
+    server.close()
+
+
+async def test_a_reconnecting_proxy_takes_over_its_routing_id(zmq_context: zmq.asyncio.Context) -> None:
+    server = WorkerServer(zmq_context)
+    first = WorkerClient(zmq_context, server.address, "p")
+    await first.send(Heartbeat())
+    await server.receive()
+    second = WorkerClient(zmq_context, server.address, "p")
+    await second.send(Heartbeat())
+    proxy, _ = await server.receive()
+    assert server.send(proxy, Tokens("r", 0, [1]))
+    async with asyncio.timeout(5):
+        assert await second.receive() == Tokens("r", 0, [1])
+    for closing in (first, second, server):
+        closing.close()
+
+
+def test_a_later_connection_of_the_same_proxy_supersedes_an_earlier_one() -> None:
+    first, second, tenth = (connection_id("proxy.a", 7, number).encode() for number in (1, 2, 10))
+    assert supersedes(second, first)
+    assert supersedes(tenth, second)
+    assert not supersedes(first, first)
+    assert not supersedes(first, second)
+    assert not supersedes(connection_id("proxy.a", 8, 2).encode(), first), "another process under the same id"
+    assert not supersedes(connection_id("proxy.b", 7, 2).encode(), first)
+    assert not supersedes(b"\xff", b"")

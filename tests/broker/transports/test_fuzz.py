@@ -1,0 +1,88 @@
+"""20,000 hostile inputs through each decoder of the transports' own messages: a message or ValueError, nothing else."""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from broker.transports.cuda import wire
+from broker.transports.cuda.runtime import HANDLE_BYTES
+from broker.transports.nixl import wire
+from broker.transports.redis.wire import Passing, decode_passing
+from broker.transports.shm import wire
+from broker.transports.zmq import wire
+from common.messages import TensorHeader, encode
+from tests.security.mutations import SEED, hostile
+from tests.security.test_curve import resident_bytes
+
+PER_DECODER = 20_000
+GROWTH_BYTES = 32 * 2**20
+
+HEADER = TensorHeader("r", 0, 1, "e0", 7, [64, 192], "float32", 49152, 2**63, 1, "self", 16)
+ANNOUNCE = wire.Announce(3, 4096, 49152, HEADER)
+WIRES: dict[str, tuple[Callable[[bytes], object], list[object]]] = {
+    "shm, receiver": (
+        wire.for_receiver,
+        [
+            wire.Hello(2**27),
+            ANNOUNCE,
+            wire.Bundle(3, 4096, [HEADER] * 3),
+            wire.Give(3, HEADER),
+            wire.Written(3, 2**20),
+            wire.TakeBack(3),
+        ],
+    ),
+    "shm, sender": (wire.for_sender, [wire.Welcome(bytes(16), 2**30), wire.Release([3, 4])]),
+    "cuda, receiver": (
+        wire.for_receiver,
+        [wire.Hello(bytes(HANDLE_BYTES), 2**27, 64, "0000:01:00.0"), ANNOUNCE],
+    ),
+    "nixl, receiver": (
+        wire.for_receiver,
+        [
+            wire.Greeting(bytes(400)),
+            wire.Piece(1, HEADER, 49152, 0, 49152, 2**47),
+            wire.Complete(1),
+            wire.Goodbye(),
+        ],
+    ),
+    "nixl, sender": (
+        wire.for_sender,
+        [wire.Welcome(2**30, bytes(16)), wire.Refusal("no memory"), wire.Taken(1, "greet first")],
+    ),
+    "zmq, receiver": (wire.decode_head, [HEADER, wire.First(HEADER, 49152), wire.Next(16384, 2**63)]),
+    "redis": (decode_passing, [Passing("0f" * 8, 49152, 5.0, HEADER)]),
+}
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_decoding_gives_a_message_or_a_value_error(wire: str) -> None:
+    decode, messages = WIRES[wire]
+    kinds, rng, outcomes = tuple(type(message) for message in messages), random.Random(SEED), Counter[str]()
+    before = resident_bytes()
+    for data in hostile(rng, [encode(message) for message in messages], PER_DECODER):
+        outcome = decoded(decode, data)
+        if isinstance(outcome, ValueError):
+            outcomes["error"] += 1
+            assert len(str(outcome)) < 1000
+        else:
+            outcomes["message"] += 1
+            assert isinstance(outcome, kinds)
+            assert encode(outcome)
+            assert math.isfinite(getattr(outcome, "timeout_s", 0.0))
+    gc.collect()
+    assert resident_bytes() - before < GROWTH_BYTES
+    assert min(outcomes["error"], outcomes["message"]) > PER_DECODER / 100  # neither is rare: both are reached
+
+
+def decoded(decode: Callable[[bytes], object], data: bytes) -> object:
+    """The message, or the error; any other exception is the end of the test, and would be that of a worker."""
+    try:
+        return decode(data)
+    except ValueError as error:
+        return error

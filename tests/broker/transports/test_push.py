@@ -1,0 +1,350 @@
+"""Memory given over a connection before a tensor is made: written once, by the thread that makes it, and the receiver's
+from then on. Whoever does not keep to that is dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from broker.transports.checksums import PIECE_BYTES
+from broker.transports.linked import packets
+from broker.transports.shm import push_buffer, segment
+from broker.transports.shm.push_buffer import Gift, Sending
+from broker.transports.shm.push_target import GivenRoom, GivenTensor
+from broker.transports.shm.wire import Announce, Give, TakeBack, Written, pack
+from broker.transports.tensors import TensorReceiver, TensorSender
+from common.hashing import checksum
+from tests.broker.transports.transport_kit import (
+    Kit,
+    RawSender,
+    fd_of,
+    kit_of,
+    noted_in,
+    of_bytes,
+    open_files,
+    still_works,
+    to,
+    transfer,
+)
+from tests.eventually import eventually
+
+MIB = 2**20
+
+
+@pytest.fixture
+async def kit(redis: Redis, broker_url: str) -> AsyncIterator[Kit]:
+    async with kit_of("shm", redis, broker_url) as kit:
+        yield kit
+
+
+@dataclass
+class Pair:
+    """A sender and a receiver that know each other, and the memory that has been given."""
+
+    sender: TensorSender
+    receiver: TensorReceiver
+    rooms: list[GivenRoom] = field(default_factory=list)
+
+    def give(self, num_bytes: int) -> Sending | None:
+        return self.sender.give(to(self.receiver.address), of_bytes(memoryview(bytes(num_bytes))))
+
+    async def ready(self, num_bytes: int) -> Gift:
+        """A gift whose memory has been touched on both sides."""
+        given = self.give(num_bytes)
+        assert isinstance(given, Gift)
+        number = len(self.rooms)
+        await eventually(lambda: given._state == "ready" and len(self.rooms) > number)
+        await asyncio.to_thread(self.rooms[-1].touch)
+        return given
+
+
+@pytest.fixture
+async def pair(kit: Kit) -> Pair:
+    pair = Pair(kit.sender(), kit.receiver())
+    pair.receiver.watch_given(noted_in(pair.rooms))
+    await transfer(pair.sender, pair.receiver, of_bytes(b"x"), memoryview(b"x"))
+    return pair
+
+
+async def arrival(receiver: TensorReceiver) -> GivenTensor:
+    async with asyncio.timeout(10):
+        received = await receiver.receive()
+    assert isinstance(received, GivenTensor)
+    return received
+
+
+@pytest.mark.parametrize("num_bytes", [push_buffer.MIN_BYTES, PIECE_BYTES, 3 * PIECE_BYTES + 17, push_buffer.MAX_BYTES])
+async def test_a_thread_sends_what_it_has_made_and_the_receiver_keeps_it_where_it_is(
+    pair: Pair, num_bytes: int
+) -> None:
+    data = os.urandom(num_bytes)
+    given = await pair.ready(num_bytes)
+    memory = pair.rooms[0].memory
+    await asyncio.to_thread(given.send, memoryview(data))
+    assert given.left_s is not None
+    received = await arrival(pair.receiver)
+    assert received.memory is memory
+    assert received.data == data
+    assert await received.verify() is None
+    given.drop()
+    received.release()
+    assert received.memory.tobytes() == data  # nobody else has a use for it
+
+
+async def test_it_overtakes_nothing_and_holds_nothing_up(pair: Pair) -> None:
+    given = await pair.ready(MIB)
+    other = memoryview(os.urandom(MIB))
+    assert (await transfer(pair.sender, pair.receiver, of_bytes(other), other)).data == other
+    given.send(memoryview(bytes(MIB)))
+    assert (await arrival(pair.receiver)).data == bytes(MIB)
+
+
+async def test_nothing_is_given_where_nothing_is_gained_or_nobody_is_connected(pair: Pair, kit: Kit) -> None:
+    assert pair.give(push_buffer.MIN_BYTES - 1) is None
+    assert pair.give(push_buffer.MAX_BYTES + 1) is None
+    stranger = Pair(kit.sender(), pair.receiver)
+    assert stranger.give(MIB) is None
+    pair.sender.close()
+    assert pair.give(MIB) is None
+
+
+async def test_what_is_not_as_it_was_announced_is_not_sent(pair: Pair) -> None:
+    given = await pair.ready(MIB)
+    given.send(memoryview(bytes(MIB - 1)))
+    assert given.left_s is None
+    given.drop()
+    await eventually(lambda: pair.rooms[0].memory is None)
+
+
+async def test_what_is_dropped_leaves_nothing_behind_and_makes_room_for_others(pair: Pair) -> None:
+    files = open_files()
+    for _ in range(3):
+        given = [pair.give(MIB) for _ in range(push_buffer.MAX_GIFTS)]
+        assert pair.give(MIB) is None
+        for one in given:
+            assert one is not None
+            one.drop()
+            one.drop()
+    await eventually(lambda: len(pair.rooms) == 3 * push_buffer.MAX_GIFTS)
+    await eventually(lambda: all(room.memory is None for room in pair.rooms))
+    assert pair.receiver.num_invalid == 0
+    pair.rooms.clear()
+    del given, one
+    await eventually(lambda: open_files() <= files)
+
+
+async def test_what_is_dropped_while_it_leaves_is_taken_back(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = await pair.ready(2 * MIB)
+    copying, dropped = threading.Event(), threading.Event()
+    say = given._gifts.say
+
+    def said(message: Written | Announce) -> bool:
+        copying.set()
+        assert dropped.wait(10)
+        return say(message)
+
+    monkeypatch.setattr(given._gifts, "say", said)
+    sending = asyncio.create_task(asyncio.to_thread(given.send, memoryview(bytes(2 * MIB))))
+    await asyncio.to_thread(copying.wait, 10)
+    given.drop()
+    dropped.set()
+    await sending
+    assert given.left_s is None
+    await eventually(lambda: pair.rooms[0].memory is None)
+    assert pair.receiver._take() is None
+
+
+async def test_what_is_dropped_at_the_moment_it_begins_to_leave_is_taken_back(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = await pair.ready(MIB)
+
+    def time() -> float:
+        given.drop()
+        return 0.0
+
+    monkeypatch.setattr(push_buffer.time, "time", time)
+    given.send(memoryview(bytes(MIB)))
+    assert given.left_s is None
+    await eventually(lambda: pair.rooms[0].memory is None)
+
+
+async def test_a_system_without_memory_or_threads_is_no_error(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("none left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(push_buffer.segment, "create", fail)
+        assert pair.give(MIB) is None
+    with monkeypatch.context() as patch:
+        patch.setattr("threading.Thread.start", lambda thread: (_ for _ in ()).throw(RuntimeError("no thread")))
+        assert pair.give(MIB) is None
+    await eventually(lambda: len(pair.rooms) == 1 and pair.rooms[0].memory is None)
+    await pair.ready(MIB)
+
+
+async def test_memory_that_the_receiver_cannot_map_is_none_and_the_tensor_is_found_missing(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("too many mappings")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(segment, "open_received", fail)
+        given = await pair.ready(MIB)
+    given.send(memoryview(bytes(MIB)))
+    received = await pair.receiver.receive()
+    assert "there are 0" in str(received.fault)
+    await pair.ready(MIB)
+
+
+async def test_what_nobody_waits_for_is_told_of_without_its_bytes(pair: Pair) -> None:
+    pair.receiver.watch_given(lambda room: bool(pair.rooms.append(room)))
+    given = await pair.ready(MIB)
+    await eventually(lambda: pair.rooms[0].memory is None)
+    given.send(memoryview(bytes(MIB)))
+    received = await pair.receiver.receive()
+    assert received.header.size_bytes == MIB
+    assert "there are 0" in str(received.fault)
+
+
+async def test_a_taker_gets_the_tensor_before_all_others_and_may_leave_it(pair: Pair) -> None:
+    for taken in (True, False):
+        given = await pair.ready(MIB)
+        got: list[GivenTensor] = []
+        pair.rooms[-1].take = lambda received, got=got, taken=taken: got.append(received) or taken  # type: ignore[misc]
+        given.send(memoryview(bytes(MIB)))
+        await eventually(lambda got=got: len(got) == 1)
+        if not taken:
+            assert await arrival(pair.receiver) == got[0]
+    assert pair.receiver._take() is None
+
+
+async def test_a_finalizer_that_sends_while_something_is_sent_does_not_wait_for_itself(pair: Pair) -> None:
+    """As the collector may run it: within a send of the same thread."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    end = packets.PacketSocket(ours, lambda packet, fds: None, lambda error: None)
+    with end._open:
+        assert end.try_send(b"from a finalizer")
+    assert theirs.recv(100) == b"from a finalizer"
+    end.close()
+    theirs.close()
+
+
+async def test_what_the_receiver_discards_does_not_arrive_whatever_the_sender_does(pair: Pair) -> None:
+    given = await pair.ready(2 * MIB)
+    pair.rooms[0].discard()
+    await asyncio.to_thread(given.send, memoryview(bytes(2 * MIB)))
+    assert "there are 0" in str((await pair.receiver.receive()).fault)
+    data = memoryview(b"the next one")
+    assert (await transfer(pair.sender, pair.receiver, of_bytes(data), data)).data == data
+    assert pair.receiver.num_invalid == 0
+
+
+async def test_a_receiver_that_has_gone_is_no_error_for_the_thread(pair: Pair) -> None:
+    given = await pair.ready(MIB)
+    pair.receiver.close()
+    await asyncio.to_thread(given.send, memoryview(bytes(MIB)))
+    given.drop()
+    await eventually(lambda: pair.give(MIB) is None)
+    assert pair.rooms[0].memory is None
+
+
+async def given_by(sender: RawSender, slot: int, data: bytes, *, fd: int | None = None) -> None:
+    """A gift that is written already."""
+    fd = fd_of(data, size=len(data)) if fd is None else fd
+    assert sender.socket.try_send(pack(Give(slot, of_bytes(data))), [fd])
+    packets.close_all([fd])
+
+
+def announced(slot: int, data: bytes, **more: Any) -> bytes:
+    return pack(Announce(slot, 0, len(data), of_bytes(data, **{"checksum": checksum(data), **more})))
+
+
+@pytest.mark.parametrize("told", [(), (0,), (0, 1000, 1000, 5000)], ids=["at once", "begun", "in pieces"])
+async def test_bytes_are_compared_with_their_checksum_however_they_were_told_of(kit: Kit, told: Sequence[int]) -> None:
+    receiver, data = kit.receiver(), os.urandom(10_000)
+    sender = await RawSender(receiver).greet()
+    for slot, damaged in enumerate([False, True]):
+        await given_by(sender, slot, data)
+        for num_bytes in told:
+            assert sender.socket.try_send(pack(Written(slot, num_bytes)))
+        assert sender.socket.try_send(announced(slot, data, **({"checksum": 1} if damaged else {})))
+        fault = await (await arrival(receiver)).verify()
+        assert ("damaged" in str(fault)) if damaged else fault is None
+
+
+async def test_a_sender_that_dies_takes_back_what_it_has_not_announced(kit: Kit) -> None:
+    receiver, data, rooms = kit.receiver(), os.urandom(10_000), list[GivenRoom]()
+    receiver.watch_given(noted_in(rooms))
+    files = open_files()
+    sender = await RawSender(receiver).greet()
+    await given_by(sender, 0, data)
+    await given_by(sender, 1, data)
+    assert sender.socket.try_send(pack(Written(1, 5000)))
+    assert sender.socket.try_send(announced(0, data))
+    received = await arrival(receiver)
+    sender.socket.close()
+    await eventually(lambda: rooms[1].memory is None)
+    assert await received.verify() is None  # what has arrived stays
+    await eventually(lambda: open_files() <= files)
+
+
+GIVEN = os.urandom(10_000)
+FAULTS = {
+    "more is written than there is": [pack(Written(0, 10_001))],
+    "less is written than before": [pack(Written(0, 500)), pack(Written(0, 499))],
+    "written to nothing": [pack(Written(1, 0))],
+    "taken back twice": [pack(TakeBack(0)), pack(TakeBack(0))],
+    "announced with another size": [announced(0, GIVEN[:-1])],
+    "announced for another request": [announced(0, GIVEN, request_id="other")],
+    "announced as another part": [announced(0, GIVEN, part=1)],
+    "written after it was announced": [announced(0, GIVEN), pack(Written(0, 10_000))],
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_whoever_does_not_keep_to_what_was_given_is_dropped(kit: Kit, fault: str) -> None:
+    receiver = kit.receiver()
+    sender = await RawSender(receiver).greet()
+    await given_by(sender, 0, GIVEN)
+    *before, last = FAULTS[fault]
+    for packet in before:
+        assert sender.socket.try_send(packet)
+    await sender.is_dropped_after(last)
+    assert receiver.num_invalid == 1
+    if "after it was announced" in fault:
+        assert await (await arrival(receiver)).verify() is None
+    await still_works(kit, receiver)
+
+
+async def test_whoever_gives_what_cannot_be_is_dropped(kit: Kit) -> None:
+    receiver = kit.receiver(max_bytes=MIB)
+    give = pack(Give(0, of_bytes(GIVEN)))
+    await RawSender(receiver).is_dropped_after(give, fd_of(GIVEN, size=len(GIVEN)))  # before the greeting
+    for packet, fds in [
+        (give, []),
+        (give, [fd_of(b"another size")]),
+        (give, [fd_of(GIVEN, size=len(GIVEN)), fd_of(b"x")]),
+        (pack(Give(0, of_bytes(b""))), [fd_of(b"x")]),
+        (pack(Give(0, of_bytes(memoryview(bytes(MIB + 1))))), [fd_of(b"", size=MIB + 1)]),
+    ]:
+        sender = await RawSender(receiver).greet()
+        await sender.is_dropped_after(packet, *fds)
+    sender = await RawSender(receiver).greet()
+    await given_by(sender, 0, GIVEN)
+    await sender.is_dropped_after(give, fd_of(GIVEN, size=len(GIVEN)))
+    sender = await RawSender(receiver).greet()
+    for slot in range(push_buffer.MAX_GIFTS):
+        await given_by(sender, slot, GIVEN)
+    await sender.is_dropped_after(pack(Give(push_buffer.MAX_GIFTS, of_bytes(GIVEN))), fd_of(GIVEN, size=len(GIVEN)))
+    assert receiver.num_invalid == 8
+    await still_works(kit, receiver)
