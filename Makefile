@@ -79,7 +79,7 @@ FLASHINFER := 0.6.13
 # Without its other dependencies, which have hundreds of MiB and serve kernels that are not called.
 NEEDED := 'apache-tvm-ffi<0.2' einops tabulate nvidia-ml-py click triton==3.6.0 ninja nvidia-curand
 gpu-sources: $(SOURCES)/$(FLASHINFER).stamp ## Without a GPU: our Triton kernels and the fake of FlashInfer against the real packages (0.4 GB); with nvcc, build FlashInfer's kernels.
-	@PYTHONPATH=$(SOURCES) $(BIN)/python -m pytest -n 0 tests/engine/test_triton_kernels.py tests/engine/test_flashinfer_signatures.py $(ARGS)
+	@PYTHONPATH=$(SOURCES) $(BIN)/python -m pytest -n 0 tests/engine/native/test_triton_kernels.py tests/engine/attention/test_flashinfer_signatures.py $(ARGS)
 	@command -v nvcc >/dev/null 2>&1 || { echo "no nvcc: FlashInfer's kernels are not built"; exit 0; }; \
 		test -e $(SOURCES)/libcuda.so || cc -shared -x c /dev/null -o $(SOURCES)/libcuda.so && \
 		PATH="$(CURDIR)/$(SOURCES)/bin:$$PATH" PYTHONPATH=$(SOURCES) LIBRARY_PATH="$(CURDIR)/$(SOURCES):$$LIBRARY_PATH" \

@@ -40,9 +40,10 @@ from common.text.prompts import (
 )
 from common.text.token_text import bad_words_ids
 from engine import processors
-from engine.decoder_engine import DecoderEngine
-from engine.encoder_engine import EncoderEngine
-from engine.events import (
+from engine.core.decoder_engine import DecoderEngine
+from engine.core.encoder_engine import EncoderEngine
+from engine.device.memory import ENCODER_SHARE
+from engine.state.events import (
     Event,
     InputCached,
     InputGranted,
@@ -52,7 +53,6 @@ from engine.events import (
     RequestFailed,
     TokensReady,
 )
-from engine.memory import ENCODER_SHARE
 
 __all__ = [
     "LLM",

@@ -29,8 +29,8 @@ from common.messages import (
     ToWorker,
 )
 from common.sampling_params import MAX_SEQUENCES
-from engine.decoder_engine import DecoderEngine
-from engine.events import Event, InputLost, PrefillEvent, RequestFailed, TokensReady
+from engine.core.decoder_engine import DecoderEngine
+from engine.state.events import Event, InputLost, PrefillEvent, RequestFailed, TokensReady
 from services.engine_thread import EngineThread
 from services.idle_check import IdleCheck
 from services.links import Links

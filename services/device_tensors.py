@@ -28,7 +28,7 @@ from broker.transports.shm.push_target import GivenRoom, GivenTensor
 from common.config import Device
 from common.errors import TriptychError
 from common.messages import TensorHeader
-from engine.device import DTYPES, choose_device
+from engine.device.choice import DTYPES, choose_device
 from services.tensor_bytes import bytes_of
 
 

@@ -9,9 +9,9 @@ from broker.handoff.channels import ChannelName, Delivery
 from broker.handoff.sender import HandoffSender
 from common.errors import ErrorInfo
 from common.messages import Encode, Failed, Generate, InstanceRecord, Role, ToWorker
-from engine.device import choose_device
-from engine.encoder_engine import OUTGOING_BYTES
-from engine.memory import output_cache_bytes
+from engine.core.encoder_engine import OUTGOING_BYTES
+from engine.device.choice import choose_device
+from engine.device.memory import output_cache_bytes
 from services.destination import RemoteDestination
 from services.device_tensors import Outgoing
 from services.encoding import EncodingStage
@@ -31,7 +31,7 @@ class EncoderService:
         self._tensors = links.tensor_sender()
         self._handoffs = HandoffSender(links.channels, self._tensors, links.settings.handoff_timeout_s)
         engine = links.settings.engine
-        kept_bytes = output_cache_bytes(engine, choose_device(engine.device))
+        kept_bytes = output_cache_bytes(engine, choose_device(engine.device.choice))
         self.stage = EncodingStage(
             links,
             RemoteDestination(links, self._handoffs),

@@ -15,8 +15,8 @@ from common.errors import TriptychError
 from common.messages import Encode, Span
 from common.telemetry import SpanRecorder
 from engine.cache.output_cache import OutputCache
-from engine.encoder_engine import EncoderEngine, EncoderResult
-from engine.memory import staging_budget
+from engine.core.encoder_engine import EncoderEngine, EncoderResult
+from engine.device.memory import staging_budget
 from engine.scheduler.encoder import EncoderKey
 from services.destination import Destination
 from services.encoder_work import Preparation, Work

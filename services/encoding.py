@@ -22,7 +22,7 @@ from common.errors import ErrorInfo, TriptychError
 from common.messages import Encode, Encoded
 from common.telemetry import SpanRecorder, get_logger
 from engine.cache.output_cache import OutputCache, in_memory_of_its_own
-from engine.encoder_engine import EncoderEngine
+from engine.core.encoder_engine import EncoderEngine
 from services.destination import Destination
 from services.encoder_item import ItemPipeline, encode_step
 from services.encoder_work import Work

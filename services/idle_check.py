@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from common.telemetry import get_logger
 from engine.cache.block_pool import IntegrityError
-from engine.decoder_engine import DecoderEngine
-from engine.events import Event
+from engine.core.decoder_engine import DecoderEngine
+from engine.state.events import Event
 
 log = get_logger()
 

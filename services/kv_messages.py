@@ -8,7 +8,7 @@ from typing import Final
 
 from broker.transports.tensors import ITEM_BYTES
 from common.messages import KvOffer, TensorHeader
-from engine.events import KvMetadata
+from engine.state.events import KvMetadata
 
 PART_BYTES: Final = 8 * 2**20
 """A part is not larger, unless a single token is."""

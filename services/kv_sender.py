@@ -22,9 +22,9 @@ from broker.handoff.sender import Handoff, HandoffSender, Key, Part
 from common.errors import ErrorInfo, TriptychError
 from common.messages import KV_INPUT_ID, Generate, Grant, KvOffer, Prefilled
 from common.telemetry import SpanRecorder, get_logger
-from engine.decoder_engine import DecoderEngine
-from engine.events import Event, KvComputed, KvReady, PrefillEnded, PrefillEvent, RequestFailed
-from engine.runner.side_stream import Arriving
+from engine.core.decoder_engine import DecoderEngine
+from engine.device.copy_stream import Arriving
+from engine.state.events import Event, KvComputed, KvReady, PrefillEnded, PrefillEvent, RequestFailed
 from services.destination import find_instance
 from services.engine_thread import EngineThread
 from services.kv_messages import tokens_per_part

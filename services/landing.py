@@ -26,7 +26,7 @@ from broker.transports.shm.push_buffer import is_worth_it
 from broker.transports.shm.push_target import GivenRoom, GivenTensor
 from broker.transports.shm.segment import Bytes
 from common.messages import TensorHeader
-from engine.device import DTYPES
+from engine.device.choice import DTYPES
 from services.tensor_bytes import bytes_of
 
 TOUCHING_THREADS: Final = 2

@@ -15,8 +15,9 @@ import torch
 from broker.handoff.sender import Key
 from common.errors import TriptychError
 from common.messages import Encode
-from engine.decoder_engine import DecoderEngine
-from engine.events import (
+from engine.core.decoder_engine import DecoderEngine
+from engine.processors import ProcessedInput
+from engine.state.events import (
     Event,
     InputCached,
     InputCancelled,
@@ -26,7 +27,6 @@ from engine.events import (
     InputRejected,
     InputStored,
 )
-from engine.processors import ProcessedInput
 from services.device_tensors import keep_for_this_stream
 from services.engine_thread import EngineThread
 

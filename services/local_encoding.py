@@ -6,11 +6,11 @@ Either that is its role, or its fallback while the cluster has no encoder. Nothi
 from __future__ import annotations
 
 from common.messages import Encode
-from engine.decoder_engine import DecoderEngine
-from engine.device import choose_device
-from engine.encoder_engine import EncoderEngine
-from engine.events import Event
-from engine.memory import ENCODER_SHARE
+from engine.core.decoder_engine import DecoderEngine
+from engine.core.encoder_engine import EncoderEngine
+from engine.device.choice import choose_device
+from engine.device.memory import ENCODER_SHARE
+from engine.state.events import Event
 from services.device_tensors import compute_on_own_stream
 from services.encoding import EncodingStage
 from services.engine_thread import EngineThread

@@ -8,7 +8,7 @@ from broker.handoff.channels import ChannelName, Delivery
 from broker.handoff.sender import HandoffSender
 from common.errors import ErrorInfo
 from common.messages import Generate, Grant, InstanceRecord, Prefilled, Receipt, Role
-from engine.events import Event, PrefillEvent, RequestFailed
+from engine.state.events import Event, PrefillEvent, RequestFailed
 from services.decoder import DecoderService
 from services.kv_sender import KvSender
 from services.links import Links

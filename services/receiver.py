@@ -23,9 +23,11 @@ from broker.transports.tensors import ReceivedTensor, payload_fault
 from common.errors import ErrorInfo
 from common.messages import KV_INPUT_ID, Grant, KvOffer, Offer, Receipt, TensorHeader, Withdraw
 from common.telemetry import get_logger
-from engine.decoder_engine import DecoderEngine
-from engine.device import DTYPES, choose_device
-from engine.events import (
+from engine.core.decoder_engine import DecoderEngine
+from engine.device.choice import DTYPES, choose_device
+from engine.device.memory import memory_budget
+from engine.handoff.kv_offer_check import KvPart
+from engine.state.events import (
     Event,
     InputCached,
     InputCancelled,
@@ -35,8 +37,6 @@ from engine.events import (
     InputRejected,
     InputStored,
 )
-from engine.memory import memory_budget
-from engine.scheduler.kv_expectation import KvPart
 from services.device_tensors import DeviceLanding, keep_for_this_stream
 from services.engine_thread import EngineThread
 from services.kv_messages import PART_BYTES, metadata_of, part_fault

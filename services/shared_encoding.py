@@ -15,7 +15,7 @@ from broker.handoff.sender import Key
 from common.errors import TriptychError
 from common.telemetry import get_logger
 from engine.cache.output_cache import OutputCache
-from engine.encoder_engine import EncoderEngine
+from engine.core.encoder_engine import EncoderEngine
 from engine.processors import ProcessedInput
 from engine.scheduler.encoder import EncoderKey
 from services.engine_thread import EngineThread

@@ -49,7 +49,7 @@ def run(settings: Settings, role: Role) -> int:
 
 
 async def _run(settings: Settings, info: ModelInfo, role: Role) -> tuple[int, Role | None, str]:
-    from engine.device import choose_device, choose_dtype
+    from engine.device.choice import choose_device, choose_dtype
     from services.shell import Shell
 
     dtype = choose_dtype(settings.engine.dtype, choose_device(settings.engine.device), info)

@@ -19,8 +19,8 @@ import torch
 
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.page_tables import common_keys, num_blocks
-from engine.inputs import IntArray
 from engine.models.base import DecoderSpec, PositionBias
+from engine.state.inputs import IntArray
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import torch
 
 from engine.attention.backend import AttentionBackend
 from engine.attention.metadata import AttentionMetadata
+from engine.device.h2d import send
 from engine.models.base import PositionBias
-from engine.runner.staging import send
 
 
 class PagedAttentionContext:

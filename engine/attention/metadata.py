@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.inputs import IntArray
+from engine.state.inputs import IntArray
 
 BoolArray = npt.NDArray[np.bool_]
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.attention.metadata import AttentionMetadata
-from engine.inputs import IntArray
+from engine.state.inputs import IntArray
 
 Int32Array = npt.NDArray[np.int32]
 

@@ -12,7 +12,7 @@ import torch
 from common.errors import TriptychError
 from common.telemetry import get_logger
 from engine.attention.backend import AttentionBackend, HeadSpec
-from engine.attention.phased import PhasedBackend
+from engine.attention.split_by_phase import PhasedBackend
 from engine.attention.trial import try_out
 from engine.native.build import KernelsUnavailableError, in_one_line
 
@@ -44,7 +44,7 @@ class BackendEntry:
 
 def _flashinfer_backend(device: torch.device, dtype: torch.dtype, heads: HeadSpec) -> AttentionBackend:
     """Its kernels are tried: a machine may have the package without the means to compile them."""
-    from engine.attention.flashinfer_backend import FlashInferBackend
+    from engine.attention.flashinfer.backend import FlashInferBackend
 
     try:
         backend = FlashInferBackend(device, dtype, heads)

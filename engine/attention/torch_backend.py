@@ -19,8 +19,8 @@ from engine.attention.backend import AttentionBackend, DecodePlan, HeadSpec
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.torch_fixed import MAX_KEYS, TorchDecodePlan
 from engine.attention.visible import Visible, causal_keys, keys_in_ranges
+from engine.device.h2d import send
 from engine.models.base import PositionBias
-from engine.runner.staging import send
 
 CPU = torch.device("cpu")
 GATHER_WASTE = 2.0

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.inputs import IntArray
+from engine.device.h2d import send
 from engine.models.base import PositionBias
-from engine.runner.staging import send
+from engine.state.inputs import IntArray
 
 
 @dataclass(frozen=True)

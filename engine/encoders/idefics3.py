@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers.models.idefics3.modeling_idefics3 import Idefics3Connector, Idefics3VisionTransformer
 from transformers.models.smolvlm.modeling_smolvlm import SmolVLMConnector, SmolVLMVisionTransformer
 
-from engine.counters import encoder_computations
+from engine.device.counters import encoder_computations
+from engine.device.h2d import send_tensor
 from engine.models.base import CheckpointLayout, EncoderModel, own_memory
 from engine.processors import ProcessedInput
-from engine.runner.staging import send_tensor
 
 _CLASSES: Final = {
     "idefics3": (Idefics3VisionTransformer, Idefics3Connector),

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers import AutoModel
 from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
-from engine.counters import encoder_computations
+from engine.device.counters import encoder_computations
+from engine.device.h2d import send_tensor
 from engine.models.base import CheckpointLayout, EncoderModel, own_memory
 from engine.processors import ProcessedInput
-from engine.runner.staging import send_tensor
 
 
 class LlavaEncoder(EncoderModel):

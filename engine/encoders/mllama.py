@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers.models.mllama.modeling_mllama import MllamaVisionModel
 
-from engine.counters import encoder_computations
+from engine.device.counters import encoder_computations
+from engine.device.h2d import send_tensor
 from engine.models.base import CheckpointLayout, EncoderModel, own_memory
 from engine.processors import ProcessedInput
-from engine.runner.staging import send_tensor
 
 
 class MllamaEncoder(EncoderModel):

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engine.counters import encoder_computations
+from engine.device.counters import encoder_computations
+from engine.device.h2d import send
 from engine.models.base import own_memory
 from engine.processors import ProcessedInput
-from engine.runner.staging import send
 
 MAX_PADDING: Final = 1.25
 """Texts share a batch while the longest is at most so many times as long as the shortest: padding costs time."""

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from transformers.vision_utils import get_vision_window_index
 
+from engine.device.h2d import send_tensor
 from engine.encoders.qwen_vision import QwenVisionEncoder
-from engine.runner.staging import send_tensor
 
 
 class Qwen2_5_VLEncoder(QwenVisionEncoder):

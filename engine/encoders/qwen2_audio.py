@@ -13,10 +13,10 @@ from transformers.masking_utils import create_bidirectional_mask
 from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioEncoder as Qwen2AudioTower
 from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioMultiModalProjector
 
-from engine.counters import encoder_computations
+from engine.device.counters import encoder_computations
+from engine.device.h2d import send_tensor
 from engine.models.base import CheckpointLayout, EncoderModel
 from engine.processors import ProcessedInput
-from engine.runner.staging import send_tensor
 
 
 class Qwen2AudioEncoder(EncoderModel):

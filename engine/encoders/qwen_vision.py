@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids
 
-from engine.counters import encoder_computations
+from engine.device.counters import encoder_computations
+from engine.device.h2d import send_tensor
 from engine.models.base import CheckpointLayout, EncoderModel, own_memory
 from engine.processors import ProcessedInput
-from engine.runner.staging import send_tensor
 
 
 class QwenVisionEncoder(EncoderModel):

@@ -16,9 +16,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from common.telemetry import get_logger
-from engine.attention.flashinfer_ragged import FlashInferRagged
-from engine.attention.flashinfer_wrappers import RAGGED_WORKSPACE_BYTES, Workspace, load_flashinfer
-from engine.attention.paged_batch import RaggedBatch
+from engine.attention.flashinfer.paged_batch import RaggedBatch
+from engine.attention.flashinfer.ragged import FlashInferRagged
+from engine.attention.flashinfer.wrappers import RAGGED_WORKSPACE_BYTES, Workspace, load_flashinfer
 from engine.attention.select import kernels_missing
 
 NAME: Final = "triptych_flash_encoder"

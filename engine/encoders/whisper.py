@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers.models.whisper.modeling_whisper import WhisperEncoder as WhisperEncoderModule
 
-from engine.counters import encoder_computations
+from engine.device.counters import encoder_computations
+from engine.device.h2d import send_tensor
 from engine.encoders.attention import with_encoder_attention
 from engine.models.base import CheckpointLayout, EncoderModel, own_memory
 from engine.processors import ProcessedInput
-from engine.runner.staging import send_tensor
 
 
 class WhisperEncoder(EncoderModel):

@@ -14,13 +14,13 @@ from engine.attention.backend import AttentionBackend
 from engine.attention.metadata import AttentionMetadata
 from engine.cache.block_manager import BlockManager
 from engine.cache.encoder_cache import EncoderCacheManager
-from engine.cross_ranges import CrossInput, after_input, key_ranges, table_rows
-from engine.inputs import IntArray, StepInputs
+from engine.device.h2d import send, send_tensor
 from engine.models.base import DecoderModel
-from engine.request import Request
 from engine.runner.kv_transfer import slots_of
-from engine.runner.staging import send, send_tensor
 from engine.scheduler.decoder import ScheduledStep
+from engine.state.cross_ranges import CrossInput, after_input, key_ranges, table_rows
+from engine.state.inputs import IntArray, StepInputs
+from engine.state.request import Request
 
 
 def write_cross(

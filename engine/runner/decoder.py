@@ -16,26 +16,26 @@ from engine.attention.context import PagedAttentionContext
 from engine.attention.select import choose_backend
 from engine.cache.block_manager import BlockManager, BlockMove
 from engine.cache.encoder_cache import EncoderCacheManager
-from engine.device import choose_device, choose_dtype, use_layer_kernels
-from engine.gpu_memory import in_words
-from engine.inputs import InputBuffers, StepInputs
-from engine.memory import DecoderNeeds, MemoryReport, all_pools_given, size_decoder, zeros
+from engine.device.choice import choose_device, choose_dtype, use_layer_kernels
+from engine.device.copy_stream import Arriving, SideStream
+from engine.device.gpu_memory import in_words
+from engine.device.h2d import send
+from engine.device.memory import DecoderNeeds, MemoryReport, all_pools_given, size_decoder, zeros
+from engine.device.memory_profiler import reserved_memory
+from engine.device.recorder import CudaRecorder, Recorder
+from engine.handoff.kv_offer_check import Table
 from engine.models.registry import load_decoder
-from engine.peak import reserved_memory
-from engine.request import Sequence
 from engine.runner.cross import CrossBatch, write_cross
 from engine.runner.graphs import DecodeGraphs, GraphParts, UnrecordableError, graph_sizes
 from engine.runner.kv_transfer import read_tokens, write_tokens
 from engine.runner.last_tokens import LastTokens
+from engine.runner.merge_embeddings import Piece, find_pieces, splice
 from engine.runner.moves import move_blocks
 from engine.runner.profile import measure_step
-from engine.runner.recorder import CudaRecorder, Recorder
-from engine.runner.side_stream import Arriving, SideStream
-from engine.runner.splice import Piece, find_pieces, splice
-from engine.runner.staging import send
 from engine.runner.step import WantedRows, positions_of, self_metadata, wanted_rows
 from engine.scheduler.decoder import ScheduledStep
-from engine.scheduler.kv_expectation import Table
+from engine.state.inputs import InputBuffers, StepInputs
+from engine.state.request import Sequence
 
 log = get_logger()
 

@@ -32,11 +32,11 @@ from torch import Tensor
 from engine.attention.backend import AttentionBackend, DecodePlan, HeadSpec
 from engine.attention.context import PagedAttentionContext
 from engine.attention.metadata import AttentionMetadata, BoolArray
-from engine.inputs import IntArray, StepInputs
+from engine.device.h2d import overwrite
+from engine.device.recorder import Recorder
 from engine.models.base import DecoderModel
 from engine.runner.last_tokens import LastTokens
-from engine.runner.recorder import Recorder
-from engine.runner.staging import overwrite
+from engine.state.inputs import IntArray, StepInputs
 
 _SMALL_SIZES: Final = (1, 2, 4)
 _SIZE_STEP: Final = 8

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.runner.side_stream import Arriving, SideStream
-from engine.runner.staging import send
+from engine.device.copy_stream import Arriving, SideStream
+from engine.device.h2d import send
 
 
 def read_tokens(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.runner.staging import send
+from engine.device.h2d import send
 
 
 class LastTokens:

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from engine.cache.block_manager import BlockMove
-from engine.runner.staging import send
+from engine.device.h2d import send
 
 
 def move_blocks(moves: Sequence[BlockMove], caches: Sequence[Tensor], host_cache: Callable[[int], Tensor]) -> None:

@@ -23,14 +23,14 @@ from common.messages import InputLayout, InputSlot
 from common.sampling_params import SamplingParams
 from engine.cache.block_manager import BlockManager
 from engine.cache.encoder_cache import EncoderCacheManager
-from engine.events import InputMetadata
-from engine.memory import zeros
-from engine.peak import PeakMemory, give_back_free_memory, one_layer_of_each_stack, reserved_memory
-from engine.request import InputState, Request, Sequence
+from engine.device.memory import zeros
+from engine.device.memory_profiler import PeakMemory, give_back_free_memory, one_layer_of_each_stack, reserved_memory
+from engine.device.recorder import CudaRecorder
 from engine.runner.graphs import DecodeGraphs, UnrecordableError
-from engine.runner.recorder import CudaRecorder
 from engine.sampling.sampler import Sampler
 from engine.scheduler.decoder import ScheduledStep
+from engine.state.events import InputMetadata
+from engine.state.request import InputState, Request, Sequence
 
 if TYPE_CHECKING:
     from engine.runner.decoder import DecoderRunner

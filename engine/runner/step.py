@@ -10,8 +10,8 @@ from torch import Tensor
 
 from engine.attention.metadata import AttentionMetadata
 from engine.cache.block_manager import BlockManager
-from engine.inputs import IntArray, StepInputs
 from engine.scheduler.decoder import ScheduledStep
+from engine.state.inputs import IntArray, StepInputs
 
 
 @dataclass(frozen=True)

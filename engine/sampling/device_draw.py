@@ -20,7 +20,7 @@ from torch import Tensor
 
 from common.sampling_params import SamplingParams
 from common.telemetry import get_logger
-from engine.runner.staging import send
+from engine.device.h2d import send
 from engine.sampling.draw import invert, nucleus_weight, top_k_weight, weights_of
 
 log = get_logger()

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from common.errors import ErrorInfo, TriptychError
 from common.model_info import ModelInfo
 from common.sampling_params import Grammar
-from engine.sampling.deep_stack import call_deep
+from engine.sampling.big_stack_thread import call_deep
 
 MAX_TEXT_BYTES: Final = 64 * 2**10
 """Cap of a grammar's text."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from common.messages import TokenLogprob
-from engine.runner.staging import send
+from engine.device.h2d import send
 
 
 def describe_tokens(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprob]:

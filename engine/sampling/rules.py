@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from common.sampling_params import SamplingParams
-from engine.runner.staging import send
+from engine.device.h2d import send
 from engine.sampling.history import BadWords, FloatArray, IntArray, NGrams, TokenCounts
 from engine.sampling.sequence import SampledSequence
 from engine.sampling.timestamps import apply_timestamp_rules

@@ -12,7 +12,7 @@ from common.errors import ErrorInfo, TriptychError
 from common.messages import TokenLogprob
 from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
-from engine.runner.staging import select_rows, send
+from engine.device.h2d import select_rows, send
 from engine.sampling import rules
 from engine.sampling.device_draw import draw_on_device
 from engine.sampling.draw import draw, uniform

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 
 from common.config import PreemptionPolicy
 from engine.cache.block_manager import BlockManager
-from engine.request import InputState, Request, Sequence
-from engine.scheduler.coverage import Coverage
-from engine.scheduler.intake import InputIntake
-from engine.scheduler.places import Places
+from engine.handoff.input_receiver import InputIntake
+from engine.scheduler.cache_lookup import Coverage
+from engine.scheduler.capacity import Places
+from engine.state.request import InputState, Request, Sequence
 
 
 @dataclass

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from common.config import EngineConfig, Settings, Transport
-from engine.scheduler.early_offers import KEEP_S
+from engine.handoff.early_offers import KEEP_S
 from launch.cluster import LocalCluster
 from launch.log_folders import PREFIX
 from tests.chaos.asks import salted

@@ -14,7 +14,7 @@ from broker.transports.linked import sender
 from broker.transports.nixl import link, reader, receiver
 from broker.transports.redis import wire
 from common.config import Settings
-from engine.scheduler import early_offers
+from engine.handoff import early_offers
 from launch.supervisor import START_TIMEOUT_S, STOP_GRACE_S
 from proxy import recordings, workers
 from services import departure, destination, encoding, membership, proxies, shell

@@ -13,9 +13,9 @@ from common.config import EngineConfig
 from common.messages import InputLayout, InputSlot, Resumed
 from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
-from engine.decoder_engine import DecoderEngine
-from engine.events import Event, InputCached, InputGranted, InputLost, InputMetadata, RequestFailed, TokensReady
-from engine.request import Request, Sequence
+from engine.core.decoder_engine import DecoderEngine
+from engine.state.events import Event, InputCached, InputGranted, InputLost, InputMetadata, RequestFailed, TokensReady
+from engine.state.request import Request, Sequence
 from tests.equality.runs import kv_bytes
 
 FAR_S = 1e12

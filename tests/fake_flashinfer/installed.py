@@ -11,11 +11,11 @@ from unittest import mock
 
 import torch
 
-from engine.attention import flashinfer_backend, served
 from engine.attention.backend import HeadSpec
-from engine.attention.flashinfer_backend import FlashInferBackend
-from engine.attention.flashinfer_ragged import FlashInferRagged
-from engine.attention.flashinfer_wrappers import Workspace, load_flashinfer
+from engine.attention.flashinfer import backend, served
+from engine.attention.flashinfer.backend import FlashInferBackend
+from engine.attention.flashinfer.ragged import FlashInferRagged
+from engine.attention.flashinfer.wrappers import Workspace, load_flashinfer
 from engine.attention.select import BACKENDS
 from tests import fake_flashinfer
 from tests.fake_flashinfer import dense
@@ -64,5 +64,5 @@ def flashinfer_on_cpu(head_dims: Collection[int] = dense.HEAD_DIMS) -> Iterator[
 def _installed() -> Iterator[None]:
     """With a small workspace: the fake does not write to it."""
     modules = mock.patch.dict(sys.modules, {"flashinfer": fake_flashinfer})
-    with modules, mock.patch.object(flashinfer_backend, "WORKSPACE_BYTES", WORKSPACE_BYTES):
+    with modules, mock.patch.object(backend, "WORKSPACE_BYTES", WORKSPACE_BYTES):
         yield

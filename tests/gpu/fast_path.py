@@ -21,12 +21,12 @@ import torch
 
 from common.sampling_params import SamplingParams
 from engine.attention.select import BACKENDS
-from engine.device import DTYPES
+from engine.device.choice import DTYPES
+from engine.device.recorder import PlainRecorder
 from engine.encoders import ragged_attention
 from engine.llm import LLM, Prompt
-from engine.runner.recorder import PlainRecorder
 from engine.sampling.sampler import Sampler, choose_on_device
-from tests.engine.host_waits import HostWaits
+from tests.engine.device.host_waits import HostWaits
 from tests.equality.cases import Case
 from tests.fake_flashinfer.installed import flashinfer_on_cpu
 from tests.gpu.device import DEVICE

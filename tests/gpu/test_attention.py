@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from engine.attention.backend import HeadSpec
-from engine.attention.flashinfer_ragged import FlashInferRagged
-from engine.attention.flashinfer_wrappers import RAGGED_WORKSPACE_BYTES, Workspace, load_flashinfer
+from engine.attention.flashinfer.paged_batch import RaggedBatch
+from engine.attention.flashinfer.ragged import FlashInferRagged
+from engine.attention.flashinfer.wrappers import RAGGED_WORKSPACE_BYTES, Workspace, load_flashinfer
 from engine.attention.metadata import AttentionMetadata
-from engine.attention.paged_batch import RaggedBatch
 from engine.attention.select import choose_backend
-from engine.device import DTYPES
-from engine.runner.recorder import CudaRecorder, PlainRecorder
-from tests.engine.paged import Paged, Shape, assert_equal, dense
+from engine.device.choice import DTYPES
+from engine.device.recorder import CudaRecorder, PlainRecorder
+from tests.engine.attention.paged import Paged, Shape, assert_equal, dense
 from tests.gpu.device import DEVICE, needs_gpu
 from tests.gpu.fast_path import flashinfer_here
 from tools.gpu_check.cases import CASES, AttentionCase

@@ -57,7 +57,7 @@ def assert_rounded(got: Tensor, expected: Tensor) -> None:
 def test_keys_and_values_are_written_into_their_slots_and_nowhere_else(
     heads: int, head_dim: int, slot_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
-    from engine.attention.paged_write import write_paged
+    from engine.attention.flashinfer.paged_write import write_paged
 
     shape = (2, NUM_BLOCKS, BLOCK_SIZE, heads, head_dim)
     got, expected = (torch.full(shape, 50.0, dtype=dtype, device=DEVICE) for _ in range(2))

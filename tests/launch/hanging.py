@@ -9,8 +9,8 @@ import signal
 import threading
 from pathlib import Path
 
-from engine.decoder_engine import DecoderEngine
-from engine.events import Event
+from engine.core.decoder_engine import DecoderEngine
+from engine.state.events import Event
 from launch.cli import main
 from launch.instance import Instance
 from launch.plan import Plan

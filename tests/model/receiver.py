@@ -18,7 +18,10 @@ from common.sampling_params import SamplingParams
 from engine.cache.block_manager import BlockManager
 from engine.cache.block_pool import BlockPool
 from engine.cache.encoder_cache import EncoderCacheManager
-from engine.events import (
+from engine.handoff.input_receiver import InputIntake
+from engine.handoff.offer_check import InputExpectation
+from engine.scheduler.cache_lookup import Coverage
+from engine.state.events import (
     Event,
     InputCached,
     InputCancelled,
@@ -28,10 +31,7 @@ from engine.events import (
     InputRefused,
     InputStored,
 )
-from engine.request import InputState, Request, RequestInput
-from engine.scheduler.coverage import Coverage
-from engine.scheduler.expectation import InputExpectation
-from engine.scheduler.intake import InputIntake
+from engine.state.request import InputState, Request, RequestInput
 from tests.model.copying import copy_sharing
 from tests.model.explore import Action
 

@@ -21,15 +21,15 @@ from common.messages import InputLayout
 from common.model_info import ModelInfo, load_model_info
 from engine.cache.block_manager import BlockManager
 from engine.cache.encoder_cache import EncoderCacheManager
-from engine.encoder_engine import EncoderResult
-from engine.inputs import InputBuffers
-from engine.memory import MemoryReport
+from engine.core.encoder_engine import EncoderResult
+from engine.device.copy_stream import SideStream
+from engine.device.memory import MemoryReport
 from engine.models.base import DecoderSpec
 from engine.processors import ProcessedInput
-from engine.request import Request, Sequence
 from engine.runner.decoder import DecoderRunner, StepOutput
-from engine.runner.side_stream import SideStream
 from engine.scheduler.decoder import ScheduledStep
+from engine.state.inputs import InputBuffers
+from engine.state.request import Request, Sequence
 
 HIDDEN = 2
 ROW_BYTES = HIDDEN * 4
@@ -196,7 +196,7 @@ class SymbolicPool:
 
 
 class SymbolicEncoder:
-    """Stands in for engine.encoder_engine.EncoderEngine: one item per step, so that the next may wait."""
+    """Stands in for engine.core.encoder_engine.EncoderEngine: one item per step, so that the next may wait."""
 
     taken_bytes = 0
 

@@ -11,8 +11,8 @@ import pytest
 
 from broker.handoff import sender
 from common.messages import REPEAT_S, Role
-from engine.request import InputState, RequestInput
-from engine.scheduler import kv_intake
+from engine.handoff import kv_receiver
+from engine.state.request import InputState, RequestInput
 from tests.model.cluster import HANDOFF_TIMEOUT_S, Cluster
 from tests.model.explore import explore
 from tests.model.receiver import Plan, Receiver
@@ -25,7 +25,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "handoff.md"
 SECTIONS: dict[str, tuple[type, set[str]]] = {
     "The sender's states": (sender.Handoff, {state.upper() for state in get_args(sender.State)}),
     "The receiver's states of an input": (RequestInput, {state.name for state in InputState}),
-    "The receiver's states of keys and values": (kv_intake.Handoff, {state.name for state in kv_intake.HandoffState}),
+    "The receiver's states of keys and values": (
+        kv_receiver.Handoff,
+        {state.name for state in kv_receiver.HandoffState},
+    ),
 }
 TOPOLOGIES: list[dict[str, Role]] = [
     {"e0": "encoder", "d0": "prefill_decode"},
@@ -46,7 +49,7 @@ def _transitions(title: str) -> list[Transition]:
 @pytest.fixture(scope="module")
 def observed() -> Iterator[dict[str, set[Transition]]]:
     """What the machines go through: alone in all their states, and in clusters that wander."""
-    with watched(sender.Handoff) as sender, watched(RequestInput) as inputs, watched(kv_intake.Handoff) as kv:
+    with watched(sender.Handoff) as sender, watched(RequestInput) as inputs, watched(kv_receiver.Handoff) as kv:
         explore(Sender(INPUT, 1), Sender.copy, lambda world: None, max_states=20_000)
         for plan in (TIGHT, PLANS["two inputs of different sizes"]):
             explore(Receiver.of(plan), Receiver.copy, lambda world: None, max_states=20_000)

@@ -19,8 +19,8 @@ from broker.handoff.channels import Delivery
 from broker.transports.tensors import TensorReceiver, TensorSender
 from common.config import Settings
 from common.messages import HandoffMessage, Role
-from engine.decoder_engine import DecoderEngine
-from engine.encoder_engine import EncoderEngine
+from engine.core.decoder_engine import DecoderEngine
+from engine.core.encoder_engine import EncoderEngine
 from engine.runner.decoder import DecoderRunner
 from services.departure import Departure
 from services.engine_thread import EngineThread

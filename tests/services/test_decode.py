@@ -27,7 +27,7 @@ from common.messages import (
     Tokens,
 )
 from common.sampling_params import SamplingParams
-from engine.events import RequestFailed, TokensReady
+from engine.state.events import RequestFailed, TokensReady
 from services.decode import DecodeService
 from services.kv_messages import part_fault
 from tests.eventually import eventually

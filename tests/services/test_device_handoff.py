@@ -27,8 +27,8 @@ from common.messages import Encode, Encoded, Generate, InputSlot, TensorHeader, 
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from common.text.processor import TextProcessor
-from engine.decoder_engine import DecoderEngine
-from engine.scheduler.kv_expectation import KvPart
+from engine.core.decoder_engine import DecoderEngine
+from engine.handoff.kv_offer_check import KvPart
 from services.decode import DecodeService
 from services.device_tensors import DeviceLanding, Outgoing, open_cuda, payload_of
 from services.encoder import EncoderService

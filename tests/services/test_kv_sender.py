@@ -28,8 +28,8 @@ from common.messages import (
     TensorHeader,
 )
 from common.sampling_params import SamplingParams
-from engine.events import KvComputed, KvMetadata, KvReady, PrefillEnded, RequestFailed
-from engine.runner.side_stream import Arriving
+from engine.device.copy_stream import Arriving
+from engine.state.events import KvComputed, KvMetadata, KvReady, PrefillEnded, RequestFailed
 from services.kv_messages import PART_BYTES, tokens_per_part
 from services.kv_sender import KvSender
 from services.links import Links

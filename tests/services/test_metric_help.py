@@ -8,8 +8,8 @@ import pytest
 
 from common.config import EngineConfig, Settings
 from common.model_info import load_model_info
-from engine.decoder_engine import DecoderEngine
-from engine.encoder_engine import EncoderEngine
+from engine.core.decoder_engine import DecoderEngine
+from engine.core.encoder_engine import EncoderEngine
 from services.decode import DecodeService
 from services.encoder import EncoderService
 from services.links import Links, RoleService

@@ -14,8 +14,8 @@ from redis.asyncio import Redis
 from common.errors import ErrorInfo
 from common.messages import KV_INPUT_ID, Abort, Encode, Encoded, Generate, KvOffer, Prefilled, Receipt, Withdraw
 from common.sampling_params import SamplingParams
-from engine.decoder_engine import DecoderEngine
-from engine.events import Event
+from engine.core.decoder_engine import DecoderEngine
+from engine.state.events import Event
 from services.engine_thread import EngineThread
 from services.prefill import PrefillService
 from tests.deadlines import timeless

@@ -72,7 +72,7 @@ def preparation_table(counts: tuple[int, ...], repetitions: int = 200) -> str:
 
 def measure_preparation(count: int, repetitions: int) -> tuple[list[float], list[float]]:
     """Seconds of both halves, for sequences of 150 tokens and more that grow by one token a step."""
-    from engine.inputs import InputBuffers
+    from engine.state.inputs import InputBuffers
 
     buffers = InputBuffers(count, 4096, 16)
     slots = [buffers.take_slot() for _ in range(count)]
@@ -129,7 +129,7 @@ def _warmed_up(stats: dict[str, float], count: int) -> bool:
 
 def _step_row(info: ModelInfo, config: EngineConfig, count: int, prompt_tokens: int, steps: int) -> str:
     from common.sampling_params import SamplingParams
-    from engine.decoder_engine import DecoderEngine
+    from engine.core.decoder_engine import DecoderEngine
     from engine.models import layers
 
     engine, draw = DecoderEngine(info, config), random.Random(0)

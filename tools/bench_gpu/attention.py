@@ -12,9 +12,9 @@ from torch import nn
 
 from common.model_info import ModelInfo
 from engine.attention.backend import AttentionBackend, HeadSpec
-from engine.attention.served import unserved
-from engine.decoder_engine import DecoderEngine
-from engine.encoder_engine import EncoderEngine
+from engine.attention.flashinfer.served import unserved
+from engine.core.decoder_engine import DecoderEngine
+from engine.core.encoder_engine import EncoderEngine
 from engine.encoders import ragged_attention
 from engine.llm import LLM
 from engine.models.registry import make_decoder, make_encoder

@@ -10,9 +10,9 @@ from typing import Final
 import torch
 
 from common.messages import InputLayout, InputSlot
-from engine.decoder_engine import DecoderEngine
-from engine.events import InputGranted, InputMetadata
-from engine.gpu_memory import in_words
+from engine.core.decoder_engine import DecoderEngine
+from engine.device.gpu_memory import in_words
+from engine.state.events import InputGranted, InputMetadata
 from tools.bench_gpu.attempts import attempted
 from tools.bench_gpu.attention import of_decoder
 from tools.bench_gpu.decode import GOALS, token_bytes, weight_bytes

@@ -21,7 +21,7 @@ from torch import Tensor
 from engine.attention.backend import AttentionBackend, DecodePlan, HeadSpec
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.select import choose_backend
-from engine.runner.recorder import CudaRecorder, PlainRecorder
+from engine.device.recorder import CudaRecorder, PlainRecorder
 from tools.bench_gpu.attempts import attempted
 from tools.bench_gpu.attention import Attention, of_backend
 from tools.bench_gpu.setup import Setup

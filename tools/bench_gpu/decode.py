@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from common.model_info import load_model_info
-from engine.decoder_engine import DecoderEngine
+from engine.core.decoder_engine import DecoderEngine
 from engine.models.base import DecoderModel
 from engine.models.registry import make_decoder as make_decoder_of
 from tools.bench_gpu.attempts import attempted

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from common.config import EngineConfig
 from common.model_info import ModelInfo, load_model_info
 from engine import processors
-from engine.encoder_engine import EncoderEngine
+from engine.core.encoder_engine import EncoderEngine
 from engine.processors import ProcessedInput
 from tools.bench_gpu.attempts import attempted
 from tools.bench_gpu.attention import THEIRS, of_encoder
@@ -100,7 +100,7 @@ def _transformers_module(folder: Path, engine: EncoderEngine) -> nn.Module:
     own = picture if picture is not None else config
     own._attn_implementation = "sdpa"
     build = WhisperEncoder if picture is None else Qwen2_5_VisionTransformerPretrainedModel
-    with engine.device:
+    with engine.device.choice:
         module: nn.Module = build(own).to(engine.dtype).eval()
     return module
 

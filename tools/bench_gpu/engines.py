@@ -10,8 +10,8 @@ from typing import Any, Final, Self
 from common.config import EngineConfig
 from common.model_info import ModelInfo, load_model_info
 from common.sampling_params import SamplingParams
-from engine.decoder_engine import DecoderEngine
-from engine.events import Event, RequestFailed, TokensReady
+from engine.core.decoder_engine import DecoderEngine
+from engine.state.events import Event, RequestFailed, TokensReady
 from tools.bench_gpu.setup import Setup
 from tools.gpu_check.shapes import Shape
 

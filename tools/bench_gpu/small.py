@@ -10,8 +10,8 @@ from typing import Final, cast
 
 from common.config import Device
 from common.model_info import ModelInfo, load_model_info
-from engine.decoder_engine import DecoderEngine
-from engine.device import choose_dtype
+from engine.core.decoder_engine import DecoderEngine
+from engine.device.choice import choose_dtype
 from tools.bench.lineup import CLUSTER_SHARE, lineup, share_of
 from tools.bench.measure import Schedule, Turn
 from tools.bench.measure import measure as measure_turns

@@ -24,8 +24,8 @@ import torch
 
 from common.model_info import ModelInfo, load_model_info
 from engine.attention.backend import HeadSpec
-from engine.attention.served import is_appended, needs_tensor_cores, unserved
-from engine.device import DTYPES
+from engine.attention.flashinfer.served import is_appended, needs_tensor_cores, unserved
+from engine.device.choice import DTYPES
 from engine.models.registry import make_decoder
 from tools.gpu_check.cases import CASES, AttentionCase
 

@@ -27,11 +27,11 @@ from engine import processors
 from engine.attention.context import PagedAttentionContext
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.torch_backend import TorchBackend
-from engine.cross_ranges import CrossInput, after_input, key_ranges, table_rows
 from engine.media.tiles import TileSettings, arrangement, fitting_size, picture_to_tiles
 from engine.models.base import DecoderModel
 from engine.models.registry import load_encoder
 from engine.processors import ProcessedInput
+from engine.state.cross_ranges import CrossInput, after_input, key_ranges, table_rows
 from tests.engine.models.dense import decoder_of
 from tests.engine.models.media import encoded, noise
 from tests.tiny.mllama import IMAGE_TOKEN, ROWS_PER_TILE, TILE_SIZE, make_mllama

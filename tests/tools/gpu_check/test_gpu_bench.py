@@ -24,13 +24,13 @@ from engine import processors
 from engine.attention.backend import HeadSpec
 from engine.attention.select import choose_backend
 from engine.attention.torch_backend import TorchBackend
-from engine.decoder_engine import DecoderEngine
-from engine.encoder_engine import EncoderEngine
+from engine.core.decoder_engine import DecoderEngine
+from engine.core.encoder_engine import EncoderEngine
+from engine.device.recorder import PlainRecorder
 from engine.models.base import DecoderModel
 from engine.models.registry import make_decoder as make_decoder_of
 from engine.models.registry import make_encoder
 from engine.models.skeleton import without_memory
-from engine.runner.recorder import PlainRecorder
 from tests.fake_flashinfer.installed import flashinfer_on_cpu
 from tools.bench_gpu import __main__ as bench
 from tools.bench_gpu import attention, serving

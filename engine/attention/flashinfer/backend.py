@@ -1,0 +1,208 @@
+"""Attention by FlashInfer's kernels (Ye et al., 2025) on CUDA: paged self- and cross-attention.
+
+    self     decodes: decode wrapper     prefills: prefill wrapper, causal
+    cross    decodes: decode wrapper     prefills: prefill wrapper, not causal     (decodes attend to all their pages)
+
+Decodes and prefills of a step are two launches for each layer. Which heads a layer has, its scale and its window are
+known when it first asks: then its wrapper is planned for the step, and the other layers of its kind share the plan.
+What FlashInfer does not serve (`served.py`) goes to PyTorch's attention, and the log tells once of each reason.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from common.telemetry import get_logger
+from engine.attention.backend import AttentionBackend, DecodePlan, HeadSpec
+from engine.attention.flashinfer.fixed import FlashInferDecodePlan
+from engine.attention.flashinfer.paged_batch import PagedBatch, Phase
+from engine.attention.flashinfer.served import ReasonLog, is_appended, unserved
+from engine.attention.flashinfer.wrappers import (
+    WORKSPACE_BYTES,
+    Call,
+    DecodeWrapper,
+    PrefillWrapper,
+    Workspace,
+    fixed_decode_bytes,
+    load_flashinfer,
+)
+from engine.attention.metadata import AttentionMetadata
+from engine.attention.torch_backend import TorchBackend
+from engine.device.counters import cross_plans_reused
+from engine.device.h2d import send
+from engine.models.base import PositionBias
+
+log = get_logger()
+
+
+class FlashInferBackend(AttentionBackend):
+    """All phases on CUDA, in float16 and bfloat16. Raises ImportError where FlashInfer is not installed.
+
+    Wrappers and the pages of the last batches are kept; one thread and one stream use a backend.
+    """
+
+    name = "flashinfer"
+    slot_dtype = torch.int32
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, heads: HeadSpec) -> None:
+        self._device = device
+        self._workspace = Workspace(load_flashinfer(), device, WORKSPACE_BYTES)
+        self._appender = _Appender(self._workspace)
+        self._torch = TorchBackend(device)
+        self.gathered_share = 0.0 if unserved(heads, dtype) is None else self._torch.gathered_share
+        self._wrappers: dict[Call, DecodeWrapper | PrefillWrapper] = {}
+        self._cross: dict[Phase, PagedBatch] = {}
+        self._reasons = ReasonLog()
+        self._told_of_workspace = False
+
+    def plan(self, metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> list[PagedBatch]:
+        batches, num_decodes = [], metadata.num_decodes
+        if num_decodes:
+            batches.append(self._batch("decode", 0, metadata.decodes(), block_size))
+        if num_decodes < metadata.num_requests:
+            batches.append(self._batch("prefill", num_decodes, metadata.prefills(), block_size))
+        return batches
+
+    def _batch(self, phase: Phase, start: int, metadata: AttentionMetadata, block_size: int) -> PagedBatch:
+        """One phase of a step; for cross-attention the one before, with its plan, while its requests are the same."""
+        batch = None if metadata.causal else self._cross.get(phase)
+        if batch is not None and batch.is_same(start, metadata):
+            cross_plans_reused.add()
+            return batch
+        batch = PagedBatch(phase, start, metadata, block_size, self._device)
+        if not metadata.causal:
+            self._cross[phase] = batch
+        return batch
+
+    def run(
+        self,
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        plan: list[PagedBatch] | DecodePlan,
+        *,
+        scale: float | None = None,
+        bias: PositionBias | None = None,
+        window: int | None = None,
+    ) -> torch.Tensor:
+        if isinstance(plan, FlashInferDecodePlan):
+            return plan.run(query, cache, scale, window)
+        if isinstance(plan, DecodePlan):
+            return self._torch.run(query, cache, plan, scale=scale, bias=bias, window=window)
+        out = query.new_empty(query.shape)
+        heads = HeadSpec(query.shape[1], cache.shape[3], query.shape[2], biased=bias is not None)
+        for batch in plan:
+            queries, attended = query[batch.start : batch.end], out[batch.start : batch.end]
+            reason = unserved(heads, query.dtype, has_ranges=batch.num_keys is None)
+            if reason is None:
+                self._run_batch(queries, cache, batch, attended, scale, window)
+            else:
+                self._reasons.tell(reason)
+                torch_plan = batch.plan_of(self._torch, query.dtype)
+                attended.copy_(self._torch.run(queries, cache, torch_plan, scale=scale, bias=bias, window=window))
+        return out
+
+    def _run_batch(
+        self,
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        batch: PagedBatch,
+        out: torch.Tensor,
+        scale: float | None,
+        window: int | None,
+    ) -> None:
+        causal, (_, _, block_size, num_kv_heads, head_dim) = batch.metadata.causal, cache.shape
+        call = Call(
+            phase=batch.phase,
+            causal=causal,
+            num_heads=query.shape[1],
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+            dtype=query.dtype,
+            scale=scale,
+            window=window if causal else None,
+        )
+        wrapper = self._wrappers.get(call)
+        if wrapper is None:
+            make = DecodeWrapper if batch.phase == "decode" else PrefillWrapper
+            wrapper = self._wrappers[call] = make(self._workspace, call)
+        wrapper.bring_to(batch)
+        wrapper.run(query, cache, out)
+        if batch.blind is not None:
+            out.masked_fill_(batch.blind, 0)
+
+    def make_decode_plan(
+        self, num_requests: int, max_blocks: int, block_size: int, dtype: torch.dtype, heads: HeadSpec, *, causal: bool
+    ) -> DecodePlan | None:
+        reason = unserved(heads, dtype)
+        if reason is None:
+            return self._fixed_plan(num_requests, max_blocks, block_size, dtype, heads, causal=causal)
+        self._reasons.tell(reason)
+        return self._torch.make_decode_plan(num_requests, max_blocks, block_size, dtype, heads, causal=causal)
+
+    def _fixed_plan(
+        self, num_requests: int, max_blocks: int, block_size: int, dtype: torch.dtype, heads: HeadSpec, *, causal: bool
+    ) -> DecodePlan | None:
+        """None where partial results of so many requests do not fit: then these decodes run eagerly."""
+        needed, there = fixed_decode_bytes(num_requests, heads, self._device), self._workspace.buffer.numel()
+        if needed <= there:
+            return FlashInferDecodePlan(
+                self._workspace, num_requests, max_blocks, block_size, dtype, heads, causal=causal
+            )
+        if not self._told_of_workspace:
+            self._told_of_workspace = True
+            log.warning(
+                "no CUDA graph for decodes of so many requests: partial results exceed the workspace of attention",
+                requests=num_requests,
+                needed_mib=needed >> 20,
+                workspace_mib=there >> 20,
+            )
+        return None
+
+    def write(self, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        if is_appended(*cache.shape[3:]):
+            self._appender.append(cache, key, value, slot_mapping)
+        elif cache.is_cuda:
+            from engine.attention.flashinfer.paged_write import write_paged
+
+            write_paged(cache, key, value, slot_mapping)
+        else:
+            super().write(cache, key, value, slot_mapping)
+
+
+class _Appender:
+    """Keys and values into their slots by `append_paged_kv_cache`, both in one launch.
+
+    It finds a token's slot by a request, a position and the request's pages. To it the whole cache is one request whose
+    pages are in order, so that positions are slots.
+    """
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._append = workspace.flashinfer.append_paged_kv_cache
+        self._device = workspace.device
+        self._pages: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        # All that there ever were: captured CUDA graphs read those that were the largest at their time.
+        self._zeros = [self._integers([0])]
+
+    def append(self, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """Shapes as for `AttentionBackend.write`."""
+        if not len(key):
+            return  # the launch would have no blocks, which CUDA refuses
+        _, num_blocks, block_size, _, _ = cache.shape
+        pages = self._pages.get((num_blocks, block_size))
+        if pages is None:
+            indices = torch.arange(num_blocks, dtype=torch.int32, device=self._device)
+            pages = self._pages[num_blocks, block_size] = (
+                indices,
+                self._integers([0, num_blocks]),
+                self._integers([block_size]),
+            )
+        if len(self._zeros[-1]) < len(key):
+            self._zeros.append(torch.zeros(2 * len(key), dtype=torch.int32, device=self._device))
+        requests = self._zeros[-1][: len(key)]
+        self._append(key, value, requests, slot_mapping.int(), (cache[0], cache[1]), *pages)
+
+    def _integers(self, values: list[int]) -> torch.Tensor:
+        [tensor] = send(self._device, np.array(values, np.int32))
+        return tensor

@@ -1,0 +1,83 @@
+"""FlashInfer's decodes at fixed addresses, as CUDA graphs capture them."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.attention.backend import DecodePlan, HeadSpec
+from engine.attention.flashinfer.paged_batch import Pages
+from engine.attention.flashinfer.wrappers import Call, DecodeWrapper, FixedBuffers, Workspace
+from engine.attention.metadata import AttentionMetadata
+from engine.attention.page_tables import is_same_batch, page_table
+from engine.device.counters import cross_plans_reused
+from engine.device.h2d import overwrite
+from engine.state.inputs import IntArray
+
+
+class FlashInferDecodePlan(DecodePlan):
+    """Buffers, and for each scale and window that a layer has asked for a wrapper that is planned into them.
+
+    FlashInfer launches the same kernels for every batch of `num_requests`: how it divides the work among them is data,
+    in the small workspace of each wrapper. The plan of cross-attention stands while the batch does.
+    """
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        num_requests: int,
+        max_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        heads: HeadSpec,
+        *,
+        causal: bool,
+    ) -> None:
+        super().__init__(num_requests, max_blocks, block_size, causal=causal)
+        self._workspace, self._dtype, self._heads = workspace, dtype, heads
+        self._fixed = FixedBuffers.make(num_requests, max_blocks, workspace.device)
+        self._blind = torch.zeros(num_requests, 1, 1, dtype=torch.bool, device=workspace.device)
+        self._wrappers: dict[tuple[float | None, int | None], DecodeWrapper] = {}
+        self._metadata: AttentionMetadata | None = None
+        self._pages: Pages | None = None
+
+    def _update(self, metadata: AttentionMetadata, num_keys: IntArray) -> None:
+        if not self.causal and is_same_batch(self._metadata, metadata):
+            cross_plans_reused.add()
+            return
+        table = page_table(metadata.table, num_keys, self.block_size)
+        if not self.causal:
+            overwrite(self._blind, table.is_empty[:, None, None])
+        self._metadata, self._pages = metadata, Pages.send(table, self._workspace.device)
+        for wrapper in self._wrappers.values():
+            wrapper.bring_to(self._pages)
+
+    def run(self, query: torch.Tensor, cache: torch.Tensor, scale: float | None, window: int | None) -> torch.Tensor:
+        """query [num_requests, num_heads, head_dim] -> the same shape.
+
+        Raises RuntimeError before the first `update`, and where a CUDA graph is captured that runs with a scale and
+        window for the first time.
+        """
+        if self._pages is None:
+            raise RuntimeError("a decode plan runs only after an update has told it a batch")
+        window = window if self.causal else None
+        wrapper = self._wrappers.get((scale, window))
+        if wrapper is None:
+            wrapper = DecodeWrapper(self._workspace, self._call(scale, window), self._fixed)
+            wrapper.bring_to(self._pages)
+            self._wrappers[scale, window] = wrapper
+        out = query.new_empty(query.shape)
+        wrapper.run(query, cache, out)
+        return out if self.causal else out.masked_fill_(self._blind, 0)
+
+    def _call(self, scale: float | None, window: int | None) -> Call:
+        return Call(
+            phase="decode",
+            causal=self.causal,
+            num_heads=self._heads.num_heads,
+            num_kv_heads=self._heads.num_kv_heads,
+            head_dim=self._heads.head_dim,
+            block_size=self.block_size,
+            dtype=self._dtype,
+            scale=scale,
+            window=window,
+        )

@@ -1,0 +1,67 @@
+"""FlashInfer's attention over sequences laid end to end, for encoders.
+
+Many vision towers have heads of 72 or 80, for which there are no kernels. These go to PyTorch's attention, whose
+kernels take every multiple of 8: padded to 128, they would be computed with 1.6 times the work.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from engine.attention.backend import HeadSpec
+from engine.attention.flashinfer.paged_batch import RaggedBatch
+from engine.attention.flashinfer.served import ReasonLog, unserved
+from engine.attention.flashinfer.wrappers import RaggedCall, RaggedWrapper, Workspace
+from engine.attention.torch_backend import TorchBackend
+from engine.models.base import PositionBias
+
+KEPT_PLANS: Final = 2
+"""For each kind of call: layers of Qwen2.5-VL look at windows, and every eighth at whole pictures."""
+
+
+class FlashInferRagged:
+    """Encoder attention: every token sees all tokens of its own sequence."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._workspace = workspace
+        self._torch = TorchBackend(workspace.device)
+        self._wrappers: dict[RaggedCall, list[RaggedWrapper]] = {}
+        self._reasons = ReasonLog()
+
+    def run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch: RaggedBatch,
+        *,
+        scale: float | None = None,
+        bias: PositionBias | None = None,
+    ) -> torch.Tensor:
+        """query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim] -> as query.
+
+        `scale` is 1 / sqrt(head_dim) if not given.
+        """
+        heads = HeadSpec(query.shape[1], key.shape[1], query.shape[2], biased=bias is not None)
+        reason = unserved(heads, query.dtype)
+        if reason is not None:
+            self._reasons.tell(reason)
+            return self._torch.run_ragged(query, key, value, batch.plan_of(self._torch), scale=scale, bias=bias)
+        call = RaggedCall(heads.num_heads, heads.num_kv_heads, heads.head_dim, query.dtype, scale)
+        return self._planned(call, batch).run(query, key, value)
+
+    def _planned(self, call: RaggedCall, batch: RaggedBatch) -> RaggedWrapper:
+        """A wrapper with the plan of a batch: one that has it, a new one, or that which was used longest ago."""
+        wrappers = self._wrappers.setdefault(call, [])
+        index = next((index for index, wrapper in enumerate(wrappers) if wrapper.is_planned_for(batch)), None)
+        if index is not None:
+            wrapper = wrappers.pop(index)
+        elif len(wrappers) < KEPT_PLANS:
+            wrapper = RaggedWrapper(self._workspace, call)
+        else:
+            wrapper = wrappers.pop(0)
+        wrapper.bring_to(batch)
+        wrappers.append(wrapper)
+        return wrapper

@@ -1,0 +1,258 @@
+"""FlashInfer's wrappers (Ye et al., 2025), each with the batch that it is planned for.
+
+A wrapper is planned on the host for one batch, and then runs for every layer. Planning writes into a pinned buffer of
+the wrapper's own, from which it is copied to the device in the order of the stream: an event behind each plan keeps the
+next one from overwriting what is not copied yet. By then the step before has been launched, and this copy stands at its
+beginning, so that nobody waits for long for it.
+
+What we give a plan is pinned, and so are lengths that it would work out itself. Two things are FlashInfer's own. A plan
+of decodes outside of CUDA graphs copies 0, 1, 2 … from pageable memory, which may wait for the stream and with it for
+the step before: steps with prompts and decodes do, and all decodes where nothing is recorded. And plans for tensor
+cores find the longest request one element of a tensor after the other (microseconds for each request).
+
+FA2 is asked for everywhere: what `auto` takes on Hopper is a second set of kernels that differs from it in rounding,
+and does not serve paged prefills without a causal mask.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from engine.attention.backend import HeadSpec
+from engine.attention.flashinfer.paged_batch import PagedBatch, Pages, Phase, RaggedBatch
+from engine.attention.flashinfer.served import needs_tensor_cores
+
+WORKSPACE_BYTES: Final = 384 * 2**20
+"""For partial results of long sequences that are computed in parts: what others give FlashInfer, too."""
+RAGGED_WORKSPACE_BYTES: Final = 2**20
+"""Encoders' sequences are computed in one piece each."""
+FIXED_PLAN_BYTES: Final = 2**20
+"""For the plan of a graph's decodes, instead of 8 MiB: a few thousand pieces of work, 17 bytes each."""
+LAYOUT: Final = "NHD"
+KERNELS: Final = "fa2"
+_CTAS_PER_SM: Final = 2
+_TILE_ROWS: Final = 16
+"""Of how FA2 divides the work of decodes on tensor cores: query heads are packed into tiles of so many rows."""
+
+
+def load_flashinfer() -> Any:
+    """The package. Raises ImportError where it, or something that it needs, is not installed."""
+    return importlib.import_module("flashinfer")
+
+
+class Workspace:
+    """What all wrappers of a process share: FlashInfer itself, the device, and its memory for partial results.
+
+    They run one after the other, in the order of one stream, so that one buffer is enough.
+    """
+
+    def __init__(self, flashinfer: Any, device: torch.device, size_bytes: int) -> None:
+        self.flashinfer, self.device = flashinfer, device
+        self.buffer = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a wrapper over pages is planned for, beside the batch. `scale` None is 1 / sqrt(head_dim)."""
+
+    phase: Phase
+    causal: bool
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    scale: float | None
+    window: int | None
+
+    @property
+    def window_left(self) -> int:
+        """How many keys before its own a query sees; -1 for all of them."""
+        return -1 if self.window is None else self.window - 1
+
+
+def fixed_decode_bytes(num_requests: int, heads: HeadSpec, device: torch.device) -> int:
+    """What the plan of a graph's decodes takes of the workspace for partial results, as `PrefillPlan` of FlashInfer's
+    scheduler.cuh counts it for groups of up to a tile's rows; plans on the vector units take some MiB at most."""
+    if not needs_tensor_cores(heads.num_heads, heads.num_kv_heads):
+        return 0
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    group = heads.num_heads // heads.num_kv_heads
+    num_tiles = -(-num_requests * group // _TILE_ROWS) + num_requests - 1
+    num_pieces = max(_CTAS_PER_SM * num_sms // heads.num_kv_heads, num_tiles)
+    return heads.num_heads * num_pieces * _TILE_ROWS * (heads.head_dim + 1) * torch.float32.itemsize
+
+
+class _Planned(ABC):
+    """A wrapper that is planned anew when another batch comes."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._device = workspace.device
+        self._batch: object = None
+        self._copied: torch.cuda.Event | None = None
+
+    def is_planned_for(self, batch: object) -> bool:
+        return self._batch is batch
+
+    def bring_to(self, batch: object) -> None:
+        """Plan for a batch, unless that is what was planned for last.
+
+        Raises RuntimeError while a CUDA graph is captured, which cannot hold the host's part of a plan.
+        """
+        if self.is_planned_for(batch):
+            return
+        on_cuda = self._device.type == "cuda"
+        if on_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("FlashInfer is planned outside of a CUDA graph: run the step once before capturing it")
+        if self._copied is not None:
+            self._copied.synchronize()
+        self._plan(batch)
+        self._batch = batch
+        if on_cuda:
+            self._copied = torch.cuda.current_stream(self._device).record_event()
+
+    @abstractmethod
+    def _plan(self, batch: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class FixedBuffers:
+    """Where a graph's kernels find the pages of `num_requests` decodes: int32, on the device, always the same."""
+
+    indptr: torch.Tensor
+    indices: torch.Tensor
+    last_page_len: torch.Tensor
+
+    @classmethod
+    def make(cls, num_requests: int, max_blocks: int, device: torch.device) -> FixedBuffers:
+        def zeros(size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=device)
+
+        return cls(zeros(num_requests + 1), zeros(num_requests * max_blocks), zeros(num_requests))
+
+
+class PagedWrapper(_Planned):
+    """A wrapper over the pages of a cache, planned for one kind of call."""
+
+    def __init__(self, workspace: Workspace, call: Call, wrapper: Any) -> None:
+        super().__init__(workspace)
+        self._call, self._wrapper = call, wrapper
+
+    def run(self, query: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:
+        """query and out [num_tokens, num_heads, head_dim], cache as backends have it."""
+        self._wrapper.run(query, (cache[0], cache[1]), out=out)
+
+
+class DecodeWrapper(PagedWrapper):
+    """One query token for each request. With `fixed` buffers it can be captured in a CUDA graph."""
+
+    def __init__(self, workspace: Workspace, call: Call, fixed: FixedBuffers | None = None) -> None:
+        wrapper = workspace.flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            workspace.buffer,
+            LAYOUT,
+            use_cuda_graph=fixed is not None,
+            use_tensor_cores=needs_tensor_cores(call.num_heads, call.num_kv_heads),
+            paged_kv_indptr_buffer=fixed and fixed.indptr,
+            paged_kv_indices_buffer=fixed and fixed.indices,
+            paged_kv_last_page_len_buffer=fixed and fixed.last_page_len,
+            backend=KERNELS,
+        )
+        super().__init__(workspace, call, wrapper)
+        if fixed is not None:
+            small = torch.empty(FIXED_PLAN_BYTES, dtype=torch.uint8, device=self._device)
+            wrapper.reset_workspace_buffer(workspace.buffer, small)
+
+    def _plan(self, batch: Pages | PagedBatch) -> None:
+        pages, call = batch if isinstance(batch, Pages) else batch.pages, self._call
+        self._wrapper.plan(
+            pages.indptr,
+            pages.indices,
+            pages.last_page_len,
+            call.num_heads,
+            call.num_kv_heads,
+            call.head_dim,
+            call.block_size,
+            window_left=call.window_left,
+            q_data_type=call.dtype,
+            kv_data_type=call.dtype,
+            sm_scale=call.scale,
+            seq_lens=pages.num_keys,
+        )
+
+
+class PrefillWrapper(PagedWrapper):
+    """Any number of query tokens for each request: the last ones of its keys, if causal."""
+
+    def __init__(self, workspace: Workspace, call: Call) -> None:
+        wrapper = workspace.flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace.buffer, LAYOUT, backend=KERNELS)
+        super().__init__(workspace, call, wrapper)
+
+    def _plan(self, batch: PagedBatch) -> None:
+        pages, call = batch.pages, self._call
+        self._wrapper.plan(
+            batch.query_starts,
+            pages.indptr,
+            pages.indices,
+            pages.last_page_len,
+            call.num_heads,
+            call.num_kv_heads,
+            call.head_dim,
+            call.block_size,
+            causal=call.causal,
+            sm_scale=call.scale,
+            window_left=call.window_left,
+            q_data_type=call.dtype,
+            kv_data_type=call.dtype,
+            seq_lens=pages.num_keys,
+            max_token_per_sequence=batch.max_queries,
+        )
+
+
+@dataclass(frozen=True)
+class RaggedCall:
+    """What a wrapper over sequences laid end to end is planned for, beside their lengths."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    scale: float | None
+
+
+class RaggedWrapper(_Planned):
+    """Sequences laid end to end, each of which sees itself in both directions.
+
+    None is computed in parts, so that an output does not depend on what else is in the batch.
+    """
+
+    def __init__(self, workspace: Workspace, call: RaggedCall) -> None:
+        super().__init__(workspace)
+        self._call = call
+        self._wrapper = workspace.flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
+            workspace.buffer, LAYOUT, backend=KERNELS
+        )
+
+    def run(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim] -> as query."""
+        attended: torch.Tensor = self._wrapper.run(query, key, value)
+        return attended
+
+    def _plan(self, batch: RaggedBatch) -> None:
+        call, starts = self._call, batch.starts
+        self._wrapper.plan(
+            starts,
+            starts,
+            call.num_heads,
+            call.num_kv_heads,
+            call.head_dim,
+            causal=False,
+            sm_scale=call.scale,
+            q_data_type=call.dtype,
+            kv_data_type=call.dtype,
+            disable_split_kv=True,
+        )

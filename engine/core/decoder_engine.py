@@ -1,0 +1,392 @@
+"""The decoder's engine: requests, offers and tensors in, events out; one call of `step` is one forward pass.
+
+    add_request / offer / deliver / abort  ->  intake and scheduler  ->  runner  ->  events
+
+One thread drives it. It knows no network: `LLM` drives it in one process, a worker's engine thread in a cluster.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence as ListOf
+
+import torch
+
+from common.config import EngineConfig
+from common.errors import ErrorInfo, TriptychError
+from common.messages import KV_INPUT_ID, InputSlot, Resumed
+from common.model_info import ModelInfo
+from common.sampling_params import SamplingParams
+from engine.cache.block_manager import BlockManager
+from engine.cache.block_pool import BlockPool, IntegrityError
+from engine.cache.encoder_cache import EncoderCacheManager
+from engine.core import engine_stats
+from engine.core.decoding import Generation, GenerationFailed
+from engine.core.output_processor import Emission
+from engine.core.request_factory import Admission
+from engine.core.request_limits import RequestCheck
+from engine.core.step_loop import StepLoop
+from engine.device.copy_stream import Arriving
+from engine.handoff.input_receiver import InputIntake
+from engine.handoff.kv_exporter import KvOutlet
+from engine.handoff.kv_offer_check import KvExpectation, KvPart, Table
+from engine.handoff.kv_receiver import KvIntake
+from engine.runner.decoder import DecoderRunner
+from engine.sampling import device_draw
+from engine.sampling.sampler import Sampler
+from engine.scheduler.cache_lookup import Coverage
+from engine.scheduler.decoder import DecoderScheduler
+from engine.state.events import Event, InputMetadata, KvMetadata, RequestFailed
+from engine.state.request import Request, Sequence
+
+LEASE_S = 30.0
+
+# Received tensors are views of the message they came in, and only ever read.
+warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
+
+
+class DecoderEngine:
+    """Prefill and decode of one model on one device. Loads decoder weights only.
+
+    Raises TriptychError where the model or the configuration cannot be served. After that, errors of a request come
+    as `RequestFailed` events, and its neighbours do not notice.
+    """
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        config: EngineConfig,
+        instance: str = "engine",
+        lease_s: float = LEASE_S,
+        beside_bytes: int = 0,
+    ) -> None:
+        """`beside_bytes` of what this process may take are an encoder's, which runs beside it."""
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        self.info, self.config = info, config
+        self.runner = DecoderRunner(info, config, beside_bytes)
+        self.cache = EncoderCacheManager(self.runner.memory.encoder_cache)
+        host_pool = BlockPool(self.runner.num_host_blocks + 1) if self.runner.num_host_blocks else None
+        self.blocks = BlockManager(BlockPool(self.runner.num_blocks), config.block_size, host_pool)
+        self.coverage = Coverage(self.blocks, enabled=config.prefix_caching)
+        expectation = KvExpectation.of(info, self.runner.spec, self.runner.max_model_len, self.runner.dtype)
+        self.intake = InputIntake(self.cache, expectation.inputs, self.coverage, lease_s)
+        self.scheduler = DecoderScheduler(
+            self.blocks,
+            self.intake,
+            self.coverage,
+            self._free_slots,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.preemption,
+        )
+        self.sampler = Sampler(info, self.runner.spec.vocab_size)
+        device_draw.prepare(self.runner.device)
+        self.kv_outlet = KvOutlet(
+            self.blocks, self.scheduler, expectation, self.runner.read_tokens, self._tell, self._end
+        )
+        self.kv_intake = KvIntake(
+            self.blocks, self.scheduler, expectation, self._never_fits, self._write_tokens, self._tell, lease_s
+        )
+        self.generation = Generation(self.runner, self.blocks, self.sampler, self._drop, info.eos_token_ids)
+        self.emission = Emission(info, self.blocks, self.runner.max_model_len, self._tell, self._drop, self._end)
+        self._limits = RequestCheck(
+            info,
+            self.runner.spec.vocab_size,
+            self.runner.max_model_len,
+            min(config.max_num_seqs, config.max_num_batched_tokens),
+        )
+        self._admission = Admission(info, self.runner.spec, self._limits, self.sampler, instance)
+        self.loop = StepLoop(
+            self.runner,
+            self.cache,
+            self.scheduler,
+            self.kv_intake,
+            self.kv_outlet,
+            self.generation,
+            self.emission,
+            self._is_alive,
+            self._fail,
+            ahead=self._runs_ahead(),
+        )
+        self.counters = {"requests": 0, "requests_failed": 0}
+        self._requests: dict[str, Request] = {}
+        self._dirty = False
+
+    def _runs_ahead(self) -> bool:
+        chosen = self.config.async_scheduling
+        return self.runner.device.type == "cuda" if chosen is None else chosen
+
+    # --- in
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        inputs: list[InputSlot],
+        sampling: SamplingParams,
+        priority: int = 0,
+        resumed: ListOf[Resumed] = (),
+        *,
+        attempt: int = 0,
+        prefill_only: bool = False,
+        prefilled: bool = False,
+    ) -> None:
+        """Take a request. What is wrong with it comes as a RequestFailed event; a known id is ignored.
+
+        With `prefill_only` its keys and values are computed for another engine, up to the last token but one; it ends
+        by `end_prefill`. With `prefilled` they come from another engine, by `offer_kv` and `deliver_kv`.
+        `attempt` comes back in the request's events: those of an aborted request may be read when its id is in use
+        again.
+        """
+        if request_id in self._requests:
+            return
+        self._dirty = True
+        self.counters["requests"] += 1
+        try:
+            self._check_load()
+            request = self._admission.create(
+                request_id,
+                prompt_token_ids,
+                inputs,
+                sampling,
+                self.counters["requests"],
+                priority,
+                resumed,
+                attempt=attempt,
+                prefill_only=prefill_only,
+                prefilled=prefilled,
+            )
+        except TriptychError as error:
+            self._forget(request_id, attempt)
+            self._emit_failure(request_id, attempt, error.info)
+            return
+        request.recorder.start("queue")
+        self._requests[request_id] = request
+        self._queue(request)
+        self.intake.add_request(request)
+        self._fail_what_never_fits(request)
+
+    def _queue(self, request: Request) -> None:
+        if request.prefilled:
+            self.kv_intake.add_request(request)
+            return
+        if request.next_missing_input is not None:
+            request.recorder.start("inputs")
+        if request.prefill_only:
+            self.kv_outlet.add_request(request)
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request and free everything it holds. Unknown ids are remembered as ended."""
+        self._dirty = True
+        request = self._requests.get(request_id)
+        if request is None:
+            self._forget(request_id, None)
+        else:
+            self._end(request)
+
+    def _forget(self, request_id: str, attempt: int | None) -> None:
+        """Offers for this request in this attempt (with None: in any), early or late, are cancelled."""
+        self.intake.forget(request_id, attempt)
+        self.kv_intake.end_request(request_id, attempt)
+
+    def stop_sequence(self, request_id: str, index: int) -> None:
+        """One sequence of a request goes no further (a stop string): with the last one the request ends, silently."""
+        request = self._requests.get(request_id)
+        sequence = next((one for one in request.sequences if one.index == index), None) if request else None
+        if request is None or sequence is None or request.sampling.uses_beams:
+            return
+        if len(request.sequences) == 1:
+            self.abort(request_id)
+            return
+        self._dirty = True
+        if request.awaits_kv:
+            self.kv_intake.pass_on(request, sequence)
+        self._drop(sequence)
+        request.sequences.remove(sequence)
+
+    def offer(
+        self,
+        request_id: str,
+        input_id: int,
+        attempt: int,
+        metadata: InputMetadata,
+        deadline_s: float,
+        request_attempt: int = 0,
+    ) -> None:
+        """An encoder offers an input. The answer is an event: granted, cached, refused or cancelled.
+
+        It is for the request that was added with `request_attempt`, or will be.
+        """
+        self._dirty = True
+        self.intake.offer(request_id, input_id, attempt, metadata, deadline_s, request_attempt)
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._fail_what_never_fits(request)
+
+    def withdraw(self, request_id: str, input_id: int, attempt: int) -> None:
+        """Whoever has offered an input, or with KV_INPUT_ID keys and values, gives it up: what is kept for exactly this
+        attempt is free. Whatever else is said of it is fine: it may be lost, stored or replaced by now."""
+        self._dirty = True
+        if input_id == KV_INPUT_ID:
+            self.kv_intake.withdraw(request_id, attempt)
+        else:
+            self.intake.withdraw(request_id, input_id, attempt)
+
+    def deliver(self, request_id: str, input_id: int, attempt: int, tensor: torch.Tensor) -> None:
+        """A granted tensor has come: [num_encoder_tokens, hidden_size]."""
+        self._dirty = True
+        self.intake.deliver(request_id, input_id, attempt, tensor)
+        request = self._requests.get(request_id)
+        if request is not None and request.next_missing_input is None:
+            request.recorder.end("inputs")
+
+    # --- keys and values, from and to another engine
+
+    def export_kv(self, request_id: str, table: Table, first: int, last: int) -> Arriving | None:
+        """Keys and values of a prefill's tokens `first` to `last` (not included), of its own tokens or of those that
+        cross-attention reads: [last - first, layers, 2, num_kv_heads, head_dim] for the CPU, contiguous. They are
+        waited for elsewhere: steps go on meanwhile.
+
+        None where they are not there at the moment: not computed yet, or given up for a while (preempted).
+        """
+        return self.kv_outlet.export(request_id, table, first, last)
+
+    def grant_kv(self, request_id: str) -> None:
+        """The receiver has granted a prefill's offer: it goes before others, so that what is reserved gets used."""
+        self._dirty = True
+        self.kv_outlet.grant(request_id)
+
+    def end_prefill(self, request_id: str) -> None:
+        """Nothing more is wanted of a prefill. A PrefillEnded event follows: at once, or where log-probabilities of the
+        prompt were asked for when all of it is computed."""
+        self._dirty = True
+        self.kv_outlet.end(request_id)
+
+    def offer_kv(
+        self, request_id: str, attempt: int, metadata: KvMetadata, deadline_s: float, request_attempt: int = 0
+    ) -> None:
+        """Another engine offers keys and values. The answer is an event, as for inputs, with input id KV_INPUT_ID.
+
+        The same offer again, while they are on their way, is a sign of life that prolongs the lease. They are for the
+        request that was added with `request_attempt`, or will be.
+        """
+        self._dirty = True
+        self.kv_intake.offer(request_id, attempt, metadata, deadline_s, request_attempt)
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._fail_what_never_fits(request)
+
+    def deliver_kv(self, request_id: str, attempt: int, part: KvPart) -> None:
+        """A part of granted keys and values has come. Its bytes are copied before this returns."""
+        self._dirty = True
+        self.kv_intake.deliver(request_id, attempt, part)
+
+    def _write_tokens(self, table: Table, block_table: list[int], first: int, tokens: torch.Tensor) -> None:
+        self.runner.move(self.blocks.take_moves())  # they may still read what is overwritten now
+        self.runner.write_tokens(table, block_table, first, tokens)
+
+    # --- one step
+
+    def has_work(self) -> bool:
+        """True if `step` would do something now."""
+        return self._dirty or bool(self.intake.events) or self.loop.in_flight or self.scheduler.has_work()
+
+    def next_deadline_s(self) -> float | None:
+        """When `step` has to be called again even if nothing comes (by `time.monotonic`)."""
+        deadlines_s = self.intake.next_deadline_s(), self.kv_intake.next_deadline_s()
+        return min((deadline_s for deadline_s in deadlines_s if deadline_s is not None), default=None)
+
+    def answer(self) -> list[Event]:
+        """What can be told without a forward pass: grants, receipts, ends of leases. Encoders wait for these."""
+        self.loop.settle_inputs()
+        return self._take_events()
+
+    def step(self) -> list[Event]:
+        """Expire, grant, schedule, launch one forward pass, and return what has become known."""
+        self._dirty = False
+        again = self.loop.step()
+        self._dirty = self._dirty or again
+        return self._take_events()
+
+    def _take_events(self) -> list[Event]:
+        events, self.intake.events = self.intake.events, []
+        return events
+
+    def _is_alive(self, sequence: Sequence) -> bool:
+        """Whether a sequence still grows: neither it nor its request has ended."""
+        request = sequence.request
+        return self._requests.get(request.request_id) is request and sequence in request.sequences
+
+    def _fail(self, failed: GenerationFailed) -> None:
+        if failed.request.request_id in self._requests:
+            self._end(failed.request)
+            self._emit_failure(failed.request.request_id, failed.request.attempt, failed.error)
+
+    # --- ends
+
+    def _end(self, request: Request) -> None:
+        self.kv_intake.end_request(request.request_id, request.attempt)
+        self.scheduler.remove(request)
+        self._free_slots(request)
+        self.intake.end_request(request)
+        self.kv_outlet.forget(request.request_id)
+        self.generation.forget(request.request_id)
+        del self._requests[request.request_id]
+        self._dirty = True
+
+    def _drop(self, sequence: Sequence) -> None:
+        """A sequence goes no further: its blocks and its slot are free."""
+        self.blocks.free(sequence.sequence_id)
+        self._free_slot(sequence)
+
+    def _free_slots(self, request: Request) -> None:
+        for sequence in request.sequences:
+            self._free_slot(sequence)
+
+    def _free_slot(self, sequence: Sequence) -> None:
+        if sequence.slot_index >= 0:
+            self.runner.buffers.release_slot(sequence.slot_index)
+            sequence.slot_index = -1
+
+    def _check_load(self) -> None:
+        if len(self._requests) >= self.config.max_waiting + self.config.max_num_seqs:
+            raise TriptychError("overloaded", f"{len(self._requests)} requests are waiting or running: try again later")
+
+    def _emit_failure(self, request_id: str, attempt: int, error: ErrorInfo) -> None:
+        self.counters["requests_failed"] += 1
+        self._tell(RequestFailed(request_id, error, attempt))
+
+    def _tell(self, event: Event) -> None:
+        self.intake.events.append(event)
+
+    def _never_fits(self, request: Request) -> ErrorInfo | None:
+        return self._limits.never_fits(request, self.blocks)
+
+    def _fail_what_never_fits(self, request: Request) -> None:
+        error = self._never_fits(request)
+        if error is not None:
+            self._end(request)
+            self._emit_failure(request.request_id, request.attempt, error)
+
+    # --- how it is doing
+
+    def is_empty(self) -> bool:
+        """True if no request, reservation, reference or block is held."""
+        idle = self.intake.is_empty() and self.kv_intake.is_empty() and self.blocks.num_used == 0
+        return not self._requests and idle
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless blocks, cache entries and slots add up."""
+        self.blocks.check_integrity()
+        self.cache.check_integrity()
+        self.kv_intake.check_integrity()
+        everyone = (sequence for request in self._requests.values() for sequence in request.sequences)
+        held = sum(1 for sequence in everyone if sequence.slot_index >= 0)
+        if held + self.runner.buffers.num_free_slots != self.config.max_num_seqs:
+            raise IntegrityError(f"{held} slots held, {self.runner.buffers.num_free_slots} free")
+
+    def stats(self) -> dict[str, float]:
+        """Gauges and counters of this moment; counters end in `_total`."""
+        return engine_stats.gauges(self) | engine_stats.totals(self)

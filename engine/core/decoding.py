@@ -1,0 +1,244 @@
+"""From logits to the next tokens of every sequence: forks after the prompt, sampling, and beam search.
+
+logits of a prompt's last token ──┬── one sequence          -> sample
+                                  ├── n > 1: fork n - 1     -> sample each with draws of its own
+                                  └── beams: the search picks parents and tokens -> fork, drop
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from common.errors import ErrorInfo
+from common.messages import TokenLogprob
+from common.telemetry import get_logger
+from engine.cache.block_manager import BlockManager
+from engine.core.prompt_logprobs import PromptLogprobs
+from engine.device.h2d import select_rows
+from engine.runner.decoder import DecoderRunner, StepOutput
+from engine.sampling.beam import BeamSearch, Hypothesis
+from engine.sampling.pending import PendingTokens
+from engine.sampling.sampler import Sampler
+from engine.state.request import UNKNOWN_TOKEN, Request, Sequence
+
+log = get_logger()
+
+_NO_HYPOTHESIS = ErrorInfo(
+    "invalid_request",
+    "no beam could end: its rules for tokens contradict each other (relax them), or length_penalty is too low",
+)
+
+
+@dataclass(frozen=True)
+class NewToken:
+    """The next token of a sequence, in its place already: the one at `position`."""
+
+    sequence: Sequence
+    position: int
+    token_id: int
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True)
+class TokensInFlight:
+    """Tokens that the device chooses; each stands as UNKNOWN_TOKEN at its position in its sequence."""
+
+    sequences: list[Sequence]
+    positions: list[int]
+    tokens: PendingTokens
+
+
+@dataclass(frozen=True)
+class GenerationFailed:
+    """A request cannot go on: a rule of it has become impossible to follow."""
+
+    request: Request
+    error: ErrorInfo
+
+
+@dataclass(frozen=True)
+class BeamsEnded:
+    """A beam search is over; its hypotheses, best first."""
+
+    request: Request
+    hypotheses: list[Hypothesis]
+
+
+Result: TypeAlias = NewToken | BeamsEnded | GenerationFailed
+
+
+class Generation:
+    """Chooses tokens, and keeps the sequences of each request and their block tables in step with that."""
+
+    def __init__(
+        self,
+        runner: DecoderRunner,
+        blocks: BlockManager,
+        sampler: Sampler,
+        drop: Callable[[Sequence], None],
+        eos_token_ids: ListOf[int],
+    ) -> None:
+        """`drop` frees what a sequence holds: it goes no further."""
+        self._runner = runner
+        self._blocks = blocks
+        self._sampler = sampler
+        self._drop = drop
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._prompt_logprobs = PromptLogprobs(runner, sampler)
+        self._searches: dict[str, BeamSearch] = {}
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self._searches.pop(request_id, None)
+
+    @torch.inference_mode()
+    def advance(self, output: StepOutput) -> list[Result]:
+        """Give every sequence of a step's output its next token."""
+        results: list[Result] = []
+        for rows in output.prompt_rows:
+            with self._containing(rows.sequence.request, results):
+                self._prompt_logprobs.add(rows)
+        beams: dict[Request, list[int]] = {}
+        others: list[int] = []
+        for row, sequence in enumerate(output.sequences):
+            if sequence.sampling.uses_beams:
+                beams.setdefault(sequence.request, []).append(row)
+            else:
+                others.append(row)
+        for request, rows_of_request in beams.items():
+            sequences = [output.sequences[row] for row in rows_of_request]
+            with self._containing(request, results):
+                ended = self._advance_beams(request, sequences, select_rows(output.logits, rows_of_request))
+                results += [] if ended is None else [ended]
+        if others:
+            results += self._sample(*self._fork_rows(output, others))
+        return results
+
+    def can_run_ahead(self, output: StepOutput) -> bool:
+        """Whether the host has no part in choosing the tokens of a step: no beams, no rules that read what is known by
+        then, nothing to report."""
+        return not output.prompt_rows and all(
+            not sequence.sampling.uses_beams and self._sampler.can_run_ahead(sequence) for sequence in output.sequences
+        )
+
+    @torch.inference_mode()
+    def launch(self, output: StepOutput) -> TokensInFlight:
+        """Have the device choose the next tokens of an output that can run ahead, and do not wait for them."""
+        logits, sequences = self._fork_rows(output, list(range(len(output.sequences))))
+        tokens = self._sampler.launch(logits, sequences)
+        positions = [len(sequence.token_ids) for sequence in sequences]
+        for sequence in sequences:
+            sequence.token_ids.append(UNKNOWN_TOKEN)
+        return TokensInFlight(sequences, positions, tokens)
+
+    def land(self, flight: TokensInFlight) -> list[NewToken]:
+        """Wait for tokens in flight and put them into their places, those of sequences that have ended too."""
+        results = [NewToken(*one) for one in zip(flight.sequences, flight.positions, flight.tokens.wait(), strict=True)]
+        for new in results:
+            new.sequence.token_ids[new.position] = new.token_id
+        return results
+
+    def _fork_rows(self, output: StepOutput, rows: list[int]) -> tuple[Tensor, list[Sequence]]:
+        """Logits and the sequences that sample from them; a prompt that is computed forks into those of its request."""
+        sampled: list[Sequence] = []
+        sampled_rows: list[int] = []
+        for row in rows:
+            sequence = output.sequences[row]
+            family = self._fork_all(sequence) if not sequence.request.forked else [sequence]
+            sampled += family
+            sampled_rows += [row] * len(family)
+        everyone = sampled_rows == list(range(len(output.logits)))
+        return output.logits if everyone else select_rows(output.logits, sampled_rows), sampled
+
+    @contextlib.contextmanager
+    def _containing(self, request: Request, results: list[Result]) -> Iterator[None]:
+        """What goes wrong within is the end of one request, not of all that share its step."""
+        try:
+            yield
+        except Exception as error:  # whatever it is, the others have nothing to do with it
+            log.exception("a request failed while its tokens were chosen", request=request.request_id)
+            message = f"the engine failed on this request: {error or type(error).__name__}"
+            results.append(GenerationFailed(request, ErrorInfo("internal_error", message)))
+
+    def _sample(self, logits: Tensor, sequences: list[Sequence]) -> list[Result]:
+        chosen = self._sampler.sample(logits, sequences)
+        tokens: list[Result] = []
+        for sequence, one in zip(sequences, chosen, strict=True):
+            if one.error is not None:
+                tokens.append(GenerationFailed(sequence.request, one.error))
+                continue
+            tokens.append(NewToken(sequence, len(sequence.token_ids), one.token_id, one.logprob))
+            sequence.token_ids.append(one.token_id)
+            if one.logprob is not None:
+                sequence.logprob_sum += one.logprob.logprob
+        return tokens
+
+    def _fork_all(self, first: Sequence) -> list[Sequence]:
+        """The prompt is computed: one sequence becomes `n`."""
+        request = first.request
+        request.forked = True
+        for index in range(1, request.sampling.n):
+            request.sequences.append(self._fork(first, index))
+        return request.sequences
+
+    def _fork(self, parent: Sequence, index: int) -> Sequence:
+        child = parent.fork(index)
+        self._blocks.fork(parent.sequence_id, child.sequence_id)
+        return child
+
+    def _advance_beams(
+        self, request: Request, sequences: list[Sequence], logits: Tensor
+    ) -> BeamsEnded | GenerationFailed | None:
+        if sequences[0].num_output_tokens < len(request.sampling.prefix_allowed):
+            # Before the search proper: a language is detected once, not once per beam.
+            self._sampler.apply_rules(logits, sequences)
+            sequences[0].token_ids.append(int(logits[0].argmax()))
+            return None
+        search = self._searches.get(request.request_id)
+        if search is None:
+            search = self._searches[request.request_id] = self._begin_search(request)
+        log_probs = torch.log_softmax(logits, dim=-1)
+        self._sampler.apply_rules(log_probs, sequences)
+        errors = [self._sampler.error(sequence) for sequence in sequences]
+        if errors[0] is not None and all(errors):
+            return GenerationFailed(request, errors[0])
+        beams = search.advance(log_probs, [sequence.output_token_ids for sequence in sequences])
+        if beams is None:
+            hypotheses = search.best()
+            return BeamsEnded(request, hypotheses) if hypotheses else GenerationFailed(request, _NO_HYPOTHESIS)
+        request.forked = True
+        continued: set[int] = set()
+        next_sequences = []
+        for index, beam in enumerate(beams):  # children are forked before any parent gets its token
+            parent = sequences[beam.parent % len(sequences)]
+            again = parent.sequence_id in continued
+            next_sequences.append(self._fork(parent, index) if again else parent)
+            continued.add(parent.sequence_id)
+        for sequence in sequences:
+            if sequence.sequence_id not in continued:
+                self._drop(sequence)
+        for index, (sequence, beam) in enumerate(zip(next_sequences, beams, strict=True)):
+            sequence.index = index
+            sequence.token_ids.append(beam.token_id)
+        request.sequences = next_sequences
+        return None
+
+    def _begin_search(self, request: Request) -> BeamSearch:
+        sampling = request.sampling
+        ends = sampling.stop_token_ids if sampling.ignore_eos else (*self._eos_token_ids, *sampling.stop_token_ids)
+        longest = min(sampling.max_tokens, self._runner.max_model_len - len(request.prompt))
+        while longest > 1 and not self._beams_fit(request, longest):
+            longest -= self._blocks.block_size
+        return BeamSearch(sampling, ends, max(1, longest))
+
+    def _beams_fit(self, request: Request, num_output_tokens: int) -> bool:
+        """Whether the whole pool holds all beams with so many tokens."""
+        lengths = [len(request.prompt) + num_output_tokens] * request.sampling.beam_width
+        return self._blocks.fits_ever(len(request.prompt), lengths, request.num_encoder_tokens)

@@ -1,0 +1,138 @@
+"""What an encoder's largest batch takes while it runs, measured at start with media made for it.
+
+Pictures are tried larger and larger until the preprocessor makes no more of them, clips are one window of silence,
+texts as long as they may be. What would take long is cut short: layers use the same memory one after the other, and
+of a batch one item is measured.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pkgutil
+import time
+import wave
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from PIL import Image
+
+from common.model_info import ModelInfo
+from common.text.prompts import encode_tokens
+from engine.device.counters import encoder_computations
+from engine.device.memory_profiler import PeakMemory, give_back_free_memory, one_layer_of_each_stack
+from engine.media.log_mel import LogMelSettings
+from engine.models.base import EncoderModel
+from engine.processors import ITEM_BYTES, ProcessedInput, Processor, preprocessor_json
+
+TIME_S: Final = 0.2
+"""After this only the first layer is computed to its end, and no larger picture is tried."""
+SIDES: Final = (112, 224, 448, 896, 1792)
+"""Of pictures, in pixels."""
+GROWTH: Final = 4
+"""From one of the sides to the next: of pixels, and of the time that they take."""
+
+
+@dataclass(frozen=True)
+class BatchProfile:
+    """Bytes that a batch takes at its peak, beside the weights: the smallest item alone, and the largest batch.
+
+    `num_items` and `item_bytes` (of output) are of the largest batch.
+    """
+
+    smallest: int
+    largest: int
+    num_items: int
+    item_bytes: int
+
+    def with_outputs_of_another(self) -> BatchProfile:
+        """The same while the outputs of the batch before are still there."""
+        return replace(self, largest=self.largest + self.num_items * self.item_bytes)
+
+    def bytes_of(self, num_items: int) -> int:
+        """What a batch of so many of the largest items takes."""
+        return self.largest * min(num_items, self.num_items) // self.num_items
+
+    def items_within(self, budget: int) -> int:
+        """How many of the largest items can share a batch; at least 1."""
+        return max(1, min(self.num_items, budget * self.num_items // max(1, self.largest)))
+
+
+@torch.inference_mode()
+def measure_batch(
+    encoder: EncoderModel, info: ModelInfo, dtype: torch.dtype, device: torch.device, max_items: int, max_bytes: int
+) -> BatchProfile | None:
+    """Run the encoder on its largest item; a batch has up to `max_items` of them within `max_bytes` of output.
+
+    None where nothing can be measured. Raises what a processor raises whose settings do not fit the model.
+    """
+    counted, start_s = encoder_computations.value, time.monotonic()
+    deadline_s = start_s + TIME_S if device.type == "cpu" else math.inf
+    build: Callable[[ModelInfo], Processor] = pkgutil.resolve_name(info.family.processor)
+    processor, sizes = build(info), []
+    item, took_s, whole = None, 0.0, info.media_kind != "image"
+    for media in _media(info):
+        began_s = time.monotonic()
+        larger = _process(processor, media, dtype)
+        if item is not None and _array_bytes(larger) <= _array_bytes(item):
+            whole = True
+            break
+        if item is not None and began_s + GROWTH * took_s > deadline_s:
+            break
+        item = larger
+        sizes.append(_measure(encoder, item, device, deadline_s))
+        took_s = time.monotonic() - began_s
+    encoder_computations.add(counted - encoder_computations.value)  # nobody has asked for these
+    give_back_free_memory(device)
+    known = [size for size in sizes if size is not None]
+    if item is None or not known:
+        return None
+    # Larger pictures than time allowed: they grow by their rows, of which a prompt takes no more than its length.
+    factor = 1.0 if whole else max(1.0, info.max_model_len / item.shape[0])
+    item_bytes = int(item.size_bytes * factor)
+    num_items = max(1, min(max_items, max_bytes // item_bytes))
+    return BatchProfile(known[0], int(known[-1] * factor) * num_items, num_items, item_bytes)
+
+
+def _measure(encoder: EncoderModel, item: ProcessedInput, device: torch.device, deadline_s: float) -> int | None:
+    with PeakMemory(device) as peak, one_layer_of_each_stack(encoder.module, deadline_s):
+        encoder.encode([item])
+    return peak.size_bytes
+
+
+def _process(processor: Processor, media: bytes, dtype: torch.dtype) -> ProcessedInput:
+    name = str(dtype).removeprefix("torch.")
+    arrays, layout, shape = processor(media)
+    return ProcessedInput(arrays, layout, shape, name, math.prod(shape) * ITEM_BYTES[name])
+
+
+def _array_bytes(item: ProcessedInput) -> int:
+    return sum(array.nbytes for array in item.arrays.values())
+
+
+def _media(info: ModelInfo) -> Iterator[bytes]:
+    if info.media_kind == "image":
+        yield from map(_picture, SIDES)
+    elif info.media_kind == "audio":
+        yield _silence(LogMelSettings.from_json(preprocessor_json(info, "feature_extractor")))
+    else:
+        yield encode_tokens([1] * info.max_encoder_tokens)
+
+
+def _picture(side: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (side, side), "grey").save(file, "BMP")
+    return file.getvalue()
+
+
+def _silence(settings: LogMelSettings) -> bytes:
+    """One window."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as sound:
+        sound.setnchannels(1)
+        sound.setsampwidth(2)
+        sound.setframerate(settings.sampling_rate)
+        sound.writeframes(bytes(2 * settings.num_samples))
+    return file.getvalue()

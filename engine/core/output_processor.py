@@ -1,0 +1,125 @@
+"""What is told of a request's tokens, and when its sequences end."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from common.messages import FinishReason, TokenLogprob
+from common.model_info import ModelInfo
+from engine.cache.block_manager import BlockManager
+from engine.core.decoding import BeamsEnded, NewToken
+from engine.state.events import Event, TokensReady
+from engine.state.request import Request, Sequence
+
+
+class Emission:
+    """Turns what generation has chosen into events."""
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        blocks: BlockManager,
+        max_model_len: int,
+        emit: Callable[[Event], None],
+        drop: Callable[[Sequence], None],
+        end: Callable[[Request], None],
+    ) -> None:
+        """`drop` frees what a sequence holds that goes no further, `end` all that a request holds."""
+        self._info = info
+        self._blocks = blocks
+        self._max_model_len = max_model_len
+        self._emit = emit
+        self._drop = drop
+        self._end = end
+        self.counters = {"prompt_tokens": 0, "generated_tokens": 0}
+
+    def token(self, new: NewToken) -> None:
+        """One token of one sequence."""
+        sequence, request = new.sequence, new.sequence.request
+        self._count_tokens(request, 1)
+        offset, reason = new.position - len(request.prompt), self._finish_reason(new)
+        if reason is not None:
+            self._drop(sequence)
+            request.sequences.remove(sequence)
+        event = TokensReady(
+            request.request_id,
+            offset,
+            [new.token_id],
+            reason,
+            len(request.prompt),
+            num_cached_tokens=request.num_cached_tokens,
+            index=sequence.index,
+            logprobs=[] if new.logprob is None else [new.logprob],
+            prompt_logprobs=self._take_prompt_logprobs(request),
+            attempt=request.attempt,
+        )
+        self._tell(request, event, done=not request.sequences)
+
+    def beams(self, ended: BeamsEnded) -> None:
+        """All hypotheses of a beam search at once: nothing of one is certain before its end."""
+        request = ended.request
+        for index, one in enumerate(ended.hypotheses):
+            self._count_tokens(request, len(one.token_ids))
+            ends = (*self._info.eos_token_ids, *request.sampling.stop_token_ids)
+            event = TokensReady(
+                request.request_id,
+                0,
+                one.token_ids,
+                "stop" if one.token_ids[-1] in ends else "length",
+                len(request.prompt),
+                num_cached_tokens=request.num_cached_tokens,
+                index=index,
+                prompt_logprobs=self._take_prompt_logprobs(request),
+                score=one.score,
+                attempt=request.attempt,
+            )
+            self._tell(request, event, done=index == len(ended.hypotheses) - 1)
+
+    def _tell(self, request: Request, event: TokensReady, *, done: bool) -> None:
+        if done:
+            event = dataclasses.replace(event, done=True, spans=request.finish_spans())
+            self._end(request)
+        self._emit(event)
+
+    def _count_tokens(self, request: Request, count: int) -> None:
+        self.counters["generated_tokens"] += count
+        if not request.has_output:
+            request.has_output = True
+            request.recorder.end("inputs")
+            request.recorder.end("prefill")
+            request.recorder.start("decode")
+            self.counters["prompt_tokens"] += len(request.prompt)
+
+    def _take_prompt_logprobs(self, request: Request) -> list[TokenLogprob | None]:
+        found, request.prompt_logprobs = request.prompt_logprobs, []
+        request.prompt_logprobs_told = request.prompt_logprobs_told or bool(found)
+        return found
+
+    def _finish_reason(self, new: NewToken) -> FinishReason | None:
+        request, params, token_id = new.sequence.request, new.sequence.sampling, new.token_id
+        in_prefix = new.position - len(request.prompt) < len(params.prefix_allowed)
+        if token_id in params.stop_token_ids and not in_prefix:
+            return "stop"
+        if token_id in self._info.eos_token_ids and not params.ignore_eos and not in_prefix:
+            return "stop"
+        if self.is_full(new.sequence, new.position + 1):
+            return "length"
+        # What outgrows the whole pool ends here: preempting it would only make it start over, forever.
+        return None if self.fits_ever(request) or self._fits_by_now(request) else "length"
+
+    def is_full(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether a sequence of so many tokens takes no other one."""
+        num_output_tokens = num_tokens - len(sequence.request.prompt)
+        return num_output_tokens >= sequence.sampling.max_tokens or num_tokens >= self._max_model_len
+
+    def fits_ever(self, request: Request) -> bool:
+        """Whether all sequences of a request can take one more step, with the whole pool to themselves."""
+        return self._fits(request, [len(sequence.token_ids) for sequence in request.sequences])
+
+    def _fits_by_now(self, request: Request) -> bool:
+        """The same before the tokens that are not known yet: what comes of those is decided when they are."""
+        return self._fits(request, [sequence.num_known_tokens for sequence in request.sequences])
+
+    def _fits(self, request: Request, lengths: list[int]) -> bool:
+        return self._blocks.fits_ever(len(request.prompt), lengths, request.num_encoder_tokens)

@@ -1,0 +1,229 @@
+"""What a call of `DecoderEngine.step` does: one step after the other, or the next one launched before it is known what
+the last one has given.
+
+    plain       host    schedule N · launch N · wait for N ............... · tell N · schedule N+1 · launch N+1 · ...
+                device                        ██ N ██ choose N ██                                  ██ N+1 ██ choose ...
+
+    overlapped  host    schedule N+1 · launch N+1 · wait for N · tell N · schedule N+2 · launch N+2 · wait ...
+                device  ██ N ██████ choose N ██ N+1 ████████████████ choose N+1 ██ N+2 ████████████████ choose ...
+
+The overlapped loop is at most one step ahead. What changes when:
+
+    at launch                                        when the tokens are known
+    blocks are taken, num_computed_tokens grows      a token takes the place of its UNKNOWN_TOKEN
+    UNKNOWN_TOKEN is appended for each new token     it is told; where it ends its sequence, blocks and slot are free,
+    the prompt forks, inputs are consumed            and what the step ahead computes for that one is dropped
+    blocks full of known tokens can be found         so can those that have become so (prefix cache)
+    keys and values may be read and sent: the        the sequence may be preempted, and its tokens hashed or computed
+    device does what is queued in its order          again
+
+Where the host has a part in choosing a step's tokens (beams, rules that read tokens, log-probabilities), or a request
+may outgrow the pool with them, they are known before the next step is scheduled. Where a sequence with unknown tokens
+would have to be preempted, the scheduler holds back and the next step waits for them. That a sequence reaches its
+greatest length is known beforehand; an end by a token or a stop string is not, and costs a surplus token. Both loops
+give the same tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as ListOf
+
+from engine.cache.encoder_cache import EncoderCacheManager
+from engine.core.decoding import BeamsEnded, Generation, GenerationFailed, Result, TokensInFlight
+from engine.core.output_processor import Emission
+from engine.device.h2d import select_rows
+from engine.handoff.kv_exporter import KvOutlet
+from engine.handoff.kv_receiver import KvIntake
+from engine.runner.decoder import DecoderRunner, StepOutput
+from engine.scheduler.decoder import DecoderScheduler, ScheduledStep
+from engine.state.request import Request, Sequence
+
+
+class StepLoop:
+    """Drives the parts of one engine; `ahead` chooses the overlapped loop."""
+
+    def __init__(
+        self,
+        runner: DecoderRunner,
+        cache: EncoderCacheManager,
+        scheduler: DecoderScheduler,
+        kv_intake: KvIntake,
+        kv_outlet: KvOutlet,
+        generation: Generation,
+        emission: Emission,
+        is_alive: Callable[[Sequence], bool],
+        fail: Callable[[GenerationFailed], None],
+        *,
+        ahead: bool,
+    ) -> None:
+        """`is_alive` tells whether a sequence still grows, `fail` ends a request with an error."""
+        self._runner = runner
+        self._cache = cache
+        self._scheduler = scheduler
+        self._blocks = scheduler.blocks
+        self._intake = scheduler.intake
+        self._coverage = scheduler.coverage
+        self._kv_intake = kv_intake
+        self._kv_outlet = kv_outlet
+        self._generation = generation
+        self._emission = emission
+        self._is_alive = is_alive
+        self._fail = fail
+        self._ahead = ahead
+        self._flight: TokensInFlight | None = None
+        self.last_step_tokens = 0
+        self.counters = {"steps": 0, "steps_ahead": 0, "surplus_tokens": 0, "recomputed_tokens": 0}
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step has been launched whose tokens have not been told."""
+        return self._flight is not None
+
+    def step(self) -> bool:
+        """Expire, grant, schedule and launch one step, and tell what has become known.
+
+        Returns whether there may be more to do even if nothing comes.
+        """
+        was_in_flight = self.in_flight
+        step = self._step_ahead() if self._ahead else self._step()
+        again = True if was_in_flight and not step.sequences else self._make_room(step)
+        self._kv_outlet.advance(step)
+        self.last_step_tokens = sum(step.num_tokens)
+        return again
+
+    # --- the two loops
+
+    def _step(self) -> ScheduledStep:
+        step = self._schedule()
+        if step.sequences:
+            self._tell(self._generation.advance(self._run(step)))
+        return step
+
+    def _step_ahead(self) -> ScheduledStep:
+        if self._scheduler.held_back:
+            self._land()
+        step = self._schedule()
+        if not step.sequences:
+            self._land()
+            return step
+        output = self._run(step)
+        self.counters["steps_ahead"] += self.in_flight
+        if not self._generation.can_run_ahead(output):
+            self._land()
+            self._tell(self._generation.advance(self._without_ended(output)))
+            return step
+        launched = self._launch(output)
+        self._land(launched)
+        if self._may_outgrow_the_pool(launched):
+            self._land()
+        return step
+
+    # --- what they are made of
+
+    def settle_inputs(self) -> None:
+        """End what is over and grant what there is room for, of inputs and of keys and values."""
+        now_s = time.monotonic()
+        self._intake.expire(now_s)
+        self._intake.grant()
+        self._kv_intake.expire(now_s)
+        self._kv_intake.grant()
+        self._kv_outlet.settle()
+
+    def _schedule(self) -> ScheduledStep:
+        self.settle_inputs()
+        step = self._scheduler.schedule()
+        self._runner.move(self._blocks.take_moves())
+        return step
+
+    def _run(self, step: ScheduledStep) -> StepOutput:
+        """Launch the forward pass, and count its tokens as computed: whatever is launched later finds them so."""
+        for request in step.admitted:
+            request.recorder.end("queue")
+            if request.num_preemptions == 0:
+                request.recorder.start("prefill")
+        self._give_slots(step.sequences)
+        output = self._runner.run(step, self._blocks, self._cache)
+        self.counters["steps"] += 1
+        for sequence, count in zip(step.sequences, step.num_tokens, strict=True):
+            if sequence.num_computed_tokens < sequence.num_lost_tokens:
+                self.counters["recomputed_tokens"] += min(
+                    count, sequence.num_lost_tokens - sequence.num_computed_tokens
+                )
+            sequence.num_computed_tokens += count
+        for request in _requests_of(step.sequences):
+            self._intake.consume(request)
+            self._coverage.remember(request)
+        return output
+
+    def _give_slots(self, sequences: ListOf[Sequence]) -> None:
+        for sequence in sequences:
+            if sequence.slot_index < 0:
+                sequence.slot_index = self._runner.buffers.take_slot()
+
+    def _tell(self, results: ListOf[Result]) -> None:
+        for result in results:
+            if isinstance(result, BeamsEnded):
+                self._emission.beams(result)
+            elif isinstance(result, GenerationFailed):
+                self._fail(result)
+            elif self._is_alive(result.sequence):  # else a sibling has failed in this step
+                self._emission.token(result)
+
+    def _make_room(self, step: ScheduledStep) -> bool:
+        """For what waits. Where nothing could run, somebody may have to give something up."""
+        if not step.sequences:
+            return self._intake.take_back(only_blocked=False) or (
+                self._intake.num_granted == 0 and self._scheduler.yield_blocks()
+            )
+        self._intake.grant()
+        self._kv_intake.grant()
+        if self._intake.take_back(only_blocked=True):
+            self._intake.grant()
+        return self._intake.is_stuck  # if nothing runs next time, the branch above decides
+
+    # --- tokens in flight
+
+    def _launch(self, output: StepOutput) -> TokensInFlight:
+        """Have the tokens of a step chosen, to be read by the next step where they are."""
+        flight = self._generation.launch(output)
+        self._give_slots(flight.sequences)
+        slots = [sequence.slot_index for sequence in flight.sequences]
+        self._runner.last_tokens.put(slots, flight.tokens.on_device)
+        for sequence in flight.sequences:
+            sequence.is_full = self._emission.is_full(sequence, len(sequence.token_ids))
+        return flight
+
+    def _land(self, launched: TokensInFlight | None = None) -> None:
+        """Tell the tokens in flight once they are known; what has just been `launched` is in flight then."""
+        flight, self._flight = self._flight, launched
+        if launched is None:
+            self._scheduler.held_back = False
+        if flight is None:
+            return
+        for new in self._generation.land(flight):
+            if self._is_alive(new.sequence):
+                self._emission.token(new)
+            else:
+                self.counters["surplus_tokens"] += 1
+        for request in _requests_of(sequence for sequence in flight.sequences if self._is_alive(sequence)):
+            self._coverage.remember(request)
+
+    def _without_ended(self, output: StepOutput) -> StepOutput:
+        """The rows of sequences that go on: others may have ended by the tokens of the step before."""
+        rows = [row for row, sequence in enumerate(output.sequences) if self._is_alive(sequence)]
+        self.counters["surplus_tokens"] += len(output.sequences) - len(rows)
+        if len(rows) == len(output.sequences):
+            return output
+        sequences = [output.sequences[row] for row in rows]
+        return StepOutput(sequences, select_rows(output.logits, rows), output.prompt_rows)
+
+    def _may_outgrow_the_pool(self, flight: TokensInFlight) -> bool:
+        alive = _requests_of(sequence for sequence in flight.sequences if self._is_alive(sequence))
+        return not all(map(self._emission.fits_ever, alive))
+
+
+def _requests_of(sequences: Iterable[Sequence]) -> Iterable[Request]:
+    """Each once, in their order."""
+    return dict.fromkeys(sequence.request for sequence in sequences)

@@ -1,0 +1,274 @@
+"""How a worker divides its memory: weights, what a step takes while it runs, and pools of what is left.
+
+    CPU    what is available once the weights are loaded x memory_fraction      ┐
+    CUDA   the device x memory_fraction - what this process has taken by then   ├─ budget = step + pools
+    or     memory_bytes, as given                                               ┘
+
+A pool whose size is given has that size. The others share what is left of the budget after the step that was measured
+at start (as vLLM and others do), and none is larger than what could ever be used.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from common.config import EngineConfig
+from common.errors import TriptychError
+from common.process.gpu_memory import GPU_FRACTION
+from common.process.host_memory import available_memory
+from engine.device.gpu_memory import cuda_budget, in_words, measure_gpu
+
+DEFAULT_FRACTION: Final = {"cpu": 0.5, "cuda": GPU_FRACTION}
+"""A CPU's memory is everybody's: half of what nobody uses leaves a laptop usable. A GPU is there for this alone."""
+ASSUMED_ACTIVATION_BYTES: Final = 256 * 2**20
+"""Where it cannot be measured."""
+SWAP_BYTES: Final = {"cpu": 128 * 2**20, "cuda": 4 * 2**30}
+"""At most, and a sixteenth of what there is. On a CPU the swap space is no other memory than the pool's own."""
+ENCODER_CACHE_SHARE: Final = 1 / 8
+"""Of what the pools share. Inputs pass through this cache, while keys and values stay as long as their request."""
+ENCODER_SHARE: Final = 1 / 4
+"""Of what a process with both engines may take, for the encoder's batches at most; its weights do not count."""
+MAX_STAGING_BYTES: Final = 512 * 2**20
+"""Of preprocessed media that wait for a grant or for the encoder: those of a picture of a megapixel have 24 MB."""
+OUTPUT_CACHE_BYTES: Final = 256 * 2**20
+"""Of outputs that an encoder worker keeps on its device; on a CPU no more than a sixteenth of what it may take."""
+HUGE_PAGES_FROM_BYTES: Final = 32 * 2**20
+
+
+def memory_budget(config: EngineConfig, device: torch.device) -> int:
+    """Bytes that a worker may take beside its weights, which are loaded.
+
+    Raises TriptychError("invalid_request") where other processes have left it less of a GPU than its share.
+    """
+    if config.memory_bytes is not None:
+        return config.memory_bytes
+    if device.type == "cuda":
+        return cuda_budget(config, measure_gpu(device))
+    return int((config.memory_fraction or DEFAULT_FRACTION["cpu"]) * available_memory())
+
+
+@dataclass(frozen=True)
+class DecoderNeeds:
+    """What the pools of a decoder are for, in bytes.
+
+    block               one block of the KV cache over all layers
+    request             the KV cache of the shortest request that makes sense
+    all_requests        the KV cache of as many sequences as may run, all at full length
+    input               the largest encoder output that a request can have; 0 for a text-only model
+    all_inputs          one such output for each sequence that may run
+    decode_share        what a decode step takes for itself, as a fraction of the KV cache that it reads
+    """
+
+    block: int
+    request: int
+    all_requests: int
+    input: int
+    all_inputs: int
+    decode_share: float = 0.0
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Where the memory of a worker goes, in bytes, and which of it was given by the user.
+
+    `budget` is for all but the weights; None where every size was given. `activation` is what a step takes at most;
+    None where nothing had to be sized by it.
+    """
+
+    weights: int
+    activation: int | None
+    budget: int | None
+    activation_measured: bool = False
+    kv_cache: int = 0
+    encoder_cache: int = 0
+    swap: int = 0
+    given: frozenset[str] = frozenset()
+    output_cache: int = 0
+
+    @classmethod
+    def of_encoder(
+        cls, config: EngineConfig, weights: int, activation: int | None, budget: int, output_cache: int
+    ) -> MemoryReport:
+        """An encoder's only pool are the outputs that it keeps, which `budget` is without. `activation` is its largest
+        batch's."""
+        known = ASSUMED_ACTIVATION_BYTES if activation is None else activation
+        given = _given(config) & {"memory_budget", "encoder_output_cache"}
+        return cls(weights, known, budget, activation is not None, output_cache=output_cache, given=given)
+
+    def stats(self) -> dict[str, float]:
+        """Gauges. `..._given` is 1 for a size that the user has given, 0 for one that was worked out at start."""
+        sizes = {
+            "memory_weights_bytes": self.weights,
+            "memory_activation_bytes": self.activation or 0,
+            "memory_activation_measured": self.activation_measured,
+            "memory_budget_bytes": self.budget or 0,
+        }
+        pools = {f"{name}_bytes": size for name, size in self._pools().items()}
+        origins = {f"{name}_given": name in self.given for name in (*self._pools(), "memory_budget")}
+        return {name: float(value) for name, value in (sizes | pools | origins).items()}
+
+    def describe(self) -> dict[str, str]:
+        """The same for a log line: `kv_cache="3.2 GiB measured"`."""
+        said = {"weights": in_words(self.weights)}
+        if self.activation is not None:
+            said["step"] = f"{in_words(self.activation)} {'measured' if self.activation_measured else 'assumed'}"
+        if self.budget is not None:
+            said["budget"] = f"{in_words(self.budget)} {self._origin('memory_budget')}"
+        return said | {name: f"{in_words(size)} {self._origin(name)}" for name, size in self._pools().items()}
+
+    def _origin(self, name: str) -> str:
+        return "given" if name in self.given else "measured"
+
+    def _pools(self) -> dict[str, int]:
+        if self.kv_cache == 0:
+            return {"encoder_output_cache": self.output_cache} if self.output_cache else {}
+        return {"kv_cache": self.kv_cache, "encoder_cache": self.encoder_cache, "swap": self.swap}
+
+
+def all_pools_given(config: EngineConfig) -> bool:
+    """Whether nothing is left to be measured."""
+    return None not in (config.kv_cache_bytes, config.encoder_cache_bytes, config.swap_bytes)
+
+
+def size_decoder(
+    config: EngineConfig,
+    needs: DecoderNeeds,
+    device: torch.device,
+    weights: int,
+    activation: int | None,
+    beside: int = 0,
+) -> MemoryReport:
+    """Sizes of a decoder's pools. `activation` is what its largest step takes; None where that is not known.
+
+    `beside` is what an encoder in the same process takes while it runs, its weights apart: both may run at once.
+
+    Raises TriptychError("invalid_request") with all the numbers where not even one request would fit.
+    """
+    given = _given(config)
+    if all_pools_given(config):
+        kv_cache, encoder_cache, swap = config.kv_cache_bytes, config.encoder_cache_bytes, config.swap_bytes
+        assert kv_cache is not None and encoder_cache is not None and swap is not None  # noqa: PT018
+        _check_kv_cache(kv_cache, needs)
+        return MemoryReport(weights, None, None, False, kv_cache, encoder_cache, swap, given)
+    budget = memory_budget(config, device) - beside
+    step = ASSUMED_ACTIVATION_BYTES if activation is None else activation
+    left = budget - step
+    swap = config.swap_bytes if config.swap_bytes is not None else _swap_bytes(device, left)
+    left -= swap if device.type == "cpu" else 0
+    left -= config.kv_cache_bytes or 0
+    encoder_cache = config.encoder_cache_bytes
+    if encoder_cache is None:
+        encoder_cache = _encoder_cache_bytes(needs, left)
+    left -= encoder_cache
+    kv_cache = config.kv_cache_bytes
+    if kv_cache is None:
+        kv_cache = min(int(left / (1 + needs.decode_share)), needs.all_requests)
+        if kv_cache < needs.request:
+            raise _too_little(config, device, weights, budget, step, swap, encoder_cache, needs, beside)
+    _check_kv_cache(kv_cache, needs)
+    return MemoryReport(weights, step, budget, activation is not None, kv_cache, encoder_cache, swap, given)
+
+
+def _given(config: EngineConfig) -> frozenset[str]:
+    sizes = {
+        "kv_cache": config.kv_cache_bytes,
+        "encoder_cache": config.encoder_cache_bytes,
+        "swap": config.swap_bytes,
+        "encoder_output_cache": config.encoder_output_cache_bytes,
+        "memory_budget": config.memory_bytes,
+    }
+    return frozenset(name for name, size in sizes.items() if size is not None)
+
+
+def _swap_bytes(device: torch.device, left: int) -> int:
+    there = left if device.type == "cpu" else available_memory()
+    return max(0, min(SWAP_BYTES[device.type], there // 16))
+
+
+def _encoder_cache_bytes(needs: DecoderNeeds, left: int) -> int:
+    """A share of what is left, but room for the largest input where that is no more than half of it."""
+    at_least = min(needs.input, max(0, left) // 2)
+    return min(needs.all_inputs, max(int(left * ENCODER_CACHE_SHARE), at_least))
+
+
+def _check_kv_cache(kv_cache: int, needs: DecoderNeeds) -> None:
+    if kv_cache < needs.block:
+        message = f"kv_cache_bytes={kv_cache} is less than one block of {needs.block}"
+        raise TriptychError("invalid_request", message, "kv_cache_bytes")
+
+
+def check_encoder_budget(config: EngineConfig, device: torch.device, weights: int, budget: int, smallest: int) -> None:
+    """Raise TriptychError("invalid_request") where an encoder has not even room for its smallest item."""
+    if smallest > budget:
+        message = (
+            f"too little memory: this encoder may take {in_words(budget)} beside its weights ({in_words(weights)}); "
+            f"its smallest item needs {in_words(smallest)}. Raise --memory-bytes or --memory-fraction "
+            f"({_share(config, device)} of this {_kind(device)} now)"
+        )
+        raise TriptychError("invalid_request", message, "memory_fraction")
+
+
+def staging_budget(config: EngineConfig) -> int:
+    """Bytes of preprocessed media that an encoder worker holds on the host at most: a quarter of what it may take."""
+    return min(MAX_STAGING_BYTES, memory_budget(config, torch.device("cpu")) // 4)
+
+
+def output_cache_bytes(config: EngineConfig, device: torch.device) -> int:
+    """Bytes of outputs that an encoder worker keeps on `device` at most, for instances that will need them."""
+    if config.encoder_output_cache_bytes is not None:
+        return config.encoder_output_cache_bytes
+    if device.type == "cuda":  # its budget is known once the weights are there, and this is a small part of any
+        return OUTPUT_CACHE_BYTES
+    return min(OUTPUT_CACHE_BYTES, memory_budget(config, device) // 16)
+
+
+def _too_little(
+    config: EngineConfig,
+    device: torch.device,
+    weights: int,
+    budget: int,
+    step: int,
+    swap: int,
+    encoder_cache: int,
+    needs: DecoderNeeds,
+    beside: int,
+) -> TriptychError:
+    taken = [f"{in_words(step)} for a step of {config.max_num_batched_tokens} tokens"]
+    taken += [f"{in_words(beside)} for the encoder beside it"] if beside else []
+    taken += [f"{in_words(encoder_cache)} for encoder outputs"] if encoder_cache else []
+    taken += [f"{in_words(swap)} for swapping"] if swap and device.type == "cpu" else []
+    message = (
+        f"too little memory: this worker may take {in_words(budget + beside)} beside its weights "
+        f"({in_words(weights)}); of that {' and '.join(taken)} are taken, and the shortest request needs "
+        f"{in_words(needs.request)} of KV cache. "
+        f"Raise --memory-bytes or --memory-fraction ({_share(config, device)} of this {_kind(device)} now), give "
+        f"--kv-cache-bytes, or lower --max-num-batched-tokens ({config.max_num_batched_tokens} now), --max-num-seqs "
+        f"({config.max_num_seqs} now) or --max-model-len"
+    )
+    return TriptychError("invalid_request", message, "memory_fraction")
+
+
+def _share(config: EngineConfig, device: torch.device) -> float:
+    return config.memory_fraction or DEFAULT_FRACTION[device.type]
+
+
+def _kind(device: torch.device) -> str:
+    return "GPU's memory" if device.type == "cuda" else "machine's free memory"
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of zeros that a CPU's memory holds only as far as it was written: the kernel fills pages when they are
+    first touched. `torch.zeros` touches all of them, which takes a second per few gigabytes at start."""
+    size_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or size_bytes == 0 or not hasattr(mmap, "MAP_ANONYMOUS"):
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    pages: Any = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size_bytes >= HUGE_PAGES_FROM_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)  # blocks are handed out in order: few pages are touched in vain
+    return torch.frombuffer(pages, dtype=dtype).view(*shape)

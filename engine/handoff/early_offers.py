@@ -1,0 +1,101 @@
+"""Offers that came before their request, and the names of requests that have ended: both are normal."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
+
+from common.messages import REPEAT_S
+from engine.state.events import InputCancelled
+
+MAX_ENDED: Final = 8192
+"""Ended requests remembered, so that a late offer is answered as cancelled."""
+MAX_EARLY_OFFERS: Final = 8192
+"""Offers kept for requests that have not arrived."""
+KEEP_S: Final = 2 * REPEAT_S
+"""How long to keep one that is not repeated: its sender has given it up, or one repetition was lost, or late by as long
+as it takes to the next. With less, a slow machine would lose offers of senders that live, and ask for them again."""
+
+M = TypeVar("M")
+
+
+@dataclass(frozen=True)
+class _Offer(Generic[M]):
+    attempt: int
+    request_attempt: int
+    metadata: M
+    deadline_s: float
+    kept_until_s: float
+
+
+class EarlyOffers(Generic[M]):
+    """Keeps the newest offer of each input until its request comes, in the attempt that it is for, its sender withdraws
+    it, its deadline passes, or it has not been repeated for `lease_s`: a sender that lives repeats it.
+
+    What is given up on the way is returned as answers to the senders, and counted.
+    """
+
+    def __init__(self, lease_s: float) -> None:
+        self._lease_s = lease_s
+        self._offers: OrderedDict[tuple[str, int], _Offer[M]] = OrderedDict()
+        self._ended: OrderedDict[str, float] = OrderedDict()  # request -> the last attempt of it that has ended
+        self.num_expired = 0
+        self.num_evicted = 0
+
+    def __len__(self) -> int:
+        return len(self._offers)
+
+    def keep(
+        self, request_id: str, input_id: int, attempt: int, metadata: M, deadline_s: float, request_attempt: int = 0
+    ) -> list[InputCancelled]:
+        """An offer of a request that is not here, or not yet in the attempt that it is for."""
+        key = request_id, input_id
+        known = self._offers.get(key)
+        if request_attempt <= self._ended.get(request_id, -1) or (known is not None and attempt < known.attempt):
+            return [InputCancelled(*key, attempt)]
+        cancelled = [self._cancel(key)] if known is not None and attempt > known.attempt else []
+        kept_until_s = min(deadline_s, time.monotonic() + self._lease_s)
+        self._offers[key] = _Offer(attempt, request_attempt, metadata, deadline_s, kept_until_s)
+        while len(self._offers) > MAX_EARLY_OFFERS:
+            self.num_evicted += 1
+            cancelled.append(self._cancel(next(iter(self._offers))))
+        return cancelled
+
+    def take(self, request_id: str, input_id: int, request_attempt: int = 0) -> tuple[int, M, float] | None:
+        """The request has come: attempt, metadata and deadline of what was offered for this input, if it was."""
+        offer = self._offers.get((request_id, input_id))
+        if offer is None or offer.request_attempt != request_attempt:
+            return None
+        del self._offers[request_id, input_id]
+        return offer.attempt, offer.metadata, offer.deadline_s
+
+    def withdraw(self, request_id: str, input_id: int, attempt: int) -> None:
+        """The sender has given up what it had offered. Unknown offers, and other attempts, are fine."""
+        offer = self._offers.get((request_id, input_id))
+        if offer is not None and offer.attempt == attempt:
+            del self._offers[request_id, input_id]
+
+    def forget(self, request_id: str, request_attempt: int | None) -> list[InputCancelled]:
+        """The request has ended in this attempt and all before it; None: in whichever it might come."""
+        last = math.inf if request_attempt is None else request_attempt
+        self._ended[request_id] = max(last, self._ended.get(request_id, -1))
+        while len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
+        ended = [key for key, offer in self._offers.items() if key[0] == request_id and offer.request_attempt <= last]
+        return [self._cancel(key) for key in ended]
+
+    def next_deadline_s(self) -> float | None:
+        """When `expire` has something to do."""
+        return min((offer.kept_until_s for offer in self._offers.values()), default=None)
+
+    def expire(self, now_s: float) -> list[InputCancelled]:
+        """Give up what nobody has come for."""
+        expired = [key for key, offer in self._offers.items() if offer.kept_until_s <= now_s]
+        self.num_expired += len(expired)
+        return [self._cancel(key) for key in expired]
+
+    def _cancel(self, key: tuple[str, int]) -> InputCancelled:
+        return InputCancelled(*key, self._offers.pop(key).attempt)

@@ -1,0 +1,430 @@
+"""The receiver's half of the handoff: offers in, grants out, tensors into the encoder cache.
+
+    MISSING --offer--> OFFERED --room--> GRANTED --tensor--> READY --prefilled--> CONSUMED
+       ^                  |                 |                  |
+       +------------------+--- deadline ----+--- taken back ---+     (the owner of the media is asked again)
+
+Room is promised in the order of the requests' arrival, and within one by input. It holds that
+- nothing is sent without a grant, so the budget holds whatever the burst;
+- what is granted ends: delivered, cancelled with its request, or expired with its lease;
+- a burst drains: if nothing can run and the oldest offer finds no room, the youngest holders give theirs back.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from common.errors import ErrorInfo
+from engine.cache.encoder_cache import EncoderCacheManager
+from engine.handoff.early_offers import KEEP_S, EarlyOffers
+from engine.handoff.offer_check import InputExpectation
+from engine.scheduler.cache_lookup import Coverage
+from engine.state.events import (
+    Event,
+    InputCached,
+    InputCancelled,
+    InputGranted,
+    InputLost,
+    InputMetadata,
+    InputRefused,
+    InputRejected,
+    InputStored,
+)
+from engine.state.request import InputState, Request, RequestInput
+
+
+class InputIntake:
+    """Inputs of all requests of one engine. Events are appended to `events`; the engine hands them out."""
+
+    def __init__(
+        self, cache: EncoderCacheManager, expectation: InputExpectation, coverage: Coverage, lease_s: float
+    ) -> None:
+        """A grant lasts `lease_s`; offers that do not meet `expectation` are refused.
+
+        What `coverage` finds in the KV cache gets no room: it is answered as cached when its request begins.
+        """
+        self.cache = cache
+        self._coverage = coverage
+        self.events: list[Event] = []
+        self.counters = {"leases_expired": 0, "inputs_revoked": 0, "inputs_stored": 0}
+        self.counters |= {"inputs_rejected": 0, "inputs_covered": 0, "offers_expired": 0}
+        self._expectation = expectation
+        self._lease_s = lease_s
+        self._requests: dict[str, Request] = {}
+        self.early: EarlyOffers[InputMetadata] = EarlyOffers(min(lease_s, KEEP_S))
+        self._pending: list[tuple[Request, RequestInput]] = []  # OFFERED, in the order of grants
+        self._granted: dict[tuple[str, int], RequestInput] = {}
+        self._dormant: list[tuple[Request, RequestInput]] = []
+
+    # --- requests come and go
+
+    def add_request(self, request: Request) -> None:
+        """Take offers that came before their request."""
+        self._requests[request.request_id] = request
+        for item in request.inputs:
+            early = self.early.take(request.request_id, item.slot.input_id, request.attempt)
+            if early is not None:
+                self.offer(request.request_id, item.slot.input_id, *early, request.attempt)
+
+    def end_request(self, request: Request) -> None:
+        """Release whatever the request holds; later offers and tensors for it are cancelled."""
+        self.forget(request.request_id, request.attempt)
+        if self._requests.pop(request.request_id, None) is None:
+            return
+        self._pending = [pair for pair in self._pending if pair[0] is not request]
+        self._dormant = [pair for pair in self._dormant if pair[0] is not request]
+        for item in request.inputs:
+            self._cancel(request, item)
+            self._drop(request, item)
+
+    def forget(self, request_id: str, request_attempt: int | None) -> None:
+        """Remember that a request has ended (or never will come) in this attempt, or with None in any.
+
+        Offers that came early for it are cancelled.
+        """
+        self.events += self.early.forget(request_id, request_attempt)
+
+    # --- offers
+
+    def offer(
+        self,
+        request_id: str,
+        input_id: int,
+        attempt: int,
+        metadata: InputMetadata,
+        deadline_s: float,
+        request_attempt: int = 0,
+    ) -> None:
+        """An offer has arrived. A repeated one is answered again, as its sender may not have had the answer."""
+        request = self._requests.get(request_id)
+        if request is None or request.attempt < request_attempt:
+            key = request_id, input_id, attempt
+            self.events += self.early.keep(*key, metadata, deadline_s, request_attempt)
+            return
+        if request.attempt > request_attempt:
+            self.events.append(InputCancelled(request_id, input_id, attempt))
+            return
+        item = next((item for item in request.inputs if item.slot.input_id == input_id), None)
+        error = self._what_is_wrong(item, metadata) or self._too_much(request, item, metadata)
+        if item is None or error is not None:
+            self.events.append(InputRefused(request_id, input_id, attempt, error or _no_such_input(input_id)))
+        elif attempt < item.attempt or (attempt == item.attempt and item.state is InputState.MISSING):
+            self.events.append(InputCancelled(request_id, input_id, attempt))
+        elif item.usable or item.state is InputState.DORMANT:
+            item.attempt = attempt  # should it be lost again, then so is what this attempt was told
+            self.events.append(InputCached(request_id, input_id, attempt))
+        elif attempt > item.attempt:
+            self._accept(request, item, attempt, metadata, deadline_s)
+        elif item.state is InputState.GRANTED:
+            self.events.append(InputGranted(request_id, input_id, attempt, item.deadline_s))
+
+    def _what_is_wrong(self, item: RequestInput | None, metadata: InputMetadata) -> ErrorInfo | None:
+        if item is None:
+            return None
+        if metadata.size_bytes > self.cache.capacity_bytes:
+            return ErrorInfo(
+                "item_too_large",
+                f"input {item.slot.input_id} needs {metadata.size_bytes} bytes of encoder cache, the whole budget is "
+                f"{self.cache.capacity_bytes}: send a smaller one, or serve with a larger --encoder-cache-bytes",
+            )
+        if metadata.content_hash != item.slot.content_hash:
+            return ErrorInfo("internal_error", f"input {item.slot.input_id} is offered with another content hash")
+        fault = self._expectation.fault(metadata)
+        if fault is not None:
+            return ErrorInfo("invalid_request", f"input {item.slot.input_id}: {fault}")
+        known = item.metadata
+        if known is not None and known.layout != metadata.layout:
+            return ErrorInfo("internal_error", f"input {item.slot.input_id} is offered again with another layout")
+        return None
+
+    def _too_much(self, request: Request, item: RequestInput | None, metadata: InputMetadata) -> ErrorInfo | None:
+        """Cross-attention to several inputs needs all of them at once: room for one at a time is not enough."""
+        if not request.cross_attention:
+            return None
+        known = [other.metadata for other in request.inputs if other is not item and other.metadata is not None]
+        sizes = {one.content_hash: one.size_bytes for one in (*known, metadata)}
+        if sum(sizes.values()) <= self.cache.capacity_bytes:
+            return None
+        return ErrorInfo(
+            "item_too_large",
+            f"{len(sizes)} inputs of the request need {sum(sizes.values())} bytes of encoder cache at once, the whole "
+            f"budget is {self.cache.capacity_bytes}: send fewer, or serve with a larger --encoder-cache-bytes",
+        )
+
+    def _accept(
+        self, request: Request, item: RequestInput, attempt: int, metadata: InputMetadata, deadline_s: float
+    ) -> None:
+        self._cancel(request, item)
+        self._drop(request, item)
+        self._pending = [pair for pair in self._pending if pair[1] is not item]
+        item.attempt, item.metadata, item.deadline_s = attempt, metadata, deadline_s
+        item.state = InputState.OFFERED
+        self._pending.append((request, item))
+        self._pending.sort(key=_grant_order)
+        request.expand_prompt()
+
+    def ask(self, request: Request) -> None:
+        """The request needs its missing inputs, and nobody has been told so yet."""
+        for item in request.inputs:
+            if item.state is InputState.MISSING:
+                self._ask_for(request, item)
+
+    def _ask_for(self, request: Request, item: RequestInput) -> None:
+        name, attempt = request.request_id, max(0, item.attempt)
+        self.events.append(InputLost(name, item.slot.input_id, attempt, request.attempt))
+
+    def withdraw(self, request_id: str, input_id: int, attempt: int) -> None:
+        """A sender gives up what it has offered. Nothing is kept for exactly this attempt, and nobody is told: whoever
+        has the media hears of it from the sender, or has given it up itself."""
+        self.early.withdraw(request_id, input_id, attempt)
+        request = self._requests.get(request_id)
+        item = next((i for i in request.inputs if i.slot.input_id == input_id), None) if request else None
+        offered = item is not None and item.state in (InputState.OFFERED, InputState.GRANTED)
+        if request is None or item is None or not offered or item.attempt != attempt:
+            return
+        self._pending = [pair for pair in self._pending if pair[1] is not item]
+        self._drop(request, item)
+        item.state = InputState.MISSING
+
+    def reorder(self) -> None:
+        """The order of some request has changed."""
+        self._pending.sort(key=_grant_order)
+
+    # --- grants
+
+    def grant(self) -> None:
+        """Promise room to offers in order, as far as it goes. Content that is here already needs none."""
+        self._wake_dormant()
+        waiting: list[tuple[Request, RequestInput]] = []
+        full = False
+        for request, item in self._pending:
+            assert item.metadata is not None
+            name, reference = item.metadata.content_hash, (request.request_id, item.slot.input_id)
+            if self.cache.is_ready(name):
+                self.cache.acquire(name, reference)
+                item.state = InputState.READY
+                self.events.append(InputCached(*reference, item.attempt))
+            elif self._coverage.covers(request, item):
+                waiting.append((request, item))
+            elif full or self.cache.is_reserved(name) or not self.cache.can_reserve(item.metadata.size_bytes):
+                # Same content on its way for somebody else: wait for it. No room: nobody younger may overtake.
+                full = full or not self.cache.is_reserved(name)
+                waiting.append((request, item))
+            else:
+                self.cache.reserve(name, item.metadata.size_bytes, reference)
+                item.state, item.deadline_s = InputState.GRANTED, time.monotonic() + self._lease_s
+                self._granted[reference] = item
+                self.events.append(InputGranted(*reference, item.attempt, item.deadline_s))
+        self._pending = waiting
+
+    def _wake_dormant(self) -> None:
+        """Inputs whose keys and values have left the KV cache are needed again after all."""
+        dormant, self._dormant = self._dormant, []
+        for request, item in dormant:
+            if item.state is not InputState.DORMANT:
+                continue
+            if self._coverage.covers(request, item):
+                self._dormant.append((request, item))
+            else:
+                self._lose(request, item)
+
+    def cover(self, request: Request, num_cached: int) -> None:
+        """A request begins with `num_cached` tokens in the KV cache, or with its cross table there: the inputs behind
+        them are not needed, and whoever offers them is told that they are here."""
+        for item in request.inputs:
+            if item.usable or item.state is InputState.GRANTED or item.metadata is None:
+                continue
+            end = 0 if request.cross_attention else _end(item)
+            if end is not None and end <= num_cached:
+                if item.state is InputState.OFFERED:
+                    self._pending = [pair for pair in self._pending if pair[1] is not item]
+                    self.events.append(InputCached(request.request_id, item.slot.input_id, item.attempt))
+                item.state = InputState.CONSUMED
+                self.counters["inputs_covered"] += 1
+
+    @property
+    def num_pending(self) -> int:
+        """Offers whose requests are here, and that wait for room. Those that came before their request are `early`."""
+        return len(self._pending)
+
+    @property
+    def num_granted(self) -> int:
+        return len(self._granted)
+
+    @property
+    def is_stuck(self) -> bool:
+        """True if offers wait for room and nothing is on its way that would make some."""
+        return self._first_without_room() is not None and not self._granted
+
+    def _first_without_room(self) -> tuple[Request, RequestInput] | None:
+        return next((pair for pair in self._pending if not self._coverage.covers(*pair)), None)
+
+    def take_back(self, *, only_blocked: bool) -> bool:
+        """The oldest offer found no room, and nothing is on its way: make room, at the cost of the youngest holders.
+
+        `only_blocked` spares inputs that the prefill will reach by itself, and takes those that stand behind a
+        missing one of their request. Returns False where there was nothing to take back.
+        """
+        first = None if self._granted else self._first_without_room()
+        if first is None:
+            return False
+        _, item = first
+        assert item.metadata is not None
+        if self._rest_covered():
+            return True
+        holders, gain = self._revocable(first, only_blocked=only_blocked)
+        if not self.cache.can_reserve(item.metadata.size_bytes - gain):
+            return False  # what is lost in vain would be back at once, out of the cache, and lost again
+        revoked = 0
+        for holder, held in holders:
+            if self.cache.can_reserve(item.metadata.size_bytes):
+                break
+            self._lose(holder, held)
+            revoked += 1
+        self.counters["inputs_revoked"] += revoked
+        return revoked > 0
+
+    def _revocable(
+        self, first: tuple[Request, RequestInput], *, only_blocked: bool
+    ) -> tuple[list[tuple[Request, RequestInput]], int]:
+        """The inputs that may give their room back to `first`, youngest ones first, and how many bytes that makes.
+
+        Where an input that keeps its room has the same content, nothing would be gained.
+        """
+
+        def may_give(pair: tuple[Request, RequestInput]) -> bool:
+            return _grant_order(pair) > _grant_order(first) and (not only_blocked or _is_blocked(*pair))
+
+        ready = sorted(self._ready_inputs(), key=_grant_order, reverse=True)
+        kept = {pair[1].slot.content_hash for pair in ready if not may_give(pair)}
+        holders = [pair for pair in ready if pair[1].slot.content_hash not in kept]
+        sizes = {held.slot.content_hash: held.metadata.size_bytes for _, held in holders if held.metadata is not None}
+        return holders, sum(sizes.values())
+
+    def _rest_covered(self) -> bool:
+        """Inputs that the KV cache has, too, need no room: else a request whose next input finds none because of them
+        would wait for itself, with nothing to compute in between. Returns False where there were none."""
+        covered = [pair for pair in self._ready_inputs() if self._coverage.covers(*pair)]
+        for request, item in covered:
+            self._drop(request, item)
+            item.state = InputState.DORMANT
+        self._dormant += covered
+        return bool(covered)
+
+    def _ready_inputs(self) -> list[tuple[Request, RequestInput]]:
+        requests = self._requests.values()
+        return [(holder, item) for holder in requests for item in holder.inputs if item.state is InputState.READY]
+
+    # --- tensors
+
+    def deliver(self, request_id: str, input_id: int, attempt: int, tensor: torch.Tensor) -> None:
+        """A tensor has arrived: into the cache if it is what was granted, else rejected."""
+        request = self._requests.get(request_id)
+        item = next((i for i in request.inputs if i.slot.input_id == input_id), None) if request else None
+        if item is None:
+            self._reject(request_id, input_id, attempt, "cancelled")
+        elif item.usable and item.attempt == attempt:
+            self.events.append(InputStored(request_id, input_id, attempt))  # sent twice: the first one counts
+        elif item.state is not InputState.GRANTED or item.attempt != attempt:
+            self._reject(request_id, input_id, attempt, "expired")
+        elif item.metadata is None or _is_not(tensor, item.metadata):
+            self._reject(request_id, input_id, attempt, "corrupt")
+        else:
+            del self._granted[request_id, input_id]
+            self.cache.commit(item.metadata.content_hash, tensor)
+            item.state = InputState.READY
+            self.counters["inputs_stored"] += 1
+            self.events.append(InputStored(request_id, input_id, attempt))
+
+    def _reject(self, request_id: str, input_id: int, attempt: int, reason: str) -> None:
+        self.counters["inputs_rejected"] += 1
+        self.events.append(InputRejected(request_id, input_id, attempt, reason))  # type: ignore[arg-type]
+
+    def consume(self, request: Request) -> None:
+        """Release the inputs that the prefill has passed: their values are in the KV cache now."""
+        for item in request.inputs:
+            if item.state is not InputState.READY:
+                continue
+            end = 1 if request.cross_attention else _end(item)
+            if end is not None and min(sequence.num_computed_tokens for sequence in request.sequences) >= end:
+                self._drop(request, item)
+                item.state = InputState.CONSUMED
+
+    def rewind(self, request: Request) -> None:
+        """The request lost its KV blocks: consumed inputs are needed again, from the cache or from the encoder."""
+        for item in request.inputs:
+            if item.state is not InputState.CONSUMED:
+                continue
+            assert item.metadata is not None
+            if self.cache.is_ready(item.metadata.content_hash):
+                self.cache.acquire(item.metadata.content_hash, (request.request_id, item.slot.input_id))
+                item.state = InputState.READY
+            elif self._coverage.covers(request, item):
+                item.state = InputState.DORMANT
+                self._dormant.append((request, item))
+            else:
+                self._lose(request, item)
+
+    # --- deadlines
+
+    def next_deadline_s(self) -> float | None:
+        times = [item.deadline_s for item in self._granted.values()]
+        times += [item.deadline_s for _, item in self._pending]
+        early_s = self.early.next_deadline_s()
+        return min(times if early_s is None else [*times, early_s], default=None)
+
+    def expire(self, now_s: float) -> None:
+        """End leases and offers whose time is over; the owner of the media is asked again."""
+        for request_id, input_id in [key for key, item in self._granted.items() if item.deadline_s <= now_s]:
+            self.counters["leases_expired"] += 1
+            self._lose(self._requests[request_id], self._granted[request_id, input_id])
+        for request, item in [pair for pair in self._pending if pair[1].deadline_s <= now_s]:
+            self.counters["offers_expired"] += 1
+            self._pending.remove((request, item))
+            self._lose(request, item)
+        self.events += self.early.expire(now_s)
+
+    def _cancel(self, request: Request, item: RequestInput) -> None:
+        """Tell the sender of an unfinished handoff that it need not go on."""
+        if item.state in (InputState.OFFERED, InputState.GRANTED):
+            self.events.append(InputCancelled(request.request_id, item.slot.input_id, item.attempt))
+
+    def _lose(self, request: Request, item: RequestInput) -> None:
+        self._cancel(request, item)
+        self._drop(request, item)
+        item.state = InputState.MISSING
+        self._ask_for(request, item)
+
+    def _drop(self, request: Request, item: RequestInput) -> None:
+        """Give up what the input holds in the cache, if anything."""
+        reference = (request.request_id, item.slot.input_id)
+        if item.state in (InputState.GRANTED, InputState.READY) and item.metadata is not None:
+            self.cache.release(item.metadata.content_hash, reference)
+        self._granted.pop(reference, None)
+
+    def is_empty(self) -> bool:
+        return not (self._requests or self._pending or self._granted or self.early or self.cache.num_references)
+
+
+def _grant_order(pair: tuple[Request, RequestInput]) -> tuple[tuple[int, int], int]:
+    return pair[0].order, pair[1].slot.input_id
+
+
+def _end(item: RequestInput) -> int | None:
+    """The first token of the prompt behind an input; None while an earlier one of unknown size is in front of it."""
+    return None if item.start is None else item.start + item.num_prompt_tokens
+
+
+def _is_blocked(request: Request, item: RequestInput) -> bool:
+    """True if the prefill cannot reach this input before another one has come."""
+    return item.start is None or item.start >= request.num_computable_tokens(request.sequences[0])
+
+
+def _is_not(tensor: torch.Tensor, metadata: InputMetadata) -> bool:
+    return tuple(tensor.shape) != metadata.shape or str(tensor.dtype).removeprefix("torch.") != metadata.dtype
+
+
+def _no_such_input(input_id: int) -> ErrorInfo:
+    return ErrorInfo("internal_error", f"the request has no input {input_id}")

@@ -1,0 +1,134 @@
+"""The sender's half of the handoff between prefill and decode: what is computed here for somebody else.
+
+A prefill runs as any request does, up to its last token but one, and keeps its blocks until it is told to end. On the
+way it tells what a sender has to know: `KvReady` once nothing but computing is left, `KvComputed` as far as it is.
+
+Progress. A receiver reserves room for whole prompts; if it waited for one prefill while that waited for blocks which
+others hold here, waiting for room there, nobody would move. So a prefill that has been granted goes before all that
+have not, and may take their blocks. The first of those granted can have the whole pool, so it is computed, sent and
+ended; then it is the next one's turn. Reservations thus come to their end, and with them what waits for room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.cache.block_manager import BlockManager
+from engine.device.copy_stream import Arriving
+from engine.handoff.kv_offer_check import KvExpectation, Table
+from engine.scheduler.decoder import DecoderScheduler, ScheduledStep
+from engine.state.events import Event, KvComputed, KvReady, PrefillEnded
+from engine.state.request import Request
+
+ReadTokens = Callable[[Table, list[int], int, int], Arriving]
+"""Gathers tokens of the paged cache: (table, block table, first, last) -> [last - first, layers, 2, heads, dim]."""
+
+
+class KvOutlet:
+    """The prefills of one engine that others decode."""
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        scheduler: DecoderScheduler,
+        expectation: KvExpectation,
+        read: ReadTokens,
+        emit: Callable[[Event], None],
+        end: Callable[[Request], None],
+    ) -> None:
+        """`end` frees all that a request holds."""
+        self._blocks = blocks
+        self._scheduler = scheduler
+        self._expectation = expectation
+        self._read = read
+        self._emit = emit
+        self._end = end
+        self.counters = {"prefills_ended": 0, "kv_exported_bytes": 0}
+        self._requests: dict[str, Request] = {}
+        self._unready: dict[str, Request] = {}
+        self._complete: set[str] = set()
+        self._granted: set[str] = set()
+        self._ending: set[str] = set()
+
+    def add_request(self, request: Request) -> None:
+        self._requests[request.request_id] = self._unready[request.request_id] = request
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self._requests.pop(request_id, None)
+        self._unready.pop(request_id, None)
+        for names in (self._complete, self._granted, self._ending):
+            names.discard(request_id)
+
+    def settle(self) -> None:
+        """Tell which prefills can be offered: they have begun, and lack no input."""
+        for request in [one for one in self._unready.values() if self._is_ready(one)]:
+            del self._unready[request.request_id]
+            self._emit(KvReady(request.request_id, self._expectation.describe(request), request.attempt))
+            if not self._blocks.needs_writing(request.request_id):
+                self._tell(request)
+
+    def _is_ready(self, request: Request) -> bool:
+        begun = self._blocks.has_table(request.sequences[0].sequence_id)
+        return begun and request.is_prompt_known and request.next_missing_input is None
+
+    def advance(self, step: ScheduledStep) -> None:
+        """A step is over, and tokens of its requests are computed, or back from the host."""
+        if not self._requests:
+            return
+        for request in dict.fromkeys((*step.admitted, *(sequence.request for sequence in step.sequences))):
+            if request.request_id in self._requests and request.request_id not in self._unready:
+                self._tell(request)
+        self.settle()
+
+    def _tell(self, request: Request) -> None:
+        num_computed = min(request.sequences[0].num_computed_tokens, request.num_handoff_tokens)
+        self._emit(KvComputed(request.request_id, num_computed, request.attempt))
+        if request.is_prefilled_here and request.request_id not in self._complete:
+            self._complete.add(request.request_id)
+            request.recorder.end("inputs")
+            request.recorder.end("prefill")
+            request.recorder.start("handoff")
+            if request.request_id in self._ending:
+                self._finish(request)
+
+    def grant(self, request_id: str) -> None:
+        """The receiver has reserved room: this prefill goes before all that have not been granted."""
+        request = self._requests.get(request_id)
+        if request is not None and request_id not in self._granted:
+            self._granted.add(request_id)
+            request.go_first()
+            self._scheduler.reorder(request)
+
+    def export(self, request_id: str, table: Table, first: int, last: int) -> Arriving | None:
+        """Tokens `first` to `last` (not included) of the request's keys and values, [last - first, layers, 2,
+        num_kv_heads, head_dim]; None where they are not there at the moment."""
+        request = self._requests.get(request_id)
+        if request is None or not self._blocks.has_table(request.sequences[0].sequence_id):
+            return None
+        sequence = request.sequences[0]
+        if table == "self":
+            there, blocks = sequence.num_computed_tokens, self._blocks.get_block_table(sequence.sequence_id)
+        else:
+            there = 0 if self._blocks.needs_writing(request_id) else request.num_encoder_tokens
+            blocks = self._blocks.get_cross_block_table(request_id)
+        if not 0 <= first < last <= there:
+            return None
+        tokens = self._read(table, blocks, first, last)
+        self.counters["kv_exported_bytes"] += tokens.nbytes
+        return tokens
+
+    def end(self, request_id: str) -> None:
+        """Nothing more is wanted of a prefill, once its log-probabilities are known if they were asked for."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        self._ending.add(request_id)
+        if request.sampling.prompt_logprobs is None or request_id in self._complete:
+            self._finish(request)
+
+    def _finish(self, request: Request) -> None:
+        self.counters["prefills_ended"] += 1
+        spans = request.finish_spans()
+        self._emit(PrefillEnded(request.request_id, spans, request.prompt_logprobs, request.attempt))
+        self._end(request)

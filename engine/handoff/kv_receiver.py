@@ -1,0 +1,343 @@
+"""The receiver's half of the handoff between prefill and decode: keys and values of whole prompts.
+
+    WAITING --offer--> OFFERED --room--> RESERVED --all parts--> STARTED
+       ^                  |                 |
+       +------------------+--- deadline ----+      (the prompt has to be computed again: a newer attempt)
+
+Room is reserved for a whole prompt before any of it is sent, in the order of the requests, and not taken back before
+its lease ends. It holds that
+- nothing is sent without a grant, and what the caches have here is not sent at all;
+- what is reserved comes to its end: all parts, an abort, or the end of its lease, which each part renews;
+- nobody waits for ever: senders let a request that has been granted go before all others, so what is reserved here
+  does not wait for what is reserved elsewhere.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from common.errors import ErrorInfo
+from common.messages import KV_INPUT_ID
+from engine.cache.block_manager import BlockManager
+from engine.cache.block_pool import IntegrityError
+from engine.handoff.early_offers import KEEP_S, EarlyOffers
+from engine.handoff.kv_offer_check import KvExpectation, KvPart, Table
+from engine.handoff.token_ranges import TokenRanges
+from engine.scheduler.decoder import DecoderScheduler
+from engine.state.events import (
+    Event,
+    InputCached,
+    InputCancelled,
+    InputGranted,
+    InputLost,
+    InputRefused,
+    InputRejected,
+    InputStored,
+    KvMetadata,
+)
+from engine.state.request import Request, Sequence
+
+WriteTokens = Callable[[Table, list[int], int, torch.Tensor], None]
+"""Puts tokens into the paged cache: (table, block table, first, [num_tokens, layers, 2, num_kv_heads, head_dim])."""
+
+
+class HandoffState(enum.Enum):
+    """How far the keys and values of a request have come."""
+
+    WAITING = "waiting"  # for an offer
+    OFFERED = "offered"  # for room
+    RESERVED = "reserved"  # room is there, parts are on their way
+    STARTED = "started"  # all is here, the request decodes
+
+
+@dataclass(eq=False)
+class Handoff:
+    """The keys and values of one request. `tokens` and `cross` are the wanted ones of a reservation.
+
+    `num_parts` of their parts have come: a sender waits for the receipt of one before it sends the next.
+    """
+
+    request: Request
+    state: HandoffState = HandoffState.WAITING
+    attempt: int = -1
+    deadline_s: float = 0.0
+    tokens: TokenRanges = field(default_factory=lambda: TokenRanges(0, 0))
+    cross: TokenRanges = field(default_factory=lambda: TokenRanges(0, 0))
+    num_parts: int = 0
+
+
+class KvIntake:
+    """Handoffs of all requests of one engine that others prefill."""
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        scheduler: DecoderScheduler,
+        expectation: KvExpectation,
+        never_fits: Callable[[Request], ErrorInfo | None],
+        write: WriteTokens,
+        emit: Callable[[Event], None],
+        lease_s: float,
+    ) -> None:
+        """A reservation lasts `lease_s` from its last sign of life; `never_fits` tells why a request cannot run."""
+        self._blocks = blocks
+        self._scheduler = scheduler
+        self._expectation = expectation
+        self._never_fits = never_fits
+        self._write = write
+        self._emit = emit
+        self._lease_s = lease_s
+        self.counters = {"prefill_handoffs": 0, "prefill_handoff_tokens": 0, "prefill_handoff_cached_tokens": 0}
+        self.counters |= {"prefill_handoff_bytes": 0, "kv_leases_expired": 0, "kv_parts_rejected": 0}
+        self.counters |= {"kv_offers_expired": 0}
+        self._handoffs: dict[str, Handoff] = {}
+        self._pending: list[Handoff] = []  # OFFERED, in the order of grants
+        self._reserved: list[Handoff] = []
+        self.early: EarlyOffers[KvMetadata] = EarlyOffers(min(lease_s, KEEP_S))
+
+    # --- requests come and go
+
+    def add_request(self, request: Request) -> None:
+        """A request has come that somebody else prefills; so may have the offer, before it."""
+        self._handoffs[request.request_id] = Handoff(request)
+        early = self.early.take(request.request_id, KV_INPUT_ID, request.attempt)
+        if early is not None:
+            self.offer(request.request_id, *early, request.attempt)
+
+    def end_request(self, request_id: str, request_attempt: int | None) -> None:
+        """The request has ended in this attempt (with None: in whichever it might come), and with it all that it held:
+        later offers and parts are cancelled."""
+        for event in self.early.forget(request_id, request_attempt):
+            self._emit(event)
+        handoff = self._handoffs.pop(request_id, None)
+        if handoff is None:
+            return
+        if handoff.state is HandoffState.STARTED:  # its sender may not have heard that the last part is here
+            self._emit(InputCancelled(request_id, KV_INPUT_ID, handoff.attempt))
+        else:
+            self._give_up(handoff)
+
+    def pass_on(self, request: Request, sequence: Sequence) -> None:
+        """A sequence of a request that waits for its keys and values ends: a sibling takes over its blocks."""
+        sibling = next((one for one in request.sequences if one is not sequence), None)
+        if sibling is not None and self._blocks.has_table(sequence.sequence_id):
+            self._blocks.fork(sequence.sequence_id, sibling.sequence_id)
+            sibling.num_computed_tokens, sibling.num_remembered = sequence.num_computed_tokens, sequence.num_remembered
+
+    # --- offers
+
+    def offer(
+        self, request_id: str, attempt: int, metadata: KvMetadata, deadline_s: float, request_attempt: int = 0
+    ) -> None:
+        """Keys and values are offered. The same offer again is a sign of life of its sender."""
+        handoff = self._handoffs.get(request_id)
+        if handoff is None or handoff.request.attempt < request_attempt:
+            key = request_id, KV_INPUT_ID, attempt
+            for event in self.early.keep(*key, metadata, deadline_s, request_attempt):
+                self._emit(event)
+        elif handoff.request.attempt > request_attempt:
+            self._emit(InputCancelled(request_id, KV_INPUT_ID, attempt))
+        elif handoff.state is HandoffState.STARTED:
+            self._emit(InputCached(request_id, KV_INPUT_ID, attempt))
+        elif attempt > handoff.attempt:
+            self._accept(handoff, attempt, metadata, deadline_s)
+        elif attempt < handoff.attempt or handoff.state is HandoffState.WAITING:
+            self._emit(InputCancelled(request_id, KV_INPUT_ID, attempt))
+        elif handoff.state is HandoffState.RESERVED:
+            self._grant(handoff)
+
+    def withdraw(self, request_id: str, attempt: int) -> None:
+        """A sender gives up what it has offered: nothing is kept for exactly this attempt. Whoever had the prompt
+        computed hears of it from the sender, or has given it up itself."""
+        self.early.withdraw(request_id, KV_INPUT_ID, attempt)
+        handoff = self._handoffs.get(request_id)
+        if handoff is not None and handoff.attempt == attempt:
+            self._give_up(handoff)
+
+    def _accept(self, handoff: Handoff, attempt: int, metadata: KvMetadata, deadline_s: float) -> None:
+        request = handoff.request
+        fault = self._expectation.fault(metadata, request)
+        # Never the client's fault: the prefill has read the same request, and has taken it.
+        error = None if fault is None else ErrorInfo("internal_error", f"keys and values of the prompt: {fault}")
+        if error is None:
+            self._apply(request, metadata)
+            error = self._never_fits(request)
+        if error is not None:
+            self._emit(InputRefused(request.request_id, KV_INPUT_ID, attempt, error))
+            return
+        self._give_up(handoff)
+        handoff.attempt, handoff.deadline_s = attempt, deadline_s
+        handoff.state = HandoffState.OFFERED
+        self._pending.append(handoff)
+        self._pending.sort(key=lambda one: one.request.order)
+
+    def _apply(self, request: Request, metadata: KvMetadata) -> None:
+        """What the sender knows of the request: the sizes of its inputs, and the seed that it would have drawn with."""
+        for item, layout in zip(request.inputs, metadata.layouts, strict=True):
+            if item.metadata is None:
+                item.metadata = self._expectation.input_metadata(item, layout)
+        request.expand_prompt()
+        request.num_cached_tokens = metadata.num_cached_tokens
+        if request.sampling.seed is None:
+            request.seed = metadata.seed
+
+    # --- reservations
+
+    def grant(self) -> None:
+        """Reserve room for offers in order, as far as it goes."""
+        self._scheduler.line_end = None
+        for handoff in list(self._pending):
+            if self._is_on_its_way(handoff.request):
+                continue
+            if not self._scheduler.reserve(handoff.request):
+                self._scheduler.line_end = handoff.request.order
+                return
+            self._pending.remove(handoff)
+            self._begin(handoff)
+
+    def _is_on_its_way(self, request: Request) -> bool:
+        """Whether the same cross table is being written for somebody else: it is waited for, not sent again."""
+        return self._blocks.awaits_cross(request.encoder_content)
+
+    def _begin(self, handoff: Handoff) -> None:
+        """Room is there: say what of it is wanted."""
+        request, num_tokens = handoff.request, handoff.request.num_handoff_tokens
+        num_cached = request.sequences[0].num_computed_tokens
+        num_rows = request.num_encoder_tokens if self._blocks.needs_writing(request.request_id) else 0
+        handoff.state = HandoffState.RESERVED
+        handoff.tokens, handoff.cross = TokenRanges(num_cached, num_tokens), TokenRanges(0, num_rows)
+        handoff.num_parts = 0
+        self._reserved.append(handoff)
+        request.recorder.end("queue")
+        request.recorder.start("handoff")
+        self.counters["prefill_handoff_cached_tokens"] += num_cached
+        if handoff.tokens.complete and handoff.cross.complete:
+            self._emit(InputCached(request.request_id, KV_INPUT_ID, handoff.attempt))
+            self._start(handoff)
+        else:
+            self._grant(handoff)
+
+    def _grant(self, handoff: Handoff) -> None:
+        """Tell the sender what is wanted, and for how long."""
+        handoff.deadline_s = time.monotonic() + self._lease_s
+        request_id, first, cross_cached = handoff.request.request_id, handoff.tokens.first, handoff.cross.last == 0
+        key = request_id, KV_INPUT_ID, handoff.attempt
+        self._emit(InputGranted(*key, handoff.deadline_s, first, cross_cached, handoff.num_parts))
+
+    @property
+    def num_pending(self) -> int:
+        """Offers whose requests are here, and that wait for room. Those that came before their request are `early`."""
+        return len(self._pending)
+
+    @property
+    def num_reserved(self) -> int:
+        return len(self._reserved)
+
+    # --- parts
+
+    def deliver(self, request_id: str, attempt: int, part: KvPart) -> None:
+        """Some tokens have come, in any order: into their blocks if they are what was granted, else rejected."""
+        handoff = self._handoffs.get(request_id)
+        key = request_id, KV_INPUT_ID, attempt
+        if handoff is None:
+            self._reject(InputRejected(*key, "cancelled", part.number))
+        elif attempt != handoff.attempt or handoff.state in (HandoffState.WAITING, HandoffState.OFFERED):
+            self._reject(InputRejected(*key, "expired", part.number))
+        elif self._expectation.part_fault(part) is not None:
+            self._reject(InputRejected(*key, "corrupt", part.number))
+        elif handoff.state is HandoffState.STARTED:
+            self._emit(InputStored(*key, part.number))  # sent twice: the first one counts
+        elif not self._wanted(handoff, part.table).within(part.first, part.last):
+            self._reject(InputRejected(*key, "corrupt", part.number))
+        else:
+            self._store(handoff, part)
+            self._emit(InputStored(*key, part.number))
+            if handoff.tokens.complete and handoff.cross.complete:
+                self._start(handoff)
+
+    def _reject(self, event: InputRejected) -> None:
+        self.counters["kv_parts_rejected"] += 1
+        self._emit(event)
+
+    def _wanted(self, handoff: Handoff, table: Table) -> TokenRanges:
+        return handoff.tokens if table == "self" else handoff.cross
+
+    def _store(self, handoff: Handoff, part: KvPart) -> None:
+        handoff.deadline_s = time.monotonic() + self._lease_s
+        request, wanted = handoff.request, self._wanted(handoff, part.table)
+        if wanted.has(part.first, part.last):
+            return
+        own = self._blocks.get_block_table(request.sequences[0].sequence_id)
+        blocks = own if part.table == "self" else self._blocks.get_cross_block_table(request.request_id)
+        self._write(part.table, blocks, part.first, part.tokens)
+        wanted.add(part.first, part.last)
+        handoff.num_parts = max(handoff.num_parts, part.number + 1)
+        self.counters["prefill_handoff_bytes"] += part.tokens.nbytes
+        if part.table == "self":
+            self.counters["prefill_handoff_tokens"] += len(part.tokens)
+        elif wanted.complete:
+            self._blocks.mark_written(request.request_id)
+
+    def _start(self, handoff: Handoff) -> None:
+        """All is here: the request goes on as if it had been computed here."""
+        request = handoff.request
+        handoff.state = HandoffState.STARTED
+        self._reserved.remove(handoff)
+        self.counters["prefill_handoffs"] += 1
+        request.sequences[0].num_computed_tokens = request.num_handoff_tokens
+        request.awaits_kv = False
+        request.recorder.end("handoff")
+        request.recorder.start("decode")
+        self._scheduler.start(request)
+
+    # --- deadlines
+
+    def next_deadline_s(self) -> float | None:
+        early_s = self.early.next_deadline_s()
+        deadlines_s = [one.deadline_s for one in (*self._pending, *self._reserved)]
+        return min(deadlines_s if early_s is None else [*deadlines_s, early_s], default=None)
+
+    def expire(self, now_s: float) -> None:
+        """End leases and offers whose time is over: the prompt has to be computed again."""
+        for event in self.early.expire(now_s):
+            self._emit(event)
+        for handoff in [one for one in (*self._pending, *self._reserved) if one.deadline_s <= now_s]:
+            what = "kv_leases_expired" if handoff.state is HandoffState.RESERVED else "kv_offers_expired"
+            self.counters[what] += 1
+            self._give_up(handoff)
+            request = handoff.request
+            self._emit(InputLost(request.request_id, KV_INPUT_ID, handoff.attempt, request.attempt))
+
+    def _give_up(self, handoff: Handoff) -> None:
+        """End the attempt at hand, if there is one, and free what it holds."""
+        if handoff.state is HandoffState.OFFERED:
+            self._pending.remove(handoff)
+        elif handoff.state is HandoffState.RESERVED:
+            self._reserved.remove(handoff)
+            self._scheduler.release(handoff.request)
+            handoff.request.recorder.end("handoff")
+        else:
+            return
+        handoff.state = HandoffState.WAITING
+        self._emit(InputCancelled(handoff.request.request_id, KV_INPUT_ID, handoff.attempt))
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless queues and states agree, and exactly what is reserved holds blocks."""
+        for state, listed in (HandoffState.OFFERED, self._pending), (HandoffState.RESERVED, self._reserved):
+            inside = [one for one in self._handoffs.values() if one.state is state]
+            if set(map(id, inside)) != set(map(id, listed)) or len(inside) != len(listed):
+                raise IntegrityError(f"{len(inside)} handoffs are {state.value}, {len(listed)} are listed")
+        if {one.request.request_id for one in self._reserved} != {one.request_id for one in self._scheduler.reserved}:
+            raise IntegrityError("the scheduler's reservations are not those of the handoffs")
+        for handoff in self._handoffs.values():
+            holds = self._blocks.has_table(handoff.request.sequences[0].sequence_id)
+            if handoff.state is not HandoffState.STARTED and holds != (handoff.state is HandoffState.RESERVED):
+                raise IntegrityError(f"a handoff that is {handoff.state.value} has blocks, or should have some")
+
+    def is_empty(self) -> bool:
+        return not (self._handoffs or self._pending or self.early)

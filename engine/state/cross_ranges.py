@@ -1,0 +1,85 @@
+"""Which rows of the encoder outputs each token reads where inputs stand in the prompt and are read by cross-attention.
+
+Mllama's rules, as transformers has them. Inputs with no text between them form a group; text reads the group before it,
+and of each input only the rows that are visible (those of real tiles). Text before the first input reads all rows of
+all inputs, the others included: transformers lifts the mask of a token that would see nothing, and its answers depend
+on that. To make every token's rows one range, a request's table holds what is not visible at its end. The last group
+stands at its beginning: what is generated reads that one, and kernels over pages begin with the first row.
+
+    prompt      a b  P0  c d  P1 P2  e f              P: placeholders, one token each
+    table       V1 V2 V0 H1 H2 H0                     V: visible rows of an input, H: its other rows
+
+    a b         V1 V2 V0 H1 H2 H0
+    P0 c d            V0
+    P1          V1
+    P2 e f      V1 V2          and so does everything that is generated
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.state.inputs import IntArray
+
+
+@dataclass(frozen=True)
+class CrossInput:
+    """An input of a request: where its placeholder stands in the prompt, and the rows of its encoder output."""
+
+    position: int
+    num_rows: int
+    num_visible: int
+
+
+def table_rows(outputs: Sequence[torch.Tensor], inputs: Sequence[CrossInput]) -> torch.Tensor:
+    """The encoder outputs of one request, [num_rows, hidden] each, as the rows of its table."""
+    order = [index for group in _last_group_first(inputs) for index in group]
+    visible = [outputs[index][: inputs[index].num_visible] for index in order]
+    hidden = [outputs[index][inputs[index].num_visible :] for index in order]
+    return torch.cat(visible + hidden)
+
+
+def key_ranges(inputs: Sequence[CrossInput], positions: IntArray) -> IntArray:
+    """[n, 2]: the tokens at `positions` [n] of a sequence read rows [i, 0] .. [i, 1] of its request's table.
+
+    `inputs` stand in the order of the prompt. Without any, all ranges are empty.
+    """
+    ranges = np.zeros((len(positions), 2), np.int64)
+    if not inputs:
+        return ranges
+    row = 0
+    rows = np.zeros((len(inputs), 2), np.int64)  # of the token at each placeholder and of the text behind it
+    for group in _last_group_first(inputs):
+        first = row
+        for index in group:
+            row += inputs[index].num_visible
+            rows[index] = first, row
+    latest = np.searchsorted([item.position for item in inputs], positions, side="right") - 1
+    ranges[:] = rows[latest]
+    ranges[latest < 0] = 0, sum(item.num_rows for item in inputs)
+    return ranges
+
+
+def groups_of(positions: Sequence[int | None]) -> list[list[int]]:
+    """The numbers of the inputs that stand at these places of a prompt, by groups. None: in no prompt, by itself."""
+    groups: list[list[int]] = []
+    end = None
+    for index, position in enumerate(positions):
+        if position is None or position != end:
+            groups.append([])
+        groups[-1].append(index)
+        end = None if position is None else position + 1
+    return groups
+
+
+def _last_group_first(inputs: Sequence[CrossInput]) -> list[list[int]]:
+    return groups_of([item.position for item in inputs])[::-1]
+
+
+def after_input(inputs: Sequence[CrossInput], positions: IntArray) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """[n]: whether the tokens at `positions` are placeholders or stand behind one."""
+    return positions >= inputs[0].position if inputs else np.zeros(len(positions), np.bool_)

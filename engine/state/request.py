@@ -1,0 +1,374 @@
+"""A request inside the engine: its prompt as far as it is known, its inputs, and its sequences of tokens.
+
+The prompt arrives with one placeholder token per input. Placeholders are expanded in order, as soon as the sizes of
+the inputs are known; what stands after an input of unknown size is not known yet:
+
+    prompt        t t t P t t P t t            P: placeholder, one per input
+    expanded      t t t p p p p t t | P t t    size of input 0 known, size of input 1 not
+                                    ^ len(prompt)
+
+One sequence computes the prompt. After that it is forked: into `n` that go their own ways, or into the beams of a beam
+search. Each has its own self-attention block table; the cross-attention table belongs to the request.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from common.messages import InputSlot, Resumed, Span, TokenLogprob
+from common.sampling_params import SamplingParams
+from common.telemetry import SpanRecorder
+from engine.cache.prefix import extend_chain, root_hash
+from engine.state.cross_ranges import groups_of
+from engine.state.events import InputMetadata
+
+IntArray = npt.NDArray[np.int64]
+
+
+class InputState(enum.Enum):
+    """Where an input of a request is on its way into the prompt."""
+
+    MISSING = "missing"  # nobody has offered it yet
+    OFFERED = "offered"  # offered, waiting for room
+    GRANTED = "granted"  # room is reserved, the tensor is on its way
+    READY = "ready"  # in the encoder cache
+    CONSUMED = "consumed"  # prefilled: its values live in the KV cache, the encoder output is released
+    DORMANT = "dormant"  # consumed once, KV blocks given up; needed again unless they are still in the cache then
+
+
+@dataclass(eq=False)
+class RequestInput:
+    """One input of one request. `start` is where its expansion begins in the expanded prompt."""
+
+    slot: InputSlot
+    state: InputState = InputState.MISSING
+    metadata: InputMetadata | None = None
+    attempt: int = -1
+    deadline_s: float = 0.0
+    start: int | None = None
+
+    @property
+    def usable(self) -> bool:
+        return self.state in (InputState.READY, InputState.CONSUMED)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens that the placeholder became."""
+        assert self.metadata is not None
+        return sum(count for _, count in self.metadata.layout.expansion)
+
+
+UNKNOWN_TOKEN: Final = -1
+"""Stands in `Sequence.token_ids` for a token that the device has chosen, or is about to, and the host does not know."""
+
+_FIRST: Final = 1 << 64
+"""More than any two priorities differ by."""
+
+_sequence_ids = itertools.count()
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One decoder sequence: the prompt and what has been generated after it.
+
+    `index` is its number within the request. `sampler_state` belongs to the sampler; `hashes` are those of its full
+    blocks, of which the first `num_remembered` are in the prefix cache. Its first `num_lost_tokens` were computed once,
+    before a preemption or, of a request that was prefilled, before it moved here. The last of `token_ids` may be
+    UNKNOWN_TOKENs; `is_full`: whatever they are, none follows them.
+    """
+
+    request: Request
+    index: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    slot_index: int = -1
+    num_remembered: int = 0
+    num_lost_tokens: int = 0
+    is_full: bool = False
+    hashes: list[bytes] = field(default_factory=list)
+    logprob_sum: float = 0.0
+    sampler_state: object | None = None
+    sequence_id: int = field(default_factory=lambda: next(_sequence_ids))
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.request.sampling
+
+    @property
+    def seed(self) -> int:
+        """Of this sequence alone: siblings draw differently."""
+        return self.request.seed + self.index
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt, as far as it is known."""
+        return len(self.request.prompt)
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Length without the tokens at its end that only the device knows yet."""
+        count = len(self.token_ids)
+        while count and self.token_ids[count - 1] == UNKNOWN_TOKEN:
+            count -= 1
+        return count
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.request.prompt)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.request.prompt) :]
+
+    def fork(self, index: int) -> Sequence:
+        """A sequence with the same tokens, as far computed; it has no blocks and no slot yet."""
+        return Sequence(
+            self.request,
+            index,
+            list(self.token_ids),
+            self.num_computed_tokens,
+            num_remembered=self.num_remembered,
+            hashes=list(self.hashes),
+            logprob_sum=self.logprob_sum,
+        )
+
+
+@dataclass(eq=False)
+class Request:
+    """A request. Lower `priority` goes first, then lower `arrival`; `instance` names the spans.
+
+    `cross_attention`: the decoder reads the inputs by cross-attention, all of them from its first token on.
+    `sequences` are those that still grow. `resumed` sequences had generated some tokens elsewhere.
+
+    Where prefill and decode are apart, the request is at both. `prefill_only`: its keys and values are computed for
+    somebody else, who computes the last known token and samples. `prefilled`: it is that somebody; the keys and values
+    are still to come while it `awaits_kv`. `attempt` is told with what is told of the request.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    inputs: list[RequestInput]
+    sampling: SamplingParams
+    arrival: int
+    priority: int = 0
+    seed: int = 0
+    is_encoder_decoder: bool = False
+    cross_attention: bool = False
+    uses_mrope: bool = False
+    instance: str = "engine"
+    resumed: ListOf[Resumed] = ()
+    prefill_only: bool = False
+    prefilled: bool = False
+    attempt: int = 0
+    prompt: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    forked: bool = False
+    has_output: bool = False
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    prompt_logprobs_told: bool = False
+    mrope_positions: list[IntArray] = field(default_factory=list)
+    mrope_next: int = 0
+    is_prompt_known: bool = False
+
+    def __post_init__(self) -> None:
+        self.recorder = SpanRecorder(self.instance)
+        self.sequences = [Sequence(self, one.index) for one in self.resumed] or [Sequence(self)]
+        self.forked = bool(self.resumed) or self.sampling.num_sequences == 1
+        self.awaits_kv = self.prefilled
+        self._next_prompt_index = 0
+        self._next_input = 0
+        self._root: bytes | None = None
+        self.expand_prompt()
+
+    @classmethod
+    def create(cls, request_id: str, prompt: ListOf[int], slots: ListOf[InputSlot], **rest: object) -> Request:
+        return cls(request_id, list(prompt), [RequestInput(slot) for slot in slots], **rest)  # type: ignore[arg-type]
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who goes first: lower priority, then earlier arrival."""
+        return self.priority, self.arrival
+
+    def go_first(self) -> None:
+        """From now on this request goes before all that have not been told so, whatever their priority."""
+        self.priority -= _FIRST
+
+    @property
+    def sequence_ids(self) -> list[int]:
+        return [sequence.sequence_id for sequence in self.sequences]
+
+    @property
+    def num_slots(self) -> int:
+        """Sequences that the request has, or will have once its prompt is computed."""
+        return len(self.sequences) if self.forked else self.sampling.num_sequences
+
+    # --- the prompt
+
+    def expand_prompt(self) -> None:
+        """Append every part of the prompt that is known by now to `prompt` and to the sequences."""
+        if self.is_prompt_known:
+            return
+        while self._next_input < len(self.inputs) and not self.is_encoder_decoder:
+            item = self.inputs[self._next_input]
+            assert item.slot.prompt_index is not None
+            self._append_text(self.prompt_token_ids[self._next_prompt_index : item.slot.prompt_index])
+            self._next_prompt_index = item.slot.prompt_index
+            if item.metadata is None:
+                return
+            item.start = len(self.prompt)
+            self._append_input(item)
+            self._next_prompt_index += 1
+            self._next_input += 1
+        self._append_text(self.prompt_token_ids[self._next_prompt_index :])
+        self.is_prompt_known = True
+        generated = {one.index: one.token_ids for one in self.resumed}
+        for sequence in self.sequences:
+            sequence.token_ids.extend(generated.get(sequence.index, ()))
+        if self.prefilled and len(self.sequences) > 1:  # no prefill computes what one of several had generated
+            for sequence in self.sequences:
+                sequence.num_lost_tokens = len(sequence.token_ids) - 1
+
+    def _append(self, token_ids: ListOf[int]) -> None:
+        self.prompt.extend(token_ids)
+        for sequence in self.sequences:
+            sequence.token_ids.extend(token_ids)
+
+    def _append_text(self, token_ids: ListOf[int]) -> None:
+        self._append(token_ids)
+        if self.uses_mrope and token_ids:
+            steps = np.arange(self.mrope_next, self.mrope_next + len(token_ids))
+            self.mrope_positions.append(np.broadcast_to(steps, (3, len(token_ids))))
+            self.mrope_next += len(token_ids)
+
+    def _append_input(self, item: RequestInput) -> None:
+        assert item.metadata is not None
+        layout = item.metadata.layout
+        for token_id, count in layout.expansion:
+            self._append([token_id] * count)
+        if not self.uses_mrope:
+            return
+        if layout.grid is None:
+            steps = np.broadcast_to(np.arange(item.num_prompt_tokens), (3, item.num_prompt_tokens))
+        else:
+            steps = np.indices(layout.grid).reshape(3, -1)
+        self.mrope_positions.append(steps + self.mrope_next)
+        self.mrope_next += int(steps.max(initial=-1)) + 1
+
+    def prompt_positions(self) -> IntArray:
+        """3-D rotary positions of the known prompt, [3, n] (Qwen2-VL, section 2.1: time, height, width)."""
+        if len(self.mrope_positions) > 1:
+            self.mrope_positions = [np.concatenate(self.mrope_positions, axis=1)]
+        return self.mrope_positions[0] if self.mrope_positions else np.zeros((3, 0), np.int64)
+
+    def extend_hashes(self, sequence: Sequence, num_tokens: int, block_size: int) -> list[bytes]:
+        """The hashes of the blocks that the first `num_tokens` of a sequence fill (the sequence keeps them)."""
+        if self._root is None:
+            self._root = root_hash(self.encoder_content, uses_mrope=self.uses_mrope)
+        if len(sequence.hashes) < num_tokens // block_size:
+            spans = [
+                (item.start, item.start + item.num_prompt_tokens, item.slot.content_hash)
+                for item in self.inputs
+                if item.start is not None
+            ]
+            extend_chain(sequence.hashes, self._root, sequence.token_ids, num_tokens, block_size, spans)
+        return sequence.hashes[: num_tokens // block_size]
+
+    # --- progress
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Length of the longest sequence, as far as it is known."""
+        return max((sequence.num_known_tokens for sequence in self.sequences), default=len(self.prompt))
+
+    @property
+    def has_unknown_tokens(self) -> bool:
+        return any(sequence.token_ids[-1:] == [UNKNOWN_TOKEN] for sequence in self.sequences)
+
+    @property
+    def num_encoder_tokens(self) -> int:
+        """Length of the cross-attention table; 0 for a model without one, or while unknown."""
+        if not self.cross_attention:
+            return 0
+        return sum(item.metadata.layout.num_encoder_tokens for item in self.inputs if item.metadata is not None)
+
+    @property
+    def encoder_content(self) -> str:
+        """What the cross-attention reads: contents, in groups without text between them, and length; empty where there
+        is none. Whoever has the same can share a table, whose order is that of the groups (engine.state.cross_ranges)."""
+        if not self.cross_attention or not self.inputs:
+            return ""
+        groups = groups_of([item.start for item in self.inputs])
+        contents = (",".join(self.inputs[index].slot.content_hash for index in group) for group in groups)
+        return "+".join([*contents, str(self.num_encoder_tokens)])
+
+    @property
+    def inputs_are_known(self) -> bool:
+        return all(item.metadata is not None for item in self.inputs)
+
+    @property
+    def num_handoff_tokens(self) -> int:
+        """Tokens that a prefill computes for a decode elsewhere: all that the sequences share but the last one."""
+        return len(self.prompt if len(self.resumed) > 1 else self.sequences[0].token_ids) - 1
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """Tokens of the first sequence that may come from the prefix cache: one at least is left to compute here.
+
+        Of several sequences only the prompt: each computes what stands in the block after its last full one, so that an
+        input there is needed, though the first sequence were found to have it.
+        """
+        if self.prefill_only:
+            return max(0, self.num_handoff_tokens - 1)
+        if self.awaits_kv:
+            return self.num_handoff_tokens
+        most = len(self.sequences[0].token_ids) - 1
+        return most if len(self.sequences) == 1 else min(most, len(self.prompt))
+
+    @property
+    def is_prefilled_here(self) -> bool:
+        """Whether this is a prefill for somebody else, and complete."""
+        return self.prefill_only and self.next_missing_input is None and self.num_remaining(self.sequences[0]) <= 0
+
+    def num_computable_tokens(self, sequence: Sequence, num_covered: int = 0, *, cross_covered: bool = False) -> int:
+        """How far a sequence can be computed now: up to the first input that is still missing.
+
+        Inputs within the first `num_covered` tokens are not needed, nor are those of a cross table that is there,
+        unless they are on their way.
+        """
+        for item in self.inputs:
+            on_its_way = item.state is InputState.GRANTED
+            if item.usable:
+                continue
+            if self.cross_attention:
+                if on_its_way or not cross_covered:
+                    return 0
+            elif item.start is None:
+                return len(sequence.token_ids)
+            elif on_its_way or item.start + item.num_prompt_tokens > num_covered:
+                return item.start
+        if self.prefill_only:  # one at least: it is the step of a token that writes the cross table
+            return max(1, self.num_handoff_tokens)
+        return len(sequence.token_ids)
+
+    def num_remaining(self, sequence: Sequence) -> int:
+        """Tokens of a running sequence that could be computed now."""
+        if sequence.is_full:
+            return 0
+        return self.num_computable_tokens(sequence) - sequence.num_computed_tokens
+
+    @property
+    def next_missing_input(self) -> RequestInput | None:
+        return next((item for item in self.inputs if not item.usable), None)
+
+    def finish_spans(self) -> list[Span]:
+        for stage in ("queue", "inputs", "prefill", "handoff", "decode"):
+            self.recorder.end(stage)
+        return self.recorder.spans

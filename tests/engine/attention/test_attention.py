@@ -1,0 +1,183 @@
+"""Paged and ragged attention equal dense masked attention, on random shapes: the document's block-diagonal and causal
+rules, with grouped heads, scales, position biases, sliding windows and key ranges."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from common.errors import TriptychError
+from engine.attention import select
+from engine.attention.backend import AttentionBackend, HeadSpec
+from engine.attention.context import PagedAttentionContext
+from engine.attention.select import BACKENDS, choose_backend
+from engine.attention.split_by_phase import PhasedBackend
+from engine.attention.torch_backend import TorchBackend
+from tests.engine.attention.paged import Paged, Shape, assert_equal, dense, distance_bias, shapes
+
+CPU = torch.device("cpu")
+
+
+def backends() -> list[AttentionBackend]:
+    return [TorchBackend(), PhasedBackend(TorchBackend(), TorchBackend()), choose_backend(CPU)]
+
+
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+SEEDS = st.integers(0, 2**32 - 1)
+SCALES = st.sampled_from([None, 1.0, 0.3])
+WINDOWS = st.sampled_from([None, 1, 3, 17, 1000])
+
+
+@pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
+@settings(deadline=None, max_examples=60)
+@given(shapes(), DTYPES, SEEDS, SCALES)
+def test_paged_equals_dense(
+    backend: AttentionBackend, shape: Shape, dtype: torch.dtype, seed: int, scale: float | None
+) -> None:
+    paged = Paged(shape, dtype, seed)
+    expected = dense(paged.query, paged.key, paged.value, paged.mask(paged.allowed()), scale)
+    assert_equal(paged.attend(backend, scale=scale), expected, dtype)
+
+
+@pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
+@settings(deadline=None, max_examples=60)
+@given(shapes(causal=True), DTYPES, SEEDS, WINDOWS, st.booleans())
+def test_biases_and_windows_equal_dense(
+    backend: AttentionBackend, shape: Shape, dtype: torch.dtype, seed: int, window: int | None, biased: bool
+) -> None:
+    paged = Paged(shape, dtype, seed)
+    bias = distance_bias(shape.num_heads) if biased else None
+    expected = dense(paged.query, paged.key, paged.value, paged.mask(paged.allowed(window), bias))
+    assert_equal(paged.attend(backend, bias=bias, window=window), expected, dtype, biased=biased)
+
+
+@pytest.mark.parametrize("backend", backends(), ids=lambda backend: backend.name)
+@settings(deadline=None, max_examples=60)
+@given(shapes(causal=False), DTYPES, SEEDS)
+def test_each_token_sees_its_own_range_of_keys(
+    backend: AttentionBackend, shape: Shape, dtype: torch.dtype, seed: int
+) -> None:
+    paged = Paged(shape, dtype, seed)
+    random = np.random.default_rng(seed)
+    pieces = [np.sort(random.integers(0, keys + 1, (queries, 2)), axis=1) for queries, keys in shape.lens]
+    key_ranges = np.concatenate(pieces)  # about one in `keys` of them is empty
+    expected = dense(paged.query, paged.key, paged.value, paged.mask(paged.allowed(key_ranges=key_ranges)))
+    got = paged.attend(backend, key_ranges=key_ranges)
+    assert_equal(got, expected, dtype)
+    assert not got[torch.from_numpy(key_ranges[:, 0] == key_ranges[:, 1])].any()
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=4), DTYPES, SEEDS, SCALES, st.booleans())
+def test_encoder_attention_is_block_diagonal(
+    lengths: list[int], dtype: torch.dtype, seed: int, scale: float | None, biased: bool
+) -> None:
+    backend, generator = TorchBackend(), torch.Generator().manual_seed(seed)
+    total, num_heads = sum(lengths), 4
+    query = torch.randn(total, num_heads, 16, generator=generator).to(dtype)
+    key, value = (torch.randn(total, 2, 16, generator=generator).to(dtype) for _ in range(2))
+    allowed = torch.block_diag(*(torch.ones(n, n) for n in lengths)).bool()
+    mask = torch.zeros(total, total, dtype=torch.float64).masked_fill(~allowed, float("-inf"))[None]
+    bias = distance_bias(num_heads) if biased else None
+    if bias is not None:
+        positions = torch.cat([torch.arange(n) for n in lengths])
+        mask = mask + bias(positions, positions).double()
+    got = backend.run_ragged(query, key, value, backend.plan_ragged(lengths), scale=scale, bias=bias)
+    assert_equal(got, dense(query, key, value, mask, scale), dtype, biased=biased)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [None, 0.1])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("num_keys", [300, 900, 1500, 2000])
+def test_a_key_too_few_or_too_many_is_no_matter_of_rounding(
+    num_keys: int, head_dim: int, scale: float | None, dtype: torch.dtype
+) -> None:
+    """Of the comparison itself: rounded answers pass, the first or last key left out or read twice does not."""
+    for seed in range(5):
+        paged = Paged(Shape([(1, num_keys)], 16, 2, 2, head_dim, causal=True), dtype, seed)
+
+        def attended(keys: list[int], paged: Paged = paged) -> Tensor:
+            mask = torch.zeros(1, 1, len(keys), dtype=torch.float64)
+            return dense(paged.query, paged.key[keys], paged.value[keys], mask, scale)
+
+        keys = list(range(num_keys))
+        expected = attended(keys)
+        assert_equal(expected.to(dtype), expected, dtype)
+        assert_equal(with_rounded_weights(paged, scale), expected, dtype)
+        for wrong in (keys[:-1], keys[1:], [*keys, keys[-1]], [keys[0], *keys]):
+            with pytest.raises(AssertionError, match="times as far off as rounding"):
+                assert_equal(attended(wrong).to(dtype), expected, dtype)
+
+
+def with_rounded_weights(paged: Paged, scale: float | None) -> Tensor:
+    """One query over all keys as kernels on tensor cores compute it: weights in half precision, their sum before."""
+    group, dtype = paged.shape.group, paged.dtype
+    key, value = (x.repeat_interleave(group, 1).transpose(0, 1).float() for x in (paged.key, paged.value))
+    scores = paged.query.transpose(0, 1).float() @ key.transpose(1, 2) * (scale or paged.shape.head_dim**-0.5)
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    attended = weights.to(dtype).float() @ value / weights.sum(-1, keepdim=True)
+    return attended.transpose(0, 1).to(dtype)
+
+
+def test_a_bias_is_evaluated_once_for_all_layers() -> None:
+    calls: list[tuple[int, int]] = []
+    inner = distance_bias(2)
+
+    def counting(query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        calls.append((len(query_positions), len(key_positions)))
+        return inner(query_positions, key_positions)
+
+    shape = Shape([(1, 7), (4, 9)], 4, 2, 1, 8, causal=True)
+    paged = Paged(shape, torch.float32, 0)
+    context = PagedAttentionContext.of_step(TorchBackend(), [paged.cache] * 3, paged.metadata())
+    new = paged.key[paged.is_new], paged.value[paged.is_new]
+    for layer in range(3):
+        context.self_attention(layer, paged.query, *new, bias=counting)
+    assert len(calls) == len(shape.lens)
+
+
+def test_an_unknown_backend_is_refused_by_name() -> None:
+    with pytest.raises(TriptychError, match=r"no attention backend 'magic'; there are: auto, .*torch"):
+        choose_backend(CPU, name="magic")
+
+
+def test_a_backend_that_cannot_serve_the_dtype_is_refused() -> None:
+    with pytest.raises(TriptychError, match=r"'torch' does not serve torch\.float64 with heads of 64 on cpu"):
+        choose_backend(CPU, torch.float64, "torch")
+
+
+def test_a_named_backend_serves_both_phases() -> None:
+    assert isinstance(choose_backend(CPU, torch.bfloat16, "torch"), TorchBackend)
+
+
+def test_phases_may_differ_and_what_cannot_run_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object) -> AttentionBackend:
+        raise select.BackendUnavailableError("no compiler")
+
+    cpu, half = frozenset({"cpu"}), frozenset({torch.bfloat16})
+    entries = {
+        "absent": select.BackendEntry(missing, cpu, half),
+        "decoder": select.BackendEntry(lambda device, *_: TorchBackend(device), cpu, half, frozenset({"decode"})),
+        "torch": BACKENDS["torch"],
+    }
+    monkeypatch.setattr(select, "BACKENDS", entries)
+    chosen = choose_backend(CPU, torch.bfloat16)
+    assert isinstance(chosen, PhasedBackend)
+    assert chosen.prefill is not chosen.decode
+    assert chosen.is_fallback, "what was preferred cannot run"
+    plain = choose_backend(CPU, torch.float32)
+    assert isinstance(plain, TorchBackend)
+    assert not plain.is_fallback, "nothing was passed over"
+    with pytest.raises(TriptychError, match="'absent': no compiler"):
+        choose_backend(CPU, torch.bfloat16, "absent")
+
+
+def test_heads_that_are_too_large_for_the_kernel_go_to_torch() -> None:
+    assert isinstance(choose_backend(CPU, torch.bfloat16, heads=HeadSpec(1, 1, 320)), TorchBackend)
+    with pytest.raises(TriptychError, match="heads of 320"):
+        choose_backend(CPU, torch.bfloat16, "native", HeadSpec(1, 1, 320))

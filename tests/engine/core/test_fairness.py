@@ -1,0 +1,198 @@
+"""Who runs when: by priority, then first come, first served; everybody who can run does, and who cannot is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from common.model_info import ModelInfo
+from engine.state.events import RequestFailed, TokensReady
+from tests.engine.driving import Driver, Job, greedy, make_engine, run, sampled, text, text_tokens
+
+
+def first_tokens(driver: Driver) -> list[str]:
+    """Request ids in the order in which they began to answer."""
+    return list(dict.fromkeys(event.request_id for event in driver.events if isinstance(event, TokensReady)))
+
+
+def ended(driver: Driver) -> list[str]:
+    return [event.request_id for event in driver.events if isinstance(event, TokensReady) and event.done]
+
+
+def test_first_come_first_served_within_a_priority(tiny_llama: ModelInfo) -> None:
+    driver = run(make_engine(tiny_llama, max_num_seqs=1), [text(name, 6, greedy(3)) for name in "abcd"])
+    assert ended(driver) == ["a", "b", "c", "d"]
+
+
+def test_a_lower_priority_number_goes_first(tiny_llama: ModelInfo) -> None:
+    priorities = {"a": 2, "b": 0, "c": 1, "d": 0, "e": -3}
+    jobs = [text(name, 6, greedy(3), priority=priority) for name, priority in priorities.items()]
+    driver = run(make_engine(tiny_llama, max_num_seqs=1), jobs)
+    assert ended(driver) == ["e", "b", "d", "c", "a"]
+
+
+@pytest.mark.parametrize("scarce", ["slots", "blocks"])
+def test_an_urgent_request_takes_the_place_of_one_that_runs(tiny_llama: ModelInfo, scarce: str) -> None:
+    """Whoever came last of the least urgent ones gives way, and says the same in the end."""
+    options: dict[str, Any] = {"max_num_seqs": 2} if scarce == "slots" else {"num_blocks": 8}
+    jobs = [text("a", 8, greedy(8)), text("b", 8, greedy(8))]
+    expected = run(make_engine(tiny_llama), jobs, watch=False).tokens
+    driver = Driver(make_engine(tiny_llama, **options))
+    for job in jobs:
+        driver.add(job)
+    for _ in range(5):
+        driver.step()
+    assert [one.request_id for one in driver.engine.scheduler.running] == ["a", "b"]
+    driver.add(text("urgent", 8, greedy(2), priority=-1))
+    driver.finish()
+    assert ended(driver) == ["urgent", "a", "b"]
+    assert driver.engine.stats()["preemptions_total"] == 1
+    assert {key: driver.tokens[key] for key in expected} == expected
+
+
+def test_an_equal_never_takes_the_place_of_one_that_runs(tiny_llama: ModelInfo) -> None:
+    driver = Driver(make_engine(tiny_llama, max_num_seqs=1))
+    driver.add(text("a", 8, greedy(20)))
+    driver.step()
+    driver.add(text("b", 8, greedy(2)))
+    driver.finish()
+    assert ended(driver) == ["a", "b"]
+    assert driver.engine.stats()["preemptions_total"] == 0
+
+
+@pytest.mark.parametrize(
+    ("job", "options"),
+    [
+        (text("long", 60, greedy(20)), {"num_blocks": 22}),
+        (text("long", 60, greedy(20)), {"max_num_batched_tokens": 8, "max_num_seqs": 4}),
+        (text("long", 20, sampled(20, n=6)), {"num_blocks": 36, "max_num_seqs": 6}),
+        (text("long", 20, greedy(20, beam_width=6)), {"num_blocks": 36, "max_num_seqs": 6, "preemption": "swap"}),
+    ],
+    ids=["needs nearly all blocks", "needs many steps of prefill", "needs all slots", "beams, swapping"],
+)
+def test_a_stream_of_short_requests_starves_no_long_one(
+    tiny_llama: ModelInfo, job: Job, options: dict[str, Any]
+) -> None:
+    """Three short requests arrive in every step, before it and after it, more than the engine can do."""
+    expected = run(make_engine(tiny_llama), [job], watch=False).tokens
+    driver = Driver(make_engine(tiny_llama, max_waiting=10_000, **options), watch=False)
+    for step in range(150):
+        for number in range(3):
+            driver.add(text(f"short {step} {number}", 6, greedy(6)))
+        if step == 4:
+            driver.add(job)
+        driver.step()
+        if job.name in ended(driver):
+            break
+    assert job.name in ended(driver), f"not after {step} steps: {driver.engine.stats()}"
+    assert {key: driver.tokens[key] for key in expected} == expected
+    assert driver.engine.stats()["requests_waiting"] > 0  # the stream has not dried up
+
+
+def test_a_stream_of_long_prompts_does_not_stop_those_that_decode(tiny_llama: ModelInfo) -> None:
+    """Running requests come first: every step gives each of them a token, whatever is prefilled beside them."""
+    driver = Driver(make_engine(tiny_llama, max_num_batched_tokens=16), watch=False)
+    driver.add(text("steady", 5, greedy(30)))
+    driver.step()
+    for step in range(29):
+        driver.add(text(f"prompt {step}", 50, greedy(1)))
+        events = driver.step()
+        assert "steady" in [event.request_id for event in events if isinstance(event, TokensReady)]
+        assert driver.engine.stats()["last_step_tokens"] <= 16
+    assert "steady" in ended(driver)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [greedy(5), sampled(5, n=5), greedy(5, beam_width=5)],
+    ids=["one sequence", "several", "beams"],
+)
+def test_what_can_never_fit_the_pool_is_refused_at_once(tiny_llama: ModelInfo, params: Any) -> None:
+    """Eight blocks of 4: a prompt of 31 tokens and one more fit them alone, and three full ones with five sequences."""
+    fits, too_long = (31, 32) if params.num_sequences == 1 else (15, 16)
+    driver = Driver(make_engine(tiny_llama, 8))
+    driver.add(text("too long", too_long, params))
+    driver.add(text("neighbour", 5, greedy(3)))
+    driver.add(text("fits", fits, params))
+    driver.step()
+    failure = driver.failures["too long"].error
+    assert failure.code == "context_length_exceeded"
+    assert "the whole pool holds 32" in failure.message
+    driver.finish()
+    assert set(ended(driver)) == {"neighbour", "fits"}
+
+
+@pytest.mark.parametrize(
+    ("params", "limits", "param"),
+    [
+        (sampled(5, n=4), {"max_num_seqs": 3}, "n"),
+        (greedy(5, beam_width=4), {"max_num_seqs": 3}, "beam_width"),
+        (greedy(5, n=2, beam_width=9), {"max_num_batched_tokens": 8}, "beam_width"),
+    ],
+)
+def test_more_sequences_than_can_run_at_once_are_refused(
+    tiny_llama: ModelInfo, params: Any, limits: dict[str, Any], param: str
+) -> None:
+    driver = run(make_engine(tiny_llama, **limits), [text("many", 5, params), text("neighbour", 5, greedy(3))])
+    failure = driver.failures["many"].error
+    assert (failure.code, failure.param) == ("invalid_request", param)
+    assert f"at most {next(iter(limits.values()))}" in failure.message
+    assert ended(driver) == ["neighbour"]
+
+
+def test_no_more_than_so_many_requests_wait_or_run(tiny_llama: ModelInfo) -> None:
+    engine = make_engine(tiny_llama, max_num_seqs=2, max_waiting=3)
+    driver = Driver(engine)
+    for number in range(7):
+        driver.add(text(f"r{number}", 5, greedy(4)))
+    driver.step()
+    assert [(name, one.error.code) for name, one in driver.failures.items()] == [
+        ("r5", "overloaded"),
+        ("r6", "overloaded"),
+    ]
+    assert (engine.stats()["requests_running"], engine.stats()["requests_waiting"]) == (2, 3)
+    while "r0" not in ended(driver):
+        driver.step()
+    driver.add(text("later", 5, greedy(4)))
+    driver.finish()
+    assert set(ended(driver)) == {"r0", "r1", "r2", "r3", "r4", "later"}
+
+
+def test_sequences_count_against_the_limit_before_they_exist(tiny_llama: ModelInfo) -> None:
+    """A request takes room for all its sequences when it begins: after the prompt there is no way back."""
+    engine = make_engine(tiny_llama, max_num_seqs=5, max_num_batched_tokens=8)
+    driver = Driver(engine)
+    for name in "ab":
+        driver.add(text(name, 20, sampled(6, n=3)))
+    driver.add(text("c", 4, greedy(6)))
+    most = 0
+    while not engine.is_empty():
+        driver.step()
+        most = max(most, sum(len(one.sequences) for one in engine.scheduler.running))
+    assert most <= 5
+    assert first_tokens(driver) == ["a", "b", "c"]
+    assert driver.engine.stats()["preemptions_total"] == 0
+
+
+def test_a_prompt_runs_up_to_its_first_missing_picture_and_others_pass(tiny_vision: ModelInfo) -> None:
+    """The second picture comes first; the prompt goes on when the first one has come."""
+    placeholder = tiny_vision.placeholder_token_id or 0
+    token_ids = [*text_tokens(1, 5), placeholder, *text_tokens(2, 3), placeholder, 9, 9]
+    job = Job("waits", token_ids, greedy(4), [("first", 6), ("second", 4)])
+    expected = run(make_engine(tiny_vision), [job], watch=False).tokens
+    driver = Driver(make_engine(tiny_vision))
+    driver.add(job, offer=False)
+    driver.add(text("passes", 6, greedy(4)))
+    driver.step()
+    [waits] = [one for one in driver.engine.scheduler.running if one.request_id == "waits"]
+    assert waits.sequences[0].num_computed_tokens == 5
+    driver.offer("waits", 1)
+    while driver.engine.has_work():
+        driver.step()
+    assert ended(driver) == ["passes"]
+    assert waits.sequences[0].num_computed_tokens == 5
+    driver.offer("waits", 0)
+    driver.finish()
+    assert driver.tokens["waits", 0] == expected["waits", 0]
+    assert driver.count(RequestFailed) == 0

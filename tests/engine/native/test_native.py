@@ -1,0 +1,187 @@
+"""Our own CPU kernels against PyTorch in float32; where they cannot run, everything else works without them."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import WhisperConfig
+
+from engine import native
+from engine.attention.select import choose_backend
+from engine.device.choice import use_layer_kernels
+from engine.encoders.whisper import WhisperEncoder
+from engine.models.layers import Linear, RMSNorm, silu_mul
+from engine.models.rotary import rotate
+from engine.native import build, choice, ops
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels() -> Iterator[None]:
+    before = ops.is_enabled()
+    try:
+        ops.enable()
+    except build.KernelsUnavailableError as error:
+        pytest.skip(str(error))
+    yield
+    if not before:
+        ops.disable()
+
+
+def random(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def assert_rounded(got: Tensor, exact: Tensor) -> None:
+    """Equal but for the rounding of the result to bfloat16 (8 bits) and of sums in another order."""
+    torch.testing.assert_close(got.float(), exact, rtol=2**-7, atol=1e-3 * float(exact.abs().max()) + 1e-6)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 20), st.integers(1, 12), st.integers(1, 200), st.booleans(), SEEDS)
+@torch.inference_mode()
+def test_linear(rows: int, eights: int, size: int, biased: bool, seed: int) -> None:
+    layer = Linear(size, 8 * eights, bias=biased, dtype=torch.bfloat16)
+    layer.weight.copy_(random(seed, 8 * eights, size))
+    x = random(seed + 1, rows, size + 3)[:, :size]  # rows of a wider tensor
+    assert ops.serves_linear(x, layer.weight)
+    bias = layer.bias.float() if layer.bias is not None else None
+    assert_rounded(layer(x), F.linear(x.float(), layer.weight.float(), bias))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 40), st.integers(1, 150), st.booleans(), SEEDS)
+@torch.inference_mode()
+def test_norm_with_and_without_a_sum(rows: int, size: int, summed: bool, seed: int) -> None:
+    norm = RMSNorm(size, 1e-5).bfloat16()
+    norm.weight.copy_(random(seed, size))
+    hidden, added = random(seed + 1, rows, size), random(seed + 2, rows, size)
+    total = (hidden + added) if summed else hidden.clone()
+    got = norm.add(hidden, added) if summed else norm(hidden)
+    assert torch.equal(hidden, total)
+    assert_rounded(got, F.rms_norm(total.float(), (size,), norm.weight.float(), 1e-5))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 20), st.integers(1, 100), SEEDS)
+@torch.inference_mode()
+def test_gated_activation(rows: int, size: int, seed: int) -> None:
+    gate_up = random(seed, rows, 2 * size) * 8
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    assert_rounded(silu_mul(gate_up), F.silu(gate) * up)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 20), st.integers(1, 5), st.sampled_from([32, 64, 128]), SEEDS)
+@torch.inference_mode()
+def test_rotation_changes_its_heads_and_nothing_else(tokens: int, heads: int, head_dim: int, seed: int) -> None:
+    wide = random(seed, tokens, heads + 2, head_dim)
+    before = wide.clone()
+    cosines, sines = random(seed + 1, tokens, 1, head_dim), random(seed + 2, tokens, 1, head_dim)
+    with ops.disabled():
+        expected = rotate(before[:, :heads].float(), cosines.float(), sines.float())
+    assert_rounded(rotate(wide[:, :heads], cosines, sines), expected)
+    assert torch.equal(wide[:, heads:], before[:, heads:])
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(1, 2), st.integers(1, 3), st.integers(6, 200), st.sampled_from([0.125, 1.0]), SEEDS)
+@torch.inference_mode()
+def test_encoder_attention(batch: int, heads: int, size: int, scale: float, seed: int) -> None:
+    query, key, value = random(seed, 3, batch, size, heads, 64).transpose(2, 3)
+    assert ops.serves_encoder(query, key, value)
+    exact = F.scaled_dot_product_attention(query.float(), key.float(), value.float(), scale=scale).transpose(1, 2)
+    got = ops.encoder_attention(query, key, value, scale).float()
+    torch.testing.assert_close(got, exact, rtol=2**-6, atol=2**-6 * float(exact.abs().max()))
+
+
+@torch.inference_mode()
+def test_a_whisper_encoder_in_bfloat16_is_as_near_to_float32_as_pytorchs() -> None:
+    config = WhisperConfig(
+        d_model=128, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=64, max_source_positions=100
+    )
+    torch.manual_seed(0)
+    encoder = WhisperEncoder(config)
+    features = torch.randn(2, config.num_mel_bins, 200)
+    exact = encoder.module.eval()(features).last_hidden_state
+    ours = encoder.module.bfloat16()(features.bfloat16()).last_hidden_state.float()
+    with ops.disabled():
+        theirs = encoder.module(features.bfloat16()).last_hidden_state.float()
+    assert not torch.equal(ours, theirs)  # the kernel ran
+    assert (ours - exact).norm() < 1.2 * (theirs - exact).norm()
+
+
+@torch.inference_mode()
+def test_other_dtypes_and_long_batches_are_pytorchs() -> None:
+    weight = random(0, 8, 16)
+    assert not ops.serves_linear(random(1, 4, 16).float(), weight.float())
+    assert not ops.serves_linear(random(1, ops.MAX_LINEAR_ROWS + 1, 16), weight)
+    assert not ops.serves_linear(random(1, 4, 16), random(0, 9, 16))
+    with ops.disabled():
+        assert not ops.serves_linear(random(1, 4, 16), weight)
+
+
+def test_without_a_compiler_pytorch_serves_both_phases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_COMPILERS", ("no-such-compiler",))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing compiled before is found
+    monkeypatch.delenv("CXX", raising=False)
+    build.load_kernels.cache_clear()
+    try:
+        with pytest.raises(build.KernelsUnavailableError, match=r"no C\+\+ compiler"):
+            build.load_kernels()
+        assert choose_backend(torch.device("cpu")).name == "torch"
+    finally:
+        build.load_kernels.cache_clear()
+
+
+def test_without_a_home_the_kernels_are_compiled_into_a_folder_of_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    path = build.compiled_kernels()
+    assert path.is_relative_to(tmp_path)
+    assert path.exists()
+
+
+def test_a_compiler_that_fails_is_named_with_its_first_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "kernels.cpp"
+    broken.write_text("not C++")
+    monkeypatch.setattr(build, "SOURCE", broken)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    build.load_kernels.cache_clear()
+    try:
+        with pytest.raises(build.KernelsUnavailableError, match=r"cannot compile the kernels: .*error"):
+            build.load_kernels()
+        assert not list((tmp_path / "cache").rglob("*.so"))
+    finally:
+        build.load_kernels.cache_clear()
+
+
+def test_where_triton_does_not_run_layers_on_cuda_are_pytorchs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(choice, "_on_cuda", None)
+    monkeypatch.setitem(sys.modules, "engine.native.fused", None)
+    monkeypatch.delattr(native, "fused", raising=False)
+    cuda = torch.device("cuda")
+    use_layer_kernels(cuda, "torch")
+    assert "Triton" not in capsys.readouterr().out
+    use_layer_kernels(cuda, "auto")
+    said = capsys.readouterr()
+    assert "Triton does not run" in said.out + said.err
+    assert choice._on_cuda is None

@@ -1,0 +1,269 @@
+"""Several sequences of one request: each is what a request of its own would be, and resumed ones go on as they were."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from common.messages import Resumed
+from common.model_info import ModelInfo
+from engine.llm import LLM
+from engine.state.events import RequestFailed, TokensReady
+from tests.engine.conftest import AUDIO_FRAMES
+from tests.engine.driving import Driver, Job, Tokens, greedy, make_engine, run, sampled, text, text_tokens
+
+
+def clip_job(info: ModelInfo, name: str, **fields: int) -> Job:
+    start = int(info.config["decoder_start_token_id"])
+    return Job(name, [start, *text_tokens(3, 5)], sampled(10, **fields), [("clip", AUDIO_FRAMES)])
+
+
+def singly(info: ModelInfo, job: Job) -> Tokens:
+    """The sequences of a request, each as a request of its own: number i has the seed of the whole plus i."""
+    found: Tokens = {}
+    for index in range(job.params.n):
+        seed = (job.params.seed or 0) + index
+        alone = replace(job, params=job.params.__class__(**{**fields_of(job), "n": 1, "seed": seed}))
+        found[job.name, index] = run(make_engine(info), [alone], watch=False).tokens[job.name, 0]
+    return found
+
+
+def fields_of(job: Job) -> dict[str, object]:
+    return {name: getattr(job.params, name) for name in job.params.__struct_fields__}
+
+
+@pytest.mark.parametrize("length", [3, 8, 9])
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 5}, {"prefix_caching": False}], ids=str)
+def test_n_sequences_are_n_requests_with_the_following_seeds(
+    tiny_llama: ModelInfo, length: int, options: dict[str, int]
+) -> None:
+    job = text("r", length, sampled(10, n=4, temperature=1.2, logprobs=0))
+    neighbour = text("neighbour", 5, sampled(14, seed=99))
+    driver = run(make_engine(tiny_llama, **options), [job, neighbour])
+    expected = singly(tiny_llama, job)
+    assert {key: tokens for key, tokens in driver.tokens.items() if key[0] == "r"} == expected
+    assert len(set(map(tuple, expected.values()))) == 4
+    last = [event for event in driver.events if isinstance(event, TokensReady) and event.done]
+    assert [event.request_id for event in last].count("r") == 1
+
+
+def test_sequences_over_a_clip_share_its_keys_and_values(tiny_speech: ModelInfo) -> None:
+    job = clip_job(tiny_speech, "r", n=5)
+    engine = make_engine(tiny_speech)
+    driver = Driver(engine)
+    driver.add(job)
+    while len(driver.tokens) < 5:
+        driver.step()
+    assert len(engine.blocks.get_cross_block_table("r")) == -(-AUDIO_FRAMES // 4)
+    # Six tokens of prompt: one full block for all, and the half full one that each will copy when it writes.
+    assert engine.stats()["kv_blocks_used"] == -(-AUDIO_FRAMES // 4) + 2
+    driver.step()
+    assert engine.stats()["kv_blocks_used"] == -(-AUDIO_FRAMES // 4) + 1 + 5
+    assert engine.stats()["block_copies_total"] == 4
+    assert driver.finish() == singly(tiny_speech, job)
+    assert driver.num_sent == 1
+
+
+def test_the_prompt_is_computed_once_for_all(tiny_llama: ModelInfo) -> None:
+    engine = make_engine(tiny_llama)
+    driver = Driver(engine)
+    driver.add(text("r", 21, greedy(4, n=6)))
+    seen = []
+    while not engine.is_empty():
+        driver.step()
+        seen.append(engine.stats()["last_step_tokens"])
+    assert seen == [21, 6, 6, 6]
+    assert engine.stats()["forks_total"] == 5
+
+
+def test_a_sequence_that_ends_gives_its_blocks_back_at_once(tiny_llama: ModelInfo) -> None:
+    job = text("r", 9, sampled(30, n=4, temperature=1.5, seed=2))
+    whole = run(make_engine(tiny_llama), [job], watch=False).tokens
+    stop = whole["r", 2][6]  # ends that one after 7 tokens at most
+    params = job.params.__class__(**{**fields_of(job), "stop_token_ids": (stop,)})
+    engine = make_engine(tiny_llama, prefix_caching=False)
+    driver = Driver(engine)
+    driver.add(replace(job, params=params))
+    while not driver.ends:
+        driver.step()
+    [ended] = driver.ends
+    [request] = engine.scheduler.running
+    assert ended[1] not in [one.index for one in request.sequences]
+    assert engine.stats()["kv_blocks_used"] == len(engine.blocks.held_blocks(request.sequence_ids))
+    driver.finish()
+    lengths = {index: len(tokens) for (_, index), tokens in driver.tokens.items()}
+    assert len(set(lengths.values())) > 1
+    for (name, index), tokens in whole.items():
+        cut = tokens.index(stop) + 1 if stop in tokens else len(tokens)
+        assert driver.tokens[name, index] == tokens[:cut]
+        assert driver.ends[name, index].finish_reason == ("stop" if stop in tokens else "length")
+    assert [event.done for event in driver.ends.values()].count(True) == 1
+
+
+def test_stop_strings_end_each_sequence_on_its_own(tiny_llama: ModelInfo) -> None:
+    llm = LLM(tiny_llama.folder)
+    params = sampled(24, n=4, temperature=1.5, seed=3)
+    [free] = llm.generate([text_tokens(1, 6)], params)
+    needle = free.outputs[1].text[5:7]
+    assert "\N{REPLACEMENT CHARACTER}" not in needle
+    fields = {name: getattr(params, name) for name in params.__struct_fields__}
+    [stopped] = llm.generate([text_tokens(1, 6)], params.__class__(**{**fields, "stop": (needle,)}))
+    assert [one.index for one in stopped.outputs] == [0, 1, 2, 3]
+    for before, after in zip(free.outputs, stopped.outputs, strict=True):
+        assert after.text == before.text.split(needle)[0]
+        assert after.finish_reason == ("stop" if needle in before.text else "length")
+        assert before.token_ids[: len(after.token_ids)] == after.token_ids
+    assert stopped.outputs[1].finish_reason == "stop"
+    assert llm.decoder.is_empty()
+    llm.decoder.check_integrity()
+
+
+# --- taken over from another instance
+
+
+def resume(info: ModelInfo, job: Job, known: dict[int, list[int]], **options: int) -> Driver:
+    """Another engine goes on with what is left of a job; returns what it adds."""
+    rest = replace(job, resumed=[Resumed(index, tokens) for index, tokens in known.items()])
+    return run(make_engine(info, **options), [rest, text("neighbour", 7, greedy(9))])
+
+
+@pytest.mark.parametrize("num_blocks", [None, 14], ids=["roomy", "tight"])
+@pytest.mark.parametrize("kept", [(5,), (0,), (5, 5, 5), (2, 7, 4), (0, 0, 0)], ids=str)
+def test_resumed_sequences_go_on_as_if_nothing_had_happened(
+    tiny_llama: ModelInfo, kept: tuple[int, ...], num_blocks: int | None
+) -> None:
+    """Of three sampled sequences, the last ones still ran; they had got `kept` tokens far."""
+    job = text("r", 9, sampled(12, n=3, temperature=1.2, repetition_penalty=1.3))
+    whole = run(make_engine(tiny_llama), [job], watch=False).tokens
+    known = {3 - len(kept) + i: whole["r", 3 - len(kept) + i][:count] for i, count in enumerate(kept)}
+    driver = resume(tiny_llama, job, known, **({} if num_blocks is None else {"num_blocks": num_blocks}))
+    assert not driver.failures
+    for index, tokens in known.items():
+        assert tokens + driver.tokens["r", index] == whole["r", index]
+        first = next(event for event in driver.events if isinstance(event, TokensReady) and event.index == index)
+        assert first.offset == len(tokens) or first.request_id == "neighbour"
+    assert {index for name, index in driver.tokens if name == "r"} == set(known)
+
+
+def test_resumed_sequences_over_a_clip(tiny_speech: ModelInfo) -> None:
+    job = clip_job(tiny_speech, "r", n=3)
+    whole = run(make_engine(tiny_speech), [job], watch=False).tokens
+    rest = replace(job, resumed=[Resumed(0, whole["r", 0][:4]), Resumed(2, whole["r", 2][:6])])
+    driver = run(make_engine(tiny_speech, max_num_batched_tokens=4), [rest])
+    for index, count in [(0, 4), (2, 6)]:
+        assert whole["r", index] == whole["r", index][:count] + driver.tokens["r", index]
+
+
+def test_resumed_sequences_after_a_picture(tiny_vision: ModelInfo) -> None:
+    """What follows a picture is known when the picture is; so is what had been generated."""
+    token_ids = [*text_tokens(1, 3), tiny_vision.placeholder_token_id or 0, *text_tokens(2, 4)]
+    job = Job("r", token_ids, sampled(10, n=2), [("cat", 6)])
+    whole = run(make_engine(tiny_vision), [job], watch=False).tokens
+    rest = replace(job, resumed=[Resumed(index, whole["r", index][: 3 + index]) for index in range(2)])
+    driver = Driver(make_engine(tiny_vision))
+    driver.add(rest, offer=False)
+    driver.step()
+    driver.offer("r", 0)
+    driver.finish()
+    for index in range(2):
+        assert whole["r", index] == whole["r", index][: 3 + index] + driver.tokens["r", index]
+
+
+@pytest.mark.parametrize(("num_blocks", "max_model_len"), [(8, 512), (60, 30)])
+def test_resumed_sequences_that_cannot_run_here_are_refused(
+    tiny_llama: ModelInfo, num_blocks: int, max_model_len: int
+) -> None:
+    """Another instance may have had a larger pool or context: the request must neither hang nor break the engine."""
+    job = text("r", 9, sampled(60, n=2), resumed=[Resumed(0, text_tokens(1, 25)), Resumed(1, text_tokens(2, 25))])
+    driver = run(make_engine(tiny_llama, num_blocks, max_model_len=max_model_len), [job])
+    assert driver.failures["r"].error.code == "context_length_exceeded"
+    assert driver.count(RequestFailed) == 1
+
+
+@pytest.mark.parametrize("length", [3, 8, 9])
+def test_the_log_probabilities_of_a_prompt_are_told_once_even_if_it_is_computed_again(
+    tiny_llama: ModelInfo, length: int
+) -> None:
+    engine = make_engine(tiny_llama, preemption="recompute")
+    driver = Driver(engine)
+    driver.add(text("r", length, sampled(8, n=2, prompt_logprobs=1)))
+    while len(driver.tokens) < 2:
+        driver.step()
+    engine.scheduler.preempt(engine.scheduler.running[0])
+    driver.finish()
+    told = [event.prompt_logprobs for event in driver.events if isinstance(event, TokensReady)]
+    assert [len(logprobs) for logprobs in told if logprobs] == [length]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"allowed_token_ids": (7,), "bad_words_ids": ((7,),)}, {"length_penalty": -5.0, "max_tokens": 80}],
+    ids=str,
+)
+def test_beams_none_of_which_can_end_fail_and_leave_nothing_behind(
+    tiny_llama: ModelInfo, fields: dict[str, Any]
+) -> None:
+    driver = run(make_engine(tiny_llama), [text("r", 5, greedy(**{"beam_width": 2, **fields}))])
+    assert "no beam could end" in driver.failures["r"].error.message
+
+
+def test_beams_may_end_with_every_token(tiny_llama: ModelInfo) -> None:
+    engine = make_engine(tiny_llama)
+    ends = tuple(range(engine.runner.spec.vocab_size))
+    driver = run(engine, [text("r", 5, greedy(n=2, beam_width=2, stop_token_ids=ends))])
+    assert [len(tokens) for tokens in driver.tokens.values()] == [1, 1]
+
+
+def test_a_picture_that_only_the_first_sequence_finds_in_the_cache_is_asked_for(tiny_vision: ModelInfo) -> None:
+    """It stands in a block that the prompt does not fill, and that the first sequence had filled with its tokens."""
+    token_ids = [*text_tokens(1, 4), tiny_vision.placeholder_token_id or 0, *text_tokens(3, 2)]
+    job = Job("r", token_ids, sampled(30, n=2), [("cat", 8)])
+    engine = make_engine(tiny_vision, block_size=16)
+    whole = run(engine, [job]).tokens
+    engine.cache.reserve("other", engine.cache.capacity_bytes, ("other", 0))  # the encoder's output is gone
+    engine.cache.release("other", ("other", 0))
+    driver = Driver(engine)
+    driver.add(replace(job, resumed=[Resumed(index, whole["r", index][:20]) for index in range(2)]))
+    assert driver.finish() == {key: tokens[20:] for key, tokens in whole.items()}
+
+
+@pytest.mark.parametrize("num_cached_after", [0, 8])
+def test_a_sequence_whose_sibling_had_the_prompt_from_the_cache_and_ends_goes_on(
+    tiny_vision: ModelInfo, num_cached_after: int
+) -> None:
+    """The picture is found in the prefix cache, the first sequence ends with its next token, and the second one has
+    no blocks yet: it has to begin for itself."""
+    placeholder = tiny_vision.placeholder_token_id
+    assert placeholder is not None
+    head, rest = text_tokens(1, 4), text_tokens(3, 30)
+    ended, going = Resumed(0, [7] * 5), Resumed(1, [9])
+    job = Job("b", [*head, placeholder, *rest], greedy(6, n=2), [("picture", 8)], resumed=[ended, going])
+    expected = run(make_engine(tiny_vision, prefix_caching=False), [replace(job, resumed=[going])]).tokens["b", 1]
+    engine = make_engine(tiny_vision)
+    driver = run(engine, [Job("a", [*head, placeholder, *rest[:num_cached_after]], greedy(2), [("picture", 8)])])
+    engine.cache.reserve("other", engine.cache.capacity_bytes, ("other", 0))  # the encoder's output is gone
+    engine.cache.release("other", ("other", 0))
+    driver.add(job)
+    assert driver.finish()["b", 1] == expected
+
+
+def test_what_breaks_over_one_request_does_not_reach_the_others(
+    tiny_llama: ModelInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    neighbour = text("neighbour", 5, greedy(8))
+    alone = run(make_engine(tiny_llama), [neighbour]).tokens
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("beams")
+
+    monkeypatch.setattr("engine.sampling.beam.BeamSearch.advance", broken)
+    driver = Driver(make_engine(tiny_llama))
+    driver.add(neighbour)
+    driver.engine.add_request("beams", text_tokens(1, 6), [], greedy(8, beam_width=2))
+    while not driver.engine.is_empty():
+        driver.step()
+    failed = [event for event in driver.events if isinstance(event, RequestFailed)]
+    assert [(event.request_id, event.error.code) for event in failed] == [("beams", "internal_error")]
+    assert {key: tokens for key, tokens in driver.tokens.items() if key[0] == "neighbour"} == alone
