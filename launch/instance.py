@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 from common.messages import Role
 from launch.backoff import Backoff
 from launch.children import Child, Command
-from services.departure_note import DepartureNote
+from services.process.drain_marker import DepartureNote
 from services.worker import with_role
 
 State = Literal["starting", "ready", "draining", "switching", "restarting", "left", "stopped"]

@@ -22,7 +22,7 @@ from launch.cpus import available_cores, split_threads
 from launch.instance import Instance
 from launch.memory import runs_on_gpu, split_memory
 from launch.topology import Topology, choose_topology, usual_topology
-from services.departure_note import VARIABLE, DepartureNote
+from services.process.drain_marker import VARIABLE, DepartureNote
 
 if TYPE_CHECKING:
     from common.config import EngineConfig, Settings
@@ -63,8 +63,8 @@ class Plan:
         settings = self.settings
         if not runs_on_gpu(settings.engine):
             return settings.engine
-        from services.addresses import resolve_host
-        from services.gpu_room import engine_on_gpu
+        from services.process.addresses import resolve_host
+        from services.process.gpu_reserve import engine_on_gpu
 
         return engine_on_gpu(settings, resolve_host(settings.host))
 

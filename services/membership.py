@@ -13,10 +13,10 @@ from broker.transports.tensors import change_hosts
 from common.keys import key_id
 from common.messages import InstanceRecord
 from common.telemetry import get_logger
-from services.addresses import advertised
-from services.departure import Departure
-from services.links import Links, RoleService
-from services.proxies import ProxyWatch
+from services.process.addresses import advertised
+from services.process.drain import Departure
+from services.process.request_owners import ProxyWatch
+from services.worker_context import Links, RoleService
 
 MAX_SILENCE_S: Final = 3 * HEARTBEAT_S
 TELL_S: Final = 2 * HEARTBEAT_S

@@ -16,7 +16,7 @@ from common.messages import Role
 from common.model_info import ModelInfo, load_model_info
 from common.process import malloc, memory_upkeep, openmp
 from common.telemetry import get_logger, setup_logging
-from services.roles import check_role, make_role
+from services.roles.factory import check_role, make_role
 
 RECEIVING: Final = frozenset[Role]({"prefill", "decode", "prefill_decode"})
 """Roles to which others send tensors. What the rest keeps of a burst should go back to the system."""
@@ -50,7 +50,7 @@ def run(settings: Settings, role: Role) -> int:
 
 async def _run(settings: Settings, info: ModelInfo, role: Role) -> tuple[int, Role | None, str]:
     from engine.device.choice import choose_device, choose_dtype
-    from services.shell import Shell
+    from services.worker_process import Shell
 
     dtype = choose_dtype(settings.engine.dtype, choose_device(settings.engine.device), info)
     name = str(dtype).removeprefix("torch.")

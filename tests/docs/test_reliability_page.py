@@ -17,7 +17,9 @@ from common.config import Settings
 from engine.handoff import early_offers
 from launch.supervisor import START_TIMEOUT_S, STOP_GRACE_S
 from proxy import recordings, workers
-from services import departure, destination, encoding, membership, proxies, shell
+from services import membership, worker_process
+from services.encode import encode_stage, output_sink
+from services.process import drain, request_owners
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 SETTINGS = Settings.model_fields
@@ -41,20 +43,20 @@ def bounds(wait: str) -> str:
         ("an offer for a request that never came", early_offers.KEEP_S),
         ("a message that the broker does not take", ChannelSender.__init__.__defaults__[0]),  # type: ignore[index]
         ("a reply of the broker", SOCKET_TIMEOUT_S),
-        ("a reply of the broker", shell.BEAT_S),
+        ("a reply of the broker", worker_process.BEAT_S),
         ("a reply of the broker", membership.TELL_S),
         ("a heartbeat of a worker", registry.RECORD_TTL_S),
         ("a heartbeat of a worker", workers.ABSENCE_S),
         ("a heartbeat of a worker", presence.ABSENCE_S),
         ("a sender of a tensor through the broker", wire.LEASE_S),
-        ("a heartbeat of a proxy", proxies.SILENCE_S),
+        ("a heartbeat of a proxy", request_owners.SILENCE_S),
         ("streams of a worker that died", STREAM_TTL_S),
-        ("the receiver of an output", destination.LOOKUP_S),
-        ("a worker that starts, for its broker", shell.BROKER_WAIT_S),
-        ("the helpers that preprocess", encoding.POOL_START_S),
-        ("what an encoder has made", encoding.KEEP_S),
+        ("the receiver of an output", output_sink.LOOKUP_S),
+        ("a worker that starts, for its broker", worker_process.BROKER_WAIT_S),
+        ("the helpers that preprocess", encode_stage.POOL_START_S),
+        ("what an encoder has made", encode_stage.KEEP_S),
         ("a model, until it is loaded", START_TIMEOUT_S),
-        ("a worker that leaves, for the broker", departure.ANNOUNCE_S),
+        ("a worker that leaves, for the broker", drain.ANNOUNCE_S),
         ("one step with a recording", recordings.TIMEOUT_S),
         ("a stop of a worker", STOP_GRACE_S),
     ],

@@ -33,7 +33,7 @@ from launch.console import ConsoleReporter
 from launch.instance import Instance, SilentReporter
 from launch.plan import make_plan
 from launch.supervisor import Supervisor
-from services.departure_note import DepartureNote
+from services.process.drain_marker import DepartureNote
 from tests.broker.cluster.test_embedded import slow_server
 from tests.broker.conftest import broker_url, make_record
 from tests.eventually import eventually

@@ -178,7 +178,7 @@ def rows_of(data: bytes) -> int:
 
 
 class SymbolicPool:
-    """Stands in for services.preprocess.PreprocessPool."""
+    """Stands in for services.encode.preprocess_pool.PreprocessPool."""
 
     num_waiting = num_crashes = 0
 

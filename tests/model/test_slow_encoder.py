@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from engine.core.encoder_engine import EncoderResult
-from services.encoding import KEEP_S
+from services.encode.encode_stage import KEEP_S
 from tests.model.cluster import HANDOFF_TIMEOUT_S, Client, Cluster
 from tests.model.symbols import SymbolicEncoder
 

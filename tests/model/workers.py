@@ -22,16 +22,16 @@ from common.messages import HandoffMessage, Role
 from engine.core.decoder_engine import DecoderEngine
 from engine.core.encoder_engine import EncoderEngine
 from engine.runner.decoder import DecoderRunner
-from services.departure import Departure
-from services.engine_thread import EngineThread
-from services.hops import HopRecorder
-from services.links import Links
+from services.encode.preprocess_pool import PreprocessPool
 from services.membership import Membership, make_record
-from services.metrics import WorkerMetrics
-from services.preprocess import PreprocessPool
-from services.proxies import ProxyWatch
-from services.roles import make_role
-from services.shell import Shell
+from services.process.drain import Departure
+from services.process.engine_thread import EngineThread
+from services.process.handoff_trace import HopRecorder
+from services.process.metrics import WorkerMetrics
+from services.process.request_owners import ProxyWatch
+from services.roles.factory import make_role
+from services.worker_context import Links
+from services.worker_process import Shell
 from tests.model.network import (
     Letter,
     Network,
@@ -201,7 +201,7 @@ def symbolic_workers() -> Iterator[None]:
     for role in ("encoder", "prefill", "decode", "prefill_decode"):
         importlib.import_module(f"services.{role}")
     with ExitStack() as stack:
-        stack.enter_context(patch("services.kv_messages.PART_BYTES", 2 * TOKEN_BYTES))
+        stack.enter_context(patch("services.handoff.kv_messages.PART_BYTES", 2 * TOKEN_BYTES))
         for module, name, value in _users_of(list(substitutes)):
             stack.enter_context(patch.object(module, name, substitutes[value]))
         yield

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from common.config import Settings
-from services.http_server import HttpServer
+from services.process.http_server import HttpServer
 from tests.proxy.conftest import Rig, eventually
 
 BODY = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode() + b" " * 2000

@@ -19,7 +19,7 @@ from broker.cluster.rpc import WorkerClient
 from common.errors import ErrorInfo
 from common.keys import ClusterKey
 from common.messages import Abort, Failed
-from services.addresses import FEW_DESCRIPTORS, warn_of_few_descriptors
+from services.process.addresses import FEW_DESCRIPTORS, warn_of_few_descriptors
 from tests.eventually import eventually
 
 LIMIT = 200

@@ -30,8 +30,8 @@ from common.messages import (
     encode,
 )
 from common.sampling_params import SamplingParams
-from services.decode import DecodeService
-from services.prefill_decode import PrefillDecodeService
+from services.roles.decode import DecodeService
+from services.roles.prefill_decode import PrefillDecodeService
 from tests.broker.conftest import zmq_context as zmq_context
 from tests.eventually import eventually
 from tests.security.mutations import revalued

@@ -14,8 +14,8 @@ from common.messages import Abort, Generate, InputSlot, Prefilled, Tokens
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from common.text.processor import TextProcessor
-from services.decode import DecodeService
-from services.prefill import PrefillService
+from services.roles.decode import DecodeService
+from services.roles.prefill import PrefillService
 from tests.eventually import eventually
 from tests.services.inprocess import InProcess, in_process
 

@@ -21,8 +21,8 @@ from common.config import EngineConfig, Settings
 from common.errors import TriptychError
 from common.messages import FromWorker, Grant, HandoffMessage, InstanceRecord, KvOffer, Offer, Role
 from common.model_info import load_model_info
-from services.links import Links, RoleService
-from services.shell import Shell
+from services.worker_context import Links, RoleService
+from services.worker_process import Shell
 from tests.broker.conftest import running
 from tests.broker.transports.transport_kit import receive
 from tests.eventually import eventually

@@ -23,7 +23,7 @@ from broker.handoff.channels import FIELD, stream_key
 from broker.transports.tensors import addresses_by_scheme
 from common.messages import Abort, Encode, Encoded, InstanceRecord, Offer, TensorHeader, encode
 from engine.processors import init_worker, process
-from services.hops import hop_latencies
+from services.process.handoff_trace import hop_latencies
 from tests.eventually import eventually
 from tests.services.cluster import START_S, Cluster, Proxy, cluster, sign
 

@@ -16,7 +16,7 @@ from common.errors import TriptychError
 from common.keys import bearer, cluster_token
 from common.model_info import ModelInfo
 from launch.cluster import LocalCluster
-from services.hops import hop_latencies
+from services.process.handoff_trace import hop_latencies
 from tools.bench.systems import Outcome
 from tools.bench.workloads import BenchRequest
 

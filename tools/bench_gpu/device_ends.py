@@ -21,8 +21,8 @@ from broker.transports.base import ReceivedTensor
 from broker.transports.tensors import TensorReceiver, TensorSender
 from common.config import Device, Transport
 from common.messages import InstanceRecord, TensorHeader
-from services.device_tensors import DeviceLanding, open_cuda, payload_of
-from services.landing import Landing
+from services.handoff.device_tensors import DeviceLanding, open_cuda, payload_of
+from services.handoff.receive_buffers import Landing
 
 TIMEOUT_S, ENDING_S = 30.0, 2.0
 MAX_BYTES = 2**30

@@ -274,7 +274,7 @@ from common.config import EngineConfig
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from engine.core.decoder_engine import DecoderEngine
-import services.prefill_decode, services.shell
+import services.roles.prefill_decode, services.worker_process
 engine = DecoderEngine(load_model_info(sys.argv[1]), EngineConfig(**json.loads(sys.argv[2])))
 for number in range(32):
     prompt = [(7 * number + place) % 250 for place in range(400 + number)]
@@ -297,7 +297,7 @@ from engine.core.encoder_engine import EncoderEngine
 from engine.core.encoder_profile import _media, _process
 from engine.device.memory_profiler import give_back_free_memory
 from engine.processors.whisper import WhisperProcessor
-import services.encoder, services.shell
+import services.roles.encoder, services.worker_process
 info = load_model_info(sys.argv[1])
 engine = EncoderEngine(info, EngineConfig(**json.loads(sys.argv[2])))
 [clip] = _media(info)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.hops import HOPS
+from services.process.handoff_trace import HOPS
 from tools.bench import handoff as bench
 
 

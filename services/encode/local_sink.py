@@ -1,0 +1,100 @@
+"""Where the encoder outputs of a worker that encodes for itself go: to the decoder's engine in the same process.
+
+The reservation rules are those of every handoff, for the same engine decides; only channels and transports are left
+out, and the tensor is handed over as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TypeAlias
+
+import torch
+
+from broker.handoff.sender import Key
+from common.errors import TriptychError
+from common.messages import Encode
+from engine.core.decoder_engine import DecoderEngine
+from engine.processors import ProcessedInput
+from engine.state.events import (
+    Event,
+    InputCached,
+    InputCancelled,
+    InputGranted,
+    InputMetadata,
+    InputRefused,
+    InputRejected,
+    InputStored,
+)
+from services.handoff.device_tensors import keep_for_this_stream
+from services.process.engine_thread import EngineThread
+
+InputEvent: TypeAlias = InputGranted | InputCached | InputRefused | InputCancelled | InputStored | InputRejected
+
+
+class LocalDestination:
+    """The decoder that `thread` drives. See services.encode.output_sink.Destination."""
+
+    def __init__(self, thread: EngineThread[DecoderEngine, Event]) -> None:
+        self._thread = thread
+        self._answers: dict[Key, asyncio.Queue[InputEvent]] = {}
+
+    @property
+    def num_open(self) -> int:
+        return len(self._answers)
+
+    async def offer(self, key: Key, message: Encode, item: ProcessedInput) -> bool:
+        answers = self._answers[key] = asyncio.Queue()
+        shape, digest = tuple(item.shape), message.content_hash
+        metadata = InputMetadata(shape, item.dtype, item.size_bytes, item.layout, digest)
+        deadline_s, request_attempt = message.deadline_s, message.request_attempt
+        self._thread.submit(lambda engine: engine.offer(*key, metadata, deadline_s, request_attempt))
+        match await answers.get():
+            case InputGranted():
+                return True
+            case InputCached():
+                del self._answers[key]
+                return False
+            case InputRefused(error=error):
+                raise TriptychError(error.code, error.message, error.param)
+            case _:
+                raise _taken_back(key)
+
+    async def deliver(self, key: Key, tensor: torch.Tensor) -> None:
+        answers = self._answers[key]
+        if answers.empty():  # else the grant was taken back while the encoder was at it
+            self._thread.submit(partial(_store, key=key, tensor=tensor))
+        match await answers.get():
+            case InputStored():
+                del self._answers[key]
+                return
+            case InputRejected(reason=reason):
+                raise TriptychError("unavailable", f"input {key[1]} was not stored: {reason}")
+            case _:
+                raise _taken_back(key)
+
+    def early(self, key: Key) -> None:
+        """Nothing is gained: nothing travels."""
+
+    def close(self, key: Key) -> None:
+        if self._answers.pop(key, None) is not None:
+            self._thread.submit(lambda engine: engine.withdraw(*key))
+
+    def settle(self, event: InputEvent) -> bool:
+        """Take an event of the engine; False if it is about nothing that came from here."""
+        answers = self._answers.get((event.request_id, event.input_id, event.attempt))
+        if answers is None:
+            return False
+        answers.put_nowait(event)
+        return True
+
+
+def _store(engine: DecoderEngine, key: Key, tensor: torch.Tensor) -> None:
+    """On the decoder's thread. The tensor is complete, but it was computed on the encoder's stream."""
+    keep_for_this_stream(tensor)
+    engine.deliver(*key, tensor)
+
+
+def _taken_back(key: Key) -> TriptychError:
+    return TriptychError("unavailable", f"the room for input {key[1]} was taken back")

@@ -1,0 +1,251 @@
+"""The sender's side of the handoff between prefill and decode: one task per request, from Generate to Prefilled.
+
+    KvReady -> offer -> grant -> part after part, as far as they are computed -> last receipt -> Prefilled
+                  later chunks prefill meanwhile ^
+
+Ending the task, by whatever, frees what the request holds in the engine and in the handoffs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Final, Literal, TypeAlias
+
+import torch
+
+from broker.handoff.sender import Handoff, HandoffSender, Key, Part
+from common.errors import ErrorInfo, TriptychError
+from common.messages import KV_INPUT_ID, Generate, Grant, KvOffer, Prefilled
+from common.telemetry import SpanRecorder, get_logger
+from engine.core.decoder_engine import DecoderEngine
+from engine.device.copy_stream import Arriving
+from engine.state.events import Event, KvComputed, KvReady, PrefillEnded, PrefillEvent, RequestFailed
+from services.encode.output_sink import find_instance
+from services.handoff.kv_messages import tokens_per_part
+from services.handoff.tensor_bytes import bytes_of
+from services.process.engine_thread import EngineThread
+from services.worker_context import Links
+
+Table: TypeAlias = Literal["self", "cross"]
+RETRY_S: Final = 0.2
+
+log = get_logger()
+
+
+@dataclass
+class _Prefill:
+    """What is known of one request. `num_computed` tokens can be exported; None while nothing can."""
+
+    message: Generate
+    recorder: SpanRecorder
+    ready: KvReady | None = None
+    num_computed: int | None = None
+    ended: PrefillEnded | None = None
+    error: ErrorInfo | None = None
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def key(self) -> Key:
+        return self.message.request_id, KV_INPUT_ID, self.message.attempt
+
+    def note(self, event: PrefillEvent | RequestFailed) -> None:
+        match event:
+            case KvReady():
+                self.ready = event
+            case KvComputed(num_tokens=num_tokens):
+                self.num_computed = num_tokens
+            case PrefillEnded():
+                self.ended = event
+            case RequestFailed(error=error):
+                self.error = error
+        self.news.set()
+
+    async def next_report(self, timeout_s: float | None = None) -> None:
+        """Wait until the engine tells something, or for so long. Raises the request's error once there is one."""
+        if self.error is None:
+            self.news.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self.news.wait()
+        self.check()
+
+    def check(self) -> None:
+        """Raise the request's error, if there is one."""
+        if self.error is not None:
+            raise TriptychError(self.error.code, self.error.message, self.error.param)
+
+
+class KvSender:
+    """All prefills of this worker."""
+
+    def __init__(
+        self,
+        links: Links,
+        thread: EngineThread[DecoderEngine, Event],
+        handoffs: HandoffSender,
+        on_ended: Callable[[str], None],
+    ) -> None:
+        """`on_ended` is called with the request id after its last word, but not for one that was dropped."""
+        self._links = links
+        self._thread = thread
+        self._handoffs = handoffs
+        self._on_ended = on_ended
+        self._timeout_s = links.settings.handoff_timeout_s
+        self._prefills: dict[str, tuple[_Prefill, asyncio.Task[None]]] = {}
+        self.outcomes: Counter[str] = Counter()
+        self.num_parts_while_prefilling = 0
+        """Parts that left before the rest of their prompt was computed."""
+
+    @property
+    def num_open(self) -> int:
+        return len(self._prefills)
+
+    def begin(self, message: Generate) -> None:
+        """Hand over the keys and values of a request that has just been given to the engine."""
+        prefill = _Prefill(message, SpanRecorder(self._links.instance_id))
+        self._prefills[message.request_id] = prefill, asyncio.create_task(self._run(prefill))
+
+    def handle(self, event: PrefillEvent | RequestFailed) -> None:
+        """The engine tells how far it is. What is about no request under way is ignored."""
+        found = self._prefills.get(event.request_id)
+        if found is None:
+            return
+        prefill, _ = found
+        prefill.note(event)
+        if isinstance(event, RequestFailed):
+            error = event.error
+            self._handoffs.fail(prefill.key, TriptychError(error.code, error.message, error.param))
+
+    def drop(self, request_id: str) -> None:
+        """Stop without a word; unknown requests are fine. The engine is the caller's business."""
+        found = self._prefills.pop(request_id, None)
+        if found is not None:
+            found[1].cancel()
+
+    def close(self) -> None:
+        for request_id in list(self._prefills):
+            self.drop(request_id)
+
+    async def _run(self, prefill: _Prefill) -> None:
+        request_id, attempt = prefill.message.request_id, prefill.message.attempt
+        error: ErrorInfo | None = None
+        try:
+            async with asyncio.timeout(self._links.settings.request_timeout_s):
+                await self._hand_over(prefill)
+        except TriptychError as caught:
+            error = caught.info
+        except TimeoutError:
+            error = ErrorInfo("timeout", "the keys and values of the prompt were not in place in time")
+        except Exception as caught:  # a mistake of ours: the proxy must learn of it, and the next may do better
+            log.error("a prefill failed unexpectedly", request=request_id, exc_info=True)
+            error = ErrorInfo("internal_error", f"the prefill worker failed: {type(caught).__name__}")
+        finally:
+            self._handoffs.close(prefill.key)
+        del self._prefills[request_id]
+        self.outcomes["ok" if error is None else error.code] += 1
+        if error is not None:
+            self._thread.submit(lambda engine: engine.abort(request_id))
+            self._links.reply(request_id, Prefilled(request_id, attempt, error))
+        else:
+            assert prefill.ended is not None
+            spans = [*prefill.ended.spans, *prefill.recorder.spans]
+            self._links.metrics.observe_spans(spans)
+            self._links.reply(
+                request_id,
+                Prefilled(request_id, attempt, spans=spans, prompt_logprobs=prefill.ended.prompt_logprobs),
+            )
+        self._on_ended(request_id)
+
+    async def _hand_over(self, prefill: _Prefill) -> None:
+        """Return once everything is in place. Raises TriptychError or TimeoutError saying why it is not."""
+        request_id = prefill.message.request_id
+        while prefill.ready is None:
+            await prefill.next_report()
+        prefill.recorder.start("grant")
+        offer = self._make_offer(prefill)
+        receiver = await find_instance(self._links, self._handoffs, prefill.message.prefill_for)
+        prefill.check()  # the engine may have given it up while there was no handoff that could be told
+        handoff = await self._handoffs.offer(offer, receiver)
+        prefill.recorder.end("grant")
+        grant = handoff.grant.result()
+        if grant.status == "granted":
+            self._thread.submit(lambda engine: engine.grant_kv(request_id))
+            for table, first, last in _wanted(offer, grant):
+                await self._send(prefill, handoff, table, first, last)
+            self._handoffs.complete(handoff)
+            self._links.note_handoff(prefill.key, handoff)
+        self._thread.submit(lambda engine: engine.end_prefill(request_id))
+        while prefill.ended is None:
+            await prefill.next_report()
+
+    def _make_offer(self, prefill: _Prefill) -> KvOffer:
+        assert prefill.ready is not None
+        kv = prefill.ready.metadata
+        return KvOffer(
+            request_id=prefill.message.request_id,
+            attempt=prefill.message.attempt,
+            num_tokens=kv.num_tokens,
+            num_encoder_tokens=kv.num_encoder_tokens,
+            token_shape=list(kv.token_shape),
+            cross_shape=list(kv.cross_shape),
+            dtype=kv.dtype,
+            layouts=kv.layouts,
+            seed=kv.seed,
+            num_cached_tokens=kv.num_cached_tokens,
+            sender=self._links.instance_id,
+            deadline_s=time.monotonic() + self._links.settings.request_timeout_s,
+            request_attempt=prefill.message.prefill_for_attempt,
+        )
+
+    async def _send(self, prefill: _Prefill, handoff: Handoff, table: Table, first: int, last: int) -> None:
+        """Send the tokens `first` to `last` of a table, as they are computed."""
+        offer = handoff.offer
+        assert isinstance(offer, KvOffer)
+        most = tokens_per_part(offer.token_shape if table == "self" else offer.cross_shape, offer.dtype)
+        while first < last:
+            computed = await self._computed(prefill, handoff, table, first, last)
+            end = min(computed, first + most)
+            tensor = await self._export(prefill, handoff, table, first, end)
+            part = Part(list(tensor.shape), offer.dtype, bytes_of(tensor), table, first)
+            self.num_parts_while_prefilling += prefill.num_computed is None or prefill.num_computed < offer.num_tokens
+            await self._handoffs.send(handoff, part)
+            first = end
+
+    async def _computed(self, prefill: _Prefill, handoff: Handoff, table: Table, first: int, last: int) -> int:
+        """Up to where there is something to send. Those of cross-attention are computed all at once."""
+
+        def reached() -> int | None:
+            if prefill.num_computed is None:
+                return None
+            computed = last if table == "cross" else min(last, prefill.num_computed)
+            return computed if computed > first else None
+
+        while (computed := reached()) is None:
+            self._handoffs.keep_alive(handoff)
+            await prefill.next_report(RETRY_S)
+        return computed
+
+    async def _export(self, prefill: _Prefill, handoff: Handoff, table: Table, first: int, last: int) -> torch.Tensor:
+        """The keys and values of some tokens, once they are there (again)."""
+        request_id = prefill.message.request_id
+
+        def export(engine: DecoderEngine) -> Arriving | None:
+            return engine.export_kv(request_id, table, first, last)
+
+        while (arriving := await self._thread.call(export, self._timeout_s)) is None:
+            # The request was preempted. The engine tells when it has been computed again, or has come back.
+            self._handoffs.keep_alive(handoff)
+            await prefill.next_report(RETRY_S)
+        return arriving.wait() if arriving.is_here else await asyncio.to_thread(arriving.wait)
+
+
+def _wanted(offer: KvOffer, grant: Grant) -> Iterator[tuple[Table, int, int]]:
+    """What the receiver asks for: (table, first token, last token + 1)."""
+    if not grant.cross_cached:
+        yield "cross", 0, offer.num_encoder_tokens
+    yield "self", grant.first_token, offer.num_tokens

@@ -1,0 +1,349 @@
+"""The receiver's side of the handoff: offers and tensors in, grants and receipts out.
+
+It takes encoder outputs, and keys and values, which have one input id of their own. It checks what can be checked
+without the request; every decision is the engine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+import torch
+
+from broker.handoff.channels import Delivery
+from broker.handoff.sender import Key, key_of
+from broker.transports.payload import DeviceBuffer
+from broker.transports.shm.push_target import GivenRoom, GivenTensor
+from broker.transports.tensors import ReceivedTensor, payload_fault
+from common.errors import ErrorInfo
+from common.messages import KV_INPUT_ID, Grant, KvOffer, Offer, Receipt, TensorHeader, Withdraw
+from common.telemetry import get_logger
+from engine.core.decoder_engine import DecoderEngine
+from engine.device.choice import DTYPES, choose_device
+from engine.device.memory import memory_budget
+from engine.handoff.kv_offer_check import KvPart
+from engine.state.events import (
+    Event,
+    InputCached,
+    InputCancelled,
+    InputGranted,
+    InputMetadata,
+    InputRefused,
+    InputRejected,
+    InputStored,
+)
+from services.handoff.device_tensors import DeviceLanding, keep_for_this_stream
+from services.handoff.kv_messages import PART_BYTES, metadata_of, part_fault
+from services.handoff.receive_buffers import Landing
+from services.handoff.tensor_bytes import tensor_of
+from services.process.engine_thread import EngineThread
+from services.worker_context import Links
+
+MAX_OFFERS: Final = 20_000
+MAX_PARTS_LANDED: Final = 4
+"""Parts of keys and values on a GPU that the engine has not put into its blocks yet; each has PART_BYTES at most."""
+
+log = get_logger()
+
+
+class HandoffReceiver:
+    """All handoffs that end at this instance. `thread` drives the engine that takes them."""
+
+    def __init__(self, links: Links, thread: EngineThread[DecoderEngine, Event]) -> None:
+        self._links = links
+        self._thread = thread
+        config = links.engine_config
+        # Where the cache's size is measured it is not known yet, but what it is measured against is.
+        limit = config.encoder_cache_bytes or memory_budget(config, choose_device(config.device))
+        self._tensors = links.tensor_receiver(max(limit, 2 * PART_BYTES))
+        self.tensor_address = self._tensors.address
+        self._offers: dict[Key, Offer | KvOffer] = {}  # until they are settled
+        self._kv_keys: dict[str, set[Key]] = {}  # those of keys and values, by request
+        cuda = links.cuda
+        self._landing = Landing() if cuda is None else DeviceLanding(cuda, choose_device(config.device))
+        self._parts_landed = asyncio.Semaphore(MAX_PARTS_LANDED)
+        self._stored_s: dict[Key, float] = {}  # when the engine had a tensor, until it says so
+        self.outcomes: Counter[str] = Counter()
+        self._tensors.watch_given(self._expect)
+        links.metrics.gauges["inputs_landing"] = lambda: len(self._landing)
+        links.metrics.gauges["offers_open"] = lambda: self.num_offers
+
+    @property
+    def num_offers(self) -> int:
+        """Handoffs under way to this worker: offered, and not settled."""
+        return len(self._offers)
+
+    async def run(self) -> None:
+        """Take tensors, until cancelled."""
+        while True:
+            received = await self._tensors.receive()
+            if not await self._take(received):
+                received.release()
+            del received  # or its memory would be kept until the next one comes
+
+    def close(self) -> None:
+        self._tensors.close()
+
+    def handle(self, delivery: Delivery) -> None:
+        """An offer has come, or is withdrawn. Never raises."""
+        match delivery.message:
+            case Offer() | KvOffer() as offer:
+                self._take_offer(offer, stale=delivery.stale)
+            case Withdraw() as withdrawal:
+                self._withdraw(withdrawal)
+            case _:
+                self.outcomes["stray"] += 1
+
+    def settle(
+        self, event: InputGranted | InputCached | InputRefused | InputCancelled | InputStored | InputRejected
+    ) -> None:
+        """The engine has decided: tell the sender."""
+        key = event.request_id, event.input_id, event.attempt
+        sender = self._sender(key)
+        match event:
+            case InputGranted():
+                self._mark_hop(key, "offer_received", "granted")
+                self._prepare(key)
+                wanted = event.first_token, event.cross_cached, event.num_parts
+                self._answer_offer(sender, Grant(*key, "granted", None, *wanted))
+                return
+            case InputStored(part=part):
+                self._mark_hop(key, "tensor_received", "stored", self._stored_s.pop(key, None))
+                self._answer_tensor(sender, Receipt(*key, "stored", part))
+                if event.input_id == KV_INPUT_ID:
+                    return  # more parts may come
+            case InputRejected(reason=reason, part=part):
+                self._stored_s.pop(key, None)
+                self._answer_tensor(sender, Receipt(*key, reason, part))
+                if reason == "corrupt":
+                    return  # it comes again
+            case InputCached():
+                self._answer_offer(sender, Grant(*key, "cached"))
+            case InputRefused(error=error):
+                self._answer_offer(sender, Grant(*key, "refused", error=error))
+            case InputCancelled():
+                self._answer_offer(sender, Grant(*key, "cancelled"))
+        self._drop(key)
+
+    def started(self, request_id: str, attempt: int) -> None:
+        """A request generates in this attempt: all its keys and values are here."""
+        for key in [key for key in self._kv_keys.get(request_id, ()) if self._offers[key].request_attempt <= attempt]:
+            self._drop(key)
+
+    # --- offers
+
+    def _take_offer(self, offer: Offer | KvOffer, *, stale: bool) -> None:
+        key = key_of(offer)
+        if stale:
+            self._answer_offer(offer.sender, Grant(*key, "cancelled"))
+        elif (error := self._refusal(key, offer)) is not None:
+            self._answer_offer(offer.sender, Grant(*key, "refused", error=error))
+        else:
+            self._links.hops.mark(key, "offer_received")
+            self._keep(key, offer)
+            self._pass_on(key, offer)
+
+    def _refusal(self, key: Key, offer: Offer | KvOffer) -> ErrorInfo | None:
+        """Why an offer is not even passed on; None if it is."""
+        if (fault := _offer_fault(offer)) is not None:
+            return ErrorInfo("internal_error", fault)
+        if key not in self._offers and len(self._offers) >= MAX_OFFERS:
+            self.outcomes["overflow"] += 1
+            what = f"{len(self._offers)} offers are under way to {self._links.instance_id}, the limit is {MAX_OFFERS}"
+            return ErrorInfo("overloaded", f"{what}: try again later")
+        return None
+
+    def _withdraw(self, withdrawal: Withdraw) -> None:
+        """What is kept for an offer is free, if it still is one: of what has been settled the sender may not know."""
+        key = key_of(withdrawal)
+        if self._sender(key) == withdrawal.sender:
+            self.outcomes["withdrawn"] += 1
+            self._drop(key)
+            self._thread.submit(lambda engine: engine.withdraw(*key))
+
+    def _keep(self, key: Key, offer: Offer | KvOffer) -> None:
+        self._offers[key] = offer
+        if isinstance(offer, KvOffer):
+            self._kv_keys.setdefault(offer.request_id, set()).add(key)
+
+    def _drop(self, key: Key) -> None:
+        self._offers.pop(key, None)
+        self._landing.drop(key)
+        keys = self._kv_keys.get(key[0])
+        if keys is not None:
+            keys.discard(key)
+            if not keys:
+                del self._kv_keys[key[0]]
+
+    def _prepare(self, key: Key) -> None:
+        """An offer has been granted: what it offers may come."""
+        offer = self._offers.get(key)
+        if isinstance(offer, Offer):
+            self._landing.prepare(key, offer.sender, offer.shape, offer.dtype)
+
+    def _expect(self, given: GivenRoom) -> bool:
+        """The sender of an offer has given the memory for what it offers. False where nobody waits for it."""
+        header, key = given.header, key_of(given.header)
+        offer = self._offers.get(key)
+        if not isinstance(offer, Offer) or _as_offered(offer) != _as_offered(header):
+            return False
+        given.take = self._take_given
+        return header.receiver_epoch == self._links.epoch and self._landing.expect(key, given)
+
+    def _pass_on(self, key: Key, offer: Offer | KvOffer) -> None:
+        deadline_s, request_attempt = offer.deadline_s, offer.request_attempt
+        if isinstance(offer, KvOffer):
+            request_id, attempt, kv = offer.request_id, offer.attempt, metadata_of(offer)
+            self._thread.submit(lambda engine: engine.offer_kv(request_id, attempt, kv, deadline_s, request_attempt))
+        else:
+            shape = tuple(offer.shape)
+            metadata = InputMetadata(shape, offer.dtype, offer.size_bytes, offer.layout, offer.content_hash)
+            self._thread.submit(lambda engine: engine.offer(*key, metadata, deadline_s, request_attempt))
+
+    # --- tensors
+
+    async def _take(self, received: ReceivedTensor) -> bool:
+        """Give a tensor to the engine. True where the engine releases it, having copied it."""
+        key, offer = key_of(received.header), self._expected(received)
+        if isinstance(offer, KvOffer):
+            return await self._take_part(key, received)
+        if offer is not None:  # copied while the engine may be computing
+            self._hand_over(key, received, await self._landing.take(key, received))
+        return False
+
+    def _take_given(self, received: GivenTensor) -> bool:
+        """The same for one that is where it will stay: at once. False where it has to be copied after all."""
+        key = key_of(received.header)
+        if self._expected(received) is None:
+            return True
+        landed = self._landing.keep(key, received)
+        if landed is not None:
+            self._hand_over(key, received, landed)
+        return landed is not None
+
+    def _expected(self, received: ReceivedTensor) -> Offer | KvOffer | None:
+        """What has offered a tensor; None where nobody waits for one like this, which its sender is told."""
+        header, key = received.header, key_of(received.header)
+        offer = self._offers.get(key)
+        if offer is not None and offer.sender != header.sender:
+            self.outcomes["stray"] += 1
+        elif offer is None or header.receiver_epoch != self._links.epoch:
+            self._answer_tensor(header.sender, Receipt(*key, "cancelled", header.part))
+        elif (fault := received.fault or _tensor_fault(received, offer)) is not None:
+            self._refuse(key, header, fault)
+        else:
+            self._links.hops.mark(key, "tensor_received")
+            return offer
+        return None
+
+    def _hand_over(self, key: Key, received: ReceivedTensor, landed: torch.Tensor | str) -> None:
+        """The engine gets it; whether it still wants it, it says when it has time."""
+        if isinstance(landed, str):
+            self._refuse(key, received.header, landed)
+        else:
+            self._links.hops.mark(key, "landed")
+            self._thread.submit(lambda engine: self._deliver(engine, key, landed))
+
+    async def _take_part(self, key: Key, received: ReceivedTensor) -> bool:
+        """Keys and values are copied by the engine, into its blocks. To a GPU they are brought before it hears of them;
+        so no more than MAX_PARTS_LANDED of them wait there for the step that it is at."""
+        if isinstance(self._landing, DeviceLanding):
+            await self._parts_landed.acquire()
+            landed = await self._landing.take(key, received)
+            if isinstance(landed, str):
+                self._parts_landed.release()
+                self._refuse(key, received.header, landed)
+            else:
+                let_go = partial(asyncio.get_running_loop().call_soon_threadsafe, self._parts_landed.release)
+                self._thread.submit(lambda engine: self._deliver_part(engine, key, received.header, landed, let_go))
+            return False
+        fault, data = await received.verify(), received.data
+        if fault is not None:
+            self._refuse(key, received.header, fault)
+            return False
+        assert isinstance(data, memoryview)  # see _tensor_fault
+        tokens = tensor_of(data, received.header.shape, DTYPES[received.header.dtype])
+        self._thread.submit(lambda engine: self._deliver_part(engine, key, received.header, tokens, received.release))
+        return True
+
+    def _refuse(self, key: Key, header: TensorHeader, fault: str) -> None:
+        log.warning("a tensor is not what was offered", sender=header.sender, fault=fault)
+        self._answer_tensor(header.sender, Receipt(*key, "corrupt", header.part))
+
+    # --- answers
+
+    def _answer_offer(self, sender: str | None, grant: Grant) -> None:
+        if sender is not None:  # else it has been told before
+            self.outcomes[grant.status] += 1
+            self._links.channels.send(sender, "allocated", grant)
+
+    def _answer_tensor(self, sender: str | None, receipt: Receipt) -> None:
+        if sender is not None:
+            self.outcomes[f"receipt_{receipt.status}"] += 1
+            self._links.channels.send(sender, "injected", receipt)
+
+    def _sender(self, key: Key) -> str | None:
+        offer = self._offers.get(key)
+        return None if offer is None else offer.sender
+
+    def _mark_hop(self, key: Key, start: str, end: str, at_s: float | None = None) -> None:
+        if self._links.hops.mark(key, end, at_s):
+            self._links.observe_hop(key, start, end)
+
+    # --- on the engine's thread
+
+    def _deliver(self, engine: DecoderEngine, key: Key, tensor: torch.Tensor) -> None:
+        keep_for_this_stream(tensor)
+        engine.deliver(*key, tensor)
+        self._stored_s[key] = time.time()
+
+    def _deliver_part(
+        self,
+        engine: DecoderEngine,
+        key: Key,
+        header: TensorHeader,
+        tokens: torch.Tensor,
+        let_go: Callable[[], object],
+    ) -> None:
+        """Copy a part to where it belongs."""
+        assert header.table != ""
+        part = KvPart(header.part, header.table, header.first, tokens)
+        try:
+            keep_for_this_stream(tokens)
+            engine.deliver_kv(header.request_id, header.attempt, part)
+            self._stored_s[key] = time.time()
+        finally:
+            let_go()
+
+
+def _as_offered(what: Offer | TensorHeader) -> tuple[str, list[int], str, int]:
+    """What an offer and the header of its tensor have to agree on."""
+    return what.sender, what.shape, what.dtype, what.size_bytes
+
+
+def _offer_fault(offer: Offer | KvOffer) -> str | None:
+    """What is wrong with an offer in itself; None if nothing is. Keys and values the engine compares with its model."""
+    if isinstance(offer, KvOffer):
+        return None
+    if offer.input_id == KV_INPUT_ID:
+        return f"input id {KV_INPUT_ID} is that of keys and values, not of an encoder's output"
+    if offer.dtype not in DTYPES:
+        return f"dtype {offer.dtype!r} is none of {', '.join(DTYPES)}"
+    return payload_fault(offer, offer.size_bytes)
+
+
+def _tensor_fault(received: ReceivedTensor, offer: Offer | KvOffer) -> str | None:
+    """What a tensor's header says other than its offer did, or where it lies wrongly; None if nothing."""
+    header = received.header
+    if isinstance(offer, KvOffer):
+        if isinstance(received.data, DeviceBuffer):
+            return "keys and values come through the host's memory, not from a GPU's"
+        return part_fault(header, offer)
+    if (header.shape, header.dtype, header.size_bytes) == (offer.shape, offer.dtype, offer.size_bytes):
+        return None
+    return f"offered {offer.shape} {offer.dtype}, came {header.shape} {header.dtype}"

@@ -1,0 +1,123 @@
+"""The small HTTP side of a worker: is it alive, is it ready, what does it count. Served in the worker's own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from common.config import Settings
+from common.errors import ErrorInfo, TriptychError
+from common.http.auth import Guard, RequireKey
+from common.http.server import Server, bind
+
+Check = Callable[[], str | None]
+"""Why not; None if all is well."""
+
+
+def make_app(
+    *,
+    health: Check,
+    ready: Check,
+    metrics: Callable[[], Awaitable[bytes]],
+    handoffs: Callable[[], list[dict[str, Any]]],
+    drain: Callable[[], Awaitable[int]],
+    switch: Callable[[str], Awaitable[int]],
+) -> Starlette:
+    """What a worker answers.
+
+    GET /health, /ready        200, or 503 with a reason
+    GET /metrics               Prometheus' text format
+    GET /debug/handoffs        see services.process.handoff_trace
+    POST /drain                202, the worker ends once it is idle; 400 with an error where it will not
+    POST /switch {"role": R}   202, the worker becomes an R once it is idle; 400 with an error where it cannot
+    """
+
+    async def show_health(_: Request) -> Response:
+        return _verdict(health())
+
+    async def show_ready(_: Request) -> Response:
+        return _verdict(ready())
+
+    async def show_metrics(_: Request) -> Response:
+        return Response(await metrics(), media_type=CONTENT_TYPE_LATEST)
+
+    async def show_handoffs(_: Request) -> Response:
+        return JSONResponse(handoffs())
+
+    async def begin_drain(_: Request) -> Response:
+        return await _departure(drain())
+
+    async def begin_switch(request: Request) -> Response:
+        try:
+            role = msgspec.json.decode(await request.body(), type=_SwitchRequest).role
+        except msgspec.MsgspecError as error:
+            message = f'the body must be {{"role": "ROLE"}}: {error}'
+            return _refusal(ErrorInfo("invalid_request", message, "role"))
+        return await _departure(switch(role))
+
+    return Starlette(
+        routes=[
+            Route("/health", show_health),
+            Route("/ready", show_ready),
+            Route("/metrics", show_metrics),
+            Route("/debug/handoffs", show_handoffs),
+            Route("/drain", begin_drain, methods=["POST"]),
+            Route("/switch", begin_switch, methods=["POST"]),
+        ]
+    )
+
+
+class _SwitchRequest(msgspec.Struct, forbid_unknown_fields=True):
+    role: str
+
+
+def protect(app: Starlette, guard: Guard) -> None:
+    """Answer with 401 what `guard` does not allow."""
+    message = "this endpoint wants a key: send `Authorization: Bearer KEY`, see docs/security.md"
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": "invalid_api_key"}
+    refusal = JSONResponse({"error": error}, 401, {"WWW-Authenticate": "Bearer"})
+    app.add_middleware(RequireKey, guard=guard, refusal=refusal)
+
+
+class HttpServer:
+    """A worker's HTTP server, on a port that is known before it serves."""
+
+    def __init__(self, app: Starlette, host: str, settings: Settings) -> None:
+        """Bind now; port 0 picks a free one. Raises TriptychError("invalid_request") where the port cannot be had."""
+        self._socket = bind(host, settings.port)
+        self.port = int(self._socket.getsockname()[1])
+        self._server = Server(app, settings, lifespan="off", timeout_graceful_shutdown=1)
+
+    async def run(self) -> None:
+        """Serve until `stop`."""
+        await self._server.serve(sockets=[self._socket])
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+async def _departure(leaving: Awaitable[int]) -> Response:
+    try:
+        return JSONResponse({"status": "draining", "outstanding": await leaving}, status_code=202)
+    except TriptychError as error:
+        return _refusal(error.info)
+
+
+def _refusal(error: ErrorInfo) -> Response:
+    return JSONResponse({"error": msgspec.to_builtins(error)}, status_code=error.http_status)
+
+
+def _verdict(problem: str | None) -> Response:
+    if problem is None:
+        return JSONResponse({"status": "ok"})
+    return JSONResponse({"status": "unavailable", "reason": problem}, status_code=503)

@@ -1,0 +1,73 @@
+"""What a worker tells Prometheus. Every worker has a registry of its own, nothing is process-global."""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from common.messages import Span
+from services.process.metric_help import help_text
+
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_ITEMS = (1, 2, 4, 8, 16, 32)
+
+
+class WorkerMetrics:
+    """Histograms that the service fills, and numbers that are looked up when somebody asks."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.stage_seconds = self._histogram("stage_seconds", "Time of one stage of a request.", label="stage")
+        self.hop_seconds = self._histogram("handoff_hop_seconds", "Time of one hop of a handoff.", label="hop")
+        self.first_token_seconds = self._histogram(
+            "time_to_first_token_seconds", "From the arrival of a request at this worker to its first token."
+        )
+        self.batch_items = self._histogram("encoder_batch_items", "Items per encoder batch.", buckets=_ITEMS)
+        self.engine_stats: dict[object, Mapping[str, float]] = {}
+        """What each engine of the process has told last."""
+        self.gauges: dict[str, Callable[[], float]] = {}
+        self.tallies: dict[str, Callable[[], Mapping[str, int]]] = {}
+        """Counters by outcome: name -> function that returns outcome -> count."""
+        self.registry.register(_Lookup(self))
+
+    def _histogram(
+        self, name: str, what: str, *, label: str | None = None, buckets: tuple[float, ...] = _SECONDS
+    ) -> Histogram:
+        labels = [label] if label else []
+        return Histogram(f"triptych_{name}", what, labels, buckets=buckets, registry=self.registry)
+
+    def observe_spans(self, spans: Iterable[Span]) -> None:
+        for span in spans:
+            self.stage_seconds.labels(span.stage).observe(max(0.0, span.end_s - span.start_s))
+
+    def render(self) -> bytes:
+        """The Prometheus text format."""
+        return generate_latest(self.registry)
+
+
+class _Lookup(Collector):
+    def __init__(self, metrics: WorkerMetrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        values = {name: gauge() for name, gauge in self._metrics.gauges.items()}
+        for name, value in {**added_up(self._metrics.engine_stats.values()), **values}.items():
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            yield kind(f"triptych_{name}", help_text(name), value=value)
+        for name, tally in self._metrics.tallies.items():
+            family = CounterMetricFamily(f"triptych_{name}", help_text(name), labels=["outcome"])
+            for outcome, count in Tally(tally()).items():
+                family.add_metric([outcome], count)
+            yield family
+
+
+def added_up(stats: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The numbers of several engines: bytes that more than one tells of add up, else the last one counts."""
+    total: dict[str, float] = {}
+    for name, value in (item for numbers in stats for item in numbers.items()):
+        total[name] = value + (total.get(name, 0) if name.endswith("_bytes") else 0)
+    return total

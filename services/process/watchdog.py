@@ -1,0 +1,53 @@
+"""Tells an engine that hangs from one that computes: how long it has been in one step, while this process ran."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from common.errors import TriptychError
+from common.process.clocks import AwakeClock
+from services.process.engine_thread import EngineThread
+
+POLL_S: Final = 1.0
+"""Between two looks; less where the limit is shorter than a few of them."""
+
+
+class Watchdog:
+    """Looks at the engines of one worker. Loading is no step; nor does the time count in which the process is stopped.
+
+    The idea is that of the watchdog of other engines (SGLang's `--watchdog-timeout`): a step that does not end within
+    minutes never will, and only a new process has a chance. What hangs may be a kernel, a driver or a lock.
+    """
+
+    def __init__(
+        self, threads: Sequence[EngineThread[Any, Any]], limit_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._threads = threads
+        self._limit_s = limit_s
+        self._poll_s = min(POLL_S, limit_s / 4)
+        self._clock = clock
+        self._awake = AwakeClock(2 * self._poll_s, clock)
+        self._looked_s, self._counted_s = clock(), 0.0
+        self._began_s = dict.fromkeys(threads, 0.0)  # the present steps, by the seconds that are counted
+
+    async def watch(self) -> None:
+        """Return only by raising TriptychError("unavailable"), where an engine hangs."""
+        while True:
+            await asyncio.sleep(self._poll_s)
+            if (problem := self.look()) is not None:
+                raise TriptychError("unavailable", f"{problem}: it has hung")
+
+    def look(self) -> str | None:
+        """What is wrong; None if nothing. Only the time between looks that follow each other closely is counted."""
+        now_s, awake_s = self._clock(), self._awake.look()
+        elapsed_s, counted_s = now_s - self._looked_s, awake_s - self._counted_s
+        self._looked_s, self._counted_s = now_s, awake_s
+        for thread in self._threads:
+            busy_s = thread.busy_s
+            if busy_s <= elapsed_s:  # its step has begun since the last look, or it waits
+                self._began_s[thread] = awake_s - min(busy_s, counted_s)
+        longest_s = max(awake_s - began_s for began_s in self._began_s.values())
+        return f"the engine has been in one step for {longest_s:.0f} s" if longest_s > self._limit_s else None

@@ -1,0 +1,246 @@
+"""What workers with a decoder have in common: requests and handed-over inputs in, what the engine says out.
+
+It translates between messages and the engine's commands and events; every decision is the engine's. The roles are
+subclasses that say which requests they take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Coroutine
+from typing import Any, ClassVar
+
+from broker.handoff.channels import ChannelName, Delivery
+from broker.handoff.sender import key_of
+from common.errors import ErrorInfo
+from common.messages import (
+    Encode,
+    Encoded,
+    Failed,
+    Generate,
+    InputNeeded,
+    InstanceRecord,
+    Role,
+    StopSequence,
+    Tokens,
+    ToWorker,
+)
+from common.sampling_params import MAX_SEQUENCES
+from engine.core.decoder_engine import DecoderEngine
+from engine.state.events import Event, InputLost, PrefillEvent, RequestFailed, TokensReady
+from services.encode.local_encode import LocalEncoding
+from services.handoff.receiver import HandoffReceiver
+from services.process.engine_thread import EngineThread
+from services.process.idle_check import IdleCheck
+from services.worker_context import Links
+
+
+class DecoderService(ABC):
+    """See services.worker_context.RoleService. A subclass says in `_refusal` which requests it takes."""
+
+    role: ClassVar[Role]
+    channels: ClassVar[tuple[ChannelName, ...]] = ("metadata",)
+    always_encodes: ClassVar[bool] = False
+    may_encode: ClassVar[bool] = False
+    """Whether it encodes as a fallback, where the settings want it."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self._arrived_s: dict[str, float] = {}  # requests without a token yet
+        self._outcomes: Counter[str] = Counter()  # of requests, beside those of handoffs
+        self._idle_check = IdleCheck()
+        self.thread: EngineThread[DecoderEngine, Event] = EngineThread(
+            build=self._build,
+            step=self._idle_check.step,
+            next_deadline_s=lambda engine: engine.next_deadline_s(),
+            on_events=self._handle_events,
+            answer=lambda engine: engine.answer(),
+        )
+        self._receiver = HandoffReceiver(links, self.thread)
+        self.tensor_address = self._receiver.tensor_address
+        fallback = self.may_encode and links.settings.encoder_fallback and links.info.media_kind is not None
+        self._encoding = LocalEncoding(links, self.thread, fallback) if fallback or self.always_encodes else None
+        links.metrics.tallies["handoffs"] = lambda: self._receiver.outcomes + self._outcomes
+        links.metrics.gauges["integrity_failures"] = lambda: self._idle_check.num_failures
+
+    def _build(self) -> DecoderEngine:
+        links, beside = self._links, 0 if self._encoding is None else self._encoding.taken_bytes
+        lease_s = links.settings.handoff_timeout_s
+        return DecoderEngine(links.info, links.engine_config, links.instance_id, lease_s, beside)
+
+    @property
+    def encodes(self) -> bool:
+        return self._encoding is not None
+
+    @property
+    def threads(self) -> tuple[EngineThread[Any, Any], ...]:
+        """The encoder's first: the decoder's pools take what is left."""
+        return (self._encoding.thread, self.thread) if self._encoding is not None else (self.thread,)
+
+    async def start(self, own: InstanceRecord) -> None:
+        if self._encoding is not None:
+            await self._encoding.start()
+
+    def tasks(self) -> list[Coroutine[Any, Any, None]]:
+        return [self._receiver.run()]
+
+    def review(self, instances: dict[str, InstanceRecord]) -> None:  # noqa: B027 (most that decode have nothing to do)
+        """Nothing: what a lost sender has offered ends by its deadline, or by the next attempt."""
+
+    def close(self) -> None:
+        if self._encoding is not None:
+            self._encoding.close()
+        self._receiver.close()
+
+    # --- from proxies
+
+    def handle_request(self, proxy: bytes, message: ToWorker) -> None:
+        if isinstance(message, Generate):
+            self._generate(proxy, message)
+        elif isinstance(message, StopSequence):
+            request_id, index = message.request_id, message.index
+            if self._links.proxies.owner(request_id) == proxy:
+                self.thread.submit(lambda engine: engine.stop_sequence(request_id, index))
+        elif isinstance(message, Encode):
+            self._encode(proxy, message)
+
+    def abort(self, request_id: str) -> None:
+        self._give_up(request_id)
+        self.thread.submit(lambda engine: engine.abort(request_id))
+
+    def handle_delivery(self, delivery: Delivery) -> None:
+        self._receiver.handle(delivery)
+
+    @abstractmethod
+    def _refusal(self, message: Generate) -> str | None:
+        """Why this role does not take such a request; None if it does."""
+
+    def _refuse(self, proxy: bytes, message: Generate, error: ErrorInfo) -> None:
+        self._links.send(proxy, Failed(message.request_id, error, message.attempt))
+
+    def _generate(self, proxy: bytes, message: Generate) -> None:
+        if (why := self._refusal(message)) is not None:
+            what = f"{self._links.instance_id} is a {self.role} worker: {why}"
+            self._refuse(proxy, message, ErrorInfo("invalid_request", what))
+            return
+        proxies, request_id = self._links.proxies, message.request_id
+        owner, attempt = proxies.owner(request_id), proxies.attempt(request_id)
+        if attempt is not None:
+            if not proxies.owns(proxy, request_id):
+                what = f"another proxy has a request {request_id} on {self._links.instance_id}"
+                self._refuse(proxy, message, ErrorInfo("unavailable", f"{what}: try again"))
+                return
+            if owner == proxy and message.attempt <= attempt:
+                self._outcomes["duplicate_request"] += 1
+                return
+            # An older attempt, or on a connection that this proxy has given up: nobody waits for what is told of it.
+            self._outcomes["taken_over"] += owner != proxy
+            self.abort(request_id)
+        self._begin(proxy, message)
+
+    def _begin(self, proxy: bytes, message: Generate) -> None:
+        most_tokens = _most_tokens(message, self._links.info.max_model_len)
+        self._links.proxies.add(proxy, message.request_id, most_tokens, message.attempt)
+        self._arrived_s[message.request_id] = time.monotonic()
+        self.thread.submit(
+            lambda engine: engine.add_request(
+                message.request_id,
+                message.prompt_token_ids,
+                message.inputs,
+                message.sampling,
+                message.priority,
+                message.resumed,
+                attempt=message.attempt,
+                prefill_only=bool(message.prefill_for),
+                prefilled=message.prefilled,
+            )
+        )
+
+    def _encode(self, proxy: bytes, message: Encode) -> None:
+        own = self._links.instance_id
+        if self._encoding is not None and message.destination == own:
+            self._encoding.take(proxy, message)
+            return
+        why = "it encodes only for itself" if self._encoding is not None else "it has no encoder"
+        error = ErrorInfo("invalid_request", f"{own} is a {self.role} worker: {why}")
+        self._links.send(proxy, Encoded(*key_of(message), error))
+
+    # --- from the engine
+
+    def _handle_events(self, events: list[Event]) -> None:
+        for event in events:
+            if not (isinstance(event, TokensReady | RequestFailed | PrefillEvent) and self._is_stale(event)):
+                self._handle_event(event)
+
+    def _is_stale(self, event: TokensReady | RequestFailed | PrefillEvent) -> bool:
+        """Whether it was told before the engine had heard that the request was aborted: it may be here again since."""
+        return event.attempt != self._links.proxies.attempt(event.request_id)
+
+    def _handle_event(self, event: Event) -> None:
+        assert not isinstance(event, PrefillEvent)  # only what was added with `prefill_only` has these
+        if isinstance(event, TokensReady):
+            self._send_tokens(event)
+        elif isinstance(event, RequestFailed):
+            self._fail(event)
+        elif isinstance(event, InputLost):
+            self._outcomes["input_needed"] += 1
+            needed = InputNeeded(event.request_id, event.input_id, event.attempt, event.request_attempt)
+            # Behind what the encoder of this process is about to say: that it had been stored, so this is no failure.
+            asyncio.get_running_loop().call_soon(self._links.reply, event.request_id, needed)
+        elif self._encoding is None or not self._encoding.settle(event):
+            self._receiver.settle(event)
+
+    def _fail(self, event: RequestFailed) -> None:
+        self._links.reply(event.request_id, Failed(event.request_id, event.error, event.attempt))
+        self._give_up(event.request_id)
+
+    def _send_tokens(self, event: TokensReady) -> None:
+        arrived_s = self._arrived_s.pop(event.request_id, None)
+        if arrived_s is not None:
+            self._links.metrics.first_token_seconds.observe(time.monotonic() - arrived_s)
+            self._receiver.started(event.request_id, event.attempt)
+        self._links.reply(
+            event.request_id,
+            Tokens(
+                event.request_id,
+                event.offset,
+                event.token_ids,
+                event.finish_reason,
+                event.num_prompt_tokens,
+                event.spans,
+                index=event.index,
+                done=event.done,
+                num_cached_tokens=event.num_cached_tokens,
+                logprobs=event.logprobs,
+                prompt_logprobs=event.prompt_logprobs,
+                score=event.score,
+                attempt=event.attempt,
+            ),
+        )
+        if event.done:
+            self._links.metrics.observe_spans(event.spans)
+            self._end(event.request_id)
+
+    def _end(self, request_id: str) -> None:
+        """Nothing of a request is left in the engine."""
+        self._links.proxies.remove(request_id)
+        self._arrived_s.pop(request_id, None)
+
+    def _give_up(self, request_id: str) -> None:
+        """The same before it was done: what is under way for it has to stop."""
+        self._end(request_id)
+        if self._encoding is not None:
+            self._encoding.abort(request_id)
+
+
+def _most_tokens(message: Generate, max_model_len: int) -> int:
+    """Tokens that a request has at its end, at most: its prompt, and where it is decoded here, what it generates.
+
+    Counted before the engine has looked at the request: whatever it asks for, the number stays one that can be told.
+    """
+    sampling = message.sampling
+    most = min(max(0, sampling.max_tokens), max_model_len) * min(max(0, sampling.num_sequences), MAX_SEQUENCES)
+    return len(message.prompt_token_ids) + (0 if message.prefill_for else most)

@@ -1,0 +1,72 @@
+"""The encoder worker: media in, encoder outputs to the instances that need them."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from typing import Any, ClassVar
+
+from broker.handoff.channels import ChannelName, Delivery
+from broker.handoff.sender import HandoffSender
+from common.errors import ErrorInfo
+from common.messages import Encode, Failed, Generate, InstanceRecord, Role, ToWorker
+from engine.core.encoder_engine import OUTGOING_BYTES
+from engine.device.choice import choose_device
+from engine.device.memory import output_cache_bytes
+from services.encode.encode_stage import EncodingStage
+from services.encode.output_sink import RemoteDestination
+from services.handoff.device_tensors import Outgoing
+from services.worker_context import Links
+
+
+class EncoderService:
+    """See services.worker_context.RoleService."""
+
+    role: ClassVar[Role] = "encoder"
+    channels: ClassVar[tuple[ChannelName, ...]] = ("allocated", "injected")
+    tensor_address = ""
+    encodes = False
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self._tensors = links.tensor_sender()
+        self._handoffs = HandoffSender(links.channels, self._tensors, links.settings.handoff_timeout_s)
+        engine = links.settings.engine
+        kept_bytes = output_cache_bytes(engine, choose_device(engine.device.choice))
+        self.stage = EncodingStage(
+            links,
+            RemoteDestination(links, self._handoffs),
+            prepare=Outgoing(OUTGOING_BYTES["cuda"] + kept_bytes).keep,
+            output_cache_bytes=kept_bytes,
+            on_begun=links.proxies.add,
+            on_ended=links.proxies.remove,
+        )
+        self.threads = (self.stage.thread,)
+        links.metrics.gauges["handoffs_open"] = lambda: self._handoffs.num_open
+        links.metrics.tallies["handoffs"] = lambda: self._handoffs.outcomes
+
+    async def start(self, own: InstanceRecord) -> None:
+        self._handoffs.own = own
+        await self.stage.start()
+
+    def tasks(self) -> list[Coroutine[Any, Any, None]]:
+        return []
+
+    def review(self, instances: dict[str, InstanceRecord]) -> None:
+        self._handoffs.review(instances)
+
+    def handle_request(self, proxy: bytes, message: ToWorker) -> None:
+        if isinstance(message, Encode):
+            self.stage.take(proxy, message)
+        elif isinstance(message, Generate):
+            what = f"{self._links.instance_id} is an encoder: it generates nothing"
+            self._links.send(proxy, Failed(message.request_id, ErrorInfo("invalid_request", what), message.attempt))
+
+    def handle_delivery(self, delivery: Delivery) -> None:
+        self._handoffs.handle(delivery)
+
+    def abort(self, request_id: str) -> None:
+        self.stage.abort(request_id)
+
+    def close(self) -> None:
+        self.stage.close()
+        self._tensors.close()

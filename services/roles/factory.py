@@ -1,0 +1,51 @@
+"""The roles that a worker can have, and which of them a model allows. Imports no role: each loads an engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from common.errors import TriptychError
+from common.messages import WORKER_ROLES, Role
+from common.model_info import ModelInfo
+
+if TYPE_CHECKING:
+    from services.worker_context import Links, RoleService
+
+_ENCODING_ROLES: Final = ("encoder", "encode_prefill_decode")
+
+
+def check_role(name: str, info: ModelInfo) -> Role:
+    """The role of that name. Raises TriptychError("invalid_request") where there is none, or not for this model."""
+    if name not in WORKER_ROLES:
+        raise TriptychError("invalid_request", f"role {name!r} is none of {', '.join(WORKER_ROLES)}", "role")
+    if name in _ENCODING_ROLES and info.media_kind is None:
+        message = f"{info.name} takes no media and needs no encoder: prefill_decode workers are enough"
+        raise TriptychError("invalid_request", message, "role")
+    return name
+
+
+def make_role(role: Role, links: Links) -> RoleService:
+    """The service of a role; must be called on the loop."""
+    match role:
+        case "encoder":
+            from services.roles.encoder import EncoderService
+
+            return EncoderService(links)
+        case "prefill":
+            from services.roles.prefill import PrefillService
+
+            return PrefillService(links)
+        case "decode":
+            from services.roles.decode import DecodeService
+
+            return DecodeService(links)
+        case "prefill_decode":
+            from services.roles.prefill_decode import PrefillDecodeService
+
+            return PrefillDecodeService(links)
+        case "encode_prefill_decode":
+            from services.roles.prefill_decode import EncodePrefillDecodeService
+
+            return EncodePrefillDecodeService(links)
+        case "proxy":
+            raise TriptychError("invalid_request", "a proxy is no worker", "role")

@@ -1,0 +1,79 @@
+"""The worker that prefills for others."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from broker.handoff.channels import ChannelName, Delivery
+from broker.handoff.sender import HandoffSender
+from common.errors import ErrorInfo
+from common.messages import Generate, Grant, InstanceRecord, Prefilled, Receipt, Role
+from engine.state.events import Event, PrefillEvent, RequestFailed
+from services.handoff.kv_sender import KvSender
+from services.roles.decoder import DecoderService
+from services.worker_context import Links
+
+
+class PrefillService(DecoderService):
+    """Takes inputs from encoders, and hands keys and values to decode workers. It samples nothing."""
+
+    role: ClassVar[Role] = "prefill"
+    channels: ClassVar[tuple[ChannelName, ...]] = ("metadata", "allocated", "injected")
+    may_encode = True
+
+    def __init__(self, links: Links) -> None:
+        super().__init__(links)
+        self._tensors = links.tensor_sender()
+        self._handoffs = HandoffSender(links.channels, self._tensors, links.settings.handoff_timeout_s)
+        self._sender = KvSender(links, self.thread, self._handoffs, on_ended=self._give_up)
+        links.metrics.gauges["prefills_open"] = lambda: self._sender.num_open
+        early_parts = "kv_parts_sent_while_prefilling_total"
+        links.metrics.gauges[early_parts] = lambda: self._sender.num_parts_while_prefilling
+        links.metrics.gauges["handoffs_open"] = lambda: self._handoffs.num_open
+        links.metrics.tallies["prefills"] = lambda: self._sender.outcomes
+        links.metrics.tallies["kv_handoffs"] = lambda: self._handoffs.outcomes
+
+    async def start(self, own: InstanceRecord) -> None:
+        self._handoffs.own = own
+        await super().start(own)
+
+    def review(self, instances: dict[str, InstanceRecord]) -> None:
+        self._handoffs.review(instances)
+
+    def handle_delivery(self, delivery: Delivery) -> None:
+        if isinstance(delivery.message, Grant | Receipt):
+            self._handoffs.handle(delivery)
+        else:
+            super().handle_delivery(delivery)
+
+    def close(self) -> None:
+        self._sender.close()
+        super().close()
+        self._tensors.close()
+
+    def abort(self, request_id: str) -> None:
+        self._sender.drop(request_id)
+        super().abort(request_id)
+
+    def _refusal(self, message: Generate) -> str | None:
+        if not message.prefill_for:
+            return "a request has to name the decode worker that it is prefilled for"
+        if message.prefilled:
+            return "a request cannot be prefilled here and elsewhere"
+        return None
+
+    def _refuse(self, proxy: bytes, message: Generate, error: ErrorInfo) -> None:
+        self._links.send(proxy, Prefilled(message.request_id, message.attempt, error))
+
+    def _begin(self, proxy: bytes, message: Generate) -> None:
+        super()._begin(proxy, message)
+        self._sender.begin(message)
+
+    def _handle_event(self, event: Event) -> None:
+        if isinstance(event, PrefillEvent):
+            self._sender.handle(event)
+        else:
+            super()._handle_event(event)
+
+    def _fail(self, event: RequestFailed) -> None:
+        self._sender.handle(event)

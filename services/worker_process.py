@@ -1,0 +1,335 @@
+"""The shell around an engine: what workers of all roles have in common.
+
+    HTTP (health, metrics, drain)        requests (ZMQ)      channels (Redis)      heartbeat
+              \\                               |                   |                  /
+               +------------------ one asyncio loop: the role ----------------------+
+                                    |  commands       ^  events
+                                    v                 |
+                                       engine thread(s)
+
+Whatever part ends on its own ends the process: a worker is whole or gone, and others notice that it is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any, Final
+
+from redis.exceptions import RedisError
+
+from broker.cluster.curve import ClusterContext
+from broker.cluster.redis_client import connect, wait_until_reachable
+from broker.cluster.registry import HEARTBEAT_S, Registry
+from broker.cluster.rpc import WorkerServer
+from broker.handoff.channels import ChannelReader, ChannelSender
+from common.config import Settings
+from common.errors import ErrorInfo, TriptychError
+from common.http.auth import worker_guard
+from common.keys import ClusterKey
+from common.messages import Abort, Failed, Heartbeat, Inquiry, Role
+from common.model_info import ModelInfo
+from common.telemetry import get_logger
+from services.handoff.device_tensors import open_cuda
+from services.membership import Membership, make_record
+from services.process.addresses import resolve_host, warn_of_few_descriptors, warn_of_strangers
+from services.process.drain import Departure
+from services.process.drain_marker import DepartureNote
+from services.process.engine_thread import EngineThread
+from services.process.handoff_trace import HopRecorder
+from services.process.http_server import HttpServer, make_app, protect
+from services.process.metrics import WorkerMetrics
+from services.process.request_owners import ProxyWatch
+from services.process.watchdog import Watchdog
+from services.roles.factory import check_role
+from services.worker_context import Links, RoleService
+
+BROKER_WAIT_S: Final = 30.0
+BEAT_S: Final = 10 * HEARTBEAT_S
+"""What the broker may take to answer all that is asked with a heartbeat; the next one tries again."""
+STATS_WAIT_S: Final = 1.0
+JOIN_S: Final = 1.0
+
+log = get_logger()
+
+
+class Shell:
+    """One worker process, from its first socket to its last."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        info: ModelInfo,
+        dtype: str,
+        role: Callable[[Links], RoleService],
+        on_loaded: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Bind the sockets and make the role. Must be called on the loop. Raises TriptychError or OSError.
+
+        `on_loaded` is called on the loop once all is there that the process needs, before the cluster knows of it.
+        """
+        if settings.broker is None:
+            raise TriptychError("invalid_request", "a worker needs a broker: give --broker redis://host:port", "broker")
+        self._settings = settings
+        self._info = info
+        self._on_loaded = on_loaded
+        self._host = resolve_host(settings.host)
+        hops = HopRecorder()
+        app = make_app(
+            health=self.health,
+            ready=self.ready,
+            metrics=self._render_metrics,
+            handoffs=hops.as_json,
+            drain=self.drain,
+            switch=self.switch,
+        )
+        protect(app, worker_guard(settings))
+        self._http = HttpServer(app, self._host, settings)  # first: nothing is open yet if the port is taken
+        self._redis = connect(settings.broker)
+        self._reading = connect(settings.broker, retries=0)
+        registry = Registry(self._redis, settings.cluster)
+        key = ClusterKey.of(settings)
+        warn_of_strangers(self._host, has_key=key is not None)
+        warn_of_few_descriptors(self._host)
+        self._context = ClusterContext(key)
+        self._server = WorkerServer(self._context, self._host, on_refused=self._abort)
+        self._proxies = ProxyWatch()
+        self._departure = Departure(lambda: len(self._proxies), settings.request_timeout_s)
+        self._note = DepartureNote.of_environment()
+        self._membership = Membership(registry, self._proxies, self._departure)
+        self.next_role: Role | None = None
+        self.abandons_engine = False
+        """Whether an engine is still in a step once `run` has returned: the process has to end without it."""
+        self.stop = asyncio.Event()
+        """Set, by a signal or by whoever runs this, to end it."""
+        self.instance_id = instance_id = settings.instance_id or f"worker-{uuid.uuid4().hex[:8]}"
+        self._links = Links(
+            settings=settings,
+            info=info,
+            instance_id=instance_id,
+            epoch=time.time_ns(),
+            host=self._host,
+            dtype=dtype,
+            context=self._context,
+            redis=self._redis,
+            registry=registry,
+            channels=ChannelSender(self._redis, settings.cluster),
+            server=self._server,
+            proxies=self._proxies,
+            metrics=WorkerMetrics(),
+            hops=hops,
+            cuda=open_cuda(settings.engine.device),
+        )
+        self._role = role(self._links)
+        self._watchdog = Watchdog(self._role.threads, settings.step_timeout_s)
+        self._reader = ChannelReader(self._reading, settings.cluster, instance_id, self._role.channels)
+        self._add_metrics()
+
+    async def run(self) -> int:
+        """Serve until SIGTERM or SIGINT, or until drained (0), or until something breaks (1).
+
+        `next_role` says whether this process is wanted in another role then.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop.set)
+        serving = asyncio.create_task(self._serve())
+        ends = asyncio.create_task(self.stop.wait()), asyncio.create_task(self._departure.complete())
+        tasks: tuple[asyncio.Task[Any], ...] = (serving, *ends)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        failed = serving.done()
+        self.next_role = None if failed or self.stop.is_set() else self._departure.next_role
+        for task in tasks:
+            task.cancel()
+        (error, *_) = await asyncio.gather(*tasks, return_exceptions=True)
+        if failed:
+            self._report(error)
+        await self._close()
+        log.info("stopped", failed=failed)
+        return 1 if failed else 0
+
+    def health(self) -> str | None:
+        """Why this process should be restarted; None if it should not."""
+        for thread in self._role.threads:
+            if thread.started and not thread.alive:
+                return "the engine thread is dead"
+        return self._watchdog.look()
+
+    def ready(self) -> str | None:
+        """Why no request should be sent here; None if they may."""
+        if not all(thread.loaded.done() for thread in self._role.threads):
+            return "the model is being loaded"
+        return self._membership.problem() or self.health()
+
+    def is_idle(self) -> bool:
+        """Whether no request is under way."""
+        return not len(self._proxies)
+
+    async def drain(self) -> int:
+        """Take nothing new, finish what is under way, then end with status 0. Returns the requests under way.
+
+        Raises TriptychError where this worker is to become something else.
+        """
+        return await self._leave(None)
+
+    async def switch(self, role: str) -> int:
+        """The same, but end with `next_role` set. Raises TriptychError where the role is impossible here."""
+        if role == self._role.role:
+            raise TriptychError("invalid_request", f"{self._links.instance_id} has the role {role} already", "role")
+        return await self._leave(check_role(role, self._info))
+
+    async def _leave(self, next_role: Role | None) -> int:
+        self._departure.request(next_role)
+        self._note.write(next_role)
+        log.info("draining", next_role=next_role, outstanding=len(self._proxies))
+        await self._membership.announce()
+        return len(self._proxies)
+
+    async def _serve(self) -> None:
+        role = self._role
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._http.run())
+            loading = group.create_task(self._load(group))
+            await wait_until_reachable(self._redis, BROKER_WAIT_S)
+            await loading
+            record = make_record(self._links, role, self._http.port, self._departure)
+            group.create_task(self._watchdog.watch())
+            await role.start(record)
+            await self._reader.open()
+            for coroutine in (self._links.channels.run(), self._reader.run(role.handle_delivery), *role.tasks()):
+                group.create_task(coroutine)
+            group.create_task(self._take_requests())
+            group.create_task(self._watch_proxies())
+            self._on_loaded()
+            await self._membership.join(record)
+            if not self._departure.requested:
+                self._note.remove()  # of how this process came to have its role
+            log.info("ready", role=role.role, http=record.http_address, requests=record.requests_address)
+            group.create_task(self._beat())
+
+    async def _load(self, group: asyncio.TaskGroup) -> None:
+        """Start the engines one after the other: the pools of each take what the ones before it have left."""
+        for thread in self._role.threads:
+            group.create_task(self._watch_engine(thread))
+            thread.start()
+            await thread.loaded
+
+    async def _watch_engine(self, thread: EngineThread[Any, Any]) -> None:
+        error = await asyncio.shield(thread.ended)
+        raise error or TriptychError("internal_error", "the engine thread has stopped")
+
+    async def _take_requests(self) -> None:
+        while True:
+            proxy, message = await self._server.receive()
+            for request_id, attempt in self._proxies.heard(proxy).items():
+                error = ErrorInfo("unavailable", f"{self._links.instance_id} had lost its connection to the proxy")
+                self._server.send(proxy, Failed(request_id, error, attempt))
+            if isinstance(message, Abort):
+                known = self._proxies.owner(message.request_id) is not None
+                if not known or self._proxies.owns(proxy, message.request_id):
+                    self._abort(message.request_id)
+            elif isinstance(message, Inquiry):
+                self._answer(proxy, message)
+            elif not isinstance(message, Heartbeat):
+                self._role.handle_request(proxy, message)
+
+    def _answer(self, proxy: bytes, inquiry: Inquiry) -> None:
+        """Say so where there is no such attempt: however it was lost, its proxy would wait for it in vain.
+
+        One that has ended meanwhile is not lost: its last words may not have been read yet.
+        """
+        if self._proxies.knows(inquiry.request_id, inquiry.attempt):
+            return
+        self._proxies.num_unknown += 1
+        log.warning("asked for a request that is not here", request=inquiry.request_id, attempt=inquiry.attempt)
+        error = ErrorInfo("unavailable", f"{self._links.instance_id} has lost the request")
+        self._server.send(proxy, Failed(inquiry.request_id, error, inquiry.attempt))
+
+    def _abort(self, request_id: str) -> None:
+        self._proxies.remove(request_id)
+        self._role.abort(request_id)
+
+    async def _watch_proxies(self) -> None:
+        """Once a second: a sign of life to all proxies; drop what those that are silent or gone have left.
+
+        Never waits for the broker, which may stand still when a proxy dies.
+        """
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            for proxy in self._proxies.present:
+                if not self._server.send(proxy, Heartbeat()):
+                    self._proxies.mark_gone(proxy)
+            for request_id in self._proxies.take_orphans():
+                log.warning("request dropped: its proxy is gone or silent", request=request_id)
+                self._role.abort(request_id)
+
+    async def _beat(self) -> None:
+        """Once a second: tell the registry, and look around."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            try:
+                async with asyncio.timeout(BEAT_S):
+                    instances = await self._membership.beat()
+                    self._role.review(instances)
+                    await self._reader.keep_alive()
+            except (RedisError, TimeoutError) as error:
+                log.warning("no heartbeat", error=str(error) or f"the broker has not answered within {BEAT_S:g} s")
+
+    def _add_metrics(self) -> None:
+        metrics, role, channels = self._links.metrics, self._role, self._links.channels
+        metrics.gauges["requests_outstanding"] = lambda: len(self._proxies)
+        metrics.gauges["requests_outstanding_tokens"] = lambda: self._proxies.num_tokens
+        metrics.gauges["requests_orphaned_total"] = lambda: self._proxies.num_orphans
+        metrics.gauges["requests_unknown_total"] = lambda: self._proxies.num_unknown
+        metrics.gauges["first_request_delay_seconds"] = lambda: self._membership.first_request_delay_s
+        metrics.gauges["draining"] = lambda: self._departure.requested
+        metrics.gauges["engine_busy_seconds"] = lambda: max(thread.busy_s for thread in role.threads)
+        metrics.gauges["channel_messages_waiting"] = lambda: channels.num_waiting
+        metrics.tallies["dropped_messages"] = lambda: {
+            "invalid_request": self._server.num_invalid,
+            "invalid_channel": self._reader.num_invalid,
+            "undeliverable": channels.num_dropped,
+            "trimmed": channels.num_trimmed,
+        }
+
+    async def _render_metrics(self) -> bytes:
+        """Numbers of this moment if the engine answers soon, else those of the last time."""
+        for thread in self._role.threads:
+            try:
+                stats = await thread.call(lambda engine: engine.stats(), STATS_WAIT_S)
+                self._links.metrics.engine_stats[thread] = stats
+            except TimeoutError:
+                log.warning("metrics are old: the engine is busy", busy_s=thread.busy_s)
+        return self._links.metrics.render()
+
+    def _report(self, error: BaseException | None) -> None:
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        message = error.info.message if isinstance(error, TriptychError) else repr(error)
+        log.error(
+            "this worker cannot go on", error=message, exc_info=None if isinstance(error, TriptychError) else error
+        )
+
+    async def _close(self) -> None:
+        """Leave the cluster, then let go of everything. Bounded: about two seconds at the worst."""
+        try:
+            async with asyncio.timeout(JOIN_S):
+                if await self._membership.leave():
+                    await self._reader.delete()
+        except (TimeoutError, RedisError) as error:
+            log.warning("could not sign off at the broker: the entries there expire", error=repr(error))
+        self._role.close()
+        for thread in self._role.threads:
+            thread.stop()
+        for thread in self._role.threads:
+            if not await asyncio.to_thread(thread.join, JOIN_S):
+                self.abandons_engine = True
+                log.warning("the engine is still in a step; the process ends without it")
+        self._server.close()
+        self._http.close()
+        self._context.destroy(linger=0)
+        await self._redis.aclose()
+        await self._reading.aclose()

@@ -1,0 +1,108 @@
+"""A byte that is damaged on its way, by any transport, is noticed and costs a repetition: the tokens are right."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+import zmq.asyncio
+from redis.asyncio import Redis
+
+from broker.transports.base import ReceivedTensor
+from broker.transports.shm.push_target import GivenRoom
+from broker.transports.tensors import TensorReceiver
+from common.config import Transport
+from common.hashing import content_hash
+from common.messages import Encode, Encoded, Generate, InputSlot, Tokens
+from common.model_info import load_model_info
+from common.sampling_params import SamplingParams
+from common.text.processor import TextProcessor
+from engine.llm import LLM
+from services.roles.encoder import EncoderService
+from services.roles.prefill_decode import PrefillDecodeService
+from tests.broker.transports.transport_kit import NIXL
+from tests.eventually import eventually
+from tests.services.apart import apart, question
+from tests.services.cluster import sign
+from tests.services.inprocess import in_process
+
+TRANSPORTS = ["zmq", "shm", "redis", NIXL]
+GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("signpost", num_threads=1, kv_cache_bytes=16 * 2**20)
+
+
+@pytest.fixture
+def damaged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One bit of the first tensor flips in the receiver's memory, before anybody has looked at it there: its size."""
+    sizes: list[int] = []
+    receive, read_to = TensorReceiver.receive, GivenRoom.read_to
+
+    async def receive_damaged(receiver: TensorReceiver) -> ReceivedTensor:
+        received = await receive(receiver)
+        if sizes:
+            return received
+        sizes.append(received.header.size_bytes)
+        data = bytearray(received.data)
+        data[len(data) // 2] ^= 0x10
+        return msgspec.structs.replace(received, data=memoryview(data))
+
+    def read_damaged(room: GivenRoom, end: int) -> None:
+        if not sizes and room.memory is not None and end:
+            sizes.append(room.header.size_bytes)
+            room.memory[0] ^= 0x10
+        read_to(room, end)
+
+    monkeypatch.setattr(TensorReceiver, "receive", receive_damaged)
+    monkeypatch.setattr(GivenRoom, "read_to", read_damaged)
+    return sizes
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_part_of_a_prompt_is_sent_again(
+    broker_url: str,
+    redis: Redis,
+    zmq_context: zmq.asyncio.Context,
+    llm: LLM,
+    damaged: list[int],
+    transport: Transport,
+) -> None:
+    prompt = question("Which colours does the sign have? " * 20)
+    [reference] = llm.generate({"prompt_token_ids": prompt}, GREEDY)
+    async with apart(broker_url, redis, zmq_context, transport=transport) as workers:
+        await workers.generate("r", prompt, GREEDY)
+        assert await workers.tokens("r") == {0: reference.outputs[0].token_ids}
+        assert (await workers.prefilled("r")).error is None
+        assert damaged
+        assert workers.prefill.tally("kv_handoffs") == {"sent_again": 1, "stored": 1}
+        assert workers.decode.tally("handoffs")["receipt_corrupt"] == 1
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_an_encoders_output_is_sent_again(
+    broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context, damaged: list[int], transport: Transport
+) -> None:
+    text, media = TextProcessor(load_model_info("signpost")), sign("red")
+    content = [{"type": "image"}, {"type": "text", "text": "What colour is the sign?"}]
+    ids = text.render_chat([{"role": "user", "content": content}])
+    digest = content_hash("image", media)
+    slot = InputSlot(0, "image", digest, text.placeholder_indices(ids, 1)[0])
+    async with (
+        in_process(broker_url, redis, zmq_context, EncoderService, instance_id="e0", transport=transport) as encoder,
+        in_process(
+            broker_url, redis, zmq_context, PrefillDecodeService, instance_id="d0", transport=transport
+        ) as decoder,
+    ):
+        await decoder.proxy.send(Generate("r", ids, [slot], GREEDY))
+        await encoder.proxy.send(Encode("r", 0, 0, "image", digest, media, "d0", time.monotonic() + 20))
+        assert (await encoder.one(Encoded, "r")).error is None
+        await eventually(lambda: any(message.done for message in decoder.of(Tokens, "r")), 20.0)
+        tokens = [token for message in decoder.of(Tokens, "r") for token in message.token_ids]
+        assert text.decode(tokens).startswith("red")
+        assert damaged
+        assert encoder.tally("handoffs")["sent_again"] == 1
+        assert decoder.tally("handoffs")["receipt_corrupt"] == 1

@@ -1,0 +1,214 @@
+"""Encoder outputs from GPU to GPU, between an encoder's and a decoder's service over a fake CUDA.
+
+Both engines compute on the CPU; what is between them takes their tensors' memory for that of a GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+import zmq.asyncio
+from redis.asyncio import Redis
+
+from broker.handoff.sender import Key, key_of
+from broker.transports.base import ReceivedTensor
+from broker.transports.cuda import sender
+from broker.transports.cuda.runtime import CudaError
+from broker.transports.payload import DeviceBuffer, Payload
+from broker.transports.tensors import TensorSender
+from common.hashing import checksum, content_hash
+from common.messages import Encode, Encoded, Generate, InputSlot, TensorHeader, Tokens
+from common.model_info import load_model_info
+from common.sampling_params import SamplingParams
+from common.text.processor import TextProcessor
+from engine.core.decoder_engine import DecoderEngine
+from engine.handoff.kv_offer_check import KvPart
+from services.handoff.device_tensors import DeviceLanding, Outgoing, open_cuda, payload_of
+from services.handoff.receiver import MAX_PARTS_LANDED
+from services.handoff.tensor_bytes import bytes_of
+from services.roles.decode import DecodeService
+from services.roles.encoder import EncoderService
+from services.roles.prefill_decode import PrefillDecodeService
+from tests.broker.transports.fake_cuda import FakeCuda
+from tests.eventually import eventually
+from tests.services.cluster import sign
+from tests.services.inprocess import InProcess, Peer, in_process
+from tests.services.roles.test_decode import Setting as PrefillingPeer
+
+
+@dataclass
+class Pair:
+    """Encoder `e0` and decoder `d0`, each with a view of the same GPU."""
+
+    encoder: InProcess[EncoderService]
+    decoder: InProcess[PrefillDecodeService]
+    gpus: dict[str, FakeCuda]
+
+    async def ask(self, request_id: str, colour: str) -> str:
+        """What the sign shows."""
+        text, media = TextProcessor(load_model_info("signpost")), sign(colour)
+        content = [{"type": "image"}, {"type": "text", "text": "What colour is the sign?"}]
+        ids = text.render_chat([{"role": "user", "content": content}])
+        digest = content_hash("image", media)
+        slot = InputSlot(0, "image", digest, text.placeholder_indices(ids, 1)[0])
+        sampling = SamplingParams(max_tokens=6, temperature=0.0)
+        await self.decoder.proxy.send(Generate(request_id, ids, [slot], sampling))
+        await self.encoder.proxy.send(Encode(request_id, 0, 0, "image", digest, media, "d0", time.monotonic() + 20))
+        assert (await self.encoder.one(Encoded, request_id)).error is None
+        await eventually(lambda: any(message.done for message in self.decoder.of(Tokens, request_id)), 20.0)
+        return text.decode([token for message in self.decoder.of(Tokens, request_id) for token in message.token_ids])
+
+    def sent(self) -> dict[str, int]:
+        return self.encoder.tally("tensors_sent")
+
+
+@pytest.fixture
+async def pair(
+    broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Pair]:
+    gpus = {"d0": FakeCuda(), "e0": FakeCuda()}
+    starting, encoders = iter(gpus.values()), gpus["e0"]
+    monkeypatch.setattr("services.worker_process.open_cuda", lambda device: next(starting))
+
+    def on_the_gpu(tensor: torch.Tensor) -> DeviceBuffer:
+        return encoders.upload(bytes_of(tensor))
+
+    monkeypatch.setattr("services.encode.output_sink.payload_of", on_the_gpu)
+    ends = broker_url, redis, zmq_context
+    async with (
+        in_process(*ends, PrefillDecodeService, instance_id="d0") as decoder,
+        in_process(*ends, EncoderService, instance_id="e0") as encoder,
+    ):
+        yield Pair(encoder, decoder, gpus)
+        assert decoder.gauge("integrity_failures") == 0
+
+
+async def test_a_picture_goes_from_gpu_to_gpu_and_is_seen(pair: Pair) -> None:
+    for number, colour in enumerate(("red", "blue", "green"), 1):
+        assert (await pair.ask(colour, colour)).startswith(colour)
+        assert pair.sent() == {"cuda+unix": number}
+    await eventually(lambda: not pair.encoder.gauge("handoffs_open"))
+
+
+async def test_what_is_too_large_for_the_arena_goes_through_the_host_and_lands_on_the_gpu(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender, "ARENA_BYTES", 128)
+    assert (await pair.ask("r", "red")).startswith("red")
+    assert pair.sent() == {"shm+unix": 1}
+
+
+async def test_a_copy_that_fails_is_sent_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, failures = pair.gpus["d0"], [CudaError("cudaMemcpyAsync: a fault")]
+    copy = cuda.copy
+
+    def fail_once(target: int, source: int, num_bytes: int, stream: int) -> None:
+        if failures and num_bytes > 16:  # not the greeting
+            raise failures.pop()
+        copy(target, source, num_bytes, stream)
+
+    monkeypatch.setattr(cuda, "copy", fail_once)
+    assert (await pair.ask("r", "red")).startswith("red")
+    assert pair.sent() == {"cuda+unix": 2}
+    assert not failures
+
+
+async def test_keys_and_values_that_lie_on_a_gpu_are_refused(
+    broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ours never do: they leave by the host's memory."""
+    monkeypatch.setattr("services.worker_process.open_cuda", lambda device: FakeCuda())
+    async with (
+        in_process(broker_url, redis, zmq_context, DecodeService) as worker,
+        Peer(redis, zmq_context, await worker.record(), "prefill").alive() as peer,
+    ):
+        shape = await worker.role.thread.call(lambda engine: list(engine.kv_intake._expectation.token_shape), 5.0)
+        setting, cuda = PrefillingPeer(worker, peer, shape), FakeCuda()
+        offer = await setting.granted("r")
+        size_bytes = offer.num_tokens * setting.token_bytes
+        epoch, whole = (await worker.record()).epoch, [offer.num_tokens, *shape]
+        header = TensorHeader(*key_of(offer), "peer", epoch, whole, "float32", size_bytes, table="self")
+        sender = TensorSender(zmq_context, cuda=cuda)
+        await sender.send(await worker.record(), header, cuda.upload(bytes(size_bytes)), 5.0)
+        assert sender.num_sent == {"cuda+unix": 1}
+        assert await setting.receipt("r") == (0, "corrupt")
+        await setting.send(offer, 0, 0, offer.num_tokens)
+        await setting.done("r")
+        sender.close()
+
+
+async def test_keys_and_values_are_on_the_gpu_before_the_engine_hears_of_them_and_no_more_than_a_few(
+    broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda, landed, delivered, going_on = FakeCuda(), list[str](), list[str](), threading.Event()
+    take, deliver = DeviceLanding.take, DecoderEngine.deliver_kv
+
+    async def noted_take(landing: DeviceLanding, key: Key, received: ReceivedTensor) -> torch.Tensor | str:
+        tensor = await take(landing, key, received)
+        landed.append(key[0])
+        return tensor
+
+    def noted_deliver(engine: DecoderEngine, request_id: str, attempt: int, part: KvPart) -> None:
+        assert request_id in landed
+        delivered.append(request_id)
+        deliver(engine, request_id, attempt, part)
+
+    monkeypatch.setattr("services.worker_process.open_cuda", lambda device: cuda)
+    monkeypatch.setattr(DeviceLanding, "take", noted_take)
+    monkeypatch.setattr(DecoderEngine, "deliver_kv", noted_deliver)
+    async with (
+        in_process(broker_url, redis, zmq_context, DecodeService) as worker,
+        Peer(redis, zmq_context, await worker.record(), "prefill").alive() as peer,
+    ):
+        shape = await worker.role.thread.call(lambda engine: list(engine.kv_intake._expectation.token_shape), 5.0)
+        setting = PrefillingPeer(worker, peer, shape)
+        names = [f"r{number}" for number in range(MAX_PARTS_LANDED + 2)]
+        offers = [await setting.granted(name) for name in names]
+        worker.role.thread.submit(lambda engine: going_on.wait(60))  # a long step
+        for offer in offers:
+            await setting.send(offer, 0, 0, offer.num_tokens)
+        await eventually(lambda: len(landed) == MAX_PARTS_LANDED)
+        for _ in range(20):
+            await asyncio.sleep(0.01)
+        assert (landed, delivered) == (names[:MAX_PARTS_LANDED], [])
+        going_on.set()
+        for name in names:
+            await setting.done(name)
+        assert delivered == landed == names
+
+
+# --- the parts
+
+
+@pytest.mark.parametrize("way", ["the GPU", "the host"])
+async def test_a_tensor_lands_complete_whatever_way_it_has_come(way: str) -> None:
+    cuda, values = FakeCuda(), torch.arange(12, dtype=torch.float32).view(3, 4)
+    landing, key = DeviceLanding(cuda, torch.device("cpu")), ("r", 0, 0)
+    header = TensorHeader(*key, "e0", 1, [3, 4], "float32", 48, checksum=checksum(bytes_of(values)))
+    data: Payload = cuda.upload(bytes_of(values)) if way == "the GPU" else bytes_of(values)
+    landed = await landing.take(key, ReceivedTensor(header, data))
+    assert isinstance(landed, torch.Tensor)
+    assert torch.equal(landed, values)
+
+
+async def test_bytes_damaged_on_the_host_do_not_land() -> None:
+    landing, key = DeviceLanding(FakeCuda(), torch.device("cpu")), ("r", 0, 0)
+    header = TensorHeader(*key, "e0", 1, [4], "float32", 16, checksum=1)
+    assert "damaged" in str(await landing.take(key, ReceivedTensor(header, memoryview(bytes(16)))))
+
+
+def test_outputs_on_the_host_are_sent_as_they_are() -> None:
+    tensor = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
+    assert Outgoing(0).keep(tensor).data_ptr() == tensor.data_ptr()
+    assert payload_of(tensor) == bytes_of(tensor)
+    assert Outgoing(0).keep(tensor.T).is_contiguous()
+
+
+def test_a_worker_on_a_cpu_has_no_cuda() -> None:
+    assert open_cuda("cpu") is None

@@ -1,0 +1,30 @@
+"""Proxies that fall silent leave orphans, and learn of it if they come back."""
+
+from __future__ import annotations
+
+from services.process.request_owners import ProxyWatch
+
+
+def test_only_a_silent_proxy_loses_its_requests() -> None:
+    watch = ProxyWatch(silence_s=0.0)
+    watch.heard(b"p0")
+    watch.add(b"p0", "a", attempt=3)
+    watch.add(b"p0", "b")
+    watch.remove("b")
+    assert sorted(watch.take_orphans()) == ["a"]
+    assert watch.owner("a") is watch.attempt("a") is None
+    assert len(watch) == 0
+    assert watch.take_orphans() == []
+    assert watch.heard(b"p0") == {"a": 3}
+    assert watch.heard(b"p0") == {}
+
+
+def test_a_proxy_that_beats_keeps_its_requests() -> None:
+    watch = ProxyWatch(silence_s=60.0)
+    watch.heard(b"p0")
+    watch.heard(b"p1")
+    watch.add(b"p0", "a")
+    watch.add(b"p1", "b")
+    watch.mark_gone(b"p1")
+    assert watch.take_orphans() == ["b"]
+    assert watch.owner("a") == b"p0"

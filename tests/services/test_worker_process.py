@@ -1,0 +1,453 @@
+"""The shell around an engine, in this process, with a role that does nothing: ready, healthy, and every way to end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import httpx
+import pytest
+import zmq.asyncio
+from redis.asyncio import Redis
+from structlog.testing import capture_logs
+
+from broker.cluster.registry import HEARTBEAT_S, Registry
+from broker.cluster.rpc import WorkerClient
+from broker.handoff.channels import ChannelName, Delivery
+from common.config import Settings
+from common.errors import TriptychError
+from common.keys import ClusterKey
+from common.messages import Abort, Failed, Generate, Heartbeat, Inquiry, InstanceRecord, Role, ToWorker
+from common.model_info import load_model_info
+from common.sampling_params import SamplingParams
+from proxy.worker import WatchedClient
+from services.process.drain_marker import VARIABLE, DepartureNote
+from services.process.engine_thread import EngineThread
+from services.worker_context import Links
+from services.worker_process import Shell
+from tests.broker.conftest import make_record, stallable
+from tests.eventually import eventually
+
+
+class IdleEngine:
+    """An engine that has nothing to do."""
+
+    def has_work(self) -> bool:
+        return False
+
+    def stats(self) -> dict[str, float]:
+        return {"answer": 42.0, "questions_total": 7.0}
+
+
+@dataclass
+class IdleRole:
+    """A role that only notes what it is told. `may_load` holds the model back."""
+
+    links: Links
+    may_load: threading.Event
+    aborted: list[str] = field(default_factory=list)
+    num_reviews: int = 0
+    role: ClassVar[Role] = "prefill_decode"
+    channels: ClassVar[tuple[ChannelName, ...]] = ("metadata",)
+    tensor_address = ""
+    encodes = False
+
+    def __post_init__(self) -> None:
+        self.thread: EngineThread[IdleEngine, Any] = EngineThread(
+            build=self._build, step=lambda _: [], next_deadline_s=lambda _: None, on_events=lambda _: None
+        )
+        self.threads = (self.thread,)
+
+    def _build(self) -> IdleEngine:
+        self.may_load.wait(10)
+        return IdleEngine()
+
+    async def start(self, own: InstanceRecord) -> None: ...
+
+    def tasks(self) -> list[Coroutine[Any, Any, None]]:
+        return []
+
+    def handle_request(self, proxy: bytes, message: ToWorker) -> None:
+        if isinstance(message, Generate):
+            self.links.proxies.add(proxy, message.request_id, attempt=message.attempt)
+
+    def handle_delivery(self, delivery: Delivery) -> None: ...
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    def review(self, instances: dict[str, InstanceRecord]) -> None:
+        self.num_reviews += 1
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Running:
+    shell: Shell
+    role: IdleRole
+    task: asyncio.Task[int]
+    registry: Registry
+
+    async def record(self) -> InstanceRecord:
+        """This worker's entry in the registry, once it is there."""
+        await eventually(self._registered)
+        found = await self.registry.get("w0")
+        assert found is not None
+        return found
+
+    async def _registered(self) -> bool:
+        return await self.registry.get("w0") is not None
+
+    async def get(self, path: str) -> httpx.Response:
+        async with httpx.AsyncClient() as http:
+            return await http.get(f"http://127.0.0.1:{self.shell._http.port}{path}")
+
+
+@asynccontextmanager
+async def worker(broker_url: str, redis: Redis, *, may_load: bool = True, **changes: Any) -> AsyncIterator[Running]:
+    loading = threading.Event()
+    if may_load:
+        loading.set()
+    settings = Settings(broker=broker_url, cluster="c", instance_id="w0", port=0, **changes)
+    roles: list[IdleRole] = []
+
+    def make_role(links: Links) -> IdleRole:
+        roles.append(IdleRole(links, loading))
+        return roles[0]
+
+    running_shell = Shell(settings, load_model_info("signpost"), "float32", make_role)
+    task = asyncio.create_task(running_shell.run())
+    try:
+        yield Running(running_shell, roles[0], task, Registry(redis, "c"))
+    finally:
+        loading.set()
+        if not task.done():
+            os.kill(os.getpid(), signal.SIGTERM)
+        await task
+
+
+async def test_it_is_ready_once_loaded_and_registered(broker_url: str, redis: Redis) -> None:
+    async with worker(broker_url, redis, may_load=False) as running:
+        await eventually(lambda: running.role.thread.alive)
+        assert (await running.get("/health")).status_code == 200
+        waiting = await running.get("/ready")
+        assert waiting.status_code == 503
+        assert "being loaded" in waiting.json()["reason"]
+        assert await running.registry.instances() == {}
+        running.role.may_load.set()
+        record = await running.record()
+        await eventually(lambda: running.shell.ready() is None)
+        assert (await running.get("/ready")).status_code == 200
+        assert record.http_address == f"http://127.0.0.1:{running.shell._http.port}"
+        assert (record.role, record.dtype) == ("prefill_decode", "float32")
+
+
+async def test_metrics_hold_the_engines_numbers(broker_url: str, redis: Redis) -> None:
+    async with worker(broker_url, redis) as running:
+        await running.record()
+        page = (await running.get("/metrics")).text
+    assert "# TYPE triptych_answer gauge" in page
+    assert "triptych_answer 42.0" in page
+    assert "# TYPE triptych_questions_total counter" in page
+
+
+async def test_sigterm_ends_it_cleanly_and_leaves_no_key(broker_url: str, redis: Redis) -> None:
+    async with worker(broker_url, redis) as running:
+        await running.record()
+        assert len(await redis.keys("c:*")) == 3
+        os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(2):
+            assert await running.task == 0
+    assert await redis.keys("c:*") == []
+
+
+async def test_a_dead_engine_ends_the_process_with_an_error(broker_url: str, redis: Redis) -> None:
+    def die(_: IdleEngine) -> None:
+        raise ZeroDivisionError
+
+    async with worker(broker_url, redis) as running:
+        await running.record()
+        running.role.thread.submit(die)
+        async with asyncio.timeout(5):
+            assert await running.task == 1
+    assert await redis.keys("c:*") == []
+
+
+async def test_an_engine_that_hangs_ends_the_process_and_its_place_in_the_cluster(
+    broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context
+) -> None:
+    release = threading.Event()
+    async with worker(broker_url, redis, step_timeout_s=0.4) as running:
+        address = (await running.record()).requests_address
+        assert running.shell.health() is None
+        async with WatchedClient(zmq_context, address, "p0") as proxy:
+            await proxy.send(Heartbeat())
+            running.role.thread.submit(lambda _: release.wait(20) and None)
+            async with asyncio.timeout(10):
+                await proxy.lost()  # so a proxy moves what it had here, long before the entry would expire
+                assert await running.task == 1
+        assert running.shell.abandons_engine
+        assert "one step" in (running.shell.health() or "")
+        release.set()
+    assert await redis.keys("c:*") == []
+
+
+async def test_a_younger_process_under_the_same_id_ends_it(broker_url: str, redis: Redis) -> None:
+    async with worker(broker_url, redis) as running:
+        record = await running.record()
+        rival = make_record("w0", "prefill_decode", epoch=record.epoch + 1)
+        await Registry(redis, "c").register(rival)
+        async with asyncio.timeout(5):
+            assert await running.task == 1
+    current = await Registry(redis, "c").get("w0")
+    assert current is not None
+    assert current.epoch == rival.epoch
+
+
+async def test_aborts_reach_the_role_but_not_for_other_proxies_requests(
+    broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context
+) -> None:
+    async with worker(broker_url, redis) as running:
+        address = (await running.record()).requests_address
+        async with WorkerClient(zmq_context, address, "p0") as owner, WorkerClient(zmq_context, address, "p1") as other:
+            await owner.send(Generate("r", [1], [], SamplingParams()))
+            await eventually(lambda: len(running.role.links.proxies) == 1)
+            await other.send(Abort("r"))
+            await other.send(Abort("unknown"))
+            await eventually(lambda: running.role.aborted == ["unknown"])
+            await owner.send(Abort("r"))
+            await eventually(lambda: running.role.aborted == ["unknown", "r"])
+            assert len(running.role.links.proxies) == 0
+
+
+async def test_a_proxy_that_asks_for_a_request_is_told_only_if_it_is_not_here(
+    broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context
+) -> None:
+    async with worker(broker_url, redis) as running:
+        address = (await running.record()).requests_address
+        async with WorkerClient(zmq_context, address, "p0") as proxy, asyncio.timeout(5):
+            for name in ("r", "ended"):
+                await proxy.send(Generate(name, [1], [], SamplingParams(), attempt=2))
+            await eventually(lambda: len(running.role.links.proxies) == 2)
+            running.role.links.proxies.remove("ended")
+            for inquiry in (Inquiry("r", 2), Inquiry("ended", 2), Inquiry("r", 1), Inquiry("lost", 3)):
+                await proxy.send(inquiry)
+            answers = [await proxy.receive(), await proxy.receive()]
+    assert [(type(one), one.request_id) for one in answers] == [(Failed, "r"), (Failed, "lost")]
+    assert [one.attempt for one in answers if isinstance(one, Failed)] == [1, 3]
+    assert all(one.error.code == "unavailable" for one in answers if isinstance(one, Failed))
+
+
+async def test_what_a_silent_proxy_had_asked_for_is_dropped_and_it_learns_of_it_on_its_return(
+    broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context
+) -> None:
+    async with worker(broker_url, redis) as running:
+        running.shell._proxies._silence_s = 0.1
+        address = (await running.record()).requests_address
+        async with WorkerClient(zmq_context, address, "p0") as proxy:
+            await proxy.send(Generate("r", [1], [], SamplingParams()))
+            await eventually(lambda: running.role.aborted == ["r"])
+            await proxy.send(Heartbeat())
+            async with asyncio.timeout(5):
+                failed = await proxy.receive()
+    assert isinstance(failed, Failed)
+    assert (failed.request_id, failed.error.code) == ("r", "unavailable")
+
+
+async def test_what_a_proxy_leaves_is_dropped_at_once_while_the_broker_stands_still(
+    broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context
+) -> None:
+    with stallable(broker_url) as (cable, url):
+        async with worker(url, redis) as running:
+            address = (await running.record()).requests_address
+            await eventually(lambda: running.shell.ready() is None)
+            async with WorkerClient(zmq_context, address, "p0") as proxy:
+                await proxy.send(Generate("r", [1], [], SamplingParams()))
+                await eventually(lambda: len(running.role.links.proxies) == 1)
+                cable.set("stall")
+                await eventually(lambda: running.shell.ready() == "the broker is not reachable", 10.0)
+            outstanding = running.role.links.metrics.gauges["requests_outstanding"]
+            await eventually(lambda: outstanding() == 0, 2 * HEARTBEAT_S)
+            assert running.role.aborted == ["r"]
+            cable.set("pass")
+            await eventually(lambda: running.shell.ready() is None, 10.0)
+
+
+async def test_a_beat_that_the_broker_does_not_answer_is_given_up_and_the_next_one_tries_again(
+    broker_url: str, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.worker_process.BEAT_S", 0.1)
+    with stallable(broker_url) as (cable, url), capture_logs() as logs:
+        async with worker(url, redis) as running:
+            await eventually(lambda: running.shell.ready() is None)  # an entry may be there before its reply is
+            cable.set("stall")
+            await eventually(lambda: sum(entry["event"] == "no heartbeat" for entry in logs) > 1, 10.0)
+            assert not running.task.done()
+            monkeypatch.setattr("services.worker_process.BEAT_S", 3.0)
+            cable.set("pass")
+            await eventually(lambda: running.shell.ready() is None, 10.0)
+
+
+async def test_a_drain_does_not_wait_for_a_broker_that_stands_still(
+    broker_url: str, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.membership.TELL_S", 0.1)
+    with stallable(broker_url) as (cable, url):
+        async with worker(url, redis) as running:
+            await eventually(lambda: running.shell.ready() is None)
+            cable.set("stall")
+            async with asyncio.timeout(3.0):
+                assert await running.shell.drain() == 0
+            cable.set("pass")
+
+
+@dataclass
+class Leaving:
+    """A worker with one request under way, and how it is asked to leave."""
+
+    running: Running
+    proxy: WorkerClient
+
+    async def post(self, path: str, body: object = None) -> httpx.Response:
+        async with httpx.AsyncClient() as http:
+            return await http.post(f"http://127.0.0.1:{self.running.shell._http.port}{path}", json=body)
+
+    async def is_draining(self) -> bool:
+        record = await self.running.registry.get("w0")
+        return record is not None and record.draining
+
+    def finish_request(self) -> None:
+        self.running.shell._proxies.remove("r")
+
+
+@pytest.fixture
+def note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DepartureNote:
+    """Where the worker's supervisor looks; of how the worker came to have its role."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "w0.departure"))
+    note = DepartureNote.of_environment()
+    note.write("prefill_decode")
+    return note
+
+
+@pytest.fixture
+async def leaving(
+    broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context, note: DepartureNote
+) -> AsyncIterator[Leaving]:
+    async with worker(broker_url, redis) as running:
+        address = (await running.record()).requests_address
+        await eventually(lambda: running.shell.ready() is None)
+        async with WorkerClient(zmq_context, address, "p0") as proxy:
+            delay = running.role.links.metrics.gauges["first_request_delay_seconds"]
+            assert delay() == 0.0
+            await proxy.send(Generate("r", [1], [], SamplingParams()))
+            await eventually(lambda: len(running.role.links.proxies) == 1)
+            assert delay() > 0.0
+            yield Leaving(running, proxy)
+
+
+async def test_a_drained_worker_is_marked_at_once_finishes_what_it_has_and_ends(
+    leaving: Leaving, redis: Redis, note: DepartureNote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.process.drain.NOTICE_S", 0.2)
+    assert not note.exists
+    reply = await leaving.post("/drain")
+    assert (reply.status_code, reply.json()) == (202, {"status": "draining", "outstanding": 1})
+    assert await leaving.is_draining()
+    assert (note.exists, note.next_role) == (True, None)
+    assert (await leaving.post("/drain")).status_code == 202  # again is as good as once
+    ready = await leaving.running.get("/ready")
+    assert (ready.status_code, ready.json()["reason"].split(":")[0]) == (503, "draining")
+    assert (await leaving.running.get("/health")).status_code == 200
+    await leaving.proxy.send(Generate("late", [1], [], SamplingParams()))  # by a proxy that has not noticed yet
+    await eventually(lambda: len(leaving.running.role.links.proxies) == 2)
+    leaving.finish_request()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):
+            await asyncio.shield(leaving.running.task)
+    leaving.running.shell._proxies.remove("late")
+    async with asyncio.timeout(5):
+        assert await leaving.running.task == 0
+    assert leaving.running.shell.next_role is None
+    assert await redis.keys("c:*") == []
+
+
+async def test_a_switched_worker_ends_with_its_next_role(
+    leaving: Leaving, note: DepartureNote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.process.drain.NOTICE_S", 0.2)
+    assert (await leaving.post("/switch", {"role": "encoder"})).status_code == 202
+    assert await leaving.is_draining()
+    other = await leaving.post("/drain")
+    assert (other.status_code, other.json()["error"]["param"]) == (400, "role")
+    assert "to change its role to encoder" in other.json()["error"]["message"]
+    assert (note.exists, note.next_role) == (True, "encoder")
+    leaving.finish_request()
+    async with asyncio.timeout(5):
+        assert await leaving.running.task == 0
+    assert leaving.running.shell.next_role == "encoder"
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ({"role": "prefill_decode"}, "w0 has the role prefill_decode already"),
+        ({"role": "painter"}, "is none of encoder, prefill, decode"),
+        ({"role": "proxy"}, "is none of encoder, prefill, decode"),
+        ({}, "missing required field `role`"),
+        ({"role": 7}, "Expected `str`"),
+        (None, "the body must be"),
+    ],
+)
+async def test_an_impossible_switch_is_refused_and_changes_nothing(
+    leaving: Leaving, note: DepartureNote, body: object, why: str
+) -> None:
+    reply = await leaving.post("/switch", body)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_request")
+    assert why in reply.json()["error"]["message"]
+    assert not await leaving.is_draining()
+    assert not note.exists
+    assert leaving.running.shell.ready() is None
+
+
+async def test_a_termination_while_draining_ends_it_for_good(leaving: Leaving) -> None:
+    assert (await leaving.post("/switch", {"role": "encoder"})).status_code == 202
+    os.kill(os.getpid(), signal.SIGTERM)
+    async with asyncio.timeout(5):
+        assert await leaving.running.task == 0
+    assert leaving.running.shell.next_role is None
+
+
+async def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings = Settings(broker="redis://127.0.0.1:1", port=port)
+        with pytest.raises(TriptychError, match=f"127.0.0.1:{port}.*give another --port"):
+            Shell(settings, load_model_info("signpost"), "float32", lambda links: IdleRole(links, threading.Event()))
+
+
+async def test_a_worker_without_a_broker_says_what_to_do() -> None:
+    with pytest.raises(TriptychError, match="--broker"):
+        Shell(Settings(), load_model_info("signpost"), "float32", lambda links: IdleRole(links, threading.Event()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "warnings"),
+    [({"host": "0.0.0.0"}, 1), ({}, 0), ({"host": "0.0.0.0", "cluster_key": ClusterKey.generate().reveal()}, 0)],
+    ids=["beyond loopback", "loopback", "with a key"],
+)
+async def test_a_worker_that_strangers_can_use_says_so_once(
+    broker_url: str, redis: Redis, changes: dict[str, Any], warnings: int
+) -> None:
+    with capture_logs() as logs:
+        async with worker(broker_url, redis, **changes) as running:
+            await running.record()
+    assert sum("--cluster-key-file" in entry["event"] for entry in logs) == warnings
