@@ -30,21 +30,21 @@ from common.process import malloc, memory_upkeep
 from common.process.host_memory import available_memory
 from common.telemetry import get_logger, setup_logging
 from common.text.processor import TextProcessor
-from proxy import errors
-from proxy.auth import refusal
-from proxy.dispatch import Dispatcher
-from proxy.exchange import Admission
-from proxy.fetch import Fetcher
-from proxy.held_bytes import ByteBudget
-from proxy.media import MediaIntake
-from proxy.metrics import ProxyMetrics
-from proxy.middleware import CountRequests
-from proxy.openapi import make_openapi_router
-from proxy.recordings import Recordings
+from proxy.api.openapi import make_openapi_router
+from proxy.dispatch.dispatcher import Dispatcher
+from proxy.dispatch.worker_pool import WorkerPool
+from proxy.media.audio_windows import Recordings
+from proxy.media.fetch import Fetcher
+from proxy.media.intake import MediaIntake
 from proxy.routes import make_router
+from proxy.server import errors
+from proxy.server.auth import refusal
+from proxy.server.held_bytes import ByteBudget
+from proxy.server.metrics import ProxyMetrics
+from proxy.server.middleware import CountRequests
+from proxy.server.request_context import Admission
+from proxy.server.timeline import Timelines
 from proxy.service import Service
-from proxy.timeline import Timelines
-from proxy.workers import WorkerPool
 
 MEMORY_SHARE: Final = 4
 """One part of so many of the free memory may hold bodies and media. What is made of them, such as text of its tokens,

@@ -9,12 +9,12 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from common.errors import TriptychError
-from proxy.auth import key_check
-from proxy.chat import chat_completions
-from proxy.completions import completions
-from proxy.errors import RETRY_AFTER_S
+from proxy.api.chat import chat_completions
+from proxy.api.completions import completions
+from proxy.api.transcriptions import transcriptions
+from proxy.server.auth import key_check
+from proxy.server.errors import RETRY_AFTER_S
 from proxy.service import Problem, Service
-from proxy.transcriptions import transcriptions
 
 
 def make_router(service: Service) -> APIRouter:

@@ -16,21 +16,21 @@ from common.messages import WORKER_ROLES, Span
 from common.model_info import ModelInfo
 from common.text.processor import TextProcessor
 from common.text.token_text import TokenTexts
-from proxy.dispatch import Dispatcher
-from proxy.errors import Overloaded
-from proxy.exchange import Admission, Exchange
-from proxy.generation import Delta, Generation
-from proxy.generation_fields import GenerationRequest
-from proxy.jobs import Job, response_id
-from proxy.logprobs import LogprobShapes
-from proxy.media import MediaIntake
-from proxy.metrics import ProxyMetrics
-from proxy.overload import Line, LinePlaces, Place, retry_after_s
-from proxy.placement import encodes_for, missing, prompt_readers
-from proxy.recordings import Recordings
-from proxy.router import imbalance
-from proxy.timeline import Timelines
-from proxy.workers import WorkerPool
+from proxy.api.logprobs import LogprobShapes
+from proxy.api.sampling_fields import GenerationRequest
+from proxy.dispatch.dispatcher import Dispatcher
+from proxy.dispatch.jobs import Job, response_id
+from proxy.dispatch.placement import encodes_for, missing, prompt_readers
+from proxy.dispatch.router import imbalance
+from proxy.dispatch.text_stream import Delta, Generation
+from proxy.dispatch.worker_pool import WorkerPool
+from proxy.media.audio_windows import Recordings
+from proxy.media.intake import MediaIntake
+from proxy.server.errors import Overloaded
+from proxy.server.metrics import ProxyMetrics
+from proxy.server.queue_delay import Line, LinePlaces, Place, retry_after_s
+from proxy.server.request_context import Admission, Exchange
+from proxy.server.timeline import Timelines
 
 LineName = Literal["text", "media"]
 

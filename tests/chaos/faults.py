@@ -16,7 +16,7 @@ from redis.exceptions import ConnectionError as BrokerGone
 
 from common.messages import Role
 from launch.cluster import LocalCluster
-from proxy.placement import WHOLE
+from proxy.dispatch.placement import WHOLE
 from tests.chaos.cable import Mode
 from tests.chaos.network import Network
 from tests.eventually import eventually

@@ -12,7 +12,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from proxy.flight import MAX_UNREAD
+from proxy.dispatch.job_runner import MAX_UNREAD
 from tests.chaos.arena import Arena, arena
 from tests.chaos.asks import salted, sign_asks
 from tests.eventually import eventually

@@ -16,7 +16,8 @@ from broker.transports.redis import wire
 from common.config import Settings
 from engine.handoff import early_offers
 from launch.supervisor import START_TIMEOUT_S, STOP_GRACE_S
-from proxy import recordings, workers
+from proxy.dispatch import worker_pool
+from proxy.media import audio_windows
 from services import membership, worker_process
 from services.encode import encode_stage, output_sink
 from services.process import drain, request_owners
@@ -46,7 +47,7 @@ def bounds(wait: str) -> str:
         ("a reply of the broker", worker_process.BEAT_S),
         ("a reply of the broker", membership.TELL_S),
         ("a heartbeat of a worker", registry.RECORD_TTL_S),
-        ("a heartbeat of a worker", workers.ABSENCE_S),
+        ("a heartbeat of a worker", worker_pool.ABSENCE_S),
         ("a heartbeat of a worker", presence.ABSENCE_S),
         ("a sender of a tensor through the broker", wire.LEASE_S),
         ("a heartbeat of a proxy", request_owners.SILENCE_S),
@@ -57,7 +58,7 @@ def bounds(wait: str) -> str:
         ("what an encoder has made", encode_stage.KEEP_S),
         ("a model, until it is loaded", START_TIMEOUT_S),
         ("a worker that leaves, for the broker", drain.ANNOUNCE_S),
-        ("one step with a recording", recordings.TIMEOUT_S),
+        ("one step with a recording", audio_windows.TIMEOUT_S),
         ("a stop of a worker", STOP_GRACE_S),
     ],
 )

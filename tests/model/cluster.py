@@ -17,11 +17,11 @@ from common.config import Settings
 from common.errors import ErrorInfo, TriptychError
 from common.messages import Generate, InstanceRecord, Role, decode_to_worker
 from common.sampling_params import SamplingParams
-from proxy.dispatch import Dispatcher
-from proxy.jobs import Job, MediaItem, make_slots
-from proxy.metrics import ProxyMetrics
-from proxy.timeline import Timelines
-from proxy.workers import WorkerPool
+from proxy.dispatch.dispatcher import Dispatcher
+from proxy.dispatch.jobs import Job, MediaItem, make_slots
+from proxy.dispatch.worker_pool import WorkerPool
+from proxy.server.metrics import ProxyMetrics
+from proxy.server.timeline import Timelines
 from tests.model.network import Connection, Letter, Network, SimulatedClient, SimulatedRegistry
 from tests.model.simulated_loop import SimulatedLoop
 from tests.model.symbols import expected_tokens, media, model_info, placeholder, rows_of, tiny_config
@@ -63,7 +63,10 @@ class Cluster:
         self.stack.enter_context(symbolic_workers())
         self.network = Network()
         self.stack.enter_context(
-            patch("proxy.workers.WatchedClient", lambda _, where, name, __: SimulatedClient(self.network, where, name))
+            patch(
+                "proxy.dispatch.worker_pool.WatchedClient",
+                lambda _, where, name, __: SimulatedClient(self.network, where, name),
+            )
         )
         config = tiny_config(**({"block_size": 2, "num_blocks": 12, "cache_rows": 3} | engine))
         self.settings = Settings(handoff_timeout_s=HANDOFF_TIMEOUT_S, encoder_fallback=encoder_fallback, engine=config)

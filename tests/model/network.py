@@ -255,7 +255,7 @@ class SimulatedServer:
 
 
 class SimulatedClient:
-    """Stands in for proxy.worker.WatchedClient."""
+    """Stands in for proxy.dispatch.worker.WatchedClient."""
 
     connected = True
 

@@ -25,8 +25,8 @@ from common.http.server import bind
 from common.messages import WORKER_ROLES, Abort
 from common.model_info import ModelInfo, load_model_info
 from proxy.app import ProxyServer, make_app, make_service
+from proxy.dispatch.worker import Load
 from proxy.service import Service
-from proxy.worker import Load
 from tests import eventually as waiting
 from tests.proxy.fake_cluster import FakeCluster, fake_cluster
 from tests.proxy.models import make_listening_model, make_speech_model, make_text_model, make_translation_model

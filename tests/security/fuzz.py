@@ -17,7 +17,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis import GenerationMode
 
-from proxy.openapi import document
+from proxy.api.openapi import document
 from tests.proxy.streams import events
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES") or 0)

@@ -17,11 +17,11 @@ from common.config import Settings
 from common.errors import TriptychError
 from common.http.chunk_guard import PIECE_COST_BYTES, SPARE_BYTES
 from common.http.connections import BODY_PIECE_BYTES, PIECE_BYTES, BoundedProtocol
-from proxy import fetch
-from proxy.fetch import Fetcher
+from proxy.media import fetch
+from proxy.media.fetch import Fetcher
 from tests.proxy.conftest import Rig, serve
-from tests.proxy.test_connections import connect, head
-from tests.proxy.test_media import web_server
+from tests.proxy.media.test_media import web_server
+from tests.proxy.server.test_connections import connect, head
 from tests.security.test_media_sources import trusting
 
 __all__ = ["serve"]

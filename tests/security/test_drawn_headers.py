@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from common.config import Settings
 from common.errors import TriptychError
-from proxy import fetch
 from proxy.app import make_app, make_service
-from proxy.fetch import Fetcher
-from proxy.held_bytes import ByteBudget
-from proxy.media import MediaIntake, MediaSource
-from proxy.metrics import ProxyMetrics
+from proxy.media import fetch
+from proxy.media.fetch import Fetcher
+from proxy.media.intake import MediaIntake, MediaSource
+from proxy.server.held_bytes import ByteBudget
+from proxy.server.metrics import ProxyMetrics
 from tests.security.fuzz import examples
 
 LOOK_UP = socket.getaddrinfo

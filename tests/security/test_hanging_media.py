@@ -15,12 +15,12 @@ import pytest
 
 from common.config import Settings
 from common.errors import TriptychError
-from proxy import fetch
-from proxy.fair_share import NoPlace, Places
-from proxy.fetch import Fetcher
+from proxy.media import fetch
+from proxy.media.fair_semaphore import NoPlace, Places
+from proxy.media.fetch import Fetcher
 from tests.proxy.conftest import Rig, eventually, serve
 from tests.proxy.media import picture
-from tests.proxy.test_media import web_server
+from tests.proxy.media.test_media import web_server
 
 __all__ = ["serve"]
 

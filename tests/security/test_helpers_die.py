@@ -20,7 +20,7 @@ import openai
 import pytest
 
 from launch.cluster import LocalCluster
-from proxy.recordings import Recordings
+from proxy.media.audio_windows import Recordings
 from tests.proxy.conftest import eventually
 from tests.proxy.media import image_part, picture, speech
 from tests.security import bombs

@@ -20,11 +20,11 @@ import trustme
 
 from common.config import Settings
 from common.errors import TriptychError
-from proxy import fetch
-from proxy.fetch import Fetcher
-from proxy.local_files import read_local
+from proxy.media import fetch
+from proxy.media.fetch import Fetcher
+from proxy.media.local_files import read_local
 from tests.proxy.media import image_part, picture
-from tests.proxy.test_media import web_server
+from tests.proxy.media.test_media import web_server
 
 CLIENT_INIT = httpx.AsyncClient.__init__
 INSIDE = (

@@ -28,7 +28,7 @@ from common.keys import ClusterKey
 from common.messages import Abort, Failed, Generate, Heartbeat, Inquiry, InstanceRecord, Role, ToWorker
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
-from proxy.worker import WatchedClient
+from proxy.dispatch.worker import WatchedClient
 from services.process.drain_marker import VARIABLE, DepartureNote
 from services.process.engine_thread import EngineThread
 from services.worker_context import Links

@@ -1,0 +1,146 @@
+"""GET /openapi.json: the API described by the very types that its endpoints parse.
+
+The endpoints read their bodies themselves (they admit a request before they read it), so the framework cannot derive
+the document; it is put together here, from the pydantic models and the two tables of fields that are accepted without
+being supported.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Final
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from proxy.api.openai_types import ChatRequest, CompletionRequest
+from proxy.api.sampling_fields import ACCEPTED_OFF, IGNORED, GenerationRequest
+from proxy.api.transcriptions import TranscriptionForm
+
+_REF: Final = "#/components/schemas/{model}"
+_ERROR: Final = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": "string"},
+            },
+        }
+    },
+}
+_STATUS: Final = {"type": "object", "required": ["status"], "properties": {"status": {"type": "string"}}}
+_ANY: Final = {"type": "object"}
+
+
+def make_openapi_router() -> APIRouter:
+    """The route of the description."""
+    router = APIRouter()
+
+    @router.get("/openapi.json")
+    async def _openapi() -> JSONResponse:
+        return JSONResponse(document())
+
+    return router
+
+
+@functools.cache
+def document() -> dict[str, Any]:
+    """The description, OpenAPI 3.1."""
+    _, schemas = models_json_schema(
+        [(model, "validation") for model in (ChatRequest, CompletionRequest, TranscriptionForm)], ref_template=_REF
+    )
+    definitions = schemas["$defs"]
+    for model in (ChatRequest, CompletionRequest):
+        _close(definitions[model.__name__], model)
+    _add_file(definitions[TranscriptionForm.__name__])
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Triptych", "version": "1", "description": "OpenAI's API, for models that see and hear."},
+        "paths": _paths(),
+        "security": [{"key": []}, {}],
+        "components": {
+            "schemas": {**definitions, "Error": _ERROR},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _paths() -> dict[str, Any]:
+    model = _parameter("model", "Name of the served model.")
+    request_id = _parameter("request_id", "The `x-request-id` of an answer.")
+    return {
+        "/v1/chat/completions": _post("application/json", ChatRequest),
+        "/v1/completions": _post("application/json", CompletionRequest),
+        "/v1/audio/transcriptions": _post("multipart/form-data", TranscriptionForm),
+        "/v1/audio/translations": _post("multipart/form-data", TranscriptionForm),
+        "/v1/models": _get("The served model.", _ANY),
+        "/v1/models/{model}": _get("One model.", _ANY, [model]),
+        "/v1/requests/{request_id}/timeline": _get("Which stage ran where, from when to when.", _ANY, [request_id]),
+        "/health": _get("Is the process alive?", _STATUS, unavailable=True),
+        "/ready": _get("Can requests be served?", _STATUS, unavailable=True),
+        "/metrics": _get("Numbers for Prometheus.", None),
+        "/openapi.json": _get("This description.", _ANY),
+    }
+
+
+def _post(media_type: str, model: type[BaseModel]) -> dict[str, Any]:
+    schema = {"$ref": _REF.format(model=model.__name__)}
+    answers: dict[str, Any] = {"application/json": {"schema": _ANY}, "text/event-stream": {}}
+    if media_type == "multipart/form-data":
+        answers["text/plain"] = {}
+    return {
+        "post": {
+            "summary": (model.__doc__ or "").partition("\n")[0],
+            "requestBody": {"required": True, "content": {media_type: {"schema": schema}}},
+            "responses": _responses("The answer, whole or as server-sent events.", answers),
+        }
+    }
+
+
+def _get(
+    summary: str, schema: dict[str, Any] | None, parameters: list[Any] | None = None, *, unavailable: bool = False
+) -> dict[str, Any]:
+    content: dict[str, Any] = {"text/plain": {}} if schema is None else {"application/json": {"schema": schema}}
+    responses = _responses(summary, content)
+    if unavailable:
+        responses["503"] = {"description": "No, and why.", "content": content}
+    return {"get": {"summary": summary, "parameters": parameters or [], "responses": responses}}
+
+
+def _responses(description: str, content: dict[str, Any]) -> dict[str, Any]:
+    error = {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}}
+    return {
+        "200": {"description": description, "content": content},
+        "default": {"description": "An error, in OpenAI's shape.", "content": error},
+    }
+
+
+def _parameter(name: str, description: str) -> dict[str, Any]:
+    return {"name": name, "in": "path", "required": True, "description": description, "schema": {"type": "string"}}
+
+
+def _close(schema: dict[str, Any], model: type[GenerationRequest]) -> None:
+    """The fields that are accepted beside the model's own; any other is refused by name."""
+    properties = schema["properties"]
+    for name in sorted(IGNORED - model.model_fields.keys()):
+        properties[name] = {"description": "Accepted; changes nothing about the answer."}
+    for name in sorted(ACCEPTED_OFF.keys() - model.model_fields.keys()):
+        properties[name] = {"enum": list(ACCEPTED_OFF[name]), "description": "Not supported; accepted when off."}
+    schema["additionalProperties"] = False
+
+
+def _add_file(schema: dict[str, Any]) -> None:
+    """A form has a file, and writes lists with brackets."""
+    properties = schema["properties"]
+    for name in [name for name, field in properties.items() if field.get("type") == "array"]:
+        properties[f"{name}[]"] = properties.pop(name)
+    properties["file"] = {"type": "string", "format": "binary", "description": "The recording."}
+    schema["required"] = [*schema.get("required", []), "file"]

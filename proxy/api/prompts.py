@@ -1,0 +1,134 @@
+"""The prompts of a text completion as jobs, for decoder-only and for encoder-decoder models."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+import msgspec
+
+from common.errors import TriptychError
+from common.sampling_params import SamplingParams
+from common.text.prompts import ParsedPrompt, encode_tokens, parse_prompt, with_checkpoint_rules
+from proxy.api.openai_types import CompletionRequest, Prompt
+from proxy.dispatch.jobs import Job, MediaItem, make_slots, part_id
+from proxy.dispatch.prompt_logprobs import check_prompt_logprobs
+from proxy.server.request_context import Exchange
+from proxy.service import Service
+
+MAX_PROMPTS: Final = 128
+MAX_SEQUENCES: Final = 1024
+"""Of all prompts of one request together."""
+
+
+def check_number(body: CompletionRequest) -> None:
+    """Raises TriptychError("invalid_request") for more prompts, or sequences of them, than a request may have."""
+    prompts = body.prompts
+    if not 1 <= len(prompts) <= MAX_PROMPTS:
+        raise TriptychError("invalid_request", f"prompt takes 1 to {MAX_PROMPTS} prompts, not {len(prompts)}", "prompt")
+    if len(prompts) * body.width > MAX_SEQUENCES:
+        message = f"{len(prompts)} prompts of {body.width} sequences each are more than {MAX_SEQUENCES} sequences"
+        raise TriptychError("invalid_request", message, "n" if body.best_of is None else "best_of")
+
+
+async def make_jobs(service: Service, exchange: Exchange, body: CompletionRequest) -> list[Job]:
+    """One job per prompt. Raises TriptychError("invalid_request") naming the field for what this model cannot take."""
+    info, prompts = service.info, body.prompts
+    if service.transcribes:
+        message = f"{service.model_name} needs audio: use /v1/audio/transcriptions or /v1/chat/completions"
+        raise TriptychError("invalid_request", message, "model")
+    parts = [exchange.id] if len(prompts) == 1 else [part_id(exchange.id, index) for index in range(len(prompts))]
+    if not info.is_encoder_decoder:
+        if body.decoder_prompt is not None or body.encoder_prompt is not None:
+            field = "decoder_prompt" if body.decoder_prompt is not None else "encoder_prompt"
+            message = f"{field} is for encoder-decoder models, {service.model_name} is none: use prompt"
+            raise TriptychError("invalid_request", message, field)
+        return [await _decoder_job(service, body, *both) for both in zip(parts, prompts, strict=True)]
+    return [
+        await _encoder_decoder_job(service, body, part, prompt, decoder_prompt)
+        for part, prompt, decoder_prompt in zip(parts, prompts, _decoder_prompts(body), strict=True)
+    ]
+
+
+async def _decoder_job(service: Service, body: CompletionRequest, request_id: str, prompt: Prompt) -> Job:
+    ids = await _encode(service, body, prompt)
+    if not ids:
+        raise TriptychError("invalid_request", "the prompt is empty", "prompt")
+    service.token_limit(len(ids), None, "prompt")  # before so many are looked at, on the loop that serves everybody
+    wrong = next((token for token in ids if not 0 <= token < service.info.vocab_size), None)
+    if wrong is not None:
+        message = f"token id {wrong} is not in the vocabulary of {service.info.vocab_size}"
+        raise TriptychError("invalid_request", message, "prompt")
+    if service.info.placeholder_token_id in ids:
+        message = "the prompt contains a media placeholder; send media with /v1/chat/completions"
+        raise TriptychError("invalid_request", message, "prompt")
+    return Job(request_id, ids, _sampling(service, body, len(ids)), priority=body.priority or 0, fields=body.fields)
+
+
+async def _encoder_decoder_job(
+    service: Service, body: CompletionRequest, request_id: str, prompt: Prompt, decoder_prompt: Prompt | None
+) -> Job:
+    """The encoder's prompt travels as an input of kind "text": its media bytes are the token ids."""
+    if body.echo:
+        message = f"echo is for decoder-only models: the answer of {service.model_name} does not continue its prompt"
+        raise TriptychError("invalid_request", message, "echo")
+    own = "prompt" if body.encoder_prompt is None else "encoder_prompt"
+    parsed = await asyncio.to_thread(_parse_pair, service, body, prompt, decoder_prompt, own)
+    encoder_ids = parsed.encoder_prompt_token_ids
+    assert encoder_ids is not None
+    item = MediaItem.of("text", encode_tokens(encoder_ids), own)
+    return Job(
+        request_id,
+        parsed.prompt_token_ids,
+        with_checkpoint_rules(
+            service.info, _sampling(service, body, len(parsed.prompt_token_ids)), parsed.num_forced_tokens
+        ),
+        make_slots([item], None),
+        [item],
+        priority=body.priority or 0,
+        fields=body.fields,
+        num_encoder_prompt_tokens=len(encoder_ids),
+    )
+
+
+def _parse_pair(
+    service: Service, body: CompletionRequest, prompt: Prompt, decoder_prompt: Prompt | None, own: str
+) -> ParsedPrompt:
+    if isinstance(prompt, str) and body.add_special_tokens is False:
+        prompt = service.text.encode_prompt(prompt, own, add_special_tokens=False)
+    try:
+        pair = {"encoder_prompt": prompt, "decoder_prompt": decoder_prompt}
+        return parse_prompt(pair, service.info, service.text)  # type: ignore[arg-type]
+    except TriptychError as error:
+        param = own if error.info.param == "encoder_prompt" else error.info.param
+        raise TriptychError(error.info.code, error.info.message, param) from error
+
+
+def _decoder_prompts(body: CompletionRequest) -> list[Prompt] | list[None]:
+    """One for each prompt; a single one is for all of them."""
+    given, wanted = body.decoder_prompts, len(body.prompts)
+    if given is None:
+        return [None] * wanted
+    if len(given) not in (1, wanted):
+        message = f"{len(given)} decoder prompts for {wanted} prompts: give one for all, or one each"
+        raise TriptychError("invalid_request", message, "decoder_prompt")
+    return given if len(given) == wanted else given * wanted
+
+
+def _sampling(service: Service, body: CompletionRequest, num_prompt_tokens: int) -> SamplingParams:
+    """The sampling of one prompt. Where nothing may be generated, one token is, and not told: prompts are scored so."""
+    wanted = None if body.max_tokens is None else max(1, body.max_tokens)
+    limit = service.token_limit(num_prompt_tokens, wanted, "prompt")
+    sampling = body.sampling(service.text, limit)
+    check_prompt_logprobs(sampling.prompt_logprobs, num_prompt_tokens)
+    if not body.echo or body.logprobs is None:
+        return sampling
+    check_prompt_logprobs(body.logprobs, num_prompt_tokens, "logprobs")
+    return msgspec.structs.replace(sampling, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
+
+
+async def _encode(service: Service, body: CompletionRequest, prompt: Prompt) -> list[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    special = body.add_special_tokens is not False
+    return await asyncio.to_thread(service.text.encode_prompt, prompt, "prompt", add_special_tokens=special)

@@ -1,0 +1,293 @@
+"""The fields that chat and text completion share, and the sampling that they mean.
+
+What we do not support is refused by name rather than ignored: a client that asks for tools must not get an answer
+without. Fields that change nothing about the answer (`user`, `metadata`, ...) are accepted, and so are unsupported
+fields with the value that means "off".
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Annotated, Any, Final
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from common.errors import TriptychError
+from common.sampling_params import (
+    MAX_LENGTH_PENALTY,
+    MAX_LOGPROBS,
+    MAX_SEQUENCES,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    SamplingParams,
+)
+from common.text.processor import TextProcessor
+from common.text.token_text import bad_words_ids
+from proxy.api.structured import StructuredFields
+from proxy.dispatch.text_stream import Usage
+from proxy.server.errors import FIRST_ERROR
+
+IGNORED: Final = frozenset(
+    [
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "request_id",
+        "guided_decoding_backend",
+    ]
+)
+"""They say nothing about the answer itself."""
+ACCEPTED_OFF: Final[dict[str, tuple[Any, ...]]] = {
+    "suffix": (None, ""),
+    "echo": (None, False),
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "parallel_tool_calls": (None, True, False),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "reasoning_effort": (None,),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+    "include_stop_str_in_output": (None, False),
+    "spaces_between_special_tokens": (None, True),
+    "guided_whitespace_pattern": (None,),
+    "truncate_prompt_tokens": (None,),
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
+    "add_special_tokens": (None, False),
+}
+"""Unsupported fields and the values that mean that they are not used."""
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""What fits the wire: bigger integers are refused here, where the field can be named."""
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+MAX_BIASES: Final = 1024
+Bias = Annotated[float, Field(ge=-100, le=100)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+StopStrings = Annotated[list[StopString], FIRST_ERROR, Field(max_length=MAX_STOP_STRINGS)]
+
+
+def _few(biases: object) -> object:
+    """Before each is looked at: of a million that are wrong pydantic would tell a million errors."""
+    if isinstance(biases, dict) and len(biases) > MAX_BIASES:
+        raise ValueError(f"has {len(biases)} entries, at most {MAX_BIASES} are taken")
+    return biases
+
+
+def _stop_tag(value: Any) -> str:
+    return "SEVERAL" if isinstance(value, list) else "ONE"  # capitals: left out of the field names in error messages
+
+
+Stop = Annotated[
+    Annotated[StopString | None, Tag("ONE")] | Annotated[StopStrings, Tag("SEVERAL")], Discriminator(_stop_tag)
+]
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerationRequest(StructuredFields, ABC):
+    """What chat and text completion share. Fields that are null are as good as not given.
+
+    The names are OpenAI's and, beyond those, vLLM's. `best_of` is how many sequences are sampled, of which the `n`
+    with the highest mean log-probability are returned; with `use_beam_search` it is the width of the beam.
+    `return_token_ids`: every choice, or every choice of a streamed chunk, has its generated tokens in `token_ids`, the
+    end of sequence or other token that stopped it included.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1, le=MAX_SEQUENCES)
+    best_of: int | None = Field(None, ge=1, le=MAX_SEQUENCES)
+    max_tokens: int | None = Field(None, ge=1)
+    min_tokens: int | None = Field(None, ge=0, lt=2**31)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    no_repeat_ngram_size: int | None = Field(None, ge=0, lt=2**31)
+    logit_bias: Annotated[dict[str, Bias] | None, BeforeValidator(_few)] = Field(None, max_length=MAX_BIASES)
+    allowed_token_ids: Annotated[list[TokenId], FIRST_ERROR] | None = Field(None, min_length=1)
+    bad_words: Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], FIRST_ERROR] | None = Field(
+        None, max_length=256
+    )
+    seed: Seed | None = None
+    stop: Stop = None
+    stop_token_ids: Annotated[list[TokenId], FIRST_ERROR] | None = Field(None, max_length=64)
+    ignore_eos: bool | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    use_beam_search: bool | None = None
+    length_penalty: float | None = Field(None, ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)
+    early_stopping: bool | None = None
+    priority: Int32 | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    @model_validator(mode="after")
+    def _refuse_unsupported(self) -> GenerationRequest:
+        for name, value in (self.model_extra or {}).items():
+            if name in IGNORED:
+                continue
+            if name not in ACCEPTED_OFF:
+                raise TriptychError("invalid_request", f"{name:.80} is not a known field", name[:80])
+            if not any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in ACCEPTED_OFF[name]):
+                raise TriptychError("invalid_request", f"{name} is not supported, {value!r:.80} was given", name)
+        return self
+
+    def sampling(self, text: TextProcessor, max_tokens: int, default_temperature: float = 1.0) -> SamplingParams:
+        """The sampling of this request, for at most `max_tokens` tokens of each sequence.
+
+        Raises TriptychError("invalid_request") naming the field for what does not go together.
+        """
+        constraint = self.constraint()
+        if self.prompt_logprobs is not None and self.stream:
+            raise _wrong("prompt_logprobs", "cannot be streamed: they come with a whole answer only")
+        if max_tokens < (self.min_tokens or 0):
+            raise _wrong("min_tokens", f"is {self.min_tokens}, but at most {max_tokens} tokens are generated")
+        allowed, vocab_size = tuple(self.allowed_token_ids or ()), text.info.vocab_size
+        if len(allowed) > vocab_size:
+            raise _wrong("allowed_token_ids", f"has {len(allowed)} token ids, the vocabulary has only {vocab_size}")
+        bad_words = tuple(self.bad_words or ())
+        return SamplingParams(
+            **self._search(default_temperature),
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens or 0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            no_repeat_ngram_size=self.no_repeat_ngram_size or 0,
+            logit_bias=_token_keys(self.logit_bias or {}),
+            allowed_token_ids=allowed,
+            bad_words=bad_words,
+            bad_words_ids=bad_words_ids(text, bad_words),
+            logprobs=self._sampled_logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            stop=self.stop_strings,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            grammar=None if constraint is None else constraint.grammar,
+        ).validate()
+
+    def _search(self, default_temperature: float) -> dict[str, Any]:
+        """How sequences are found: so many sampled ones, or beams."""
+        if self.use_beam_search:
+            refuse_sampling(self)
+            if self.num_logprobs is not None:
+                raise _wrong("logprobs", "are not available with use_beam_search: beams have a score instead")
+            if self.width < self.num_choices:
+                raise _wrong("best_of", f"is {self.width}, fewer than the n={self.num_choices} beams to return")
+            return {
+                "n": self.num_choices,
+                "beam_width": self.width,
+                "length_penalty": 1.0 if self.length_penalty is None else self.length_penalty,
+                "early_stopping": bool(self.early_stopping),
+                "temperature": 0.0,
+            }
+        for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
+            if getattr(self, name) not in (None, default):
+                raise _wrong(name, "is for beam search: set use_beam_search, too")
+        if self.width < self.num_choices:
+            raise _wrong("best_of", f"is {self.width}, fewer than the n={self.num_choices} to return")
+        if self.picks_best and self.stream:
+            raise _wrong("best_of", "cannot be streamed: which ones are best is known at the end")
+        return {
+            "n": self.width,
+            "temperature": default_temperature if self.temperature is None else self.temperature,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "top_k": max(0, self.top_k or 0),
+            "min_p": self.min_p or 0.0,
+            "seed": self.seed,
+        }
+
+    @property
+    def num_choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def width(self) -> int:
+        """Sequences that run at once."""
+        return self.num_choices if self.best_of is None else self.best_of
+
+    @property
+    def picks_best(self) -> bool:
+        """Whether more sequences are sampled than returned."""
+        return not self.use_beam_search and self.width > self.num_choices
+
+    @property
+    @abstractmethod
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens the answer tells at each token; None: no log-probabilities at all."""
+
+    @property
+    def _sampled_logprobs(self) -> int | None:
+        """The same for the worker: the best sequences are found by their log-probabilities."""
+        return 0 if self.num_logprobs is None and self.picks_best else self.num_logprobs
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """The request's own names of sampling settings, for error messages."""
+        constraint = self.constraint()
+        return {
+            "bad_words_ids": "bad_words",
+            **dict.fromkeys(("n", "beam_width"), "n" if self.best_of is None else "best_of"),
+            **({"grammar": constraint.field} if constraint is not None else {}),
+        }
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def told(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        """The field of a choice that tells its tokens, if they were asked for."""
+        return {"token_ids": list(token_ids)} if self.return_token_ids else {}
+
+    @property
+    def wants_usage_event(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def chunk_usage(self, usage: Usage) -> dict[str, Any]:
+        """The usage field of one chunk: null where it comes at the end, the count so far where that was asked for."""
+        if self.stream_options is not None and self.stream_options.continuous_usage_stats:
+            return {"usage": usage.to_json()}
+        return {"usage": None} if self.wants_usage_event else {}
+
+
+def _token_keys(bias: dict[str, float]) -> dict[int, float]:
+    """OpenAI writes the keys as strings, as JSON must."""
+    for key in bias:
+        if not (key.isascii() and key.isdecimal() and len(key) <= 9):
+            raise _wrong("logit_bias", f"has the key {key[:40]!r}, which is no token id")
+    return {int(key): value for key, value in bias.items()}
+
+
+def refuse_sampling(fields: BaseModel) -> None:
+    """Beam search draws nothing. Raises TriptychError("invalid_request") naming the first field that says how to."""
+    for name, off in (("temperature", 0), ("top_p", 1), ("top_k", -1), ("min_p", 0)):
+        if getattr(fields, name) not in (None, off, 0):
+            raise _wrong(name, f"must be {off} with use_beam_search, which does not sample")
+
+
+def _wrong(field: str, what: str) -> TriptychError:
+    return TriptychError("invalid_request", f"{field} {what}", field)

@@ -1,0 +1,263 @@
+"""Speech to text for a recording of any length: its windows run side by side, their texts are joined in order."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import msgspec
+
+from common.messages import TokenLogprob
+from common.sampling_params import MAX_LOGPROBS, SamplingParams, TimestampRules
+from common.text import whisper_prompt
+from common.text.languages import language_code
+from proxy.api.merge import merge
+from proxy.api.segments import Segment, split_at_timestamps
+from proxy.dispatch.jobs import Job, MediaItem, make_slots, part_id
+from proxy.dispatch.text_stream import Delta, Finish, Generation, Usage
+from proxy.media.audio import Window
+from proxy.media.audio_windows import shared
+from proxy.server.queue_delay import LinePlaces, Place
+from proxy.server.request_context import Exchange
+from proxy.service import Service
+
+PARALLEL_WINDOWS: Final = 8
+"""Windows of one request under way at once: an hour of speech must not crowd out everybody else."""
+
+
+@dataclass(frozen=True)
+class SpeechOptions:
+    """What is wanted of a recording. `language` is detected if not given; `prompt` is a hint for the first window;
+    `token_limit` holds for each window, on top of what the model's decoder can hold; `timestamps` divide the windows
+    into segments, of which `details` tell how sure the model is."""
+
+    language: str | None = None
+    prompt: str | None = None
+    task: whisper_prompt.Task = "transcribe"
+    timestamps: bool = False
+    details: bool = False
+    token_limit: int | None = None
+    priority: int = 0
+
+
+@dataclass
+class _Window:
+    """What was heard in one window."""
+
+    start_s: float
+    end_s: float
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    no_speech_prob: float | None = None
+
+    @property
+    def avg_logprob(self) -> float | None:
+        """Log-probability per token, the end included; as in Whisper, one figure for all segments of the window."""
+        if not self.logprobs:
+            return None
+        return sum(entry.logprob for entry in self.logprobs) / len(self.logprobs)
+
+
+class Speech:
+    """Transcribes one clip. After `deltas` has ended, everything else about it is complete."""
+
+    def __init__(
+        self,
+        service: Service,
+        exchange: Exchange,
+        places: LinePlaces,
+        item: MediaItem,
+        sampling: SamplingParams,
+        options: SpeechOptions,
+    ) -> None:
+        self._service = service
+        self._exchange = exchange
+        self._places = places
+        self._item = item
+        self._sampling = sampling
+        self._options = options
+        self._under_way = asyncio.Semaphore(PARALLEL_WINDOWS)
+        self._next = asyncio.Lock()
+        self._language_known: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._windows: list[_Window] = []
+        self.usage = Usage()
+        self.language: str | None = None
+
+    @property
+    def duration_s(self) -> float:
+        return self._windows[-1].end_s if self._windows else 0.0
+
+    @property
+    def text(self) -> str:
+        return "".join(window.text for window in self._windows).strip()
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for window in self._windows for token in window.token_ids]
+
+    @property
+    def logprobs(self) -> list[TokenLogprob]:
+        return [entry for window in self._windows for entry in window.logprobs]
+
+    def segments(self) -> list[Segment]:
+        """What was said when: by timestamps, or one segment per window."""
+        found: list[Segment] = []
+        rules = self._rules
+        for window in self._windows:
+            times = (window.start_s, window.end_s)
+            for segment in split_at_timestamps(window.token_ids, rules, times, self._service.text.decode):
+                if self._options.details:
+                    segment = replace(segment, avg_logprob=window.avg_logprob, no_speech_prob=window.no_speech_prob)
+                found.append(segment)
+        return found
+
+    async def deltas(self) -> AsyncGenerator[Delta]:
+        """The text in order; the finish reason is on the last delta only: "length" if any window was cut short.
+
+        Where the language is not given, the first window decides for all.
+        Raises TriptychError as Recordings.split and Flight do.
+        """
+        with ExitStack() as held:
+            self._exchange.held.grow(len(self._item.data))
+            path = held.enter_context(shared(self._item.data))
+            window_s = float(self._service.info.preprocessor.get("chunk_length", 30))
+            windows = await self._service.recordings.split(path, window_s, self._item.param)
+            if len(windows) == 1:
+                held.close()  # it goes to the encoder as it is
+                self._exchange.held.shrink(len(self._item.data))
+            else:
+                largest = sorted(window.size_bytes for window in windows)[-PARALLEL_WINDOWS:]
+                self._exchange.held.grow(sum(largest))
+            async with aclosing(self._heard(windows, path)) as heard:
+                async for delta in heard:
+                    yield delta
+
+    async def _heard(self, windows: list[Window], path: str) -> AsyncGenerator[Delta]:
+        language = self._options.language
+        if language is not None or not whisper_prompt.is_multilingual(self._service.info):
+            self.language = language_code(language) if language else "en"
+            self._language_known.set_result(None)
+        self._windows = [_Window(window.start_s, window.end_s) for window in windows]
+        parts = [self._window(index, window, path) for index, window in enumerate(windows)]
+        finish: Finish = "stop"
+        begun = False
+        untold, sure = list[int](), list[TokenLogprob]()
+        async with aclosing(_in_order(merge(parts), len(parts))) as ordered:
+            async for index, delta in ordered:
+                text = delta.text if begun else delta.text.lstrip()
+                begun = begun or bool(text)
+                self._windows[index].text += text
+                untold += delta.token_ids
+                sure += delta.logprobs
+                if delta.finish_reason == "length":
+                    finish = "length"
+                if text:
+                    yield Delta(text, token_ids=tuple(untold), logprobs=tuple(sure))
+                    untold, sure = [], []
+        yield Delta("", finish, tuple(untold), logprobs=tuple(sure))
+
+    async def _window(self, index: int, window: Window, path: str) -> AsyncGenerator[Delta]:
+        if index > 0:
+            await asyncio.shield(self._language_known)
+        async with self._under_way:
+            place = await self._turn()
+            generation = await self._generation(index, window, path, place)
+            try:
+                async with aclosing(self._service.deltas(generation, self._exchange)) as deltas:
+                    async for delta in deltas:
+                        self._note_language(generation)
+                        yield delta
+            finally:
+                place.leave()
+                self.usage.add(generation.usage)
+                self._keep(self._windows[index], generation)
+
+    async def _turn(self) -> Place:
+        """The place of the next window in the line, where one of each recording may always wait, and more of them where
+        others hardly wait for it."""
+        line = self._places.line
+        async with self._next:
+            while self._places.num_waiting and not line.has_room:
+                await line.moves()
+            return self._places.take()
+
+    async def _generation(self, index: int, window: Window, path: str, place: Place) -> Generation:
+        info, text, options = self._service.info, self._service.text, self._options
+        prompt_ids, fields = whisper_prompt.build(
+            info,
+            text,
+            language=self.language,
+            task=options.task,
+            prompt=options.prompt if index == 0 else None,
+            timestamps=self._rules is not None,
+        )
+        if options.token_limit is not None:  # the forced prefix does not count as the answer's
+            fields["max_tokens"] = min(fields["max_tokens"], options.token_limit + len(fields["prefix_allowed"]))
+        if options.details:
+            fields |= self._measured(prompt_ids)
+        item, request_id = self._item, self._exchange.id
+        if len(self._windows) > 1:
+            part = await self._service.recordings.cut(path, window, item.param)
+            item = await asyncio.to_thread(MediaItem.of, "audio", part, item.param)
+            request_id = part_id(request_id, index)
+        sampling = msgspec.structs.replace(self._sampling, **fields)
+        job = Job(request_id, prompt_ids, sampling, make_slots([item], None), [item], options.priority)
+        return self._service.generation(job, self._exchange, place)
+
+    def _measured(self, prompt_ids: list[int]) -> dict[str, Any]:
+        """Log-probabilities of the text, and of what may follow <|startoftranscript|>: whether anybody speaks.
+
+        That is a token of the prompt where the language is known, else the first one that is generated.
+        """
+        if prompt_ids[-1] == whisper_prompt.start_token_id(self._service.info):
+            return {"logprobs": MAX_LOGPROBS}
+        return {"logprobs": 0, "prompt_logprobs": MAX_LOGPROBS}
+
+    def _keep(self, window: _Window, generation: Generation) -> None:
+        window.token_ids = generation.text_token_ids
+        window.logprobs = generation.sequences[0].logprobs[len(generation.job.sampling.prefix_allowed) :]
+        if self._options.details:
+            window.no_speech_prob = self._no_speech_prob(generation)
+
+    def _no_speech_prob(self, generation: Generation) -> float | None:
+        """The probability that nobody speaks; 0 where it is not among the likeliest MAX_LOGPROBS tokens."""
+        info, text = self._service.info, self._service.text
+        prompt = generation.job.prompt_token_ids
+        place = prompt.index(whisper_prompt.start_token_id(info)) + 1
+        first = generation.sequences[0].logprobs[:1]
+        known = generation.prompt_logprobs[place : place + 1] if place < len(prompt) else first
+        entry = known[0] if known else None
+        token = whisper_prompt.no_speech_token_id(info, text)
+        if entry is None or token is None:
+            return None
+        return math.exp(dict([*entry.top, (entry.token_id, entry.logprob)]).get(token, -math.inf))
+
+    @property
+    def _rules(self) -> TimestampRules | None:
+        if not self._options.timestamps:
+            return None
+        return whisper_prompt.timestamp_rules(self._service.info, self._service.text)
+
+    def _note_language(self, generation: Generation) -> None:
+        if not self._language_known.done():
+            self.language = whisper_prompt.detected_language(self._service.info, generation.token_ids)
+            self._language_known.set_result(None)
+
+
+async def _in_order(merged: AsyncGenerator[tuple[int, Delta]], num_parts: int) -> AsyncGenerator[tuple[int, Delta]]:
+    """Deltas of part 0 as they come, those of later parts once everything before them is complete."""
+    waiting: list[list[Delta]] = [[] for _ in range(num_parts)]
+    current = 0
+    async with aclosing(merged):
+        async for index, delta in merged:
+            waiting[index].append(delta)
+            while current < num_parts and waiting[current]:
+                next_delta = waiting[current].pop(0)
+                yield current, next_delta
+                if next_delta.finish_reason is not None:
+                    current += 1

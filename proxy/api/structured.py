@@ -1,0 +1,156 @@
+"""Constrained output: the several ways in which a request may say what its answer has to look like."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from common.errors import TriptychError
+from common.sampling_params import Grammar
+from proxy.server.errors import FIRST_ERROR
+
+MAX_GRAMMAR_CHARS = 256 * 2**10
+"""Of a schema, as JSON, and of every other text that constrains."""
+
+
+MAX_FIELDS = 64
+"""More than any object of a request has: of a million unknown ones pydantic would tell a million errors."""
+
+
+class _FewFields(BaseModel):
+    @model_validator(mode="before")
+    @classmethod
+    def _not_too_many(cls, given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > MAX_FIELDS:
+            raise ValueError(f"has {len(given)} fields, at most {MAX_FIELDS} are looked at")
+        return given
+
+
+class JsonSchemaFormat(BaseModel):
+    """OpenAI's `json_schema`: a name for the schema, and the schema. Every schema is enforced, as with `strict`."""
+
+    model_config = ConfigDict(extra="ignore")
+    name: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+
+
+class ResponseFormat(_FewFields):
+    """OpenAI's `response_format`."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    def grammar(self) -> Grammar | None:
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return Grammar("json_object")
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            message = "response_format of type json_schema needs json_schema.schema"
+            raise TriptychError("invalid_request", message, "response_format")
+        return Grammar("json_schema", _bounded(json.dumps(self.json_schema.schema_), "response_format"))
+
+
+class StructuredOutputs(_FewFields):
+    """vLLM's `structured_outputs`; exactly one of the fields is given."""
+
+    model_config = ConfigDict(extra="forbid")
+    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], FIRST_ERROR] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class StructuredFields(BaseModel):
+    """The fields of a request that constrain its output. At most one of them may be used.
+
+    `guided_*` are vLLM's older names of the fields of `structured_outputs`.
+    """
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], FIRST_ERROR] | None = None
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
+
+    def constraint(self) -> Constraint | None:
+        """What the output has to match, if anything.
+
+        Raises TriptychError("invalid_request") naming the field where there are two, or one cannot be.
+        """
+        found = [Constraint(field, grammar) for field, grammar in self._given() if grammar is not None]
+        if len(found) > 1:
+            message = f"{found[1].field} cannot be used together with {found[0].field}: the output has one form"
+            raise TriptychError("invalid_request", message, found[1].field)
+        return found[0] if found else None
+
+    def _given(self) -> list[tuple[str, Grammar | None]]:
+        given: list[tuple[str, Grammar | None]] = []
+        if self.response_format is not None:
+            given.append(("response_format", self.response_format.grammar()))
+        if self.structured_outputs is not None:
+            new = self.structured_outputs
+            forms = _forms("structured_outputs.", new.json_, new.regex, new.choice, new.grammar, new.json_object)
+            if not any(grammar for _, grammar in forms):
+                message = "structured_outputs needs one of json, regex, choice, grammar, json_object"
+                raise TriptychError("invalid_request", message, "structured_outputs")
+            given += forms
+        old = self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar, self.guided_json_object
+        return [*given, *_forms("guided_", *old)]
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """A grammar, and the field of the request that it comes from."""
+
+    field: str
+    grammar: Grammar
+
+
+def _forms(
+    prefix: str,
+    schema: str | dict[str, Any] | None,
+    regex: str | None,
+    choice: list[str] | None,
+    grammar: str | None,
+    json_object: bool | None,
+) -> list[tuple[str, Grammar | None]]:
+    forms: list[tuple[str, Grammar | None]] = []
+    if schema is not None:
+        forms.append((f"{prefix}json", _json_schema(schema, f"{prefix}json")))
+    if regex is not None:
+        forms.append((f"{prefix}regex", Grammar("regex", _bounded(regex, f"{prefix}regex"))))
+    if choice is not None:
+        if not choice:
+            raise TriptychError("invalid_request", f"{prefix}choice is empty: name at least one", f"{prefix}choice")
+        forms.append((f"{prefix}choice", Grammar("choice", _bounded(json.dumps(choice), f"{prefix}choice"))))
+    if grammar is not None:
+        forms.append((f"{prefix}grammar", Grammar("grammar", _bounded(grammar, f"{prefix}grammar"))))
+    if json_object:
+        forms.append((f"{prefix}json_object", Grammar("json_object")))
+    return forms
+
+
+def _json_schema(schema: str | dict[str, Any], field: str) -> Grammar:
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    try:
+        parsed = json.loads(_bounded(text, field))
+    except (ValueError, RecursionError) as error:
+        raise TriptychError("invalid_request", f"{field} is not valid JSON: {error}", field) from error
+    if not isinstance(parsed, dict | bool):
+        raise TriptychError("invalid_request", f"{field} is no JSON schema: an object is, not {text[:80]!r}", field)
+    return Grammar("json_schema", text)
+
+
+def _bounded(text: str, field: str) -> str:
+    if len(text) > MAX_GRAMMAR_CHARS:
+        message = f"{field} has {len(text)} characters, at most {MAX_GRAMMAR_CHARS} are allowed"
+        raise TriptychError("invalid_request", message, field)
+    return text

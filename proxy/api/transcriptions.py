@@ -1,0 +1,230 @@
+"""POST /v1/audio/transcriptions and /v1/audio/translations: an uploaded recording as text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from python_multipart.multipart import parse_options_header
+from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+
+from common.errors import TriptychError
+from common.sampling_params import MAX_SEQUENCES, SamplingParams
+from common.text.languages import language_name
+from common.text.whisper_prompt import Task
+from proxy.api.logprobs import LogprobShapes
+from proxy.api.sampling_fields import Int32, Seed, refuse_sampling
+from proxy.api.segments import as_srt, as_vtt
+from proxy.api.speech import Speech, SpeechOptions
+from proxy.dispatch.text_stream import Delta
+from proxy.server.errors import from_validation
+from proxy.server.request_context import Exchange, Json, Payload, Plain, Sse
+from proxy.service import Service
+
+_MAX_FIELDS: Final = 32
+_CHARSETS: Final = ("utf-8", "utf8", "us-ascii", "ascii", "iso-8859-1", "latin-1", "latin1")
+"""What a form may be written in. Python knows others, some of which raise, take minutes, or make what is no text."""
+
+
+class TranscriptionForm(BaseModel):
+    """The fields beside the file. Those that we do not support are refused by name.
+
+    Beyond OpenAI's: how tokens are drawn (`top_p`, `top_k`, `min_p`, `seed`) and repetition is kept down, as in a chat,
+    `max_completion_tokens` (for each window of 30 s), `return_token_ids`, `priority`, and beam search, whose width is
+    `best_of`.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    language: str | None = None
+    prompt: str | None = None
+    response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] = "json"
+    temperature: float = Field(0.0, ge=0, le=2)
+    timestamp_granularities: list[Literal["segment"]] = []
+    include: list[Literal["logprobs"]] = []
+    stream: bool = False
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(-1, ge=-1, lt=2**31)
+    min_p: float = Field(0.0, ge=0, le=1)
+    seed: Seed | None = None
+    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    use_beam_search: bool = False
+    best_of: int = Field(5, ge=1, le=MAX_SEQUENCES)
+    length_penalty: float = Field(1.0, ge=-100, le=100)
+    return_token_ids: bool = False
+    priority: Int32 = 0
+
+    @property
+    def has_segments(self) -> bool:
+        return self.response_format in ("verbose_json", "srt", "vtt")
+
+    def check(self) -> None:
+        """Raises TriptychError("invalid_request") naming the field for what does not go together."""
+        if self.stream and self.has_segments:
+            raise _wrong("response_format", f"{self.response_format} cannot be streamed: use json or text")
+        if self.timestamp_granularities and self.response_format != "verbose_json":
+            message = f"response_format {self.response_format} has no timestamp_granularities: use verbose_json"
+            raise _wrong("timestamp_granularities", message)
+        if self.include and (self.stream or self.response_format != "json"):
+            raise _wrong("include", "logprobs come with response_format json only, and are not streamed")
+        if self.use_beam_search:
+            refuse_sampling(self)
+
+    def sampling(self, max_tokens: int) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=max(0, self.top_k),
+            min_p=self.min_p,
+            seed=self.seed,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            beam_width=self.best_of if self.use_beam_search else 1,
+            length_penalty=self.length_penalty,
+            logprobs=0 if self.include else None,
+        ).validate()
+
+
+async def transcriptions(service: Service, exchange: Exchange, task: Task = "transcribe") -> AsyncGenerator[Payload]:
+    """The text of a recording as JSON, plain text, JSON with segments, subtitles, or a stream."""
+    service.check_line("media")
+    form, data = await _read_form(exchange)
+    service.check_model(form.model)
+    _check_model_hears(service)
+    form.check()
+    places = service.join_line(exchange, "media")
+    item = await service.intake.of_bytes("audio", data, "file")
+    options = SpeechOptions(
+        language=form.language or None,
+        prompt=form.prompt,
+        task=task,
+        timestamps=form.has_segments,
+        details=form.response_format == "verbose_json",
+        token_limit=form.max_completion_tokens,
+        priority=form.priority,
+    )
+    speech = Speech(service, exchange, places, item, form.sampling(service.max_model_len), options)
+    async with aclosing(speech.deltas()) as deltas:
+        if form.stream:
+            async for event in _stream(speech, deltas):
+                yield event
+        else:
+            async for _ in deltas:
+                pass
+            yield _answer(service, form, speech, task)
+
+
+def _check_model_hears(service: Service) -> None:
+    if service.transcribes:
+        return
+    if service.info.media_kind == "audio":
+        message = f"{service.model_name} is no speech model: send clips with /v1/chat/completions"
+        raise TriptychError("invalid_request", message, "model")
+    raise TriptychError("invalid_request", f"{service.model_name} does not take audio", "file")
+
+
+async def _read_form(exchange: Exchange) -> tuple[TranscriptionForm, bytes]:
+    """The form and the bytes of its file, all in memory: a proxy may have no writable disk."""
+    _check_content_type(exchange.request.headers.get("content-type", ""))
+    parser = MultiPartParser(exchange.request.headers, exchange.stream(), max_files=1, max_fields=_MAX_FIELDS)
+    parser.spool_max_size = exchange.max_body_bytes
+    try:
+        raw = await parser.parse()
+    except MultiPartException as error:
+        raise TriptychError("invalid_request", f"the form cannot be read: {error}") from error
+    try:
+        file = raw.get("file")
+        if not isinstance(file, UploadFile):
+            raise TriptychError("invalid_request", "the form has no file", "file")
+        exchange.held.grow(file.size or 0)
+        form, data = _validate(raw), await file.read()
+    finally:
+        await raw.close()
+    exchange.held.shrink(len(data))  # the parser's copy; what the body took stays for the file and the fields
+    return form, data
+
+
+def _check_content_type(text: str) -> None:
+    """Refuse a body that is no form, or of a character set that is read as no other program would, or for minutes."""
+    media_type, options = parse_options_header(text)
+    if media_type != b"multipart/form-data":
+        message = f"the body must be multipart/form-data, not {text or 'without a content type'}"
+        raise TriptychError("invalid_request", message)
+    charset = options.get(b"charset", b"utf-8").decode("latin-1")
+    if charset.lower() not in _CHARSETS:
+        raise TriptychError("invalid_request", f"the form must be UTF-8, not of the charset {charset!r}")
+
+
+def _validate(raw: FormData) -> TranscriptionForm:
+    values: dict[str, Any] = {}
+    lists: dict[str, list[Any]] = {}
+    for key, value in raw.multi_items():
+        if key.endswith("[]"):
+            lists.setdefault(key[:-2], []).append(value)
+        elif key != "file":
+            values[key] = value
+    for name in sorted(values.keys() & lists.keys()):
+        raise _wrong(name, f"{name} is given with and without brackets")
+    try:
+        return TranscriptionForm.model_validate(values | lists)
+    except ValidationError as error:
+        raise from_validation(error) from error
+
+
+def _answer(service: Service, form: TranscriptionForm, speech: Speech, task: Task) -> Json | Plain:
+    match form.response_format:
+        case "text":
+            return Plain(speech.text + "\n")
+        case "srt":
+            return Plain(as_srt(speech.segments()))
+        case "vtt":
+            return Plain(as_vtt(speech.segments()))
+    told: dict[str, Any] = {"token_ids": speech.token_ids} if form.return_token_ids else {}
+    if form.response_format == "json":
+        if form.include:
+            content = LogprobShapes(service.token_texts, 0).chat(speech.logprobs)["content"]
+            told["logprobs"] = [{name: entry[name] for name in ("token", "logprob", "bytes")} for entry in content]
+        return Json({"text": speech.text, "usage": _token_usage(speech), **told})
+    return Json(
+        {
+            "task": task,
+            "language": None if speech.language is None else language_name(speech.language),
+            "duration": speech.duration_s,
+            "text": speech.text,
+            "segments": [one.to_json(index, form.temperature) for index, one in enumerate(speech.segments())],
+            "usage": {"type": "duration", "seconds": math.ceil(speech.duration_s)},
+            **told,
+        }
+    )
+
+
+async def _stream(speech: Speech, deltas: AsyncGenerator[Delta]) -> AsyncGenerator[Payload]:
+    async for delta in deltas:
+        if delta.text:
+            yield Sse({"type": "transcript.text.delta", "delta": delta.text})
+    yield Sse({"type": "transcript.text.done", "text": speech.text, "usage": _token_usage(speech)})
+    yield Sse(None)
+
+
+def _token_usage(speech: Speech) -> dict[str, Any]:
+    usage = speech.usage
+    return {
+        "type": "tokens",
+        "input_tokens": usage.prompt_tokens,
+        "output_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def _wrong(field: str, message: str) -> TriptychError:
+    return TriptychError("invalid_request", message, field)

@@ -1,0 +1,276 @@
+"""The workers that this proxy talks to: found in the registry, one connection each, gone when the registry says so."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, Protocol
+
+import zmq
+import zmq.asyncio
+from redis.exceptions import RedisError
+
+from broker.cluster.registry import HEARTBEAT_S, RECORD_TTL_S, Registry, incompatibility
+from broker.cluster.rpc import connection_id
+from common.errors import TriptychError
+from common.messages import Abort, FromWorker, Heartbeat, InstanceRecord, Role
+from common.telemetry import get_logger
+from proxy.dispatch.registry_watch import POLL_S, RegistryWatch
+from proxy.dispatch.worker import WatchedClient, Worker
+
+ABSENCE_S: Final = 2.0
+"""A worker that has not been in the registry for so long is gone."""
+BURST_MESSAGES: Final = 64
+"""Taken from one worker before those have a turn whose messages they are."""
+TOGETHER_S: Final = 0.25
+"""How long a worker that has been connected to waits for others that are being connected to."""
+LAST_WORDS_MS: Final = 200
+"""How long the aborts to a worker that is given up may take to leave."""
+
+log = get_logger()
+
+
+class Listener(Protocol):
+    """Who is told what the workers say, that there is a new one, and that one is gone."""
+
+    async def on_message(self, worker: Worker, message: FromWorker) -> None: ...
+
+    def requests_at(self, worker: Worker) -> list[str]:
+        """What that worker has been asked to do and is not known to have done."""
+
+    def on_invalid(self) -> None:
+        """A worker has said something that is no message of the protocol; it was dropped."""
+
+    def on_joined(self, worker: Worker) -> None: ...
+
+    async def on_gone(self, worker: Worker) -> None: ...
+
+
+class WorkerPool:
+    """Keeps one connection per live, compatible worker, and this proxy's own entry in the registry.
+
+    `own` is the proxy's record; workers whose model fingerprint or protocol differ from it are not used.
+    `on_failure` is called when the pool cannot go on; `failure` then says why.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        own: InstanceRecord,
+        listener: Listener,
+        on_failure: Callable[[], None],
+        context: zmq.asyncio.Context,
+    ) -> None:
+        """`context` becomes the pool's own: it ends it."""
+        self.own = own
+        self._on_failure = on_failure
+        # New at every start and for every connection: were it the same, workers would take this one for the one before
+        # it, and keep what was asked for there.
+        self._identities = (connection_id(own.instance_id, own.epoch, number) for number in itertools.count())
+        self._registry = registry
+        self._watch = RegistryWatch(registry, own)
+        self._listener = listener
+        self._context = context
+        self._workers: dict[str, Worker] = {}
+        self._listeners: dict[Worker, list[asyncio.Task[None]]] = {}
+        self._lost: dict[tuple[str, int], float] = {}  # whose connection broke: until when they count as dead
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._refused: dict[str, str] = {}
+        self._newest: dict[str, int] = {}  # the epoch of the last life that was found, of each in the registry
+        self._last_usable_s: dict[Role, float] = {}
+        self._unknown_since_s = time.monotonic()
+        """Until the first look at the registry: since when nobody knows who is there. Then minus infinity."""
+        self.failure: str | None = None
+        """Why this pool does not work any more; None while it does."""
+
+    def start(self) -> None:
+        """Begin to look for workers, and go on until `close`. The broker need not be there yet."""
+        self._background(self._watch.look(self._apply))
+        self._background(self._watch.listen())
+        self._background(self._send_heartbeats())
+
+    async def close(self) -> None:
+        """Stop, close every connection and leave the registry."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for worker in self._workers.values():
+            worker.gone = True
+            worker.client.close()
+        self._workers.clear()
+        self._listeners.clear()
+        self._context.term()
+        with contextlib.suppress(RedisError, TriptychError, TimeoutError):
+            async with asyncio.timeout(1.0):  # without a broker the entry expires by itself
+                await self._registry.unregister()
+
+    @property
+    def broker_reachable(self) -> bool:
+        return self._watch.broker_reachable
+
+    @property
+    def has_looked(self) -> bool:
+        """Whether the registry has been read since this pool was made; before, nobody knows who is there."""
+        return self._unknown_since_s == -math.inf
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """Workers that are not used, and why."""
+        return dict(self._refused)
+
+    def workers(self, *roles: Role, matching: Worker | None = None) -> list[Worker]:
+        """Live workers of these roles that may be given something new; with `matching`, only those that may work with
+        that one.
+
+        Those that are draining are not among them, nor those to which there is no connection yet, for it may be cut, or
+        that have only just been connected to while others are about to be.
+        Those that have just left the registry are named only where there are no others: they may be stopping.
+        """
+        found = [
+            worker
+            for worker in self._workers.values()
+            if worker.record.role in roles
+            and worker.admitted
+            and not worker.record.draining
+            and (matching is None or incompatibility(worker.record, matching.record) is None)
+        ]
+        return [worker for worker in found if worker.missing_since_s is None] or found
+
+    def absent_s(self, *roles: Role, matching: Worker | None = None) -> float:
+        """For how long there has been no worker of these roles to give work to; infinity if never, and where those that
+        are there do not match: others like them will not either. A pool that has not looked yet does not say never."""
+        if self.workers(*roles, matching=matching):
+            return 0.0
+        if self.workers(*roles):
+            return math.inf
+        return time.monotonic() - max(self._last_usable_s.get(role, self._unknown_since_s) for role in roles)
+
+    async def _send_heartbeats(self) -> None:
+        while True:
+            for worker in list(self._workers.values()):
+                await worker.tell(Heartbeat())
+            await asyncio.sleep(HEARTBEAT_S)
+
+    async def _apply(self, found: dict[str, InstanceRecord]) -> None:
+        """Connect to what is new, drop what is gone or has been restarted."""
+        for worker in list(self._workers.values()):
+            record = found.get(worker.instance_id)
+            if record is None:
+                await self._note_missing(worker)
+            elif record.epoch != worker.record.epoch:
+                await self._drop(worker)
+            else:
+                self._note_usable(worker)
+                worker.record, worker.missing_since_s = record, None
+        now_s = time.monotonic()
+        self._lost = {life: until_s for life, until_s in self._lost.items() if until_s > now_s}
+        for record in found.values():
+            known = record.instance_id in self._workers or (record.instance_id, record.epoch) in self._lost
+            if record.role != "proxy" and not known:
+                self._consider(record)
+        self._unknown_since_s = -math.inf
+        self._refused = {name: why for name, why in self._refused.items() if name in found}
+        self._newest = {name: epoch for name, epoch in self._newest.items() if name in found}
+
+    def _note_usable(self, worker: Worker) -> None:
+        if worker.admitted and not worker.record.draining:
+            self._last_usable_s[worker.record.role] = time.monotonic()
+
+    async def _note_missing(self, worker: Worker) -> None:
+        """Believe an absence only after a while: where the broker lost its memory, the living enter themselves again
+        with their next heartbeat, and the dead are known by their connections anyway."""
+        now_s = time.monotonic()
+        if worker.missing_since_s is None:
+            worker.missing_since_s = now_s
+        elif now_s - worker.missing_since_s > ABSENCE_S:
+            await self._drop(worker)
+
+    def _consider(self, record: InstanceRecord) -> None:
+        why = incompatibility(record, self.own)
+        if why is not None:
+            if self._refused.get(record.instance_id) != why:
+                log.error("worker not used", worker=record.instance_id, reason=why)
+            self._refused[record.instance_id] = why
+            return
+        self._refused.pop(record.instance_id, None)
+        identity = next(self._identities)
+        client = WatchedClient(self._context, record.requests_address, identity, self._listener.on_invalid)
+        worker = Worker(record, client)
+        self._workers[record.instance_id] = worker
+        self._listeners[worker] = [
+            self._background(self._receive(worker)),
+            self._background(self._watch_connection(worker)),
+        ]
+        # A new life will be usable in a moment. Of one that is tried again, as its connection broke, nobody knows.
+        if record.epoch > self._newest.get(record.instance_id, 0) and not record.draining:
+            self._newest[record.instance_id] = record.epoch
+            self._last_usable_s[record.role] = time.monotonic()
+        log.info("worker found", worker=record.instance_id, role=record.role, address=record.requests_address)
+
+    async def _drop(self, worker: Worker) -> None:
+        if worker.gone:
+            return
+        log.warning("worker gone", worker=worker.instance_id, role=worker.record.role)
+        for request_id in self._listener.requests_at(worker):  # it may be alive, and only the registry have lost it
+            await worker.tell(Abort(request_id))
+        self._note_usable(worker)
+        worker.gone = True
+        del self._workers[worker.instance_id]
+        for task in self._listeners.pop(worker):
+            if task is not asyncio.current_task():
+                task.cancel()
+        worker.client.close(LAST_WORDS_MS)
+        await self._listener.on_gone(worker)
+
+    async def _receive(self, worker: Worker) -> None:
+        while True:
+            for _ in range(BURST_MESSAGES):  # what is there already is received without a pause
+                await self._listener.on_message(worker, await worker.client.receive())
+            await asyncio.sleep(0)
+
+    async def _watch_connection(self, worker: Worker) -> None:
+        """With a connection a worker is there. A lost one means a dead process, until its entry has outlived the
+        lifetime of a dead one's; so does one that was not made because somebody has broken it off."""
+        if await worker.client.opened():
+            self._background(self._admit())
+            await worker.client.lost()
+        self._lost[worker.life] = time.monotonic() + RECORD_TTL_S + POLL_S
+        await self._drop(worker)
+
+    async def _admit(self) -> None:
+        """Let those that have been connected to be given work, together with those that are found with them.
+
+        After a restart of this proxy, say, the first connection is made some milliseconds before the others, and all
+        requests that wait for a worker would go to that one.
+        """
+        if not all(worker.client.connected for worker in self._workers.values()):
+            await asyncio.sleep(TOGETHER_S)
+        admitted = [one for one in self._workers.values() if one.client.connected and not one.admitted]
+        for worker in admitted:
+            worker.admitted = True
+        for worker in admitted:
+            self._listener.on_joined(worker)
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Make a bug in a background task visible: without it the proxy would only look alive."""
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            return
+        self.failure = error.info.message if isinstance(error, TriptychError) else repr(error)
+        self._on_failure()
+        if isinstance(error, TriptychError):
+            log.error("this proxy cannot go on", error=self.failure)
+        else:
+            log.error("background task failed", exc_info=error)

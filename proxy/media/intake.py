@@ -1,0 +1,167 @@
+"""Media out of a request: data URLs, base64 and downloads become bytes of a known kind, or a 400 naming the field.
+
+Nothing is decoded here. The first bytes tell a picture or a clip from anything else; whether it is whole, the encoder
+finds out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+from dataclasses import dataclass
+from typing import Final
+
+from common.config import Settings
+from common.errors import TriptychError
+from common.messages import MAX_MEDIA_BYTES, MediaKind
+from proxy.dispatch.jobs import MediaItem
+from proxy.media.fair_semaphore import NoPlace, Share
+from proxy.media.fetch import Fetcher
+from proxy.media.local_files import read_local
+from proxy.media.percent import least_bytes, unquote
+from proxy.server.held_bytes import Hold
+from proxy.server.metrics import ProxyMetrics
+
+_IMAGE_MAGIC: Final = (
+    (b"\xff\xd8\xff", "jpeg"),
+    (b"\x89PNG\r\n\x1a\n", "png"),
+    (b"GIF87a", "gif"),
+    (b"GIF89a", "gif"),
+    (b"BM", "bmp"),
+)
+_AUDIO_MAGIC: Final = ((b"fLaC", "flac"), (b"OggS", "ogg"), (b"ID3", "mp3"), (b".snd", "au"), (b"caff", "caf"))
+_CONTAINERS: Final = {b"RIFF": {b"WEBP": "webp", b"WAVE": "wav"}, b"RF64": {b"WAVE": "wav"}, b"FORM": {b"AIFF": "aiff"}}
+_CONTAINER_KINDS: Final[dict[str, MediaKind]] = {"webp": "image", "wav": "audio", "aiff": "audio"}
+_EXPECTED: Final = {
+    "image": "a picture (JPEG, PNG, WebP, GIF, BMP)",
+    "audio": "audio (WAV, MP3, FLAC, Ogg, AIFF)",
+}
+_WHITESPACE: Final = b" \t\n\r\f\v"
+_OFF_LOOP_BYTES: Final = 256 * 2**10
+"""Above this, decoding and hashing run in a thread: 32 MiB take some 60 ms."""
+
+
+@dataclass(frozen=True)
+class MediaSource:
+    """One item as the request named it: `url` is data:, http:, https: or file:; `data` is base64. One is given."""
+
+    kind: MediaKind
+    param: str
+    url: str = ""
+    data: str = ""
+
+
+class MediaIntake:
+    """Turns sources into items, all of a request at once, within the limits of the settings."""
+
+    def __init__(self, settings: Settings, fetcher: Fetcher, metrics: ProxyMetrics) -> None:
+        self._settings = settings
+        self._fetcher = fetcher
+        self._metrics = metrics
+        self._max_bytes = min(settings.max_media_bytes, MAX_MEDIA_BYTES)
+        local = ("file",) if settings.allowed_media_folder is not None else ()
+        self._schemes = (*settings.allowed_media_schemes, *local)
+
+    async def load(self, sources: list[MediaSource], held: Hold) -> list[MediaItem]:
+        """The items, in order; `held` takes their bytes before they are there.
+
+        Raises TriptychError("bad_media"), ("item_too_large") or ("invalid_request"), each naming the field, and
+        Overloaded where there is no room, in memory or among the fetches.
+        """
+        limit = self._settings.max_media_items
+        if len(sources) > limit:
+            message = f"{len(sources)} media items in one request, at most {limit} are allowed"
+            raise TriptychError("invalid_request", message, sources[limit].param)
+        try:
+            async with asyncio.TaskGroup() as group:
+                share = self._fetcher.share()
+                tasks = [group.create_task(self._load(source, held, share)) for source in sources]
+        except* TriptychError as errors:
+            first: BaseException = errors
+            while isinstance(first, BaseExceptionGroup):
+                first = first.exceptions[0]
+            if isinstance(first, NoPlace):
+                self._metrics.refused.labels("fetches").inc()
+            raise first from None
+        return [task.result() for task in tasks]
+
+    async def of_bytes(self, kind: MediaKind, data: bytes, param: str) -> MediaItem:
+        """An item whose bytes came with the request. Checks its size and its first bytes."""
+        if len(data) > _OFF_LOOP_BYTES:
+            item = await asyncio.to_thread(self._check, kind, data, param)
+        else:
+            item = self._check(kind, data, param)
+        self._metrics.media_items.labels(kind).inc()
+        self._metrics.media_bytes.labels(kind).inc(len(data))
+        return item
+
+    async def _load(self, source: MediaSource, held: Hold, share: Share) -> MediaItem:
+        scheme = source.url[:8].partition(":")[0].lower()
+        if not source.data and scheme not in self._schemes:
+            allowed = ", ".join(f"{scheme}:" for scheme in self._schemes)
+            message = f"{source.param} must be a URL with one of {allowed}, not {source.url[:40]!r}"
+            raise TriptychError("invalid_request", message, source.param)
+        if source.data or scheme == "data":
+            text = source.data or source.url
+            held.grow(min(len(text), self._max_bytes))
+            big = len(text) > _OFF_LOOP_BYTES
+            decode = self._decode_base64 if source.data else self._decode_data_url
+            data = await asyncio.to_thread(decode, text, source.param) if big else decode(text, source.param)
+        elif scheme == "file":
+            folder = self._settings.allowed_media_folder
+            held.grow(self._max_bytes)
+            data = await asyncio.to_thread(read_local, source.url, folder, source.param, self._max_bytes)
+            held.shrink(self._max_bytes - len(data))
+        else:
+            data = await self._fetcher.fetch(source.url, source.param, self._max_bytes, held.grow, share)
+        return await self.of_bytes(source.kind, data, source.param)
+
+    def _decode_data_url(self, url: str, param: str) -> bytes:
+        head, comma, body = url[5:].partition(",")
+        if not comma:
+            raise TriptychError("bad_media", f"{param} is a data: URL without a comma before its data", param)
+        if head.lower().endswith(";base64"):
+            return self._decode_base64(body, param)
+        if least_bytes(body) > self._max_bytes:
+            raise _too_large(least_bytes(body), self._max_bytes, param)
+        return unquote(body)
+
+    def _decode_base64(self, text: str, param: str) -> bytes:
+        if len(text) * 3 // 4 > self._max_bytes + 3:
+            raise _too_large(len(text) * 3 // 4, self._max_bytes, param)
+        try:
+            return base64.b64decode(text.encode("ascii").translate(None, _WHITESPACE), validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise TriptychError("bad_media", f"{param} is not valid base64: {error}", param) from error
+
+    def _check(self, kind: MediaKind, data: bytes, param: str) -> MediaItem:
+        if not data:
+            raise TriptychError("bad_media", f"{param} is empty", param)
+        if len(data) > self._max_bytes:
+            raise _too_large(len(data), self._max_bytes, param)
+        found = sniff(data)
+        if found is None or found[0] != kind:
+            what = f"looks like {found[1]}" if found else f"begins with {data[:8]!r}, which is no known format"
+            raise TriptychError("bad_media", f"{param} should be {_EXPECTED[kind]}; it {what}", param)
+        return MediaItem.of(kind, data, param)
+
+
+def sniff(data: bytes) -> tuple[MediaKind, str] | None:
+    """Kind and format by the first bytes; None for anything unknown."""
+    for magic, name in _IMAGE_MAGIC:
+        if data.startswith(magic):
+            return "image", name
+    for magic, name in _AUDIO_MAGIC:
+        if data.startswith(magic):
+            return "audio", name
+    inner = _CONTAINERS.get(data[:4], {}).get(data[8:12])
+    if inner is not None:
+        return _CONTAINER_KINDS[inner], inner
+    if len(data) > 1 and data[0] == 0xFF and data[1] & 0xE0 == 0xE0:  # an MPEG audio frame without a tag
+        return "audio", "mp3"
+    return None
+
+
+def _too_large(size_bytes: int, limit_bytes: int, param: str) -> TriptychError:
+    return TriptychError("item_too_large", f"{param} has {size_bytes} bytes, at most {limit_bytes} are allowed", param)

@@ -1,0 +1,261 @@
+"""One HTTP request that generates: admitted, read, answered once or as a stream, and cleaned up however it ends.
+
+An endpoint is an async generator of payloads. The first one decides: `Json` or `Plain` is the whole answer, `Sse`
+starts a stream. Nothing is sent before the first payload is there, so that an error gets its real status; closing
+the generator, by the end, by an error or because the client left, is what releases everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive, Scope, Send
+
+from common.errors import ErrorInfo, TriptychError
+from common.telemetry import get_logger
+from proxy.server.errors import Overloaded, error_body
+from proxy.server.held_bytes import ByteBudget, Hold
+from proxy.server.metrics import ProxyMetrics
+from proxy.server.queue_delay import LinePlaces
+
+CLIENT_CLOSED_REQUEST: Final = 499
+"""Only seen in logs and metrics: there is nobody left to read it."""
+REQUEST_ID_HEADER: Final = "x-request-id"
+_LINE_ENDS: Final = {character: f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
+"""End no line of an event, but many clients think so (httpx and all that splits lines as Python does): escaped."""
+_DEADLINE_GRACE_S: Final = 2.0
+"""What runs under the deadline ends by itself with a better message; this is for what does not."""
+
+T = TypeVar("T")
+log = get_logger()
+
+
+@dataclass(frozen=True)
+class Json:
+    """A complete answer."""
+
+    value: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A complete answer that is text."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Sse:
+    """One event of a stream; None ends it with [DONE]."""
+
+    value: dict[str, Any] | None
+
+
+Payload = Json | Plain | Sse
+
+
+@dataclass
+class Exchange:
+    """What an endpoint knows of the HTTP request that it answers."""
+
+    request: Request
+    id: str
+    created_s: float
+    """Unix time; the others are of the monotonic clock."""
+    arrival_s: float
+    deadline_s: float
+    max_body_bytes: int
+    held: Hold
+    """What this request takes of the memory for bodies and media."""
+    body_read: asyncio.Event = field(default_factory=asyncio.Event)
+    places: LinePlaces | None = None
+    """In the line of those that wait for their first token, once it is known what the request is."""
+
+    async def body(self) -> bytearray:
+        """The whole body. Raises TriptychError("item_too_large") over the limit, however the client counts, and
+        Overloaded where there is no room for it."""
+        chunks = bytearray()
+        async for chunk in self.stream():
+            chunks += chunk
+        return chunks
+
+    async def stream(self) -> AsyncGenerator[bytes]:
+        """The body as it comes; raises as `body` does, for what is declared before anything is read."""
+        declared = self.request.headers.get("content-length", "")
+        taken = self._take(0, int(declared)) if declared.isdecimal() else 0
+        size = 0
+        async for chunk in self.request.stream():
+            size += len(chunk)
+            taken = self._take(taken, size)
+            yield chunk
+        self.body_read.set()
+
+    def _take(self, taken: int, size: int) -> int:
+        """Make room for a body that is known to have `size` bytes; how much room it has now."""
+        if size > self.max_body_bytes:
+            message = f"the request body has {size} bytes or more, at most {self.max_body_bytes} are allowed"
+            raise TriptychError("item_too_large", message)
+        if size > taken:
+            self.held.grow(size - taken)
+        return max(size, taken)
+
+
+Endpoint = Callable[[Exchange], AsyncGenerator[Payload]]
+
+
+@dataclass
+class Admission:
+    """How many requests are in the proxy at once, and how many bytes they hold; more are refused before their bodies
+    are read."""
+
+    limit: int
+    budget: ByteBudget
+    timeout_s: float
+    metrics: ProxyMetrics
+    inflight: int = 0
+    closing: bool = False
+
+    async def answer(
+        self,
+        request: Request,
+        prefix: str,
+        max_body_bytes: int,
+        endpoint: Endpoint,
+    ) -> Response:
+        """Answer one request by `endpoint`; its id begins with `prefix`.
+
+        Raises what `endpoint` raises before its first payload, and TriptychError("overloaded") over the limit.
+        """
+        now_s = time.monotonic()
+        request_id, held = f"{prefix}-{uuid.uuid4().hex}", self.budget.open()
+        exchange = Exchange(request, request_id, time.time(), now_s, now_s + self.timeout_s, max_body_bytes, held)
+        request.state.request_id = exchange.id
+        payloads = self._admitted(exchange, endpoint)
+        headers = {REQUEST_ID_HEADER: exchange.id}
+        try:
+            first = await _unless_disconnected(exchange, anext(payloads))
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        if isinstance(first, Sse):
+            return EventStream(first, payloads, exchange.deadline_s, headers)
+        await payloads.aclose()
+        if isinstance(first, Plain):
+            return PlainTextResponse(first.text, headers=headers)
+        return JSONResponse(first.value, headers=headers)
+
+    async def _admitted(self, exchange: Exchange, endpoint: Endpoint) -> AsyncGenerator[Payload]:
+        if self.closing:
+            self.metrics.refused.labels("closing").inc()
+            raise TriptychError("unavailable", "the server is shutting down; try again shortly")
+        if self.inflight >= self.limit:
+            self.metrics.refused.labels("inflight").inc()
+            message = f"{self.inflight} requests are under way, at most {self.limit} are allowed; try again shortly"
+            raise Overloaded(message)
+        self.inflight += 1
+        self.metrics.inflight.inc()
+        payloads = endpoint(exchange)
+        try:
+            async for payload in payloads:
+                yield payload
+        finally:
+            try:
+                await payloads.aclose()
+            finally:
+                if exchange.places is not None:
+                    exchange.places.leave()
+                exchange.held.release()
+                self.inflight -= 1
+                self.metrics.inflight.dec()
+
+
+async def _unless_disconnected(exchange: Exchange, work: Awaitable[T]) -> T:
+    """The result of `work`; where the client leaves first, `work` is cancelled and ClientDisconnect raised.
+
+    Raises TriptychError("timeout") after the exchange's deadline, a slow upload included.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.create_task(_gone_after_body(exchange))
+    try:
+        remaining_s = exchange.deadline_s + _DEADLINE_GRACE_S - time.monotonic()
+        await asyncio.wait({task, watcher}, timeout=remaining_s, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        if watcher.done():
+            raise ClientDisconnect
+        raise TriptychError("timeout", "the request did not end within the server's request_timeout_s")
+    finally:
+        watcher.cancel()
+        task.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _gone_after_body(exchange: Exchange) -> None:
+    await exchange.body_read.wait()  # until then the endpoint reads from the connection itself
+    await _disconnected(exchange.request.receive)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events: `first`, then the rest of `payloads`. Closes `payloads` however it ends."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, first: Sse, payloads: AsyncGenerator[Payload], deadline_s: float, headers: dict[str, str]
+    ) -> None:
+        self._first = first
+        self._deadline_s = deadline_s
+        self._payloads = payloads
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sender = asyncio.create_task(self._send(send))
+        watcher = asyncio.create_task(_disconnected(receive))
+        try:
+            # A client that stops reading would hold its request forever: the deadline counts for it, too.
+            remaining_s = self._deadline_s + _DEADLINE_GRACE_S - time.monotonic()
+            await asyncio.wait({sender, watcher}, timeout=remaining_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            sender.cancel()
+            watcher.cancel()
+            await asyncio.gather(sender, watcher, return_exceptions=True)
+            await self._payloads.aclose()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send(_event(self._first))
+        try:
+            async for payload in self._payloads:
+                assert isinstance(payload, Sse)
+                await send(_event(payload))
+        except TriptychError as error:
+            await send(_event(Sse(error_body(error.info))))
+            await send(_event(Sse(None)))
+        except Exception as error:  # a bug of ours: the client still gets a readable end
+            log.error("unexpected error in a stream", exc_info=error)
+            await send(_event(Sse(error_body(ErrorInfo("internal_error", "an unexpected error in the proxy")))))
+            await send(_event(Sse(None)))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _event(event: Sse) -> Message:
+    data = "[DONE]" if event.value is None else json.dumps(event.value, ensure_ascii=False, separators=(",", ":"))
+    if not data.isascii():
+        for character, escape in _LINE_ENDS.items():
+            data = data.replace(character, escape)
+    return {"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True}

@@ -1,0 +1,236 @@
+"""Speech: uploads, languages, long recordings, and chat with a speech model."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import openai
+import pytest
+import soundfile
+
+from common.messages import Encode, Generate
+from common.text import whisper_prompt
+from common.text.processor import TextProcessor
+from proxy.media import audio
+from proxy.media.audio_windows import shared
+from tests.proxy.media import audio_part, speech
+
+
+def _upload(data: bytes) -> tuple[str, bytes]:
+    return "speech.wav", data
+
+
+async def test_a_short_clip_goes_as_it_is_and_every_format_of_answer_works(serve, whisper_model):
+    async with serve(whisper_model.folder) as rig:
+        rig.cluster.decoders[0].answer = lambda message: " well said "
+        clip = speech(2.5)
+        create = rig.client.audio.transcriptions.create
+        answer = await create(model=rig.model, file=_upload(clip), language="en")
+        assert answer.text == "well said"
+        assert rig.cluster.encoders[0].of(Encode)[0].media == clip
+        assert rig.cluster.decoders[0].of(Generate)[0].inputs[0].prompt_index is None
+        plain = await create(model=rig.model, file=_upload(clip), language="en", response_format="text")
+        assert plain.strip() == "well said"
+        verbose = await create(model=rig.model, file=_upload(clip), language="en", response_format="verbose_json")
+        assert (verbose.language, verbose.duration, verbose.text) == ("english", 2.5, "well said")
+        assert [(s.start, s.end, s.text.strip()) for s in verbose.segments] == [(0, 2.5, "well said")]
+        await rig.assert_clean()
+
+
+async def test_prompts_are_those_of_transformers(serve, whisper_model):
+    async with serve(whisper_model.folder) as rig:
+        text, generation = rig.cluster.text, whisper_model.generation
+        start = generation["decoder_start_token_id"]
+        task, plain = generation["task_to_id"]["transcribe"], generation["no_timestamps_token_id"]
+        german = generation["lang_to_id"]["<|de|>"]
+        create = rig.client.audio.transcriptions.create
+        await create(model=rig.model, file=_upload(speech(1)), language="de")
+        await create(model=rig.model, file=_upload(speech(1)), language="de", prompt=" Triptych ")
+        await create(model=rig.model, file=_upload(speech(1)))
+        told, hinted, detected = rig.cluster.decoders[0].of(Generate)
+        assert told.prompt_token_ids == [start, german, task, plain]
+        hint = [generation["prev_sot_token_id"], *text.encode(" Triptych", add_special_tokens=False)]
+        assert hinted.prompt_token_ids == hint + told.prompt_token_ids
+        assert detected.prompt_token_ids == [start]
+        languages = tuple(sorted(generation["lang_to_id"].values()))
+        assert detected.sampling.prefix_allowed == (languages, (task,), (plain,))
+        limit = whisper_model.max_model_len
+        assert (told.sampling.max_tokens, detected.sampling.max_tokens) == (limit - 4, limit - 1)
+        assert told.sampling.temperature == 0
+
+
+async def test_a_recording_may_be_read_by_all_that_draws_tokens_and_keeps_repetition_down(serve, whisper_model):
+    """As in vLLM, which takes the same fields."""
+    drawing = {"temperature": 0.6, "top_p": 0.9, "top_k": 8, "min_p": 0.05, "seed": 7}
+    against_repetition = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.5}
+    asked = drawing | against_repetition
+    async with serve(whisper_model.folder) as rig:
+        form = {name: str(value) for name, value in asked.items()} | {"language": "en"}
+        response = await rig.http.post("/v1/audio/transcriptions", data=form, files={"file": _upload(speech(1))})
+        assert response.status_code == 200
+        (told,) = rig.cluster.decoders[0].of(Generate)
+        assert {name: getattr(told.sampling, name) for name in asked} == asked
+
+
+async def test_a_detected_language_is_reported_and_its_tokens_are_not_text(serve, whisper_model):
+    async with serve(whisper_model.folder) as rig:
+        generation = whisper_model.generation
+        french = generation["lang_to_id"]["<|fr|>"]
+        rig.cluster.decoders[0].answer = lambda message: [
+            french,
+            *(allowed[0] for allowed in message.sampling.prefix_allowed[1:]),
+            *rig.cluster.text.encode(" oui", add_special_tokens=False),
+        ]
+        create = rig.client.audio.transcriptions.create
+        answer = await create(model=rig.model, file=_upload(speech(1)), response_format="verbose_json")
+        assert (answer.language, answer.text) == ("french", "oui")
+        chat = await rig.chat([audio_part(speech(1))], max_tokens=10)
+        assert chat.choices[0].message.content == "oui"
+        words = rig.cluster.text.encode(" oui", add_special_tokens=False)
+        assert chat.usage.completion_tokens == len(words) + 1  # and the end, but not the prefix
+        assert rig.cluster.decoders[0].of(Generate)[-1].sampling.max_tokens == 13
+
+
+async def test_a_long_recording_is_cut_where_it_is_quiet_and_joined_in_order(serve, whisper_model):
+    async with serve(whisper_model.folder) as rig:
+        decoder = rig.cluster.decoders[0]
+        generation = whisper_model.generation
+        german = generation["lang_to_id"]["<|de|>"]
+
+        def answer(message: Generate) -> list[int]:
+            part = message.request_id.partition(".")[2]
+            words = rig.cluster.text.encode(f" part {part}", add_special_tokens=False)
+            forced = [german, *(allowed[0] for allowed in message.sampling.prefix_allowed[1:])]
+            return (forced if message.sampling.prefix_allowed else []) + words
+
+        decoder.answer = answer
+        create = rig.client.audio.transcriptions.create
+        verbose = await create(model=rig.model, file=_upload(speech(70)), response_format="verbose_json")
+        assert verbose.text == "part 0 part 1 part 2"
+        assert verbose.language == "german"
+        assert [s.start for s in verbose.segments] == pytest.approx([0, 26.05, 54.05], abs=0.06)
+        assert [s.end for s in verbose.segments] == pytest.approx([26.05, 54.05, 70], abs=0.06)
+        assert [bool(m.sampling.prefix_allowed) for m in decoder.of(Generate)] == [True, False, False]
+        assert all(german in m.prompt_token_ids for m in decoder.of(Generate)[1:])
+        stream = await create(model=rig.model, file=_upload(speech(70)), stream=True, language="en")
+        events = [event async for event in stream]
+        assert "".join(event.delta for event in events[:-1]) == "part 0 part 1 part 2" == events[-1].text
+        await rig.assert_clean()
+
+
+BAD_FORMS = (
+    ({"language": "klingon"}, 400, "language"),
+    ({"response_format": "yaml"}, 400, "response_format"),
+    ({"timestamp_granularities[]": "segment"}, 400, "timestamp_granularities"),
+    ({"include[]": "logprobs", "response_format": "text"}, 400, "include"),
+    ({"stream": "true", "response_format": "srt"}, 400, "response_format"),
+    ({"use_beam_search": "true", "temperature": "0.5"}, 400, "temperature"),
+    ({"use_beam_search": "true", "top_k": "5"}, 400, "top_k"),
+    ({"temperature": "hot"}, 400, "temperature"),
+    ({"top_p": "0"}, 400, "top_p"),
+    ({"min_p": "nan"}, 400, "min_p"),
+    ({"repetition_penalty": "0"}, 400, "repetition_penalty"),
+    ({"seed": str(2**70)}, 400, "seed"),
+    ({"model": "other"}, 404, "model"),
+    ({"chunking_strategy": "auto"}, 400, "chunking_strategy"),
+    ({"timestamp_granularities[]": "word"}, 400, "timestamp_granularities[0]"),
+    ({"stream": "true", "response_format": "verbose_json"}, 400, "response_format"),
+    ({"prompt": "<|endoftext|>"}, 400, "prompt"),
+    ({"language": "en", "language[]": "en"}, 400, "language"),
+)
+BAD_TYPES = (
+    "",
+    "application/json",
+    "multipart/form-datax; boundary=x",
+    "multipart/form-data",
+    "multipart/form-data; boundary=x; charset=undefined",
+    "multipart/form-data; boundary=x; charset=punycode",  # which takes minutes for a MiB
+    "multipart/form-data; boundary=x; charset=utf-7",  # which makes halves of pairs
+    "multipart/form-data; boundary=x; charset=no-such-charset",
+)
+
+
+async def test_a_form_that_cannot_be_read_is_400_and_says_why(serve, whisper_model):
+    body = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\nother\r\n--x--\r\n'
+    async with serve(whisper_model.folder) as rig:
+
+        async def post(content_type: str) -> tuple[int, str]:
+            headers = {"content-type": content_type}
+            response = await rig.http.post("/v1/audio/transcriptions", content=body, headers=headers)
+            return response.status_code, response.json()["error"]["message"]
+
+        for content_type in BAD_TYPES:
+            status, message = await post(content_type)
+            assert (content_type, status) == (content_type, 400)
+            assert content_type.rpartition("charset=")[2] in message or "boundary" in message
+        for content_type in ('Multipart/Form-Data; boundary="x"; charset="UTF-8"', "multipart/form-data;boundary=x"):
+            assert await post(content_type) == (400, "the form has no file")
+        await rig.assert_clean()
+
+
+async def test_bad_fields_are_named(serve, whisper_model):
+    async with serve(whisper_model.folder) as rig:
+        for form, status, param in BAD_FORMS:
+            response = await rig.http.post("/v1/audio/transcriptions", data=form, files={"file": _upload(speech(1))})
+            assert (form, response.status_code, response.json()["error"]["param"]) == (form, status, param)
+        await rig.assert_clean()
+
+
+async def test_what_is_no_recording_is_400(serve, whisper_model):
+    bad = ((b"", "empty"), (b"hello there", "no known format"), (b"RIFF\0\0\0\0WAVEfmt ", "cannot be decoded"))
+    async with serve(whisper_model.folder) as rig:
+        for data, says in bad:
+            with pytest.raises(openai.BadRequestError, match=says) as caught:
+                await rig.client.audio.transcriptions.create(model=rig.model, file=_upload(data))
+            assert caught.value.param == "file"
+        missing = await rig.http.post("/v1/audio/transcriptions", data={"model": rig.model})
+        assert missing.status_code == 400
+        broken = await rig.http.post(
+            "/v1/audio/transcriptions", content=b"x", headers={"content-type": "multipart/form-data"}
+        )
+        assert broken.status_code == 400
+        await rig.assert_clean()
+
+
+async def test_a_model_without_ears_refuses_transcriptions_and_a_speech_model_refuses_text(serve, whisper_model):
+    async with serve() as rig:
+        with pytest.raises(openai.BadRequestError, match="does not take audio"):
+            await rig.client.audio.transcriptions.create(model=rig.model, file=_upload(speech(1)))
+    async with serve(whisper_model.folder) as rig:
+        with pytest.raises(openai.BadRequestError, match="needs audio"):
+            await rig.client.completions.create(model=rig.model, prompt="hello")
+        with pytest.raises(openai.BadRequestError, match="one clip"):
+            await rig.chat("hello")
+
+
+def test_windows_cover_a_recording_without_gaps_in_any_container():
+    clip = speech(40, rate=8000, channels=2)
+    samples, rate = soundfile.read(io.BytesIO(clip), dtype="float32")
+    for kind, tolerance in (("WAV", 1e-3), ("FLAC", 1e-3), ("OGG", None), ("MP3", None)):
+        out = io.BytesIO()
+        soundfile.write(out, samples, rate, format=kind)
+        with shared(out.getvalue()) as path:
+            windows = audio.split(path, 12.0, "file")
+            cuts = [audio.cut(path, window, "file") for window in windows]
+        assert [w.start for w in windows[1:]] == [w.end for w in windows[:-1]]
+        assert windows[0].start == 0
+        assert windows[-1].end == pytest.approx(len(samples), abs=3000)
+        assert all(7 <= w.end_s - w.start_s <= 12 for w in windows[:-1])
+        assert len(windows) >= 4
+        parts = [soundfile.read(io.BytesIO(part), dtype="float32")[0] for part in cuts]
+        if tolerance is not None:
+            np.testing.assert_allclose(np.concatenate(parts), samples.mean(axis=1), atol=tolerance)
+        for part, window in zip(parts, windows, strict=True):
+            assert abs(len(part) - (window.end - window.start)) < 3000
+
+
+def test_english_only_checkpoints_have_no_language(whisper_model):
+    english = type(whisper_model)(
+        **{**vars(whisper_model), "generation": {**whisper_model.generation, "is_multilingual": False}}
+    )
+    text = TextProcessor(english)
+    ids, fields = whisper_prompt.build(english, text, language=None)
+    assert ids == [english.generation["decoder_start_token_id"], english.generation["no_timestamps_token_id"]]
+    assert fields["prefix_allowed"] == ()
+    assert whisper_prompt.build(english, text, language="en")[0] == ids

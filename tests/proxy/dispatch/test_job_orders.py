@@ -1,0 +1,395 @@
+"""One job among workers that die, fail, forget and come in any order: its tokens come once each, nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from common.errors import ErrorInfo, TriptychError
+from common.messages import (
+    KV_INPUT_ID,
+    WORKER_ROLES,
+    Abort,
+    Encode,
+    Encoded,
+    Failed,
+    FinishReason,
+    Generate,
+    InputNeeded,
+    InputSlot,
+    Inquiry,
+    InstanceRecord,
+    Prefilled,
+    Role,
+    TokenLogprob,
+    Tokens,
+    ToWorker,
+)
+from common.sampling_params import SamplingParams
+from proxy.dispatch import job_runner, retries
+from proxy.dispatch.context import Cluster
+from proxy.dispatch.job_runner import Flight
+from proxy.dispatch.jobs import Job, MediaItem
+from proxy.dispatch.placement import Placer
+from proxy.dispatch.worker import Load, Presence, Worker
+from proxy.dispatch.worker_pool import WorkerPool
+from proxy.server.metrics import ProxyMetrics
+from tests.eventually import eventually
+
+NUM_TOKENS = 3
+BUSY = ErrorInfo("unavailable", "not now")
+
+
+@dataclass
+class Sim:
+    """A worker: what it has been told, and what it may do next."""
+
+    world: World
+    worker: Worker
+    job: Generate | None = None
+    encodes: dict[int, Encode] = field(default_factory=dict)
+    inputs: set[int] = field(default_factory=set)
+    known: dict[int, int] = field(default_factory=dict)  # the last attempt of each input that has come, ever
+    sent: int = 0
+    offered: int = 0  # the last attempt to compute the prompt for it
+
+    async def send(self, message: ToWorker) -> None:
+        if isinstance(message, Generate):
+            resumed = len(message.resumed[0].token_ids) if message.resumed else 0
+            self.job, self.sent, self.inputs = message, resumed, set()
+            self.world.begins[message.attempt] = resumed
+            decoder = self.world.find(message.prefill_for)
+            if decoder is not None:
+                decoder.offered = message.attempt
+        elif isinstance(message, Encode):
+            self.encodes[message.input_id] = message
+        elif isinstance(message, Abort):
+            self.job, self.encodes = None, {}
+        elif isinstance(message, Inquiry) and (self.job is None or self.job.attempt != message.attempt):
+            self.say(Failed("r", BUSY, message.attempt))
+
+    def say(self, message: Any) -> None:
+        self.world.flight.post(self.worker, message)
+
+    def actions(self, *, faults: bool) -> list[Any]:
+        """What it may do now, each a function without arguments."""
+        found: list[Any] = []
+        for encode in self.encodes.values():
+            found.append(lambda encode=encode: self.encoded(encode, None))
+            if faults:
+                found.append(lambda encode=encode: self.encoded(encode, BUSY))
+        job = self.job
+        if job is None:
+            return found
+        wanted = {KV_INPUT_ID} if job.prefilled else {slot.input_id for slot in job.inputs}
+        if wanted <= self.inputs:
+            found.append(self.prefilled if job.prefill_for else self.token)
+        if faults:
+            found.append(self.lose)
+        if faults and job.prefill_for:
+            found.append(lambda: self.prefilled(BUSY))
+        elif faults:
+            found += [lambda: self.need(wanted), self.fail]
+        return found
+
+    def encoded(self, encode: Encode, error: ErrorInfo | None) -> None:
+        del self.encodes[encode.input_id]
+        reader = self.world.find(encode.destination)
+        wanted = reader is not None and reader.job is not None and reader.job.attempt == encode.request_attempt
+        if error is None and reader is not None and wanted:
+            reader.inputs.add(encode.input_id)
+            reader.known[encode.input_id] = encode.attempt
+        elif error is None:
+            error = ErrorInfo("unavailable", f"{encode.destination} is gone")
+        self.say(Encoded("r", encode.input_id, encode.attempt, error))
+
+    def prefilled(self, error: ErrorInfo | None = None) -> None:
+        assert self.job is not None
+        decoder = self.world.find(self.job.prefill_for)
+        if error is None and decoder is not None and decoder.job is not None:
+            assert decoder.job.prefilled
+            decoder.inputs.add(KV_INPUT_ID)
+        known: list[TokenLogprob | None] = [None] if self.job.sampling.prompt_logprobs is not None else []
+        self.say(Prefilled("r", self.job.attempt, error, prompt_logprobs=known if error is None else []))
+        self.job = None
+
+    def token(self) -> None:
+        assert self.job is not None
+        attempt = self.job.attempt
+        ends = self.sent == NUM_TOKENS - 1
+        known: list[TokenLogprob | None] = [None] if self.sent == 0 and not self.job.prefilled else []
+        reason: FinishReason | None = "length" if ends else None
+        token = NUM_TOKENS * attempt + self.sent  # drawn anew in every attempt
+        self.say(Tokens("r", self.sent, [token], reason, done=ends, prompt_logprobs=known, attempt=attempt))
+        self.sent += 1
+        if ends:
+            self.job = None
+
+    def need(self, wanted: set[int]) -> None:
+        assert self.job is not None
+        for input_id in wanted:
+            self.inputs.discard(input_id)
+            attempt = self.offered if input_id == KV_INPUT_ID else self.known.get(input_id, 0)
+            self.say(InputNeeded("r", input_id, attempt, self.job.attempt))
+
+    def lose(self) -> None:
+        """As if it had never come."""
+        self.job = None
+
+    def fail(self) -> None:
+        assert self.job is not None
+        self.say(Failed("r", BUSY, self.job.attempt))
+        self.job = None
+
+
+class World:
+    """Stands in for the pool: workers are here or not, and whoever is missing is waited for."""
+
+    def __init__(self, roles: list[Role], num_inputs: int, prompt_logprobs: bool) -> None:
+        self.sims: list[Sim] = []
+        self._names = itertools.count()
+        items = [MediaItem("image", b"x", f"hash{index}", "picture") for index in range(num_inputs)]
+        slots = [InputSlot(index, "image", item.content_hash, index) for index, item in enumerate(items)]
+        sampling = SamplingParams(max_tokens=NUM_TOKENS, prompt_logprobs=0 if prompt_logprobs else None)
+        self.metrics = ProxyMetrics()
+        for role in roles:
+            self._add(role)
+        cluster = Cluster(cast(WorkerPool, self), Placer(self.metrics), self.metrics, handoff_timeout_s=60.0)
+        self.flight = Flight(Job("r", [1, 2, 3], sampling, slots, items), cluster, deadline_s=2**40)
+        self.got: list[Tokens] = []
+        self.begins: dict[int, int] = {}  # the first token of each attempt to generate
+        self.task = asyncio.create_task(self._read())
+
+    def workers(self, *roles: Role, matching: Worker | None = None) -> list[Worker]:
+        return [sim.worker for sim in self.sims if sim.worker.record.role in roles]
+
+    has_looked = True
+
+    away_s = 1.0
+    """For how long those have been away who are not here."""
+
+    def absent_s(self, *roles: Role, matching: Worker | None = None) -> float:
+        return 0.0 if self.workers(*roles) else self.away_s
+
+    def find(self, instance_id: str) -> Sim | None:
+        return next((sim for sim in self.sims if sim.worker.instance_id == instance_id), None)
+
+    def join(self, role: Role) -> None:
+        self.flight.post(self._add(role).worker, Presence.JOINED)
+
+    def kill(self, sim: Sim) -> None:
+        self.sims.remove(sim)
+        sim.worker.gone = True
+        self.flight.post(sim.worker, Presence.GONE)
+
+    def _add(self, role: Role) -> Sim:
+        name = f"{role}{next(self._names)}"
+        record = InstanceRecord(name, role, 1, "m", "f", "float32", "", "", encodes=role == "encode_prefill_decode")
+        worker = Worker(record, cast(Any, None), Load())
+        sim = Sim(self, worker)
+        worker.client = cast(Any, sim)
+        self.sims.append(sim)
+        return sim
+
+    async def _read(self) -> None:
+        async for tokens in self.flight.batches():
+            self.got.append(tokens)
+
+
+async def _settle(world: World) -> None:
+    for _ in range(6):
+        await asyncio.sleep(0)
+
+
+async def _play(data: st.DataObject, world: World) -> None:
+    for _ in range(data.draw(st.integers(0, 25))):
+        if world.task.done():
+            return
+        actions = [action for sim in world.sims for action in sim.actions(faults=True)]
+        actions += [lambda sim=sim: world.kill(sim) for sim in world.sims]
+        actions += [lambda role=role: world.join(role) for role in WORKER_ROLES]
+        data.draw(st.sampled_from(actions))()
+        if data.draw(st.booleans()):
+            await _settle(world)
+
+
+async def _heal(world: World) -> None:
+    """From here on everything works: the job must come to its end, once it has been asked for where it was lost."""
+    crew = world.flight._crew
+    crew._ask_at_s = min(crew._ask_at_s, 0.0) if crew.decoder is not None else crew._ask_at_s
+    for role in WORKER_ROLES:
+        world.join(role)
+    for _ in range(200):
+        await _settle(world)
+        if world.task.done():
+            return
+        actions = [action for sim in world.sims for action in sim.actions(faults=False)]
+        if actions:
+            actions[0]()
+        else:
+            await asyncio.sleep(0.001)  # a pause before another attempt
+    raise AssertionError("the job did not end")
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (retries, job_runner):
+        monkeypatch.setattr(module, "BACKOFF_S", 0.0)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data(), st.lists(st.sampled_from(WORKER_ROLES), max_size=5), st.integers(0, 2), st.booleans())
+def test_tokens_come_once_and_nothing_is_left(
+    data: st.DataObject, roles: list[Role], num_inputs: int, prompt_logprobs: bool
+) -> None:
+    async def run() -> None:
+        world = World([*roles, "encoder", "prefill", "decode"], num_inputs, prompt_logprobs)
+        await _settle(world)
+        await _play(data, world)
+        await _heal(world)
+        error = world.task.exception()
+        drawn = [divmod(token, NUM_TOKENS) for message in world.got for token in message.token_ids]
+        for place, (attempt, _) in enumerate(drawn):
+            assert {other for other, _ in drawn[world.begins[attempt] : place]} <= {attempt}, (
+                "continues what is its own"
+            )
+        tokens = [place for _, place in drawn]
+        if error is None:
+            assert tokens == list(range(NUM_TOKENS))
+            assert Counter(bool(message.prompt_logprobs) for message in world.got)[True] <= 1 or not prompt_logprobs
+            assert not prompt_logprobs or world.got[0].prompt_logprobs
+        else:
+            assert isinstance(error, TriptychError), error
+            assert error.info.retryable, error
+            assert tokens == list(range(len(tokens)))
+        for sim in world.sims:
+            assert sim.worker.load == Load(), sim.worker.instance_id
+            assert sim.job is None, f"{sim.worker.instance_id} is still at it"
+
+    asyncio.run(run())
+
+
+async def test_a_worker_that_never_ceases_to_send_does_not_outlive_the_deadline() -> None:
+    world = World(["prefill_decode"], num_inputs=0, prompt_logprobs=False)
+    await _settle(world)
+    for _ in range(4):
+        world.sims[0].say(Tokens("r", 0, [1], attempt=1))
+    world.flight._deadline_s = time.monotonic()
+    await _settle(world)
+    error = world.task.exception()
+    assert isinstance(error, TriptychError)
+    assert error.info.code == "timeout"
+    assert len(world.got) == 1, "it was waited for"
+    assert not world.flight._events.empty()
+
+
+async def test_an_encoder_that_is_lost_after_its_item_was_read_costs_nothing() -> None:
+    """Its answer is lost with it; that tokens come says that it had done its work."""
+    world = World(["prefill_decode", "encoder"], num_inputs=1, prompt_logprobs=False)
+    await _settle(world)
+    world.join("encode_prefill_decode")  # somewhere else the item could still be encoded
+    decoder, encoder, _ = world.sims
+    decoder.inputs.add(0)
+    decoder.token()
+    world.kill(encoder)
+    await _settle(world)
+    assert len(world.got) == 1
+    assert decoder.job is not None, "it was not moved"
+    for _ in range(NUM_TOKENS - 1):
+        decoder.token()
+    await world.task
+    assert [token for tokens in world.got for token in tokens.token_ids] == [NUM_TOKENS + n for n in range(NUM_TOKENS)]
+    assert [message.worker.load for message in world.sims] == [Load(), Load()]
+
+
+async def test_an_input_that_nobody_can_encode_here_any_more_takes_its_job_where_somebody_can() -> None:
+    """However long encoders have been away: another worker encodes for itself."""
+    world = World(["prefill_decode", "encoder"], num_inputs=1, prompt_logprobs=False)
+    await _settle(world)
+    world.join("encode_prefill_decode")
+    decoder, encoder, other = world.sims
+    encoder.encoded(encoder.encodes[0], None)
+    world.kill(encoder)
+    world.away_s = 1e9
+    decoder.need({0})
+    await _settle(world)
+    assert not world.task.done()
+    assert other.job is not None
+    assert list(other.encodes) == [0]
+    world.task.cancel()
+
+
+async def test_what_had_come_when_a_deadline_was_due_may_have_kept_it() -> None:
+    """The client was slow, and nothing was read meanwhile. What comes later does not put off the deadline."""
+    world = World(["prefill_decode", "encoder"], num_inputs=1, prompt_logprobs=False)
+    world.task.cancel()
+    crew, encoder = world.flight._crew, world.sims[1]
+    await crew.place()
+    encoder.encoded(encoder.encodes[0], None)
+    crew.items._items[0].deadline_s = 0.0
+    event = await world.flight._next_event()
+    assert event is not None
+    await world.flight._handle(*event)
+    assert encoder.encodes == {}, "it is not asked again for what it has done"
+    for due_s in (math.inf, 0.0):
+        world.sims[0].token()
+        crew.items._items[0].due_s = due_s
+        assert await world.flight._next_event() is not None
+    world.sims[0].token()
+    assert await world.flight._next_event() is None
+    assert list(encoder.encodes) == [0]
+
+
+async def test_what_a_worker_needed_in_an_earlier_attempt_is_not_sent_again() -> None:
+    world = World(["prefill_decode", "encoder"], num_inputs=1, prompt_logprobs=False)
+    await _settle(world)
+    decoder, encoder = world.sims
+    encoder.encoded(encoder.encodes[0], None)
+    decoder.say(InputNeeded("r", 0, request_attempt=0))
+    await _settle(world)
+    assert encoder.encodes == {}
+    decoder.say(InputNeeded("r", 0, request_attempt=1))
+    await _settle(world)
+    assert encoder.encodes[0].attempt == 1
+    world.task.cancel()
+
+
+async def test_what_was_lost_again_before_its_encoder_had_answered_is_sent_again() -> None:
+    """After a failure two complaints may come: about the attempt that failed, which is no news, and about the next."""
+    world = World(["prefill_decode", "encoder"], num_inputs=1, prompt_logprobs=False)
+    await _settle(world)
+    decoder, encoder = world.sims
+    encoder.encoded(encoder.encodes[0], ErrorInfo("timeout", "no room"))
+    await _settle(world)
+    decoder.say(InputNeeded("r", 0, attempt=0, request_attempt=1))
+    await _settle(world)
+    assert encoder.encodes[0].attempt == 1
+    decoder.say(InputNeeded("r", 0, attempt=1, request_attempt=1))
+    await _settle(world)
+    assert encoder.encodes[0].attempt == 2
+    world.task.cancel()
+
+
+async def test_a_job_that_comes_back_to_its_decoder_needs_its_prompt_again() -> None:
+    """What the decoder had before the move is gone, so a prefill that fails now has to be repeated."""
+    world = World(["prefill", "decode"], num_inputs=0, prompt_logprobs=False)
+    await _settle(world)
+    prefiller, decoder = world.sims
+    prefiller.prefilled()
+    decoder.token()
+    decoder.fail()
+    await eventually(lambda: decoder.job is not None and decoder.job.attempt == 2)
+    prefiller.prefilled(BUSY)
+    await eventually(lambda: prefiller.job is not None and prefiller.job.attempt == 3)
+    assert prefiller.job is not None
+    assert prefiller.job.prefill_for_attempt == 2
+    world.task.cancel()
