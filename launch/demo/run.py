@@ -16,15 +16,15 @@ from rich.table import Table
 from rich.text import Text
 
 from common.keys import own_api_key
-from launch.children import adopt_orphans
-from launch.client import ApiClient, ClientOptions, Job, Outcome
-from launch.cluster import LocalCluster
-from launch.console import ConsoleReporter, make_console
+from launch.cli.client import ApiClient, ClientOptions, Job, Outcome
+from launch.cli.console import ConsoleReporter, make_console
+from launch.cli.latency import latency_table, summary
+from launch.cli.media import Media
+from launch.cli.thumbnail import thumbnail
+from launch.cli.timeline import timeline_table
+from launch.cluster.children import adopt_orphans
+from launch.cluster.local_cluster import LocalCluster
 from launch.demo.scenes import QUESTIONS, SIZES, render
-from launch.latency import latency_table, summary
-from launch.media import Media
-from launch.thumbnail import thumbnail
-from launch.timeline import timeline_table
 
 if TYPE_CHECKING:
     from common.config import Settings

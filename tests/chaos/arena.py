@@ -20,8 +20,8 @@ import pytest
 
 from common.config import EngineConfig, Settings, Transport
 from engine.handoff.early_offers import KEEP_S
-from launch.cluster import LocalCluster
-from launch.log_folders import PREFIX
+from launch.cluster.local_cluster import LocalCluster
+from launch.cluster.log_folders import PREFIX
 from tests.chaos.asks import salted
 from tests.chaos.faults import CUTS, Breaker, Fault, allowed_endings, irreplaceable
 from tests.chaos.network import Network, cabled

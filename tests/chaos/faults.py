@@ -15,7 +15,7 @@ from redis import Redis
 from redis.exceptions import ConnectionError as BrokerGone
 
 from common.messages import Role
-from launch.cluster import LocalCluster
+from launch.cluster.local_cluster import LocalCluster
 from proxy.dispatch.placement import WHOLE
 from tests.chaos.cable import Mode
 from tests.chaos.network import Network

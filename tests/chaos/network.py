@@ -22,8 +22,8 @@ from redis.exceptions import RedisError
 
 from common.errors import TriptychError
 from common.messages import decode_record
-from launch.instance import Instance
-from launch.plan import Plan
+from launch.cluster.instance import Instance
+from launch.cluster.plan import Plan
 from tests.chaos.cable import Cable, Mode
 from tests.chaos.owners import Address, owner_of
 

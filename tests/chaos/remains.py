@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from broker.transports.shm.sender import ARENA_BYTES
-from launch.cluster import LocalCluster
+from launch.cluster.local_cluster import LocalCluster
 from tools.soak.memory import children_of, processes, resident_bytes, shared_files
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from launch.topology import parse_topology
+from launch.cluster.topology import parse_topology
 from tests.chaos.drawing import CUTS_S, STOPS_S, WORKERS, draw_faults, matrix
 from tests.chaos.faults import CUTS, Fault, allowed_endings, irreplaceable
 

@@ -13,7 +13,7 @@ import pytest
 
 from broker.transports.shm import segment
 from broker.transports.shm.sender import ARENA_BYTES
-from launch.cluster import LocalCluster
+from launch.cluster.local_cluster import LocalCluster
 from tests.chaos import remains
 from tests.chaos.remains import Remains
 

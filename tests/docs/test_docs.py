@@ -51,7 +51,7 @@ def test_commands_in_documents_exist(page: Path) -> None:
     """Every `triptych …` and `make …` in a fenced block names a command or target that there is."""
     from typer.main import get_command
 
-    from launch.cli import app
+    from launch.cli.app import app
 
     commands = set(get_command(app).commands)  # type: ignore[attr-defined]
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

@@ -15,7 +15,7 @@ from broker.transports.nixl import link, reader, receiver
 from broker.transports.redis import wire
 from common.config import Settings
 from engine.handoff import early_offers
-from launch.supervisor import START_TIMEOUT_S, STOP_GRACE_S
+from launch.cluster.supervisor import START_TIMEOUT_S, STOP_GRACE_S
 from proxy.dispatch import worker_pool
 from proxy.media import audio_windows
 from services import membership, worker_process

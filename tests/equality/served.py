@@ -17,9 +17,9 @@ from common.config import EngineConfig, Settings
 from common.messages import Role
 from common.model_info import ModelInfo, load_model_info
 from common.text.processor import TextProcessor
-from launch.cluster import LocalCluster
-from launch.instance import Instance
-from launch.plan import Plan
+from launch.cluster.instance import Instance
+from launch.cluster.local_cluster import LocalCluster
+from launch.cluster.plan import Plan
 from tests.equality.cases import Case
 from tests.equality.runs import strip
 from tools.soak import leak_check

@@ -11,7 +11,7 @@ import zmq.asyncio
 from broker.cluster.curve import ClusterContext
 from common.config import EngineConfig, Settings
 from common.keys import ClusterKey
-from launch.cluster import LocalCluster
+from launch.cluster.local_cluster import LocalCluster
 from tests.proxy.conftest import broker_url, redis, serve, whisper_model
 
 __all__ = ["broker_url", "redis", "serve", "whisper_model"]

@@ -19,7 +19,7 @@ import httpx
 import openai
 import pytest
 
-from launch.cluster import LocalCluster
+from launch.cluster.local_cluster import LocalCluster
 from proxy.media.audio_windows import Recordings
 from tests.proxy.conftest import eventually
 from tests.proxy.media import image_part, picture, speech

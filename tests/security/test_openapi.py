@@ -18,7 +18,7 @@ from schemathesis import GenerationMode
 
 from common.config import Settings
 from common.keys import bearer
-from launch.cluster import LocalCluster
+from launch.cluster.local_cluster import LocalCluster
 from proxy.api.openapi import document, make_openapi_router
 from proxy.routes import make_router
 from tests.proxy.media import speech

@@ -9,7 +9,7 @@ from typer.main import get_command
 
 from common.config import Settings
 from common.http.auth import CONTROL_PATHS
-from launch.cli import app
+from launch.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "security.md").read_text() + (ROOT / "SECURITY.md").read_text()

@@ -17,8 +17,8 @@ from redis.exceptions import AuthenticationError, RedisError
 from broker.cluster.redis_client import connect, wait_until_reachable, without_secrets
 from common.config import Settings
 from common.errors import TriptychError
-from launch.configure import load_settings
-from launch.plan import make_plan
+from launch.cluster.configure import load_settings
+from launch.cluster.plan import make_plan
 
 
 def with_user(url: str, user: str) -> str:

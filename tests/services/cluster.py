@@ -105,7 +105,7 @@ def cluster(url: str, logs: Path, roles: dict[str, Role], model: str = "signpost
             }
             with paths[instance_id].open("wb") as log:
                 processes[instance_id] = subprocess.Popen(
-                    [sys.executable, "-m", "launch.cli", "worker", "--role", role],
+                    [sys.executable, "-m", "launch.cli.app", "worker", "--role", role],
                     env=environment,
                     stderr=log,
                     stdout=log,

@@ -11,7 +11,7 @@ import torch
 from common.config import Device
 from common.errors import TriptychError
 from engine.device.choice import DTYPES, choose_device, choose_dtype
-from launch.cpus import available_cores
+from launch.cluster.cpus import available_cores
 from tools.bench.with_cluster import ClusterSystem
 from tools.bench.with_llm import LLMSystem
 from tools.bench.with_transformers import TransformersSystem

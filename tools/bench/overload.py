@@ -50,7 +50,7 @@ def overload(
 ) -> None:
     """Measure goodput under overload on a local cluster, and print a table."""
     from common.config import Settings
-    from launch.cluster import LocalCluster
+    from launch.cluster.local_cluster import LocalCluster
     from tools.bench.workloads import make_workload
 
     if defaults:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from launch.cpus import available_cores
+from launch.cluster.cpus import available_cores
 from tools.bench.measure import Turn
 from tools.bench.pages import write_between
 from tools.bench.workloads import Workload

@@ -15,7 +15,7 @@ from common.config import EngineConfig, Settings, Transport
 from common.errors import TriptychError
 from common.keys import bearer, cluster_token
 from common.model_info import ModelInfo
-from launch.cluster import LocalCluster
+from launch.cluster.local_cluster import LocalCluster
 from services.process.handoff_trace import hop_latencies
 from tools.bench.systems import Outcome
 from tools.bench.workloads import BenchRequest

@@ -18,7 +18,7 @@ from engine.core.encoder_engine import EncoderEngine
 from engine.encoders import ragged_attention
 from engine.llm import LLM
 from engine.models.registry import make_decoder, make_encoder
-from launch.cluster import LocalCluster
+from launch.cluster.local_cluster import LocalCluster
 from tools.bench.with_cluster import ask_workers
 from tools.gpu_check.figures import Figure
 

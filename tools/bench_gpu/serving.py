@@ -20,10 +20,10 @@ from common.model_info import ModelInfo, load_model_info
 from engine import processors
 from engine.models.registry import make_decoder as make_decoder_of
 from engine.models.registry import make_encoder
-from launch.client import ApiClient, ClientOptions, Job, Outcome
-from launch.cluster import LocalCluster
-from launch.media import Media
-from launch.topology import parse_topology
+from launch.cli.client import ApiClient, ClientOptions, Job, Outcome
+from launch.cli.media import Media
+from launch.cluster.local_cluster import LocalCluster
+from launch.cluster.topology import parse_topology
 from tools.bench.lineup import share_of
 from tools.bench.with_cluster import hops_of
 from tools.bench_gpu.attempts import attempted

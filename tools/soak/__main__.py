@@ -33,7 +33,7 @@ def soak(
     processes of its own: their memory is told and not judged.
     """
     openmp.set_defaults(os.environ)
-    from launch.children import adopt_orphans
+    from launch.cluster.children import adopt_orphans
     from tools.soak.plan import Part, Plan
     from tools.soak.report import as_json, as_markdown
     from tools.soak.run import run_soak

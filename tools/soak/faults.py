@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final
 from redis import Redis
 
 if TYPE_CHECKING:
-    from launch.cluster import LocalCluster
-    from launch.instance import Instance
+    from launch.cluster.instance import Instance
+    from launch.cluster.local_cluster import LocalCluster
 
 STOPS_S: Final = (3.0, 6.0, 12.0)
 """How long a stopped process stands still: the last is longer than a worker lives in the registry without a word."""

@@ -13,8 +13,8 @@ from common.keys import bearer, cluster_token, own_api_key
 
 if TYPE_CHECKING:
     from common.config import Settings
-    from launch.cluster import LocalCluster
-    from launch.instance import Instance
+    from launch.cluster.instance import Instance
+    from launch.cluster.local_cluster import LocalCluster
 
 EARLY_OFFERS: Final = "early_offers"
 GAUGES: Final = (

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from launch.cluster import LocalCluster
+    from launch.cluster.local_cluster import LocalCluster
 
 FLAT: Final = 0.02
 """A rise over the window, as a share of the mean, up to which memory counts as flat."""

@@ -14,8 +14,8 @@ from typing import Final
 
 from common.config import EngineConfig, Settings
 from common.process import memory_upkeep
-from launch.cluster import LocalCluster
-from launch.instance import SilentReporter
+from launch.cluster.instance import SilentReporter
+from launch.cluster.local_cluster import LocalCluster
 from tools.soak.faults import Faults, is_spared
 from tools.soak.leak_check import held
 from tools.soak.load import Job, LoadProcess

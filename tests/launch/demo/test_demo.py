@@ -23,7 +23,7 @@ def test_its_questions_have_known_answers() -> None:
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
 def test_it_answers_draws_timelines_and_ends_well() -> None:
-    command = [sys.executable, "-m", "launch.cli", "demo", "--pictures", "4"]
+    command = [sys.executable, "-m", "launch.cli.app", "demo", "--pictures", "4"]
     demo = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert demo.returncode == 0, demo.stdout + demo.stderr
     assert "4 of 4 requests answered" in demo.stdout

@@ -43,7 +43,10 @@ def test_what_is_no_role_of_a_worker_is_named_beside_those_that_are(role: str) -
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (["-m", "launch.cli", "worker", "--role", "encoder"], ["-m", "launch.cli", "worker", "--role", "decode"]),
+        (
+            ["-m", "launch.cli.app", "worker", "--role", "encoder"],
+            ["-m", "launch.cli.app", "worker", "--role", "decode"],
+        ),
         (
             ["triptych", "worker", "--role=prefill", "--port", "7"],
             ["triptych", "worker", "--role=decode", "--port", "7"],

@@ -1,0 +1,259 @@
+"""The command line: `triptych serve | request | status | …`. Heavy imports wait inside the commands."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn, cast
+
+import typer
+
+from common.errors import TriptychError
+from common.messages import WorkerRole
+from launch.cli import members_commands
+from launch.cli.options import ENGINE, KEYS, LOGS, NETWORK, PROXY, takes_settings
+from launch.cluster.configure import Flags, load_settings
+
+EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+app = typer.Typer(
+    name="triptych",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Model = Annotated[str | None, typer.Option(help="Hub id, folder, or bundled model.", show_default="signpost")]
+FollowParent = Annotated[bool, typer.Option("--follow-parent", hidden=True)]
+Url = Annotated[str, typer.Option(help="Where the cluster answers, without /v1.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"triptych {version('triptych')}")
+        raise typer.Exit
+
+
+@app.callback()
+def triptych(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Serve multimodal and encoder-decoder models with encoding, prefill and decoding as separate processes.
+
+    \b
+    Start here:
+      triptych demo
+      triptych serve signpost
+      triptych request picture.png --prompt "What does the sign say?"
+
+    Every setting is an environment variable (TRIPTYCH_PORT=9000) or a line of triptych.toml (port = 9000), the common
+    ones are flags (--port 9000); flags win over the environment, the environment over the file.
+    """
+
+
+@app.command()
+@takes_settings("topology", *NETWORK, "broker", *KEYS, *PROXY, *ENGINE, *LOGS)
+def serve(
+    flags: Flags,
+    model: Annotated[
+        str | None, typer.Argument(help="Hub id, folder, or bundled model.", show_default="signpost")
+    ] = None,
+    start_timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Longest wait until all is ready.")] = 300.0,
+) -> None:
+    """Start a whole cluster on this machine: broker, encoders, prefill and decode workers and the OpenAI API.
+
+    \b
+    Examples:
+      triptych serve signpost
+      triptych serve ./whisper-tiny --topology 2e1pd --port 9000
+      triptych serve signpost --topology 1e1p1d
+      triptych serve Qwen/Qwen2.5-VL-3B-Instruct --device cuda --kv-cache-bytes 8GiB
+      triptych serve ./model --broker redis://10.0.0.5:6379 --cluster staging
+
+    Ctrl-C stops everything. A worker that dies is reported and started again. `triptych status`, `drain` and `switch`
+    look after a cluster that runs.
+    """
+    settings = load_settings({"model": model, **flags})
+    from launch.cli.serve import serve as run
+
+    raise typer.Exit(run(settings, start_timeout))
+
+
+@app.command()
+@takes_settings("broker", "cluster", "instance_id", "host", "advertise_host", *KEYS, *ENGINE, *LOGS)
+def worker(
+    flags: Flags,
+    role: Annotated[WorkerRole, typer.Option(help="What this process does.")],
+    model: Model = None,
+    port: Annotated[
+        int,
+        typer.Option(
+            min=0, max=65535, metavar="PORT", help="Port of /health, /ready and /metrics; 0 picks a free one."
+        ),
+    ] = 0,
+    follow_parent: FollowParent = False,
+) -> None:
+    """Run one worker process, as a container or another host runs it.
+
+    \b
+    Examples:
+      triptych worker --role encoder --model ./model --broker redis://10.0.0.5:6379 --host 0.0.0.0 --port 8001
+      triptych worker --role prefill_decode --model signpost --broker redis://127.0.0.1:6379
+      triptych worker --role prefill --model ./model --broker redis://10.0.0.5:6379     with --role decode elsewhere
+
+    Proxies and other workers find it through the broker, and send it work at once. Without --broker it joins the
+    cluster that `triptych serve` runs on this machine.
+    """
+    settings = load_settings({"model": model, "port": port, **flags})
+    from launch.cluster.local_registry import reach
+
+    settings = reach(settings)
+    _follow_parent(follow_parent)
+    from services.worker import run
+
+    _leave(run(settings, role))
+
+
+@app.command()
+@takes_settings(
+    "broker",
+    "instance_id",
+    *NETWORK,
+    "advertise_host",
+    *KEYS,
+    *PROXY,
+    "engine.max_model_len",
+    "handoff_timeout_s",
+    *LOGS,
+)
+def proxy(flags: Flags, model: Model = None, follow_parent: FollowParent = False) -> None:
+    """Run the OpenAI API alone, as a container or another host runs it. Needs no torch.
+
+    \b
+    Example:
+      triptych proxy --model signpost --broker redis://10.0.0.5:6379 --host 0.0.0.0 --port 8000
+    """
+    settings = load_settings({"model": model, **flags})
+    _require_broker(settings.broker)
+    _follow_parent(follow_parent)
+    from proxy.app import run
+
+    _leave(run(settings))
+
+
+@app.command()
+def request(
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Pictures and audio files: one request each.", exists=True, dir_okay=False, readable=True),
+    ] = None,
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to ask (or to tell a transcription).")] = "",
+    url: Url = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Model name.", show_default="the first one served")] = None,
+    parallel: Annotated[int, typer.Option(min=1, max=1024, help="Requests in flight.")] = 8,
+    repeat: Annotated[int, typer.Option(min=1, help="Send every request this many times.")] = 1,
+    stream: Annotated[bool, typer.Option("--stream", help="Print the tokens as they come.")] = False,
+    together: Annotated[bool, typer.Option("--together", help="All pictures in one request.")] = False,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Longest wait for one answer.")] = 600.0,
+) -> None:
+    """Send requests in parallel, print the answers, and how long they took.
+
+    \b
+    Examples:
+      triptych request --prompt "Name three colours."
+      triptych request a.png b.png --prompt "What does the sign say?" --parallel 2
+      triptych request a.png b.png --together --prompt "What does the second sign say?"
+      triptych request speech.flac
+      triptych request a.png -p "Count the circles." --repeat 100 --parallel 16
+
+    The API key, if the server wants one, comes from TRIPTYCH_API_KEY. Exit code 1 if any request failed.
+    """
+    from common.keys import own_api_key
+    from launch.cli.client import ClientOptions
+    from launch.cli.request import run_requests
+
+    base_url, api_key = url.rstrip("/").removesuffix("/v1"), own_api_key(load_settings({}))
+    options = ClientOptions(base_url, model, max_tokens, temperature, timeout, api_key)
+    raise typer.Exit(
+        run_requests(files or [], prompt, options, parallel=parallel, repeat=repeat, live=stream, together=together)
+    )
+
+
+@app.command()
+@takes_settings("topology", "engine.device.choice", "engine.dtype", "engine.num_threads")
+def demo(
+    flags: Flags,
+    pictures: Annotated[int, typer.Option(min=1, max=32, help="How many pictures.")] = 6,
+    seed: Annotated[int, typer.Option(help="Other seeds draw other pictures.")] = 7,
+) -> None:
+    """Start a cluster with the bundled model, ask it about freshly drawn pictures, show what happened where, stop.
+
+    \b
+    Examples:
+      triptych demo
+      triptych demo --topology 2e1pd --pictures 12 --seed 1
+    """
+    settings = load_settings({**flags, "model": "signpost", "port": 0})
+    from launch.demo.run import run_demo
+
+    raise typer.Exit(run_demo(settings, pictures, seed))
+
+
+for _command in (members_commands.status, members_commands.drain, members_commands.switch):
+    app.command()(_command)
+
+
+def _require_broker(url: str | None) -> None:
+    if url is None:
+        message = "no broker: give --broker redis://host:6379, or start a whole cluster with `triptych serve`"
+        raise TriptychError("invalid_request", message, "broker")
+
+
+def _follow_parent(wanted: bool) -> None:
+    if wanted:
+        from launch.cluster.lifeline import follow_parent
+
+        follow_parent()
+
+
+def _leave(code: int) -> NoReturn:
+    """End a process that has closed everything, at once: taking the interpreter down takes seconds with torch in it."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main() -> None:
+    """Run the command line and exit: 0 well, 1 failed, 2 wrong usage, 130 interrupted. Errors take one line."""
+    try:
+        code = app(standalone_mode=False)
+    except typer.TyperException as error:
+        _fail(" ".join(error.format_message().split()), error.exit_code)
+    except TriptychError as error:
+        usage = error.info.code in ("invalid_request", "model_not_found")
+        _fail(error.info.message, EXIT_USAGE if usage else EXIT_FAILURE)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(EXIT_INTERRUPTED)
+    sys.exit(cast(int, code or 0))
+
+
+def _fail(message: str, code: int) -> None:
+    if message:  # none where the help was printed instead
+        typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
+        typer.echo(message, err=True)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""A client of the OpenAI API that measures: one call per request, with times and token counts."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from common.errors import TriptychError
+from common.keys import bearer
+from launch.cli.media import Media
+
+
+@dataclass(frozen=True)
+class ClientOptions:
+    """Where to send requests, and how long their answers may be and take."""
+
+    url: str
+    model: str | None
+    max_tokens: int
+    temperature: float
+    timeout_s: float
+    api_key: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request: a prompt with pictures, or a clip to transcribe."""
+
+    name: str
+    prompt: str
+    media: tuple[Media, ...] = ()
+
+    @property
+    def is_transcription(self) -> bool:
+        return any(media.type.startswith("audio/") for media in self.media)
+
+
+@dataclass
+class Outcome:
+    """What came of a job. Times in seconds from the moment it was sent; `error` is None if it went well."""
+
+    job: Job
+    text: str = ""
+    error: str | None = None
+    request_id: str | None = None
+    ttft_s: float | None = None
+    latency_s: float = 0.0
+    completion_tokens: int | None = None
+    began: float = field(default_factory=time.perf_counter)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return self.completion_tokens / self.latency_s if self.completion_tokens and self.latency_s else None
+
+
+OnText = Callable[[str], None]
+
+
+class ApiClient:
+    """Sends jobs. What goes wrong with one request is its outcome, never an exception."""
+
+    def __init__(self, options: ClientOptions) -> None:
+        local = urlsplit(options.url).hostname in ("localhost", "127.0.0.1", "::1")
+        self._options = options
+        self._http = httpx.AsyncClient(
+            base_url=options.url,
+            timeout=httpx.Timeout(options.timeout_s, connect=5.0),
+            headers={} if options.api_key is None else {"Authorization": bearer(options.api_key)},
+            limits=httpx.Limits(max_connections=None),
+            trust_env=not local,  # a proxy from the environment cannot reach this machine's own address
+        )
+        self._model = options.model
+
+    async def __aenter__(self) -> ApiClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.aclose()
+
+    async def connect(self) -> str:
+        """The model that will answer: the one asked for, or the first one served.
+
+        Raises TriptychError("unavailable") where nobody answers at the URL.
+        """
+        try:
+            response = await self._http.get("/v1/models", timeout=10.0)
+            response.raise_for_status()
+            served = [str(entry["id"]) for entry in response.json()["data"]]
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+            message = (
+                f"no OpenAI API at {self._options.url} ({error or type(error).__name__}); start one: triptych serve"
+            )
+            raise TriptychError("unavailable", message) from error
+        self._model = self._options.model or (served[0] if served else None)
+        if self._model is None:
+            raise TriptychError("unavailable", f"{self._options.url} serves no model")
+        return self._model
+
+    async def timeline(self, request_id: str) -> list[dict[str, Any]]:
+        """The spans of a finished request: stage, instance, start_s, end_s; empty where there are none."""
+        try:
+            response = await self._http.get(f"/v1/requests/{request_id}/timeline")
+            return list(response.json()["spans"]) if response.is_success else []
+        except (httpx.HTTPError, ValueError, KeyError):
+            return []
+
+    async def send(self, job: Job, on_text: OnText = lambda _: None) -> Outcome:
+        """Send one job and wait for its end; `on_text` gets the pieces of the answer as they come."""
+        outcome = Outcome(job)
+        try:
+            call = self._transcribe if job.is_transcription else self._chat
+            await call(job, outcome, on_text)
+        except httpx.HTTPError as error:
+            outcome.error = f"{type(error).__name__}: {error}".rstrip(": ")
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            outcome.error = f"the answer is not as OpenAI's API has it: {error!r}"
+        outcome.latency_s = time.perf_counter() - outcome.began
+        return outcome
+
+    async def _chat(self, job: Job, outcome: Outcome, on_text: OnText) -> None:
+        """Always streamed: only so the time to the first token can be measured."""
+        parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": m.data_url}} for m in job.media]
+        content = [*parts, {"type": "text", "text": job.prompt}] if parts else job.prompt
+        body = {
+            "model": self._model,
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": self._options.max_tokens,
+            "temperature": self._options.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        async with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
+            if not response.is_success:
+                outcome.error = _describe(response, await response.aread())
+                return
+            outcome.error = "the stream ended before the answer did"
+            async for event in _events(response):
+                _take_event(event, outcome, on_text)
+
+    async def _transcribe(self, job: Job, outcome: Outcome, on_text: OnText) -> None:
+        """Streamed where the server can; one that cannot answers in one piece."""
+        clip = job.media[0]
+        form = {"model": self._model, "temperature": str(self._options.temperature), "stream": "true"}
+        if job.prompt:
+            form["prompt"] = job.prompt
+        files = {"file": (clip.name, clip.data, clip.type)}
+        async with self._http.stream("POST", "/v1/audio/transcriptions", data=form, files=files) as response:
+            outcome.request_id = response.headers.get("x-request-id")
+            if not response.is_success:
+                outcome.error = _describe(response, await response.aread())
+            elif response.headers.get("content-type", "").startswith("text/event-stream"):
+                outcome.error = "the stream ended before the answer did"
+                async for event in _events(response):
+                    _take_transcript(event, outcome, on_text)
+            else:
+                body = json.loads(await response.aread())
+                outcome.text, outcome.completion_tokens = str(body["text"]), _output_tokens(body)
+                on_text(outcome.text)
+
+
+def _take_transcript(event: dict[str, Any], outcome: Outcome, on_text: OnText) -> None:
+    if "error" in event:
+        outcome.error = str(event["error"].get("message", event["error"]))
+    elif event.get("type") == "transcript.text.delta":
+        _take_text(event["delta"], outcome, on_text)
+    elif event.get("type") == "transcript.text.done":
+        outcome.text, outcome.error = str(event["text"]), None
+        outcome.completion_tokens = _output_tokens(event)
+
+
+def _output_tokens(body: dict[str, Any]) -> int | None:
+    return (body.get("usage") or {}).get("output_tokens")
+
+
+def _take_text(text: str, outcome: Outcome, on_text: OnText) -> None:
+    if not text:
+        return
+    if outcome.ttft_s is None:
+        outcome.ttft_s = time.perf_counter() - outcome.began
+    outcome.text += text
+    on_text(text)
+
+
+def _take_event(event: dict[str, Any], outcome: Outcome, on_text: OnText) -> None:
+    if "error" in event:
+        outcome.error = str(event["error"].get("message", event["error"]))
+        return
+    outcome.request_id = event.get("id", outcome.request_id)
+    for choice in event.get("choices", []):
+        _take_text(choice.get("delta", {}).get("content") or "", outcome, on_text)
+        if choice.get("finish_reason"):
+            outcome.error = None
+    if event.get("usage"):
+        outcome.completion_tokens = int(event["usage"]["completion_tokens"])
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """The JSON of every server-sent event, up to `[DONE]`."""
+    async for line in response.aiter_lines():
+        if not line.startswith("data:"):
+            continue
+        data = line.removeprefix("data:").strip()
+        if data == "[DONE]":
+            return
+        yield json.loads(data)
+
+
+def _describe(response: httpx.Response, body: bytes) -> str:
+    """`HTTP 400: message`, the message out of OpenAI's error shape where it has one."""
+    try:
+        message = json.loads(body)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = body.decode(errors="replace")[:200] or response.reason_phrase
+    return f"HTTP {response.status_code}: {message}"

@@ -1,0 +1,132 @@
+"""What `triptych serve` shows: progress while it starts, the table of instances, and what dies and comes back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from launch.cluster.instance import Instance
+
+FILE_WIDTH = 160
+
+
+def make_console(file: TextIO | None = None) -> Console:
+    """The terminal; or a file or pipe, with lines as long as they need to be, for a tool that reads them."""
+    console = Console(file=file)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = FILE_WIDTH
+    return console
+
+
+class ConsoleReporter:
+    """Tells a person at a terminal; in a log file the same lines appear without the animation."""
+
+    def __init__(self, console: Console, title: str) -> None:
+        self._console = console
+        self._title = title
+        self._live: Live | None = None
+        self._told: set[str] = set()
+        self._up = False
+
+    def waiting(self, instances: Sequence[Instance], elapsed_s: float) -> None:
+        missing = [instance.id for instance in instances if instance.awaited]
+        text = f"{self._title}: waiting for {', '.join(missing)} · {elapsed_s:.1f} s"
+        if self._console.is_terminal:
+            if self._live is None:
+                self._live = Live(console=self._console, transient=True, refresh_per_second=10)
+                self._live.start()
+            self._live.update(Spinner("dots", text))
+        for instance in instances:
+            if instance.state == "ready" and instance.id not in self._told:
+                self._told.add(instance.id)
+                self._console.print(f"[green]✓[/] {instance.id} ready after {elapsed_s:.1f} s", highlight=False)
+
+    def started(self, instances: Sequence[Instance], base_url: str, elapsed_s: float) -> None:
+        self._end_live()
+        self._up = True
+        self._console.print()
+        self._console.print(instance_table(instances, f"{self._title}: ready in {elapsed_s:.1f} s"))
+
+    def died(self, instance: Instance, how: str, log_tail: str, retry_in_s: float) -> None:
+        self._console.print(f"[red]✗ {instance.id} died[/] ({how}). Its last lines:", highlight=False)
+        self._quote(log_tail)
+        self._console.print(f"  starting it again in {retry_in_s:g} s", highlight=False)
+
+    def recovered(self, instance: Instance) -> None:
+        seconds = f"{instance.age_s:.1f} s"
+        self._console.print(
+            f"[green]✓[/] {instance.id} is back (pid {instance.pid}, ready after {seconds}, "
+            f"restart {instance.restarts})",
+            highlight=False,
+        )
+
+    def draining(self, instance: Instance) -> None:
+        self._console.print(f"{instance.id} is draining: it finishes what it has", highlight=False)
+
+    def left(self, instance: Instance, how: str | None) -> None:
+        if how is None:
+            self._console.print(f"[green]✓[/] {instance.id} has left", highlight=False)
+        else:
+            self._console.print(f"[yellow]✗ {instance.id} died while it was leaving[/] ({how})", highlight=False)
+            self._console.print("  nothing takes its place", highlight=False)
+
+    def switched(self, instance: Instance) -> None:
+        self._console.print(
+            f"[green]✓[/] {instance.id} has the role {instance.role} now (pid {instance.pid})", highlight=False
+        )
+
+    def broker_died(self, log_tail: str) -> None:
+        self._console.print("[red]✗ the broker died[/]; an empty one takes its place. Its last lines:", highlight=False)
+        self._quote(log_tail)
+
+    def broker_failed(self, why: str, retry_in_s: float) -> None:
+        self._console.print("[red]✗ the broker cannot be started again[/]:", highlight=False)
+        self._quote(why)
+        self._console.print(f"  trying once more in {retry_in_s:g} s", highlight=False)
+
+    def broker_recovered(self) -> None:
+        self._console.print("[green]✓[/] the broker is back", highlight=False)
+
+    def stopping(self) -> None:
+        self._end_live()
+        if self._up:
+            self._console.print("stopping (Ctrl-C again kills at once)", style="dim")
+
+    def stopped(self, killed: Sequence[str], kept_logs: str | None) -> None:
+        if killed:
+            self._console.print(f"[yellow]killed[/], did not stop in time: {', '.join(killed)}", highlight=False)
+        if kept_logs is not None:
+            self._console.print(f"logs are kept in {kept_logs}", highlight=False)
+        if self._up:
+            self._console.print("stopped", style="dim")
+
+    def _quote(self, text: str) -> None:
+        for line in text.splitlines():
+            self._console.print(f"    {escape(line)}", highlight=False, style="dim")
+
+    def _end_live(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def instance_table(instances: Sequence[Instance], title: str) -> Table:
+    """One row per instance: id, role, process, addresses, state."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in ("id", "role", "pid", "http", "requests", "tensors", "state"):
+        table.add_column(column, overflow="fold", header_style="dim")
+    for i in instances:
+        addresses = (i.http_address, i.requests_address, i.tensor_address.partition(" ")[0])
+        bare = (address.rpartition("://")[2] or "–" for address in addresses)
+        table.add_row(
+            i.id, i.role, str(i.pid or "–"), *bare, Text(i.state, "green" if i.state == "ready" else "yellow")
+        )
+    return table

@@ -1,0 +1,94 @@
+"""`triptych status | drain | switch`: the workers of a running cluster."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from common.messages import WorkerRole
+from launch.cli.options import takes_settings
+from launch.cluster.configure import Flags, load_settings
+
+if TYPE_CHECKING:
+    from common.config import Settings
+
+Id = Annotated[
+    str, typer.Argument(metavar="ID", help="Of a worker, as `triptych status` shows it.", show_default=False)
+]
+Timeout = Annotated[float, typer.Option(metavar="SECONDS", min=1, help="Longest wait for its requests to end.")]
+REACHING = ("broker", "cluster", "cluster_key_file")
+
+
+@takes_settings(*REACHING)
+def status(
+    flags: Flags, json: Annotated[bool, typer.Option("--json", help="All that the registry says, as JSON.")] = False
+) -> None:
+    """Show the workers of a running cluster: roles, load, who is draining.
+
+    \b
+    Examples:
+      triptych status
+      triptych status --broker redis://10.0.0.5:6379 --cluster staging --json
+
+    Without --broker it is the cluster that `triptych serve` runs on this machine.
+    """
+    from launch.cli.status import show_status
+
+    show_status(_reach(flags), as_json=json)
+
+
+@takes_settings(*REACHING)
+def drain(flags: Flags, instance_id: Id, timeout: Timeout = 600.0) -> None:
+    """Let a worker finish what it has and leave the cluster; nothing new is sent to it.
+
+    \b
+    Examples:
+      triptych drain e1
+      triptych drain pd0 --broker redis://10.0.0.5:6379 --timeout 60
+
+    Returns when it has left. `serve` does not start it again.
+    """
+    import asyncio
+
+    from launch.cli.members import Members
+
+    async def run(settings: Settings) -> None:
+        async with Members(settings) as members:
+            await members.drain(instance_id, timeout, typer.echo)
+
+    asyncio.run(run(_reach(flags)))
+
+
+@takes_settings(*REACHING)
+def switch(
+    flags: Flags,
+    instance_id: Id,
+    role: Annotated[WorkerRole, typer.Option(help="What it is to do from then on.")],
+    timeout: Timeout = 600.0,
+) -> None:
+    """Let a worker finish what it has and come back in another role, under the same id.
+
+    \b
+    Examples:
+      triptych switch e1 --role prefill_decode
+      triptych switch e1 --role encoder
+
+    Returns when it is ready in the new role.
+    """
+    import asyncio
+
+    from launch.cli.members import Members
+
+    async def run(settings: Settings) -> None:
+        async with Members(settings) as members:
+            await members.switch(instance_id, role, timeout, typer.echo)
+
+    asyncio.run(run(_reach(flags)))
+
+
+def _reach(flags: Flags) -> Settings:
+    settings = load_settings(flags)
+    from launch.cluster.local_registry import reach
+
+    return reach(settings)

@@ -1,0 +1,101 @@
+"""`triptych request`: sends requests in parallel, shows the answers and how long they took."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from common.errors import TriptychError
+from launch.cli.answers import AnswerView
+from launch.cli.client import ApiClient, ClientOptions, Job, Outcome
+from launch.cli.console import make_console
+from launch.cli.latency import latency_table, summary
+from launch.cli.media import load_media
+
+EXIT_INTERRUPTED = 130
+
+
+def make_jobs(files: list[Path], prompt: str, *, together: bool) -> list[Job]:
+    """One job for each file, one for all (`together`), or one for the prompt alone.
+
+    Raises TriptychError("invalid_request") where files and prompt make no request.
+    """
+    media = [load_media(path) for path in files]
+    clips = [item.name for item in media if item.type.startswith("audio/")]
+    if len(clips) < max(1, len(media)) and not prompt:
+        raise TriptychError("invalid_request", 'nothing to ask: give --prompt "…"', "prompt")
+    if not together:
+        return [Job(item.name, prompt, (item,)) for item in media] or [Job("prompt", prompt)]
+    if clips or not media:
+        named = f"{clips[0]} is audio" if clips else "there is none"
+        raise TriptychError("invalid_request", f"--together puts pictures into one request; {named}", "together")
+    return [Job(" + ".join(item.name for item in media), prompt, tuple(media))]
+
+
+def run_requests(
+    files: list[Path],
+    prompt: str,
+    options: ClientOptions,
+    *,
+    parallel: int,
+    repeat: int,
+    live: bool,
+    together: bool,
+) -> int:
+    """Send everything, print everything; 1 if a request failed, 130 after Ctrl-C, else 0.
+
+    Raises TriptychError where nothing could be sent at all.
+    """
+    once = make_jobs(files, prompt, together=together)
+    jobs = once if repeat == 1 else [replace(job, name=f"{job.name} #{n + 1}") for n in range(repeat) for job in once]
+    return asyncio.run(_run(jobs, options, parallel, live=live))
+
+
+async def _run(jobs: list[Job], options: ClientOptions, parallel: int, *, live: bool) -> int:
+    console, outcomes, interrupted = make_console(), list[Outcome](), False
+    async with ApiClient(options) as client:
+        model = await client.connect()
+        began = time.perf_counter()
+        with AnswerView(console, model, len(jobs), live=live) as view:
+            try:
+                await _send_all(client, jobs, parallel, view, outcomes)
+            except asyncio.CancelledError:  # Ctrl-C: what has ended is still worth telling
+                interrupted = True
+    _report(console, outcomes, time.perf_counter() - began)
+    if interrupted:
+        console.print(f"interrupted: {len(jobs) - len(outcomes)} requests did not end", style="yellow")
+        return EXIT_INTERRUPTED
+    return int(any(outcome.error is not None for outcome in outcomes))
+
+
+async def _send_all(
+    client: ApiClient, jobs: list[Job], parallel: int, view: AnswerView, outcomes: list[Outcome]
+) -> None:
+    """Send the jobs in order, never more than `parallel` at once; outcomes are added as they come."""
+    queue = iter(enumerate(jobs))
+
+    async def send_next() -> None:
+        for key, job in queue:
+            outcome = await client.send(job, partial(view.grow, key, job))
+            outcomes.append(outcome)
+            view.finish(key, outcome)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(parallel, len(jobs))):
+            group.create_task(send_next())
+
+
+def _report(console: Console, outcomes: list[Outcome], wall_s: float) -> None:
+    if outcomes:
+        console.print(summary(outcomes, wall_s), highlight=False)
+        console.print(latency_table(outcomes))
+    failed = [outcome for outcome in outcomes if outcome.error is not None]
+    if failed:
+        console.print(f"{len(failed)} failed:", style="bold red")
+    for outcome in failed:
+        console.print(f"  {outcome.job.name}: {outcome.error}", style="red", markup=False, highlight=False)

@@ -1,0 +1,144 @@
+"""`triptych serve`: a cluster in the foreground, until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, TextIO, cast
+
+from rich.console import Console
+from rich.markup import escape
+
+from common.errors import TriptychError
+from common.keys import ClusterKey
+from common.process import memory_upkeep
+from launch.cli.console import ConsoleReporter, make_console
+from launch.cli.nonblocking_stream import UnhurriedStream
+from launch.cluster.children import adopt_orphans
+from launch.cluster.local_registry import LocalEntry, announced
+from launch.cluster.plan import Plan, make_plan
+from launch.cluster.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from common.config import Settings
+
+_QUESTIONS = {
+    "image": 'picture.png --prompt "What is in the picture?"',
+    "audio": "speech.flac",
+    None: '--prompt "Name three colours."',
+}
+
+
+def serve(settings: Settings, start_timeout_s: float) -> int:
+    """Run a cluster until SIGINT or SIGTERM; 0 after a stop that was asked for.
+
+    Raises TriptychError where it cannot start, or cannot go on.
+    """
+    with _stdout() as out:
+        console = make_console(out)
+        plan = make_plan(settings)
+        console.print(_announce(plan), highlight=False)
+        adopt_orphans()
+        return asyncio.run(_serve(plan, console, start_timeout_s))
+
+
+@contextlib.contextmanager
+def _stdout() -> Iterator[TextIO | None]:
+    """A cluster goes on where nobody reads what is said of it any more, or where the disk is full."""
+    if sys.stdout is None or sys.stdout.closed:
+        with open(os.devnull, "w") as nowhere:
+            yield nowhere
+        return
+    try:
+        stream = UnhurriedStream(sys.stdout)
+    except io.UnsupportedOperation:  # it is no file
+        yield None
+        return
+    with contextlib.closing(stream):
+        yield cast(TextIO, stream)
+
+
+def _announce(plan: Plan) -> str:
+    name, threads = escape(str(plan.settings.served_model_name)), plan.threads()
+    roles = sorted({role for _, role in plan.topology.workers()})
+    shares = ", ".join(f"{threads[role]} for each {role}" for role in roles)
+    why = f" ({plan.reason})" if plan.reason else ""
+    return f"[bold]{name}[/] ({plan.info.architecture}) as [bold]{plan.topology}[/]{why}; CPU threads: {shares}"
+
+
+def _example(plan: Plan) -> str:
+    """A command that asks the cluster something its model can answer."""
+    kind, base_url = plan.info.media_kind, plan.base_url
+    if kind == "text":  # it holds no conversations
+        body = json.dumps({"model": plan.settings.served_model_name, "prompt": "The rain in Spain"})
+        return f"curl {base_url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    return f"triptych request {_QUESTIONS[kind]} --url {base_url}"
+
+
+async def _serve(plan: Plan, console: Console, start_timeout_s: float) -> int:
+    supervisor = Supervisor(plan, ConsoleReporter(console, str(plan.topology)), start_timeout_s)
+    work = asyncio.ensure_future(_start_and_watch(supervisor, console))
+    asked_to_stop = _stop_on_signals(supervisor, work)
+    try:
+        await work
+    except asyncio.CancelledError:
+        if not asked_to_stop.is_set():
+            raise
+    return 0
+
+
+async def _start_and_watch(supervisor: Supervisor, console: Console) -> None:
+    await supervisor.start()
+    memory_upkeep.begin()
+    try:
+        plan, base_url = supervisor.plan, supervisor.plan.base_url
+        console.print(f"\nOpenAI API at [bold]{base_url}/v1[/] · Ctrl-C stops it · try:", highlight=False)
+        console.print(f"  {_example(plan)}", highlight=False, markup=False, soft_wrap=True)
+        with _announced(supervisor, console):
+            await supervisor.watch()
+    finally:
+        await supervisor.stop()
+
+
+@contextlib.contextmanager
+def _announced(supervisor: Supervisor, console: Console) -> Iterator[None]:
+    """Let `triptych status` and its like find this cluster by its name; it runs as well where they cannot."""
+    plan, key = supervisor.plan, ClusterKey.of(supervisor.plan.settings)
+    assert supervisor.broker_url is not None
+    entry = LocalEntry(
+        cluster=plan.settings.cluster,
+        base_url=plan.base_url,
+        broker=supervisor.broker_url,
+        cluster_key="" if key is None else key.reveal(),
+        model=plan.settings.model,
+    )
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(announced(entry))
+        except (OSError, TriptychError) as error:
+            console.print(f"other commands cannot find this cluster by its name: {escape(str(error))}", style="yellow")
+        yield
+
+
+def _stop_on_signals(supervisor: Supervisor, work: asyncio.Future[None]) -> asyncio.Event:
+    """The first signal cancels the work, which then stops the cluster; the second one kills what is left."""
+    asked, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        asked.set()
+        if supervisor.stopping:
+            supervisor.kill_now()
+        else:
+            work.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        with contextlib.suppress(NotImplementedError):
+            loop.add_signal_handler(number, on_signal)
+    return asked

@@ -1,0 +1,152 @@
+"""What a local cluster will consist of, decided and checked before anything starts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import SecretStr
+
+from common.errors import TriptychError
+from common.keys import ClusterKey, own_api_key
+from common.messages import Role
+from launch.cluster.children import Command
+from launch.cluster.configure import child_environment
+from launch.cluster.cpus import available_cores, split_threads
+from launch.cluster.instance import Instance
+from launch.cluster.memory import runs_on_gpu, split_memory
+from launch.cluster.topology import Topology, choose_topology, usual_topology
+from services.process.drain_marker import VARIABLE, DepartureNote
+
+if TYPE_CHECKING:
+    from common.config import EngineConfig, Settings
+    from common.model_info import ModelInfo
+
+PROXY_ID = "proxy"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Settings whose model is a folder and whose port is a number, and the instances to run."""
+
+    settings: Settings
+    info: ModelInfo
+    topology: Topology
+    reason: str = ""
+    """Why this topology, for a person, where it was chosen for them."""
+
+    @property
+    def base_url(self) -> str:
+        """Where the OpenAI API will answer, without `/v1`."""
+        host = self.settings.host
+        wildcard = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+        return f"http://{wildcard.get(host, f'[{host}]' if ':' in host else host)}:{self.settings.port}"
+
+    def instances(self, broker_url: str, logs: Path) -> list[Instance]:
+        """All instances with their command lines; logs go to `<logs>/<instance id>.log`."""
+        threads = self.threads()
+        memory = split_memory(self._engine(), self.topology, self.info, encoder_fallback=self.settings.encoder_fallback)
+        instances = [
+            self._instance(instance_id, role, broker_url, logs, threads[role], memory[role])
+            for instance_id, role in self.topology.workers()
+        ]
+        return [*instances, self._instance(PROXY_ID, "proxy", broker_url, logs, threads["proxy"], {})]
+
+    def _engine(self) -> EngineConfig:
+        """What a worker's engine will be told; on a GPU, with what its transports take there."""
+        settings = self.settings
+        if not runs_on_gpu(settings.engine):
+            return settings.engine
+        from services.process.addresses import resolve_host
+        from services.process.gpu_reserve import engine_on_gpu
+
+        return engine_on_gpu(settings, resolve_host(settings.host))
+
+    def threads(self) -> dict[Role, int]:
+        """CPU threads of one instance of each role."""
+        given = self.settings.engine.num_threads
+        shared = split_threads(self.topology, available_cores())
+        return {**{role: given or count for role, count in shared.items()}, "proxy": 1}
+
+    def _instance(
+        self,
+        instance_id: str,
+        role: Role,
+        broker_url: str,
+        logs: Path,
+        threads: int,
+        memory: Mapping[str, float | int],
+    ) -> Instance:
+        worker = role != "proxy"
+        engine = self.settings.engine
+        if worker:
+            engine = engine.model_copy(update={"num_threads": threads, **memory})
+        settings = self.settings.model_copy(
+            update={
+                "broker": broker_url,
+                "instance_id": instance_id,
+                "engine": engine,
+                "port": 0 if worker else self.settings.port,
+                "topology": str(self.topology),
+            }
+        )
+        argv = [sys.executable, "-m", "launch.cli.app", *(["worker", "--role", role] if worker else ["proxy"])]
+        argv += ["--model", settings.model, "--instance-id", instance_id]
+        argv += ["--host", settings.host, "--port", str(settings.port), "--follow-parent"]
+        note = logs / f"{instance_id}.departure"
+        environment = _importable(child_environment(settings, threads)) | {VARIABLE: str(note)}
+        command = Command(argv, environment, logs / f"{instance_id}.log")
+        http_address = "" if worker else self.base_url
+        return Instance(instance_id, role, command, http_address=http_address, note=DepartureNote(note))
+
+
+def make_plan(settings: Settings, topology: str | Topology | None = None) -> Plan:
+    """Settle model, topology, port, and the key that makes the processes one cluster.
+
+    Raises TriptychError: no such model, a topology that does not fit it, a port that is taken, or a key that is none.
+    """
+    from common.model_info import load_model_info
+
+    info = load_model_info(settings.model)
+    reason, asked = "", topology or settings.topology
+    if asked is None:
+        asked, reason = usual_topology(info, None if runs_on_gpu(settings.engine) else available_cores())
+    chosen = asked if isinstance(asked, Topology) else choose_topology(asked, info, settings.encoder_fallback)
+    update: dict[str, object] = {"port": reserve_port(settings.host, settings.port)}
+    if settings.served_model_name is None:
+        update["served_model_name"] = info.name
+    update["model"] = str(info.folder)  # so that no process asks the hub again
+    if ClusterKey.of(settings) is None:
+        update["cluster_key"] = SecretStr(ClusterKey.generate().reveal())
+    own_api_key(settings)  # a file that cannot be read is told now
+    return Plan(settings.model_copy(update=update), info, chosen, reason)
+
+
+def reserve_port(host: str, port: int) -> int:
+    """The port, or a free one for 0, after a look whether it can be bound.
+
+    Raises TriptychError("invalid_request") where it cannot.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
+            probe.bind(address)
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        message = f"cannot listen on {host}:{port}: {reason.lower()}; choose another --port, or 0 for a free one"
+        raise TriptychError("invalid_request", message, "port") from error
+
+
+def _importable(environment: dict[str, str]) -> dict[str, str]:
+    """Children find the packages as this process does, also from a checkout that is not installed."""
+    root = str(Path(__file__).resolve().parent.parent)
+    past = environment.get("PYTHONPATH")
+    return environment | {"PYTHONPATH": f"{root}{os.pathsep}{past}" if past else root}

@@ -1,0 +1,66 @@
+"""A `triptych serve` of its own process, as a person starts it, with a temporary folder that can be looked into."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.launch.waiting import alive, descendants, eventually
+
+START_TIMEOUT_S = 150.0
+
+
+class Serving:
+    """The process, its output so far, and what it started."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir(parents=True)
+        self._log = folder / "serve.log"
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = probe.getsockname()[1]
+        command = [sys.executable, "-m", "launch.cli.app", "serve", *arguments, "--port", str(self.port)]
+        environment = os.environ | {"TMPDIR": str(self.temporary), "COLUMNS": "200"}
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text()
+
+    def wait_until(self, text: str, timeout_s: float = START_TIMEOUT_S) -> float:
+        """Wait for a text in the output; fail at once if the process ends instead."""
+
+        def said() -> bool:
+            if text in self.output:
+                return True
+            assert self.process.poll() is None, f"ended instead of saying {text!r}:\n{self.output}"
+            return False
+
+        return eventually(said, timeout_s, f"{text!r} in:\n{self.output}")
+
+    def pid_of(self, instance_id: str) -> int:
+        """The process of an instance, from the last table row or message that names it."""
+        found = re.findall(rf"^{instance_id} +\w+ +(\d+) |{instance_id} is back \(pid (\d+)", self.output, re.MULTILINE)
+        return int(next(pid for pid in found[-1] if pid))
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    def close(self) -> None:
+        """The end of a test, whatever happened in it."""
+        below = descendants(self.process.pid)
+        self.process.kill()
+        self.process.wait(10)
+        for pid in below:
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)

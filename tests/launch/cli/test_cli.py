@@ -1,0 +1,118 @@
+"""The command line: quick to import, one line for an error, an example in every help."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.families import FAMILIES
+from launch.cli.app import main
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever cluster this machine runs, nobody has told these tests of it."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("TRIPTYCH_BROKER", raising=False)
+
+
+def run(arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """Exit code, output and errors of `triptych ARGUMENTS`."""
+    monkeypatch.setattr(sys, "argv", ["triptych", *arguments.split()])
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert isinstance(exit_.value.code, int)
+    return exit_.value.code, *capsys.readouterr()
+
+
+def test_importing_it_loads_nothing_heavy() -> None:
+    heavy = ("torch", "transformers", "fastapi", "httpx", "redis", "zmq", "pydantic", "numpy", "asyncio")
+    code = f"import launch.cli.app, sys; print([name for name in {heavy!r} if name in sys.modules])"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert output.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("command", ["", "serve", "worker", "proxy", "request", "demo", "status", "drain", "switch"])
+def test_help_teaches_by_an_example(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, output, _ = run(f"{command} --help", monkeypatch, capsys)
+    assert code == 0
+    assert f"  triptych {command}" in output
+    assert "Example" in output or "Start here" in output
+
+
+def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code, output, _ = run("--version", monkeypatch, capsys)
+    assert (code, output.split()[0]) == (0, "triptych")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("serve signpost --topology 0pd", "nothing would decode"),
+        ("serve signpost --topology 1e1p", "add 1d"),
+        ("serve signpost --device gpu", "'auto', 'cpu' or 'cuda'"),
+        ("serve signpost --port 70000", "--port"),
+        ("serve signpost --kv-cache-bytes lots", "512MiB"),
+        ("serve signpost --max-num-seqs 0", "engine.max_num_seqs = 0"),
+        ("serve no-such-model", "neither a folder"),
+        ("serve signpost --broker nonsense://x", "broker"),
+        ("serve signpost --prot 1", "--prot"),
+        ("worker --role encoder", "give --broker"),
+        ("worker --role cook", "--role"),
+        ("status", "no cluster 'triptych' of yours runs on this machine: give --broker"),
+        ("drain e0 --cluster staging", "no cluster 'staging' of yours"),
+        ("drain", "ID"),
+        ("switch e0", "--role"),
+        ("switch e0 --role cook", "--role"),
+        ("proxy", "give --broker"),
+        ("request", "nothing to ask"),
+        ("request no-such-file.png --prompt x", "no-such-file.png"),
+        ("request --prompt x --together", "--together"),
+        ("nonsense", "nonsense"),
+    ],
+)
+def test_a_bad_value_takes_one_line_and_exit_code_2(
+    arguments: str, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, errors = run(arguments, monkeypatch, capsys)
+    assert code == 2
+    assert reason in errors
+    assert errors.startswith("error: ")
+    assert errors.count("\n") == 1
+
+
+def test_a_model_that_is_not_supported_is_refused_with_those_that_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LLamaForCausalLM"]}')
+    code, output, errors = run(f"serve {tmp_path}", monkeypatch, capsys)
+    assert (code, output) == (2, "")
+    assert errors.startswith("error: architecture LLamaForCausalLM is not supported; the closest is LlamaForCausalLM;")
+    assert all(name in errors for family in FAMILIES for name in family.architectures)
+    assert errors.count("\n") == 1
+
+
+def test_a_port_in_use_is_an_error_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, output, errors = run(f"serve signpost --port {port}", monkeypatch, capsys)
+    assert code == 2
+    assert f"cannot listen on 127.0.0.1:{port}: address already in use" in errors
+    assert output == ""
+
+
+def test_a_broker_that_does_not_answer_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, errors = run("serve signpost --port 0 --broker redis://127.0.0.1:1", monkeypatch, capsys)
+    assert code == 1
+    assert "the broker did not answer" in errors

@@ -1,0 +1,146 @@
+"""The parallel client: what it sends, prints and returns, against a small server that speaks OpenAI's API."""
+
+from __future__ import annotations
+
+import base64
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from common.errors import TriptychError
+from launch.cli.client import ClientOptions, Job, Outcome
+from launch.cli.latency import latency_table, summary
+from launch.cli.media import load_media
+from launch.cli.request import make_jobs, run_requests
+from tests.launch.cli.fake_api import FakeApi
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeApi]:
+    with FakeApi() as server:
+        yield server
+
+
+@pytest.fixture
+def api(server: FakeApi) -> FakeApi:
+    server.bodies.clear()
+    server.uploads.clear()
+    server.most_in_flight = 0
+    return server
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> list[Path]:
+    paths = [tmp_path / "a.png", tmp_path / "b.jpg"]
+    for path in paths:
+        Image.new("RGB", (28, 28), "red").save(path)
+    return paths
+
+
+def request(api: FakeApi, files: list[Path], prompt: str, **more: object) -> int:
+    options = ClientOptions(api.url, None, max_tokens=8, temperature=0.0, timeout_s=20)
+    arguments = {"parallel": 4, "repeat": 1, "live": False, "together": False, **more}
+    return run_requests(files, prompt, options, **arguments)  # type: ignore[arg-type]
+
+
+def test_a_prompt_alone_is_answered_and_measured(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
+    assert request(api, [], "hello") == 0
+    output = capsys.readouterr().out
+    assert "the answer" in output
+    assert "1 of 1 requests answered" in output
+    assert all(word in output for word in ("TTFT", "latency", "tokens/s", "p50", "p90", "p99"))
+    body = api.bodies[0]
+    assert (body["model"], body["max_tokens"], body["temperature"]) == ("fake", 8, 0.0)
+    assert body["messages"] == [{"role": "user", "content": "hello"}]
+
+
+def test_every_picture_is_a_request_of_its_own(api: FakeApi, pictures: list[Path]) -> None:
+    assert request(api, pictures, "what?") == 0
+    assert len(api.bodies) == 2
+    parts = [body["messages"][0]["content"] for body in api.bodies]
+    urls = sorted(part[0]["image_url"]["url"] for part in parts)
+    assert urls[0].startswith("data:image/jpeg;base64,")
+    assert base64.b64decode(urls[1].removeprefix("data:image/png;base64,")) == pictures[0].read_bytes()
+
+
+def test_together_puts_all_pictures_into_one_request(api: FakeApi, pictures: list[Path]) -> None:
+    assert request(api, pictures, "which?", together=True) == 0
+    (body,) = api.bodies
+    assert [part["type"] for part in body["messages"][0]["content"]] == ["image_url", "image_url", "text"]
+
+
+@pytest.mark.parametrize("prompt", ["", "answer in one piece"], ids=["streamed", "in one piece"])
+def test_audio_goes_to_the_transcriptions(
+    api: FakeApi, prompt: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "speech.flac").write_bytes(b"fLaC" + bytes(100))
+    assert request(api, [tmp_path / "speech.flac"], prompt) == 0
+    assert api.uploads == [("speech.flac", "audio/flac", 104)]
+    assert "✓ speech.flac: spoken words " in capsys.readouterr().out
+
+
+def test_no_more_than_parallel_requests_are_in_flight(api: FakeApi) -> None:
+    assert request(api, [], "hello", repeat=12, parallel=3) == 0
+    assert len(api.bodies) == 12
+    assert api.most_in_flight == 3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [("fail", "HTTP 400: messages: this prompt asks for failure"), ("cut", "the stream ended before the answer did")],
+)
+def test_a_failed_request_is_named_with_its_reason(
+    api: FakeApi, prompt: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert request(api, [], prompt, repeat=2) == 1
+    output = capsys.readouterr().out
+    assert "2 failed:" in output
+    assert f"prompt #2: {reason}" in output
+
+
+def test_a_timeout_is_a_failure(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ClientOptions(api.url, None, max_tokens=8, temperature=0.0, timeout_s=0.3)
+    assert run_requests([], "hang", options, parallel=1, repeat=1, live=False, together=False) == 1
+    assert "ReadTimeout" in capsys.readouterr().out
+
+
+def test_ctrl_c_cancels_and_tells_what_was_done(api: FakeApi) -> None:
+    command = [sys.executable, "-m", "launch.cli.app", "request", "--prompt", "hang", "--url", api.url, "--stream"]
+    api.hanging.clear()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert api.hanging.wait(20)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "interrupted: 1 requests did not end" in output
+
+
+def test_nobody_there_is_one_clear_error() -> None:
+    options = ClientOptions("http://127.0.0.1:1", None, max_tokens=8, temperature=0.0, timeout_s=5)
+    with pytest.raises(TriptychError, match=r"no OpenAI API at http://127.0.0.1:1 .*triptych serve"):
+        run_requests([], "hello", options, parallel=1, repeat=1, live=False, together=False)
+
+
+def test_files_that_make_no_request_are_refused(pictures: list[Path], tmp_path: Path) -> None:
+    clip = tmp_path / "speech.wav"
+    clip.write_bytes(b"RIFF")
+    with pytest.raises(TriptychError, match="neither a picture nor audio"):
+        load_media(tmp_path / "notes.txt")
+    with pytest.raises(TriptychError, match="nothing to ask"):
+        make_jobs(pictures, "", together=False)
+    with pytest.raises(TriptychError, match=r"speech\.wav is audio"):
+        make_jobs([*pictures, clip], "x", together=True)
+
+
+def test_percentiles_of_the_rate_show_the_slow_tail() -> None:
+    outcomes = [Outcome(Job("x", "x"), ttft_s=0.1, latency_s=s / 10, completion_tokens=10) for s in range(1, 101)]
+    outcomes.append(Outcome(Job("y", "y"), error="HTTP 500", latency_s=0.01))
+    cells = [list(column.cells) for column in latency_table(outcomes).columns]
+    assert cells[1] == ["100 ms", "5.05 s", "2.0"]
+    assert cells[3] == ["100 ms", "9.90 s", "1.0"]
+    assert summary(outcomes, 10.0) == "100 of 101 requests answered in 10.00 s · 10.00 requests/s · 100.0 tokens/s"

@@ -1,0 +1,63 @@
+"""What `triptych serve` says of a cluster, and what its supervisor knows of workers that change their roles."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from common.config import EngineConfig, Settings
+from launch.cli.serve import _announce, _example
+from launch.cluster import plan as planning
+from launch.cluster.plan import Plan, make_plan
+
+
+@pytest.fixture(autouse=True)
+def _four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "available_cores", lambda: 4)
+
+
+def plan_of(folder: Path, architecture: str, topology: str | None = None) -> Plan:
+    (folder / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    engine = EngineConfig(device="cpu")
+    return make_plan(Settings(model=str(folder), served_model_name="it", port=0, topology=topology, engine=engine))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "topology", "said"),
+    [
+        ("LlamaForCausalLM", None, "as [bold]1pd[/] (a text-only model: no encoder); CPU threads: 4 for each"),
+        ("WhisperForConditionalGeneration", None, "as [bold]2e1pd[/] (speech is mostly encoding: two encoders);"),
+        ("WhisperForConditionalGeneration", "1e1pd", "as [bold]1e1pd[/]; CPU threads: 1 for each encoder, 2 for each"),
+        ("LlamaForCausalLM", "1p1d", "as [bold]1p1d[/]; CPU threads: 2 for each decode, 2 for each prefill"),
+    ],
+)
+def test_a_topology_that_was_chosen_is_explained(
+    tmp_path: Path, architecture: str, topology: str | None, said: str
+) -> None:
+    assert said in _announce(plan_of(tmp_path, architecture, topology))
+
+
+def test_the_example_is_something_that_the_model_answers(tmp_path: Path) -> None:
+    assert _example(plan_of(tmp_path, "LlamaForCausalLM")).startswith("triptych request --prompt")
+    assert _example(plan_of(tmp_path, "WhisperForConditionalGeneration")).startswith("triptych request speech.flac")
+    program, url, *_, body = shlex.split(_example(plan_of(tmp_path, "BartForConditionalGeneration")))
+    assert program == "curl"
+    assert url.endswith("/v1/completions")
+    assert json.loads(body)["model"] == "it"
+
+
+def test_a_worker_that_has_changed_its_role_is_started_again_in_the_new_one(tmp_path: Path) -> None:
+    (encoder, *_) = (
+        one
+        for one in plan_of(tmp_path, "WhisperForConditionalGeneration").instances("redis://127.0.0.1:1", tmp_path)
+        if one.role == "encoder"
+    )
+    encoder.epoch = 7
+    encoder.take_role("prefill_decode")
+    assert encoder.role == "prefill_decode"
+    assert encoder.past_epoch == 7
+    argv = encoder.command.argv
+    assert argv[argv.index("--role") + 1] == "prefill_decode"

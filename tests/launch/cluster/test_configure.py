@@ -1,0 +1,69 @@
+"""Settings: flags over environment over file over defaults, and the same settings in a child process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from common.config import Settings
+from common.errors import TriptychError
+from launch.cluster.configure import child_environment, load_settings
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in os.environ if name.startswith("TRIPTYCH_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_flags_win_over_environment_over_file_over_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert load_settings({}).port == 8000
+    (tmp_path / "triptych.toml").write_text(
+        "port = 1111\nhost = '0.0.0.0'\n[engine]\nmax_num_seqs = 11\nblock_size = 8\n"
+    )
+    assert load_settings({"port": None}).port == 1111
+    monkeypatch.setenv("TRIPTYCH_PORT", "2222")
+    monkeypatch.setenv("TRIPTYCH_ENGINE__MAX_NUM_SEQS", "22")
+    assert load_settings({}).port == 2222
+    settings = load_settings({"port": 3333, "engine.max_num_seqs": 33, "engine.device.choice": None})
+    assert (settings.port, settings.engine.max_num_seqs) == (3333, 33)
+    assert (settings.host, settings.engine.block_size) == ("0.0.0.0", 8)
+
+
+def test_bad_values_are_named_in_one_line() -> None:
+    with pytest.raises(TriptychError) as raised:
+        load_settings(
+            {"port": 99999, "engine.device.choice": "gpu", "colour": "red", "cluster": "a b", "instance_id": "e:0"}
+        )
+    message = raised.value.info.message
+    assert "\n" not in message
+    assert "port = 99999: input should be less than or equal to 65535" in message
+    assert "engine.device.choice = 'gpu'" in message
+    assert "colour is not a setting" in message
+    assert "cluster = 'a b': value error, has to consist of letters" in message
+    assert "instance_id = 'e:0': " in message
+
+
+def test_an_unreadable_file_is_said_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "triptych.toml").write_text("port = = 3")
+    with pytest.raises(TriptychError, match="cannot read the configuration"):
+        load_settings({})
+
+
+def test_a_child_gets_exactly_the_parents_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    flags = {"engine.max_num_seqs": 7, "served_model_name": "x", "handoff_timeout_s": 1.5, "max_media_bytes": 4096}
+    settings = load_settings(flags)
+    monkeypatch.setenv("TRIPTYCH_ENGINE__BLOCK_SIZE", "128")
+    monkeypatch.setenv("TRIPTYCH_PORT", "4444")
+    environment = child_environment(settings, threads=3)
+    (tmp_path / "triptych.toml").write_text("port = 1111")
+    for name in [name for name in os.environ if name.startswith("TRIPTYCH_")]:
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert Settings() == settings
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert environment["OMP_WAIT_POLICY"] == "PASSIVE"

@@ -1,0 +1,138 @@
+"""How the workers of one GPU share its memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from common.config import EngineConfig, Settings
+from common.errors import TriptychError
+from common.model_info import ModelInfo, load_model_info
+from common.process.gpu_memory import PROCESS_BYTES, total_gpu_memory
+from launch.cluster.gpu_split import BATCH_BYTES, split_gpu
+from launch.cluster.memory import split_memory
+from launch.cluster.plan import Plan
+from launch.cluster.topology import parse_topology
+from launch.cluster.weights import count_parameters
+from tools.gpu_check.shapes import Shape, qwen2_5_vl_3b, whisper_large_v3
+
+CUDA = EngineConfig(device="cuda")
+GIB = 2**30
+
+
+def model_of(folder: Path, **tensors: int) -> ModelInfo:
+    """Signpost's configuration over a weight file that claims tensors of so many parameters; `__` stands for a dot."""
+    header = {name.replace("__", "."): {"dtype": "BF16", "shape": [size]} for name, size in tensors.items()}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    return dataclasses.replace(load_model_info("signpost"), folder=folder)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> ModelInfo:
+    """An encoder of 1 GiB and a decoder of 6 in bfloat16, about a Qwen2.5-VL-3B."""
+    return model_of(tmp_path, visual__blocks__0__w=GIB // 2, model__layers__0__w=3 * GIB)
+
+
+def test_an_encoder_gets_what_it_needs_and_a_decoder_the_rest(model: ModelInfo) -> None:
+    split = split_gpu(CUDA, parse_topology("1e1pd"), model, 80 * GIB)
+    needed = (PROCESS_BYTES + GIB + BATCH_BYTES) / (80 * GIB)
+    assert split["encoder"]["memory_fraction"] == pytest.approx(needed, abs=1e-4)
+    assert split["prefill_decode"]["memory_fraction"] == pytest.approx(0.9 - needed, abs=2e-4)
+
+
+def test_an_encoder_gets_more_where_its_process_takes_more(model: ModelInfo) -> None:
+    engine, topology = CUDA.model_copy(update={"process_bytes": 2 * GIB}), parse_topology("1e1pd")
+    split = split_gpu(engine, topology, model, 80 * GIB)
+    assert split["encoder"]["memory_fraction"] == pytest.approx((3 * GIB + BATCH_BYTES) / (80 * GIB), abs=1e-4)
+    with pytest.raises(TriptychError, match=r"take 8 GiB"):
+        split_gpu(engine, topology, model, 10 * GIB)
+
+
+def test_a_plan_counts_what_nixl_takes_of_the_gpu(
+    model: ModelInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launch.cluster.gpu_split.total_gpu_memory", lambda: 80 * GIB)
+    monkeypatch.setattr("broker.transports.nixl.agent.module_name", lambda: "nixl_cu13")
+    shares = []
+    for transport in ("shm", "nixl"):
+        settings = Settings(engine=CUDA, transport=transport, host="localhost")
+        instances = Plan(settings, model, parse_topology("1e1pd")).instances("redis://localhost", tmp_path)
+        [encoder] = [instance for instance in instances if instance.role == "encoder"]
+        shares.append(float(encoder.command.environment["TRIPTYCH_ENGINE__MEMORY_FRACTION"]))
+    assert 80 * 1024 * (shares[1] - shares[0]) == pytest.approx(192, abs=9)  # MiB; shares have four digits
+
+
+@pytest.mark.parametrize("text", ["1e1pd", "2e1pd", "1e1p2d", "1epd", "2e1p1d1pd1epd"])
+@pytest.mark.parametrize("fraction", [None, 0.8])
+def test_all_shares_together_are_within_the_fraction(model: ModelInfo, text: str, fraction: float | None) -> None:
+    topology = parse_topology(text)
+    split = split_gpu(CUDA.model_copy(update={"memory_fraction": fraction}), topology, model, 140 * GIB)
+    total = sum(topology.count(role) * share["memory_fraction"] for role, share in split.items())
+    assert (fraction or 0.9) - 0.001 < total <= (fraction or 0.9)
+
+
+def test_many_encoders_leave_the_decoder_half(model: ModelInfo) -> None:
+    split = split_gpu(CUDA, parse_topology("8e1pd"), model, 40 * GIB)
+    assert split["encoder"]["memory_fraction"] == pytest.approx(0.45 / 8, abs=1e-4)
+    assert split["prefill_decode"]["memory_fraction"] == pytest.approx(0.45, abs=1e-4)
+
+
+def test_weights_that_do_not_fit_a_share_are_an_error_with_the_numbers(model: ModelInfo) -> None:
+    message = r"as 1e2pd, each prefill_decode worker gets 0\.\d+ of the GPU's 12 GiB, .* take 6\.75 GiB"
+    with pytest.raises(TriptychError, match=message):
+        split_gpu(CUDA, parse_topology("1e2pd"), model, 12 * GIB)
+
+
+def test_a_gpu_whose_size_is_not_known_is_divided_all_the_same(
+    model: ModelInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launch.cluster.gpu_split.total_gpu_memory", lambda: None)
+    split = split_memory(CUDA, parse_topology("1e1pd"), model)
+    assert split["encoder"] == {"memory_fraction": 0.15}
+    assert split["prefill_decode"] == {"memory_fraction": pytest.approx(0.75)}
+
+
+@pytest.mark.parametrize(
+    ("shape", "encoder", "decoder"),
+    [(qwen2_5_vl_3b, 0.67e9, 3.09e9), (whisper_large_v3, 0.64e9, 0.91e9)],
+    ids=["qwen2_5_vl", "whisper"],
+)
+def test_random_weights_count_although_there_are_no_files(
+    tmp_path: Path, shape: Callable[[], Shape], encoder: float, decoder: float
+) -> None:
+    info = load_model_info(str(shape().write(tmp_path)))
+    assert count_parameters(info, "dummy") == (pytest.approx(encoder, rel=0.02), pytest.approx(decoder, rel=0.02))
+    assert count_parameters(info) == (0, 0)
+    dummy = CUDA.model_copy(update={"load_format": "dummy"})
+    topology = parse_topology("1e1pd")
+    with pytest.raises(TriptychError, match=r"weights of .* take"):
+        split_gpu(dummy, topology, info, 6 * GIB if info.media_kind != "audio" else 3 * GIB)
+    assert split_gpu(dummy, topology, info, 80 * GIB)["prefill_decode"]["memory_fraction"] > 0.8
+
+
+def test_without_a_gpu_there_is_no_size() -> None:
+    assert total_gpu_memory("libcuda-that-nobody-has.so.1") is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model__encoder__layers__0__w",
+        "encoder__block__0__w",
+        "visual__w",
+        "model__visual__w",
+        "vision_tower__vision_model__encoder__w",
+        "model__vision_model__w",
+        "multi_modal_projector__linear_1__w",
+        "audio_tower__conv1__w",
+        "model__connector__modality_projection__w",
+    ],
+)
+def test_an_encoders_tensors_are_known_by_their_names(tmp_path: Path, name: str) -> None:
+    info = model_of(tmp_path, **{name: 5}, model__decoder__layers__0__encoder_attn__w=7, lm_head__weight=11)
+    assert count_parameters(info) == (5, 18)

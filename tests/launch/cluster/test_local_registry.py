@@ -1,0 +1,96 @@
+"""How commands find the cluster that `serve` runs for the same user."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+
+from common.config import Settings
+from common.errors import TriptychError
+from launch.cluster.local_registry import LocalEntry, announced, find_local, reach
+
+KEY = "ab" * 32
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    for name in ("TRIPTYCH_BROKER", "TRIPTYCH_CLUSTER_KEY", "TRIPTYCH_MODEL"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "triptych"
+
+
+def entry(cluster: str = "here", base_url: str = "http://127.0.0.1:8000") -> LocalEntry:
+    return LocalEntry(cluster, base_url, "redis://:secret@127.0.0.1:6379", KEY, "/models/tiny")
+
+
+def test_a_cluster_is_found_as_long_as_it_runs_and_leaves_nothing(runtime: Path) -> None:
+    with announced(entry("a/b c")):
+        assert find_local("a/b c") == entry("a/b c")
+    with pytest.raises(TriptychError, match="no cluster 'a/b c' of yours runs on this machine"):
+        find_local("a/b c")
+    assert not runtime.exists()
+
+
+def test_nobody_else_can_read_its_secrets(runtime: Path) -> None:
+    with announced(entry()):
+        (file,) = runtime.iterdir()
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert runtime.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_that_others_may_write_to_is_not_trusted(runtime: Path) -> None:
+    runtime.mkdir(mode=0o777)
+    runtime.chmod(0o777)
+    with pytest.raises(TriptychError, match="belongs to this user alone"), announced(entry()):
+        pass
+    assert list(runtime.iterdir()) == []
+    with pytest.raises(TriptychError, match="belongs to this user alone"):
+        find_local("here")
+
+
+def test_a_cluster_that_was_killed_is_not_found_and_its_file_goes(runtime: Path) -> None:
+    code = (
+        "from tests.launch.cluster.test_local_registry import announced, entry\n"
+        "with announced(entry()):\n    print('up', flush=True)\n    input()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]
+    ) as serve:
+        assert serve.stdout is not None
+        assert serve.stdout.readline() == b"up\n"
+        assert find_local("here") == entry()
+        os.kill(serve.pid, signal.SIGKILL)
+    assert len(list(runtime.iterdir())) == 1
+    with pytest.raises(TriptychError, match="no cluster 'here'"):
+        find_local("here")
+    assert list(runtime.iterdir()) == []
+
+
+def test_two_of_one_name_are_told_apart_by_their_addresses(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with announced(entry()):
+        monkeypatch.setattr(os, "getpid", lambda: 1)
+        other = announced(entry(base_url="http://127.0.0.1:9000"))
+        with other, pytest.raises(TriptychError, match=r"8000, http://127\.0\.0\.1:9000"):
+            find_local("here")
+        assert find_local("here") == entry()
+
+
+def test_what_is_given_wins_over_what_is_found() -> None:
+    with announced(entry()):
+        found = reach(Settings(cluster="here"))
+        assert found.broker == entry().broker
+        assert found.cluster_key is not None
+        assert found.cluster_key.get_secret_value() == KEY
+        assert found.model == "/models/tiny"
+        own = SecretStr("cd" * 32)
+        given = reach(Settings(cluster="here", cluster_key=own, model="signpost"))
+        assert (given.cluster_key, given.model) == (own, "signpost")
+    elsewhere = Settings(cluster="here", broker="redis://10.0.0.5:6379")
+    assert reach(elsewhere) is elsewhere
