@@ -25,7 +25,7 @@ from broker.transports.base import Connection, Receiver
 from broker.transports.cuda.receiver import CudaReceiver
 from broker.transports.cuda.runtime import CudaRuntime
 from broker.transports.cuda.sender import CudaConnection, CudaSender
-from broker.transports.nixl import agent
+from broker.transports.nixl import agent as nixl_library
 from broker.transports.nixl.agent import NixlAgent
 from broker.transports.nixl.device_sender import SEND_BYTES, NixlCudaConnection, NixlCudaSender
 from broker.transports.nixl.receive_memory import MOST_BYTES, RECEIVE_BYTES, CudaLanding, HostLanding, Landing
@@ -102,7 +102,7 @@ def make_connectors(means: Means, transport: Transport) -> dict[str, Connector]:
     if transport == "shm" or (transport == "auto" and segment.AVAILABLE):
         _require_shared_memory()
         connectors[ShmConnection.scheme] = ShmConnection
-    if transport == "nixl" or (transport == "auto" and agent.module_name() is not None):
+    if transport == "nixl" or (transport == "auto" and nixl_library.module_name() is not None):
         _require_nixl()
         agent = means.nixl_agent
         connectors[NixlConnection.scheme] = lambda address: NixlConnection(means.context, agent, address)
@@ -123,7 +123,7 @@ def make_device_senders(means: Means, transport: Transport) -> list[DeviceSender
     senders: list[DeviceSender] = []
     if (cuda := _cuda_of(means, transport)) is not None:
         senders.append(CudaSender(cuda))
-    if means.cuda is not None and transport in ("nixl", "auto") and agent.module_name() is not None:
+    if means.cuda is not None and transport in ("nixl", "auto") and nixl_library.module_name() is not None:
         senders.append(NixlCudaSender(means.context, means.cuda, means.nixl_agent))
     return senders
 
@@ -150,7 +150,7 @@ def _nixl_receiver(
 def gpu_bytes_of_nixl(transport: Transport, host: str) -> int:
     """Bytes of a GPU that NIXL takes at most in a process that computes on one and listens on `host`, a numeric
     address: an arena for tensors that leave, wherever one may be sent so, another where it takes such."""
-    if agent.module_name() is None:
+    if nixl_library.module_name() is None:
         return 0
     takes = _takes_from_gpus(_of_the_host(transport), host)
     return (SEND_BYTES if transport in ("nixl", "auto") else 0) + (RECEIVE_BYTES if takes else 0)
@@ -161,13 +161,13 @@ def _takes_from_gpus(transport: Transport, host: str) -> bool:
     through the host."""
     if transport == "nixl":
         return True
-    return transport == "auto" and agent.module_name() is not None and agent.has_rdma(host)
+    return transport == "auto" and nixl_library.module_name() is not None and nixl_library.has_rdma(host)
 
 
 def _start_nixl(means: Means) -> None:
     try:
         means.nixl_agent.start()
-    except agent.NixlError as error:
+    except nixl_library.NixlError as error:
         message = f"transport nixl: {error}; use another --transport"
         raise TriptychError("invalid_request", message, "transport") from error
 
@@ -179,7 +179,7 @@ def _require_shared_memory() -> None:
 
 
 def _require_nixl() -> None:
-    if agent.module_name() is None:
+    if nixl_library.module_name() is None:
         message = "transport nixl: NIXL is not installed here: pip install 'triptych[nixl]', or use another --transport"
         raise TriptychError("invalid_request", message, "transport")
 

@@ -32,7 +32,7 @@ def gauges(engine: DecoderEngine) -> dict[str, float]:
         "kv_offers_pending": engine.kv_intake.num_pending,
         "early_offers": len(engine.intake.early) + len(engine.kv_intake.early),
         "kv_reserved_requests": engine.kv_intake.num_reserved,
-        "last_step_tokens": engine.core.step_loop.last_step_tokens,
+        "last_step_tokens": engine.loop.last_step_tokens,
         "steps_recorded": len(graphs.sizes) if graphs is not None else 0,
         "weight_bytes": engine.runner.load_report.parameter_bytes,
         "attention_fallback": int(engine.runner.backend.is_fallback),
@@ -45,9 +45,9 @@ def gauges(engine: DecoderEngine) -> dict[str, float]:
 def totals(engine: DecoderEngine) -> dict[str, float]:
     """What only grows."""
     counts = {
-        **engine.device.counters,
-        **engine.core.step_loop.counters,
-        **engine.core.output_processor.counters,
+        **engine.counters,
+        **engine.loop.counters,
+        **engine.emission.counters,
         **engine.intake.counters,
     }
     counts |= {**engine.kv_intake.counters, **engine.kv_outlet.counters}

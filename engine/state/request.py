@@ -302,7 +302,7 @@ class Request:
     @property
     def encoder_content(self) -> str:
         """What the cross-attention reads: contents, in groups without text between them, and length; empty where there
-        is none. Whoever has the same can share a table, whose order is that of the groups (engine.state.cross_ranges)."""
+        is none. Whoever has the same can share a table, whose order is that of the groups (cross_ranges)."""
         if not self.cross_attention or not self.inputs:
             return ""
         groups = groups_of([item.start for item in self.inputs])

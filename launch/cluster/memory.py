@@ -84,6 +84,4 @@ def weight_bytes(info: ModelInfo, engine: EngineConfig) -> int:
 
 def runs_on_gpu(engine: EngineConfig) -> bool:
     """As the workers will find, without importing torch here: a wrong guess costs the even split, nothing else."""
-    return engine.device.choice == "cuda" or (
-        engine.device.choice == "auto" and Path("/proc/driver/nvidia/gpus").is_dir()
-    )
+    return engine.device == "cuda" or (engine.device == "auto" and Path("/proc/driver/nvidia/gpus").is_dir())

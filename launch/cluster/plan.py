@@ -147,6 +147,6 @@ def reserve_port(host: str, port: int) -> int:
 
 def _importable(environment: dict[str, str]) -> dict[str, str]:
     """Children find the packages as this process does, also from a checkout that is not installed."""
-    root = str(Path(__file__).resolve().parent.parent)
+    root = str(Path(__file__).resolve().parents[2])
     past = environment.get("PYTHONPATH")
     return environment | {"PYTHONPATH": f"{root}{os.pathsep}{past}" if past else root}

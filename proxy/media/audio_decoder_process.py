@@ -6,8 +6,7 @@ import signal
 
 from broker.cluster.lifetime import die_with_parent
 from common.process import malloc
-from proxy import rather than with the first recording
-from proxy.media import audio as audio  # loaded now
+from proxy.media import audio as audio  # loaded now rather than with the first recording
 
 
 def initialize(parent_pid: int) -> None:

@@ -1,7 +1,7 @@
 """The encode stage of a worker: Encode in, Encoded out. An encoder worker is hardly more than this.
 
 Each attempt is one task, from Encode until its reply. What has been made of its item outlives one that ended by its
-deadline, or by a newer one (`services.encode.encode_work`): in a long line it takes many, and an item may take longer to
+deadline, or by a newer one (`encode_work`): in a long line it takes many, and an item may take longer to
 compute than an attempt lasts. Every other end (an answer, an abort, a silent proxy) frees whatever the item holds.
 """
 

@@ -118,7 +118,7 @@ def keep_for_this_stream(tensor: torch.Tensor) -> None:
 
 
 class DeviceLanding:
-    """Brings received tensors to the device of the engine. See services.handoff.receive_buffers.Landing, which it stands in for."""
+    """Brings received tensors to the device of the engine, in the place of services.handoff.receive_buffers.Landing."""
 
     def __init__(self, runtime: CudaRuntime, device: torch.device) -> None:
         self._runtime = runtime

@@ -31,7 +31,7 @@ class EncoderService:
         self._tensors = links.tensor_sender()
         self._handoffs = HandoffSender(links.channels, self._tensors, links.settings.handoff_timeout_s)
         engine = links.settings.engine
-        kept_bytes = output_cache_bytes(engine, choose_device(engine.device.choice))
+        kept_bytes = output_cache_bytes(engine, choose_device(engine.device))
         self.stage = EncodingStage(
             links,
             RemoteDestination(links, self._handoffs),

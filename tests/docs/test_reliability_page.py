@@ -10,17 +10,22 @@ from broker.cluster import presence, registry
 from broker.cluster.redis_client import SOCKET_TIMEOUT_S
 from broker.handoff.channels import STREAM_TTL_S, ChannelSender
 from broker.transports import routes
-from broker.transports.linked import sender
-from broker.transports.nixl import link, reader, receiver
-from broker.transports.redis import wire
+from broker.transports.linked import sender as linked
+from broker.transports.nixl import link as nixl_link
+from broker.transports.nixl import reader as nixl_reader
+from broker.transports.nixl import receiver as nixl_receiver
+from broker.transports.redis import wire as redis_wire
 from common.config import Settings
 from engine.handoff import early_offers
 from launch.cluster.supervisor import START_TIMEOUT_S, STOP_GRACE_S
-from proxy.dispatch import worker_pool
-from proxy.media import audio_windows
-from services import membership, worker_process
-from services.encode import encode_stage, output_sink
-from services.process import drain, request_owners
+from proxy.dispatch import worker_pool as workers
+from proxy.media import audio_windows as recordings
+from services import membership
+from services import worker_process as shell
+from services.encode import encode_stage as encoding
+from services.encode import output_sink as destination
+from services.process import drain as departure
+from services.process import request_owners as proxies
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 SETTINGS = Settings.model_fields
@@ -36,29 +41,29 @@ def bounds(wait: str) -> str:
 @pytest.mark.parametrize(
     ("wait", "seconds"),
     [
-        ("the nonce of a sender", reader.NONCE_S),
-        ("a sender over NIXL that says nothing", receiver.FORGET_S),
-        ("a sender over NIXL that says nothing", link.GREETING_LASTS_S),
-        ("a handshake over shared memory", sender.HANDSHAKE_S),
+        ("the nonce of a sender", nixl_reader.NONCE_S),
+        ("a sender over NIXL that says nothing", nixl_receiver.FORGET_S),
+        ("a sender over NIXL that says nothing", nixl_link.GREETING_LASTS_S),
+        ("a handshake over shared memory", linked.HANDSHAKE_S),
         ("a transport that has led nowhere", routes.AVOID_S),
         ("an offer for a request that never came", early_offers.KEEP_S),
         ("a message that the broker does not take", ChannelSender.__init__.__defaults__[0]),  # type: ignore[index]
         ("a reply of the broker", SOCKET_TIMEOUT_S),
-        ("a reply of the broker", worker_process.BEAT_S),
+        ("a reply of the broker", shell.BEAT_S),
         ("a reply of the broker", membership.TELL_S),
         ("a heartbeat of a worker", registry.RECORD_TTL_S),
-        ("a heartbeat of a worker", worker_pool.ABSENCE_S),
+        ("a heartbeat of a worker", workers.ABSENCE_S),
         ("a heartbeat of a worker", presence.ABSENCE_S),
-        ("a sender of a tensor through the broker", wire.LEASE_S),
-        ("a heartbeat of a proxy", request_owners.SILENCE_S),
+        ("a sender of a tensor through the broker", redis_wire.LEASE_S),
+        ("a heartbeat of a proxy", proxies.SILENCE_S),
         ("streams of a worker that died", STREAM_TTL_S),
-        ("the receiver of an output", output_sink.LOOKUP_S),
-        ("a worker that starts, for its broker", worker_process.BROKER_WAIT_S),
-        ("the helpers that preprocess", encode_stage.POOL_START_S),
-        ("what an encoder has made", encode_stage.KEEP_S),
+        ("the receiver of an output", destination.LOOKUP_S),
+        ("a worker that starts, for its broker", shell.BROKER_WAIT_S),
+        ("the helpers that preprocess", encoding.POOL_START_S),
+        ("what an encoder has made", encoding.KEEP_S),
         ("a model, until it is loaded", START_TIMEOUT_S),
-        ("a worker that leaves, for the broker", drain.ANNOUNCE_S),
-        ("one step with a recording", audio_windows.TIMEOUT_S),
+        ("a worker that leaves, for the broker", departure.ANNOUNCE_S),
+        ("one step with a recording", recordings.TIMEOUT_S),
         ("a stop of a worker", STOP_GRACE_S),
     ],
 )

@@ -17,7 +17,7 @@ from common.model_info import BUNDLED
 from common.sampling_params import SamplingParams
 from engine.llm import LLM, RequestOutput
 from tests.equality.served import Served, serve
-from tests.proxy.media import data_url
+from tests.proxy.sample_media import data_url
 from tests.services.cluster import sign
 
 pytestmark = pytest.mark.cluster

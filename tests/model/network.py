@@ -283,7 +283,7 @@ class SimulatedClient:
 
 
 class SimulatedSending:
-    """Stands in for broker.transports.shm.push_buffer.Gift: the tensor leaves when it is made, before the loop hears of it."""
+    """Stands in for `push_buffer.Gift`: the tensor leaves when it is made, before the loop hears of it."""
 
     scheme = "simulated"
 

@@ -49,7 +49,7 @@ def _transitions(title: str) -> list[Transition]:
 @pytest.fixture(scope="module")
 def observed() -> Iterator[dict[str, set[Transition]]]:
     """What the machines go through: alone in all their states, and in clusters that wander."""
-    with watched(sender.Handoff) as sender, watched(RequestInput) as inputs, watched(kv_receiver.Handoff) as kv:
+    with watched(sender.Handoff) as sending, watched(RequestInput) as inputs, watched(kv_receiver.Handoff) as kv:
         explore(Sender(INPUT, 1), Sender.copy, lambda world: None, max_states=20_000)
         for plan in (TIGHT, PLANS["two inputs of different sizes"]):
             explore(Receiver.of(plan), Receiver.copy, lambda world: None, max_states=20_000)
@@ -59,7 +59,7 @@ def observed() -> Iterator[dict[str, set[Transition]]]:
         _replace_what_is_granted()
         _let_a_reservation_expire()
         show_a_cached_picture_and_another()
-        yield dict(zip(SECTIONS, (sender, inputs, kv), strict=True))
+        yield dict(zip(SECTIONS, (sending, inputs, kv), strict=True))
 
 
 def _replace_what_is_granted() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from typing import Any, Final
 
-from tests.proxy.media import data_url, picture
+from tests.proxy.sample_media import data_url, picture
 
 _ESSENTIAL: Final = ("messages", "prompt")
 _NOT_THIS_MODELS: Final = ("model", "encoder_prompt", "decoder_prompt", "language")

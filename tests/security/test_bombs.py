@@ -15,7 +15,7 @@ from common.errors import TriptychError
 from engine.media.image import decode_image
 from proxy.media.audio_windows import Recordings, shared
 from services.encode.preprocess_pool import PreprocessPool
-from tests.proxy.media import data_url, image_part, picture, speech
+from tests.proxy.sample_media import data_url, image_part, picture, speech
 from tests.security import bombs
 
 MEMORY_BYTES = 256 * 2**20

@@ -19,8 +19,8 @@ from proxy.media import fetch
 from proxy.media.fair_semaphore import NoPlace, Places
 from proxy.media.fetch import Fetcher
 from tests.proxy.conftest import Rig, eventually, serve
-from tests.proxy.media import picture
 from tests.proxy.media.test_media import web_server
+from tests.proxy.sample_media import picture
 
 __all__ = ["serve"]
 

@@ -22,7 +22,7 @@ import pytest
 from launch.cluster.local_cluster import LocalCluster
 from proxy.media.audio_windows import Recordings
 from tests.proxy.conftest import eventually
-from tests.proxy.media import image_part, picture, speech
+from tests.proxy.sample_media import image_part, picture, speech
 from tests.security import bombs
 from tests.security.conftest import API_KEY
 from tools.soak.memory import children_of

@@ -23,8 +23,8 @@ from common.errors import TriptychError
 from proxy.media import fetch
 from proxy.media.fetch import Fetcher
 from proxy.media.local_files import read_local
-from tests.proxy.media import image_part, picture
 from tests.proxy.media.test_media import web_server
+from tests.proxy.sample_media import image_part, picture
 
 CLIENT_INIT = httpx.AsyncClient.__init__
 INSIDE = (

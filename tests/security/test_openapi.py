@@ -21,7 +21,7 @@ from common.keys import bearer
 from launch.cluster.local_cluster import LocalCluster
 from proxy.api.openapi import document, make_openapi_router
 from proxy.routes import make_router
-from tests.proxy.media import speech
+from tests.proxy.sample_media import speech
 from tests.security.conftest import API_KEY
 from tests.security.fuzz import EXAMPLES, examples, fuzz
 from tests.security.knowing import knowing

@@ -23,7 +23,7 @@ from broker.cluster.embedded import EmbeddedBroker
 from common.config import Settings
 from common.keys import bearer, cluster_token
 from launch.cluster.local_cluster import LocalCluster
-from tests.proxy.media import data_url, picture
+from tests.proxy.sample_media import data_url, picture
 from tests.security.rigs import on_a_thread
 from tests.security.test_redis import tls_in_front_of
 

@@ -71,7 +71,7 @@ async def test_a_picture_is_answered_and_every_stage_tells_its_time(proxy: Proxy
     assert reply.error is None
     assert [span.stage for span in reply.spans] == ["preprocess", "grant", "encode", "handoff"]
     assert {"queue", "inputs", "prefill", "decode"} <= {span.stage for span in proxy.tokens("first")[-1].spans}
-    decoder, encoder = await proxy.server.metrics("d0"), await proxy.server.metrics("e0")
+    decoder, encoder = await proxy.metrics("d0"), await proxy.metrics("e0")
     assert decoder["triptych_encoder_computations"] == 0
     assert decoder["triptych_integrity_failures"] == 0
     assert decoder["triptych_handoffs_total{outcome=granted}"] == 2
@@ -90,11 +90,11 @@ async def test_hops_are_told_one_by_one(proxy: Proxy) -> None:
 
 
 async def test_content_that_is_there_already_is_not_encoded_again(proxy: Proxy) -> None:
-    before = await proxy.server.metrics("e0")
+    before = await proxy.metrics("e0")
     assert await ask(proxy, "again", "red")
     reply = await proxy.encoded("again")
     assert "encode" not in [span.stage for span in reply.spans]
-    after = await proxy.server.metrics("e0")
+    after = await proxy.metrics("e0")
     assert after["triptych_encoder_items_total"] == before["triptych_encoder_items_total"]
 
 
@@ -107,7 +107,7 @@ async def test_an_offer_may_come_before_its_request(proxy: Proxy) -> None:
 
 
 async def _offers_received(proxy: Proxy) -> bool:
-    return (await proxy.server.metrics("e0"))["triptych_handoffs_open"] > 0
+    return (await proxy.metrics("e0"))["triptych_handoffs_open"] > 0
 
 
 async def test_an_abort_in_the_middle_frees_everything(proxy: Proxy) -> None:

@@ -28,7 +28,7 @@ async def test_a_picture_goes_by_the_transport_of_the_setting(
         await proxy.send("e0", proxy.encode("r", 0, sign("red")))
         assert (await proxy.answer("r")).startswith("red")
         assert started.records["d0"].tensor_address.startswith(f"{scheme}://")
-        assert (await proxy.server.metrics("e0"))[f"triptych_tensors_sent_total{{outcome={scheme}}}"] == 1
+        assert (await proxy.metrics("e0"))[f"triptych_tensors_sent_total{{outcome={scheme}}}"] == 1
         await eventually(proxy.is_idle, 10.0)
         await proxy.close()
         statuses, _ = started.stop()

@@ -100,7 +100,7 @@ def _transformers_module(folder: Path, engine: EncoderEngine) -> nn.Module:
     own = picture if picture is not None else config
     own._attn_implementation = "sdpa"
     build = WhisperEncoder if picture is None else Qwen2_5_VisionTransformerPretrainedModel
-    with engine.device.choice:
+    with engine.device:
         module: nn.Module = build(own).to(engine.dtype).eval()
     return module
 

@@ -6,7 +6,7 @@ Each piece is copied on a stream of its own, which a thread waits for, before it
 for nothing. The receiver proves that it reads the sender's memory before the first tensor, and where that fails another
 transport is taken. No processor sees the bytes, so they have no checksum: see nixl_wire for what stands in for it.
 
-It has not run on a GPU yet: tests run it between two processes over memory of the host (tests/broker/transports/fake_cuda.py).
+It has not run on a GPU yet: tests run it between two processes over memory of the host (fake_cuda).
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ from redis.asyncio import Redis
 from broker.transports.arena import ALIGNMENT_BYTES
 from broker.transports.base import QUEUE_TENSORS
 from broker.transports.linked import packets
-from broker.transports.shm import announce_batch, sender
+from broker.transports.shm import announce_batch as bundles
+from broker.transports.shm import sender as shm_transport
 from broker.transports.shm.sender import _Link
 from broker.transports.shm.wire import MAX_BUNDLED, Announce, Bundle, ToReceiver, for_receiver
 from broker.transports.tensors import ReceivedTensor, TensorReceiver, TensorSender
@@ -24,7 +25,7 @@ KIB, MIB = 2**10, 2**20
 @pytest.fixture
 async def kit(redis: Redis, broker_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Kit]:
     """With an arena of 4 MiB."""
-    monkeypatch.setattr(sender, "ARENA_BYTES", 4 * MIB)
+    monkeypatch.setattr(shm_transport, "ARENA_BYTES", 4 * MIB)
     async with kit_of("shm", redis, broker_url) as kit:
         yield kit
 
@@ -101,16 +102,14 @@ async def test_a_tensor_that_is_alone_in_its_turn_waits_for_no_other(
 async def test_a_bundle_is_as_large_as_its_room(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     sender, receiver = ends
     socket = Socket(monkeypatch)
-    third = announce_batch.ROOM_BYTES // 3 - KIB
-    monkeypatch.setattr(announce_batch, "MAX_BYTES", third)
+    third = bundles.ROOM_BYTES // 3 - KIB
+    monkeypatch.setattr(bundles, "MAX_BYTES", third)
     sent = await send_all(sender, receiver, [1, third, third, third, third])
     assert [tensor.data for tensor in await receive_all(receiver, 5)] == sent
     assert socket.sizes() == [1, 3, 1]
 
 
-@pytest.mark.parametrize(
-    "large", [announce_batch.MAX_BYTES + 1, 2 * MIB, 9 * MIB], ids=["at once", "in the arena", "beyond"]
-)
+@pytest.mark.parametrize("large", [bundles.MAX_BYTES + 1, 2 * MIB, 9 * MIB], ids=["at once", "in the arena", "beyond"])
 async def test_a_larger_tensor_does_not_overtake_the_small_ones_before_it(
     ends: Ends, monkeypatch: pytest.MonkeyPatch, large: int
 ) -> None:
@@ -159,14 +158,14 @@ async def test_one_damaged_tensor_of_a_bundle_is_one_damaged_tensor(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender, receiver = ends
-    announce = announce_batch.Bundles.announce
+    announce = bundles.Bundles.announce
 
-    def damage_and_announce(ours: announce_batch.Bundles) -> bool:
+    def damage_and_announce(ours: bundles.Bundles) -> bool:
         if ours._bundle is not None:
             ours._bundle._memory[ALIGNMENT_BYTES + 3] ^= 0x10  # within the second one
         return announce(ours)
 
-    monkeypatch.setattr(announce_batch.Bundles, "announce", damage_and_announce)
+    monkeypatch.setattr(bundles.Bundles, "announce", damage_and_announce)
     await send_all(sender, receiver, [1, 10, 20, 30])
     received = [await receive(receiver) for _ in range(4)]
     assert [tensor.fault is None for tensor in received] == [True, True, False, True]
@@ -225,6 +224,6 @@ async def test_a_tensor_that_the_receiver_does_not_take_is_refused_as_ever(kit: 
 async def test_bundles_hold_what_is_worth_it_only(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     sender, receiver = ends
     socket = Socket(monkeypatch)
-    await send_all(sender, receiver, [announce_batch.MAX_BYTES + 1] * 3)
+    await send_all(sender, receiver, [bundles.MAX_BYTES + 1] * 3)
     await receive_all(receiver, 3)
     assert all(isinstance(said, Announce) for said in socket.announced)

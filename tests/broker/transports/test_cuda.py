@@ -14,13 +14,14 @@ from socket import socket as Socket
 import pytest
 
 from broker.transports.base import QUEUE_TENSORS, ReceivedTensor, Unreachable
-from broker.transports.cuda import sender
+from broker.transports.cuda import sender as cuda_transport
 from broker.transports.cuda.arena import DeviceArena
 from broker.transports.cuda.receiver import CudaReceiver
 from broker.transports.cuda.runtime import HANDLE_BYTES, CudaError
 from broker.transports.cuda.sender import CudaConnection, CudaSender
 from broker.transports.cuda.wire import Hello
-from broker.transports.linked import listener, packets, sender
+from broker.transports.linked import listener, packets
+from broker.transports.linked import sender as linked
 from broker.transports.payload import DeviceBuffer
 from broker.transports.shm.wire import Announce, Release, Welcome, for_sender
 from common.errors import TriptychError
@@ -81,7 +82,7 @@ class Gpu:
 
 @pytest.fixture(autouse=True)
 def _small_arena(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender, "ARENA_BYTES", 4 * MIB)
+    monkeypatch.setattr(cuda_transport, "ARENA_BYTES", 4 * MIB)
 
 
 @pytest.fixture
@@ -296,7 +297,7 @@ async def test_a_receiver_that_reads_other_memory_than_the_senders_is_no_way(
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Socket, str]]:
     """A receiver that says nothing, and its name; a handshake waits for it for 0.05 s."""
-    monkeypatch.setattr(sender, "HANDSHAKE_S", 0.05)
+    monkeypatch.setattr(linked, "HANDSHAKE_S", 0.05)
     name = f"triptych-test-{secrets.token_hex(8)}"
     with packets.listen(name) as listening:
         yield listening, name
@@ -331,7 +332,7 @@ async def test_sends_that_wait_for_a_receiver_that_says_nothing_fail_with_the_fi
 async def test_receivers_that_say_nothing_are_waited_for_side_by_side(
     one: Gpu, other: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sender, "HANDSHAKE_S", 60.0)
+    monkeypatch.setattr(linked, "HANDSHAKE_S", 60.0)
     place, loop = other.receiver.address.rpartition("/")[0], asyncio.get_running_loop()
     names = [f"triptych-test-{secrets.token_hex(8)}" for _ in range(3)]
     silent = [packets.listen(name) for name in names]

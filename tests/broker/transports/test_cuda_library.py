@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.transports.cuda import library
+from broker.transports.cuda import library as cuda_library
 from broker.transports.cuda.library import CudaLibrary
 from broker.transports.cuda.runtime import HANDLE_BYTES, CudaError, CudaRuntime
 from tests.broker.transports import cuda_ipc
@@ -20,7 +20,7 @@ from tests.broker.transports.fake_cuda import FakeCuda
 @pytest.fixture
 def library() -> Iterator[ctypes.CDLL]:
     try:
-        yield library._load()
+        yield cuda_library._load()
     except CudaError as error:
         pytest.skip(str(error))
 
@@ -36,7 +36,7 @@ def cuda(library: ctypes.CDLL) -> CudaRuntime:
 
 def test_every_function_is_in_cudas_library(library: ctypes.CDLL) -> None:
     """As far as it goes without a GPU: the names are right. The list is that of the calls in the module's source."""
-    source = Path(library.__file__).read_text()
+    source = Path(cuda_library.__file__).read_text()
     names = {word.strip('"') for word in source.replace("(", " ").replace(",", " ").split() if word.startswith('"cuda')}
     names |= {"cudaGetErrorString", "cudaGetLastError"}
     assert len(names) == 15

@@ -19,7 +19,7 @@ from broker.handoff.channels import ChannelSender, Delivery
 from broker.handoff.sender import HandoffSender, key_of
 from broker.transports.nixl.sender import NixlConnection
 from broker.transports.nixl.wire import Piece, ToReceiver
-from broker.transports.redis import sender
+from broker.transports.redis import sender as redis_transport
 from broker.transports.shm.segment import Room
 from broker.transports.shm.sender import _Link
 from common.messages import Grant, InputLayout, Offer, Receipt, TensorHeader
@@ -66,7 +66,7 @@ def damage_arena(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def damage_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    push, left = sender.push, [PLACE]
+    push, left = redis_transport.push, [PLACE]
 
     async def push_damaged(redis: Redis, key: str, value: memoryview) -> None:
         entry = bytearray(value)
@@ -74,7 +74,7 @@ def damage_list(monkeypatch: pytest.MonkeyPatch) -> None:
             entry[left.pop()] ^= 0x10
         await push(redis, key, bytes(entry))
 
-    monkeypatch.setattr(sender, "push", push_damaged)
+    monkeypatch.setattr(redis_transport, "push", push_damaged)
 
 
 def damage_registered_memory(monkeypatch: pytest.MonkeyPatch) -> None:

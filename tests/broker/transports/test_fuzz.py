@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 import pytest
 
-from broker.transports.cuda import wire
+from broker.transports.cuda import wire as cuda_wire
 from broker.transports.cuda.runtime import HANDLE_BYTES
-from broker.transports.nixl import wire
+from broker.transports.nixl import wire as nixl_wire
 from broker.transports.redis.wire import Passing, decode_passing
-from broker.transports.shm import wire
-from broker.transports.zmq import wire
+from broker.transports.shm import wire as shm_wire
+from broker.transports.zmq import wire as zmq_wire
 from common.messages import TensorHeader, encode
 from tests.security.mutations import SEED, hostile
 from tests.security.test_curve import resident_bytes
@@ -24,38 +24,38 @@ PER_DECODER = 20_000
 GROWTH_BYTES = 32 * 2**20
 
 HEADER = TensorHeader("r", 0, 1, "e0", 7, [64, 192], "float32", 49152, 2**63, 1, "self", 16)
-ANNOUNCE = wire.Announce(3, 4096, 49152, HEADER)
+ANNOUNCE = shm_wire.Announce(3, 4096, 49152, HEADER)
 WIRES: dict[str, tuple[Callable[[bytes], object], list[object]]] = {
     "shm, receiver": (
-        wire.for_receiver,
+        shm_wire.for_receiver,
         [
-            wire.Hello(2**27),
+            shm_wire.Hello(2**27),
             ANNOUNCE,
-            wire.Bundle(3, 4096, [HEADER] * 3),
-            wire.Give(3, HEADER),
-            wire.Written(3, 2**20),
-            wire.TakeBack(3),
+            shm_wire.Bundle(3, 4096, [HEADER] * 3),
+            shm_wire.Give(3, HEADER),
+            shm_wire.Written(3, 2**20),
+            shm_wire.TakeBack(3),
         ],
     ),
-    "shm, sender": (wire.for_sender, [wire.Welcome(bytes(16), 2**30), wire.Release([3, 4])]),
+    "shm, sender": (shm_wire.for_sender, [shm_wire.Welcome(bytes(16), 2**30), shm_wire.Release([3, 4])]),
     "cuda, receiver": (
-        wire.for_receiver,
-        [wire.Hello(bytes(HANDLE_BYTES), 2**27, 64, "0000:01:00.0"), ANNOUNCE],
+        cuda_wire.for_receiver,
+        [cuda_wire.Hello(bytes(HANDLE_BYTES), 2**27, 64, "0000:01:00.0"), ANNOUNCE],
     ),
     "nixl, receiver": (
-        wire.for_receiver,
+        nixl_wire.for_receiver,
         [
-            wire.Greeting(bytes(400)),
-            wire.Piece(1, HEADER, 49152, 0, 49152, 2**47),
-            wire.Complete(1),
-            wire.Goodbye(),
+            nixl_wire.Greeting(bytes(400)),
+            nixl_wire.Piece(1, HEADER, 49152, 0, 49152, 2**47),
+            nixl_wire.Complete(1),
+            nixl_wire.Goodbye(),
         ],
     ),
     "nixl, sender": (
-        wire.for_sender,
-        [wire.Welcome(2**30, bytes(16)), wire.Refusal("no memory"), wire.Taken(1, "greet first")],
+        nixl_wire.for_sender,
+        [nixl_wire.Welcome(2**30, bytes(16)), nixl_wire.Refusal("no memory"), nixl_wire.Taken(1, "greet first")],
     ),
-    "zmq, receiver": (wire.decode_head, [HEADER, wire.First(HEADER, 49152), wire.Next(16384, 2**63)]),
+    "zmq, receiver": (zmq_wire.decode_head, [HEADER, zmq_wire.First(HEADER, 49152), zmq_wire.Next(16384, 2**63)]),
     "redis": (decode_passing, [Passing("0f" * 8, 49152, 5.0, HEADER)]),
 }
 

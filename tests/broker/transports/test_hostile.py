@@ -14,9 +14,9 @@ from redis.asyncio import Redis
 from broker.cluster.curve import ClusterContext
 from broker.transports.base import QUEUE_TENSORS
 from broker.transports.linked import packets
-from broker.transports.nixl import wire
+from broker.transports.nixl import wire as nixl_wire
 from broker.transports.nixl.agent import HostMemory, NixlAgent
-from broker.transports.redis import wire
+from broker.transports.redis import wire as redis_wire
 from broker.transports.shm.wire import NONCE_BYTES, Announce, Bundle, Hello, Release, Welcome, pack
 from common.config import Transport
 from common.errors import TriptychError
@@ -86,9 +86,9 @@ async def test_redis_drops_what_is_no_tensor(kit: Kit) -> None:
     key = receiver.address.partition("://")[2]
     for junk in (b"", os.urandom(100), encode([1, 2, 3]), encode({"id": "x", "size_bytes": -1})):
         await kit.redis.rpush(key, junk)
-    await kit.redis.rpush(key, encode(wire.Passing("y", 2**50, 5.0, of_bytes(b""))))
-    more = wire.Passing("z", 3, 5.0, of_bytes(b"abc"))
-    await kit.redis.rpush(wire.chunk_key(key, more, 0), b"more than three bytes")
+    await kit.redis.rpush(key, encode(redis_wire.Passing("y", 2**50, 5.0, of_bytes(b""))))
+    more = redis_wire.Passing("z", 3, 5.0, of_bytes(b"abc"))
+    await kit.redis.rpush(redis_wire.chunk_key(key, more, 0), b"more than three bytes")
     await kit.redis.rpush(key, encode(more))
     await eventually(lambda: receiver.num_invalid == 6)
     assert receiver.num_unfinished == 0
@@ -100,12 +100,12 @@ async def test_nixl_drops_what_is_no_tensor(kit: Kit) -> None:
     receiver = kit.receiver(max_bytes=MIB)
     raw = kit.context.socket(zmq.DEALER)
     raw.connect(receiver.address.replace("nixl+tcp", "tcp"))
-    for frames in ([b"x"], [b"a", b"b"], [wire.pack(wire.Greeting(os.urandom(400)))]):
+    for frames in ([b"x"], [b"a", b"b"], [nixl_wire.pack(nixl_wire.Greeting(os.urandom(400)))]):
         await raw.send_multipart(frames)
-    huge = wire.Piece(1, of_bytes(b"abc"), size_bytes=2 * MIB, start=0, num_bytes=3, address=1)
-    await raw.send(wire.pack(huge))
-    answer = wire.for_sender(await raw.recv())
-    assert isinstance(answer, wire.Taken)
+    huge = nixl_wire.Piece(1, of_bytes(b"abc"), size_bytes=2 * MIB, start=0, num_bytes=3, address=1)
+    await raw.send(nixl_wire.pack(huge))
+    answer = nixl_wire.for_sender(await raw.recv())
+    assert isinstance(answer, nixl_wire.Taken)
     assert answer.fault == "greet first"
     await eventually(lambda: receiver.num_invalid == 3)
     await still_works(kit, receiver)
@@ -119,32 +119,34 @@ async def test_nixl_between_gpus_hands_out_no_tensor_that_is_not_whole(kit: Kit)
     memory, raw = HostMemory(agent, MIB), kit.context.socket(zmq.DEALER)
     raw.connect(receiver.address.replace("nixl+cuda+tcp", "tcp"))
 
-    async def answer_to(*messages: wire.ToReceiver) -> wire.ToSender:
+    async def answer_to(*messages: nixl_wire.ToReceiver) -> nixl_wire.ToSender:
         for message in messages:
-            await raw.send(wire.pack(message))
+            await raw.send(nixl_wire.pack(message))
         async with asyncio.timeout(20):
-            return wire.for_sender(await raw.recv())
+            return nixl_wire.for_sender(await raw.recv())
 
-    def piece(start: int, num_bytes: int, *, number: int = 1, size: int = 100) -> wire.Piece:
+    def piece(start: int, num_bytes: int, *, number: int = 1, size: int = 100) -> nixl_wire.Piece:
         head = of_bytes(bytes(100))
-        return wire.Piece(number, head, size, start, num_bytes, memory.address)
+        return nixl_wire.Piece(number, head, size, start, num_bytes, memory.address)
 
     memory.array[:16] = list(b"it reads a nonce")
-    elsewhere = wire.Greeting(memory.metadata, nonce_address=memory.address + MIB)
-    assert isinstance(await answer_to(elsewhere), wire.Refusal)
-    greeting = wire.Greeting(memory.metadata, nonce_address=memory.address)
-    assert await answer_to(greeting) == wire.Welcome(MIB, b"it reads a nonce")
-    complete = wire.Complete(1)
-    assert await answer_to(complete, piece(0, 60), complete) == wire.Taken(1)
+    elsewhere = nixl_wire.Greeting(memory.metadata, nonce_address=memory.address + MIB)
+    assert isinstance(await answer_to(elsewhere), nixl_wire.Refusal)
+    greeting = nixl_wire.Greeting(memory.metadata, nonce_address=memory.address)
+    assert await answer_to(greeting) == nixl_wire.Welcome(MIB, b"it reads a nonce")
+    complete = nixl_wire.Complete(1)
+    assert await answer_to(complete, piece(0, 60), complete) == nixl_wire.Taken(1)
     for wrong in (piece(50, 50), piece(60, 40), piece(60, 30, size=90), piece(60, 40, number=2)):
-        answer = await answer_to(piece(0, 60, number=3), wrong, wire.Complete(wrong.number))
-        assert isinstance(answer, wire.Taken)
-        answer = wire.for_sender(await raw.recv()) if answer.number == 3 else answer
-        assert isinstance(answer, wire.Taken)
+        answer = await answer_to(piece(0, 60, number=3), wrong, nixl_wire.Complete(wrong.number))
+        assert isinstance(answer, nixl_wire.Taken)
+        answer = nixl_wire.for_sender(await raw.recv()) if answer.number == 3 else answer
+        assert isinstance(answer, nixl_wire.Taken)
         assert answer.fault
     assert receiver._take() is None
-    assert await answer_to(piece(0, 100, number=4)) == wire.Taken(4)
-    assert await answer_to(wire.Complete(4), piece(0, 60, number=5)) == wire.Taken(5)  # whichever is read first
+    assert await answer_to(piece(0, 100, number=4)) == nixl_wire.Taken(4)
+    assert await answer_to(nixl_wire.Complete(4), piece(0, 60, number=5)) == nixl_wire.Taken(
+        5
+    )  # whichever is read first
     assert (await receiver.receive()).data.nbytes == 100
     await still_works(kit, receiver)
     raw.close(linger=0)

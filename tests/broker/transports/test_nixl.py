@@ -18,9 +18,11 @@ import pytest
 import zmq.asyncio
 from structlog.testing import capture_logs
 
-from broker.transports import factory
+from broker.transports import factory as choice
 from broker.transports.base import ReceivedTensor
-from broker.transports.nixl import agent, device_sender, receive_memory
+from broker.transports.nixl import agent as nixl_agent
+from broker.transports.nixl import device_sender as nixl_cuda
+from broker.transports.nixl import receive_memory as nixl_landing
 from broker.transports.nixl.agent import HostMemory, NixlAgent, NixlError
 from broker.transports.nixl.receiver import NixlReceiver
 from broker.transports.nixl.registered_buffer import Room
@@ -73,7 +75,7 @@ class Ends:
         """Rooms of the receiver's GPU."""
         (end,) = (e for e in self.receiver._receivers if isinstance(e, NixlReceiver) and DIRECT in e.address)
         landing = end._landing
-        assert isinstance(landing, receive_memory.CudaLanding)
+        assert isinstance(landing, nixl_landing.CudaLanding)
         made = landing._arena._made
         return made[0].num_lent if made is not None else 0
 
@@ -85,10 +87,10 @@ class Ends:
 @pytest.fixture(autouse=True)
 def _small_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, size in (
-        (receive_memory, "RECEIVE_BYTES", 4 * MIB),
-        (factory, "MOST_BYTES", 2 * MIB),
-        (device_sender, "MOST_BYTES", 2 * MIB),
-        (device_sender, "SEND_BYTES", 4 * MIB),
+        (nixl_landing, "RECEIVE_BYTES", 4 * MIB),
+        (choice, "MOST_BYTES", 2 * MIB),
+        (nixl_cuda, "MOST_BYTES", 2 * MIB),
+        (nixl_cuda, "SEND_BYTES", 4 * MIB),
     ):
         monkeypatch.setattr(module, name, size)
 
@@ -163,7 +165,7 @@ async def test_auto_takes_it_between_hosts_with_rdma(
     zmq_context: zmq.asyncio.Context, rdma: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The two GPUs cannot read each other, as those of two hosts cannot."""
-    monkeypatch.setattr(agent, "has_rdma", lambda host: rdma)
+    monkeypatch.setattr(nixl_agent, "has_rdma", lambda host: rdma)
     async with ends(zmq_context, transport="auto") as both:
         assert (DIRECT in addresses_by_scheme(both.receiver.address)) == rdma
         assert both.bytes_of(await both.transfer(b"far")) == b"far"

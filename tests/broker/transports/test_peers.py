@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from broker.transports.cuda import sender
+from broker.transports.cuda import sender as cuda_transport
 from broker.transports.nixl.agent import NixlAgent
 from broker.transports.nixl.link import NixlLink
 from broker.transports.nixl.receiver import FORGET_S, NixlReceiver
 from broker.transports.redis.receiver import RedisReceiver
 from broker.transports.redis.sender import RedisConnection
-from broker.transports.shm import sender
+from broker.transports.shm import sender as shm_transport
 from broker.transports.tensors import TensorReceiver
 from common.errors import TriptychError
 from tests.broker.transports.relay import Relay
@@ -125,7 +125,7 @@ async def test_a_reader_that_trickles_gets_everything_and_holds_up_its_own_sende
     kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes a tensor whenever another receiver has had one; what it leaves waits at the sender, not in memory."""
-    for module in (sender, sender):
+    for module in (shm_transport, cuda_transport):
         monkeypatch.setattr(module, "ARENA_BYTES", 4 * MIB)
     sender, slow, healthy = kit.sender(), kit.receiver(), kit.receiver()
     data, count, sent = memoryview(os.urandom(MIB)), 16, 0

@@ -14,7 +14,9 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from broker.transports.base import ReceivedTensor
-from broker.transports.redis import receiver, sender, wire
+from broker.transports.redis import receiver as redis_receiver
+from broker.transports.redis import sender as redis_transport
+from broker.transports.redis import wire as redis_wire
 from broker.transports.redis.receiver import RedisReceiver
 from broker.transports.redis.sender import RedisConnection
 from broker.transports.redis.wire import CHUNK_BYTES, LEASE_S, WINDOW
@@ -108,8 +110,8 @@ async def test_commands_that_are_carried_out_twice_change_nothing_and_leave_noth
         return repeated
 
     for name in ("announce", "push", "renew", "remove"):
-        monkeypatch.setattr(sender, name, twice(getattr(sender, name)))
-    monkeypatch.setattr(receiver, "push", twice(receiver.push))
+        monkeypatch.setattr(redis_transport, name, twice(getattr(redis_transport, name)))
+    monkeypatch.setattr(redis_receiver, "push", twice(redis_receiver.push))
     sender = RedisConnection(redis, receiver.address)
     for size in (0, 1, CHUNK_BYTES, 6 * CHUNK_BYTES + 1):
         await pass_on(sender, receiver, memoryview(os.urandom(size)))
@@ -137,7 +139,7 @@ async def test_a_chunk_or_an_answer_that_is_lost_costs_a_moment_and_nothing_else
     """As where it was in the reply to a command when the connection was lost. Of six chunks; the seventh answer is that
     all have come."""
     monkeypatch.setattr(module, "push", losses := Losses(module.push, turn))
-    monkeypatch.setattr(wire, "_BLOCK_S", 0.1)
+    monkeypatch.setattr(redis_wire, "_BLOCK_S", 0.1)
     await pass_on(RedisConnection(redis, receiver.address), receiver, memoryview(os.urandom(6 * CHUNK_BYTES)))
     assert losses.num_calls >= 6
     await holds(redis, 0)
@@ -147,7 +149,7 @@ async def test_a_chunk_or_an_answer_that_is_lost_costs_a_moment_and_nothing_else
 async def test_a_refusal_that_is_lost_is_asked_for(
     redis: Redis, receiver: RedisReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receiver, "push", Losses(receiver.push, 0))
+    monkeypatch.setattr(redis_receiver, "push", Losses(redis_receiver.push, 0))
     receiver._max_bytes = 1
     with pytest.raises(TriptychError, match="refused a tensor of 2 bytes"):
         await RedisConnection(redis, receiver.address).send(of_bytes(b"xy"), memoryview(b"xy"), 20.0)
@@ -159,15 +161,15 @@ async def test_an_answer_that_is_none_ends_the_send(redis: Redis) -> None:
     for answer in (b"2", b"-1", b"x", b"9" * 5000, b""):
         sending = asyncio.create_task(sender.send(of_bytes(b"x"), memoryview(b"x"), 30.0))
         _, announced = await redis.blpop(["test:tensors:nobody"], timeout=20)
-        passing = wire.decode_passing(announced)
-        await redis.rpush(wire.answers_key("test:tensors:nobody", passing), answer)
+        passing = redis_wire.decode_passing(announced)
+        await redis.rpush(redis_wire.answers_key("test:tensors:nobody", passing), answer)
         with pytest.raises(TriptychError, match="the receiver of a tensor says"):
             await sending
     await holds(redis, 0)
 
 
 def test_what_is_sent_again_is_what_has_not_arrived() -> None:
-    chunks = sender._Chunks(memoryview(bytes(9 * CHUNK_BYTES)))
+    chunks = redis_transport._Chunks(memoryview(bytes(9 * CHUNK_BYTES)))
     assert chunks.next() == [0, 1, 2, 3]
     chunks.note_waits_for(b"2")
     assert chunks.next() == [4, 5]
@@ -202,12 +204,12 @@ async def test_what_was_given_up_is_removed_at_once_or_expires_where_the_broker_
         raise RedisConnectionError("the connection was reset")
 
     with monkeypatch.context() as patch:
-        patch.setattr(wire, "LEASE_S", 3600.0)  # it does not expire
+        patch.setattr(redis_wire, "LEASE_S", 3600.0)  # it does not expire
         await give_up()
         await holds(redis, 0)
     failed = asyncio.Event()
     with monkeypatch.context() as patch:
-        patch.setattr(sender, "remove", is_away)
+        patch.setattr(redis_transport, "remove", is_away)
         await give_up()
         await failed.wait()
     assert {await redis.pttl(key) > 0 for key in await redis.keys("*")} == {True}
@@ -234,7 +236,7 @@ async def test_nothing_of_a_sender_that_is_killed_outlasts_its_lease(kit: Kit, r
 async def test_a_receiver_waits_for_a_slow_sender_and_lets_go_of_one_that_is_gone(
     kit: Kit, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire, "_BLOCK_S", 0.1)
+    monkeypatch.setattr(redis_wire, "_BLOCK_S", 0.1)
     receiver, slow = kit.receiver(), asyncio.Event()
     looks = 0
 
@@ -243,14 +245,14 @@ async def test_a_receiver_waits_for_a_slow_sender_and_lets_go_of_one_that_is_gon
         looks += 1
         return bool(await is_leased(*args))
 
-    is_leased, push = receiver.is_leased, sender.push
+    is_leased, push = redis_receiver.is_leased, redis_transport.push
 
     async def held_up(*args: Any) -> None:
         await slow.wait()
         await push(*args)
 
-    monkeypatch.setattr(receiver, "is_leased", counted)
-    monkeypatch.setattr(sender, "push", held_up)
+    monkeypatch.setattr(redis_receiver, "is_leased", counted)
+    monkeypatch.setattr(redis_transport, "push", held_up)
     sending = asyncio.create_task(kit.sender().send(to(receiver.address), of_bytes(b"x"), memoryview(b"x"), 30.0))
     await eventually(lambda: looks > LEASE_S / 0.1 + 2, 20.0)
     slow.set()
@@ -270,7 +272,7 @@ async def test_a_sender_that_was_away_for_longer_than_its_lease_fails_at_once_wh
 ) -> None:
     away, back = asyncio.Event(), asyncio.Event()
     go_on: Any = RedisConnection._go_on
-    renew = sender.renew
+    renew = redis_transport.renew
 
     async def stopped(*args: Any) -> Any:
         away.set()
@@ -282,7 +284,7 @@ async def test_a_sender_that_was_away_for_longer_than_its_lease_fails_at_once_wh
         return bool(await renew(*args))
 
     monkeypatch.setattr(RedisConnection, "_go_on", stopped)
-    monkeypatch.setattr(sender, "renew", renewed)
+    monkeypatch.setattr(redis_transport, "renew", renewed)
     data = memoryview(bytes(64 * MIB))
     sending = asyncio.create_task(RedisConnection(redis, receiver.address).send(of_bytes(data), data, 3600.0))
     async with asyncio.timeout(30):
@@ -302,8 +304,8 @@ async def test_a_broker_that_was_emptied_costs_a_moment(
     redis: Redis, receiver: RedisReceiver, monkeypatch: pytest.MonkeyPatch, receiving: bool
 ) -> None:
     """As one does that stands still for so long that leases end. Nothing that has arrived is sent again."""
-    monkeypatch.setattr(wire, "_BLOCK_S", 0.5)  # as ever longer than what a sender takes to renew its lease
-    held, over, push = asyncio.Event(), asyncio.Event(), sender.push
+    monkeypatch.setattr(redis_wire, "_BLOCK_S", 0.5)  # as ever longer than what a sender takes to renew its lease
+    held, over, push = asyncio.Event(), asyncio.Event(), redis_transport.push
     hear: Any = RedisReceiver._hear
     pushed: list[str] = []
 
@@ -314,7 +316,7 @@ async def test_a_broker_that_was_emptied_costs_a_moment(
             await over.wait()
         await push(client, key, value)
 
-    monkeypatch.setattr(sender, "push", counted)
+    monkeypatch.setattr(redis_transport, "push", counted)
     if not receiving:
         monkeypatch.setattr(RedisReceiver, "_hear", lambda *_: held.set())
     data = memoryview(os.urandom(8 * CHUNK_BYTES))
@@ -364,19 +366,19 @@ async def test_many_slow_senders_take_no_connection_from_anybody_else(
     redis: Redis, receiver: RedisReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each tensor that has begun waits for its next chunk over a connection of its own."""
-    monkeypatch.setattr(wire, "LEASE_S", 60.0)
+    monkeypatch.setattr(redis_wire, "LEASE_S", 60.0)
     own, count = receiver.address.partition("://")[2], 120
     header = of_bytes(b"x")
-    slow = [wire.Passing(f"{number:016x}", 1, 30.0, header) for number in range(count)]
+    slow = [redis_wire.Passing(f"{number:016x}", 1, 30.0, header) for number in range(count)]
     for passing in slow:
-        await wire.announce(redis, own, passing)
+        await redis_wire.announce(redis, own, passing)
     await eventually(lambda: len(receiver._tasks) == count + 1)
     assert await redis.set("heartbeat", 1)
     assert await redis.delete("heartbeat")
     for passing in slow:
-        await wire.push(redis, wire.chunk_key(own, passing, 0), b"x")
+        await redis_wire.push(redis, redis_wire.chunk_key(own, passing, 0), b"x")
     for _ in slow:
         await take(receiver)
     assert (receiver.num_invalid, receiver.num_unfinished) == (0, 0)
     for passing in slow:
-        await wire.remove(redis, own, passing, ())
+        await redis_wire.remove(redis, own, passing, ())

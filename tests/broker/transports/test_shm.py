@@ -18,7 +18,7 @@ from redis.asyncio import Redis
 from broker.transports.arena import ALIGNMENT_BYTES, Arena
 from broker.transports.base import QUEUE_TENSORS
 from broker.transports.linked import packets
-from broker.transports.shm import sender
+from broker.transports.shm import sender as shm_transport
 from broker.transports.shm.wire import Release, for_sender
 from broker.transports.tensors import ReceivedTensor, TensorReceiver, TensorSender
 from common.errors import TriptychError
@@ -31,7 +31,7 @@ MIB = 2**20
 @pytest.fixture
 async def kit(redis: Redis, broker_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Kit]:
     """With an arena of 4 MiB."""
-    monkeypatch.setattr(sender, "ARENA_BYTES", 4 * MIB)
+    monkeypatch.setattr(shm_transport, "ARENA_BYTES", 4 * MIB)
     async with kit_of("shm", redis, broker_url) as kit:
         yield kit
 
@@ -121,8 +121,8 @@ async def test_a_tensor_larger_than_the_arena_gets_memory_of_its_own_one_at_a_ti
 
 
 async def test_an_arena_that_is_idle_gives_its_memory_back(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender, "KEPT_BYTES", MIB)
-    monkeypatch.setattr(sender, "IDLE_S", 0.01)
+    monkeypatch.setattr(shm_transport, "KEPT_BYTES", MIB)
+    monkeypatch.setattr(shm_transport, "IDLE_S", 0.01)
     sender, receiver = kit.sender(), kit.receiver()
     held = await fill(sender, receiver, [2 * MIB, MIB])
     held[0].release()

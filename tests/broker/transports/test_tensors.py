@@ -14,7 +14,7 @@ import pytest
 import zmq.asyncio
 from redis.asyncio import Redis
 
-from broker.transports.cuda import sender
+from broker.transports.cuda import sender as cuda_transport
 from broker.transports.linked import listener, packets
 from broker.transports.payload import DeviceBuffer
 from broker.transports.tensors import TensorReceiver, TensorSender, addresses_by_scheme, change_hosts, payload_fault
@@ -95,7 +95,7 @@ async def test_what_cannot_go_by_cuda_is_brought_to_the_host(
 ) -> None:
     data = memoryview(os.urandom(5000))
     if obstacle == "too large":
-        monkeypatch.setattr(sender, "ARENA_BYTES", 8192)
+        monkeypatch.setattr(cuda_transport, "ARENA_BYTES", 8192)
     with gpu_ends(kit, "auto", device_id="0000:02:00.0" if "cannot" in obstacle else None) as (sender, receiver, cuda):
         receiver = kit.receiver() if "CPU" in obstacle else receiver
         for number in range(1, 3):

@@ -15,7 +15,9 @@ from broker.cluster.curve import OVERHEAD_BYTES, ClusterContext
 from broker.transports.base import QUEUE_TENSORS, ReceivedTensor
 from broker.transports.chunked_bytes import Pieces
 from broker.transports.tensors import TensorReceiver
-from broker.transports.zmq import assembly, transport, wire
+from broker.transports.zmq import assembly as zmq_assembly
+from broker.transports.zmq import transport as zmq_transport
+from broker.transports.zmq import wire as zmq_wire
 from broker.transports.zmq.assembly import TOTAL, Assembly
 from broker.transports.zmq.transport import ZmqReceiver
 from broker.transports.zmq.wire import PIECE_BYTES, WHOLE_BYTES, First, Head, Next, is_divided
@@ -36,7 +38,7 @@ Message = tuple[Head, bytes | memoryview]
 
 @pytest.fixture
 async def kit(redis: Redis, broker_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Kit]:
-    for module in (wire, transport, assembly):
+    for module in (zmq_wire, zmq_transport, zmq_assembly):
         monkeypatch.setattr(module, "PIECE_BYTES", PIECE)
     async with kit_of("zmq", redis, broker_url) as kit:
         yield kit
@@ -203,7 +205,7 @@ async def test_a_broken_tensor_counts_once_however_many_pieces_of_it_come(kit: K
 async def test_of_no_more_senders_than_so_many_a_broken_tensor_is_remembered(
     kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assembly, "MAX_BROKEN", 10)
+    monkeypatch.setattr(zmq_assembly, "MAX_BROKEN", 10)
     assembly = Assembly(2**20, 30.0, lambda: True)
     for number in range(20):
         for _ in range(2):
@@ -340,7 +342,7 @@ async def test_what_many_senders_have_begun_is_bounded_and_the_stalest_goes(kit:
 
 
 async def test_others_have_their_turns_while_a_large_one_comes(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "TURN_BYTES", 2 * PIECE)
+    monkeypatch.setattr(zmq_transport, "TURN_BYTES", 2 * PIECE)
     sender, receiver = kit.sender(), kit.receiver()
     end, steps = end_of(receiver), []
     original: Callable[[], ReceivedTensor | None] = end._next

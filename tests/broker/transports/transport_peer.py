@@ -1,7 +1,7 @@
 """The other side of a transport in a process of its own, to be stopped and killed.
 
-python -m tests.broker.transports.transport_peer receive|hold TRANSPORT BROKER    prints its address, then a line per tensor
-python -m tests.broker.transports.transport_peer send TRANSPORT BROKER ADDRESS MIB [TIMEOUT_S]    prints a line per tensor
+python -m tests.broker.transports.transport_peer receive|hold TRANSPORT BROKER (prints its address, a line per tensor)
+python -m tests.broker.transports.transport_peer send TRANSPORT BROKER ADDRESS MIB [TIMEOUT_S] (a line per tensor)
 """
 
 from __future__ import annotations

@@ -295,7 +295,8 @@ def test_a_list_of_numbers_is_one_prompt_and_a_list_of_lists_is_many() -> None:
 
 def test_prompts_are_parsed_without_torch(folders: Callable[[str], Path]) -> None:
     program = (
-        "import json, sys; from common.model_info import load_model_info; from common.text.processor import TextProcessor;"
+        "import json, sys; from common.model_info import load_model_info;"
+        "from common.text.processor import TextProcessor;"
         "from common.text.prompts import parse_prompt; info = load_model_info(sys.argv[1]);"
         "print(json.dumps(parse_prompt('a', info, TextProcessor(info)).prompt_token_ids));"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"

@@ -164,13 +164,13 @@ def test_a_step_in_flight_is_work_even_where_nobody_waits_for_it(tiny_llama: Mod
     driver = Driver(engine)
     driver.add(text("a", 6, greedy()))
     driver.step()
-    assert engine.core.step_loop.in_flight
+    assert engine.loop.in_flight
     assert not driver.tokens  # launched, not known
     engine.abort("a")
     assert engine.is_empty()
     assert engine.has_work()
     driver.finish()
-    assert not engine.core.step_loop.in_flight
+    assert not engine.loop.in_flight
     assert not driver.tokens
     assert engine.stats()["surplus_tokens_total"] == 1
 
@@ -295,7 +295,7 @@ def test_a_step_that_could_not_be_launched_is_launched_again(
         patch.setattr(engine.runner, "run", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             driver.step()
-    assert engine.core.step_loop.in_flight  # the step before it has lost nothing
+    assert engine.loop.in_flight  # the step before it has lost nothing
     assert engine.runner.run == launch
     assert driver.finish() == run(plain_engine(tiny_llama), [job]).tokens
 

@@ -13,7 +13,7 @@ from proxy.api.openai_types import ChatRequest, CompletionRequest
 from proxy.api.sampling_fields import GenerationRequest
 from proxy.api.transcriptions import TranscriptionForm
 from proxy.routes import make_router
-from tests.proxy.media import speech
+from tests.proxy.sample_media import speech
 
 PAGE = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
 EXAMPLE = re.compile(r"```(json|form) POST (\S+)( encoder-decoder)?\n(.*?)```", re.DOTALL)

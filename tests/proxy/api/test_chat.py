@@ -7,7 +7,7 @@ import pytest
 
 from common.messages import Encode, Generate
 from tests.proxy.conftest import eventually
-from tests.proxy.media import audio_part, image_part, picture
+from tests.proxy.sample_media import audio_part, image_part, picture
 from tests.proxy.streams import events
 
 

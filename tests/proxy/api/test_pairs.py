@@ -14,7 +14,7 @@ from proxy.dispatch.retries import MAX_WAITS
 from tests.proxy.conftest import eventually
 from tests.proxy.fake_decoders import FakePrefill
 from tests.proxy.fake_workers import SILENT
-from tests.proxy.media import image_part, picture
+from tests.proxy.sample_media import image_part, picture
 from tests.proxy.streams import gather
 
 PICTURE = [image_part(picture()), {"type": "text", "text": "say"}]

@@ -11,7 +11,7 @@ from common.messages import Generate, TokenLogprob
 from common.sampling_params import TimestampRules
 from common.text.languages import NAMES, language_code, language_name
 from proxy.api.segments import Segment, as_srt, as_vtt, split_at_timestamps
-from tests.proxy.media import speech
+from tests.proxy.sample_media import speech
 
 RULES = TimestampRules(1000, 999)
 

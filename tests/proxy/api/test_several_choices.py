@@ -9,7 +9,7 @@ import pytest
 
 from common.messages import Abort, Generate, StopSequence
 from tests.proxy.conftest import eventually
-from tests.proxy.media import image_part, picture
+from tests.proxy.sample_media import image_part, picture
 from tests.proxy.streams import events, gather
 
 ANSWERS = ["a red sign", "a blue sign with a circle", "green"]

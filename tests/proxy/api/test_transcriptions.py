@@ -14,7 +14,7 @@ from common.text import whisper_prompt
 from common.text.processor import TextProcessor
 from proxy.media import audio
 from proxy.media.audio_windows import shared
-from tests.proxy.media import audio_part, speech
+from tests.proxy.sample_media import audio_part, speech
 
 
 def _upload(data: bytes) -> tuple[str, bytes]:

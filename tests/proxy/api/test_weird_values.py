@@ -14,7 +14,7 @@ from proxy.api.openai_types import ChatRequest, CompletionRequest
 from proxy.api.sampling_fields import ACCEPTED_OFF, IGNORED
 from proxy.api.structured import MAX_GRAMMAR_CHARS
 from proxy.api.transcriptions import TranscriptionForm
-from tests.proxy.media import speech
+from tests.proxy.sample_media import speech
 
 WEIRD = (
     True, 0, -1, 1.5, 2**31, 2**63, 2**70, 1e308, -0.0, "", "x", "\ud83d", "\x00", [], [[]], [None], [""], [0],

@@ -14,7 +14,7 @@ from proxy.dispatch import worker_assignment
 from tests.proxy.conftest import eventually
 from tests.proxy.fake_decoders import FakeDecoder
 from tests.proxy.fake_workers import SILENT, FakeEncoder
-from tests.proxy.media import image_part, picture
+from tests.proxy.sample_media import image_part, picture
 
 
 async def _first(stream):

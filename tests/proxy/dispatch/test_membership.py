@@ -18,7 +18,7 @@ from proxy.dispatch.worker_pool import WorkerPool
 from tests.proxy.conftest import eventually
 from tests.proxy.fake_decoders import FakeDecoder
 from tests.proxy.fake_workers import SILENT
-from tests.proxy.media import image_part, picture
+from tests.proxy.sample_media import image_part, picture
 from tests.proxy.streams import gather
 
 PICTURE = [image_part(picture())]

@@ -9,7 +9,7 @@ import pytest
 
 from common.messages import Encode, Generate, Resumed, Tokens
 from tests.proxy.conftest import eventually
-from tests.proxy.media import image_part, picture
+from tests.proxy.sample_media import image_part, picture
 from tests.proxy.streams import gather
 
 ANSWERS = ["a red sign stands here", "a blue one", "green"]

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from common.messages import Encode, Generate
-from tests.proxy.media import audio_part, data_url, image_part, picture, speech
+from tests.proxy.sample_media import audio_part, data_url, image_part, picture, speech
 
 
 async def test_clips_leave_one_placeholder_each_in_order(serve, listening_model):

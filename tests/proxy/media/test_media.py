@@ -14,7 +14,7 @@ import pytest
 from common.messages import Encode
 from proxy.media import fetch
 from proxy.media.intake import sniff
-from tests.proxy.media import data_url, image_part, picture, speech
+from tests.proxy.sample_media import data_url, image_part, picture, speech
 
 
 def _url_part(url: str) -> dict:

@@ -11,8 +11,8 @@ import pytest
 
 from proxy.server.held_bytes import ByteBudget
 from tests.proxy.conftest import Rig, eventually
-from tests.proxy.media import audio_part, image_part, picture, speech
 from tests.proxy.media.test_media import web_server
+from tests.proxy.sample_media import audio_part, image_part, picture, speech
 from tests.proxy.server.test_connections import connections, head
 
 KIB = 2**10

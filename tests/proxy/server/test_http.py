@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from common.messages import Generate
 from tests.proxy.conftest import eventually
-from tests.proxy.media import image_part, picture
+from tests.proxy.sample_media import image_part, picture
 
 
 async def test_models_health_and_readiness(serve):

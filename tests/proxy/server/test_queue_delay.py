@@ -16,7 +16,7 @@ from proxy.api import completions
 from proxy.dispatch import job_runner
 from proxy.server.queue_delay import FULL_LINE, SHORT_LINE, WINDOW, Line, LinePlaces, Place, retry_after_s
 from tests.proxy.conftest import eventually
-from tests.proxy.media import image_part, picture, speech
+from tests.proxy.sample_media import image_part, picture, speech
 from tests.proxy.server.test_connections import connections, head
 
 

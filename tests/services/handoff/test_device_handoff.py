@@ -18,7 +18,7 @@ from redis.asyncio import Redis
 
 from broker.handoff.sender import Key, key_of
 from broker.transports.base import ReceivedTensor
-from broker.transports.cuda import sender
+from broker.transports.cuda import sender as cuda_transport
 from broker.transports.cuda.runtime import CudaError
 from broker.transports.payload import DeviceBuffer, Payload
 from broker.transports.tensors import TensorSender
@@ -99,7 +99,7 @@ async def test_a_picture_goes_from_gpu_to_gpu_and_is_seen(pair: Pair) -> None:
 async def test_what_is_too_large_for_the_arena_goes_through_the_host_and_lands_on_the_gpu(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sender, "ARENA_BYTES", 128)
+    monkeypatch.setattr(cuda_transport, "ARENA_BYTES", 128)
     assert (await pair.ask("r", "red")).startswith("red")
     assert pair.sent() == {"shm+unix": 1}
 

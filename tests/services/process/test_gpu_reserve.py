@@ -10,7 +10,7 @@ import zmq.asyncio
 from redis.asyncio import Redis
 
 from broker.transports.factory import gpu_bytes_of_nixl
-from broker.transports.nixl import agent
+from broker.transports.nixl import agent as nixl_agent
 from broker.transports.tensors import TensorReceiver, TensorSender
 from common.config import EngineConfig, Settings, Transport
 from common.process.gpu_memory import PROCESS_BYTES
@@ -47,8 +47,8 @@ async def test_nixl_counts_where_it_may_carry_what_lies_on_a_gpu(
     takes: int,
 ) -> None:
     """What is expected is in MiB."""
-    monkeypatch.setattr(agent, "module_name", lambda: "nixl_cu13" if installed else None)
-    monkeypatch.setattr(agent, "has_rdma", lambda host: rdma)
+    monkeypatch.setattr(nixl_agent, "module_name", lambda: "nixl_cu13" if installed else None)
+    monkeypatch.setattr(nixl_agent, "has_rdma", lambda host: rdma)
     assert gpu_bytes_of_nixl(transport, "10.0.0.5") == (sends + takes) * MIB
     engine = engine_on_gpu(Settings(transport=transport), "10.0.0.5")
     assert engine.process_bytes == PROCESS_BYTES + (sends + takes) * MIB
@@ -85,11 +85,11 @@ async def test_engines_are_told_of_it_where_there_is_a_gpu(
 
         return make
 
-    from services.encode import encode_stage
+    from services.encode import encode_stage as encoding
     from services.roles import decoder
 
     monkeypatch.setattr(decoder, "DecoderEngine", noted(decoder.DecoderEngine))
-    monkeypatch.setattr(encode_stage, "EncoderEngine", noted(encode_stage.EncoderEngine))
+    monkeypatch.setattr(encoding, "EncoderEngine", noted(encoding.EncoderEngine))
     for role in (PrefillDecodeService, EncoderService):
         async with asyncio.timeout(120), in_process(broker_url, redis, zmq_context, role):
             pass
