@@ -33,7 +33,7 @@ from common.text.processor import TextProcessor
 from proxy.api.openapi import make_openapi_router
 from proxy.dispatch.dispatcher import Dispatcher
 from proxy.dispatch.worker_pool import WorkerPool
-from proxy.media.audio_windows import Recordings
+from proxy.media.audio_windows import AudioWindows
 from proxy.media.fetch import Fetcher
 from proxy.media.intake import MediaIntake
 from proxy.routes import make_router
@@ -42,7 +42,7 @@ from proxy.server.auth import refusal
 from proxy.server.held_bytes import ByteBudget
 from proxy.server.metrics import ProxyMetrics
 from proxy.server.middleware import CountRequests
-from proxy.server.request_context import Admission
+from proxy.server.request_context import AdmissionController
 from proxy.server.timeline import Timelines
 from proxy.service import Service
 
@@ -90,7 +90,7 @@ def make_service(settings: Settings, info: ModelInfo, instance_id: str) -> Servi
         dispatcher=Dispatcher(settings, metrics, timelines),
         metrics=metrics,
         timelines=timelines,
-        admission=Admission(settings.max_inflight, budget, settings.request_timeout_s, metrics),
+        admission=AdmissionController(settings.max_inflight, budget, settings.request_timeout_s, metrics),
     )
 
 
@@ -127,7 +127,7 @@ async def connected(service: Service, port: int) -> AsyncIterator[None]:
     )
     service.pool.start()
     if service.transcribes:
-        service.recordings = Recordings(service.metrics.helper_crashes.inc)
+        service.recordings = AudioWindows(service.metrics.helper_crashes.inc)
     try:
         yield
     finally:

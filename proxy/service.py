@@ -22,14 +22,14 @@ from proxy.dispatch.dispatcher import Dispatcher
 from proxy.dispatch.jobs import Job, response_id
 from proxy.dispatch.placement import encodes_for, missing, prompt_readers
 from proxy.dispatch.router import imbalance
-from proxy.dispatch.text_stream import Delta, Generation
+from proxy.dispatch.text_stream import Delta, TextStream
 from proxy.dispatch.worker_pool import WorkerPool
-from proxy.media.audio_windows import Recordings
+from proxy.media.audio_windows import AudioWindows
 from proxy.media.intake import MediaIntake
 from proxy.server.errors import Overloaded
 from proxy.server.metrics import ProxyMetrics
-from proxy.server.queue_delay import Line, LinePlaces, Place, retry_after_s
-from proxy.server.request_context import Admission, Exchange
+from proxy.server.queue_delay import QueueDelayLimiter, RequestTickets, Ticket, retry_after_s
+from proxy.server.request_context import AdmissionController, RequestContext
 from proxy.server.timeline import Timelines
 
 LineName = Literal["text", "media"]
@@ -61,20 +61,20 @@ class Service:
     dispatcher: Dispatcher
     metrics: ProxyMetrics
     timelines: Timelines
-    admission: Admission
+    admission: AdmissionController
     pool: WorkerPool = field(init=False)
     """Set while the proxy is connected, as is `intake`."""
     intake: MediaIntake = field(init=False)
     on_failure: Callable[[], None] = lambda: None
     """Called when the connection to the cluster cannot go on (`pool.failure`): another process should be started."""
-    lines: dict[LineName, Line] = field(init=False)
+    lines: dict[LineName, QueueDelayLimiter] = field(init=False)
     """Text alone does not wait for encoders: its line moves faster, or the other one does."""
     started_s: float = field(default_factory=time.time)
-    recordings: Recordings = field(init=False)
+    recordings: AudioWindows = field(init=False)
     """Set while a proxy of a speech model is connected."""
 
     def __post_init__(self) -> None:
-        self.lines = {name: Line(self.settings.max_queue_s) for name in get_args(LineName)}
+        self.lines = {name: QueueDelayLimiter(self.settings.max_queue_s) for name in get_args(LineName)}
 
     @property
     def model_name(self) -> str:
@@ -127,11 +127,11 @@ class Service:
             joined = ("text",)
         self.check_line(min(joined, key=lambda name: self.lines[name].excess_s))
 
-    def join_line(self, exchange: Exchange, line: LineName, num_jobs: int = 1) -> LinePlaces:
+    def join_line(self, exchange: RequestContext, line: LineName, num_jobs: int = 1) -> RequestTickets:
         """Let a request in, before its media are fetched and its text is tokenised; where its jobs wait for their first
         tokens. Raises as `check_line` does."""
         self.check_line(line)
-        exchange.places = LinePlaces(self.lines[line], num_jobs)
+        exchange.places = RequestTickets(self.lines[line], num_jobs)
         return exchange.places
 
     def update_gauges(self) -> None:
@@ -168,11 +168,11 @@ class Service:
         return self.info.is_encoder_decoder and self.info.media_kind == "audio"
 
     def generation(
-        self, job: Job, exchange: Exchange, place: Place, body: GenerationRequest | None = None
-    ) -> Generation:
+        self, job: Job, exchange: RequestContext, place: Ticket, body: GenerationRequest | None = None
+    ) -> TextStream:
         """A job that is sent off now, and waits in `place` for its first token."""
         skip_special_tokens = body is None or body.skip_special_tokens is not False
-        return Generation(
+        return TextStream(
             job,
             self.text,
             self.metrics,
@@ -189,7 +189,7 @@ class Service:
     def token_texts(self) -> TokenTexts:
         return TokenTexts(self.text.tokenizer)
 
-    def deltas(self, generation: Generation, exchange: Exchange) -> AsyncGenerator[Delta]:
+    def deltas(self, generation: TextStream, exchange: RequestContext) -> AsyncGenerator[Delta]:
         """Start a job; the text of it, to its end or until closed. The timeline's bar "proxy" ends here."""
         job = generation.job
         timeline = response_id(job.request_id)

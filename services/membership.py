@@ -14,9 +14,9 @@ from common.keys import key_id
 from common.messages import InstanceRecord
 from common.telemetry import get_logger
 from services.process.addresses import advertised
-from services.process.drain import Departure
-from services.process.request_owners import ProxyWatch
-from services.worker_context import Links, RoleService
+from services.process.drain import DrainState
+from services.process.request_owners import RequestOwners
+from services.worker_context import RoleService, WorkerContext
 
 MAX_SILENCE_S: Final = 3 * HEARTBEAT_S
 TELL_S: Final = 2 * HEARTBEAT_S
@@ -27,7 +27,7 @@ log = get_logger()
 class Membership:
     """From `join` to `leave`. The load that it reports is that of `proxies`, the readiness that of `departure`."""
 
-    def __init__(self, registry: Registry, proxies: ProxyWatch, departure: Departure) -> None:
+    def __init__(self, registry: Registry, proxies: RequestOwners, departure: DrainState) -> None:
         self._registry = registry
         self._proxies = proxies
         self._departure = departure
@@ -92,7 +92,9 @@ class Membership:
             self._departure.announced()
 
 
-def make_record(links: Links, role: RoleService, http_port: int, departure: Departure | None = None) -> InstanceRecord:
+def make_record(
+    links: WorkerContext, role: RoleService, http_port: int, departure: DrainState | None = None
+) -> InstanceRecord:
     """What a worker says of itself, with addresses as others reach them."""
     settings = links.settings
 

@@ -50,11 +50,13 @@ def run(settings: Settings, role: Role) -> int:
 
 async def _run(settings: Settings, info: ModelInfo, role: Role) -> tuple[int, Role | None, str]:
     from engine.device.choice import choose_device, choose_dtype
-    from services.worker_process import Shell
+    from services.worker_process import WorkerProcess
 
     dtype = choose_dtype(settings.engine.dtype, choose_device(settings.engine.device), info)
     name = str(dtype).removeprefix("torch.")
-    shell = Shell(settings, info, name, lambda links: make_role(role, links), lambda: _keep_house(role, shell.is_idle))
+    shell = WorkerProcess(
+        settings, info, name, lambda links: make_role(role, links), lambda: _keep_house(role, shell.is_idle)
+    )
     status = await shell.run()
     if shell.abandons_engine and shell.next_role is None:  # the loop, and the interpreter, might wait for its threads
         sys.stdout.flush()

@@ -20,13 +20,13 @@ from common.messages import FromWorker, InstanceRecord, Role, ToWorker
 from common.model_info import ModelInfo
 from services.process.engine_thread import EngineThread
 from services.process.gpu_reserve import engine_on_gpu
-from services.process.handoff_trace import HopRecorder
+from services.process.handoff_trace import HandoffTrace
 from services.process.metrics import WorkerMetrics
-from services.process.request_owners import ProxyWatch
+from services.process.request_owners import RequestOwners
 
 
 @dataclass(frozen=True)
-class Links:
+class WorkerContext:
     """The connections of one worker process, and where it notes what happens."""
 
     settings: Settings
@@ -40,9 +40,9 @@ class Links:
     registry: Registry
     channels: ChannelSender
     server: WorkerServer
-    proxies: ProxyWatch
+    proxies: RequestOwners
     metrics: WorkerMetrics
-    hops: HopRecorder
+    hops: HandoffTrace
     cuda: CudaRuntime | None = None
     """There where the engine computes on a GPU."""
 

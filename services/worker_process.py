@@ -36,16 +36,16 @@ from common.telemetry import get_logger
 from services.handoff.device_tensors import open_cuda
 from services.membership import Membership, make_record
 from services.process.addresses import resolve_host, warn_of_few_descriptors, warn_of_strangers
-from services.process.drain import Departure
-from services.process.drain_marker import DepartureNote
+from services.process.drain import DrainState
+from services.process.drain_marker import DrainMarker
 from services.process.engine_thread import EngineThread
-from services.process.handoff_trace import HopRecorder
+from services.process.handoff_trace import HandoffTrace
 from services.process.http_server import HttpServer, make_app, protect
 from services.process.metrics import WorkerMetrics
-from services.process.request_owners import ProxyWatch
+from services.process.request_owners import RequestOwners
 from services.process.watchdog import Watchdog
 from services.roles.factory import check_role
-from services.worker_context import Links, RoleService
+from services.worker_context import RoleService, WorkerContext
 
 BROKER_WAIT_S: Final = 30.0
 BEAT_S: Final = 10 * HEARTBEAT_S
@@ -56,7 +56,7 @@ JOIN_S: Final = 1.0
 log = get_logger()
 
 
-class Shell:
+class WorkerProcess:
     """One worker process, from its first socket to its last."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Shell:
         settings: Settings,
         info: ModelInfo,
         dtype: str,
-        role: Callable[[Links], RoleService],
+        role: Callable[[WorkerContext], RoleService],
         on_loaded: Callable[[], None] = lambda: None,
     ) -> None:
         """Bind the sockets and make the role. Must be called on the loop. Raises TriptychError or OSError.
@@ -77,7 +77,7 @@ class Shell:
         self._info = info
         self._on_loaded = on_loaded
         self._host = resolve_host(settings.host)
-        hops = HopRecorder()
+        hops = HandoffTrace()
         app = make_app(
             health=self.health,
             ready=self.ready,
@@ -96,9 +96,9 @@ class Shell:
         warn_of_few_descriptors(self._host)
         self._context = ClusterContext(key)
         self._server = WorkerServer(self._context, self._host, on_refused=self._abort)
-        self._proxies = ProxyWatch()
-        self._departure = Departure(lambda: len(self._proxies), settings.request_timeout_s)
-        self._note = DepartureNote.of_environment()
+        self._proxies = RequestOwners()
+        self._departure = DrainState(lambda: len(self._proxies), settings.request_timeout_s)
+        self._note = DrainMarker.of_environment()
         self._membership = Membership(registry, self._proxies, self._departure)
         self.next_role: Role | None = None
         self.abandons_engine = False
@@ -106,7 +106,7 @@ class Shell:
         self.stop = asyncio.Event()
         """Set, by a signal or by whoever runs this, to end it."""
         self.instance_id = instance_id = settings.instance_id or f"worker-{uuid.uuid4().hex[:8]}"
-        self._links = Links(
+        self._links = WorkerContext(
             settings=settings,
             info=info,
             instance_id=instance_id,

@@ -29,7 +29,7 @@ from broker.cluster.presence import Presence
 from broker.cluster.registry import incompatibility
 from broker.handoff.channels import ChannelSender, Delivery
 from broker.transports.payload import Payload
-from broker.transports.shm.push_buffer import Sending
+from broker.transports.shm.push_buffer import EarlySend
 from broker.transports.tensors import TensorSender
 from common.errors import TriptychError
 from common.messages import (
@@ -146,7 +146,7 @@ class HandoffSender:
             self.close(key_of(offer))
             raise
 
-    def give(self, handoff: Handoff) -> Sending | None:
+    def give(self, handoff: Handoff) -> EarlySend | None:
         """A way for the thread that makes the only tensor of a granted handoff to send it at once; None where there is
         none. Give it to `deliver`, whether the tensor has left or not, and drop it in the end."""
         offer = handoff.offer
@@ -155,7 +155,7 @@ class HandoffSender:
         return self._tensors.give(handoff.receiver, self._header(handoff, offer.shape, offer.dtype, offer.size_bytes))
 
     async def deliver(
-        self, handoff: Handoff, shape: list[int], dtype: str, data: Payload, early: Sending | None = None
+        self, handoff: Handoff, shape: list[int], dtype: str, data: Payload, early: EarlySend | None = None
     ) -> None:
         """Send the only tensor of a granted handoff, unless it has left by `early`, and wait for the receipt; the
         handoff is done afterwards.
@@ -172,7 +172,7 @@ class HandoffSender:
         finally:
             self.close(key_of(offer))
 
-    async def send(self, handoff: Handoff, part: Part, early: Sending | None = None) -> None:
+    async def send(self, handoff: Handoff, part: Part, early: EarlySend | None = None) -> None:
         """Send the next part of a granted handoff and wait for its receipt.
 
         One that has left by `early` is only sent where it has to be sent again.

@@ -16,7 +16,7 @@ from typing import ClassVar, Final, Protocol, TypeVar
 import msgspec
 
 from broker.transports import checksums
-from broker.transports.chunked_bytes import Pieces
+from broker.transports.chunked_bytes import ChunkedBytes
 from broker.transports.payload import DeviceBuffer, Payload
 from common.errors import TriptychError
 from common.messages import TensorHeader
@@ -37,7 +37,7 @@ class ReceivedTensor(msgspec.Struct, frozen=True, eq=False):
     """
 
     header: TensorHeader
-    data: Payload | Pieces
+    data: Payload | ChunkedBytes
     fault: str | None = None
     _release: Callable[[], None] = _nothing
 
@@ -45,7 +45,7 @@ class ReceivedTensor(msgspec.Struct, frozen=True, eq=False):
         """Why the bytes must not be used; None where they are undamaged, as they lie in `data`, or on a GPU."""
         if self.fault is not None or isinstance(self.data, DeviceBuffer):
             return self.fault
-        if isinstance(self.data, Pieces):
+        if isinstance(self.data, ChunkedBytes):
             return self._fault_of(self.data.checksum)
         return self._fault_of(await checksums.checksum_of(self.data))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from common.hashing import Checksum
 
 
-class Pieces:
+class ChunkedBytes:
     """Bytes in host memory, in several places. Iterates over the pieces, in order.
 
     Each is hashed as it is added, while it is in the processor's cache.

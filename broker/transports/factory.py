@@ -28,7 +28,13 @@ from broker.transports.cuda.sender import CudaConnection, CudaSender
 from broker.transports.nixl import agent as nixl_library
 from broker.transports.nixl.agent import NixlAgent
 from broker.transports.nixl.device_sender import SEND_BYTES, NixlCudaConnection, NixlCudaSender
-from broker.transports.nixl.receive_memory import MOST_BYTES, RECEIVE_BYTES, CudaLanding, HostLanding, Landing
+from broker.transports.nixl.receive_memory import (
+    MOST_BYTES,
+    RECEIVE_BYTES,
+    CudaReceiveMemory,
+    HostReceiveMemory,
+    ReceiveMemory,
+)
 from broker.transports.nixl.receiver import NixlReceiver
 from broker.transports.nixl.sender import NixlConnection
 from broker.transports.redis.receiver import RedisReceiver
@@ -48,7 +54,7 @@ DeviceSender: TypeAlias = CudaSender | NixlCudaSender
 
 
 @dataclass(frozen=True)
-class Means:
+class TransportContext:
     """What transports need of the process. It listens on `host`, a numeric address, and nowhere else; `cluster` begins
     all keys in Redis; `cuda` is there if its engine computes on a GPU."""
 
@@ -65,7 +71,7 @@ class Means:
 
 
 def make_receivers(
-    means: Means, transport: Transport, max_bytes: int, stale_s: float, on_arrival: Callable[[], None]
+    means: TransportContext, transport: Transport, max_bytes: int, stale_s: float, on_arrival: Callable[[], None]
 ) -> list[Receiver]:
     """The receiving ends that a setting stands for, made on the running loop. See TensorReceiver for the bounds.
 
@@ -83,16 +89,16 @@ def make_receivers(
     if transport == "nixl":
         _require_nixl()
         _start_nixl(means)
-        receivers.append(_nixl_receiver(means, HostLanding(means.nixl_agent), on_arrival, max_bytes, stale_s))
+        receivers.append(_nixl_receiver(means, HostReceiveMemory(means.nixl_agent), on_arrival, max_bytes, stale_s))
     if means.cuda is not None and _takes_from_gpus(transport, means.host):
-        landing = CudaLanding(means.cuda, means.nixl_agent)
+        landing = CudaReceiveMemory(means.cuda, means.nixl_agent)
         receivers.append(_nixl_receiver(means, landing, on_arrival, min(max_bytes, MOST_BYTES), stale_s))
     if transport == "redis":
         receivers.append(RedisReceiver(_redis_of(means), means.cluster, on_arrival, max_bytes=max_bytes))
     return receivers
 
 
-def make_connectors(means: Means, transport: Transport) -> dict[str, Connector]:
+def make_connectors(means: TransportContext, transport: Transport) -> dict[str, Connector]:
     """How to connect for bytes of the host, by scheme, the best first.
 
     Raises TriptychError("invalid_request") as `make_receivers`.
@@ -114,7 +120,7 @@ def make_connectors(means: Means, transport: Transport) -> dict[str, Connector]:
     return connectors
 
 
-def make_device_senders(means: Means, transport: Transport) -> list[DeviceSender]:
+def make_device_senders(means: TransportContext, transport: Transport) -> list[DeviceSender]:
     """What connects for the memory of a GPU, the best first; nothing where the setting does not stand for it, or there
     is no GPU.
 
@@ -128,7 +134,7 @@ def make_device_senders(means: Means, transport: Transport) -> list[DeviceSender
     return senders
 
 
-def _cuda_of(means: Means, transport: Transport) -> CudaRuntime | None:
+def _cuda_of(means: TransportContext, transport: Transport) -> CudaRuntime | None:
     if transport == "cuda" and (means.cuda is None or not segment.AVAILABLE):
         message = "transport cuda: this engine does not compute on a GPU of a Linux host; use another --transport"
         raise TriptychError("invalid_request", message, "transport")
@@ -141,7 +147,7 @@ def _of_the_host(transport: Transport) -> Transport:
 
 
 def _nixl_receiver(
-    means: Means, landing: Landing, on_arrival: Callable[[], None], max_bytes: int, read_s: float
+    means: TransportContext, landing: ReceiveMemory, on_arrival: Callable[[], None], max_bytes: int, read_s: float
 ) -> NixlReceiver:
     agent = means.nixl_agent
     return NixlReceiver(means.context, means.host, agent, landing, on_arrival, max_bytes=max_bytes, read_s=read_s)
@@ -164,7 +170,7 @@ def _takes_from_gpus(transport: Transport, host: str) -> bool:
     return transport == "auto" and nixl_library.module_name() is not None and nixl_library.has_rdma(host)
 
 
-def _start_nixl(means: Means) -> None:
+def _start_nixl(means: TransportContext) -> None:
     try:
         means.nixl_agent.start()
     except nixl_library.NixlError as error:
@@ -184,7 +190,7 @@ def _require_nixl() -> None:
         raise TriptychError("invalid_request", message, "transport")
 
 
-def _redis_of(means: Means) -> Redis:
+def _redis_of(means: TransportContext) -> Redis:
     if means.redis is None:
         raise TriptychError("invalid_request", "transport redis: no broker is known; give --broker", "transport")
     return means.redis

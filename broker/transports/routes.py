@@ -12,7 +12,7 @@ from typing import Final
 from broker.transports.base import Connection, Sent, Unreachable
 from broker.transports.factory import Connector, DeviceConnection, DeviceSender
 from broker.transports.payload import DeviceBuffer, Payload
-from broker.transports.shm.push_buffer import Sending
+from broker.transports.shm.push_buffer import EarlySend
 from broker.transports.shm.sender import ShmConnection
 from common.errors import TriptychError
 from common.messages import InstanceRecord, TensorHeader
@@ -79,7 +79,7 @@ class Route:
             return best.scheme
         return None
 
-    def give(self, header: TensorHeader) -> Sending | None:
+    def give(self, header: TensorHeader) -> EarlySend | None:
         """Over the connection that the next tensor takes, if that can do it and is there."""
         if self._devices:
             return None

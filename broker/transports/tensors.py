@@ -23,7 +23,7 @@ from redis.asyncio import Redis
 from broker.transports.base import ReceivedTensor as ReceivedTensor
 from broker.transports.cuda.runtime import CudaRuntime
 from broker.transports.factory import (
-    Means,
+    TransportContext,
     make_connectors,
     make_device_senders,
     make_receivers,
@@ -31,8 +31,8 @@ from broker.transports.factory import (
 from broker.transports.payload import Payload
 from broker.transports.routes import Route
 from broker.transports.routes import addresses_by_scheme as addresses_by_scheme
-from broker.transports.shm.push_buffer import Sending
-from broker.transports.shm.push_target import GivenRoom
+from broker.transports.shm.push_buffer import EarlySend
+from broker.transports.shm.push_target import PushTarget
 from broker.transports.shm.receiver import ShmReceiver
 from common.config import Transport
 from common.messages import InstanceRecord, Offer, TensorHeader
@@ -84,12 +84,12 @@ class TensorReceiver:
         Raises TriptychError("invalid_request") where this host does not have the transport.
         """
         self._arrival = asyncio.Event()
-        means = Means(context, host, redis, cluster, cuda)
+        means = TransportContext(context, host, redis, cluster, cuda)
         self._receivers = deque(make_receivers(means, transport, max_bytes, stale_s, self._arrival.set))
         self.address = " ".join(receiver.address for receiver in self._receivers)
         self._turn_began_s = 0.0
 
-    def watch_given(self, on_given: Callable[[GivenRoom], bool]) -> None:
+    def watch_given(self, on_given: Callable[[PushTarget], bool]) -> None:
         """Call `on_given` with memory in which a tensor is about to come, where the transport knows of it beforehand.
 
         It is given up where that returns False. The tensor goes to the room's `take`, or comes as all do.
@@ -157,7 +157,7 @@ class TensorSender:
 
         Raises TriptychError("invalid_request") where this host does not have the transport.
         """
-        self._means = means = Means(context, host, redis, cuda=cuda)
+        self._means = means = TransportContext(context, host, redis, cuda=cuda)
         self._connectors = make_connectors(means, transport)
         self._devices = make_device_senders(means, transport)
         self._only_cuda = transport == "cuda"
@@ -188,7 +188,7 @@ class TensorSender:
         scheme = route.sent_now(header, data) or await route.send(header, data, time.monotonic() + timeout_s)
         self.num_sent[scheme] += 1
 
-    def give(self, receiver: InstanceRecord, header: TensorHeader) -> Sending | None:
+    def give(self, receiver: InstanceRecord, header: TensorHeader) -> EarlySend | None:
         """A way for another thread to send a tensor that it is about to make; None where there is none at the moment.
 
         `header` is without the checksum. Drop what is returned in the end.

@@ -10,7 +10,7 @@ SPARE_BYTES: Final = 1000 * PIECE_COST_BYTES
 """What pieces may cost beyond what they bring: some thousand may be tiny, however large those before them were."""
 
 
-class TinyPieces:
+class ChunkGuard:
     """Counts the pieces of one body."""
 
     def __init__(self) -> None:

@@ -38,7 +38,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from common.http.chunk_guard import TinyPieces
+from common.http.chunk_guard import ChunkGuard
 
 MIN_BODY_BYTES_PER_S: Final = 500
 FRESH_S: Final = 0.25
@@ -95,14 +95,14 @@ class BoundedParser(h11.Connection):
 
     def __init__(self, our_role: type[h11.CLIENT] | type[h11.SERVER]) -> None:
         super().__init__(our_role)
-        self._chunks = TinyPieces()
+        self._chunks = ChunkGuard()
 
     def next_event(self) -> Any:
         event = super().next_event()
         if isinstance(event, h11.Request):
             headers = dict(event.headers)
             sized = b"transfer-encoding" not in headers
-            self.num_coming, self._chunks = int(headers.get(b"content-length", 0)) if sized else 0, TinyPieces()
+            self.num_coming, self._chunks = int(headers.get(b"content-length", 0)) if sized else 0, ChunkGuard()
         elif isinstance(event, h11.Data):
             size = len(event.data)
             self.num_coming = max(0, self.num_coming - size)

@@ -21,20 +21,20 @@ from engine.cache.block_manager import BlockManager
 from engine.cache.block_pool import BlockPool, IntegrityError
 from engine.cache.encoder_cache import EncoderCacheManager
 from engine.core import engine_stats
-from engine.core.decoding import Generation, GenerationFailed
-from engine.core.output_processor import Emission
-from engine.core.request_factory import Admission
-from engine.core.request_limits import RequestCheck
+from engine.core.decoding import Decoding, GenerationFailed
+from engine.core.output_processor import OutputProcessor
+from engine.core.request_factory import RequestFactory
+from engine.core.request_limits import RequestLimits
 from engine.core.step_loop import StepLoop
-from engine.device.copy_stream import Arriving
-from engine.handoff.input_receiver import InputIntake
-from engine.handoff.kv_exporter import KvOutlet
-from engine.handoff.kv_offer_check import KvExpectation, KvPart, Table
-from engine.handoff.kv_receiver import KvIntake
+from engine.device.copy_stream import AsyncCopy
+from engine.handoff.input_receiver import InputReceiver
+from engine.handoff.kv_exporter import KvExporter
+from engine.handoff.kv_offer_check import KvOfferCheck, KvPart, Table
+from engine.handoff.kv_receiver import KvReceiver
 from engine.runner.decoder import DecoderRunner
 from engine.sampling import device_draw
 from engine.sampling.sampler import Sampler
-from engine.scheduler.cache_lookup import Coverage
+from engine.scheduler.cache_lookup import CacheLookup
 from engine.scheduler.decoder import DecoderScheduler
 from engine.state.events import Event, InputMetadata, KvMetadata, RequestFailed
 from engine.state.request import Request, Sequence
@@ -68,9 +68,9 @@ class DecoderEngine:
         self.cache = EncoderCacheManager(self.runner.memory.encoder_cache)
         host_pool = BlockPool(self.runner.num_host_blocks + 1) if self.runner.num_host_blocks else None
         self.blocks = BlockManager(BlockPool(self.runner.num_blocks), config.block_size, host_pool)
-        self.coverage = Coverage(self.blocks, enabled=config.prefix_caching)
-        expectation = KvExpectation.of(info, self.runner.spec, self.runner.max_model_len, self.runner.dtype)
-        self.intake = InputIntake(self.cache, expectation.inputs, self.coverage, lease_s)
+        self.coverage = CacheLookup(self.blocks, enabled=config.prefix_caching)
+        expectation = KvOfferCheck.of(info, self.runner.spec, self.runner.max_model_len, self.runner.dtype)
+        self.intake = InputReceiver(self.cache, expectation.inputs, self.coverage, lease_s)
         self.scheduler = DecoderScheduler(
             self.blocks,
             self.intake,
@@ -82,21 +82,21 @@ class DecoderEngine:
         )
         self.sampler = Sampler(info, self.runner.spec.vocab_size)
         device_draw.prepare(self.runner.device)
-        self.kv_outlet = KvOutlet(
+        self.kv_outlet = KvExporter(
             self.blocks, self.scheduler, expectation, self.runner.read_tokens, self._tell, self._end
         )
-        self.kv_intake = KvIntake(
+        self.kv_intake = KvReceiver(
             self.blocks, self.scheduler, expectation, self._never_fits, self._write_tokens, self._tell, lease_s
         )
-        self.generation = Generation(self.runner, self.blocks, self.sampler, self._drop, info.eos_token_ids)
-        self.emission = Emission(info, self.blocks, self.runner.max_model_len, self._tell, self._drop, self._end)
-        self._limits = RequestCheck(
+        self.generation = Decoding(self.runner, self.blocks, self.sampler, self._drop, info.eos_token_ids)
+        self.emission = OutputProcessor(info, self.blocks, self.runner.max_model_len, self._tell, self._drop, self._end)
+        self._limits = RequestLimits(
             info,
             self.runner.spec.vocab_size,
             self.runner.max_model_len,
             min(config.max_num_seqs, config.max_num_batched_tokens),
         )
-        self._admission = Admission(info, self.runner.spec, self._limits, self.sampler, instance)
+        self._admission = RequestFactory(info, self.runner.spec, self._limits, self.sampler, instance)
         self.loop = StepLoop(
             self.runner,
             self.cache,
@@ -244,7 +244,7 @@ class DecoderEngine:
 
     # --- keys and values, from and to another engine
 
-    def export_kv(self, request_id: str, table: Table, first: int, last: int) -> Arriving | None:
+    def export_kv(self, request_id: str, table: Table, first: int, last: int) -> AsyncCopy | None:
         """Keys and values of a prefill's tokens `first` to `last` (not included), of its own tokens or of those that
         cross-attention reads: [last - first, layers, 2, num_kv_heads, head_dim] for the CPU, contiguous. They are
         waited for elsewhere: steps go on meanwhile.

@@ -74,7 +74,7 @@ class BeamsEnded:
 Result: TypeAlias = NewToken | BeamsEnded | GenerationFailed
 
 
-class Generation:
+class Decoding:
     """Chooses tokens, and keeps the sequences of each request and their block tables in step with that."""
 
     def __init__(

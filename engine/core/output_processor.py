@@ -13,7 +13,7 @@ from engine.state.events import Event, TokensReady
 from engine.state.request import Request, Sequence
 
 
-class Emission:
+class OutputProcessor:
     """Turns what generation has chosen into events."""
 
     def __init__(

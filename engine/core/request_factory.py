@@ -10,17 +10,17 @@ import msgspec
 from common.messages import InputSlot, Resumed
 from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
-from engine.core.request_limits import RequestCheck
+from engine.core.request_limits import RequestLimits
 from engine.models.base import DecoderSpec
 from engine.sampling.sampler import Sampler
 from engine.state.request import Request
 
 
-class Admission:
+class RequestFactory:
     """Makes the requests of one engine; `instance` names their spans."""
 
     def __init__(
-        self, info: ModelInfo, spec: DecoderSpec, check: RequestCheck, sampler: Sampler, instance: str
+        self, info: ModelInfo, spec: DecoderSpec, check: RequestLimits, sampler: Sampler, instance: str
     ) -> None:
         self._info = info
         self._spec = spec

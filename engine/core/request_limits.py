@@ -14,7 +14,7 @@ from engine.state.request import Request
 
 
 @dataclass(frozen=True)
-class RequestCheck:
+class RequestLimits:
     """The limits of one engine. Lengths are in tokens, the expanded media included."""
 
     info: ModelInfo

@@ -31,11 +31,11 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListOf
 
 from engine.cache.encoder_cache import EncoderCacheManager
-from engine.core.decoding import BeamsEnded, Generation, GenerationFailed, Result, TokensInFlight
-from engine.core.output_processor import Emission
+from engine.core.decoding import BeamsEnded, Decoding, GenerationFailed, Result, TokensInFlight
+from engine.core.output_processor import OutputProcessor
 from engine.device.h2d import select_rows
-from engine.handoff.kv_exporter import KvOutlet
-from engine.handoff.kv_receiver import KvIntake
+from engine.handoff.kv_exporter import KvExporter
+from engine.handoff.kv_receiver import KvReceiver
 from engine.runner.decoder import DecoderRunner, StepOutput
 from engine.scheduler.decoder import DecoderScheduler, ScheduledStep
 from engine.state.request import Request, Sequence
@@ -49,10 +49,10 @@ class StepLoop:
         runner: DecoderRunner,
         cache: EncoderCacheManager,
         scheduler: DecoderScheduler,
-        kv_intake: KvIntake,
-        kv_outlet: KvOutlet,
-        generation: Generation,
-        emission: Emission,
+        kv_intake: KvReceiver,
+        kv_outlet: KvExporter,
+        generation: Decoding,
+        emission: OutputProcessor,
         is_alive: Callable[[Sequence], bool],
         fail: Callable[[GenerationFailed], None],
         *,

@@ -20,7 +20,7 @@ MAX_LEAVING: Final = 8
 """Tensors on their way to the host at once: those that wait for steps to end hold memory of the device."""
 
 
-class Arriving:
+class AsyncCopy:
     """A tensor on its way to the host, complete once `wait` returns it."""
 
     def __init__(self, tensor: Tensor, done: torch.cuda.Event | None = None) -> None:
@@ -40,7 +40,7 @@ class Arriving:
         return self._tensor
 
 
-class SideStream:
+class CopyStream:
     """Of the thread that computes on `device`. Without a `stream`, on a CPU, nothing is copied."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None) -> None:
@@ -49,18 +49,18 @@ class SideStream:
         self._leaving: deque[torch.cuda.Event] = deque()
 
     @classmethod
-    def beside(cls, device: torch.device) -> SideStream:
+    def beside(cls, device: torch.device) -> CopyStream:
         """A new one, for a device of any kind."""
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         return cls(device, stream)
 
-    def fetch(self, tensor: Tensor) -> Arriving:
+    def fetch(self, tensor: Tensor) -> AsyncCopy:
         """The values that a tensor will have once all is done that is queued by now, on the host.
 
         Where MAX_LEAVING are on their way, the first of them is waited for.
         """
         if self._stream is None:
-            return Arriving(tensor)
+            return AsyncCopy(tensor)
         if len(self._leaving) == MAX_LEAVING:
             self._leaving.popleft().synchronize()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -70,7 +70,7 @@ class SideStream:
             done = self._stream.record_event()
         self._leaving.append(done)
         tensor.record_stream(self._stream)  # its memory is not used again before the copy is done
-        return Arriving(host, done)
+        return AsyncCopy(host, done)
 
 
 def pinned(tensor: Tensor) -> Tensor:

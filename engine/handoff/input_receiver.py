@@ -19,8 +19,8 @@ import torch
 from common.errors import ErrorInfo
 from engine.cache.encoder_cache import EncoderCacheManager
 from engine.handoff.early_offers import KEEP_S, EarlyOffers
-from engine.handoff.offer_check import InputExpectation
-from engine.scheduler.cache_lookup import Coverage
+from engine.handoff.offer_check import OfferCheck
+from engine.scheduler.cache_lookup import CacheLookup
 from engine.state.events import (
     Event,
     InputCached,
@@ -35,11 +35,11 @@ from engine.state.events import (
 from engine.state.request import InputState, Request, RequestInput
 
 
-class InputIntake:
+class InputReceiver:
     """Inputs of all requests of one engine. Events are appended to `events`; the engine hands them out."""
 
     def __init__(
-        self, cache: EncoderCacheManager, expectation: InputExpectation, coverage: Coverage, lease_s: float
+        self, cache: EncoderCacheManager, expectation: OfferCheck, coverage: CacheLookup, lease_s: float
     ) -> None:
         """A grant lasts `lease_s`; offers that do not meet `expectation` are refused.
 

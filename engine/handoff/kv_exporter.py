@@ -14,24 +14,24 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine.cache.block_manager import BlockManager
-from engine.device.copy_stream import Arriving
-from engine.handoff.kv_offer_check import KvExpectation, Table
+from engine.device.copy_stream import AsyncCopy
+from engine.handoff.kv_offer_check import KvOfferCheck, Table
 from engine.scheduler.decoder import DecoderScheduler, ScheduledStep
 from engine.state.events import Event, KvComputed, KvReady, PrefillEnded
 from engine.state.request import Request
 
-ReadTokens = Callable[[Table, list[int], int, int], Arriving]
+ReadTokens = Callable[[Table, list[int], int, int], AsyncCopy]
 """Gathers tokens of the paged cache: (table, block table, first, last) -> [last - first, layers, 2, heads, dim]."""
 
 
-class KvOutlet:
+class KvExporter:
     """The prefills of one engine that others decode."""
 
     def __init__(
         self,
         blocks: BlockManager,
         scheduler: DecoderScheduler,
-        expectation: KvExpectation,
+        expectation: KvOfferCheck,
         read: ReadTokens,
         emit: Callable[[Event], None],
         end: Callable[[Request], None],
@@ -100,7 +100,7 @@ class KvOutlet:
             request.go_first()
             self._scheduler.reorder(request)
 
-    def export(self, request_id: str, table: Table, first: int, last: int) -> Arriving | None:
+    def export(self, request_id: str, table: Table, first: int, last: int) -> AsyncCopy | None:
         """Tokens `first` to `last` (not included) of the request's keys and values, [last - first, layers, 2,
         num_kv_heads, head_dim]; None where they are not there at the moment."""
         request = self._requests.get(request_id)

@@ -11,7 +11,7 @@ import torch
 from common.messages import InputLayout
 from common.model_info import ModelInfo
 from engine.device.choice import DTYPES
-from engine.handoff.offer_check import InputExpectation
+from engine.handoff.offer_check import OfferCheck
 from engine.models.base import DecoderSpec
 from engine.state.events import InputMetadata, KvMetadata
 from engine.state.request import Request, RequestInput
@@ -40,23 +40,23 @@ class KvPart:
 
 
 @dataclass(frozen=True)
-class KvExpectation:
+class KvOfferCheck:
     """The sizes of the model: shapes are [layers, 2, num_kv_heads, head_dim], empty without cross-attention.
 
     Both sides have one of the same model: the sender describes by it what it has, the receiver checks by it.
     """
 
-    inputs: InputExpectation
+    inputs: OfferCheck
     token_shape: tuple[int, ...]
     cross_shape: tuple[int, ...]
     dtype: str
 
     @classmethod
-    def of(cls, info: ModelInfo, spec: DecoderSpec, max_model_len: int, dtype: torch.dtype) -> KvExpectation:
+    def of(cls, info: ModelInfo, spec: DecoderSpec, max_model_len: int, dtype: torch.dtype) -> KvOfferCheck:
         """Of a loaded model, served in `dtype` with a context of `max_model_len` tokens."""
         shape = 2, spec.num_kv_heads, spec.head_dim
         cross_shape = (spec.num_cross_layers, *shape) if spec.has_cross_attention else ()
-        inputs = InputExpectation.of(info, spec, max_model_len)
+        inputs = OfferCheck.of(info, spec, max_model_len)
         return cls(inputs, (spec.num_layers, *shape), cross_shape, str(dtype).removeprefix("torch."))
 
     def describe(self, request: Request) -> KvMetadata:

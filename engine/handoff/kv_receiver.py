@@ -26,7 +26,7 @@ from common.messages import KV_INPUT_ID
 from engine.cache.block_manager import BlockManager
 from engine.cache.block_pool import IntegrityError
 from engine.handoff.early_offers import KEEP_S, EarlyOffers
-from engine.handoff.kv_offer_check import KvExpectation, KvPart, Table
+from engine.handoff.kv_offer_check import KvOfferCheck, KvPart, Table
 from engine.handoff.token_ranges import TokenRanges
 from engine.scheduler.decoder import DecoderScheduler
 from engine.state.events import (
@@ -46,7 +46,7 @@ WriteTokens = Callable[[Table, list[int], int, torch.Tensor], None]
 """Puts tokens into the paged cache: (table, block table, first, [num_tokens, layers, 2, num_kv_heads, head_dim])."""
 
 
-class HandoffState(enum.Enum):
+class KvHandoffState(enum.Enum):
     """How far the keys and values of a request have come."""
 
     WAITING = "waiting"  # for an offer
@@ -56,14 +56,14 @@ class HandoffState(enum.Enum):
 
 
 @dataclass(eq=False)
-class Handoff:
+class KvHandoff:
     """The keys and values of one request. `tokens` and `cross` are the wanted ones of a reservation.
 
     `num_parts` of their parts have come: a sender waits for the receipt of one before it sends the next.
     """
 
     request: Request
-    state: HandoffState = HandoffState.WAITING
+    state: KvHandoffState = KvHandoffState.WAITING
     attempt: int = -1
     deadline_s: float = 0.0
     tokens: TokenRanges = field(default_factory=lambda: TokenRanges(0, 0))
@@ -71,14 +71,14 @@ class Handoff:
     num_parts: int = 0
 
 
-class KvIntake:
+class KvReceiver:
     """Handoffs of all requests of one engine that others prefill."""
 
     def __init__(
         self,
         blocks: BlockManager,
         scheduler: DecoderScheduler,
-        expectation: KvExpectation,
+        expectation: KvOfferCheck,
         never_fits: Callable[[Request], ErrorInfo | None],
         write: WriteTokens,
         emit: Callable[[Event], None],
@@ -95,16 +95,16 @@ class KvIntake:
         self.counters = {"prefill_handoffs": 0, "prefill_handoff_tokens": 0, "prefill_handoff_cached_tokens": 0}
         self.counters |= {"prefill_handoff_bytes": 0, "kv_leases_expired": 0, "kv_parts_rejected": 0}
         self.counters |= {"kv_offers_expired": 0}
-        self._handoffs: dict[str, Handoff] = {}
-        self._pending: list[Handoff] = []  # OFFERED, in the order of grants
-        self._reserved: list[Handoff] = []
+        self._handoffs: dict[str, KvHandoff] = {}
+        self._pending: list[KvHandoff] = []  # OFFERED, in the order of grants
+        self._reserved: list[KvHandoff] = []
         self.early: EarlyOffers[KvMetadata] = EarlyOffers(min(lease_s, KEEP_S))
 
     # --- requests come and go
 
     def add_request(self, request: Request) -> None:
         """A request has come that somebody else prefills; so may have the offer, before it."""
-        self._handoffs[request.request_id] = Handoff(request)
+        self._handoffs[request.request_id] = KvHandoff(request)
         early = self.early.take(request.request_id, KV_INPUT_ID, request.attempt)
         if early is not None:
             self.offer(request.request_id, *early, request.attempt)
@@ -117,7 +117,7 @@ class KvIntake:
         handoff = self._handoffs.pop(request_id, None)
         if handoff is None:
             return
-        if handoff.state is HandoffState.STARTED:  # its sender may not have heard that the last part is here
+        if handoff.state is KvHandoffState.STARTED:  # its sender may not have heard that the last part is here
             self._emit(InputCancelled(request_id, KV_INPUT_ID, handoff.attempt))
         else:
             self._give_up(handoff)
@@ -142,13 +142,13 @@ class KvIntake:
                 self._emit(event)
         elif handoff.request.attempt > request_attempt:
             self._emit(InputCancelled(request_id, KV_INPUT_ID, attempt))
-        elif handoff.state is HandoffState.STARTED:
+        elif handoff.state is KvHandoffState.STARTED:
             self._emit(InputCached(request_id, KV_INPUT_ID, attempt))
         elif attempt > handoff.attempt:
             self._accept(handoff, attempt, metadata, deadline_s)
-        elif attempt < handoff.attempt or handoff.state is HandoffState.WAITING:
+        elif attempt < handoff.attempt or handoff.state is KvHandoffState.WAITING:
             self._emit(InputCancelled(request_id, KV_INPUT_ID, attempt))
-        elif handoff.state is HandoffState.RESERVED:
+        elif handoff.state is KvHandoffState.RESERVED:
             self._grant(handoff)
 
     def withdraw(self, request_id: str, attempt: int) -> None:
@@ -159,7 +159,7 @@ class KvIntake:
         if handoff is not None and handoff.attempt == attempt:
             self._give_up(handoff)
 
-    def _accept(self, handoff: Handoff, attempt: int, metadata: KvMetadata, deadline_s: float) -> None:
+    def _accept(self, handoff: KvHandoff, attempt: int, metadata: KvMetadata, deadline_s: float) -> None:
         request = handoff.request
         fault = self._expectation.fault(metadata, request)
         # Never the client's fault: the prefill has read the same request, and has taken it.
@@ -172,7 +172,7 @@ class KvIntake:
             return
         self._give_up(handoff)
         handoff.attempt, handoff.deadline_s = attempt, deadline_s
-        handoff.state = HandoffState.OFFERED
+        handoff.state = KvHandoffState.OFFERED
         self._pending.append(handoff)
         self._pending.sort(key=lambda one: one.request.order)
 
@@ -204,12 +204,12 @@ class KvIntake:
         """Whether the same cross table is being written for somebody else: it is waited for, not sent again."""
         return self._blocks.awaits_cross(request.encoder_content)
 
-    def _begin(self, handoff: Handoff) -> None:
+    def _begin(self, handoff: KvHandoff) -> None:
         """Room is there: say what of it is wanted."""
         request, num_tokens = handoff.request, handoff.request.num_handoff_tokens
         num_cached = request.sequences[0].num_computed_tokens
         num_rows = request.num_encoder_tokens if self._blocks.needs_writing(request.request_id) else 0
-        handoff.state = HandoffState.RESERVED
+        handoff.state = KvHandoffState.RESERVED
         handoff.tokens, handoff.cross = TokenRanges(num_cached, num_tokens), TokenRanges(0, num_rows)
         handoff.num_parts = 0
         self._reserved.append(handoff)
@@ -222,7 +222,7 @@ class KvIntake:
         else:
             self._grant(handoff)
 
-    def _grant(self, handoff: Handoff) -> None:
+    def _grant(self, handoff: KvHandoff) -> None:
         """Tell the sender what is wanted, and for how long."""
         handoff.deadline_s = time.monotonic() + self._lease_s
         request_id, first, cross_cached = handoff.request.request_id, handoff.tokens.first, handoff.cross.last == 0
@@ -246,11 +246,11 @@ class KvIntake:
         key = request_id, KV_INPUT_ID, attempt
         if handoff is None:
             self._reject(InputRejected(*key, "cancelled", part.number))
-        elif attempt != handoff.attempt or handoff.state in (HandoffState.WAITING, HandoffState.OFFERED):
+        elif attempt != handoff.attempt or handoff.state in (KvHandoffState.WAITING, KvHandoffState.OFFERED):
             self._reject(InputRejected(*key, "expired", part.number))
         elif self._expectation.part_fault(part) is not None:
             self._reject(InputRejected(*key, "corrupt", part.number))
-        elif handoff.state is HandoffState.STARTED:
+        elif handoff.state is KvHandoffState.STARTED:
             self._emit(InputStored(*key, part.number))  # sent twice: the first one counts
         elif not self._wanted(handoff, part.table).within(part.first, part.last):
             self._reject(InputRejected(*key, "corrupt", part.number))
@@ -264,10 +264,10 @@ class KvIntake:
         self.counters["kv_parts_rejected"] += 1
         self._emit(event)
 
-    def _wanted(self, handoff: Handoff, table: Table) -> TokenRanges:
+    def _wanted(self, handoff: KvHandoff, table: Table) -> TokenRanges:
         return handoff.tokens if table == "self" else handoff.cross
 
-    def _store(self, handoff: Handoff, part: KvPart) -> None:
+    def _store(self, handoff: KvHandoff, part: KvPart) -> None:
         handoff.deadline_s = time.monotonic() + self._lease_s
         request, wanted = handoff.request, self._wanted(handoff, part.table)
         if wanted.has(part.first, part.last):
@@ -283,10 +283,10 @@ class KvIntake:
         elif wanted.complete:
             self._blocks.mark_written(request.request_id)
 
-    def _start(self, handoff: Handoff) -> None:
+    def _start(self, handoff: KvHandoff) -> None:
         """All is here: the request goes on as if it had been computed here."""
         request = handoff.request
-        handoff.state = HandoffState.STARTED
+        handoff.state = KvHandoffState.STARTED
         self._reserved.remove(handoff)
         self.counters["prefill_handoffs"] += 1
         request.sequences[0].num_computed_tokens = request.num_handoff_tokens
@@ -307,28 +307,28 @@ class KvIntake:
         for event in self.early.expire(now_s):
             self._emit(event)
         for handoff in [one for one in (*self._pending, *self._reserved) if one.deadline_s <= now_s]:
-            what = "kv_leases_expired" if handoff.state is HandoffState.RESERVED else "kv_offers_expired"
+            what = "kv_leases_expired" if handoff.state is KvHandoffState.RESERVED else "kv_offers_expired"
             self.counters[what] += 1
             self._give_up(handoff)
             request = handoff.request
             self._emit(InputLost(request.request_id, KV_INPUT_ID, handoff.attempt, request.attempt))
 
-    def _give_up(self, handoff: Handoff) -> None:
+    def _give_up(self, handoff: KvHandoff) -> None:
         """End the attempt at hand, if there is one, and free what it holds."""
-        if handoff.state is HandoffState.OFFERED:
+        if handoff.state is KvHandoffState.OFFERED:
             self._pending.remove(handoff)
-        elif handoff.state is HandoffState.RESERVED:
+        elif handoff.state is KvHandoffState.RESERVED:
             self._reserved.remove(handoff)
             self._scheduler.release(handoff.request)
             handoff.request.recorder.end("handoff")
         else:
             return
-        handoff.state = HandoffState.WAITING
+        handoff.state = KvHandoffState.WAITING
         self._emit(InputCancelled(handoff.request.request_id, KV_INPUT_ID, handoff.attempt))
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless queues and states agree, and exactly what is reserved holds blocks."""
-        for state, listed in (HandoffState.OFFERED, self._pending), (HandoffState.RESERVED, self._reserved):
+        for state, listed in (KvHandoffState.OFFERED, self._pending), (KvHandoffState.RESERVED, self._reserved):
             inside = [one for one in self._handoffs.values() if one.state is state]
             if set(map(id, inside)) != set(map(id, listed)) or len(inside) != len(listed):
                 raise IntegrityError(f"{len(inside)} handoffs are {state.value}, {len(listed)} are listed")
@@ -336,7 +336,7 @@ class KvIntake:
             raise IntegrityError("the scheduler's reservations are not those of the handoffs")
         for handoff in self._handoffs.values():
             holds = self._blocks.has_table(handoff.request.sequences[0].sequence_id)
-            if handoff.state is not HandoffState.STARTED and holds != (handoff.state is HandoffState.RESERVED):
+            if handoff.state is not KvHandoffState.STARTED and holds != (handoff.state is KvHandoffState.RESERVED):
                 raise IntegrityError(f"a handoff that is {handoff.state.value} has blocks, or should have some")
 
     def is_empty(self) -> bool:

@@ -11,7 +11,7 @@ from engine.state.events import InputMetadata
 
 
 @dataclass(frozen=True)
-class InputExpectation:
+class OfferCheck:
     """The sizes of the model that offers must fit. `placeholder` is None where inputs do not stand in the prompt.
 
     With `cross_attention` a placeholder stays one token, however many rows the encoder has for it.
@@ -24,7 +24,7 @@ class InputExpectation:
     cross_attention: bool = False
 
     @classmethod
-    def of(cls, info: ModelInfo, spec: DecoderSpec, max_model_len: int) -> InputExpectation:
+    def of(cls, info: ModelInfo, spec: DecoderSpec, max_model_len: int) -> OfferCheck:
         """Of a loaded model, served with a context of `max_model_len` tokens."""
         max_rows = info.max_encoder_tokens if info.has_cross_attention else max_model_len
         return cls(spec.encoder_width, spec.vocab_size, max_rows, info.placeholder_token_id, info.has_cross_attention)

@@ -15,8 +15,8 @@ from engine.models.base import (
     CheckpointLayout,
     DecoderModel,
     DecoderSpec,
+    EncoderRows,
     Sources,
-    SplicedRows,
     Zeros,
     fused_sources,
     split_key_value,
@@ -102,7 +102,7 @@ class BartDecoder(DecoderModel):
         embeddings: Tensor,
         positions: Tensor,
         attention: AttentionContext,
-        spliced: SplicedRows | None = None,
+        spliced: EncoderRows | None = None,
     ) -> Tensor:
         hidden = embeddings + F.embedding(positions + POSITION_OFFSET, self.embed_positions.weight)
         hidden = self.layernorm_embedding(hidden)

@@ -62,7 +62,7 @@ Asked once per request and step; the layers share what it returns, so a model pa
 
 
 @dataclass(frozen=True)
-class SplicedRows:
+class EncoderRows:
     """The encoder outputs of one step: `outputs` [k, encoder_width] belong to rows `rows` [k] of the batch."""
 
     rows: Tensor
@@ -176,7 +176,7 @@ class DecoderModel(nn.Module, ABC):
         embeddings: Tensor,
         positions: Tensor,
         attention: AttentionContext,
-        spliced: SplicedRows | None = None,
+        spliced: EncoderRows | None = None,
     ) -> Tensor:
         """Hidden states after the final norm.
 

@@ -12,8 +12,8 @@ from engine.models.base import (
     CheckpointLayout,
     DecoderModel,
     DecoderSpec,
+    EncoderRows,
     Sources,
-    SplicedRows,
     fused_sources,
 )
 from engine.models.config import TextConfig, read_text_config
@@ -92,7 +92,7 @@ class MllamaDecoder(DecoderModel):
         embeddings: Tensor,
         positions: Tensor,
         attention: AttentionContext,
-        spliced: SplicedRows | None = None,
+        spliced: EncoderRows | None = None,
     ) -> Tensor:
         rotation = self.rotary(positions, embeddings.dtype)
         hidden, residual = embeddings, None

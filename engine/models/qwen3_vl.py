@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from common.model_info import ModelInfo
-from engine.models.base import AttentionContext, SplicedRows
+from engine.models.base import AttentionContext, EncoderRows
 from engine.models.config import read_text_config
 from engine.models.llama import MULTIMODAL_LAYOUT, LlamaDecoder
 
@@ -38,7 +38,7 @@ class Qwen3VLDecoder(LlamaDecoder):
         embeddings: Tensor,
         positions: Tensor,
         attention: AttentionContext,
-        spliced: SplicedRows | None = None,
+        spliced: EncoderRows | None = None,
     ) -> Tensor:
         rotation = self.rotary(positions, embeddings.dtype)
         deepstack = [] if spliced is None else spliced.outputs.chunk(1 + self.num_deepstack, dim=-1)[1:]

@@ -16,9 +16,9 @@ from engine.models.base import (
     CheckpointLayout,
     DecoderModel,
     DecoderSpec,
+    EncoderRows,
     PositionBias,
     Sources,
-    SplicedRows,
     fused_sources,
     split_key_value,
 )
@@ -101,7 +101,7 @@ class T5Decoder(DecoderModel):
         embeddings: Tensor,
         positions: Tensor,
         attention: AttentionContext,
-        spliced: SplicedRows | None = None,
+        spliced: EncoderRows | None = None,
     ) -> Tensor:
         hidden = embeddings
         for layer in self.block:

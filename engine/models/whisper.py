@@ -14,8 +14,8 @@ from engine.models.base import (
     CheckpointLayout,
     DecoderModel,
     DecoderSpec,
+    EncoderRows,
     Sources,
-    SplicedRows,
     Zeros,
     fused_sources,
     split_key_value,
@@ -70,7 +70,7 @@ class WhisperDecoder(DecoderModel):
         embeddings: Tensor,
         positions: Tensor,
         attention: AttentionContext,
-        spliced: SplicedRows | None = None,
+        spliced: EncoderRows | None = None,
     ) -> Tensor:
         hidden = embeddings + F.embedding(positions, self.embed_positions.weight)
         for layer in self.layers:

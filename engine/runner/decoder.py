@@ -17,7 +17,7 @@ from engine.attention.select import choose_backend
 from engine.cache.block_manager import BlockManager, BlockMove
 from engine.cache.encoder_cache import EncoderCacheManager
 from engine.device.choice import choose_device, choose_dtype, use_layer_kernels
-from engine.device.copy_stream import Arriving, SideStream
+from engine.device.copy_stream import AsyncCopy, CopyStream
 from engine.device.gpu_memory import in_words
 from engine.device.h2d import send
 from engine.device.memory import DecoderNeeds, MemoryReport, all_pools_given, size_decoder, zeros
@@ -29,7 +29,7 @@ from engine.runner.cross import CrossBatch, write_cross
 from engine.runner.graphs import DecodeGraphs, GraphParts, UnrecordableError, graph_sizes
 from engine.runner.kv_transfer import read_tokens, write_tokens
 from engine.runner.last_tokens import LastTokens
-from engine.runner.merge_embeddings import Piece, find_pieces, splice
+from engine.runner.merge_embeddings import MergedRows, find_pieces, splice
 from engine.runner.moves import move_blocks
 from engine.runner.profile import measure_step
 from engine.runner.step import WantedRows, positions_of, self_metadata, wanted_rows
@@ -77,7 +77,7 @@ class DecoderRunner:
         self.block_size = config.block_size
         self.buffers = InputBuffers(config.max_num_seqs, self.max_model_len, self.block_size)
         self.last_tokens = LastTokens(config.max_num_seqs, self.device)
-        self._side = SideStream.beside(self.device)
+        self._side = CopyStream.beside(self.device)
         self.backend = choose_backend(self.device, self.dtype, config.attention_backend, HeadSpec.of(self.spec))
         self.layers_are_fallback = not use_layer_kernels(self.device, config.attention_backend)
         self._uses_mrope = self.spec.mrope_section is not None
@@ -154,7 +154,7 @@ class DecoderRunner:
         """Carry out block moves in their order. The host's copy of the cache is made when it is first needed."""
         move_blocks(moves, self.caches, self._host_cache)
 
-    def read_tokens(self, table: Table, block_table: list[int], first: int, last: int) -> Arriving:
+    def read_tokens(self, table: Table, block_table: list[int], first: int, last: int) -> AsyncCopy:
         """Keys and values of tokens of a table: [last - first, layers, 2, num_kv_heads, head_dim], for the CPU."""
         return read_tokens(self._caches_of(table), block_table, first, last, self._side)
 
@@ -217,7 +217,7 @@ class DecoderRunner:
         return graphs.run(inputs, positions_of(step, inputs, uses_mrope=self._uses_mrope), own, cross)
 
     def _compute(
-        self, step: ScheduledStep, inputs: StepInputs, blocks: BlockManager, pieces: ListOf[Piece]
+        self, step: ScheduledStep, inputs: StepInputs, blocks: BlockManager, pieces: ListOf[MergedRows]
     ) -> torch.Tensor:
         """Hidden states of any step, kernel by kernel."""
         input_ids, positions, slot_mapping, block_table, slots = send(

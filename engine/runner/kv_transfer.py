@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.device.copy_stream import Arriving, SideStream
+from engine.device.copy_stream import AsyncCopy, CopyStream
 from engine.device.h2d import send
 
 
 def read_tokens(
-    caches: Sequence[Tensor], block_table: Sequence[int], first: int, last: int, side: SideStream
-) -> Arriving:
+    caches: Sequence[Tensor], block_table: Sequence[int], first: int, last: int, side: CopyStream
+) -> AsyncCopy:
     """Tokens `first` to `last` (not included) of a table, over the layers of `caches`: contiguous, for the CPU.
 
     They are gathered in the order of the steps; from a GPU they come in one copy beside those that follow.

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from engine.cache.encoder_cache import EncoderCacheManager
 from engine.device.h2d import send, send_tensor
-from engine.models.base import SplicedRows
+from engine.models.base import EncoderRows
 from engine.scheduler.decoder import ScheduledStep
 from engine.state.inputs import IntArray, StepInputs
 
 
 @dataclass(frozen=True)
-class Piece:
+class MergedRows:
     """`outputs` [k, encoder_width], wherever the encoder cache has them, for rows `rows` [k] of the batch."""
 
     rows: IntArray
@@ -30,7 +30,7 @@ class Piece:
 
 def find_pieces(
     step: ScheduledStep, inputs: StepInputs, cache: EncoderCacheManager, placeholder: int | None
-) -> list[Piece]:
+) -> list[MergedRows]:
     """What encoder outputs give to a step: of each input the rows whose placeholders are computed in it."""
     pieces = []
     for index, sequence in enumerate(step.sequences):
@@ -45,11 +45,11 @@ def find_pieces(
             begin, end = np.searchsorted(places, (first, last))
             if begin < end:
                 outputs = cache.get(item.metadata.content_hash)[begin:end]
-                pieces.append(Piece(places[begin:end] + offset, outputs))
+                pieces.append(MergedRows(places[begin:end] + offset, outputs))
     return pieces
 
 
-def splice(embeddings: Tensor, pieces: Sequence[Piece], dtype: torch.dtype) -> SplicedRows | None:
+def splice(embeddings: Tensor, pieces: Sequence[MergedRows], dtype: torch.dtype) -> EncoderRows | None:
     """Put the first columns of each piece into `embeddings` [num_tokens, hidden_size].
 
     Returns the whole rows where they have more columns than that (Qwen3-VL), None otherwise.
@@ -60,7 +60,7 @@ def splice(embeddings: Tensor, pieces: Sequence[Piece], dtype: torch.dtype) -> S
     [rows] = send(device, np.concatenate([piece.rows for piece in pieces]))
     outputs = torch.cat([send_tensor(piece.outputs, device, dtype) for piece in pieces])
     embeddings[rows] = outputs[:, :hidden_size]
-    return SplicedRows(rows, outputs) if outputs.shape[1] > hidden_size else None
+    return EncoderRows(rows, outputs) if outputs.shape[1] > hidden_size else None
 
 
 def _placeholders(expansion: Sequence[tuple[int, int]], placeholder: int | None) -> IntArray:

@@ -10,7 +10,7 @@ from engine.cache.block_manager import BlockManager
 from engine.state.request import Request, RequestInput
 
 
-class Coverage:
+class CacheLookup:
     """Looks requests up in the caches of `blocks`. With `enabled` False, nothing is ever covered by a prefix."""
 
     def __init__(self, blocks: BlockManager, *, enabled: bool) -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from engine.cache.block_manager import BlockManager
-from engine.scheduler.cache_lookup import Coverage
+from engine.scheduler.cache_lookup import CacheLookup
 from engine.state.request import InputState, Request
 
 
-class Places:
+class Capacity:
     """Looks at the `running` and `reserved` requests of a scheduler, which hold blocks and slots."""
 
     def __init__(
         self,
         blocks: BlockManager,
-        coverage: Coverage,
+        coverage: CacheLookup,
         running: list[Request],
         reserved: list[Request],
         max_num_seqs: int,

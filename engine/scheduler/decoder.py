@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 
 from common.config import PreemptionPolicy
 from engine.cache.block_manager import BlockManager
-from engine.handoff.input_receiver import InputIntake
-from engine.scheduler.cache_lookup import Coverage
-from engine.scheduler.capacity import Places
+from engine.handoff.input_receiver import InputReceiver
+from engine.scheduler.cache_lookup import CacheLookup
+from engine.scheduler.capacity import Capacity
 from engine.state.request import InputState, Request, Sequence
 
 
@@ -54,8 +54,8 @@ class DecoderScheduler:
     def __init__(
         self,
         blocks: BlockManager,
-        intake: InputIntake,
-        coverage: Coverage,
+        intake: InputReceiver,
+        coverage: CacheLookup,
         free_slots: Callable[[Request], None],
         max_num_seqs: int,
         token_budget: int,
@@ -73,7 +73,7 @@ class DecoderScheduler:
         self.line_end: tuple[int, int] | None = None
         self.held_back = False
         self._first: Request | None = None  # for whom others have just given their blocks
-        self._places = Places(blocks, coverage, self.running, self.reserved, max_num_seqs)
+        self._places = Capacity(blocks, coverage, self.running, self.reserved, max_num_seqs)
         self.counters = {"preemptions": 0, "preemptions_by_swap": 0}
 
     def add(self, request: Request) -> None:

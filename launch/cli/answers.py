@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from launch.cli.client import Job, Outcome
+from launch.cli.client import ClientRequest, ClientResult
 
 _SHOWN_IN_PROGRESS = 8
 
@@ -24,7 +24,7 @@ class AnswerView:
         self._console = console
         self._total = total
         self._live_answers = live
-        self._growing: dict[int, tuple[Job, str]] = {}
+        self._growing: dict[int, tuple[ClientRequest, str]] = {}
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._progress = Progress(*columns, console=console)
         self._task = self._progress.add_task(title, total=total)
@@ -44,12 +44,12 @@ class AnswerView:
         if self._live is not None:
             self._live.stop()
 
-    def grow(self, key: int, job: Job, text: str) -> None:
+    def grow(self, key: int, job: ClientRequest, text: str) -> None:
         """Another piece of the answer to job number `key`."""
         if self._live_answers:
             self._growing[key] = (job, self._growing.get(key, (job, ""))[1] + text)
 
-    def finish(self, key: int, outcome: Outcome) -> None:
+    def finish(self, key: int, outcome: ClientResult) -> None:
         """The whole answer, or why there is none."""
         self._growing.pop(key, None)
         self._done += 1

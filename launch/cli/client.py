@@ -30,7 +30,7 @@ class ClientOptions:
 
 
 @dataclass(frozen=True)
-class Job:
+class ClientRequest:
     """One request: a prompt with pictures, or a clip to transcribe."""
 
     name: str
@@ -43,10 +43,10 @@ class Job:
 
 
 @dataclass
-class Outcome:
+class ClientResult:
     """What came of a job. Times in seconds from the moment it was sent; `error` is None if it went well."""
 
-    job: Job
+    job: ClientRequest
     text: str = ""
     error: str | None = None
     request_id: str | None = None
@@ -113,9 +113,9 @@ class ApiClient:
         except (httpx.HTTPError, ValueError, KeyError):
             return []
 
-    async def send(self, job: Job, on_text: OnText = lambda _: None) -> Outcome:
+    async def send(self, job: ClientRequest, on_text: OnText = lambda _: None) -> ClientResult:
         """Send one job and wait for its end; `on_text` gets the pieces of the answer as they come."""
-        outcome = Outcome(job)
+        outcome = ClientResult(job)
         try:
             call = self._transcribe if job.is_transcription else self._chat
             await call(job, outcome, on_text)
@@ -126,7 +126,7 @@ class ApiClient:
         outcome.latency_s = time.perf_counter() - outcome.began
         return outcome
 
-    async def _chat(self, job: Job, outcome: Outcome, on_text: OnText) -> None:
+    async def _chat(self, job: ClientRequest, outcome: ClientResult, on_text: OnText) -> None:
         """Always streamed: only so the time to the first token can be measured."""
         parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": m.data_url}} for m in job.media]
         content = [*parts, {"type": "text", "text": job.prompt}] if parts else job.prompt
@@ -146,7 +146,7 @@ class ApiClient:
             async for event in _events(response):
                 _take_event(event, outcome, on_text)
 
-    async def _transcribe(self, job: Job, outcome: Outcome, on_text: OnText) -> None:
+    async def _transcribe(self, job: ClientRequest, outcome: ClientResult, on_text: OnText) -> None:
         """Streamed where the server can; one that cannot answers in one piece."""
         clip = job.media[0]
         form = {"model": self._model, "temperature": str(self._options.temperature), "stream": "true"}
@@ -167,7 +167,7 @@ class ApiClient:
                 on_text(outcome.text)
 
 
-def _take_transcript(event: dict[str, Any], outcome: Outcome, on_text: OnText) -> None:
+def _take_transcript(event: dict[str, Any], outcome: ClientResult, on_text: OnText) -> None:
     if "error" in event:
         outcome.error = str(event["error"].get("message", event["error"]))
     elif event.get("type") == "transcript.text.delta":
@@ -181,7 +181,7 @@ def _output_tokens(body: dict[str, Any]) -> int | None:
     return (body.get("usage") or {}).get("output_tokens")
 
 
-def _take_text(text: str, outcome: Outcome, on_text: OnText) -> None:
+def _take_text(text: str, outcome: ClientResult, on_text: OnText) -> None:
     if not text:
         return
     if outcome.ttft_s is None:
@@ -190,7 +190,7 @@ def _take_text(text: str, outcome: Outcome, on_text: OnText) -> None:
     on_text(text)
 
 
-def _take_event(event: dict[str, Any], outcome: Outcome, on_text: OnText) -> None:
+def _take_event(event: dict[str, Any], outcome: ClientResult, on_text: OnText) -> None:
     if "error" in event:
         outcome.error = str(event["error"].get("message", event["error"]))
         return

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from rich.table import Table
 
-from launch.cli.client import Outcome
+from launch.cli.client import ClientResult
 
 PERCENTILES = (50, 90, 99)
 
 
-def latency_table(outcomes: Sequence[Outcome]) -> Table:
+def latency_table(outcomes: Sequence[ClientResult]) -> Table:
     """TTFT, latency and tokens/s of the requests that went well, at p50, p90 and p99.
 
     The p99 of tokens/s is the rate that 99 % of the requests reach or exceed: a slow tail shows in every row.
@@ -30,7 +30,7 @@ def latency_table(outcomes: Sequence[Outcome]) -> Table:
     return table
 
 
-def summary(outcomes: Sequence[Outcome], wall_s: float) -> str:
+def summary(outcomes: Sequence[ClientResult], wall_s: float) -> str:
     """One line: how many, how fast all together."""
     good = [outcome for outcome in outcomes if outcome.error is None]
     tokens = sum(outcome.completion_tokens or 0 for outcome in good)

@@ -12,7 +12,7 @@ MAX_PIECES: Final = 1000
 """Kept for a reader that is slow; what comes while there are so many is lost."""
 
 
-class UnhurriedStream:
+class NonblockingStream:
     """Writes to the file behind a stream, on a thread of its own; never raises."""
 
     def __init__(self, stream: TextIO) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from common.errors import TriptychError
 from launch.cli.answers import AnswerView
-from launch.cli.client import ApiClient, ClientOptions, Job, Outcome
+from launch.cli.client import ApiClient, ClientOptions, ClientRequest, ClientResult
 from launch.cli.console import make_console
 from launch.cli.latency import latency_table, summary
 from launch.cli.media import load_media
@@ -20,7 +20,7 @@ from launch.cli.media import load_media
 EXIT_INTERRUPTED = 130
 
 
-def make_jobs(files: list[Path], prompt: str, *, together: bool) -> list[Job]:
+def make_jobs(files: list[Path], prompt: str, *, together: bool) -> list[ClientRequest]:
     """One job for each file, one for all (`together`), or one for the prompt alone.
 
     Raises TriptychError("invalid_request") where files and prompt make no request.
@@ -30,11 +30,11 @@ def make_jobs(files: list[Path], prompt: str, *, together: bool) -> list[Job]:
     if len(clips) < max(1, len(media)) and not prompt:
         raise TriptychError("invalid_request", 'nothing to ask: give --prompt "…"', "prompt")
     if not together:
-        return [Job(item.name, prompt, (item,)) for item in media] or [Job("prompt", prompt)]
+        return [ClientRequest(item.name, prompt, (item,)) for item in media] or [ClientRequest("prompt", prompt)]
     if clips or not media:
         named = f"{clips[0]} is audio" if clips else "there is none"
         raise TriptychError("invalid_request", f"--together puts pictures into one request; {named}", "together")
-    return [Job(" + ".join(item.name for item in media), prompt, tuple(media))]
+    return [ClientRequest(" + ".join(item.name for item in media), prompt, tuple(media))]
 
 
 def run_requests(
@@ -56,8 +56,8 @@ def run_requests(
     return asyncio.run(_run(jobs, options, parallel, live=live))
 
 
-async def _run(jobs: list[Job], options: ClientOptions, parallel: int, *, live: bool) -> int:
-    console, outcomes, interrupted = make_console(), list[Outcome](), False
+async def _run(jobs: list[ClientRequest], options: ClientOptions, parallel: int, *, live: bool) -> int:
+    console, outcomes, interrupted = make_console(), list[ClientResult](), False
     async with ApiClient(options) as client:
         model = await client.connect()
         began = time.perf_counter()
@@ -74,7 +74,7 @@ async def _run(jobs: list[Job], options: ClientOptions, parallel: int, *, live: 
 
 
 async def _send_all(
-    client: ApiClient, jobs: list[Job], parallel: int, view: AnswerView, outcomes: list[Outcome]
+    client: ApiClient, jobs: list[ClientRequest], parallel: int, view: AnswerView, outcomes: list[ClientResult]
 ) -> None:
     """Send the jobs in order, never more than `parallel` at once; outcomes are added as they come."""
     queue = iter(enumerate(jobs))
@@ -90,7 +90,7 @@ async def _send_all(
             group.create_task(send_next())
 
 
-def _report(console: Console, outcomes: list[Outcome], wall_s: float) -> None:
+def _report(console: Console, outcomes: list[ClientResult], wall_s: float) -> None:
     if outcomes:
         console.print(summary(outcomes, wall_s), highlight=False)
         console.print(latency_table(outcomes))

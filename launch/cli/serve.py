@@ -20,7 +20,7 @@ from common.errors import TriptychError
 from common.keys import ClusterKey
 from common.process import memory_upkeep
 from launch.cli.console import ConsoleReporter, make_console
-from launch.cli.nonblocking_stream import UnhurriedStream
+from launch.cli.nonblocking_stream import NonblockingStream
 from launch.cluster.children import adopt_orphans
 from launch.cluster.local_registry import LocalEntry, announced
 from launch.cluster.plan import Plan, make_plan
@@ -57,7 +57,7 @@ def _stdout() -> Iterator[TextIO | None]:
             yield nowhere
         return
     try:
-        stream = UnhurriedStream(sys.stdout)
+        stream = NonblockingStream(sys.stdout)
     except io.UnsupportedOperation:  # it is no file
         yield None
         return

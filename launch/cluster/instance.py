@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 from common.messages import Role
 from launch.cluster.backoff import Backoff
 from launch.cluster.children import Child, Command
-from services.process.drain_marker import DepartureNote
+from services.process.drain_marker import DrainMarker
 from services.worker import with_role
 
 State = Literal["starting", "ready", "draining", "switching", "restarting", "left", "stopped"]
@@ -33,7 +33,7 @@ class Instance:
     tensor_address: str = ""
     next_role: Role | None = None
     """Of one that is draining: what it wants to come back as; None where it wants to leave."""
-    note: DepartureNote = field(default_factory=DepartureNote)
+    note: DrainMarker = field(default_factory=DrainMarker)
     """Says the same once its process has ended."""
     epoch: int | None = None
     past_epoch: int | None = None

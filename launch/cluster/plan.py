@@ -22,7 +22,7 @@ from launch.cluster.cpus import available_cores, split_threads
 from launch.cluster.instance import Instance
 from launch.cluster.memory import runs_on_gpu, split_memory
 from launch.cluster.topology import Topology, choose_topology, usual_topology
-from services.process.drain_marker import VARIABLE, DepartureNote
+from services.process.drain_marker import VARIABLE, DrainMarker
 
 if TYPE_CHECKING:
     from common.config import EngineConfig, Settings
@@ -103,7 +103,7 @@ class Plan:
         environment = _importable(child_environment(settings, threads)) | {VARIABLE: str(note)}
         command = Command(argv, environment, logs / f"{instance_id}.log")
         http_address = "" if worker else self.base_url
-        return Instance(instance_id, role, command, http_address=http_address, note=DepartureNote(note))
+        return Instance(instance_id, role, command, http_address=http_address, note=DrainMarker(note))
 
 
 def make_plan(settings: Settings, topology: str | Topology | None = None) -> Plan:

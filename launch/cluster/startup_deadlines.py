@@ -13,7 +13,7 @@ LOOK_S: Final = 3.0
 _STARTING: Final[tuple[State, ...]] = ("starting", "switching")
 
 
-class Overdue:
+class StartupDeadlines:
     """Finds them among the instances of a cluster, once that runs: nobody else would ever end them.
 
     An engine that hangs is noticed by its own process. One that holds the interpreter's lock meanwhile, and a process

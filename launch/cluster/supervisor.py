@@ -14,7 +14,7 @@ from launch.cluster.children import Child
 from launch.cluster.instance import Instance, Reporter, SilentReporter, State
 from launch.cluster.log_folders import LogFolder
 from launch.cluster.plan import Plan
-from launch.cluster.startup_deadlines import Overdue
+from launch.cluster.startup_deadlines import StartupDeadlines
 
 if TYPE_CHECKING:
     from broker.cluster.embedded import EmbeddedBroker
@@ -43,7 +43,7 @@ class Supervisor:
         """None until the embedded broker runs, where none was given."""
         self._reporter = reporter or SilentReporter()
         self._start_timeout_s = start_timeout_s
-        self._overdue = Overdue(start_timeout_s, max(start_timeout_s, plan.settings.step_timeout_s))
+        self._overdue = StartupDeadlines(start_timeout_s, max(start_timeout_s, plan.settings.step_timeout_s))
         self._verdicts: dict[str, str] = {}  # why the present process of an instance was killed
         self._broker: EmbeddedBroker | None = None
         self._logs: LogFolder | None = None

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common.keys import own_api_key
-from launch.cli.client import ApiClient, ClientOptions, Job, Outcome
+from launch.cli.client import ApiClient, ClientOptions, ClientRequest, ClientResult
 from launch.cli.console import ConsoleReporter, make_console
 from launch.cli.latency import latency_table, summary
 from launch.cli.media import Media
@@ -43,7 +43,7 @@ class Question:
     image: Image.Image
     text: str
     expected: str
-    outcome: Outcome | None = None
+    outcome: ClientResult | None = None
     spans: list[dict[str, Any]] | None = None
 
     @property
@@ -102,10 +102,10 @@ async def _timeline(client: ApiClient, request_id: str) -> list[dict[str, Any]]:
         await asyncio.sleep(0.05)
 
 
-def _job(question: Question) -> Job:
+def _job(question: Question) -> ClientRequest:
     data = io.BytesIO()
     question.image.save(data, "PNG")
-    return Job(question.text, question.text, (Media("picture.png", "image/png", data.getvalue()),))
+    return ClientRequest(question.text, question.text, (Media("picture.png", "image/png", data.getvalue()),))
 
 
 def _show(question: Question, console: Console) -> RenderableType:

@@ -17,14 +17,14 @@ from proxy.api.openai_types import ChatRequest, parse
 from proxy.api.speech import Speech, SpeechOptions
 from proxy.dispatch.jobs import Job, MediaItem, make_slots
 from proxy.dispatch.prompt_logprobs import check_prompt_logprobs
-from proxy.dispatch.text_stream import Delta, Generation, Usage
+from proxy.dispatch.text_stream import Delta, TextStream, Usage
 from proxy.media.intake import MediaSource
-from proxy.server.queue_delay import LinePlaces
-from proxy.server.request_context import Exchange, Json, Payload, Sse
+from proxy.server.queue_delay import RequestTickets
+from proxy.server.request_context import Json, Payload, RequestContext, Sse
 from proxy.service import Service
 
 
-async def chat_completions(service: Service, exchange: Exchange) -> AsyncGenerator[Payload]:
+async def chat_completions(service: Service, exchange: RequestContext) -> AsyncGenerator[Payload]:
     """The answer to one chat request, whole or as a stream."""
     service.check_lines()
     body = await parse(ChatRequest, exchange)
@@ -55,7 +55,7 @@ class _Answer:
     shapes: LogprobShapes
     deltas: AsyncGenerator[Delta]
     usage: Usage
-    generation: Generation | None = None
+    generation: TextStream | None = None
 
     def logprobs(self, body: ChatRequest, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         return None if body.num_logprobs is None else self.shapes.chat(entries)
@@ -110,7 +110,7 @@ def _template_part(part: TextPart | ImagePart | AudioPart | AudioUrlPart) -> dic
 
 
 async def _generate(
-    service: Service, exchange: Exchange, places: LinePlaces, body: ChatRequest, media: list[MediaItem]
+    service: Service, exchange: RequestContext, places: RequestTickets, body: ChatRequest, media: list[MediaItem]
 ) -> _Answer:
     if body.language is not None:
         message = f"language is for speech models, {service.model_name} is none"
@@ -128,7 +128,7 @@ async def _generate(
 
 
 def _transcribe(
-    service: Service, exchange: Exchange, places: LinePlaces, body: ChatRequest, media: list[MediaItem]
+    service: Service, exchange: RequestContext, places: RequestTickets, body: ChatRequest, media: list[MediaItem]
 ) -> _Answer:
     """A speech model in a conversation: it writes down the one clip; text beside it is the hint of what came before."""
     if len(media) != 1:
@@ -197,6 +197,6 @@ def _chunk(
     return Sse({**answer.head, "choices": [choice], **body.chunk_usage(answer.usage)})
 
 
-def _head(service: Service, exchange: Exchange, body: ChatRequest) -> dict[str, Any]:
+def _head(service: Service, exchange: RequestContext, body: ChatRequest) -> dict[str, Any]:
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     return {"id": exchange.id, "object": kind, "created": int(exchange.created_s), "model": service.model_name}

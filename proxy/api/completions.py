@@ -13,12 +13,12 @@ from proxy.api.logprobs import CompletionLogprobs, LogprobShapes, joined
 from proxy.api.merge import merge
 from proxy.api.openai_types import CompletionRequest, Prompt, parse
 from proxy.api.prompts import check_number, make_jobs
-from proxy.dispatch.text_stream import Delta, Generation, Usage
-from proxy.server.request_context import Exchange, Json, Payload, Sse
+from proxy.dispatch.text_stream import Delta, TextStream, Usage
+from proxy.server.request_context import Json, Payload, RequestContext, Sse
 from proxy.service import LineName, Service
 
 
-async def completions(service: Service, exchange: Exchange) -> AsyncGenerator[Payload]:
+async def completions(service: Service, exchange: RequestContext) -> AsyncGenerator[Payload]:
     """`n` choices per prompt, whole or as one stream of all of them."""
     line: LineName = "media" if service.info.is_encoder_decoder else "text"
     service.check_line(line)
@@ -49,7 +49,7 @@ class _Answer:
 
     body: CompletionRequest
     shapes: LogprobShapes
-    generation: Generation
+    generation: TextStream
     echo: str
     _logprobs: dict[int, CompletionLogprobs] = field(default_factory=dict)
     _begun: set[int] = field(default_factory=set)
@@ -154,7 +154,7 @@ def _echo(service: Service, body: CompletionRequest, prompt: Prompt) -> str:
     return prompt if isinstance(prompt, str) else service.text.decode(prompt, skip_special_tokens=False)
 
 
-def _head(service: Service, exchange: Exchange) -> dict[str, Any]:
+def _head(service: Service, exchange: RequestContext) -> dict[str, Any]:
     return {
         "id": exchange.id,
         "object": "text_completion",

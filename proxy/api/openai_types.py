@@ -13,7 +13,7 @@ from common.sampling_params import MAX_LOGPROBS
 from proxy.api.messages import Message
 from proxy.api.sampling_fields import GenerationRequest
 from proxy.server.errors import FIRST_ERROR, from_validation
-from proxy.server.request_context import Exchange
+from proxy.server.request_context import RequestContext
 
 _TOKENS: Final = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, "minItems": 1}
 _TEXT: Final = {"type": "string", "minLength": 1}
@@ -33,9 +33,9 @@ MAX_MESSAGES: Final = 2**14
 R = TypeVar("R", bound=BaseModel)
 
 
-async def parse(model: type[R], exchange: Exchange) -> R:
+async def parse(model: type[R], exchange: RequestContext) -> R:
     """The body of a request as `model`. Raises TriptychError("invalid_request") naming the field that is wrong, and as
-    `Exchange.body` does."""
+    `RequestContext.body` does."""
     body = await exchange.body()
     try:
         if len(body) > _OFF_LOOP_BYTES:

@@ -13,7 +13,7 @@ from common.text.prompts import ParsedPrompt, encode_tokens, parse_prompt, with_
 from proxy.api.openai_types import CompletionRequest, Prompt
 from proxy.dispatch.jobs import Job, MediaItem, make_slots, part_id
 from proxy.dispatch.prompt_logprobs import check_prompt_logprobs
-from proxy.server.request_context import Exchange
+from proxy.server.request_context import RequestContext
 from proxy.service import Service
 
 MAX_PROMPTS: Final = 128
@@ -31,7 +31,7 @@ def check_number(body: CompletionRequest) -> None:
         raise TriptychError("invalid_request", message, "n" if body.best_of is None else "best_of")
 
 
-async def make_jobs(service: Service, exchange: Exchange, body: CompletionRequest) -> list[Job]:
+async def make_jobs(service: Service, exchange: RequestContext, body: CompletionRequest) -> list[Job]:
     """One job per prompt. Raises TriptychError("invalid_request") naming the field for what this model cannot take."""
     info, prompts = service.info, body.prompts
     if service.transcribes:

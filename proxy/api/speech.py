@@ -18,11 +18,11 @@ from common.text.languages import language_code
 from proxy.api.merge import merge
 from proxy.api.segments import Segment, split_at_timestamps
 from proxy.dispatch.jobs import Job, MediaItem, make_slots, part_id
-from proxy.dispatch.text_stream import Delta, Finish, Generation, Usage
+from proxy.dispatch.text_stream import Delta, Finish, TextStream, Usage
 from proxy.media.audio import Window
 from proxy.media.audio_windows import shared
-from proxy.server.queue_delay import LinePlaces, Place
-from proxy.server.request_context import Exchange
+from proxy.server.queue_delay import RequestTickets, Ticket
+from proxy.server.request_context import RequestContext
 from proxy.service import Service
 
 PARALLEL_WINDOWS: Final = 8
@@ -69,8 +69,8 @@ class Speech:
     def __init__(
         self,
         service: Service,
-        exchange: Exchange,
-        places: LinePlaces,
+        exchange: RequestContext,
+        places: RequestTickets,
         item: MediaItem,
         sampling: SamplingParams,
         options: SpeechOptions,
@@ -177,7 +177,7 @@ class Speech:
                 self.usage.add(generation.usage)
                 self._keep(self._windows[index], generation)
 
-    async def _turn(self) -> Place:
+    async def _turn(self) -> Ticket:
         """The place of the next window in the line, where one of each recording may always wait, and more of them where
         others hardly wait for it."""
         line = self._places.line
@@ -186,7 +186,7 @@ class Speech:
                 await line.moves()
             return self._places.take()
 
-    async def _generation(self, index: int, window: Window, path: str, place: Place) -> Generation:
+    async def _generation(self, index: int, window: Window, path: str, place: Ticket) -> TextStream:
         info, text, options = self._service.info, self._service.text, self._options
         prompt_ids, fields = whisper_prompt.build(
             info,
@@ -218,13 +218,13 @@ class Speech:
             return {"logprobs": MAX_LOGPROBS}
         return {"logprobs": 0, "prompt_logprobs": MAX_LOGPROBS}
 
-    def _keep(self, window: _Window, generation: Generation) -> None:
+    def _keep(self, window: _Window, generation: TextStream) -> None:
         window.token_ids = generation.text_token_ids
         window.logprobs = generation.sequences[0].logprobs[len(generation.job.sampling.prefix_allowed) :]
         if self._options.details:
             window.no_speech_prob = self._no_speech_prob(generation)
 
-    def _no_speech_prob(self, generation: Generation) -> float | None:
+    def _no_speech_prob(self, generation: TextStream) -> float | None:
         """The probability that nobody speaks; 0 where it is not among the likeliest MAX_LOGPROBS tokens."""
         info, text = self._service.info, self._service.text
         prompt = generation.job.prompt_token_ids
@@ -243,7 +243,7 @@ class Speech:
             return None
         return whisper_prompt.timestamp_rules(self._service.info, self._service.text)
 
-    def _note_language(self, generation: Generation) -> None:
+    def _note_language(self, generation: TextStream) -> None:
         if not self._language_known.done():
             self.language = whisper_prompt.detected_language(self._service.info, generation.token_ids)
             self._language_known.set_result(None)

@@ -22,7 +22,7 @@ from proxy.api.segments import as_srt, as_vtt
 from proxy.api.speech import Speech, SpeechOptions
 from proxy.dispatch.text_stream import Delta
 from proxy.server.errors import from_validation
-from proxy.server.request_context import Exchange, Json, Payload, Plain, Sse
+from proxy.server.request_context import Json, Payload, Plain, RequestContext, Sse
 from proxy.service import Service
 
 _MAX_FIELDS: Final = 32
@@ -95,7 +95,9 @@ class TranscriptionForm(BaseModel):
         ).validate()
 
 
-async def transcriptions(service: Service, exchange: Exchange, task: Task = "transcribe") -> AsyncGenerator[Payload]:
+async def transcriptions(
+    service: Service, exchange: RequestContext, task: Task = "transcribe"
+) -> AsyncGenerator[Payload]:
     """The text of a recording as JSON, plain text, JSON with segments, subtitles, or a stream."""
     service.check_line("media")
     form, data = await _read_form(exchange)
@@ -133,7 +135,7 @@ def _check_model_hears(service: Service) -> None:
     raise TriptychError("invalid_request", f"{service.model_name} does not take audio", "file")
 
 
-async def _read_form(exchange: Exchange) -> tuple[TranscriptionForm, bytes]:
+async def _read_form(exchange: RequestContext) -> tuple[TranscriptionForm, bytes]:
     """The form and the bytes of its file, all in memory: a proxy may have no writable disk."""
     _check_content_type(exchange.request.headers.get("content-type", ""))
     parser = MultiPartParser(exchange.request.headers, exchange.stream(), max_files=1, max_fields=_MAX_FIELDS)

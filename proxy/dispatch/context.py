@@ -11,7 +11,7 @@ from proxy.server.metrics import ProxyMetrics
 
 
 @dataclass(frozen=True)
-class Cluster:
+class DispatchContext:
     """`handoff_timeout_s` is the longest wait for one step of a handoff."""
 
     pool: WorkerPool

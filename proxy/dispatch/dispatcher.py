@@ -9,11 +9,11 @@ from typing import Final
 
 from common.config import Settings
 from common.messages import Abort, Encoded, Failed, FromWorker, InputNeeded, Prefilled, Tokens
-from proxy.dispatch.context import Cluster
-from proxy.dispatch.job_runner import Flight
+from proxy.dispatch.context import DispatchContext
+from proxy.dispatch.job_runner import JobRunner
 from proxy.dispatch.jobs import Job, response_id
 from proxy.dispatch.placement import Placer
-from proxy.dispatch.worker import Presence, Worker
+from proxy.dispatch.worker import Worker, WorkerEvent
 from proxy.dispatch.worker_pool import WorkerPool
 from proxy.server.metrics import ProxyMetrics
 from proxy.server.timeline import Timelines
@@ -30,7 +30,7 @@ class Dispatcher:
         self._metrics = metrics
         self._timelines = timelines
         self._placer = Placer(metrics)
-        self._flights: dict[str, Flight] = {}
+        self._flights: dict[str, JobRunner] = {}
         self._disowned: OrderedDict[str, None] = OrderedDict()
 
     @property
@@ -42,7 +42,9 @@ class Dispatcher:
 
         `deadline_s` is by `time.monotonic`. Raises TriptychError as Flight does.
         """
-        flight = Flight(job, Cluster(pool, self._placer, self._metrics, self._settings.handoff_timeout_s), deadline_s)
+        flight = JobRunner(
+            job, DispatchContext(pool, self._placer, self._metrics, self._settings.handoff_timeout_s), deadline_s
+        )
         self._flights[job.request_id] = flight
         self._metrics.flights.inc()
         try:
@@ -82,8 +84,8 @@ class Dispatcher:
 
     def on_joined(self, worker: Worker) -> None:
         for flight in self._flights.values():
-            flight.post(worker, Presence.JOINED)
+            flight.post(worker, WorkerEvent.JOINED)
 
     async def on_gone(self, worker: Worker) -> None:
         for flight in list(self._flights.values()):
-            flight.post(worker, Presence.GONE)
+            flight.post(worker, WorkerEvent.GONE)

@@ -9,7 +9,7 @@ from typing import Final
 
 from common.errors import ErrorInfo, TriptychError
 from common.messages import Abort, Encode, Encoded, InputNeeded, InputSlot
-from proxy.dispatch.context import Cluster
+from proxy.dispatch.context import DispatchContext
 from proxy.dispatch.jobs import Job, MediaItem
 from proxy.dispatch.placement import anybody_encodes
 from proxy.dispatch.retries import Retries
@@ -43,7 +43,7 @@ class _Item:
         return self.due_s if self.encoder is None else self.silent_s
 
 
-class ItemSender:
+class EncodeDispatcher:
     """Sends the items of one job to encoders, again where it must be. All its methods run on one loop.
 
     Every failure is counted against the item; where it is one too many the job fails with the last error. An encoder
@@ -53,7 +53,7 @@ class ItemSender:
     by `expire`, to be called at `next_deadline_s`.
     """
 
-    def __init__(self, job: Job, cluster: Cluster) -> None:
+    def __init__(self, job: Job, cluster: DispatchContext) -> None:
         self._job = job
         self._cluster = cluster
         self._items = [

@@ -11,22 +11,22 @@ from typing import Final
 from common.errors import ErrorInfo, TriptychError
 from common.messages import KV_INPUT_ID, Encoded, Failed, FromWorker, InputNeeded, Prefilled, Tokens
 from common.telemetry import get_logger
-from proxy.dispatch.context import Cluster
+from proxy.dispatch.context import DispatchContext
 from proxy.dispatch.jobs import Job
 from proxy.dispatch.progress import Progress
-from proxy.dispatch.prompt_logprobs import PromptLogprobs
+from proxy.dispatch.prompt_logprobs import RemotePromptLogprobs
 from proxy.dispatch.retries import BACKOFF_S
-from proxy.dispatch.worker import Presence, Worker
-from proxy.dispatch.worker_assignment import Crew
+from proxy.dispatch.worker import Worker, WorkerEvent
+from proxy.dispatch.worker_assignment import WorkerAssignment
 
 MAX_UNREAD: Final = 4096
 """Messages of a job that may wait for whoever reads its tokens; with more, its client is not reading."""
 
-Event = FromWorker | Presence
+Event = FromWorker | WorkerEvent
 log = get_logger()
 
 
-class Flight:
+class JobRunner:
     """Runs one job. Messages come in by `post`, tokens go out by `batches`.
 
     One worker generates the tokens. It computes the prompt, too, or another one does that for it. A lost encoder costs
@@ -35,14 +35,14 @@ class Flight:
     Leaving `batches` early, by any way, aborts the job on every worker that it touched.
     """
 
-    def __init__(self, job: Job, cluster: Cluster, deadline_s: float) -> None:
+    def __init__(self, job: Job, cluster: DispatchContext, deadline_s: float) -> None:
         """`deadline_s` is by `time.monotonic`."""
         self._job = job
         self._metrics = cluster.metrics
         self._deadline_s = deadline_s
         self._progress = Progress(job.sampling)
-        self._prompt_logprobs = PromptLogprobs(job.sampling.prompt_logprobs is not None)
-        self._crew = Crew(job, cluster, self._progress, self._prompt_logprobs)
+        self._prompt_logprobs = RemotePromptLogprobs(job.sampling.prompt_logprobs is not None)
+        self._crew = WorkerAssignment(job, cluster, self._progress, self._prompt_logprobs)
         self._events: asyncio.Queue[tuple[Worker, Event]] = asyncio.Queue()
         self._decoding: Worker | None = None  # whose tokens have come: it has the prompt, unless it asks for it
         self._stopped: set[int] = set()
@@ -125,9 +125,9 @@ class Flight:
                 return self._on_tokens(worker, event)
             case Prefilled():
                 return await self._on_prefilled(worker, event)
-            case Presence.GONE:
+            case WorkerEvent.GONE:
                 return await self._on_gone(worker)
-            case Presence.JOINED:
+            case WorkerEvent.JOINED:
                 await crew.on_joined()
             case Encoded():
                 await crew.items.on_encoded(worker, event)

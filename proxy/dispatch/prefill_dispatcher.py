@@ -8,15 +8,15 @@ from collections.abc import Iterator
 
 from common.errors import ErrorInfo, TriptychError
 from common.messages import Abort, Generate, Inquiry, Resumed
-from proxy.dispatch.context import Cluster
-from proxy.dispatch.encode_dispatcher import ItemSender
+from proxy.dispatch.context import DispatchContext
+from proxy.dispatch.encode_dispatcher import EncodeDispatcher
 from proxy.dispatch.jobs import Job
 from proxy.dispatch.placement import Placement
 from proxy.dispatch.retries import Retries
 from proxy.dispatch.worker import Claim, Worker
 
 
-class Prefill:
+class PrefillDispatcher:
     """Runs the prefill of one job for a decoder that stays the same until the next `start`.
 
     A newer attempt replaces older ones, wherever they run; `attempt` is the last one's number, out of the same count as
@@ -25,7 +25,12 @@ class Prefill:
     """
 
     def __init__(
-        self, job: Job, cache_keys: list[bytes], cluster: Cluster, items: ItemSender, attempts: Iterator[int]
+        self,
+        job: Job,
+        cache_keys: list[bytes],
+        cluster: DispatchContext,
+        items: EncodeDispatcher,
+        attempts: Iterator[int],
     ) -> None:
         """`attempts` are the numbers of what is still to come."""
         self._job = job
@@ -49,7 +54,7 @@ class Prefill:
         return None if self._claim is None else self._claim.worker
 
     async def start(self, placement: Placement, resumed: list[Resumed], attempt: int) -> None:
-        """Begin for a new decoder, which knows of this attempt already. Raises as ItemSender does."""
+        """Begin for a new decoder, which knows of this attempt already. Raises as EncodeDispatcher does."""
         assert placement.prefiller is not None
         self._decoder, self._decoder_attempt, self._resumed = placement.decoder, attempt, resumed
         self._replaced, self.attempt = False, attempt

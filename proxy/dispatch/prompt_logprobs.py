@@ -14,7 +14,7 @@ _REST_BYTES: Final = 256 * 2**10
 """Room for what else is in the message that brings them: a token, spans."""
 
 
-class PromptLogprobs:
+class RemotePromptLogprobs:
     """Holds the tokens of a job back until the log-probabilities of its prompt are there, where they are wanted."""
 
     def __init__(self, wanted: bool) -> None:

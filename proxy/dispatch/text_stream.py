@@ -56,7 +56,7 @@ class Usage:
 
 
 @dataclass
-class Sequence:
+class TextSequence:
     """One of the texts of a job. `token_ids` holds everything generated so far, special tokens included."""
 
     index: int
@@ -67,7 +67,7 @@ class Sequence:
     num_told: int = 0
 
 
-class Generation:
+class TextStream:
     """One job's text. `prompt_logprobs` are there after the first delta, if they were asked for.
 
     `on_first` is called when the first tokens come.
@@ -88,7 +88,7 @@ class Generation:
         self.prompt_logprobs: list[TokenLogprob | None] = []
         sampling = job.sampling
         self.sequences = [
-            Sequence(
+            TextSequence(
                 index,
                 Detokenizer(
                     text, sampling.stop, skip_special_tokens=skip_special_tokens, min_tokens=sampling.min_tokens

@@ -15,7 +15,7 @@ from common.errors import TriptychError
 from common.messages import InstanceRecord, ToWorker
 
 
-class Presence(Enum):
+class WorkerEvent(Enum):
     """What happens to a worker as a whole."""
 
     JOINED = "joined"

@@ -11,13 +11,13 @@ from common.errors import TriptychError
 from common.messages import Abort, Generate, Inquiry, StopSequence
 from common.telemetry import get_logger
 from proxy.dispatch.affinity import cache_keys
-from proxy.dispatch.context import Cluster
-from proxy.dispatch.encode_dispatcher import ItemSender
+from proxy.dispatch.context import DispatchContext
+from proxy.dispatch.encode_dispatcher import EncodeDispatcher
 from proxy.dispatch.jobs import Job
 from proxy.dispatch.placement import WHOLE, absent_s, anybody_encodes, missing
-from proxy.dispatch.prefill_dispatcher import Prefill
+from proxy.dispatch.prefill_dispatcher import PrefillDispatcher
 from proxy.dispatch.progress import Progress
-from proxy.dispatch.prompt_logprobs import PromptLogprobs
+from proxy.dispatch.prompt_logprobs import RemotePromptLogprobs
 from proxy.dispatch.worker import Claim, Worker
 
 log = get_logger()
@@ -30,21 +30,23 @@ FIRST_LOOK_S: Final = 0.1
 """Between two looks at who is there, while the proxy has only just been started and does not know yet."""
 
 
-class Crew:
+class WorkerAssignment:
     """Puts a job, or what `progress` leaves of it, on workers, and takes it away from them.
 
     Where nobody can take it at the moment it waits, by `expire`, to be called at `next_deadline_s`.
     """
 
-    def __init__(self, job: Job, cluster: Cluster, progress: Progress, prompt_logprobs: PromptLogprobs) -> None:
+    def __init__(
+        self, job: Job, cluster: DispatchContext, progress: Progress, prompt_logprobs: RemotePromptLogprobs
+    ) -> None:
         self._job = job
         self._cluster = cluster
         self._progress = progress
         self._prompt_logprobs = prompt_logprobs
         self._cache_keys = cache_keys(job)
-        self.items = ItemSender(job, cluster)
+        self.items = EncodeDispatcher(job, cluster)
         self._attempts = itertools.count(1)
-        self.prefill = Prefill(job, self._cache_keys, cluster, self.items, self._attempts)
+        self.prefill = PrefillDispatcher(job, self._cache_keys, cluster, self.items, self._attempts)
         self._claim: Claim | None = None
         self._attempt = 0  # the decoder's
         self._place_at_s = math.inf

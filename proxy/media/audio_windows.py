@@ -20,7 +20,7 @@ MEMORY_BYTES: Final = 512 * 2**20
 """Sound is decoded in blocks of seconds."""
 
 
-class Recordings(ChildPool):
+class AudioWindows(ChildPool):
     """Helpers that decode sound."""
 
     def __init__(self, on_crash: Callable[[], object] = lambda: None) -> None:

@@ -17,11 +17,11 @@ from typing import Any
 from proxy.server.errors import Overloaded
 
 
-class NoPlace(Overloaded):
+class SlotTimeout(Overloaded):
     """Others had all places for longer than it makes sense to wait."""
 
 
-class Places:
+class FairSemaphore:
     """All of them. Everything here runs in one event loop."""
 
     def __init__(self, num_places: int, patience_s: float) -> None:
@@ -64,7 +64,7 @@ class Places:
 class Share:
     """What one request has of the places, and still wants."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: FairSemaphore) -> None:
         self.num_held = 0
         self._emptied_s = 0.0  # of the loop's clock: when it last had none any more
         self._places = places
@@ -74,7 +74,7 @@ class Share:
     async def place(self) -> AsyncIterator[None]:
         """With a place, once there is one.
 
-        Raises NoPlace where that takes too long and the request has no other one, either: it is not what has them all.
+        Raises SlotTimeout where that takes too long and the request holds no other place.
         """
         await self._take()
         try:
@@ -103,7 +103,7 @@ class Share:
             while not turn.done():
                 without_s = 0.0 if self.num_held else loop.time() - max(began_s, self._emptied_s)
                 if without_s >= self._places.patience_s:
-                    raise NoPlace(self._places_are_taken())
+                    raise SlotTimeout(self._places_are_taken())
                 await asyncio.wait([turn], timeout=self._places.patience_s - without_s)
         except BaseException:
             self._withdraw(turn)

@@ -20,8 +20,8 @@ import httpx
 
 from common.config import Settings
 from common.errors import TriptychError
-from common.http.chunk_guard import TinyPieces
-from proxy.media.fair_semaphore import Places, Share
+from common.http.chunk_guard import ChunkGuard
+from proxy.media.fair_semaphore import FairSemaphore, Share
 
 MAX_REDIRECTS: Final = 5
 _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
@@ -86,7 +86,7 @@ class Fetcher:
         self._timeout_s = settings.media_timeout_s
         self._schemes = [scheme for scheme in settings.allowed_media_schemes if scheme in ("http", "https")]
         self._allow_private = settings.allow_private_media_urls
-        self._places = Places(_PLACES, settings.media_timeout_s + _PLACE_GRACE_S)
+        self._places = FairSemaphore(_PLACES, settings.media_timeout_s + _PLACE_GRACE_S)
         self._resolvers = ThreadPoolExecutor(_PLACES, "resolver")  # the loop's own threads are for everybody's text
         self._client = httpx.AsyncClient(
             follow_redirects=False,
@@ -235,7 +235,7 @@ class _Wire:
         self._num_read = 0
         self._num_data = 0
         self._num_pieces = 0
-        self._pieces = TinyPieces()
+        self._pieces = ChunkGuard()
 
     async def watch(self, event: str, info: dict[str, Any]) -> None:
         """Told of all that the client does (httpcore's "trace"): from here on it reads through `_read`."""

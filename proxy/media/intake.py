@@ -16,11 +16,11 @@ from common.config import Settings
 from common.errors import TriptychError
 from common.messages import MAX_MEDIA_BYTES, MediaKind
 from proxy.dispatch.jobs import MediaItem
-from proxy.media.fair_semaphore import NoPlace, Share
+from proxy.media.fair_semaphore import Share, SlotTimeout
 from proxy.media.fetch import Fetcher
 from proxy.media.local_files import read_local
 from proxy.media.percent import least_bytes, unquote
-from proxy.server.held_bytes import Hold
+from proxy.server.held_bytes import Reservation
 from proxy.server.metrics import ProxyMetrics
 
 _IMAGE_MAGIC: Final = (
@@ -63,7 +63,7 @@ class MediaIntake:
         local = ("file",) if settings.allowed_media_folder is not None else ()
         self._schemes = (*settings.allowed_media_schemes, *local)
 
-    async def load(self, sources: list[MediaSource], held: Hold) -> list[MediaItem]:
+    async def load(self, sources: list[MediaSource], held: Reservation) -> list[MediaItem]:
         """The items, in order; `held` takes their bytes before they are there.
 
         Raises TriptychError("bad_media"), ("item_too_large") or ("invalid_request"), each naming the field, and
@@ -81,7 +81,7 @@ class MediaIntake:
             first: BaseException = errors
             while isinstance(first, BaseExceptionGroup):
                 first = first.exceptions[0]
-            if isinstance(first, NoPlace):
+            if isinstance(first, SlotTimeout):
                 self._metrics.refused.labels("fetches").inc()
             raise first from None
         return [task.result() for task in tasks]
@@ -96,7 +96,7 @@ class MediaIntake:
         self._metrics.media_bytes.labels(kind).inc(len(data))
         return item
 
-    async def _load(self, source: MediaSource, held: Hold, share: Share) -> MediaItem:
+    async def _load(self, source: MediaSource, held: Reservation, share: Share) -> MediaItem:
         scheme = source.url[:8].partition(":")[0].lower()
         if not source.data and scheme not in self._schemes:
             allowed = ", ".join(f"{scheme}:" for scheme in self._schemes)

@@ -20,12 +20,12 @@ class ByteBudget:
         self.held_bytes = 0
         self._metrics = metrics
 
-    def open(self) -> Hold:
+    def open(self) -> Reservation:
         """The share of one request, empty at first. Release it."""
-        return Hold(self)
+        return Reservation(self)
 
     def take(self, num_bytes: int, by_one: int) -> None:
-        """Raises as `Hold.grow` does; `by_one` are the bytes that one request would hold then."""
+        """Raises as `Reservation.grow` does; `by_one` are the bytes that one request would hold then."""
         if by_one > self.limit_bytes:
             message = f"the request with its media takes {by_one} bytes or more in memory, the server has room for"
             raise TriptychError("item_too_large", f"{message} {self.limit_bytes} in all (max_inflight_bytes)")
@@ -43,7 +43,7 @@ class ByteBudget:
         self._metrics.held_bytes.set(held_bytes)
 
 
-class Hold:
+class Reservation:
     """What one request holds of the budget."""
 
     def __init__(self, budget: ByteBudget) -> None:

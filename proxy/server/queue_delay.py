@@ -30,7 +30,7 @@ FORGET_S: Final = 10.0
 """After so long with fewer the rate has to be measured again: workers come and go."""
 
 
-class Line:
+class QueueDelayLimiter:
     """The requests that have been admitted and have no token yet, and the further jobs of such with several."""
 
     def __init__(self, max_wait_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -63,14 +63,14 @@ class Line:
             return 0.0
         return self.wait_s - self._max_wait_s
 
-    def join(self) -> Place:
+    def join(self) -> Ticket:
         """One more waits."""
         self.num_waiting += 1
         if self.num_waiting == SHORT_LINE:
             self._start_counting()
         elif self.num_waiting == SHORT_LINE + 1 and self._clock() - self._short_since_s > self._max_wait_s:
             self._standing_since_s = self._clock()
-        return Place(self)
+        return Ticket(self)
 
     def begun(self) -> None:
         """One that waits has its first token."""
@@ -105,10 +105,10 @@ class Line:
             self._intervals.clear()
 
 
-class Place:
+class Ticket:
     """The place of a request, or of one of its jobs, in a line."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: QueueDelayLimiter) -> None:
         self._line = line
         self.waits = True
 
@@ -125,21 +125,21 @@ class Place:
             self._line.left()
 
 
-class LinePlaces:
+class RequestTickets:
     """Those of one request in its line: from the beginning one for each job that is known of, then one for each further
     job that waits."""
 
-    def __init__(self, line: Line, num_jobs: int = 1) -> None:
+    def __init__(self, line: QueueDelayLimiter, num_jobs: int = 1) -> None:
         self.line = line
         self._free = [line.join() for _ in range(num_jobs)]
-        self._taken: list[Place] = []
+        self._taken: list[Ticket] = []
 
     @property
     def num_waiting(self) -> int:
         """Jobs that have been sent off and have no token yet."""
         return sum(place.waits for place in self._taken)
 
-    def take(self) -> Place:
+    def take(self) -> Ticket:
         """The place of a job that is sent off now."""
         self._taken = [place for place in self._taken if place.waits]
         self._taken.append(self._free.pop() if self._free else self.line.join())

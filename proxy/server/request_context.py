@@ -23,9 +23,9 @@ from starlette.types import Message, Receive, Scope, Send
 from common.errors import ErrorInfo, TriptychError
 from common.telemetry import get_logger
 from proxy.server.errors import Overloaded, error_body
-from proxy.server.held_bytes import ByteBudget, Hold
+from proxy.server.held_bytes import ByteBudget, Reservation
 from proxy.server.metrics import ProxyMetrics
-from proxy.server.queue_delay import LinePlaces
+from proxy.server.queue_delay import RequestTickets
 
 CLIENT_CLOSED_REQUEST: Final = 499
 """Only seen in logs and metrics: there is nobody left to read it."""
@@ -64,7 +64,7 @@ Payload = Json | Plain | Sse
 
 
 @dataclass
-class Exchange:
+class RequestContext:
     """What an endpoint knows of the HTTP request that it answers."""
 
     request: Request
@@ -74,10 +74,10 @@ class Exchange:
     arrival_s: float
     deadline_s: float
     max_body_bytes: int
-    held: Hold
+    held: Reservation
     """What this request takes of the memory for bodies and media."""
     body_read: asyncio.Event = field(default_factory=asyncio.Event)
-    places: LinePlaces | None = None
+    places: RequestTickets | None = None
     """In the line of those that wait for their first token, once it is known what the request is."""
 
     async def body(self) -> bytearray:
@@ -109,11 +109,11 @@ class Exchange:
         return max(size, taken)
 
 
-Endpoint = Callable[[Exchange], AsyncGenerator[Payload]]
+Endpoint = Callable[[RequestContext], AsyncGenerator[Payload]]
 
 
 @dataclass
-class Admission:
+class AdmissionController:
     """How many requests are in the proxy at once, and how many bytes they hold; more are refused before their bodies
     are read."""
 
@@ -137,7 +137,7 @@ class Admission:
         """
         now_s = time.monotonic()
         request_id, held = f"{prefix}-{uuid.uuid4().hex}", self.budget.open()
-        exchange = Exchange(request, request_id, time.time(), now_s, now_s + self.timeout_s, max_body_bytes, held)
+        exchange = RequestContext(request, request_id, time.time(), now_s, now_s + self.timeout_s, max_body_bytes, held)
         request.state.request_id = exchange.id
         payloads = self._admitted(exchange, endpoint)
         headers = {REQUEST_ID_HEADER: exchange.id}
@@ -152,7 +152,7 @@ class Admission:
             return PlainTextResponse(first.text, headers=headers)
         return JSONResponse(first.value, headers=headers)
 
-    async def _admitted(self, exchange: Exchange, endpoint: Endpoint) -> AsyncGenerator[Payload]:
+    async def _admitted(self, exchange: RequestContext, endpoint: Endpoint) -> AsyncGenerator[Payload]:
         if self.closing:
             self.metrics.refused.labels("closing").inc()
             raise TriptychError("unavailable", "the server is shutting down; try again shortly")
@@ -177,7 +177,7 @@ class Admission:
                 self.metrics.inflight.dec()
 
 
-async def _unless_disconnected(exchange: Exchange, work: Awaitable[T]) -> T:
+async def _unless_disconnected(exchange: RequestContext, work: Awaitable[T]) -> T:
     """The result of `work`; where the client leaves first, `work` is cancelled and ClientDisconnect raised.
 
     Raises TriptychError("timeout") after the exchange's deadline, a slow upload included.
@@ -198,7 +198,7 @@ async def _unless_disconnected(exchange: Exchange, work: Awaitable[T]) -> T:
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
-async def _gone_after_body(exchange: Exchange) -> None:
+async def _gone_after_body(exchange: RequestContext) -> None:
     await exchange.body_read.wait()  # until then the endpoint reads from the connection itself
     await _disconnected(exchange.request.receive)
 

@@ -48,7 +48,7 @@ class _Computation:
     """Of attempts of those who wait."""
 
 
-class SharedEncoding:
+class EncodeDedup:
     """Submits items to the engine that `thread` drives, and hands their outputs to all who wait, and to `outputs`."""
 
     def __init__(self, thread: EngineThread[EncoderEngine, EncodingOutcome], outputs: OutputCache) -> None:

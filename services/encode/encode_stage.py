@@ -24,12 +24,12 @@ from common.telemetry import SpanRecorder, get_logger
 from engine.cache.output_cache import OutputCache, in_memory_of_its_own
 from engine.core.encoder_engine import EncoderEngine
 from services.encode.encode_dedup import EncodingOutcome, Owner
-from services.encode.encode_work import Work
-from services.encode.item_pipeline import ItemPipeline, encode_step
-from services.encode.output_sink import Destination
+from services.encode.encode_work import EncodeWork
+from services.encode.item_pipeline import EncodeJob, encode_step
+from services.encode.output_sink import OutputSink
 from services.encode.preprocess_pool import PreprocessPool
 from services.process.engine_thread import EngineThread
-from services.worker_context import Links
+from services.worker_context import WorkerContext
 
 MAX_HELD_BYTES: Final = 2 * 2**30
 """Media and preprocessed arrays of all items; more is refused as overload."""
@@ -44,7 +44,7 @@ POOL_START_S: Final = 120.0
 log = get_logger()
 
 
-class EncodingStage:
+class EncodeStage:
     """Encodes items and hands them to `destination`.
 
     `on_begun` is called with proxy and request id before an item's task starts, `on_ended` with the request id when the
@@ -53,8 +53,8 @@ class EncodingStage:
 
     def __init__(
         self,
-        links: Links,
-        destination: Destination,
+        links: WorkerContext,
+        destination: OutputSink,
         prepare: Callable[[torch.Tensor], torch.Tensor],
         output_cache_bytes: int = 0,
         memory_share: float = 1.0,
@@ -74,7 +74,7 @@ class EncodingStage:
             settings.model, links.dtype, settings.preprocess_workers, settings.handoff_timeout_s
         )
         self._items: dict[Key, asyncio.Task[bool]] = {}  # whether there is to be another attempt
-        self._works: dict[Owner, Work] = {}
+        self._works: dict[Owner, EncodeWork] = {}
         self._replies: OrderedDict[Key, Encoded] = OrderedDict()
         self._outcomes: Counter[str] = Counter()
 
@@ -90,7 +90,7 @@ class EncodingStage:
         self.taken_bytes = 0
         """What the engine takes beside its weights, once it is loaded."""
         self._outputs = OutputCache(output_cache_bytes)
-        self._pipeline = ItemPipeline(links, self._pool, self.thread, destination, self._outputs)
+        self._pipeline = EncodeJob(links, self._pool, self.thread, destination, self._outputs)
         self._add_metrics()
 
     def _build(self, output_cache_bytes: int, memory_share: float) -> EncoderEngine:
@@ -147,7 +147,7 @@ class EncodingStage:
             self._drop(owner)
         self._pool.close()
 
-    async def _run(self, key: Key, proxy: bytes, message: Encode, work: Work) -> bool:
+    async def _run(self, key: Key, proxy: bytes, message: Encode, work: EncodeWork) -> bool:
         """From Encode to Encoded; a cancelled attempt is not answered, for nobody waits for it.
 
         Returns whether its deadline has ended it.

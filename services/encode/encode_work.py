@@ -18,15 +18,15 @@ from broker.handoff.sender import Key
 from common.messages import Encode, MediaKind
 from engine.cache.output_cache import OutputCache
 from engine.processors import ProcessedInput
-from services.encode.encode_dedup import Encoding, SharedEncoding
-from services.encode.memory_gate import Place, Room
+from services.encode.encode_dedup import EncodeDedup, Encoding
+from services.encode.memory_gate import MemoryGate, MemoryTicket
 from services.encode.preprocess_pool import PreprocessPool
 
 
-class Preparation:
+class PreprocessQueue:
     """The way from media to what the engine takes: room for it first, then a process that makes it."""
 
-    def __init__(self, pool: PreprocessPool, room: Room) -> None:
+    def __init__(self, pool: PreprocessPool, room: MemoryGate) -> None:
         self.pool = pool
         self.room = room
         self.held_bytes = 0
@@ -34,7 +34,7 @@ class Preparation:
         self.computed_bytes = 0
         """Outputs that wait; what several items share is counted for each."""
 
-    async def run(self, kind: MediaKind, media: bytes) -> tuple[ProcessedInput, Place]:
+    async def run(self, kind: MediaKind, media: bytes) -> tuple[ProcessedInput, MemoryTicket]:
         """One item, which takes its place until that is left; nothing is left of it where this raises."""
         with self._holding(len(media)):
             place = await self.room.enter()
@@ -55,14 +55,14 @@ class Preparation:
             self.held_bytes -= num_bytes
 
 
-class Work:
+class EncodeWork:
     """One item of one request: preprocessed and computed once, whichever attempt asks for it; `attempt` is the newest.
 
     An output of equal content that has been kept is as good. Nothing is left of it after `drop`.
     """
 
     def __init__(
-        self, message: Encode, preparation: Preparation, encoding: SharedEncoding, outputs: OutputCache
+        self, message: Encode, preparation: PreprocessQueue, encoding: EncodeDedup, outputs: OutputCache
     ) -> None:
         self.attempt = message.attempt
         self.content_hash = message.content_hash
@@ -74,7 +74,7 @@ class Work:
         self._dropped = False
         self._kept = outputs.lend(message.content_hash)
         self._item = None if self._kept is None else self._kept.item
-        self._place: Place | None = None
+        self._place: MemoryTicket | None = None
         self._preparing: asyncio.Task[None] | None = None
         self._computing: asyncio.Future[Encoding] | None = None
         if self._kept is None:
@@ -109,7 +109,7 @@ class Work:
     async def computed(self, key: Key, early: Callable[[], Callable[[torch.Tensor], None] | None]) -> Encoding:
         """The output, computed from now on at the latest. Raises TriptychError saying why there is none.
 
-        Where it is not there yet, what `early` returns gets it first, for attempt `key`: see SharedEncoding.
+        Where it is not there yet, what `early` returns gets it first, for attempt `key`: see EncodeDedup.
         """
         if self._computing is not None and self._computing.done():
             return self._computing.result()
@@ -133,7 +133,7 @@ class Work:
         self._dropped = True
         self._leave()
 
-    async def _prepare(self, preparation: Preparation, kind: MediaKind, media: bytes) -> None:
+    async def _prepare(self, preparation: PreprocessQueue, kind: MediaKind, media: bytes) -> None:
         self._item, self._place = await preparation.run(kind, media)
 
     def _forget_arrays(self, computing: asyncio.Future[Encoding]) -> None:

@@ -18,13 +18,13 @@ from engine.cache.output_cache import OutputCache
 from engine.core.encoder_engine import EncoderEngine, EncoderResult
 from engine.device.memory import staging_budget
 from engine.scheduler.encoder import EncoderKey
-from services.encode.encode_dedup import Encoding, EncodingOutcome, SharedEncoding
-from services.encode.encode_work import Preparation, Work
-from services.encode.memory_gate import Room
-from services.encode.output_sink import Destination
+from services.encode.encode_dedup import EncodeDedup, Encoding, EncodingOutcome
+from services.encode.encode_work import EncodeWork, PreprocessQueue
+from services.encode.memory_gate import MemoryGate
+from services.encode.output_sink import OutputSink
 from services.encode.preprocess_pool import PreprocessPool
 from services.process.engine_thread import EngineThread
-from services.worker_context import Links
+from services.worker_context import WorkerContext
 
 
 def encode_step(
@@ -49,25 +49,25 @@ def _outcome_of(result: EncoderResult, to: Callable[[torch.Tensor], torch.Tensor
     return TriptychError(error.code, error.message) if error else TriptychError("internal_error", "no output")
 
 
-class ItemPipeline:
+class EncodeJob:
     """Takes one item after another through its life; `run` per item, as many at once as there are."""
 
     def __init__(
         self,
-        links: Links,
+        links: WorkerContext,
         pool: PreprocessPool,
         thread: EngineThread[EncoderEngine, EncodingOutcome],
-        destination: Destination,
+        destination: OutputSink,
         outputs: OutputCache,
     ) -> None:
         self._links = links
         self._pool = pool
         self._destination = destination
         self._outputs = outputs
-        self.encoding = SharedEncoding(thread, outputs)
+        self.encoding = EncodeDedup(thread, outputs)
         # Preprocessed arrays that may wait for grants. Items that find no room wait with their media only.
         self.staging_bytes = staging_budget(links.settings.engine)
-        self._preparation = Preparation(pool, Room(self.staging_bytes, links.settings.preprocess_workers))
+        self._preparation = PreprocessQueue(pool, MemoryGate(self.staging_bytes, links.settings.preprocess_workers))
 
     @property
     def held_bytes(self) -> int:
@@ -84,11 +84,11 @@ class ItemPipeline:
         """Items that wait for memory or for a process to preprocess them."""
         return self._preparation.room.num_waiting + self._pool.num_waiting
 
-    def begin(self, message: Encode) -> Work:
+    def begin(self, message: Encode) -> EncodeWork:
         """Begin with an item, which is preprocessed as soon as there is room; to be dropped in the end."""
-        return Work(message, self._preparation, self.encoding, self._outputs)
+        return EncodeWork(message, self._preparation, self.encoding, self._outputs)
 
-    async def run(self, key: Key, message: Encode, work: Work, recorder: SpanRecorder) -> None:
+    async def run(self, key: Key, message: Encode, work: EncodeWork, recorder: SpanRecorder) -> None:
         """Return once the input is in place at its destination. Media in `message` are not looked at.
 
         However this ends, cancellation included, nothing of this attempt is left in handoffs.
@@ -109,13 +109,13 @@ class ItemPipeline:
         finally:
             self._destination.close(key)
 
-    async def _prepare(self, key: Key, work: Work, recorder: SpanRecorder) -> None:
+    async def _prepare(self, key: Key, work: EncodeWork, recorder: SpanRecorder) -> None:
         recorder.start("preprocess")
         await work.prepared()
         recorder.end("preprocess")
         self._links.hops.mark(key, "preprocessed")
 
-    async def _encode(self, key: Key, work: Work, recorder: SpanRecorder) -> torch.Tensor:
+    async def _encode(self, key: Key, work: EncodeWork, recorder: SpanRecorder) -> torch.Tensor:
         encoding = await work.computed(key, lambda: self._destination.early(key))
         self._links.hops.mark(key, "encode_start", encoding.start_s)
         self._links.hops.mark(key, "encode_done", encoding.end_s)

@@ -1,6 +1,6 @@
 """The encode stage of a worker that encodes the inputs of its own requests itself.
 
-Either that is its role, or its fallback while the cluster has no encoder. Nothing travels: see LocalDestination.
+Either that is its role, or its fallback while the cluster has no encoder. Nothing travels: see LocalSink.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from engine.core.encoder_engine import EncoderEngine
 from engine.device.choice import choose_device
 from engine.device.memory import ENCODER_SHARE
 from engine.state.events import Event
-from services.encode.encode_stage import EncodingStage
-from services.encode.local_sink import InputEvent, LocalDestination
+from services.encode.encode_stage import EncodeStage
+from services.encode.local_sink import InputEvent, LocalSink
 from services.handoff.device_tensors import compute_on_own_stream
 from services.process.engine_thread import EngineThread
-from services.worker_context import Links
+from services.worker_context import WorkerContext
 
 
-class LocalEncoding:
+class LocalEncode:
     """Encodes for the decoder that `thread` drives. With `is_fallback`, what it does is counted as such."""
 
-    def __init__(self, links: Links, thread: EngineThread[DecoderEngine, Event], is_fallback: bool) -> None:
-        self._destination = LocalDestination(thread)
+    def __init__(self, links: WorkerContext, thread: EngineThread[DecoderEngine, Event], is_fallback: bool) -> None:
+        self._destination = LocalSink(thread)
         self._stage = _BesideDecoder(
             links, self._destination, prepare=lambda tensor: tensor, memory_share=ENCODER_SHARE
         )
@@ -56,7 +56,7 @@ class LocalEncoding:
         self._stage.close()
 
 
-class _BesideDecoder(EncodingStage):
+class _BesideDecoder(EncodeStage):
     """Computes on a stream of its own: a decode step does not stand behind a batch of pictures, but runs beside it."""
 
     def _build(self, output_cache_bytes: int, memory_share: float) -> EncoderEngine:

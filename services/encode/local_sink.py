@@ -33,8 +33,8 @@ from services.process.engine_thread import EngineThread
 InputEvent: TypeAlias = InputGranted | InputCached | InputRefused | InputCancelled | InputStored | InputRejected
 
 
-class LocalDestination:
-    """The decoder that `thread` drives. See services.encode.output_sink.Destination."""
+class LocalSink:
+    """The decoder that `thread` drives. See services.encode.output_sink.OutputSink."""
 
     def __init__(self, thread: EngineThread[DecoderEngine, Event]) -> None:
         self._thread = thread

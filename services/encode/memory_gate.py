@@ -6,10 +6,10 @@ import asyncio
 from collections import deque
 
 
-class Place:
+class MemoryTicket:
     """What one item takes. Unknown until `weigh`; given back by `leave`, which may be called more than once."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: MemoryGate) -> None:
         self._room = room
         self._num_bytes: int | None = None
         self._left = False
@@ -28,7 +28,7 @@ class Place:
             self._room._change(0, -self._num_bytes)
 
 
-class Room:
+class MemoryGate:
     """Lets items in while those inside hold less than `limit_bytes`; one alone comes in however big it is.
 
     How big an item is shows only when it is in, so at most `max_unweighed` may be in without that being known: by so
@@ -46,7 +46,7 @@ class Room:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    async def enter(self) -> Place:
+    async def enter(self) -> MemoryTicket:
         """Wait for one's turn. A cancelled wait leaves nothing behind."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
@@ -59,7 +59,7 @@ class Room:
             else:  # its turn had just come
                 self._change(-1, 0)
             raise
-        return Place(self)
+        return MemoryTicket(self)
 
     def _change(self, num_unweighed: int, num_bytes: int) -> None:
         self._num_unweighed += num_unweighed

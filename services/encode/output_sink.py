@@ -13,19 +13,19 @@ from redis.exceptions import RedisError
 
 from broker.cluster.registry import HEARTBEAT_S
 from broker.handoff.sender import Handoff, HandoffSender, Key
-from broker.transports.shm.push_buffer import Sending
+from broker.transports.shm.push_buffer import EarlySend
 from common.errors import TriptychError
 from common.messages import Encode, InstanceRecord, KvOffer, Offer
 from engine.processors import ProcessedInput
 from services.handoff.device_tensors import payload_of
 from services.handoff.tensor_bytes import bytes_of
-from services.worker_context import Links
+from services.worker_context import WorkerContext
 
 LOOKUP_S: Final = 1.5 * HEARTBEAT_S
 _LOOKUP_PAUSE_S: Final = 0.1
 
 
-class Destination(Protocol):
+class OutputSink(Protocol):
     """Takes encoder outputs into reserved room: one handoff per key, from `offer` to `close`."""
 
     async def offer(self, key: Key, message: Encode, item: ProcessedInput) -> bool:
@@ -44,14 +44,14 @@ class Destination(Protocol):
         """Let go of a handoff, finished or not; unknown keys are fine."""
 
 
-class RemoteDestination:
-    """The instance that each Encode names. See `Destination`; tensors have to be complete and in one piece."""
+class RemoteSink:
+    """The instance that each Encode names. See `OutputSink`; tensors have to be complete and in one piece."""
 
-    def __init__(self, links: Links, handoffs: HandoffSender) -> None:
+    def __init__(self, links: WorkerContext, handoffs: HandoffSender) -> None:
         self._links = links
         self._handoffs = handoffs
         self._granted: dict[Key, Handoff] = {}
-        self._early: dict[Key, Sending] = {}
+        self._early: dict[Key, EarlySend] = {}
 
     async def offer(self, key: Key, message: Encode, item: ProcessedInput) -> bool:
         handoff = await self._handoffs.offer(self._make_offer(message, item), await self._receiver(message.destination))
@@ -102,14 +102,14 @@ class RemoteDestination:
         return await find_instance(self._links, self._handoffs, instance_id)
 
 
-def _send_as_offered(sending: Sending, offer: Offer | KvOffer, tensor: torch.Tensor) -> None:
+def _send_as_offered(sending: EarlySend, offer: Offer | KvOffer, tensor: torch.Tensor) -> None:
     """On the thread that has made it. What is not as offered, or not in host memory, is left to `deliver`."""
     what = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
     if isinstance(offer, Offer) and what == (offer.shape, offer.dtype) and tensor.device.type == "cpu":
         sending.send(bytes_of(tensor))
 
 
-async def find_instance(links: Links, handoffs: HandoffSender, instance_id: str) -> InstanceRecord | None:
+async def find_instance(links: WorkerContext, handoffs: HandoffSender, instance_id: str) -> InstanceRecord | None:
     """Another instance's record; None if it is not registered. Raises TriptychError("unavailable") without a broker,
     after a step of a handoff at the latest.
 

@@ -2,7 +2,7 @@
 
     out   Outgoing        outputs wait on the device for their way out, as far as there is room for them
           payload_of      the tensor where it is (cuda), or its copy in pinned host memory (all other transports)
-    in    DeviceLanding   from another process's GPU or from the host's memory into a tensor that the engine keeps
+    in    DeviceReceiveBuffers   from another process's GPU or the host's memory into a tensor that the engine keeps
 
 Threads wait for the copies, never the engine's. What comes in is copied by `CudaRuntime`, and so can be tested without
 a GPU; none of it has run on one yet.
@@ -24,7 +24,7 @@ from broker.transports.base import ReceivedTensor
 from broker.transports.cuda.library import CudaLibrary
 from broker.transports.cuda.runtime import CudaError, CudaRuntime
 from broker.transports.payload import DeviceBuffer, Payload
-from broker.transports.shm.push_target import GivenRoom, GivenTensor
+from broker.transports.shm.push_target import PushedTensor, PushTarget
 from common.config import Device
 from common.errors import TriptychError
 from common.messages import TensorHeader
@@ -117,8 +117,8 @@ def keep_for_this_stream(tensor: torch.Tensor) -> None:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
-class DeviceLanding:
-    """Brings received tensors to the device of the engine, in the place of services.handoff.receive_buffers.Landing."""
+class DeviceReceiveBuffers:
+    """Brings received tensors to the device of the engine, in the place of `ReceiveBuffers`."""
 
     def __init__(self, runtime: CudaRuntime, device: torch.device) -> None:
         self._runtime = runtime
@@ -133,11 +133,11 @@ class DeviceLanding:
     def prepare(self, key: Key, sender: str, shape: Sequence[int], dtype: str) -> None:
         """Nothing: torch has memory of a GPU at hand."""
 
-    def expect(self, key: Key, given: GivenRoom) -> bool:
+    def expect(self, key: Key, given: PushTarget) -> bool:
         """Nothing is made ready: the tensor is copied to the device when it has come."""
         return True
 
-    def keep(self, key: Key, received: GivenTensor) -> None:
+    def keep(self, key: Key, received: PushedTensor) -> None:
         """Nothing of the host's memory is kept: `take` copies it."""
 
     def drop(self, key: Key) -> None:

@@ -23,13 +23,13 @@ from common.errors import ErrorInfo, TriptychError
 from common.messages import KV_INPUT_ID, Generate, Grant, KvOffer, Prefilled
 from common.telemetry import SpanRecorder, get_logger
 from engine.core.decoder_engine import DecoderEngine
-from engine.device.copy_stream import Arriving
+from engine.device.copy_stream import AsyncCopy
 from engine.state.events import Event, KvComputed, KvReady, PrefillEnded, PrefillEvent, RequestFailed
 from services.encode.output_sink import find_instance
 from services.handoff.kv_messages import tokens_per_part
 from services.handoff.tensor_bytes import bytes_of
 from services.process.engine_thread import EngineThread
-from services.worker_context import Links
+from services.worker_context import WorkerContext
 
 Table: TypeAlias = Literal["self", "cross"]
 RETRY_S: Final = 0.2
@@ -85,7 +85,7 @@ class KvSender:
 
     def __init__(
         self,
-        links: Links,
+        links: WorkerContext,
         thread: EngineThread[DecoderEngine, Event],
         handoffs: HandoffSender,
         on_ended: Callable[[str], None],
@@ -234,7 +234,7 @@ class KvSender:
         """The keys and values of some tokens, once they are there (again)."""
         request_id = prefill.message.request_id
 
-        def export(engine: DecoderEngine) -> Arriving | None:
+        def export(engine: DecoderEngine) -> AsyncCopy | None:
             return engine.export_kv(request_id, table, first, last)
 
         while (arriving := await self._thread.call(export, self._timeout_s)) is None:

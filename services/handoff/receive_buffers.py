@@ -23,7 +23,7 @@ import torch
 from broker.handoff.sender import Key
 from broker.transports.base import ReceivedTensor
 from broker.transports.shm.push_buffer import is_worth_it
-from broker.transports.shm.push_target import GivenRoom, GivenTensor
+from broker.transports.shm.push_target import PushedTensor, PushTarget
 from broker.transports.shm.segment import Bytes
 from common.messages import TensorHeader
 from engine.device.choice import DTYPES
@@ -50,12 +50,12 @@ class _Given:
     """Memory that the sender has given in `room`: `tensor` comes, and stays, in it."""
 
     tensor: torch.Tensor
-    room: GivenRoom
+    room: PushTarget
     memory: Bytes
     """That of the room, which it has no more once the tensor is there."""
 
 
-class Landing:
+class ReceiveBuffers:
     """One tensor in host memory per handoff that is waited for; the engine has counted it against its budget."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Landing:
             given = sender in self._givers and is_worth_it(math.prod(shape) * DTYPES[dtype].itemsize)
             self._places[key] = None if given else self._make(shape, dtype)
 
-    def expect(self, key: Key, given: GivenRoom) -> bool:
+    def expect(self, key: Key, given: PushTarget) -> bool:
         """The sender of a tensor has given the memory for it. False where none is waited for."""
         if key not in self._places:
             return False
@@ -112,7 +112,7 @@ class Landing:
         self.drop(key)  # never written again: from now on it is the engine's
         return tensor
 
-    def keep(self, key: Key, received: GivenTensor) -> torch.Tensor | str | None:
+    def keep(self, key: Key, received: PushedTensor) -> torch.Tensor | str | None:
         """What has come in memory that was given for it, where it lies; or its fault, as `take`; None where `take` has
         to copy it."""
         place = self._places.get(key)

@@ -18,7 +18,7 @@ import torch
 from broker.handoff.channels import Delivery
 from broker.handoff.sender import Key, key_of
 from broker.transports.payload import DeviceBuffer
-from broker.transports.shm.push_target import GivenRoom, GivenTensor
+from broker.transports.shm.push_target import PushedTensor, PushTarget
 from broker.transports.tensors import ReceivedTensor, payload_fault
 from common.errors import ErrorInfo
 from common.messages import KV_INPUT_ID, Grant, KvOffer, Offer, Receipt, TensorHeader, Withdraw
@@ -37,12 +37,12 @@ from engine.state.events import (
     InputRejected,
     InputStored,
 )
-from services.handoff.device_tensors import DeviceLanding, keep_for_this_stream
+from services.handoff.device_tensors import DeviceReceiveBuffers, keep_for_this_stream
 from services.handoff.kv_messages import PART_BYTES, metadata_of, part_fault
-from services.handoff.receive_buffers import Landing
+from services.handoff.receive_buffers import ReceiveBuffers
 from services.handoff.tensor_bytes import tensor_of
 from services.process.engine_thread import EngineThread
-from services.worker_context import Links
+from services.worker_context import WorkerContext
 
 MAX_OFFERS: Final = 20_000
 MAX_PARTS_LANDED: Final = 4
@@ -54,7 +54,7 @@ log = get_logger()
 class HandoffReceiver:
     """All handoffs that end at this instance. `thread` drives the engine that takes them."""
 
-    def __init__(self, links: Links, thread: EngineThread[DecoderEngine, Event]) -> None:
+    def __init__(self, links: WorkerContext, thread: EngineThread[DecoderEngine, Event]) -> None:
         self._links = links
         self._thread = thread
         config = links.engine_config
@@ -65,7 +65,7 @@ class HandoffReceiver:
         self._offers: dict[Key, Offer | KvOffer] = {}  # until they are settled
         self._kv_keys: dict[str, set[Key]] = {}  # those of keys and values, by request
         cuda = links.cuda
-        self._landing = Landing() if cuda is None else DeviceLanding(cuda, choose_device(config.device))
+        self._landing = ReceiveBuffers() if cuda is None else DeviceReceiveBuffers(cuda, choose_device(config.device))
         self._parts_landed = asyncio.Semaphore(MAX_PARTS_LANDED)
         self._stored_s: dict[Key, float] = {}  # when the engine had a tensor, until it says so
         self.outcomes: Counter[str] = Counter()
@@ -186,7 +186,7 @@ class HandoffReceiver:
         if isinstance(offer, Offer):
             self._landing.prepare(key, offer.sender, offer.shape, offer.dtype)
 
-    def _expect(self, given: GivenRoom) -> bool:
+    def _expect(self, given: PushTarget) -> bool:
         """The sender of an offer has given the memory for what it offers. False where nobody waits for it."""
         header, key = given.header, key_of(given.header)
         offer = self._offers.get(key)
@@ -216,7 +216,7 @@ class HandoffReceiver:
             self._hand_over(key, received, await self._landing.take(key, received))
         return False
 
-    def _take_given(self, received: GivenTensor) -> bool:
+    def _take_given(self, received: PushedTensor) -> bool:
         """The same for one that is where it will stay: at once. False where it has to be copied after all."""
         key = key_of(received.header)
         if self._expected(received) is None:
@@ -252,7 +252,7 @@ class HandoffReceiver:
     async def _take_part(self, key: Key, received: ReceivedTensor) -> bool:
         """Keys and values are copied by the engine, into its blocks. To a GPU they are brought before it hears of them;
         so no more than MAX_PARTS_LANDED of them wait there for the step that it is at."""
-        if isinstance(self._landing, DeviceLanding):
+        if isinstance(self._landing, DeviceReceiveBuffers):
             await self._parts_landed.acquire()
             landed = await self._landing.take(key, received)
             if isinstance(landed, str):

@@ -18,7 +18,7 @@ here."""
 _POLL_S: Final = 0.05
 
 
-class Departure:
+class DrainState:
     """Nobody's, until `request`. `next_role` is what the process is to become then; None if it is to end."""
 
     def __init__(self, num_open: Callable[[], int], patience_s: float) -> None:

@@ -15,7 +15,7 @@ VARIABLE: Final = "TRIPTYCH_DEPARTURE_NOTE"
 log = get_logger()
 
 
-class DepartureNote:
+class DrainMarker:
     """There from when a worker is told to leave, or to change its role, until it has. The registry says so as well, as
     long as there is a broker that keeps it.
     """
@@ -25,7 +25,7 @@ class DepartureNote:
         self._path = path
 
     @classmethod
-    def of_environment(cls) -> DepartureNote:
+    def of_environment(cls) -> DrainMarker:
         path = os.environ.get(VARIABLE)
         return cls(None if not path else Path(path))
 

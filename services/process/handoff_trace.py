@@ -43,7 +43,7 @@ after the step that it was in.
 MAX_KEPT: Final = 4096
 
 
-class HopRecorder:
+class HandoffTrace:
     """The moments of the last MAX_KEPT handoffs of one instance."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ class _Request:
     attempt: int
 
 
-class ProxyWatch:
+class RequestOwners:
     """The request ids of each proxy (known by its ZMQ routing id), until they end or the proxy is gone."""
 
     def __init__(self, silence_s: float = SILENCE_S) -> None:

@@ -31,11 +31,11 @@ from common.messages import (
 from common.sampling_params import MAX_SEQUENCES
 from engine.core.decoder_engine import DecoderEngine
 from engine.state.events import Event, InputLost, PrefillEvent, RequestFailed, TokensReady
-from services.encode.local_encode import LocalEncoding
+from services.encode.local_encode import LocalEncode
 from services.handoff.receiver import HandoffReceiver
 from services.process.engine_thread import EngineThread
 from services.process.idle_check import IdleCheck
-from services.worker_context import Links
+from services.worker_context import WorkerContext
 
 
 class DecoderService(ABC):
@@ -47,7 +47,7 @@ class DecoderService(ABC):
     may_encode: ClassVar[bool] = False
     """Whether it encodes as a fallback, where the settings want it."""
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: WorkerContext) -> None:
         self._links = links
         self._arrived_s: dict[str, float] = {}  # requests without a token yet
         self._outcomes: Counter[str] = Counter()  # of requests, beside those of handoffs
@@ -62,7 +62,7 @@ class DecoderService(ABC):
         self._receiver = HandoffReceiver(links, self.thread)
         self.tensor_address = self._receiver.tensor_address
         fallback = self.may_encode and links.settings.encoder_fallback and links.info.media_kind is not None
-        self._encoding = LocalEncoding(links, self.thread, fallback) if fallback or self.always_encodes else None
+        self._encoding = LocalEncode(links, self.thread, fallback) if fallback or self.always_encodes else None
         links.metrics.tallies["handoffs"] = lambda: self._receiver.outcomes + self._outcomes
         links.metrics.gauges["integrity_failures"] = lambda: self._idle_check.num_failures
 

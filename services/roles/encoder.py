@@ -12,10 +12,10 @@ from common.messages import Encode, Failed, Generate, InstanceRecord, Role, ToWo
 from engine.core.encoder_engine import OUTGOING_BYTES
 from engine.device.choice import choose_device
 from engine.device.memory import output_cache_bytes
-from services.encode.encode_stage import EncodingStage
-from services.encode.output_sink import RemoteDestination
+from services.encode.encode_stage import EncodeStage
+from services.encode.output_sink import RemoteSink
 from services.handoff.device_tensors import Outgoing
-from services.worker_context import Links
+from services.worker_context import WorkerContext
 
 
 class EncoderService:
@@ -26,15 +26,15 @@ class EncoderService:
     tensor_address = ""
     encodes = False
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: WorkerContext) -> None:
         self._links = links
         self._tensors = links.tensor_sender()
         self._handoffs = HandoffSender(links.channels, self._tensors, links.settings.handoff_timeout_s)
         engine = links.settings.engine
         kept_bytes = output_cache_bytes(engine, choose_device(engine.device))
-        self.stage = EncodingStage(
+        self.stage = EncodeStage(
             links,
-            RemoteDestination(links, self._handoffs),
+            RemoteSink(links, self._handoffs),
             prepare=Outgoing(OUTGOING_BYTES["cuda"] + kept_bytes).keep,
             output_cache_bytes=kept_bytes,
             on_begun=links.proxies.add,

@@ -9,7 +9,7 @@ from common.messages import WORKER_ROLES, Role
 from common.model_info import ModelInfo
 
 if TYPE_CHECKING:
-    from services.worker_context import Links, RoleService
+    from services.worker_context import RoleService, WorkerContext
 
 _ENCODING_ROLES: Final = ("encoder", "encode_prefill_decode")
 
@@ -24,7 +24,7 @@ def check_role(name: str, info: ModelInfo) -> Role:
     return name
 
 
-def make_role(role: Role, links: Links) -> RoleService:
+def make_role(role: Role, links: WorkerContext) -> RoleService:
     """The service of a role; must be called on the loop."""
     match role:
         case "encoder":

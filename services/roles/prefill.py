@@ -11,7 +11,7 @@ from common.messages import Generate, Grant, InstanceRecord, Prefilled, Receipt,
 from engine.state.events import Event, PrefillEvent, RequestFailed
 from services.handoff.kv_sender import KvSender
 from services.roles.decoder import DecoderService
-from services.worker_context import Links
+from services.worker_context import WorkerContext
 
 
 class PrefillService(DecoderService):
@@ -21,7 +21,7 @@ class PrefillService(DecoderService):
     channels: ClassVar[tuple[ChannelName, ...]] = ("metadata", "allocated", "injected")
     may_encode = True
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: WorkerContext) -> None:
         super().__init__(links)
         self._tensors = links.tensor_sender()
         self._handoffs = HandoffSender(links.channels, self._tensors, links.settings.handoff_timeout_s)

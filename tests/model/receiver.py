@@ -18,9 +18,9 @@ from common.sampling_params import SamplingParams
 from engine.cache.block_manager import BlockManager
 from engine.cache.block_pool import BlockPool
 from engine.cache.encoder_cache import EncoderCacheManager
-from engine.handoff.input_receiver import InputIntake
-from engine.handoff.offer_check import InputExpectation
-from engine.scheduler.cache_lookup import Coverage
+from engine.handoff.input_receiver import InputReceiver
+from engine.handoff.offer_check import OfferCheck
+from engine.scheduler.cache_lookup import CacheLookup
 from engine.state.events import (
     Event,
     InputCached,
@@ -41,11 +41,11 @@ FAR_S = 1e12
 """Deadlines pass when the world says so."""
 ROW_BYTES = HIDDEN * 4
 SAMPLING = SamplingParams()
-EXPECTATION = InputExpectation(HIDDEN, vocab_size=20, max_rows=50, placeholder=PAD)
-CROSS_EXPECTATION = InputExpectation(HIDDEN, vocab_size=20, max_rows=50, placeholder=None, cross_attention=True)
+EXPECTATION = OfferCheck(HIDDEN, vocab_size=20, max_rows=50, placeholder=PAD)
+CROSS_EXPECTATION = OfferCheck(HIDDEN, vocab_size=20, max_rows=50, placeholder=None, cross_attention=True)
 _tensors: dict[tuple[str, int], torch.Tensor] = {}
 """What encoders make of each content: another number for each."""
-COVERAGE = Coverage(BlockManager(BlockPool(2), block_size=4), enabled=False)
+COVERAGE = CacheLookup(BlockManager(BlockPool(2), block_size=4), enabled=False)
 
 
 ANSWERS = (InputGranted, InputCached, InputRefused, InputCancelled)
@@ -73,7 +73,7 @@ class Receiver:
     `granted` are the offers for which room was promised once: their tensors may come."""
 
     plan: Plan
-    intake: InputIntake
+    intake: InputReceiver
     requests: dict[str, Request] = field(default_factory=dict)
     offerable: dict[tuple[str, int], int] = field(default_factory=dict)
     granted: set[tuple[str, int, int]] = field(default_factory=set)
@@ -84,7 +84,7 @@ class Receiver:
     def of(cls, plan: Plan) -> Receiver:
         cache = EncoderCacheManager(plan.budget_rows * ROW_BYTES)
         expectation = CROSS_EXPECTATION if plan.cross_attention else EXPECTATION
-        return cls(plan, InputIntake(cache, expectation, COVERAGE, lease_s=FAR_S), offerable={})
+        return cls(plan, InputReceiver(cache, expectation, COVERAGE, lease_s=FAR_S), offerable={})
 
     # --- what can happen
 

@@ -26,8 +26,8 @@ SECTIONS: dict[str, tuple[type, set[str]]] = {
     "The sender's states": (sender.Handoff, {state.upper() for state in get_args(sender.State)}),
     "The receiver's states of an input": (RequestInput, {state.name for state in InputState}),
     "The receiver's states of keys and values": (
-        kv_receiver.Handoff,
-        {state.name for state in kv_receiver.HandoffState},
+        kv_receiver.KvHandoff,
+        {state.name for state in kv_receiver.KvHandoffState},
     ),
 }
 TOPOLOGIES: list[dict[str, Role]] = [
@@ -49,7 +49,7 @@ def _transitions(title: str) -> list[Transition]:
 @pytest.fixture(scope="module")
 def observed() -> Iterator[dict[str, set[Transition]]]:
     """What the machines go through: alone in all their states, and in clusters that wander."""
-    with watched(sender.Handoff) as sending, watched(RequestInput) as inputs, watched(kv_receiver.Handoff) as kv:
+    with watched(sender.Handoff) as sending, watched(RequestInput) as inputs, watched(kv_receiver.KvHandoff) as kv:
         explore(Sender(INPUT, 1), Sender.copy, lambda world: None, max_states=20_000)
         for plan in (TIGHT, PLANS["two inputs of different sizes"]):
             explore(Receiver.of(plan), Receiver.copy, lambda world: None, max_states=20_000)

@@ -124,7 +124,7 @@ def test_what_a_silent_proxy_has_left_is_dropped_soon() -> None:
         cluster.ask(("x", 1))
         go_on(cluster, 1.0)
         stage = cluster.workers["e0"].role.stage
-        with patch("proxy.dispatch.encode_dispatcher.ItemSender.on_encoded", _ignore):
+        with patch("proxy.dispatch.encode_dispatcher.EncodeDispatcher.on_encoded", _ignore):
             go_on(cluster, HANDOFF_TIMEOUT_S + KEEP_S / 2 - 1.0)
             assert (len(stage._items), len(stage._works)) == (0, 1)
             go_on(cluster, KEEP_S / 2)

@@ -24,14 +24,14 @@ from engine.core.encoder_engine import EncoderEngine
 from engine.runner.decoder import DecoderRunner
 from services.encode.preprocess_pool import PreprocessPool
 from services.membership import Membership, make_record
-from services.process.drain import Departure
+from services.process.drain import DrainState
 from services.process.engine_thread import EngineThread
-from services.process.handoff_trace import HopRecorder
+from services.process.handoff_trace import HandoffTrace
 from services.process.metrics import WorkerMetrics
-from services.process.request_owners import ProxyWatch
+from services.process.request_owners import RequestOwners
 from services.roles.factory import make_role
-from services.worker_context import Links
-from services.worker_process import Shell
+from services.worker_context import WorkerContext
+from services.worker_process import WorkerProcess
 from tests.model.network import (
     Letter,
     Network,
@@ -82,7 +82,7 @@ class SteppedThread(EngineThread[Any, Any]):
         self._turn(self.engine)
 
 
-class SimulatedLinks(Links):
+class SimulatedLinks(WorkerContext):
     """Connections of a worker into the simulated network."""
 
     receiver: SimulatedTensorReceiver
@@ -95,14 +95,14 @@ class SimulatedLinks(Links):
         return cast(TensorReceiver, self.receiver)
 
 
-class SimulatedWorker(Shell):
+class SimulatedWorker(WorkerProcess):
     """One life of one worker. Its conversations with proxies, registry and heartbeat are those of the real shell."""
 
     def __init__(self, network: Network, instance_id: str, role: Role, settings: Settings, epoch: int) -> None:
         self.network, self.instance_id, self.epoch = network, instance_id, epoch
         self.alive = True
-        self._proxies = ProxyWatch()
-        self._departure = Departure(lambda: len(self._proxies), settings.request_timeout_s)
+        self._proxies = RequestOwners()
+        self._departure = DrainState(lambda: len(self._proxies), settings.request_timeout_s)
         registry = cast(Any, SimulatedRegistry(network))
         self._membership = Membership(registry, self._proxies, self._departure)
         self._reader = cast(Any, SimulatedReader(network))
@@ -123,7 +123,7 @@ class SimulatedWorker(Shell):
             server=self._server,
             proxies=self._proxies,
             metrics=WorkerMetrics(),
-            hops=HopRecorder(),
+            hops=HandoffTrace(),
         )
         object.__setattr__(self._links, "network", network)
         object.__setattr__(self._links, "receiver", self.receiver)

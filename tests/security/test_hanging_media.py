@@ -16,7 +16,7 @@ import pytest
 from common.config import Settings
 from common.errors import TriptychError
 from proxy.media import fetch
-from proxy.media.fair_semaphore import NoPlace, Places
+from proxy.media.fair_semaphore import FairSemaphore, SlotTimeout
 from proxy.media.fetch import Fetcher
 from tests.proxy.conftest import Rig, eventually, serve
 from tests.proxy.media.test_media import web_server
@@ -33,7 +33,7 @@ def parts(*urls: str) -> list[dict[str, Any]]:
     return [{"type": "image_url", "image_url": {"url": url}} for url in urls]
 
 
-def places(rig: Rig) -> Places:
+def places(rig: Rig) -> FairSemaphore:
     return rig.service.intake._fetcher._places
 
 
@@ -134,7 +134,7 @@ async def test_a_name_that_hangs_has_its_place_until_it_is_known_and_then_gives_
         for outcome in await asyncio.gather(*hanging, return_exceptions=True):
             assert isinstance(outcome, TriptychError)
             assert "took longer than 0.5 s" in str(outcome)
-        with pytest.raises(NoPlace):
+        with pytest.raises(SlotTimeout):
             await fetcher.fetch(url, "image_url", 10_000)
         slow_names.set()
         await eventually(lambda: fetcher._places.num_free == 2)

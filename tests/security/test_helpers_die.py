@@ -20,7 +20,7 @@ import openai
 import pytest
 
 from launch.cluster.local_cluster import LocalCluster
-from proxy.media.audio_windows import Recordings
+from proxy.media.audio_windows import AudioWindows
 from tests.proxy.conftest import eventually
 from tests.proxy.sample_media import image_part, picture, speech
 from tests.security import bombs
@@ -30,7 +30,7 @@ from tools.soak.memory import children_of
 MIB = 2**20
 
 
-async def kill_while_it_reads(recordings: Recordings) -> None:
+async def kill_while_it_reads(recordings: AudioWindows) -> None:
     """Kill the helper that has a recording open: it decodes."""
 
     found: list[int] = []

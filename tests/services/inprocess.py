@@ -15,14 +15,14 @@ from redis.asyncio import Redis
 from broker.cluster.registry import Registry
 from broker.cluster.rpc import WorkerClient
 from broker.handoff.channels import ChannelName, ChannelReader, ChannelSender, Delivery
-from broker.transports.shm.push_target import GivenRoom
+from broker.transports.shm.push_target import PushTarget
 from broker.transports.tensors import ReceivedTensor, TensorReceiver, TensorSender
 from common.config import EngineConfig, Settings
 from common.errors import TriptychError
 from common.messages import FromWorker, Grant, HandoffMessage, InstanceRecord, KvOffer, Offer, Role
 from common.model_info import load_model_info
-from services.worker_context import Links, RoleService
-from services.worker_process import Shell
+from services.worker_context import RoleService, WorkerContext
+from services.worker_process import WorkerProcess
 from tests.broker.conftest import running
 from tests.broker.transports.transport_kit import receive
 from tests.eventually import eventually
@@ -35,7 +35,7 @@ M = TypeVar("M", bound=FromWorker)
 class InProcess(Generic[R]):
     """A worker with a proxy's connection to it; answers are collected in `answers`."""
 
-    def __init__(self, shell: Shell, role: R, task: asyncio.Task[int], redis: Redis) -> None:
+    def __init__(self, shell: WorkerProcess, role: R, task: asyncio.Task[int], redis: Redis) -> None:
         self.shell, self.role, self.task = shell, role, task
         self.instance_id = shell.instance_id
         self.registry = Registry(redis, CLUSTER)
@@ -77,7 +77,7 @@ async def in_process(
     broker_url: str,
     redis: Redis,
     context: zmq.asyncio.Context,
-    role: Callable[[Links], R],
+    role: Callable[[WorkerContext], R],
     *,
     engine: dict[str, Any] | None = None,
     **settings: Any,
@@ -87,11 +87,11 @@ async def in_process(
     values = {"broker": broker_url, "cluster": CLUSTER, "instance_id": "w0", "port": 0, "engine": config} | settings
     roles: list[R] = []
 
-    def make(links: Links) -> R:
+    def make(links: WorkerContext) -> R:
         roles.append(role(links))
         return roles[0]
 
-    shell = Shell(Settings(**values), load_model_info("signpost"), "float32", make)
+    shell = WorkerProcess(Settings(**values), load_model_info("signpost"), "float32", make)
     task = asyncio.create_task(shell.run())
     worker = InProcess(shell, roles[0], task, redis)
     try:
@@ -163,7 +163,7 @@ class Peer:
         values = {"status": "granted"} | changes
         self.send("allocated", Grant(offer.request_id, offer.input_id, offer.attempt, **values))
 
-    def watch_given(self, on_given: Callable[[GivenRoom], bool]) -> None:
+    def watch_given(self, on_given: Callable[[PushTarget], bool]) -> None:
         """Hear of memory that is given for tensors to come."""
         self._receiver.watch_given(on_given)
 

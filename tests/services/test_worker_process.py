@@ -29,10 +29,10 @@ from common.messages import Abort, Failed, Generate, Heartbeat, Inquiry, Instanc
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from proxy.dispatch.worker import WatchedClient
-from services.process.drain_marker import VARIABLE, DepartureNote
+from services.process.drain_marker import VARIABLE, DrainMarker
 from services.process.engine_thread import EngineThread
-from services.worker_context import Links
-from services.worker_process import Shell
+from services.worker_context import WorkerContext
+from services.worker_process import WorkerProcess
 from tests.broker.conftest import make_record, stallable
 from tests.eventually import eventually
 
@@ -51,7 +51,7 @@ class IdleEngine:
 class IdleRole:
     """A role that only notes what it is told. `may_load` holds the model back."""
 
-    links: Links
+    links: WorkerContext
     may_load: threading.Event
     aborted: list[str] = field(default_factory=list)
     num_reviews: int = 0
@@ -92,7 +92,7 @@ class IdleRole:
 
 @dataclass
 class Running:
-    shell: Shell
+    shell: WorkerProcess
     role: IdleRole
     task: asyncio.Task[int]
     registry: Registry
@@ -120,11 +120,11 @@ async def worker(broker_url: str, redis: Redis, *, may_load: bool = True, **chan
     settings = Settings(broker=broker_url, cluster="c", instance_id="w0", port=0, **changes)
     roles: list[IdleRole] = []
 
-    def make_role(links: Links) -> IdleRole:
+    def make_role(links: WorkerContext) -> IdleRole:
         roles.append(IdleRole(links, loading))
         return roles[0]
 
-    running_shell = Shell(settings, load_model_info("signpost"), "float32", make_role)
+    running_shell = WorkerProcess(settings, load_model_info("signpost"), "float32", make_role)
     task = asyncio.create_task(running_shell.run())
     try:
         yield Running(running_shell, roles[0], task, Registry(redis, "c"))
@@ -330,17 +330,17 @@ class Leaving:
 
 
 @pytest.fixture
-def note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DepartureNote:
+def note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DrainMarker:
     """Where the worker's supervisor looks; of how the worker came to have its role."""
     monkeypatch.setenv(VARIABLE, str(tmp_path / "w0.departure"))
-    note = DepartureNote.of_environment()
+    note = DrainMarker.of_environment()
     note.write("prefill_decode")
     return note
 
 
 @pytest.fixture
 async def leaving(
-    broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context, note: DepartureNote
+    broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context, note: DrainMarker
 ) -> AsyncIterator[Leaving]:
     async with worker(broker_url, redis) as running:
         address = (await running.record()).requests_address
@@ -355,7 +355,7 @@ async def leaving(
 
 
 async def test_a_drained_worker_is_marked_at_once_finishes_what_it_has_and_ends(
-    leaving: Leaving, redis: Redis, note: DepartureNote, monkeypatch: pytest.MonkeyPatch
+    leaving: Leaving, redis: Redis, note: DrainMarker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.process.drain.NOTICE_S", 0.2)
     assert not note.exists
@@ -381,7 +381,7 @@ async def test_a_drained_worker_is_marked_at_once_finishes_what_it_has_and_ends(
 
 
 async def test_a_switched_worker_ends_with_its_next_role(
-    leaving: Leaving, note: DepartureNote, monkeypatch: pytest.MonkeyPatch
+    leaving: Leaving, note: DrainMarker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.process.drain.NOTICE_S", 0.2)
     assert (await leaving.post("/switch", {"role": "encoder"})).status_code == 202
@@ -408,7 +408,7 @@ async def test_a_switched_worker_ends_with_its_next_role(
     ],
 )
 async def test_an_impossible_switch_is_refused_and_changes_nothing(
-    leaving: Leaving, note: DepartureNote, body: object, why: str
+    leaving: Leaving, note: DrainMarker, body: object, why: str
 ) -> None:
     reply = await leaving.post("/switch", body)
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_request")
@@ -431,12 +431,16 @@ async def test_a_port_that_is_taken_is_named() -> None:
         port = taken.getsockname()[1]
         settings = Settings(broker="redis://127.0.0.1:1", port=port)
         with pytest.raises(TriptychError, match=f"127.0.0.1:{port}.*give another --port"):
-            Shell(settings, load_model_info("signpost"), "float32", lambda links: IdleRole(links, threading.Event()))
+            WorkerProcess(
+                settings, load_model_info("signpost"), "float32", lambda links: IdleRole(links, threading.Event())
+            )
 
 
 async def test_a_worker_without_a_broker_says_what_to_do() -> None:
     with pytest.raises(TriptychError, match="--broker"):
-        Shell(Settings(), load_model_info("signpost"), "float32", lambda links: IdleRole(links, threading.Event()))
+        WorkerProcess(
+            Settings(), load_model_info("signpost"), "float32", lambda links: IdleRole(links, threading.Event())
+        )
 
 
 @pytest.mark.parametrize(

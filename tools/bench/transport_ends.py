@@ -1,6 +1,6 @@
 """The two ends of every way of a tensor that tools.bench.transports compares, and the process of the receiving ones.
 
-Each is as its users have it, through broker.transports.tensors, with checksums made and verified: where the bytes have arrived, as
+Each end runs through broker.transports.tensors, with checksums made and verified: where the bytes have arrived, as
 for keys and values, or while they are copied to where they will stay, as for the output of an encoder (COPIED). Beside
 them loops of plain pyzmq, which do none of this.
 """

@@ -21,8 +21,8 @@ from broker.transports.base import ReceivedTensor
 from broker.transports.tensors import TensorReceiver, TensorSender
 from common.config import Device, Transport
 from common.messages import InstanceRecord, TensorHeader
-from services.handoff.device_tensors import DeviceLanding, open_cuda, payload_of
-from services.handoff.receive_buffers import Landing
+from services.handoff.device_tensors import DeviceReceiveBuffers, open_cuda, payload_of
+from services.handoff.receive_buffers import ReceiveBuffers
 
 TIMEOUT_S, ENDING_S = 30.0, 2.0
 MAX_BYTES = 2**30
@@ -150,7 +150,7 @@ def _serve(parent_pid: int, pipe: Connection, way: Way) -> None:
 
 async def _land_all(pipe: Connection, way: Way) -> None:
     context, redis, cuda = zmq.asyncio.Context(), connect(way.broker), open_cuda(way.device)
-    landing = Landing() if cuda is None else DeviceLanding(cuda, torch.device(way.device))
+    landing = ReceiveBuffers() if cuda is None else DeviceReceiveBuffers(cuda, torch.device(way.device))
     receiver = TensorReceiver(context, max_bytes=MAX_BYTES, transport=way.transport, redis=redis, cuda=cuda)
 
     async def land(received: ReceivedTensor) -> None:

@@ -20,7 +20,7 @@ from common.model_info import ModelInfo, load_model_info
 from engine import processors
 from engine.models.registry import make_decoder as make_decoder_of
 from engine.models.registry import make_encoder
-from launch.cli.client import ApiClient, ClientOptions, Job, Outcome
+from launch.cli.client import ApiClient, ClientOptions, ClientRequest, ClientResult
 from launch.cli.media import Media
 from launch.cluster.local_cluster import LocalCluster
 from launch.cluster.topology import parse_topology
@@ -114,7 +114,7 @@ def _handoff(setup: Setup, cluster: LocalCluster, info: ModelInfo, case: str, si
     return duration("serving", f"{case} of {in_words(size)}", seconds, setup.limits.least_s(2 * size), beside)
 
 
-async def _one_by_one(url: str, side: int, count: int) -> list[Outcome]:
+async def _one_by_one(url: str, side: int, count: int) -> list[ClientResult]:
     async with ApiClient(ClientOptions(url, None, 1, 0.0, TIMEOUT_S)) as client:
         await client.connect()
         load = Load(client, random.Random(side), side)
@@ -146,21 +146,21 @@ class Load:
     client: ApiClient
     rng: random.Random
     side: int
-    asked: list[Outcome] = field(default_factory=list)
-    probes: list[Outcome] = field(default_factory=list)
+    asked: list[ClientResult] = field(default_factory=list)
+    probes: list[ClientResult] = field(default_factory=list)
 
     async def ask(self, pictures: int, done: Callable[[], bool]) -> None:
         while not done():
             number = len(self.asked)
             images = await asyncio.gather(*(asyncio.to_thread(noise_picture, self.side) for _ in range(pictures)))
             media = tuple(Media(f"{index}.png", "image/png", image) for index, image in enumerate(images))
-            self.asked.append(await self._send(Job(f"pictures {number}", _question(self.rng), media)))
+            self.asked.append(await self._send(ClientRequest(f"pictures {number}", _question(self.rng), media)))
 
     async def probe(self, done: Callable[[], bool]) -> None:
         while not done():
-            self.probes.append(await self._send(Job("probe", _question(self.rng))))
+            self.probes.append(await self._send(ClientRequest("probe", _question(self.rng))))
 
-    async def _send(self, job: Job) -> Outcome:
+    async def _send(self, job: ClientRequest) -> ClientResult:
         """Raises RuntimeError where the request failed."""
         outcome = await self.client.send(job)
         if outcome.error is not None:
@@ -187,7 +187,7 @@ async def _load(setup: Setup, url: str, pictures: int, requests: int) -> Load:
 
 
 def _figures(
-    topology: str, case: str, outcomes: Sequence[Outcome], least_ttft_s: float, least_tpot_s: float
+    topology: str, case: str, outcomes: Sequence[ClientResult], least_ttft_s: float, least_tpot_s: float
 ) -> list[Figure]:
     """TPOT stands beside a decode step's weights read once."""
     ttft_s = [one.ttft_s for one in outcomes if one.ttft_s is not None]
@@ -199,7 +199,7 @@ def _figures(
     ]
 
 
-def _tpot_s(outcome: Outcome) -> float:
+def _tpot_s(outcome: ClientResult) -> float:
     """Seconds for each token after the first one."""
     return (outcome.latency_s - (outcome.ttft_s or 0.0)) / ((outcome.completion_tokens or 2) - 1)
 

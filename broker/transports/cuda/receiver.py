@@ -17,7 +17,7 @@ import numpy as np
 
 from broker.transports.base import ReceivedTensor
 from broker.transports.cuda.runtime import CudaError, CudaRuntime
-from broker.transports.cuda.wire import VERSION, Hello, for_receiver
+from broker.transports.cuda.wire import VERSION, ArenaHello, for_receiver
 from broker.transports.linked import packets
 from broker.transports.linked.receiver import LinkedPeer, LinkedReceiver
 from broker.transports.payload import DeviceBuffer
@@ -63,14 +63,14 @@ class _Peer(LinkedPeer):
     def _take(self, packet: memoryview, fds: list[int]) -> None:
         packets.close_all(fds)
         message = for_receiver(packet)
-        if isinstance(message, Hello):
+        if isinstance(message, ArenaHello):
             if self._greeting is not None or message.version != VERSION:
                 raise ValueError(f"a greeting of version {message.version}, or a second one")
             self._greeting = asyncio.create_task(self._greet(message))
         else:
             self._receive(message)
 
-    async def _greet(self, hello: Hello) -> None:
+    async def _greet(self, hello: ArenaHello) -> None:
         """Open the arena and say back what is read there."""
         try:
             self._arena, nonce = await asyncio.to_thread(self._open, hello)
@@ -83,7 +83,7 @@ class _Peer(LinkedPeer):
         if self._packets.closed:
             self._let_go()
 
-    def _open(self, hello: Hello) -> tuple[int, bytes]:
+    def _open(self, hello: ArenaHello) -> tuple[int, bytes]:
         """Another process's arena, and the nonce that is read there. Blocks. Raises CudaError, ValueError."""
         if not self._runtime.can_read(hello.device_id):
             raise ValueError(f"GPU {self._runtime.device_id} cannot read the memory of GPU {hello.device_id}")

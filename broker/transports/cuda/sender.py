@@ -27,7 +27,7 @@ from broker.transports.base import QUEUE_TENSORS, took_none
 from broker.transports.cuda.arena import ARENA_BYTES, ExportArena
 from broker.transports.cuda.receiver import SCHEME
 from broker.transports.cuda.runtime import CudaError, CudaRuntime
-from broker.transports.cuda.wire import Hello
+from broker.transports.cuda.wire import ArenaHello
 from broker.transports.linked import packets
 from broker.transports.linked.sender import LinkedConnection
 from broker.transports.payload import DeviceBuffer
@@ -155,7 +155,7 @@ class _Link:
         try:
             await self.write(slot, nonce)
             self._nonce = nonce
-            hello = Hello(self._arena.handle, self._arena.size_bytes, self._offset(slot), device_id)
+            hello = ArenaHello(self._arena.handle, self._arena.size_bytes, self._offset(slot), device_id)
             await self._packets.send(encode(hello))
             while self._max_bytes < 0:
                 await self._next_change()

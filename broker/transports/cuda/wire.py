@@ -23,7 +23,7 @@ from common.messages import Count
 VERSION: Final = 2
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
+class ArenaHello(msgspec.Struct, frozen=True, tag="hello"):
     """The first packet: the handle of the sender's arena on GPU `device_id`. A random nonce, which the receiver has to
     read, lies at `nonce_offset`."""
 
@@ -34,5 +34,5 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     version: int = VERSION
 
 
-ToReceiver: TypeAlias = Hello | Announce
+ToReceiver: TypeAlias = ArenaHello | Announce
 for_receiver: Final[Callable[[bytes | memoryview], ToReceiver]] = make_decode(ToReceiver)

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from broker.transports.nixl.registered_buffer import HOST, Room, Where
+from broker.transports.nixl.registered_buffer import HOST, RegisteredBuffer, Where
 
 MODULES: Final = ("nixl_cu13", "nixl_cu12")
 _RDMA_DEVICES: Final = Path("/dev/infiniband")
@@ -78,7 +78,7 @@ class _Transfer:
 
     name: str
     handle: Any
-    room: Room
+    room: RegisteredBuffer
     given_up: bool = False
 
 
@@ -128,7 +128,9 @@ class NixlAgent:
         self._known[name] -= 1
         self.settle()
 
-    async def read(self, name: str, where: Where, address: int, room: Room, start: int, num_bytes: int) -> None:
+    async def read(
+        self, name: str, where: Where, address: int, room: RegisteredBuffer, start: int, num_bytes: int
+    ) -> None:
         """Copy bytes of another agent's memory into a room of ours, from `start` on."""
         self.settle()
         kind, device = room.where

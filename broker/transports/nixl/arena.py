@@ -17,7 +17,7 @@ from broker.transports.base import ReceivedTensor
 from broker.transports.cuda.arena import DeviceArena
 from broker.transports.cuda.runtime import CudaError, CudaRuntime
 from broker.transports.nixl.agent import Memory, NixlAgent, NixlError
-from broker.transports.nixl.registered_buffer import Room
+from broker.transports.nixl.registered_buffer import RegisteredBuffer
 from broker.transports.payload import DeviceBuffer
 from common.messages import TensorHeader
 from common.telemetry import get_logger
@@ -54,7 +54,7 @@ class NixlArena:
         opening = self._opening
         return opening is not None and opening.done() and (opening.cancelled() or opening.exception() is not None)
 
-    async def lend(self, num_bytes: int) -> Room:
+    async def lend(self, num_bytes: int) -> RegisteredBuffer:
         """Room for a tensor, as soon as there is some: who calls has a deadline. Raises NixlError as `open`."""
         memory = await self.open()
         while (offset := self._arena.lend(num_bytes)) is None:
@@ -62,17 +62,17 @@ class NixlArena:
                 async with asyncio.timeout(_SETTLE_S):
                     await self._arena.next_change()
             self._agent.settle()
-        return Room(memory.where, memory.address + offset, partial(self._give_back, offset))
+        return RegisteredBuffer(memory.where, memory.address + offset, partial(self._give_back, offset))
 
-    async def write(self, room: Room, start: int, data: DeviceBuffer | bytes) -> None:
+    async def write(self, room: RegisteredBuffer, start: int, data: DeviceBuffer | bytes) -> None:
         """Copy something to a room, from `start` on; it is there when this returns. Raises CudaError, NixlError."""
         await self._aside(room, self._arena.write, self._offset(room) + start, data)
 
-    async def read(self, room: Room, num_bytes: int) -> bytes:
+    async def read(self, room: RegisteredBuffer, num_bytes: int) -> bytes:
         """What lies in a room, brought to the host. Raises as `write`."""
         return bytes(await self._aside(room, self._arena.read, self._offset(room), num_bytes))
 
-    def hand_out(self, header: TensorHeader, room: Room, num_bytes: int) -> ReceivedTensor:
+    def hand_out(self, header: TensorHeader, room: RegisteredBuffer, num_bytes: int) -> ReceivedTensor:
         """What has been received into a room, which is free once that is released."""
         buffer = DeviceBuffer(room.address, num_bytes)
         unused = weakref.finalize(buffer, _let_go, asyncio.get_running_loop(), room)  # at the latest with the buffer
@@ -90,10 +90,10 @@ class NixlArena:
             raise NixlError("the memory for tensors on their way has been given back")
         return self._made[0]
 
-    def _offset(self, room: Room) -> int:
+    def _offset(self, room: RegisteredBuffer) -> int:
         return room.address - self._arena.pointer
 
-    async def _aside(self, room: Room, copy: Callable[..., Any], *arguments: object) -> Any:
+    async def _aside(self, room: RegisteredBuffer, copy: Callable[..., Any], *arguments: object) -> Any:
         """Copy in a thread. The room is not free before that is done, even where the caller does not wait for it."""
         room.hold()
         copying = asyncio.get_running_loop().run_in_executor(None, copy, *arguments)
@@ -134,7 +134,7 @@ class NixlArena:
             arena.close()
 
 
-def _copied(room: Room, copying: asyncio.Future[Any]) -> None:
+def _copied(room: RegisteredBuffer, copying: asyncio.Future[Any]) -> None:
     _heard(copying)
     room.let_go()
 
@@ -145,7 +145,7 @@ def _heard(done: asyncio.Future[Any]) -> None:
         done.exception()
 
 
-def _let_go(loop: asyncio.AbstractEventLoop, room: Room) -> None:
+def _let_go(loop: asyncio.AbstractEventLoop, room: RegisteredBuffer) -> None:
     """Called by whatever thread does not need what was handed out any more."""
     with suppress(RuntimeError):  # the loop is closed: so is the arena
         loop.call_soon_threadsafe(room.let_go)

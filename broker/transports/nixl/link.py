@@ -21,12 +21,12 @@ from broker.transports.nixl.wire import (
     WINDOW,
     Goodbye,
     Greeting,
-    Piece,
+    ReadablePiece,
+    ReceiverGreeting,
     Refusal,
     Taken,
     ToReceiver,
     ToSender,
-    Welcome,
     for_sender,
     pack,
 )
@@ -79,7 +79,7 @@ class NixlLink:
         """
         kind, device = memory.where
         await self._say(Greeting(memory.metadata, kind=kind, device=device, nonce_address=nonce_address))
-        while not isinstance(answer := await self._hear(), Welcome) or answer.nonce != nonce:
+        while not isinstance(answer := await self._hear(), ReceiverGreeting) or answer.nonce != nonce:
             if isinstance(answer, Refusal):
                 self._refused = answer.for_good
                 raise NixlError(answer.fault)
@@ -103,7 +103,7 @@ class NixlLink:
             start, offset = index * PIECE_BYTES, index % WINDOW * PIECE_BYTES
             size = min(PIECE_BYTES, num_bytes - start)
             await fill(offset, start, size)
-            await self._say(Piece(self._number, header, num_bytes, start, size, address + offset))
+            await self._say(ReadablePiece(self._number, header, num_bytes, start, size, address + offset))
         for _ in range(min(num_pieces, WINDOW)):
             await self._taken()
 

@@ -9,18 +9,18 @@ from typing import Final
 
 from broker.transports.base import ReceivedTensor
 from broker.transports.nixl.agent import NixlAgent, NixlError
-from broker.transports.nixl.receive_memory import Landing
-from broker.transports.nixl.registered_buffer import HOST, Room, Where
+from broker.transports.nixl.receive_memory import ReceiveMemory
+from broker.transports.nixl.registered_buffer import HOST, RegisteredBuffer, Where
 from broker.transports.nixl.wire import (
     NONCE_BYTES,
     WINDOW,
     Complete,
     Greeting,
-    Piece,
+    ReadablePiece,
+    ReceiverGreeting,
     Refusal,
     Taken,
     ToSender,
-    Welcome,
 )
 from common.telemetry import get_logger
 
@@ -39,7 +39,7 @@ class Reader:
         self,
         name: str,
         agent: NixlAgent,
-        landing: Landing,
+        landing: ReceiveMemory,
         say: Callable[[ToSender], Awaitable[None]],
         deliver: Callable[[ReceivedTensor], Awaitable[None]],
         on_unfinished: Callable[[], None],
@@ -58,10 +58,10 @@ class Reader:
         self._max_bytes = max_bytes
         self._read_s = read_s
         self._where: Where = HOST
-        self._messages: asyncio.Queue[Greeting | Piece | Complete] = asyncio.Queue(_MESSAGES)
+        self._messages: asyncio.Queue[Greeting | ReadablePiece | Complete] = asyncio.Queue(_MESSAGES)
         self._newest = -1
-        self._room: Room | None = None
-        self._last: Piece | None = None  # the one that has been read; the next one begins where it ends
+        self._room: RegisteredBuffer | None = None
+        self._last: ReadablePiece | None = None  # the one that has been read; the next one begins where it ends
         self._heard_s = time.monotonic()
         self.task = asyncio.create_task(self._run())
         """Runs until it is cancelled; nothing of the sender is left then."""
@@ -70,10 +70,10 @@ class Reader:
     def idle_s(self) -> float:
         return time.monotonic() - self._heard_s
 
-    def add(self, message: Greeting | Piece | Complete) -> None:
+    def add(self, message: Greeting | ReadablePiece | Complete) -> None:
         """The sender has said something. Raises ValueError where it does not keep to its window."""
         self._heard_s = time.monotonic()
-        if isinstance(message, Piece) and message.number != self._newest:
+        if isinstance(message, ReadablePiece) and message.number != self._newest:
             self._newest = message.number
             self._drop_pieces()
         try:
@@ -84,14 +84,14 @@ class Reader:
     def _drop_pieces(self) -> None:
         """A sender has one tensor on its way at a time: whatever is still to be read of another one is given up."""
         for message in [self._messages.get_nowait() for _ in range(self._messages.qsize())]:
-            if not isinstance(message, Piece):
+            if not isinstance(message, ReadablePiece):
                 self._messages.put_nowait(message)
 
     async def _run(self) -> None:
         try:
             while True:
                 message = await self._messages.get()
-                if isinstance(message, Piece):
+                if isinstance(message, ReadablePiece):
                     await self._say(Taken(message.number, await self._fault_of(message)))
                 elif isinstance(message, Greeting):
                     await self._say(await self._answer_to(message))
@@ -104,10 +104,10 @@ class Reader:
     async def _answer_to(self, greeting: Greeting) -> ToSender:
         self._where = greeting.kind, greeting.device
         if greeting.nonce_address == 0:
-            return Welcome(self._max_bytes)
+            return ReceiverGreeting(self._max_bytes)
         try:
             async with asyncio.timeout(NONCE_S):
-                return Welcome(self._max_bytes, await self._nonce_at(greeting.nonce_address))
+                return ReceiverGreeting(self._max_bytes, await self._nonce_at(greeting.nonce_address))
         except (NixlError, TimeoutError) as error:
             return Refusal(str(error) or f"its nonce was not read within {NONCE_S:g} s")
 
@@ -119,7 +119,7 @@ class Reader:
         finally:
             room.let_go()
 
-    async def _fault_of(self, piece: Piece) -> str:
+    async def _fault_of(self, piece: ReadablePiece) -> str:
         """Read a piece; why that was not possible, empty if it was."""
         try:
             async with asyncio.timeout(self._read_s):
@@ -133,7 +133,7 @@ class Reader:
             self._let_go()
             return fault
 
-    async def _read(self, piece: Piece) -> None:
+    async def _read(self, piece: ReadablePiece) -> None:
         if piece.start == 0:
             self._let_go()
             self._room = await self._landing.room(piece.size_bytes)
@@ -149,7 +149,7 @@ class Reader:
         if self._landing.has_checksums:
             await self._hand_out(piece)
 
-    async def _hand_out(self, last: Piece) -> None:
+    async def _hand_out(self, last: ReadablePiece) -> None:
         """Deliver the tensor, if this was its last piece."""
         if self._room is not None and last.ends == last.size_bytes:
             room, self._room, self._last = self._room, None, None

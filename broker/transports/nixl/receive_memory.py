@@ -8,7 +8,7 @@ from broker.transports.base import ReceivedTensor
 from broker.transports.cuda.runtime import CudaError, CudaRuntime
 from broker.transports.nixl.agent import HostMemory, NixlAgent, NixlError
 from broker.transports.nixl.arena import NixlArena
-from broker.transports.nixl.registered_buffer import Room
+from broker.transports.nixl.registered_buffer import RegisteredBuffer
 from common.messages import TensorHeader
 
 HOST_SCHEME: Final = "nixl+tcp"
@@ -20,7 +20,7 @@ MOST_BYTES: Final = RECEIVE_BYTES // 2
 """Of one tensor: one whose sender is stopped leaves the others room."""
 
 
-class Landing(Protocol):
+class ReceiveMemory(Protocol):
     """Belongs to the loop."""
 
     scheme: ClassVar[str]
@@ -30,20 +30,20 @@ class Landing(Protocol):
     async def open(self) -> None:
         """Raises NixlError where tensors have nowhere to lie, now and ever after."""
 
-    async def room(self, num_bytes: int) -> Room:
+    async def room(self, num_bytes: int) -> RegisteredBuffer:
         """Room for a tensor, as soon as there is some. Raises NixlError."""
 
-    async def read(self, room: Room, num_bytes: int) -> bytes:
+    async def read(self, room: RegisteredBuffer, num_bytes: int) -> bytes:
         """What lies in a room, brought to the host. Raises NixlError."""
 
-    def hand_out(self, header: TensorHeader, room: Room, num_bytes: int) -> ReceivedTensor:
+    def hand_out(self, header: TensorHeader, room: RegisteredBuffer, num_bytes: int) -> ReceivedTensor:
         """A tensor that has been received; it takes over the room."""
 
     def close(self) -> None:
         """What has been handed out stays valid until it is released."""
 
 
-class HostLanding:
+class HostReceiveMemory:
     """New memory for each tensor."""
 
     scheme: ClassVar[str] = HOST_SCHEME
@@ -54,14 +54,14 @@ class HostLanding:
 
     async def open(self) -> None: ...
 
-    async def room(self, num_bytes: int) -> Room:
+    async def room(self, num_bytes: int) -> RegisteredBuffer:
         return _HostRoom(HostMemory(self._agent, max(1, num_bytes)))
 
-    async def read(self, room: Room, num_bytes: int) -> bytes:
+    async def read(self, room: RegisteredBuffer, num_bytes: int) -> bytes:
         assert isinstance(room, _HostRoom)
         return room.memory.array[:num_bytes].tobytes()
 
-    def hand_out(self, header: TensorHeader, room: Room, num_bytes: int) -> ReceivedTensor:
+    def hand_out(self, header: TensorHeader, room: RegisteredBuffer, num_bytes: int) -> ReceivedTensor:
         assert isinstance(room, _HostRoom)
         room.let_go()
         return ReceivedTensor(header, room.memory.array[:num_bytes].data)
@@ -69,13 +69,13 @@ class HostLanding:
     def close(self) -> None: ...
 
 
-class _HostRoom(Room):
+class _HostRoom(RegisteredBuffer):
     def __init__(self, memory: HostMemory) -> None:
         super().__init__(memory.where, memory.address, memory.deregister)
         self.memory = memory
 
 
-class CudaLanding:
+class CudaReceiveMemory:
     """Rooms of one arena, which is made when the first sender greets."""
 
     scheme: ClassVar[str] = CUDA_SCHEME
@@ -89,10 +89,10 @@ class CudaLanding:
     async def open(self) -> None:
         await self._arena.open()
 
-    async def room(self, num_bytes: int) -> Room:
+    async def room(self, num_bytes: int) -> RegisteredBuffer:
         return await self._arena.lend(num_bytes)
 
-    async def read(self, room: Room, num_bytes: int) -> bytes:
+    async def read(self, room: RegisteredBuffer, num_bytes: int) -> bytes:
         try:
             return await self._arena.read(room, num_bytes)
         except CudaError as error:

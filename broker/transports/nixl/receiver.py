@@ -14,13 +14,13 @@ from broker.cluster.curve import secure_listener
 from broker.transports.base import ReceivedTensor
 from broker.transports.nixl.agent import NixlAgent, NixlError
 from broker.transports.nixl.reader import Reader
-from broker.transports.nixl.receive_memory import Landing
+from broker.transports.nixl.receive_memory import ReceiveMemory
 from broker.transports.nixl.wire import (
     MAX_MESSAGE_BYTES,
     VERSION,
     Goodbye,
     Greeting,
-    Piece,
+    ReadablePiece,
     Refusal,
     Taken,
     ToReceiver,
@@ -45,7 +45,7 @@ class NixlReceiver:
         context: zmq.asyncio.Context,
         host: str,
         agent: NixlAgent,
-        landing: Landing,
+        landing: ReceiveMemory,
         on_arrival: Callable[[], None],
         *,
         max_bytes: int,
@@ -105,9 +105,9 @@ class NixlReceiver:
             await self._forget(identity)
         elif isinstance(message, Greeting):
             await self._welcome(identity, message)
-        elif isinstance(message, Piece) and sender is None:
+        elif isinstance(message, ReadablePiece) and sender is None:
             await self._say(identity, Taken(message.number, "greet first"))
-        elif isinstance(message, Piece) and not message.ends <= message.size_bytes <= self._max_bytes:
+        elif isinstance(message, ReadablePiece) and not message.ends <= message.size_bytes <= self._max_bytes:
             self.num_invalid += 1
             fault = f"{message.size_bytes} bytes, a piece up to {message.ends}"
             await self._say(identity, Taken(message.number, f"{fault}; at most {self._max_bytes} are taken"))

@@ -12,7 +12,7 @@ Where: TypeAlias = tuple[Kind, int]
 HOST: Final[Where] = ("DRAM", 0)
 
 
-class Room:
+class RegisteredBuffer:
     """Free again once all who hold it have let go: its owner, which is the first one, and transfers that may write."""
 
     def __init__(self, where: Where, address: int, free: Callable[[], None]) -> None:

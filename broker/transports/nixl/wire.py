@@ -43,7 +43,7 @@ class Greeting(msgspec.Struct, frozen=True, tag="greeting"):
     nonce_address: _Address = 0
 
 
-class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+class ReceiverGreeting(msgspec.Struct, frozen=True, tag="welcome"):
     """The receiver knows the sender, and has read its nonce. No tensor may have more than `max_bytes`."""
 
     max_bytes: Count
@@ -57,7 +57,7 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
     for_good: bool = False
 
 
-class Piece(msgspec.Struct, frozen=True, tag="piece"):
+class ReadablePiece(msgspec.Struct, frozen=True, tag="piece"):
     """Bytes from `start` on of tensor `number`, which has `size_bytes`; they lie at `address` of the sender."""
 
     number: Count
@@ -90,8 +90,8 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
     """The sender will send nothing more."""
 
 
-ToReceiver: TypeAlias = Greeting | Piece | Complete | Goodbye
-ToSender: TypeAlias = Welcome | Refusal | Taken
+ToReceiver: TypeAlias = Greeting | ReadablePiece | Complete | Goodbye
+ToSender: TypeAlias = ReceiverGreeting | Refusal | Taken
 for_receiver: Final[Callable[[bytes | memoryview], ToReceiver]] = make_decode(ToReceiver)
 for_sender: Final[Callable[[bytes | memoryview], ToSender]] = make_decode(ToSender)
 

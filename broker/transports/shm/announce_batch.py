@@ -20,7 +20,7 @@ import msgspec
 from broker.transports import checksums
 from broker.transports.arena import aligned
 from broker.transports.linked.packets import PacketSocket
-from broker.transports.shm.segment import Room
+from broker.transports.shm.segment import ArenaSlice
 from broker.transports.shm.wire import MAX_BUNDLED, Bundle, pack
 from common.messages import TensorHeader
 
@@ -31,10 +31,10 @@ ROOM_BYTES: Final = 2**20
 cache when it comes back."""
 
 
-class Bundles:
+class AnnounceBatch:
     """All that one connection sends together. For the loop's thread."""
 
-    def __init__(self, packets: PacketSocket, lend: Callable[[int], Room | None]) -> None:
+    def __init__(self, packets: PacketSocket, lend: Callable[[int], ArenaSlice | None]) -> None:
         """`lend` finds room for so many bytes at once, or returns None."""
         self._packets = packets
         self._lend = lend
@@ -94,7 +94,7 @@ class Bundles:
 class _Bundle:
     """Tensors one behind the other in one room."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: ArenaSlice) -> None:
         self._slot = room.slot
         self._offset = room.offset
         self._memory = room.memory.data

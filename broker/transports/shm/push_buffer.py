@@ -48,7 +48,7 @@ def is_worth_it(num_bytes: int) -> bool:
     return MIN_BYTES <= num_bytes <= MAX_BYTES
 
 
-class Sending(Protocol):
+class EarlySend(Protocol):
     """The way of one tensor's bytes out of the thread that makes them, ahead of the loop."""
 
     scheme: str
@@ -62,10 +62,10 @@ class Sending(Protocol):
         """It is not needed any more, whatever has become of it: for the loop. Twice is fine."""
 
 
-class Gift:
-    """Memory for one tensor, which the receiver has, too. See `Sending`; `touch` is for a thread of its own."""
+class PushBuffer:
+    """Memory for one tensor, which the receiver has, too. See `EarlySend`; `touch` is for a thread of its own."""
 
-    def __init__(self, scheme: str, slot: int, header: TensorHeader, memory: Bytes, gifts: Gifts) -> None:
+    def __init__(self, scheme: str, slot: int, header: TensorHeader, memory: Bytes, gifts: PushBuffers) -> None:
         self.scheme = scheme
         self.left_s: float | None = None
         self._slot = slot
@@ -129,7 +129,7 @@ class Gift:
             return True
 
 
-class Gifts:
+class PushBuffers:
     """All that is given over one connection. Everything but `give` and `close` is for any thread."""
 
     def __init__(self, scheme: str, say: Callable[[ToReceiver, Sequence[int]], bool]) -> None:
@@ -141,7 +141,7 @@ class Gifts:
         self._telling = threading.Lock()
         self._touching = ThreadPoolExecutor(1, "gifts")  # not asyncio's, which others may keep waiting
 
-    def give(self, slot: int, header: TensorHeader) -> Gift | None:
+    def give(self, slot: int, header: TensorHeader) -> PushBuffer | None:
         """None where the receiver has enough of them, or takes nothing at the moment, or the system has no more."""
         if not self._tell() or len(self._given) >= MAX_GIFTS:
             return None
@@ -155,7 +155,7 @@ class Gifts:
         finally:
             os.close(fd)
         self._given.add(slot)
-        gift = Gift(self._scheme, slot, header, memory, self)
+        gift = PushBuffer(self._scheme, slot, header, memory, self)
         try:
             self._touching.submit(gift.touch)
         except RuntimeError:  # no more threads

@@ -18,7 +18,7 @@ from common.hashing import Checksum
 from common.messages import TensorHeader
 
 
-class GivenTensor(ReceivedTensor, frozen=True, eq=False):
+class PushedTensor(ReceivedTensor, frozen=True, eq=False):
     """A tensor in `memory` that is the receiver's own: nobody else uses it, and `release` gives nothing back."""
 
     memory: Bytes = msgspec.field(default_factory=lambda: np.zeros(0, np.uint8))
@@ -33,13 +33,13 @@ class GivenTensor(ReceivedTensor, frozen=True, eq=False):
         return self.fault if self.fault is not None else self._fault_of(self.read_checksum)
 
 
-class GivenRoom:
+class PushTarget:
     """Room for one tensor. All is for the loop, but `touch`."""
 
     def __init__(self, header: TensorHeader, memory: Bytes | None) -> None:
         """Without `memory`, it is given up from the beginning."""
         self.header = header
-        self.take: Callable[[GivenTensor], bool] = _take_nothing
+        self.take: Callable[[PushedTensor], bool] = _take_nothing
         """Called with the tensor when it is there; where it returns False, the tensor is received as all others."""
         self.memory = memory
         """None once it has been given up."""
@@ -63,7 +63,7 @@ class GivenRoom:
             self._digest.update(self.memory[self._num_read : end].data)
         self._num_read = end
 
-    def complete(self, header: TensorHeader) -> GivenTensor | None:
+    def complete(self, header: TensorHeader) -> PushedTensor | None:
         """The tensor, whose header has its checksum now; None where its memory has been given up.
 
         Raises ValueError where it is another one than was announced.
@@ -74,8 +74,8 @@ class GivenRoom:
         memory, self.memory = self.memory, None
         if memory is None:
             return None
-        return GivenTensor(header, memory.data, memory=memory, read_checksum=self._digest.value)
+        return PushedTensor(header, memory.data, memory=memory, read_checksum=self._digest.value)
 
 
-def _take_nothing(received: GivenTensor) -> bool:
+def _take_nothing(received: PushedTensor) -> bool:
     return False

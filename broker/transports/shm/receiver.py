@@ -18,7 +18,7 @@ from broker.transports.base import ReceivedTensor
 from broker.transports.linked import packets
 from broker.transports.linked.receiver import LinkedPeer, LinkedReceiver
 from broker.transports.shm import push_buffer, segment
-from broker.transports.shm.push_target import GivenRoom
+from broker.transports.shm.push_target import PushTarget
 from broker.transports.shm.wire import (
     NONCE_BYTES,
     VERSION,
@@ -47,7 +47,7 @@ class ShmReceiver(LinkedReceiver):
 
     def __init__(self, on_arrival: Callable[[], None], *, max_bytes: int) -> None:
         super().__init__(on_arrival, max_bytes=max_bytes)
-        self.on_given: Callable[[GivenRoom], bool] = _keep
+        self.on_given: Callable[[PushTarget], bool] = _keep
         """Hears of memory for a tensor that is about to come; it is given up where this returns False."""
 
     def _make_peer(self, connected: socket.socket) -> LinkedPeer:
@@ -60,7 +60,7 @@ class _Peer(LinkedPeer):
     def __init__(self, connected: socket.socket, receiver: ShmReceiver, max_bytes: int) -> None:
         super().__init__(connected, receiver, max_bytes)
         self._owner = receiver
-        self._given: dict[int, GivenRoom] = {}
+        self._given: dict[int, PushTarget] = {}
         self._arena: segment.Bytes | None = None
         self._thread_id = threading.get_ident()
 
@@ -111,11 +111,11 @@ class _Peer(LinkedPeer):
         except OSError as error:  # too many mappings: the tensor will have to come another way
             log.warning("memory for a tensor cannot be mapped", error=str(error))
             memory = None
-        room = self._given[slot] = GivenRoom(message.header, memory)
+        room = self._given[slot] = PushTarget(message.header, memory)
         if not self._owner.on_given(room):
             room.discard()
 
-    def _room(self, slot: int) -> GivenRoom:
+    def _room(self, slot: int) -> PushTarget:
         if slot not in self._given:
             raise ValueError(f"nothing was given as slot {slot}")
         return self._given[slot]
@@ -165,5 +165,5 @@ class _Peer(LinkedPeer):
         super()._unused(slot)
 
 
-def _keep(room: GivenRoom) -> bool:
+def _keep(room: PushTarget) -> bool:
     return True

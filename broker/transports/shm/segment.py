@@ -25,7 +25,7 @@ _FIXED_SIZE: Final = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL
 
 
 @dataclass(frozen=True)
-class Room:
+class ArenaSlice:
     """Where the tensors of one message lie: in an arena, or, behind a descriptor to pass on, in memory of their own."""
 
     slot: int

@@ -29,10 +29,10 @@ from broker.transports.base import QUEUE_TENSORS, took_none
 from broker.transports.linked import packets
 from broker.transports.linked.sender import LinkedConnection
 from broker.transports.shm import announce_batch, push_buffer, segment
-from broker.transports.shm.announce_batch import Bundles
-from broker.transports.shm.push_buffer import Gift, Gifts
+from broker.transports.shm.announce_batch import AnnounceBatch
+from broker.transports.shm.push_buffer import PushBuffer, PushBuffers
 from broker.transports.shm.receiver import SCHEME
-from broker.transports.shm.segment import Room
+from broker.transports.shm.segment import ArenaSlice
 from broker.transports.shm.wire import NONCE_BYTES, Announce, Hello, Release, ToReceiver, for_sender, pack
 from common.errors import TriptychError
 from common.messages import TensorHeader
@@ -94,7 +94,7 @@ class ShmConnection(LinkedConnection["_Link"]):
                 link.give_back(room)
         return announced
 
-    def give(self, header: TensorHeader) -> Gift | None:
+    def give(self, header: TensorHeader) -> PushBuffer | None:
         """Memory for a tensor that is being made, at the receiver's already when it is; None where there can be none.
 
         Drop it in the end. Sending something else meanwhile is fine, the same tensor as well.
@@ -116,21 +116,21 @@ class _Link:
 
     def __init__(self, name: str) -> None:
         """Raises OSError where nobody listens under the name."""
-        self._lent: dict[int, Room] = {}
+        self._lent: dict[int, ArenaSlice] = {}
         self._next_slot = 0
         self._max_bytes = -1  # unknown before the Welcome
         self._changed = asyncio.Event()
         self._arena = Arena(ARENA_BYTES)
         self._used_bytes = 0  # of the arena, since it was last trimmed
         self._trimming: asyncio.TimerHandle | None = None
-        self._gifts = Gifts(ShmConnection.scheme, self._say)
+        self._gifts = PushBuffers(ShmConnection.scheme, self._say)
         self._fd, self._memory = segment.create(ARENA_BYTES)
         try:
             self._packets = packets.PacketSocket(packets.connect(name), self._take, self._lost)
         except BaseException:
             os.close(self._fd)
             raise
-        self._bundles = Bundles(self._packets, self._lend_now)
+        self._bundles = AnnounceBatch(self._packets, self._lend_now)
 
     @property
     def closed(self) -> bool:
@@ -147,7 +147,7 @@ class _Link:
         finally:
             os.close(self._fd)
 
-    async def room(self, num_bytes: int) -> Room:
+    async def room(self, num_bytes: int) -> ArenaSlice:
         """Room for a tensor, as soon as the receiver has given enough back. Raises OSError where it has gone.
 
         One at a time: callers take turns.
@@ -156,7 +156,7 @@ class _Link:
             await self._next_change()
         return room
 
-    def room_now(self, num_bytes: int) -> Room | None:
+    def room_now(self, num_bytes: int) -> ArenaSlice | None:
         """Room for a tensor; None where there is too little at the moment, or the receiver has gone."""
         if num_bytes > self._max_bytes:
             raise TriptychError("invalid_request", f"{num_bytes} bytes; the receiver takes {self._max_bytes} at most")
@@ -166,7 +166,7 @@ class _Link:
         """Send a small tensor together with others of this turn of the loop; False where it has to go by itself."""
         return data.nbytes <= self._max_bytes and self._bundles.add(header, data)
 
-    def _lend_now(self, num_bytes: int) -> Room | None:
+    def _lend_now(self, num_bytes: int) -> ArenaSlice | None:
         """None where there is too little at the moment, or the receiver has gone."""
         self._packets.read()  # room given back just now is in the processor's cache, other room is not
         room = None if self.closed else self._find_room(num_bytes)
@@ -175,13 +175,13 @@ class _Link:
             self._next_slot += 1
         return room
 
-    async def announce(self, room: Room, header: TensorHeader) -> None:
+    async def announce(self, room: ArenaSlice, header: TensorHeader) -> None:
         """Tell the receiver of a tensor that lies in its room. Raises OSError where it has gone."""
         await self._bundles.announced()
         message, fds = _announcement(room, header)
         await self._packets.send(message, fds)
 
-    def announce_now(self, room: Room, header: TensorHeader) -> bool:
+    def announce_now(self, room: ArenaSlice, header: TensorHeader) -> bool:
         """The same if it can be done at once; else False."""
         message, fds = _announcement(room, header)
         try:
@@ -189,7 +189,7 @@ class _Link:
         except OSError:
             return False
 
-    def give(self, header: TensorHeader) -> Gift | None:
+    def give(self, header: TensorHeader) -> PushBuffer | None:
         """None where the receiver has enough of them, or takes nothing at the moment."""
         if header.size_bytes > self._max_bytes:
             return None
@@ -198,7 +198,7 @@ class _Link:
             self._next_slot += 1
         return given
 
-    def give_back(self, room: Room) -> None:
+    def give_back(self, room: ArenaSlice) -> None:
         """The room is free. Nothing happens where it is already, since the link has been closed."""
         if self._lent.pop(room.slot, None) is not None:
             if room.fd is None:
@@ -220,7 +220,7 @@ class _Link:
         self._memory = self._memory[:0].copy()
         self._changed.set()
 
-    def _find_room(self, num_bytes: int) -> Room | None:
+    def _find_room(self, num_bytes: int) -> ArenaSlice | None:
         """None where there is too little at the moment. Of tensors too large for the arena, one at a time."""
         if len(self._lent) >= QUEUE_TENSORS:
             return None
@@ -228,13 +228,13 @@ class _Link:
             if any(room.fd is not None for room in self._lent.values()):
                 return None
             fd, memory = segment.create(num_bytes)
-            return Room(self._next_slot, memory, fd=fd)
+            return ArenaSlice(self._next_slot, memory, fd=fd)
         offset = self._arena.lend(num_bytes)
         if offset is None:
             return None
         end = offset + num_bytes
         self._used_bytes = max(self._used_bytes, end)
-        return Room(self._next_slot, self._memory[offset:end], offset)
+        return ArenaSlice(self._next_slot, self._memory[offset:end], offset)
 
     def _trim_soon(self) -> None:
         if self._arena.num_lent == 0 and self._used_bytes > KEPT_BYTES and self._trimming is None:
@@ -281,6 +281,6 @@ class _Link:
         self.close()
 
 
-def _announcement(room: Room, header: TensorHeader) -> tuple[bytes, Sequence[int]]:
+def _announcement(room: ArenaSlice, header: TensorHeader) -> tuple[bytes, Sequence[int]]:
     fds = () if room.fd is None else (room.fd,)
     return pack(Announce(room.slot, room.offset, room.memory.size, header)), fds

@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from broker.transports.base import ReceivedTensor
-from broker.transports.chunked_bytes import Pieces
+from broker.transports.chunked_bytes import ChunkedBytes
 from broker.transports.zmq.wire import PIECE_BYTES, First, Head, Next
 from common.messages import TensorHeader
 from common.telemetry import get_logger
@@ -35,7 +35,7 @@ log = get_logger()
 class _Partial:
     header: TensorHeader
     size_bytes: int
-    pieces: Pieces = field(default_factory=Pieces)
+    pieces: ChunkedBytes = field(default_factory=ChunkedBytes)
     touched_s: float = 0.0
 
 

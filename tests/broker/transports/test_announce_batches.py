@@ -158,14 +158,14 @@ async def test_one_damaged_tensor_of_a_bundle_is_one_damaged_tensor(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender, receiver = ends
-    announce = bundles.Bundles.announce
+    announce = bundles.AnnounceBatch.announce
 
-    def damage_and_announce(ours: bundles.Bundles) -> bool:
+    def damage_and_announce(ours: bundles.AnnounceBatch) -> bool:
         if ours._bundle is not None:
             ours._bundle._memory[ALIGNMENT_BYTES + 3] ^= 0x10  # within the second one
         return announce(ours)
 
-    monkeypatch.setattr(bundles.Bundles, "announce", damage_and_announce)
+    monkeypatch.setattr(bundles.AnnounceBatch, "announce", damage_and_announce)
     await send_all(sender, receiver, [1, 10, 20, 30])
     received = [await receive(receiver) for _ in range(4)]
     assert [tensor.fault is None for tensor in received] == [True, True, False, True]

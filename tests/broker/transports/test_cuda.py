@@ -19,7 +19,7 @@ from broker.transports.cuda.arena import DeviceArena
 from broker.transports.cuda.receiver import CudaReceiver
 from broker.transports.cuda.runtime import HANDLE_BYTES, CudaError
 from broker.transports.cuda.sender import CudaConnection, CudaSender
-from broker.transports.cuda.wire import Hello
+from broker.transports.cuda.wire import ArenaHello
 from broker.transports.linked import listener, packets
 from broker.transports.linked import sender as linked
 from broker.transports.payload import DeviceBuffer
@@ -463,9 +463,9 @@ class _Stranger:
         name = target.receiver.address.rpartition("/")[2]
         self.socket = packets.PacketSocket(packets.connect(name), self._take, lambda error: self.ended.set())
 
-    def hello(self, **changes: object) -> Hello:
+    def hello(self, **changes: object) -> ArenaHello:
         values = {"handle": self.cuda.export(self.pointer), "arena_bytes": MIB, "nonce_offset": 0}
-        return Hello(**{**values, "device_id": self.cuda.device_id, **changes})  # type: ignore[arg-type]
+        return ArenaHello(**{**values, "device_id": self.cuda.device_id, **changes})  # type: ignore[arg-type]
 
     async def greet(self) -> None:
         self.socket.try_send(encode(self.hello()))

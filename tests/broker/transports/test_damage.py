@@ -18,9 +18,9 @@ from redis.asyncio import Redis
 from broker.handoff.channels import ChannelSender, Delivery
 from broker.handoff.sender import HandoffSender, key_of
 from broker.transports.nixl.sender import NixlConnection
-from broker.transports.nixl.wire import Piece, ToReceiver
+from broker.transports.nixl.wire import ReadablePiece, ToReceiver
 from broker.transports.redis import sender as redis_transport
-from broker.transports.shm.segment import Room
+from broker.transports.shm.segment import ArenaSlice
 from broker.transports.shm.sender import _Link
 from common.messages import Grant, InputLayout, Offer, Receipt, TensorHeader
 from tests.broker.conftest import make_record, running
@@ -57,7 +57,7 @@ async def damaged_wire(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 def damage_arena(monkeypatch: pytest.MonkeyPatch) -> None:
     announce, left = _Link.announce, [PLACE]
 
-    async def damage_and_announce(link: _Link, room: Room, header: TensorHeader) -> None:
+    async def damage_and_announce(link: _Link, room: ArenaSlice, header: TensorHeader) -> None:
         if left:
             room.memory[left.pop()] ^= 0x10
         await announce(link, room, header)
@@ -81,7 +81,7 @@ def damage_registered_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     say, left = NixlConnection._say, [PLACE]
 
     async def damage_and_say(connection: NixlConnection, message: ToReceiver) -> None:
-        if isinstance(message, Piece) and left:
+        if isinstance(message, ReadablePiece) and left:
             assert connection._memory is not None
             connection._memory.array[left.pop()] ^= 0x10
         await say(connection, message)

@@ -40,20 +40,24 @@ WIRES: dict[str, tuple[Callable[[bytes], object], list[object]]] = {
     "shm, sender": (shm_wire.for_sender, [shm_wire.Welcome(bytes(16), 2**30), shm_wire.Release([3, 4])]),
     "cuda, receiver": (
         cuda_wire.for_receiver,
-        [cuda_wire.Hello(bytes(HANDLE_BYTES), 2**27, 64, "0000:01:00.0"), ANNOUNCE],
+        [cuda_wire.ArenaHello(bytes(HANDLE_BYTES), 2**27, 64, "0000:01:00.0"), ANNOUNCE],
     ),
     "nixl, receiver": (
         nixl_wire.for_receiver,
         [
             nixl_wire.Greeting(bytes(400)),
-            nixl_wire.Piece(1, HEADER, 49152, 0, 49152, 2**47),
+            nixl_wire.ReadablePiece(1, HEADER, 49152, 0, 49152, 2**47),
             nixl_wire.Complete(1),
             nixl_wire.Goodbye(),
         ],
     ),
     "nixl, sender": (
         nixl_wire.for_sender,
-        [nixl_wire.Welcome(2**30, bytes(16)), nixl_wire.Refusal("no memory"), nixl_wire.Taken(1, "greet first")],
+        [
+            nixl_wire.ReceiverGreeting(2**30, bytes(16)),
+            nixl_wire.Refusal("no memory"),
+            nixl_wire.Taken(1, "greet first"),
+        ],
     ),
     "zmq, receiver": (zmq_wire.decode_head, [HEADER, zmq_wire.First(HEADER, 49152), zmq_wire.Next(16384, 2**63)]),
     "redis": (decode_passing, [Passing("0f" * 8, 49152, 5.0, HEADER)]),

@@ -102,7 +102,7 @@ async def test_nixl_drops_what_is_no_tensor(kit: Kit) -> None:
     raw.connect(receiver.address.replace("nixl+tcp", "tcp"))
     for frames in ([b"x"], [b"a", b"b"], [nixl_wire.pack(nixl_wire.Greeting(os.urandom(400)))]):
         await raw.send_multipart(frames)
-    huge = nixl_wire.Piece(1, of_bytes(b"abc"), size_bytes=2 * MIB, start=0, num_bytes=3, address=1)
+    huge = nixl_wire.ReadablePiece(1, of_bytes(b"abc"), size_bytes=2 * MIB, start=0, num_bytes=3, address=1)
     await raw.send(nixl_wire.pack(huge))
     answer = nixl_wire.for_sender(await raw.recv())
     assert isinstance(answer, nixl_wire.Taken)
@@ -125,15 +125,15 @@ async def test_nixl_between_gpus_hands_out_no_tensor_that_is_not_whole(kit: Kit)
         async with asyncio.timeout(20):
             return nixl_wire.for_sender(await raw.recv())
 
-    def piece(start: int, num_bytes: int, *, number: int = 1, size: int = 100) -> nixl_wire.Piece:
+    def piece(start: int, num_bytes: int, *, number: int = 1, size: int = 100) -> nixl_wire.ReadablePiece:
         head = of_bytes(bytes(100))
-        return nixl_wire.Piece(number, head, size, start, num_bytes, memory.address)
+        return nixl_wire.ReadablePiece(number, head, size, start, num_bytes, memory.address)
 
     memory.array[:16] = list(b"it reads a nonce")
     elsewhere = nixl_wire.Greeting(memory.metadata, nonce_address=memory.address + MIB)
     assert isinstance(await answer_to(elsewhere), nixl_wire.Refusal)
     greeting = nixl_wire.Greeting(memory.metadata, nonce_address=memory.address)
-    assert await answer_to(greeting) == nixl_wire.Welcome(MIB, b"it reads a nonce")
+    assert await answer_to(greeting) == nixl_wire.ReceiverGreeting(MIB, b"it reads a nonce")
     complete = nixl_wire.Complete(1)
     assert await answer_to(complete, piece(0, 60), complete) == nixl_wire.Taken(1)
     for wrong in (piece(50, 50), piece(60, 40), piece(60, 30, size=90), piece(60, 40, number=2)):

@@ -25,7 +25,7 @@ from broker.transports.nixl import device_sender as nixl_cuda
 from broker.transports.nixl import receive_memory as nixl_landing
 from broker.transports.nixl.agent import HostMemory, NixlAgent, NixlError
 from broker.transports.nixl.receiver import NixlReceiver
-from broker.transports.nixl.registered_buffer import Room
+from broker.transports.nixl.registered_buffer import RegisteredBuffer
 from broker.transports.payload import DeviceBuffer
 from broker.transports.tensors import TensorReceiver, TensorSender, addresses_by_scheme
 from common.config import Transport
@@ -75,7 +75,7 @@ class Ends:
         """Rooms of the receiver's GPU."""
         (end,) = (e for e in self.receiver._receivers if isinstance(e, NixlReceiver) and DIRECT in e.address)
         landing = end._landing
-        assert isinstance(landing, nixl_landing.CudaLanding)
+        assert isinstance(landing, nixl_landing.CudaReceiveMemory)
         made = landing._arena._made
         return made[0].num_lent if made is not None else 0
 
@@ -294,7 +294,7 @@ async def test_a_transfer_that_is_given_up_keeps_its_room_until_it_is_over(monke
     try:
         metadata, address = await exported(other)
         name, memory, freed = agent.meet(metadata), HostMemory(agent, 16 * MIB), asyncio.Event()
-        room = Room(memory.where, memory.address, freed.set)
+        room = RegisteredBuffer(memory.where, memory.address, freed.set)
         memory.array[:] = 0
         await agent.read(name, memory.where, address, room, 0, MIB)
         assert memory.array[MIB - 1] == FILLED_WITH
@@ -331,7 +331,7 @@ async def test_a_closed_agent_lets_go_of_all_rooms_and_does_nothing_more() -> No
     memory, freed = HostMemory(agent, MIB), asyncio.Event()
     agent.close()
     agent.close()
-    Room(memory.where, memory.address, freed.set).let_go()
+    RegisteredBuffer(memory.where, memory.address, freed.set).let_go()
     assert freed.is_set()
     with pytest.raises(NixlError, match="closed"):
         HostMemory(agent, MIB)

@@ -17,8 +17,8 @@ from redis.asyncio import Redis
 from broker.transports.checksums import PIECE_BYTES
 from broker.transports.linked import packets
 from broker.transports.shm import push_buffer, segment
-from broker.transports.shm.push_buffer import Gift, Sending
-from broker.transports.shm.push_target import GivenRoom, GivenTensor
+from broker.transports.shm.push_buffer import EarlySend, PushBuffer
+from broker.transports.shm.push_target import PushedTensor, PushTarget
 from broker.transports.shm.wire import Announce, Give, TakeBack, Written, pack
 from broker.transports.tensors import TensorReceiver, TensorSender
 from common.hashing import checksum
@@ -51,15 +51,15 @@ class Pair:
 
     sender: TensorSender
     receiver: TensorReceiver
-    rooms: list[GivenRoom] = field(default_factory=list)
+    rooms: list[PushTarget] = field(default_factory=list)
 
-    def give(self, num_bytes: int) -> Sending | None:
+    def give(self, num_bytes: int) -> EarlySend | None:
         return self.sender.give(to(self.receiver.address), of_bytes(memoryview(bytes(num_bytes))))
 
-    async def ready(self, num_bytes: int) -> Gift:
+    async def ready(self, num_bytes: int) -> PushBuffer:
         """A gift whose memory has been touched on both sides."""
         given = self.give(num_bytes)
-        assert isinstance(given, Gift)
+        assert isinstance(given, PushBuffer)
         number = len(self.rooms)
         await eventually(lambda: given._state == "ready" and len(self.rooms) > number)
         await asyncio.to_thread(self.rooms[-1].touch)
@@ -74,10 +74,10 @@ async def pair(kit: Kit) -> Pair:
     return pair
 
 
-async def arrival(receiver: TensorReceiver) -> GivenTensor:
+async def arrival(receiver: TensorReceiver) -> PushedTensor:
     async with asyncio.timeout(10):
         received = await receiver.receive()
-    assert isinstance(received, GivenTensor)
+    assert isinstance(received, PushedTensor)
     return received
 
 
@@ -219,7 +219,7 @@ async def test_what_nobody_waits_for_is_told_of_without_its_bytes(pair: Pair) ->
 async def test_a_taker_gets_the_tensor_before_all_others_and_may_leave_it(pair: Pair) -> None:
     for taken in (True, False):
         given = await pair.ready(MIB)
-        got: list[GivenTensor] = []
+        got: list[PushedTensor] = []
         pair.rooms[-1].take = lambda received, got=got, taken=taken: got.append(received) or taken  # type: ignore[misc]
         given.send(memoryview(bytes(MIB)))
         await eventually(lambda got=got: len(got) == 1)
@@ -283,7 +283,7 @@ async def test_bytes_are_compared_with_their_checksum_however_they_were_told_of(
 
 
 async def test_a_sender_that_dies_takes_back_what_it_has_not_announced(kit: Kit) -> None:
-    receiver, data, rooms = kit.receiver(), os.urandom(10_000), list[GivenRoom]()
+    receiver, data, rooms = kit.receiver(), os.urandom(10_000), list[PushTarget]()
     receiver.watch_given(noted_in(rooms))
     files = open_files()
     sender = await RawSender(receiver).greet()

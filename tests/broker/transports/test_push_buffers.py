@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from broker.transports.base import ReceivedTensor
 from broker.transports.shm import push_buffer, segment
-from broker.transports.shm.push_buffer import Gift, Gifts
-from broker.transports.shm.push_target import GivenRoom
+from broker.transports.shm.push_buffer import PushBuffer, PushBuffers
+from broker.transports.shm.push_target import PushTarget
 from broker.transports.shm.wire import Announce, Give, TakeBack, ToReceiver, Written
 from common.hashing import checksum
 from common.messages import TensorHeader
@@ -33,7 +33,7 @@ class Receiver:
     """Hears what is said, unless its ears are full."""
 
     def __init__(self) -> None:
-        self.rooms: dict[int, GivenRoom] = {}
+        self.rooms: dict[int, PushTarget] = {}
         self.received: list[ReceivedTensor] = []
         self.full = False
 
@@ -44,7 +44,7 @@ class Receiver:
             case Give(slot=slot, header=header):
                 assert slot not in self.rooms
                 memory = segment.open_received(fds[0], header.size_bytes, writable=True)
-                self.rooms[slot] = GivenRoom(header, memory)
+                self.rooms[slot] = PushTarget(header, memory)
             case Written(slot=slot, num_bytes=num_bytes):
                 self.rooms[slot].read_to(num_bytes)
             case TakeBack(slot=slot):
@@ -57,7 +57,7 @@ class Receiver:
 
 
 def test_memory_that_was_not_touched_in_time_is_not_waited_for() -> None:
-    gifts = Gifts("test", lambda message, fds: True)
+    gifts = PushBuffers("test", lambda message, fds: True)
     gifts._touching.shutdown()
     gifts._touching = Busy()
     given = gifts.give(0, of_bytes(memoryview(bytes(1000))))
@@ -74,10 +74,10 @@ ACTIONS = ("give", "touch", "send", "drop", "full", "not full")
 def test_in_whatever_order_each_gift_ends_once(actions: list[tuple[str, int]]) -> None:
     """Announced and received whole, or taken back, as soon as the receiver hears again; and its slot is free again."""
     receiver = Receiver()
-    gifts = Gifts("test", receiver.hear)
+    gifts = PushBuffers("test", receiver.hear)
     gifts._touching.shutdown()
     gifts._touching = Busy()
-    out: list[Gift] = []
+    out: list[PushBuffer] = []
     num_left = 0
     for slot, (action, number) in enumerate(actions):
         if action == "give":
@@ -110,7 +110,7 @@ def test_in_whatever_order_each_gift_ends_once(actions: list[tuple[str, int]]) -
 def test_a_header_without_its_checksum_is_what_is_given() -> None:
     """So that both sides speak of one tensor: what is announced differs in the checksum alone."""
     receiver = Receiver()
-    gifts = Gifts("test", receiver.hear)
+    gifts = PushBuffers("test", receiver.hear)
     head = TensorHeader("r", 3, 1, "e0", 7, [750], "float32", 3000)
     given = gifts.give(0, head)
     assert given is not None

@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 from broker.cluster.curve import OVERHEAD_BYTES, ClusterContext
 from broker.transports.base import QUEUE_TENSORS, ReceivedTensor
-from broker.transports.chunked_bytes import Pieces
+from broker.transports.chunked_bytes import ChunkedBytes
 from broker.transports.tensors import TensorReceiver
 from broker.transports.zmq import assembly as zmq_assembly
 from broker.transports.zmq import transport as zmq_transport
@@ -71,7 +71,7 @@ async def test_a_tensor_stays_in_the_pieces_in_which_it_comes(kit: Kit) -> None:
     received = await receiver.receive()
     await sending
     assert received.header.checksum == checksum(DATA)
-    assert isinstance(received.data, Pieces)
+    assert isinstance(received.data, ChunkedBytes)
     assert [piece.nbytes for piece in received.data] == [PIECE] * 3 + [5]
     assert (received.fault, await received.verify()) == (None, None)
     target = memoryview(bytearray(DATA.nbytes))
@@ -129,7 +129,7 @@ async def test_damage_to_any_piece_is_found(kit: Kit, place: int) -> None:
         async with asyncio.timeout(10):
             received = await receiver.receive()
         await sending
-        assert isinstance(received.data, Pieces)
+        assert isinstance(received.data, ChunkedBytes)
         for fault in (await received.verify(), await received.copy_into(memoryview(b""))):
             assert "damaged" in str(fault)
 
@@ -335,7 +335,7 @@ async def test_what_many_senders_have_begun_is_bounded_and_the_stalest_goes(kit:
     assembly.add(b"19", *THIRD)
     whole = assembly.add(b"19", *LAST)
     assert isinstance(whole, ReceivedTensor)
-    assert isinstance(whole.data, Pieces)
+    assert isinstance(whole.data, ChunkedBytes)
     assert whole.data.joined() == DATA
     assert assembly.num_unfinished == 19 - len(assembly)
     assembly.close()

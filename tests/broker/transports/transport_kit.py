@@ -23,13 +23,13 @@ import zmq.asyncio
 from redis.asyncio import Redis
 
 from broker.transports.base import Connection
-from broker.transports.chunked_bytes import Pieces
-from broker.transports.factory import Means, make_connectors
+from broker.transports.chunked_bytes import ChunkedBytes
+from broker.transports.factory import TransportContext, make_connectors
 from broker.transports.linked import packets
 from broker.transports.nixl.agent import module_name
 from broker.transports.payload import Payload
 from broker.transports.shm import segment
-from broker.transports.shm.push_target import GivenRoom
+from broker.transports.shm.push_target import PushTarget
 from broker.transports.shm.wire import NONCE_BYTES, Hello, pack
 from broker.transports.tensors import ReceivedTensor, TensorReceiver, TensorSender
 from common.messages import InstanceRecord, TensorHeader
@@ -85,7 +85,7 @@ class Kit:
     def connection(self, address: str) -> Connection:
         """The bare connection below the facade."""
         assert self.transport != "nixl+cuda"
-        (make,) = make_connectors(Means(self.context, redis=self.redis), self.transport).values()
+        (make,) = make_connectors(TransportContext(self.context, redis=self.redis), self.transport).values()
         self._ends.append(connection := make(address))
         return connection
 
@@ -159,7 +159,9 @@ async def receive(receiver: TensorReceiver) -> ReceivedTensor:
     received = await receiver.receive()
     fault = await received.verify()
     data = received.data
-    return msgspec.structs.replace(received, fault=fault, data=data.joined() if isinstance(data, Pieces) else data)
+    return msgspec.structs.replace(
+        received, fault=fault, data=data.joined() if isinstance(data, ChunkedBytes) else data
+    )
 
 
 async def still_works(kit: Kit, receiver: TensorReceiver) -> None:
@@ -169,10 +171,10 @@ async def still_works(kit: Kit, receiver: TensorReceiver) -> None:
     assert (received.data, received.fault) == (data, None)
 
 
-def noted_in(rooms: list[GivenRoom]) -> Callable[[GivenRoom], bool]:
+def noted_in(rooms: list[PushTarget]) -> Callable[[PushTarget], bool]:
     """Takes all memory that is given."""
 
-    def note(room: GivenRoom) -> bool:
+    def note(room: PushTarget) -> bool:
         rooms.append(room)
         return True
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.device import copy_stream
-from engine.device.copy_stream import MAX_LEAVING, SideStream
+from engine.device.copy_stream import MAX_LEAVING, CopyStream
 
 CPU = torch.device("cpu")
 
@@ -80,8 +80,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     return streams
 
 
-def side_of(streams: Streams) -> SideStream:
-    return SideStream(CPU, streams.copying)  # type: ignore[arg-type]
+def side_of(streams: Streams) -> CopyStream:
+    return CopyStream(CPU, streams.copying)  # type: ignore[arg-type]
 
 
 def test_what_leaves_is_copied_behind_what_computes_and_nobody_waits(streams: Streams) -> None:
@@ -108,7 +108,7 @@ def test_only_so_many_tensors_are_on_their_way_to_the_host(streams: Streams) -> 
 
 
 def test_on_a_cpu_nothing_is_copied() -> None:
-    side, tensor = SideStream.beside(CPU), torch.arange(3.0)
+    side, tensor = CopyStream.beside(CPU), torch.arange(3.0)
     arriving = side.fetch(tensor)
     assert arriving.is_here
     assert arriving.wait() is tensor

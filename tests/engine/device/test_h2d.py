@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.cache.block_manager import BlockMove
-from engine.device.copy_stream import SideStream
+from engine.device.copy_stream import CopyStream
 from engine.device.h2d import ALIGNMENT, Array, fetch, overwrite, pack, send, send_tensor, unpack
 from engine.runner.kv_transfer import read_tokens, write_tokens
 from engine.runner.last_tokens import LastTokens
@@ -152,7 +152,7 @@ def test_blocks_side_by_side_at_both_ends_are_copied_at_once(monkeypatch: pytest
 @pytest.mark.parametrize("device", DEVICES)
 def test_keys_and_values_of_tokens_are_read_from_and_written_to_any_blocks(device: str) -> None:
     source, target = caches(1, 6, device), caches(2, 9, device)
-    side = SideStream.beside(torch.device(device))
+    side = CopyStream.beside(torch.device(device))
     tokens = read_tokens(source, [3, 1, 5], 2, 11, side).wait()
     assert tokens.shape == (9, 2, 2, 1, 2)
     assert tokens.device == CPU

@@ -10,9 +10,9 @@ from common.sampling_params import SamplingParams
 from engine.cache.block_manager import BlockManager
 from engine.cache.block_pool import BlockPool
 from engine.cache.encoder_cache import EncoderCacheManager
-from engine.handoff.input_receiver import InputIntake
-from engine.handoff.offer_check import InputExpectation
-from engine.scheduler.cache_lookup import Coverage
+from engine.handoff.input_receiver import InputReceiver
+from engine.handoff.offer_check import OfferCheck
+from engine.scheduler.cache_lookup import CacheLookup
 from engine.state.events import (
     Event,
     InputCached,
@@ -44,9 +44,9 @@ class Desk:
 
     def __init__(self, budget_rows: int, lease_s: float = FAR_S) -> None:
         self.cache = EncoderCacheManager(budget_rows * HIDDEN * 4)
-        expectation = InputExpectation(HIDDEN, vocab_size=20, max_rows=50, placeholder=PAD)
-        coverage = Coverage(BlockManager(BlockPool(64), block_size=4), enabled=True)
-        self.intake = InputIntake(self.cache, expectation, coverage, lease_s)
+        expectation = OfferCheck(HIDDEN, vocab_size=20, max_rows=50, placeholder=PAD)
+        coverage = CacheLookup(BlockManager(BlockPool(64), block_size=4), enabled=True)
+        self.intake = InputReceiver(self.cache, expectation, coverage, lease_s)
         self.requests: dict[str, Request] = {}
 
     def request(self, name: str, *hashes: str, attempt: int = 0) -> Request:

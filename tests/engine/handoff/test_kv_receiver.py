@@ -19,13 +19,13 @@ from common.sampling_params import SamplingParams
 from engine.cache.block_manager import BlockManager
 from engine.cache.block_pool import BlockPool
 from engine.cache.encoder_cache import EncoderCacheManager
-from engine.device.copy_stream import SideStream
-from engine.handoff.input_receiver import InputIntake
-from engine.handoff.kv_offer_check import KvExpectation, KvPart, Table
-from engine.handoff.kv_receiver import HandoffState, KvIntake
-from engine.handoff.offer_check import InputExpectation
+from engine.device.copy_stream import CopyStream
+from engine.handoff.input_receiver import InputReceiver
+from engine.handoff.kv_offer_check import KvOfferCheck, KvPart, Table
+from engine.handoff.kv_receiver import KvHandoffState, KvReceiver
+from engine.handoff.offer_check import OfferCheck
 from engine.runner.kv_transfer import read_tokens, write_tokens
-from engine.scheduler.cache_lookup import Coverage
+from engine.scheduler.cache_lookup import CacheLookup
 from engine.scheduler.decoder import DecoderScheduler
 from engine.state.events import Event, InputGranted, InputRejected, KvMetadata
 from engine.state.request import Request
@@ -34,7 +34,7 @@ BLOCK_SIZE = 4
 NUM_BLOCKS = 14
 MAX_SEQS = 3
 SHAPE = (2, 2, 1, 3)
-SIDE = SideStream.beside(torch.device("cpu"))
+SIDE = CopyStream.beside(torch.device("cpu"))
 LEASE_S = 10.0
 FAR_S = 1e12
 NAMES = [f"r{number}" for number in range(6)]
@@ -59,15 +59,15 @@ class ReceiverMachine(RuleBasedStateMachine):
             patched.start()
         self.caches = [torch.zeros(2, NUM_BLOCKS + 1, BLOCK_SIZE, *SHAPE[2:]) for _ in range(SHAPE[0])]
         self.blocks = BlockManager(BlockPool(NUM_BLOCKS + 1), BLOCK_SIZE)
-        coverage = Coverage(self.blocks, enabled=True)
-        inputs = InputExpectation(4, 100, 20, None, cross_attention=True)
-        self.inputs = InputIntake(EncoderCacheManager(1000), inputs, coverage, LEASE_S)
+        coverage = CacheLookup(self.blocks, enabled=True)
+        inputs = OfferCheck(4, 100, 20, None, cross_attention=True)
+        self.inputs = InputReceiver(EncoderCacheManager(1000), inputs, coverage, LEASE_S)
         self.scheduler = DecoderScheduler(self.blocks, self.inputs, coverage, lambda _: None, MAX_SEQS, 100)
         self.events: list[Event] = []
-        self.intake = KvIntake(
+        self.intake = KvReceiver(
             self.blocks,
             self.scheduler,
-            KvExpectation(inputs, SHAPE, SHAPE, "float32"),
+            KvOfferCheck(inputs, SHAPE, SHAPE, "float32"),
             lambda _: None,
             self._write,
             self.events.append,
@@ -162,8 +162,8 @@ class ReceiverMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.live)))
         before = self.intake._handoffs[name].state
         self.intake.withdraw(name, self.attempts[name] - old)
-        waits = not old and before in (HandoffState.OFFERED, HandoffState.RESERVED)
-        assert self.intake._handoffs[name].state is (HandoffState.WAITING if waits else before)
+        waits = not old and before in (KvHandoffState.OFFERED, KvHandoffState.RESERVED)
+        assert self.intake._handoffs[name].state is (KvHandoffState.WAITING if waits else before)
 
     @rule()
     def grant(self) -> None:
@@ -201,7 +201,7 @@ class ReceiverMachine(RuleBasedStateMachine):
     def what_has_started_has_what_was_sent(self) -> None:
         for request in self.scheduler.running:
             name, sequence = request.request_id, request.sequences[0]
-            assert self.intake._handoffs[name].state is HandoffState.STARTED
+            assert self.intake._handoffs[name].state is KvHandoffState.STARTED
             assert sequence.num_computed_tokens == len(request.prompt) - 1
             own, cross = self.blocks.get_block_table(sequence.sequence_id), self.blocks.get_cross_block_table(name)
             for table, blocks in (("self", own), ("cross", cross)):
@@ -226,7 +226,7 @@ class ReceiverMachine(RuleBasedStateMachine):
 
     def _send_what_is_wanted(self) -> None:
         for name, request in self.live.items():
-            if self.intake._handoffs[name].state is HandoffState.WAITING:
+            if self.intake._handoffs[name].state is KvHandoffState.WAITING:
                 self._offer(request, newer=True)
         self.events.clear()
         self.intake.grant()

@@ -23,7 +23,7 @@ from transformers import (
 from common.errors import TriptychError
 from common.model_info import load_model_info
 from engine import processors
-from engine.models.base import EncoderModel, SplicedRows
+from engine.models.base import EncoderModel, EncoderRows
 from engine.models.config import read_text_config
 from engine.models.registry import load_encoder
 from engine.processors import ProcessedInput
@@ -234,7 +234,7 @@ def test_qwen3_vl_adds_the_deep_stacked_outputs_behind_its_first_layers(folders:
     embeddings = ours.embed(input_ids)
     embeddings[rows] = outputs[:, :64]
     attention = DenseAttention(ours)
-    logits = ours.logits(ours(embeddings, positions[:, 0], attention, SplicedRows(rows, outputs)))
+    logits = ours.logits(ours(embeddings, positions[:, 0], attention, EncoderRows(rows, outputs)))
     assert_equal_logits(logits, expected)
     without = ours.logits(ours(embeddings, positions[:, 0], attention))
     assert not torch.allclose(without[rows[-1] :], expected[rows[-1] :], atol=1e-2)

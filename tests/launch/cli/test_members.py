@@ -22,7 +22,7 @@ from pydantic import SecretStr
 from common.config import Settings
 from common.errors import TriptychError
 from common.keys import cluster_token
-from launch.cli.client import ApiClient, ClientOptions, Job
+from launch.cli.client import ApiClient, ClientOptions, ClientRequest
 from launch.cli.media import Media
 from launch.cli.members import Members
 from launch.cluster.local_registry import reach
@@ -79,7 +79,9 @@ async def load(base_url: str) -> AsyncIterator[None]:
         while not stop.is_set():
             sign, data = render(rng, rng.choice(SIZES), "test"), io.BytesIO()
             sign.image.save(data, "PNG")
-            outcome = await client.send(Job("sign", QUESTION, (Media("sign.png", "image/png", data.getvalue()),)))
+            outcome = await client.send(
+                ClientRequest("sign", QUESTION, (Media("sign.png", "image/png", data.getvalue()),))
+            )
             outcomes.append((outcome.error, outcome.text.strip() == sign.answers["text"]))
 
     async with ApiClient(ClientOptions(base_url, None, 16, 0.0, 60.0)) as client:

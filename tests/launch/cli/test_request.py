@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from common.errors import TriptychError
-from launch.cli.client import ClientOptions, Job, Outcome
+from launch.cli.client import ClientOptions, ClientRequest, ClientResult
 from launch.cli.latency import latency_table, summary
 from launch.cli.media import load_media
 from launch.cli.request import make_jobs, run_requests
@@ -138,8 +138,10 @@ def test_files_that_make_no_request_are_refused(pictures: list[Path], tmp_path: 
 
 
 def test_percentiles_of_the_rate_show_the_slow_tail() -> None:
-    outcomes = [Outcome(Job("x", "x"), ttft_s=0.1, latency_s=s / 10, completion_tokens=10) for s in range(1, 101)]
-    outcomes.append(Outcome(Job("y", "y"), error="HTTP 500", latency_s=0.01))
+    outcomes = [
+        ClientResult(ClientRequest("x", "x"), ttft_s=0.1, latency_s=s / 10, completion_tokens=10) for s in range(1, 101)
+    ]
+    outcomes.append(ClientResult(ClientRequest("y", "y"), error="HTTP 500", latency_s=0.01))
     cells = [list(column.cells) for column in latency_table(outcomes).columns]
     assert cells[1] == ["100 ms", "5.05 s", "2.0"]
     assert cells[3] == ["100 ms", "9.90 s", "1.0"]

@@ -11,16 +11,16 @@ from common.process.clocks import AwakeClock
 from launch.cluster import startup_deadlines
 from launch.cluster.children import Command
 from launch.cluster.instance import Instance, State
-from launch.cluster.startup_deadlines import LOOK_S, Overdue
+from launch.cluster.startup_deadlines import LOOK_S, StartupDeadlines
 
 
 class Watch:
-    """An `Overdue` of 100 s to start and 30 s of silence, whose clock the test moves."""
+    """An `StartupDeadlines` of 100 s to start and 30 s of silence, whose clock the test moves."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
         monkeypatch.setattr(startup_deadlines, "AwakeClock", lambda gap_s: AwakeClock(gap_s, lambda: self.now_s))
-        self.overdue = Overdue(100.0, 30.0)
+        self.overdue = StartupDeadlines(100.0, 30.0)
 
     def look(
         self,

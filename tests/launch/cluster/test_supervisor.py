@@ -33,7 +33,7 @@ from launch.cluster.children import Command
 from launch.cluster.instance import Instance, SilentReporter
 from launch.cluster.plan import make_plan
 from launch.cluster.supervisor import Supervisor
-from services.process.drain_marker import DepartureNote
+from services.process.drain_marker import DrainMarker
 from tests.broker.cluster.test_embedded import slow_server
 from tests.broker.conftest import broker_url, make_record
 from tests.eventually import eventually
@@ -99,7 +99,7 @@ async def test_a_worker_that_dies_while_it_drains_leaves_or_comes_back_in_the_ro
     """Without a broker that could tell: the worker's note does."""
     supervisor = Supervisor(make_plan(Settings(model="signpost", port=0, broker="redis://127.0.0.1:1"), None))
     waits = Command([sys.executable, "-c", "input()", "--role", "encoder"], dict(os.environ), tmp_path / "e0.log")
-    note = DepartureNote(tmp_path / "e0.departure")
+    note = DrainMarker(tmp_path / "e0.departure")
     note.write(None)  # by a former process: not of interest any more
     supervisor.instances = [instance] = [Instance("e0", "encoder", waits, note=note)]
     supervisor._up = True

@@ -36,11 +36,11 @@ from common.messages import (
 )
 from common.sampling_params import SamplingParams
 from proxy.dispatch import job_runner, retries
-from proxy.dispatch.context import Cluster
-from proxy.dispatch.job_runner import Flight
+from proxy.dispatch.context import DispatchContext
+from proxy.dispatch.job_runner import JobRunner
 from proxy.dispatch.jobs import Job, MediaItem
 from proxy.dispatch.placement import Placer
-from proxy.dispatch.worker import Load, Presence, Worker
+from proxy.dispatch.worker import Load, Worker, WorkerEvent
 from proxy.dispatch.worker_pool import WorkerPool
 from proxy.server.metrics import ProxyMetrics
 from tests.eventually import eventually
@@ -163,8 +163,8 @@ class World:
         self.metrics = ProxyMetrics()
         for role in roles:
             self._add(role)
-        cluster = Cluster(cast(WorkerPool, self), Placer(self.metrics), self.metrics, handoff_timeout_s=60.0)
-        self.flight = Flight(Job("r", [1, 2, 3], sampling, slots, items), cluster, deadline_s=2**40)
+        cluster = DispatchContext(cast(WorkerPool, self), Placer(self.metrics), self.metrics, handoff_timeout_s=60.0)
+        self.flight = JobRunner(Job("r", [1, 2, 3], sampling, slots, items), cluster, deadline_s=2**40)
         self.got: list[Tokens] = []
         self.begins: dict[int, int] = {}  # the first token of each attempt to generate
         self.task = asyncio.create_task(self._read())
@@ -184,12 +184,12 @@ class World:
         return next((sim for sim in self.sims if sim.worker.instance_id == instance_id), None)
 
     def join(self, role: Role) -> None:
-        self.flight.post(self._add(role).worker, Presence.JOINED)
+        self.flight.post(self._add(role).worker, WorkerEvent.JOINED)
 
     def kill(self, sim: Sim) -> None:
         self.sims.remove(sim)
         sim.worker.gone = True
-        self.flight.post(sim.worker, Presence.GONE)
+        self.flight.post(sim.worker, WorkerEvent.GONE)
 
     def _add(self, role: Role) -> Sim:
         name = f"{role}{next(self._names)}"

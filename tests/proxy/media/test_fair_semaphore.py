@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.media.fair_semaphore import NoPlace, Places, Share
+from proxy.media.fair_semaphore import FairSemaphore, Share, SlotTimeout
 
 NUM_REQUESTS = 6
 
@@ -24,7 +24,7 @@ async def settle() -> None:
 class Fetches:
     """Fetches of some requests: each waits for a place and stays there until it is told to end."""
 
-    places: Places
+    places: FairSemaphore
     shares: list[Share] = field(init=False)
     ends: dict[asyncio.Task[None], asyncio.Event] = field(default_factory=dict)
     left_behind: list[asyncio.Future[None]] = field(default_factory=list)
@@ -82,7 +82,7 @@ steps = st.tuples(
 @given(st.integers(1, 12), st.lists(steps, max_size=60))
 def test_every_place_comes_back_however_a_fetch_ends(num_places: int, story: list[tuple[str, int]]) -> None:
     async def play() -> None:
-        fetches = Fetches(Places(num_places, patience_s=60.0))
+        fetches = Fetches(FairSemaphore(num_places, patience_s=60.0))
         for what, number in story:
             tasks = list(fetches.ends)
             if what == "begin":
@@ -111,7 +111,7 @@ def test_every_place_comes_back_however_a_fetch_ends(num_places: int, story: lis
 
 
 async def test_one_request_has_many_places_but_never_all_of_them() -> None:
-    fetches = Fetches(Places(64, patience_s=60.0))
+    fetches = Fetches(FairSemaphore(64, patience_s=60.0))
     tasks = [fetches.begin(0) for _ in range(100)]
     await settle()
     assert 8 <= fetches.shares[0].num_held <= 16
@@ -132,7 +132,7 @@ async def test_one_request_has_many_places_but_never_all_of_them() -> None:
 
 
 async def test_the_next_place_is_for_the_request_that_has_fewest_then_for_each_in_turn() -> None:
-    fetches = Fetches(Places(2, patience_s=60.0))
+    fetches = Fetches(FairSemaphore(2, patience_s=60.0))
     for request in (0, 1, 0, 0, 2, 2, 3):
         fetches.begin(request)
     await settle()
@@ -146,11 +146,11 @@ async def test_the_next_place_is_for_the_request_that_has_fewest_then_for_each_i
 
 
 async def test_who_has_no_place_in_time_is_told_and_who_has_one_waits_for_more() -> None:
-    fetches = Fetches(Places(1, patience_s=0.2))
+    fetches = Fetches(FairSemaphore(1, patience_s=0.2))
     holding = fetches.begin(0)
     await settle()
     another, stranger = fetches.begin(0), fetches.begin(1)
-    with pytest.raises(NoPlace, match=r"none of these places has come free within 0\.2 s") as caught:
+    with pytest.raises(SlotTimeout, match=r"none of these places has come free within 0\.2 s") as caught:
         await asyncio.wait_for(stranger, 20.0)
     assert (caught.value.info.code, caught.value.info.http_status) == ("overloaded", 429)
     await asyncio.sleep(0.5)

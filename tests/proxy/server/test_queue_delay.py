@@ -14,7 +14,15 @@ from common.http import server
 from common.messages import Abort, Generate, Tokens
 from proxy.api import completions
 from proxy.dispatch import job_runner
-from proxy.server.queue_delay import FULL_LINE, SHORT_LINE, WINDOW, Line, LinePlaces, Place, retry_after_s
+from proxy.server.queue_delay import (
+    FULL_LINE,
+    SHORT_LINE,
+    WINDOW,
+    QueueDelayLimiter,
+    RequestTickets,
+    Ticket,
+    retry_after_s,
+)
 from tests.proxy.conftest import eventually
 from tests.proxy.sample_media import image_part, picture, speech
 from tests.proxy.server.test_connections import connections, head
@@ -28,7 +36,7 @@ class Clock:
         return self.now_s
 
 
-def _serve_at(line: Line, clock: Clock, places: list, rate: float, count: int) -> None:
+def _serve_at(line: QueueDelayLimiter, clock: Clock, places: list, rate: float, count: int) -> None:
     """Let the first `count` of those who wait begin, so many in a second."""
     for _ in range(count):
         clock.now_s += 1 / rate
@@ -37,7 +45,7 @@ def _serve_at(line: Line, clock: Clock, places: list, rate: float, count: int) -
 
 def test_a_burst_is_taken_in_whole():
     clock = Clock()
-    line = Line(2.0, clock)
+    line = QueueDelayLimiter(2.0, clock)
     for _ in range(1000):
         assert line.excess_s <= 0
         line.join()
@@ -46,7 +54,7 @@ def test_a_burst_is_taken_in_whole():
 
 def test_a_line_that_stands_turns_away_who_would_wait_too_long():
     clock = Clock()
-    line = Line(2.0, clock)
+    line = QueueDelayLimiter(2.0, clock)
     places = [line.join() for _ in range(100)]
     _serve_at(line, clock, places, 10, WINDOW // 2)
     assert line.wait_s == pytest.approx((len(places) + 1) / 10)
@@ -58,7 +66,7 @@ def test_a_line_that_stands_turns_away_who_would_wait_too_long():
 
 def test_a_sustained_overload_keeps_the_wait_at_its_limit():
     clock, rate, limit_s = Clock(), 20.0, 2.0
-    line = Line(limit_s, clock)
+    line = QueueDelayLimiter(limit_s, clock)
     places, refused, longest = [], 0, 0
     for step in range(2000):  # twice as many come as are served
         clock.now_s += 1 / (2 * rate)
@@ -76,7 +84,7 @@ def test_a_sustained_overload_keeps_the_wait_at_its_limit():
 
 def test_a_short_line_is_never_too_long_however_slow_it_is():
     clock = Clock()
-    line = Line(0.1, clock)
+    line = QueueDelayLimiter(0.1, clock)
     places = [line.join() for _ in range(SHORT_LINE + WINDOW)]
     _serve_at(line, clock, places, 0.1, WINDOW)
     assert (line.num_waiting, line.excess_s) == (SHORT_LINE, 0.0)
@@ -84,7 +92,7 @@ def test_a_short_line_is_never_too_long_however_slow_it_is():
 
 def test_a_rate_that_is_long_past_does_not_count():
     clock = Clock()
-    line = Line(0.1, clock)
+    line = QueueDelayLimiter(0.1, clock)
     places = [line.join() for _ in range(SHORT_LINE + WINDOW)]
     _serve_at(line, clock, places, 0.1, len(places))
     clock.now_s += 60
@@ -94,10 +102,10 @@ def test_a_rate_that_is_long_past_does_not_count():
     assert line.excess_s <= 0
 
 
-def _moving_line(max_wait_s: float, rate: float) -> Line:
+def _moving_line(max_wait_s: float, rate: float) -> QueueDelayLimiter:
     """An empty line that has moved at this rate."""
     clock = Clock()
-    line = Line(max_wait_s, clock)
+    line = QueueDelayLimiter(max_wait_s, clock)
     places = [line.join() for _ in range(SHORT_LINE + WINDOW)]
     _serve_at(line, clock, places, rate, WINDOW)
     for place in places:
@@ -117,7 +125,7 @@ def test_what_can_wait_joins_a_line_that_moves_quickly_and_leaves_a_slow_one_sho
 
 def test_a_line_that_was_slow_once_is_measured_again_by_those_that_can_wait():
     clock = Clock()
-    line = Line(10.0, clock)
+    line = QueueDelayLimiter(10.0, clock)
     places = [line.join() for _ in range(SHORT_LINE + WINDOW)]
     _serve_at(line, clock, places, 0.1, WINDOW)
     assert len(places) == SHORT_LINE
@@ -129,8 +137,8 @@ def test_a_line_that_was_slow_once_is_measured_again_by_those_that_can_wait():
 
 
 def test_a_job_takes_a_place_of_its_request_and_each_that_nobody_knew_of_its_own():
-    line = Line(1.0)
-    places = LinePlaces(line, 2)
+    line = QueueDelayLimiter(1.0)
+    places = RequestTickets(line, 2)
     assert (line.num_waiting, places.num_waiting) == (2, 0)
     first, second, third = (places.take() for _ in range(3))
     assert (line.num_waiting, places.num_waiting) == (3, 3)
@@ -139,13 +147,13 @@ def test_a_job_takes_a_place_of_its_request_and_each_that_nobody_knew_of_its_own
     third.leave()
     places.leave()
     assert (line.num_waiting, places.num_waiting) == (0, 0)
-    unused = LinePlaces(line, 3)
+    unused = RequestTickets(line, 3)
     unused.leave()
     assert line.num_waiting == 0
 
 
 def test_a_place_counts_once():
-    line = Line(1.0)
+    line = QueueDelayLimiter(1.0)
     place = line.join()
     place.begin()
     place.begin()
@@ -153,7 +161,7 @@ def test_a_place_counts_once():
     assert line.num_waiting == 0
 
 
-def _overload(line: Line) -> list[Place]:
+def _overload(line: QueueDelayLimiter) -> list[Ticket]:
     """A line that has moved by one in a tenth of a second, for long; who still waits in it."""
     clock = Clock()
     line._clock = clock
@@ -215,8 +223,8 @@ async def test_windows_of_a_recording_wait_side_by_side_but_one_by_one_where_man
     async with serve(whisper_model.folder) as rig:
         line, decoder, lengths = rig.service.lines["media"], rig.cluster.decoders[0], list[int]()
 
-        def join() -> Place:
-            place = Line.join(line)
+        def join() -> Ticket:
+            place = QueueDelayLimiter.join(line)
             lengths.append(line.num_waiting)
             return place
 

@@ -22,7 +22,7 @@ from services.encode import local_encode, local_sink
 from services.handoff.device_tensors import compute_on_own_stream
 from services.roles.decoder import DecoderService
 from services.roles.prefill_decode import EncodePrefillDecodeService, PrefillDecodeService
-from services.worker_context import Links
+from services.worker_context import WorkerContext
 from tests.eventually import eventually
 from tests.services.apart import HELD_BY_ENGINES
 from tests.services.cluster import sign
@@ -78,7 +78,7 @@ async def serving(
     broker_url: str,
     redis: Redis,
     context: zmq.asyncio.Context,
-    role: Callable[[Links], DecoderService] = EncodePrefillDecodeService,
+    role: Callable[[WorkerContext], DecoderService] = EncodePrefillDecodeService,
     **settings: bool,
 ) -> AsyncIterator[Setting]:
     async with in_process(broker_url, redis, context, role, **settings) as worker:

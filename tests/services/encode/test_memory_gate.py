@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from services.encode.memory_gate import Place, Room
+from services.encode.memory_gate import MemoryGate, MemoryTicket
 
 
 async def settled() -> None:
@@ -14,10 +14,10 @@ async def settled() -> None:
 
 
 async def test_those_who_find_no_room_come_in_one_after_another_as_others_leave() -> None:
-    room = Room(limit_bytes=100, max_unweighed=2)
+    room = MemoryGate(limit_bytes=100, max_unweighed=2)
     order: list[int] = []
 
-    async def enter(number: int) -> Place:
+    async def enter(number: int) -> MemoryTicket:
         place = await room.enter()
         order.append(number)
         place.weigh(60)
@@ -35,7 +35,7 @@ async def test_those_who_find_no_room_come_in_one_after_another_as_others_leave(
 
 
 async def test_one_that_is_bigger_than_the_room_comes_in_alone() -> None:
-    room = Room(limit_bytes=10, max_unweighed=1)
+    room = MemoryGate(limit_bytes=10, max_unweighed=1)
     place = await room.enter()
     place.weigh(1000)
     other = asyncio.create_task(room.enter())
@@ -48,7 +48,7 @@ async def test_one_that_is_bigger_than_the_room_comes_in_alone() -> None:
 
 
 async def test_a_cancelled_wait_takes_no_place_even_if_its_turn_had_just_come() -> None:
-    room = Room(limit_bytes=10, max_unweighed=1)
+    room = MemoryGate(limit_bytes=10, max_unweighed=1)
     place = await room.enter()
     waiting, called, last = (asyncio.create_task(room.enter()) for _ in range(3))
     await settled()

@@ -17,7 +17,7 @@ import zmq.asyncio
 from broker.handoff.sender import key_of
 from broker.transports.tensors import TensorReceiver
 from common.hashing import checksum
-from services.handoff.device_tensors import DeviceLanding, open_cuda
+from services.handoff.device_tensors import DeviceReceiveBuffers, open_cuda
 from services.handoff.tensor_bytes import bytes_of
 from tests.broker.transports.fake_cuda import FakeCuda
 
@@ -27,7 +27,7 @@ async def main(kind: str, transport: Any) -> None:
     cuda = open_cuda("cuda") if kind == "cuda" else FakeCuda()
     assert cuda is not None
     receiver = TensorReceiver(zmq.asyncio.Context(), max_bytes=2**28, transport=transport, cuda=cuda)
-    landing = DeviceLanding(cuda, device)
+    landing = DeviceReceiveBuffers(cuda, device)
     print(receiver.address, flush=True)
     while True:
         received = await receiver.receive()

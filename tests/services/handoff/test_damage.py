@@ -10,7 +10,7 @@ import zmq.asyncio
 from redis.asyncio import Redis
 
 from broker.transports.base import ReceivedTensor
-from broker.transports.shm.push_target import GivenRoom
+from broker.transports.shm.push_target import PushTarget
 from broker.transports.tensors import TensorReceiver
 from common.config import Transport
 from common.hashing import content_hash
@@ -40,7 +40,7 @@ def llm() -> LLM:
 def damaged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One bit of the first tensor flips in the receiver's memory, before anybody has looked at it there: its size."""
     sizes: list[int] = []
-    receive, read_to = TensorReceiver.receive, GivenRoom.read_to
+    receive, read_to = TensorReceiver.receive, PushTarget.read_to
 
     async def receive_damaged(receiver: TensorReceiver) -> ReceivedTensor:
         received = await receive(receiver)
@@ -51,14 +51,14 @@ def damaged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         data[len(data) // 2] ^= 0x10
         return msgspec.structs.replace(received, data=memoryview(data))
 
-    def read_damaged(room: GivenRoom, end: int) -> None:
+    def read_damaged(room: PushTarget, end: int) -> None:
         if not sizes and room.memory is not None and end:
             sizes.append(room.header.size_bytes)
             room.memory[0] ^= 0x10
         read_to(room, end)
 
     monkeypatch.setattr(TensorReceiver, "receive", receive_damaged)
-    monkeypatch.setattr(GivenRoom, "read_to", read_damaged)
+    monkeypatch.setattr(PushTarget, "read_to", read_damaged)
     return sizes
 
 

@@ -29,7 +29,7 @@ from common.sampling_params import SamplingParams
 from common.text.processor import TextProcessor
 from engine.core.decoder_engine import DecoderEngine
 from engine.handoff.kv_offer_check import KvPart
-from services.handoff.device_tensors import DeviceLanding, Outgoing, open_cuda, payload_of
+from services.handoff.device_tensors import DeviceReceiveBuffers, Outgoing, open_cuda, payload_of
 from services.handoff.receiver import MAX_PARTS_LANDED
 from services.handoff.tensor_bytes import bytes_of
 from services.roles.decode import DecodeService
@@ -147,9 +147,9 @@ async def test_keys_and_values_are_on_the_gpu_before_the_engine_hears_of_them_an
     broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda, landed, delivered, going_on = FakeCuda(), list[str](), list[str](), threading.Event()
-    take, deliver = DeviceLanding.take, DecoderEngine.deliver_kv
+    take, deliver = DeviceReceiveBuffers.take, DecoderEngine.deliver_kv
 
-    async def noted_take(landing: DeviceLanding, key: Key, received: ReceivedTensor) -> torch.Tensor | str:
+    async def noted_take(landing: DeviceReceiveBuffers, key: Key, received: ReceivedTensor) -> torch.Tensor | str:
         tensor = await take(landing, key, received)
         landed.append(key[0])
         return tensor
@@ -160,7 +160,7 @@ async def test_keys_and_values_are_on_the_gpu_before_the_engine_hears_of_them_an
         deliver(engine, request_id, attempt, part)
 
     monkeypatch.setattr("services.worker_process.open_cuda", lambda device: cuda)
-    monkeypatch.setattr(DeviceLanding, "take", noted_take)
+    monkeypatch.setattr(DeviceReceiveBuffers, "take", noted_take)
     monkeypatch.setattr(DecoderEngine, "deliver_kv", noted_deliver)
     async with (
         in_process(broker_url, redis, zmq_context, DecodeService) as worker,
@@ -189,7 +189,7 @@ async def test_keys_and_values_are_on_the_gpu_before_the_engine_hears_of_them_an
 @pytest.mark.parametrize("way", ["the GPU", "the host"])
 async def test_a_tensor_lands_complete_whatever_way_it_has_come(way: str) -> None:
     cuda, values = FakeCuda(), torch.arange(12, dtype=torch.float32).view(3, 4)
-    landing, key = DeviceLanding(cuda, torch.device("cpu")), ("r", 0, 0)
+    landing, key = DeviceReceiveBuffers(cuda, torch.device("cpu")), ("r", 0, 0)
     header = TensorHeader(*key, "e0", 1, [3, 4], "float32", 48, checksum=checksum(bytes_of(values)))
     data: Payload = cuda.upload(bytes_of(values)) if way == "the GPU" else bytes_of(values)
     landed = await landing.take(key, ReceivedTensor(header, data))
@@ -198,7 +198,7 @@ async def test_a_tensor_lands_complete_whatever_way_it_has_come(way: str) -> Non
 
 
 async def test_bytes_damaged_on_the_host_do_not_land() -> None:
-    landing, key = DeviceLanding(FakeCuda(), torch.device("cpu")), ("r", 0, 0)
+    landing, key = DeviceReceiveBuffers(FakeCuda(), torch.device("cpu")), ("r", 0, 0)
     header = TensorHeader(*key, "e0", 1, [4], "float32", 16, checksum=1)
     assert "damaged" in str(await landing.take(key, ReceivedTensor(header, memoryview(bytes(16)))))
 

@@ -28,11 +28,11 @@ from common.messages import (
     TensorHeader,
 )
 from common.sampling_params import SamplingParams
-from engine.device.copy_stream import Arriving
+from engine.device.copy_stream import AsyncCopy
 from engine.state.events import KvComputed, KvMetadata, KvReady, PrefillEnded, RequestFailed
 from services.handoff.kv_messages import PART_BYTES, tokens_per_part
 from services.handoff.kv_sender import KvSender
-from services.worker_context import Links
+from services.worker_context import WorkerContext
 from tests.broker.conftest import make_record
 from tests.eventually import eventually
 
@@ -48,12 +48,12 @@ class FakeEngine:
     num_computed: int = 0
     calls: list[str] = field(default_factory=list)
 
-    def export_kv(self, request_id: str, table: str, first: int, last: int) -> Arriving | None:
+    def export_kv(self, request_id: str, table: str, first: int, last: int) -> AsyncCopy | None:
         if table == "self" and last > self.num_computed:
             self.calls.append("nothing there")
             return None
         numbers = torch.arange(first, last, dtype=torch.float32).view(-1, 1, 1, 1, 1)
-        return Arriving(numbers.expand(-1, *SHAPE).contiguous())
+        return AsyncCopy(numbers.expand(-1, *SHAPE).contiguous())
 
     def grant_kv(self, request_id: str) -> None:
         self.calls.append("grant")
@@ -127,7 +127,7 @@ class Setting:
         self.handoffs.own = make_record("p0", "prefill")
         self.ended: list[str] = []
         thread = cast(Any, FakeThread(self.engine))
-        self.sender = KvSender(cast(Links, self.links), thread, self.handoffs, self.ended.append)
+        self.sender = KvSender(cast(WorkerContext, self.links), thread, self.handoffs, self.ended.append)
 
     def answer(self, message: HandoffMessage) -> None:
         self.handoffs.handle(Delivery(b"stream", b"1-0", message, False))

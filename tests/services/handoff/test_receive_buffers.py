@@ -14,10 +14,10 @@ import torch
 
 from broker.transports.base import ReceivedTensor
 from broker.transports.shm import push_buffer, segment
-from broker.transports.shm.push_target import GivenRoom, GivenTensor
+from broker.transports.shm.push_target import PushedTensor, PushTarget
 from common.hashing import checksum
 from common.messages import TensorHeader
-from services.handoff.receive_buffers import Landing
+from services.handoff.receive_buffers import ReceiveBuffers
 from services.handoff.tensor_bytes import bytes_of
 from tests.eventually import eventually
 
@@ -31,15 +31,15 @@ def received(data: bytes) -> ReceivedTensor:
     return ReceivedTensor(header, memoryview(data))
 
 
-def given_room(data: bytes) -> tuple[GivenRoom, np.ndarray]:
+def given_room(data: bytes) -> tuple[PushTarget, np.ndarray]:
     """Memory that a sender has given, and the sender's view of it."""
     fd, written = segment.create(SIZE)
-    room = GivenRoom(received(data).header, segment.open_received(fd, SIZE, writable=True))
+    room = PushTarget(received(data).header, segment.open_received(fd, SIZE, writable=True))
     os.close(fd)
     return room, written
 
 
-def completed(room: GivenRoom, written: np.ndarray, data: bytes) -> GivenTensor:
+def completed(room: PushTarget, written: np.ndarray, data: bytes) -> PushedTensor:
     written[:] = np.frombuffer(data, np.uint8)
     tensor = room.complete(received(data).header)
     assert tensor is not None
@@ -58,7 +58,7 @@ def damaged(data: bytes) -> ReceivedTensor:
 
 
 async def test_a_tensor_lands_where_it_was_waited_for() -> None:
-    landing, data = Landing(), os.urandom(SIZE)
+    landing, data = ReceiveBuffers(), os.urandom(SIZE)
     landing.prepare(KEY, "e0", SHAPE, "bfloat16")
     landing.prepare(KEY, "e0", SHAPE, "bfloat16")  # a grant that was told twice
     assert len(landing) == 1
@@ -70,7 +70,7 @@ async def test_a_tensor_lands_where_it_was_waited_for() -> None:
 
 
 async def test_damaged_bytes_are_a_fault_and_the_tensor_is_waited_for_again() -> None:
-    landing, data = Landing(), os.urandom(SIZE)
+    landing, data = ReceiveBuffers(), os.urandom(SIZE)
     landing.prepare(KEY, "e0", SHAPE, "bfloat16")
     assert "damaged" in str(await landing.take(KEY, damaged(data)))
     assert len(landing) == 1
@@ -80,7 +80,7 @@ async def test_damaged_bytes_are_a_fault_and_the_tensor_is_waited_for_again() ->
 
 
 async def test_what_comes_twice_is_not_written_over_what_is_used() -> None:
-    landing, data = Landing(), os.urandom(SIZE)
+    landing, data = ReceiveBuffers(), os.urandom(SIZE)
     landing.prepare(KEY, "e0", SHAPE, "bfloat16")
     first = await landing.take(KEY, received(data))
     second = await landing.take(KEY, received(bytes(SIZE)))
@@ -91,7 +91,7 @@ async def test_what_comes_twice_is_not_written_over_what_is_used() -> None:
 
 
 async def test_what_is_waited_for_no_more_is_let_go() -> None:
-    landing = Landing()
+    landing = ReceiveBuffers()
     landing.prepare(KEY, "e0", SHAPE, "bfloat16")
     landing.drop(KEY)
     landing.drop(KEY)
@@ -99,7 +99,7 @@ async def test_what_is_waited_for_no_more_is_let_go() -> None:
 
 
 async def test_a_header_that_disagrees_with_its_bytes_is_not_copied() -> None:
-    landing = Landing()
+    landing = ReceiveBuffers()
     landing.prepare(KEY, "e0", SHAPE, "bfloat16")
     whole = received(bytes(SIZE))
     short = ReceivedTensor(msgspec.structs.replace(whole.header, size_bytes=4), memoryview(b"four"), "4 bytes")
@@ -111,7 +111,7 @@ async def test_it_lands_while_threads_of_others_are_all_busy() -> None:
     free = threading.Event()
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     busy = asyncio.create_task(asyncio.to_thread(free.wait, 60))
-    landing, data = Landing(), os.urandom(SIZE)
+    landing, data = ReceiveBuffers(), os.urandom(SIZE)
     landing.prepare(KEY, "e0", SHAPE, "bfloat16")
     async with asyncio.timeout(10):
         assert isinstance(await landing.take(KEY, received(data)), torch.Tensor)
@@ -122,7 +122,7 @@ async def test_it_lands_while_threads_of_others_are_all_busy() -> None:
 
 async def test_its_threads_end_with_it() -> None:
     before = threading.active_count()
-    landing = Landing()
+    landing = ReceiveBuffers()
     landing.prepare(KEY, "e0", SHAPE, "bfloat16")
     await landing.take(KEY, received(os.urandom(SIZE)))
     assert threading.active_count() > before
@@ -131,7 +131,7 @@ async def test_its_threads_end_with_it() -> None:
 
 
 async def test_what_comes_in_memory_that_was_given_stays_there() -> None:
-    landing, data = Landing(), os.urandom(SIZE)
+    landing, data = ReceiveBuffers(), os.urandom(SIZE)
     landing.prepare(KEY, "e0", SHAPE, "bfloat16")
     room, written = given_room(data)
     landing.expect(KEY, room)
@@ -144,7 +144,7 @@ async def test_what_comes_in_memory_that_was_given_stays_there() -> None:
 
 
 async def test_memory_that_is_given_is_touched_without_writing_to_it() -> None:
-    landing, data = Landing(), os.urandom(SIZE)
+    landing, data = ReceiveBuffers(), os.urandom(SIZE)
     landing.prepare(KEY, "e0", SHAPE, "bfloat16")
     room, written = given_room(data)
     written[:] = np.frombuffer(data, np.uint8)
@@ -154,7 +154,7 @@ async def test_memory_that_is_given_is_touched_without_writing_to_it() -> None:
 
 
 async def test_memory_is_made_only_for_those_who_do_not_give_it(small: None) -> None:
-    landing, data = Landing(), os.urandom(SIZE)
+    landing, data = ReceiveBuffers(), os.urandom(SIZE)
     landing.prepare(KEY, "e0", SHAPE, "bfloat16")
     assert landing._places[KEY] is not None
     room, written = given_room(data)
@@ -170,7 +170,7 @@ async def test_memory_is_made_only_for_those_who_do_not_give_it(small: None) -> 
 
 
 async def test_given_memory_is_let_go_where_nobody_waits_for_it() -> None:
-    landing, data = Landing(), os.urandom(SIZE)
+    landing, data = ReceiveBuffers(), os.urandom(SIZE)
     unknown, _ = given_room(data)
     landing.expect(KEY, unknown)
     assert len(landing) == 0
@@ -185,7 +185,7 @@ async def test_given_memory_is_let_go_where_nobody_waits_for_it() -> None:
 
 
 async def test_damaged_bytes_in_given_memory_are_a_fault_and_may_come_again_in_any_way() -> None:
-    landing, data = Landing(), os.urandom(SIZE)
+    landing, data = ReceiveBuffers(), os.urandom(SIZE)
     landing.prepare(KEY, "e0", SHAPE, "bfloat16")
     room, written = given_room(data)
     landing.expect(KEY, room)
@@ -203,7 +203,7 @@ async def test_damaged_bytes_in_given_memory_are_a_fault_and_may_come_again_in_a
 
 async def test_more_given_memory_than_a_process_can_map_is_copied_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.handoff.receive_buffers.MAX_KEPT", 1)
-    landing, data = Landing(), os.urandom(SIZE)
+    landing, data = ReceiveBuffers(), os.urandom(SIZE)
     kept = []
     for _ in range(2):
         landing.prepare(KEY, "e0", SHAPE, "bfloat16")

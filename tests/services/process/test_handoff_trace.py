@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from services.process.handoff_trace import MAX_KEPT, HopRecorder, hop_latencies, summary
+from services.process.handoff_trace import MAX_KEPT, HandoffTrace, hop_latencies, summary
 
 
 def test_both_sides_are_joined_by_key() -> None:
-    sender, receiver = HopRecorder(), HopRecorder()
+    sender, receiver = HandoffTrace(), HandoffTrace()
     for number in range(3):
         sender.mark(("r", number, 0), "offer_sent", 10.0)
         receiver.mark(("r", number, 0), "offer_received", 10.001 + number)
@@ -18,7 +18,7 @@ def test_both_sides_are_joined_by_key() -> None:
 
 
 def test_the_first_time_counts_and_old_handoffs_are_forgotten() -> None:
-    recorder = HopRecorder()
+    recorder = HandoffTrace()
     recorder.mark(("first", 0, 0), "stored", 1.0)
     recorder.mark(("first", 0, 0), "stored", 2.0)
     recorder.mark(("first", 0, 0), "offer_received", 0.5)

@@ -16,8 +16,8 @@ from services.roles.decode import DecodeService
 from services.roles.encoder import EncoderService
 from services.roles.prefill import PrefillService
 from services.roles.prefill_decode import EncodePrefillDecodeService, PrefillDecodeService
-from services.worker_context import Links, RoleService
-from services.worker_process import Shell
+from services.worker_context import RoleService, WorkerContext
+from services.worker_process import WorkerProcess
 
 
 @pytest.mark.parametrize("engine", [DecoderEngine, EncoderEngine])
@@ -50,9 +50,9 @@ ROLES = (EncoderService, PrefillService, DecodeService, PrefillDecodeService, En
 
 
 @pytest.mark.parametrize("role", ROLES)
-async def test_a_workers_own_numbers_have_help_texts(role: Callable[[Links], RoleService]) -> None:
+async def test_a_workers_own_numbers_have_help_texts(role: Callable[[WorkerContext], RoleService]) -> None:
     settings = Settings(broker="redis://127.0.0.1:1", port=0, instance_id="w0")
-    shell = Shell(settings, load_model_info("signpost"), "float32", role)
+    shell = WorkerProcess(settings, load_model_info("signpost"), "float32", role)
     try:
         metrics = shell._links.metrics
         assert {name for name in (*metrics.gauges, *metrics.tallies) if name not in HELP} == set()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from services.process.request_owners import ProxyWatch
+from services.process.request_owners import RequestOwners
 
 
 def test_only_a_silent_proxy_loses_its_requests() -> None:
-    watch = ProxyWatch(silence_s=0.0)
+    watch = RequestOwners(silence_s=0.0)
     watch.heard(b"p0")
     watch.add(b"p0", "a", attempt=3)
     watch.add(b"p0", "b")
@@ -20,7 +20,7 @@ def test_only_a_silent_proxy_loses_its_requests() -> None:
 
 
 def test_a_proxy_that_beats_keeps_its_requests() -> None:
-    watch = ProxyWatch(silence_s=60.0)
+    watch = RequestOwners(silence_s=60.0)
     watch.heard(b"p0")
     watch.heard(b"p1")
     watch.add(b"p0", "a")

@@ -17,14 +17,14 @@ from redis.asyncio import Redis
 from broker.cluster.redis_client import connect
 from broker.cluster.registry import Registry
 from broker.transports.shm import push_buffer
-from broker.transports.shm.push_target import GivenRoom, GivenTensor
+from broker.transports.shm.push_target import PushedTensor, PushTarget
 from broker.transports.tensors import ReceivedTensor
 from common.errors import ErrorInfo
 from common.hashing import content_hash
 from common.messages import Abort, Encode, Encoded, Failed, Generate, Offer, Receipt
 from common.sampling_params import SamplingParams
-from services.encode.memory_gate import Room
-from services.encode.output_sink import RemoteDestination
+from services.encode.memory_gate import MemoryGate
+from services.encode.output_sink import RemoteSink
 from services.roles.encoder import EncoderService
 from tests.broker.transports.transport_kit import noted_in
 from tests.eventually import eventually
@@ -216,7 +216,7 @@ async def test_an_output_leaves_by_the_thread_that_has_made_it(
         arrived.append(await setting.given_while_busy(name, colour=colour))
         setting.peer.send("injected", Receipt(name, 0, 0, "stored"))
         assert (await setting.reply(name)).error is None
-    assert [isinstance(tensor, GivenTensor) for tensor in arrived] == [False, True, True]
+    assert [isinstance(tensor, PushedTensor) for tensor in arrived] == [False, True, True]
     assert all(tensor.fault is None for tensor in arrived)
     assert setting.worker.tally("tensors_sent") == {"shm+unix": 3}
     for name, tensor, colour in zip(names, arrived, ("red", "blue", "green"), strict=True):
@@ -226,17 +226,17 @@ async def test_an_output_leaves_by_the_thread_that_has_made_it(
 
 async def test_an_output_that_has_left_and_not_arrived_is_sent_again(giving: Setting) -> None:
     tensor = await giving.given_while_busy("r")
-    assert isinstance(tensor, GivenTensor)
+    assert isinstance(tensor, PushedTensor)
     giving.peer.send("injected", Receipt("r", 0, 0, "corrupt"))
     again = await giving.peer.tensor()
-    assert not isinstance(again, GivenTensor)
+    assert not isinstance(again, PushedTensor)
     assert again.data == tensor.data
     giving.peer.send("injected", Receipt("r", 0, 0, "stored"))
     assert (await giving.reply("r")).error is None
 
 
 async def test_what_was_given_for_an_aborted_item_is_taken_back(giving: Setting) -> None:
-    rooms: list[GivenRoom] = []
+    rooms: list[PushTarget] = []
     giving.peer.watch_given(noted_in(rooms))
     with giving.busy():
         await giving.encode("r")
@@ -257,7 +257,7 @@ async def test_an_output_leaves_for_another_who_waits_where_the_first_is_aborted
         await giving.worker.proxy.send(Abort("first of two"))
         await giving.computing(1)
     tensor = await giving.peer.tensor()
-    assert isinstance(tensor, GivenTensor)
+    assert isinstance(tensor, PushedTensor)
     assert tensor.header.request_id == "second"
     giving.peer.send("injected", Receipt("second", 0, 0, "stored"))
     assert (await giving.reply("second")).error is None
@@ -300,7 +300,7 @@ async def error_without_a_registry(setting: Setting, nobody: Redis, **settings: 
     stage = setting.worker.role.stage
     changed = stage._links.settings.model_copy(update=settings)
     links = dataclasses.replace(stage._links, registry=Registry(nobody, CLUSTER), settings=changed)
-    stage._pipeline._destination = RemoteDestination(links, setting.worker.role._handoffs)
+    stage._pipeline._destination = RemoteSink(links, setting.worker.role._handoffs)
     await setting.encode("r", to="never seen")
     error = (await setting.reply("r")).error
     assert error is not None
@@ -414,7 +414,7 @@ async def test_more_items_than_the_queue_holds_are_refused_as_overload(setting: 
 
 
 async def test_an_item_that_finds_no_room_is_not_preprocessed_before_there_is_some(setting: Setting) -> None:
-    setting.worker.role.stage._pipeline._preparation.room = Room(limit_bytes=1, max_unweighed=1)
+    setting.worker.role.stage._pipeline._preparation.room = MemoryGate(limit_bytes=1, max_unweighed=1)
     await setting.encode("first")
     first = await setting.offer("first")
     await setting.encode("impatient", timeout_s=0.3)
@@ -436,7 +436,7 @@ async def test_an_item_that_waits_for_a_grant_makes_way_at_its_deadline_for_one_
 ) -> None:
     """Or one destination that grants nothing would keep an encoder from working for all others."""
     monkeypatch.setattr("services.encode.encode_stage.KEEP_S", 1000.0)
-    setting.worker.role.stage._pipeline._preparation.room = Room(limit_bytes=1, max_unweighed=1)
+    setting.worker.role.stage._pipeline._preparation.room = MemoryGate(limit_bytes=1, max_unweighed=1)
     await setting.encode("first", timeout_s=0.5)
     await setting.offer("first")
     await setting.encode("second")
