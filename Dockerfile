@@ -58,6 +58,7 @@ COPY broker broker
 COPY services services
 COPY proxy proxy
 COPY launch launch
+COPY triptych triptych
 RUN --mount=type=bind,from=wheels,target=/wheels \
     pip install --no-deps --target /app .
 
