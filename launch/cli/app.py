@@ -190,7 +190,7 @@ def request(
 
 
 @app.command()
-@takes_settings("topology", "engine.device.choice", "engine.dtype", "engine.num_threads")
+@takes_settings("topology", "engine.device", "engine.dtype", "engine.num_threads")
 def demo(
     flags: Flags,
     pictures: Annotated[int, typer.Option(min=1, max=32, help="How many pictures.")] = 6,

@@ -61,7 +61,7 @@ _OPTIONS: dict[str, Any] = {
     ),
     "api_key_file": _option(Path, _KEYS, "File with the keys that clients may send, one per line.", "TRIPTYCH_API_KEY"),
     "metrics_without_key": _option(bool, _KEYS, "Serve /metrics to everybody.", "no", ("--metrics-without-key",)),
-    "engine.device.choice": _option(str, _ENGINE, "Where the engine runs.", "auto", metavar="auto|cpu|cuda"),
+    "engine.device": _option(str, _ENGINE, "Where the engine runs.", "auto", metavar="auto|cpu|cuda"),
     "engine.dtype": _option(
         str, _ENGINE, "auto: the checkpoint's own on CUDA, float32 on a CPU.", "auto", metavar="auto|float32|bfloat16|…"
     ),

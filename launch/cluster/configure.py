@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from common.config import Settings
 
 Flags = dict[str, Any]
-"""Setting names (nested ones with a dot, such as `engine.device.choice`) to values; None means not given."""
+"""Setting names (nested ones with a dot, such as `engine.device`) to values; None means not given."""
 
 ENV_PREFIX = "TRIPTYCH_"
 _SECRETS = ("api_key", "cluster_key", "broker")

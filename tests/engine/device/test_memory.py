@@ -302,7 +302,7 @@ info = load_model_info(sys.argv[1])
 engine = EncoderEngine(info, EngineConfig(**json.loads(sys.argv[2])))
 [clip] = _media(info)
 window = _process(WhisperProcessor(info), clip, engine.dtype)
-give_back_free_memory(engine.device.choice)  # a worker preprocesses in other processes
+give_back_free_memory(engine.device)  # a worker preprocesses in other processes
 for number in range(4):
     engine.submit((f"r{number}", 0, 0), window)
 while engine.has_work():

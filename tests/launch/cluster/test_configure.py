@@ -28,20 +28,18 @@ def test_flags_win_over_environment_over_file_over_defaults(monkeypatch: pytest.
     monkeypatch.setenv("TRIPTYCH_PORT", "2222")
     monkeypatch.setenv("TRIPTYCH_ENGINE__MAX_NUM_SEQS", "22")
     assert load_settings({}).port == 2222
-    settings = load_settings({"port": 3333, "engine.max_num_seqs": 33, "engine.device.choice": None})
+    settings = load_settings({"port": 3333, "engine.max_num_seqs": 33, "engine.device": None})
     assert (settings.port, settings.engine.max_num_seqs) == (3333, 33)
     assert (settings.host, settings.engine.block_size) == ("0.0.0.0", 8)
 
 
 def test_bad_values_are_named_in_one_line() -> None:
     with pytest.raises(TriptychError) as raised:
-        load_settings(
-            {"port": 99999, "engine.device.choice": "gpu", "colour": "red", "cluster": "a b", "instance_id": "e:0"}
-        )
+        load_settings({"port": 99999, "engine.device": "gpu", "colour": "red", "cluster": "a b", "instance_id": "e:0"})
     message = raised.value.info.message
     assert "\n" not in message
     assert "port = 99999: input should be less than or equal to 65535" in message
-    assert "engine.device.choice = 'gpu'" in message
+    assert "engine.device = 'gpu'" in message
     assert "colour is not a setting" in message
     assert "cluster = 'a b': value error, has to consist of letters" in message
     assert "instance_id = 'e:0': " in message
