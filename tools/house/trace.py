@@ -1,0 +1,128 @@
+"""`python -m tools.house.trace`: how many named functions and files one chat request with an image runs on `1e1pd`.
+
+Every process records the repository's functions that run while a flag file names a phase: `idle`, whose functions are
+left out of the count, and `request`, one streamed request. Comprehensions and lambdas do not count.
+With --limits the exit status is 1 where a figure is over its limit.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Final
+
+import httpx
+import typer
+from PIL import Image
+
+from tools.house.measure import show
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+START_S: Final = 150.0
+RECORDER: Final = Path(__file__).with_name("recorder.py")
+Functions = set[tuple[str, str]]
+"""Pairs of a file and a qualified name."""
+
+
+def main(
+    limits: Annotated[bool, typer.Option("--limits", help="Exit with 1 where a figure is over its limit.")] = False,
+    list_all: Annotated[bool, typer.Option("--list", help="Print every function, too.")] = False,
+) -> None:
+    """Start a cluster with the bundled model, ask it once, and print the figures of each process and of all."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        with _cluster(folder) as url:
+            _ask(url, shade=10)
+            time.sleep(2)
+            idle = _record(folder, "idle", lambda: time.sleep(4))
+            request = _record(folder, "request", lambda: _ask(url, shade=90))
+    total: Functions = set()
+    for process, functions in sorted(request.items()):
+        own = functions - idle.get(process, set())
+        total |= own
+        if own:
+            print(f"{len(own):5d} functions in {_num_files(own):3d} files   {process.partition(' ')[2][-70:]}")
+    if list_all:
+        print("\n".join(f"  {file}\t{name}" for file, name in sorted(total)))
+    is_well = show({"files of a request": _num_files(total), "functions of a request": len(total)})
+    sys.exit(int(limits and not is_well))
+
+
+@contextlib.contextmanager
+def _cluster(folder: Path) -> Iterator[str]:
+    """The URL of a cluster whose processes record into `folder`."""
+    (folder / "sitecustomize.py").write_text(RECORDER.read_text())
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    own = {"TRACE_DIR": str(folder), "TRACE_ROOT": f"{ROOT}/", "PYTHONPATH": str(folder), "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [sys.executable, "-m", "triptych", "serve", "signpost", "--topology", "1e1pd", "--port", str(port)]
+    quiet = subprocess.DEVNULL
+    environment = {**os.environ, **own, "PYTHONDONTWRITEBYTECODE": "1"}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=quiet, stderr=quiet)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _await_ready(url)
+        yield url
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(30)
+
+
+def _await_ready(url: str) -> None:
+    """Raise TimeoutError where the cluster is not ready in time."""
+    deadline_s = time.monotonic() + START_S
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{url}/ready", timeout=2, trust_env=False).status_code == 200:
+                return
+        time.sleep(0.1)
+    raise TimeoutError(f"no cluster at {url} after {START_S:.0f} s")
+
+
+def _ask(url: str, shade: int) -> None:
+    """One streamed chat request about an image of its own."""
+    png = io.BytesIO()
+    Image.new("RGB", (112, 112), (200, 40, shade)).save(png, "PNG")
+    image = "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
+    question = {"type": "text", "text": "What does the sign say?"}
+    content = [{"type": "image_url", "image_url": {"url": image}}, question]
+    messages = [{"role": "user", "content": content}]
+    body = {"model": "signpost", "stream": True, "max_tokens": 8, "messages": messages}
+    httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60, trust_env=False).raise_for_status()
+
+
+def _record(folder: Path, phase: str, action: Callable[[], None]) -> dict[str, Functions]:
+    """Functions by process, `pid command`, that ran while `action` did."""
+    flag = folder / "flag"
+    flag.write_text(phase)
+    time.sleep(0.5)
+    action()
+    time.sleep(2)
+    flag.unlink()
+    time.sleep(1.5)
+    recorded = {}
+    for path in folder.glob(f"{phase}.*.txt"):
+        command, *rows = path.read_text().splitlines()
+        pairs = (row.split("\t") for row in rows)
+        named = {(file, name) for file, name in pairs if not name.split(".")[-1].startswith("<")}
+        recorded[f"{path.name.split('.')[1]} {' '.join(command.split())}"] = named
+    return recorded
+
+
+def _num_files(functions: Functions) -> int:
+    return len({file for file, _ in functions})
+
+
+if __name__ == "__main__":
+    typer.run(main)
