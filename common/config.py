@@ -1,13 +1,20 @@
-"""Configuration: command-line flags over environment (TRIPTYCH_*) over one file (triptych.toml) over defaults."""
+"""Configuration: command-line flags over environment (TRIPTYCH_*) over one file (triptych.toml) over defaults.
+
+The only definition of the settings: `launch.cli.options` derives flags and help from these fields,
+`launch.cli.settings_page` the reference page.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Union, cast, get_args, get_origin
 
-from pydantic import BaseModel, Field, SecretStr, field_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, field_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -16,6 +23,8 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+ENV_PREFIX: Final = "TRIPTYCH_"
+DEFAULT_FILE: Final = "triptych.toml"
 _NAME: Final = re.compile("[A-Za-z0-9_.-]+")
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -24,167 +33,210 @@ LoadFormat = Literal["auto", "dummy"]
 MediaScheme = Literal["data", "http", "https"]
 PreemptionPolicy = Literal["auto", "recompute", "swap"]
 Transport = Literal["auto", "shm", "zmq", "redis", "nixl", "cuda"]
+if TYPE_CHECKING:
+    Size = int
+else:
+    Size = ByteSize
+"""Bytes, written `512MiB`, `2GiB` or as a number; an int for its readers."""
+
+
+def _setting(
+    default: Any, meaning: str, panel: str | None = None, *, shown: str = "", metavar: str = "", **rules: Any
+) -> Any:
+    """Describe one setting.
+
+    `panel` groups flags in the help; without a panel there is no flag. `shown` is the default for a person where the
+    value None says too little.
+    """
+    extra: dict[str, Any] = {"panel": panel, "shown": shown, "metavar": metavar}
+    return Field(default, description=meaning, json_schema_extra=extra, **rules)
 
 
 class EngineConfig(BaseModel):
-    """Sizes of one worker's engine. Bytes and tokens, never blocks of unknown size."""
+    """Sizes of one worker's engine, in bytes and tokens, never in blocks of unknown size."""
 
-    device: Device = "auto"
-    dtype: DType = Field("auto", description="auto: the checkpoint's own on CUDA, float32 on a CPU.")
-    load_format: LoadFormat = Field(
-        "auto", description="dummy: random weights instead of the checkpoint's, to measure speed and memory."
+    model_config = ConfigDict(extra="forbid")
+
+    device: Device = _setting("auto", "Device of the engine.", "Engine")
+    dtype: DType = _setting("auto", "Precision; auto: the checkpoint's own on CUDA, float32 on a CPU.", "Engine")
+    load_format: LoadFormat = _setting(
+        "auto", "dummy: random weights instead of the checkpoint's, to measure speed and memory."
     )
-    block_size: int = Field(16, ge=1, le=256, description="Token slots in one KV block.")
-    memory_fraction: float | None = Field(
+    block_size: int = _setting(16, "Token slots in one KV block.", "Engine", ge=1, le=256)
+    memory_fraction: float | None = _setting(
         None,
+        "Share of the memory for one worker: of the GPU's, weights included, or of the memory that is free on a CPU "
+        "once the weights are loaded.",
+        "Engine",
+        shown="0.9 of a GPU, 0.5 on a CPU",
+        metavar="SHARE",
         gt=0,
         le=1,
-        description="Share of the memory that a worker takes: of the device on CUDA (0.9 if not given, weights "
-        "included), of what is free once the weights are loaded on a CPU (0.5).",
     )
-    memory_bytes: int | None = Field(
-        None, ge=1, description="Memory of a worker beside its weights, instead of a share of what there is."
+    memory_bytes: Size | None = _setting(
+        None, "Memory of one worker beside its weights, instead of a share.", "Engine", shown="by memory_fraction", ge=1
     )
-    process_bytes: int | None = Field(
+    process_bytes: Size | None = _setting(
         None,
+        "GPU memory of a worker beside torch's tensors: CUDA itself, and the buffers in which tensors travel.",
+        shown="768MiB, and NIXL's buffers for tensors between GPUs",
         ge=0,
-        description="What a worker takes of a GPU beside torch's tensors: CUDA itself, and the memory that tensors "
-        "travel by; if not given, 768 MiB, and what NIXL takes for tensors between GPUs.",
     )
-    kv_cache_bytes: int | None = Field(
-        None, ge=1, description="Budget of the KV block pool; if not given, what is left, measured at start."
+    kv_cache_bytes: Size | None = _setting(
+        None, "Budget of the KV cache.", "Engine", shown="the memory left, measured at start", ge=1
     )
-    encoder_cache_bytes: int | None = Field(
-        None, ge=1, description="Budget of encoder outputs not yet consumed; if not given, an eighth of what is left."
-    )
-    encoder_output_cache_bytes: int | None = Field(
+    encoder_cache_bytes: Size | None = _setting(
         None,
+        "Budget of encoder outputs not yet consumed on a prefill-decode worker.",
+        "Engine",
+        shown="an eighth of the memory left",
+        ge=1,
+    )
+    encoder_output_cache_bytes: Size | None = _setting(
+        None,
+        "Budget of outputs that an encoder keeps for later requests; 0 keeps none.",
+        "Engine",
+        shown="256MiB, on a CPU at most a sixteenth of the worker's memory",
         ge=0,
-        description="Budget of outputs that an encoder worker keeps for the next ones who need them; if not given, "
-        "256 MiB, on a CPU at most a sixteenth of what it may take. 0 keeps none.",
     )
-    prefix_caching: bool = Field(True, description="Find the KV blocks of prompts that begin alike.")
-    preemption: PreemptionPolicy = Field(
-        "auto", description="What happens to a request that loses its blocks: swapped to the host, or computed again."
+    prefix_caching: bool = _setting(True, "Reuse the KV blocks of prompts that begin alike.")
+    preemption: PreemptionPolicy = _setting(
+        "auto", "Treatment of a request that loses its blocks: swap them to the host, or recompute them."
     )
-    swap_bytes: int | None = Field(
+    swap_bytes: Size | None = _setting(
         None,
+        "Host memory for swapped KV blocks, taken when needed.",
+        "Engine",
+        shown="a sixteenth of the memory left, at most 128MiB on a CPU and 4GiB on CUDA",
         ge=0,
-        description="Host memory for swapped KV blocks, taken when needed; if not given, a sixteenth of what is free, "
-        "at most 128 MiB on a CPU and 4 GiB on CUDA.",
     )
-    max_num_seqs: int = Field(64, ge=1, description="Sequences that run at once; a request has n, or its beams.")
-    max_num_batched_tokens: int = Field(
-        1024, ge=1, description="Token budget of one step, prefill and decode together."
+    max_num_seqs: int = _setting(64, "Sequences that run at once; a request has n, or its beams.", "Engine", ge=1)
+    max_num_batched_tokens: int = _setting(
+        1024, "Token budget of one step, prefill and decode together.", "Engine", ge=1
     )
-    async_scheduling: bool | None = Field(
-        None,
-        description="Schedule and launch a step before it is known what the last one has given; if not given, on CUDA.",
+    async_scheduling: bool | None = _setting(
+        None, "Launch a step before the tokens of the last step are known.", "Engine", shown="on CUDA"
     )
-    max_model_len: int | None = Field(None, ge=1, description="Context length; the model's own if not given.")
-    max_waiting: int = Field(4096, ge=1, description="Requests that may wait; more are refused as overloaded.")
-    encoder_batch_items: int = Field(8, ge=1, description="Items in one encoder batch.")
-    encoder_batch_bytes: int | None = Field(
-        None, ge=1, description="Output bytes of one encoder batch; if not given, 2 MiB on a CPU and 64 MiB on CUDA."
+    max_model_len: int | None = _setting(None, "Context length.", "Engine", shown="the model's own", ge=1)
+    max_waiting: int = _setting(4096, "Requests that may wait; more are refused as overloaded.", ge=1)
+    encoder_batch_items: int = _setting(8, "Media items in one encoder batch.", "Engine", ge=1)
+    encoder_batch_bytes: Size | None = _setting(
+        None, "Output bytes of one encoder batch.", shown="2MiB on a CPU, 64MiB on CUDA", ge=1
     )
-    num_threads: int | None = Field(None, ge=1, description="CPU threads of the engine.")
-    attention_backend: str = Field(
-        "auto", description="Name of the attention backend; auto chooses by device, dtype and phase."
+    num_threads: int | None = _setting(None, "CPU threads of one worker.", "Engine", shown="a share of the cores", ge=1)
+    attention_backend: str = _setting(
+        "auto", "Name of the attention backend; auto chooses by device, dtype and phase.", "Engine"
     )
-    enforce_eager: bool = Field(
-        False, description="Compute every step anew: no CUDA graphs for decode steps. Slower, and starts sooner."
+    enforce_eager: bool = _setting(
+        False, "Compute decode steps without CUDA graphs: slower, and starts sooner.", "Engine"
     )
 
 
 class Settings(BaseSettings):
-    """Everything a Triptych process can be told. Nested values: TRIPTYCH_ENGINE__MAX_NUM_SEQS=32."""
+    """All settings of a Triptych process. Nested values: TRIPTYCH_ENGINE__MAX_NUM_SEQS=32."""
 
-    model_config = SettingsConfigDict(env_prefix="TRIPTYCH_", env_nested_delimiter="__", extra="forbid")
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_nested_delimiter="__", extra="forbid")
 
-    model: str = Field("signpost", description="Hub id, folder, or the name of a bundled model.")
-    served_model_name: str | None = Field(None, description="Name in the API; the model's own if not given.")
-    topology: str | None = Field(None, description="Such as 1e1pd, 1e1p1d or 1epd; the model's usual one if not given.")
-    host: str = "127.0.0.1"
-    port: int = Field(8000, ge=0, le=65535, description="Port of the OpenAI API; 0 picks a free one.")
-    broker: str | None = Field(
+    model: str = _setting("signpost", "Hub id, folder, or name of a bundled model.")
+    topology: str | None = _setting(
         None,
-        description="redis:// or rediss:// URL, with its password if it has one; an embedded broker is started if not "
-        "given. Secret: comes from the environment or the file where it has a password.",
+        "Instances of each role, e(ncode), p(refill), d(ecode), pd or epd in one: 2e1pd is two encoders, one worker.",
+        "Serving",
+        shown="by the model: 1e1pd, 1pd for text, 2e1pd for speech",
+    )
+    host: str = _setting("127.0.0.1", "Address to listen on.", "Serving")
+    port: int = _setting(
+        8000, "Port of the OpenAI API; 0 picks a free port.", "Serving", metavar="PORT", ge=0, le=65535
+    )
+    broker: str | None = _setting(
+        None,
+        "URL of the broker, redis://host:6379 or rediss://. A URL with a password is a secret: give it by environment "
+        "or file.",
+        "Serving",
+        shown="`serve` starts its own broker",
         repr=False,
     )
-    cluster: str = Field("triptych", max_length=64, description="Key prefix in the broker: one per cluster.")
-    cluster_key: SecretStr | None = Field(
-        None, min_length=1, description="64 hexadecimal digits that all processes of the cluster share."
+    cluster: str = _setting("triptych", "Key prefix in the broker, one per cluster.", "Serving", max_length=64)
+    instance_id: str | None = _setting(
+        None, "Name of this process in the cluster.", "Serving", shown="made up", max_length=128
     )
-    cluster_key_file: Path | None = Field(None, description="File with the cluster key instead.")
-    api_key: SecretStr | None = Field(None, min_length=1, description="Key that clients of the API must send.")
-    api_key_file: Path | None = Field(None, description="File with such keys, one per line.")
-    metrics_without_key: bool = Field(False, description="Serve /metrics to everybody, whatever keys there are.")
-    instance_id: str | None = Field(
-        None, max_length=128, description="Name of this process in the cluster; one is made up if not given."
+    advertise_host: str | None = _setting(
+        None, "Address under which other hosts reach this process.", "Serving", shown="host"
     )
-    advertise_host: str | None = Field(None, description="Address under which other hosts reach this process.")
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_format: Literal["text", "json"] = "text"
-    preprocess_workers: int = Field(1, ge=1, description="Processes that preprocess media on an encoder.")
-    encoder_fallback: bool = Field(
-        False, description="Let a worker that prefills encode the inputs of its requests while there is no encoder."
+    cluster_key: SecretStr | None = _setting(
+        None, "64 hexadecimal digits shared by all processes of the cluster.", shown="`serve` makes one", min_length=1
     )
-    transport: Transport = Field(
-        "auto",
-        description="How tensors travel; auto: CUDA between GPUs of a host, NIXL where RDMA is between them, "
-        "shared memory between processes of a host, else ZMQ.",
+    cluster_key_file: Path | None = _setting(None, "File with the cluster key instead.", "Keys")
+    api_key: SecretStr | None = _setting(
+        None, "Key that clients of the API must send.", shown="no key needed", min_length=1
     )
-    handoff_timeout_s: float = Field(30.0, gt=0, description="Longest wait for one step of a handoff.")
-    step_timeout_s: float = Field(
-        300.0,
-        gt=0,
-        description="Longest step of an engine, loading not included: a worker that is longer in one has hung. It "
-        "leaves the cluster, and ends with status 1.",
-    )
-    request_timeout_s: float = Field(600.0, gt=0, description="Longest life of a request in the proxy.")
-    max_inflight: int = Field(1024, ge=1, description="Requests in the proxy at once; more get 429.")
-    max_inflight_bytes: int | None = Field(
+    api_key_file: Path | None = _setting(None, "File with the keys that clients may send, one per line.", "Keys")
+    metrics_without_key: bool = _setting(False, "Serve /metrics to everybody, whatever keys there are.", "Keys")
+    served_model_name: str | None = _setting(None, "Name of the model in the API.", "API", shown="the model's own")
+    max_inflight: int = _setting(1024, "Requests in the proxy at once; more get 429.", "API", ge=1)
+    max_inflight_bytes: Size | None = _setting(
         None,
+        "Request bodies and media in the proxy at once; more get 429.",
+        "API",
+        shown="a quarter of the memory free at start",
         ge=1,
-        description="Bytes of request bodies and media in the proxy at once; more get 429. If not given, a quarter of "
-        "the memory that is free at start.",
     )
-    max_queue_s: float = Field(
+    max_queue_s: float = _setting(
         10.0,
+        "Longest expected wait for a first token, in seconds; beyond, new requests get 429. For good answers under "
+        "overload: half of the wait that a user accepts.",
+        "API",
         gt=0,
-        description="Longest expected wait for a first token, in seconds; while it is longer, new requests get 429. "
-        "Bursts are taken in whole. For good answers under overload: half of what a user would wait.",
     )
-    max_connections: int = Field(
+    request_timeout_s: float = _setting(600.0, "Longest life of a request in the proxy, in seconds.", "API", gt=0)
+    max_connections: int = _setting(
         4096,
+        "HTTP connections of a process at once, at most half of its descriptors; beyond, idle connections are closed.",
+        "API",
         ge=1,
-        description="HTTP connections of a process at once, at most half of its descriptors; beyond it an idle one is "
-        "closed for a new one.",
     )
-    client_timeout_s: float = Field(
+    client_timeout_s: float = _setting(
         20.0,
+        "Longest wait for the head of an HTTP request, in seconds, and the period in which at least 500 bytes per "
+        "second of its body come.",
+        "API",
         gt=0,
-        description="Longest wait for the head of an HTTP request, and period in which at least 500 bytes per second "
-        "of its body come.",
     )
-    max_body_bytes: int = Field(128 * 2**20, ge=1, description="Largest HTTP request body.")
-    max_media_bytes: int = Field(32 * 2**20, ge=1, description="Largest picture or audio file.")
-    max_media_items: int = Field(16, ge=1, description="Pictures and clips in one request.")
-    media_timeout_s: float = Field(10.0, gt=0, description="Longest fetch of one media URL.")
-    allowed_media_schemes: Annotated[tuple[MediaScheme, ...], NoDecode] = Field(
-        ("data", "http", "https"), description="Schemes that media URLs may have, separated by commas."
+    max_body_bytes: Size = _setting(ByteSize(128 * 2**20), "Largest HTTP request body.", "API", ge=1)
+    max_media_bytes: Size = _setting(ByteSize(32 * 2**20), "Largest image or audio file.", "API", ge=1)
+    max_media_items: int = _setting(16, "Images and audio files in one request.", "API", ge=1)
+    media_timeout_s: float = _setting(10.0, "Longest fetch of one media URL, in seconds.", gt=0)
+    allowed_media_schemes: Annotated[tuple[MediaScheme, ...], NoDecode] = _setting(
+        ("data", "http", "https"), "Schemes that media URLs may have, separated by commas.", "API", metavar="SCHEME,…"
     )
-    allowed_media_folder: Path | None = Field(
-        None, description="file: URLs may name media below this folder; without it, they may name none."
+    allowed_media_folder: Path | None = _setting(
+        None, "Folder below which file: URLs may name media.", "API", shown="file: URLs are refused"
     )
-    allow_private_media_urls: bool = Field(False, description="Let media URLs point into private networks.")
+    allow_private_media_urls: bool = _setting(False, "Let media URLs point into private networks.", "API")
+    preprocess_workers: int = _setting(1, "Processes that preprocess media on an encoder.", "Engine", ge=1)
+    encoder_fallback: bool = _setting(
+        False, "Let workers that prefill encode media while there is no encoder.", "Engine"
+    )
+    transport: Transport = _setting(
+        "auto",
+        "Transport of tensors; auto: CUDA or RDMA (NIXL) between GPUs, shared memory on one host, ZMQ between hosts.",
+        "Engine",
+    )
+    handoff_timeout_s: float = _setting(30.0, "Longest wait for one step of a handoff, in seconds.", "Engine", gt=0)
+    step_timeout_s: float = _setting(
+        300.0,
+        "Longest step of an engine, in seconds, loading not included; a worker beyond has hung, and is started again.",
+        "Engine",
+        gt=0,
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "Least level of logged events.", "Logs")
+    log_format: Literal["text", "json"] = _setting("text", "Format of the log.", "Logs")
     engine: EngineConfig = EngineConfig()
 
     @field_validator("instance_id", mode="before")
     @classmethod
     def _none_if_empty(cls, given: object) -> object:
-        """As in an environment that passes on a variable which is not set."""
+        """Read an empty variable as none: Compose passes on unset variables so."""
         return given or None
 
     @field_validator("cluster", "instance_id")
@@ -208,5 +260,59 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        path = Path(os.environ.get("TRIPTYCH_CONFIG", "triptych.toml"))
+        path = Path(os.environ.get(ENV_PREFIX + "CONFIG", DEFAULT_FILE))
         return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, toml_file=path)
+
+
+@dataclass(frozen=True)
+class SettingInfo:
+    """One setting for a person: in the help and on the reference page."""
+
+    name: str
+    """Dotted, such as `engine.max_num_seqs`."""
+    kind: Any
+    """The type of a given value."""
+    default: str
+    meaning: str
+    panel: str | None
+    """Group of the flag; None for a setting without a flag."""
+    metavar: str
+
+    @property
+    def parameter(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.parameter.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return ENV_PREFIX + self.name.replace(".", "__").upper()
+
+
+def describe_settings(model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[SettingInfo]:
+    """Yield every setting in the order of the definition, those of the engine last."""
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from describe_settings(field.annotation, f"{name}.")
+            continue
+        extra = cast(dict[str, Any], field.json_schema_extra)
+        kind = field.annotation
+        if get_origin(kind) in (Union, UnionType):
+            kind = next(part for part in get_args(kind) if part is not type(None))
+        metavar = "SIZE" if kind is ByteSize else "|".join(get_args(kind)) if get_origin(kind) is Literal else ""
+        default = extra["shown"] or _shown(field.default)
+        yield SettingInfo(
+            prefix + name, kind, default, field.description or "", extra["panel"], extra["metavar"] or metavar
+        )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, ByteSize):
+        return value.human_readable(separator="").replace(".0", "")
+    if isinstance(value, tuple):
+        return ",".join(value)
+    if value is None or isinstance(value, bool):
+        return "yes" if value else "no" if value is False else "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)

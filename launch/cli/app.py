@@ -13,7 +13,7 @@ import typer
 from common.errors import TriptychError
 from common.messages import WorkerRole
 from launch.cli import members_commands
-from launch.cli.options import ENGINE, KEYS, LOGS, NETWORK, PROXY, takes_settings
+from launch.cli.options import takes_settings
 from launch.cluster.configure import Flags, load_settings
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -60,7 +60,7 @@ def triptych(
 
 
 @app.command()
-@takes_settings("topology", *NETWORK, "broker", *KEYS, *PROXY, *ENGINE, *LOGS)
+@takes_settings("topology", "host", "port", "broker", "cluster", "Keys", "API", "Engine", "Logs")
 def serve(
     flags: Flags,
     model: Annotated[
@@ -88,7 +88,7 @@ def serve(
 
 
 @app.command()
-@takes_settings("broker", "cluster", "instance_id", "host", "advertise_host", *KEYS, *ENGINE, *LOGS)
+@takes_settings("broker", "cluster", "instance_id", "host", "advertise_host", "Keys", "Engine", "Logs")
 def worker(
     flags: Flags,
     role: Annotated[WorkerRole, typer.Option(help="What this process does.")],
@@ -124,15 +124,17 @@ def worker(
 
 @app.command()
 @takes_settings(
+    "host",
+    "port",
     "broker",
+    "cluster",
     "instance_id",
-    *NETWORK,
     "advertise_host",
-    *KEYS,
-    *PROXY,
+    "Keys",
+    "API",
     "engine.max_model_len",
     "handoff_timeout_s",
-    *LOGS,
+    "Logs",
 )
 def proxy(flags: Flags, model: Model = None, follow_parent: FollowParent = False) -> None:
     """Run the OpenAI API alone, as a container or another host runs it. Needs no torch.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Final
 
 from common.errors import TriptychError
 from common.process import openmp
@@ -16,25 +18,31 @@ if TYPE_CHECKING:
 Flags = dict[str, Any]
 """Setting names (nested ones with a dot, such as `engine.device`) to values; None means not given."""
 
-ENV_PREFIX = "TRIPTYCH_"
+_WORKERS: Final = ("ENCODER", "PREFILL", "DECODE", "PREFILL_DECODE")
+_NO_SETTINGS: Final = {
+    *("CONFIG", "DEPARTURE_NOTE", "GPU_MODELS", "BROKER_PASSWORD", "MODELS", "PUBLISH", "START_PERIOD", "TAG"),
+    *(worker + suffix for worker in _WORKERS for suffix in ("S", "_GPU", "_MEMORY_FRACTION")),
+}
+"""TRIPTYCH_ variables for others: the place of triptych.toml, the supervisor's note, the Compose files, the tests."""
 _SECRETS = ("api_key", "cluster_key", "broker")
 
 
 def load_settings(flags: Flags) -> Settings:
-    """Settings from flags over environment over file over defaults.
+    """Return settings from flags over environment over file over defaults.
 
-    Raises TriptychError("invalid_request") naming each wrong setting and its value.
+    Raises TriptychError("invalid_request") naming each wrong or unknown setting, and its value.
     """
     from pydantic import ValidationError
     from pydantic_settings import SettingsError
 
     from common.config import Settings
 
+    _check_variables()
     given = _nest({name: value for name, value in flags.items() if value is not None})
     try:
         return Settings(**given)
     except ValidationError as error:
-        raise TriptychError("invalid_request", _describe(error)) from error
+        raise TriptychError("invalid_request", _describe(error, flags)) from error
     except (SettingsError, ValueError, OSError) as error:  # unreadable JSON in the environment, TOML in the file
         raise TriptychError("invalid_request", f"cannot read the configuration: {error}") from error
 
@@ -44,6 +52,8 @@ def child_environment(settings: Settings, threads: int) -> dict[str, str]:
 
     `threads` is the CPU share of its numeric libraries.
     """
+    from common.config import ENV_PREFIX
+
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
     values = settings.model_dump(exclude_none=True)
     engine = values.pop("engine")
@@ -77,13 +87,37 @@ def _nest(flags: Flags) -> dict[str, Any]:
     return nested
 
 
-def _describe(error: ValidationError) -> str:
-    """All that is wrong, in one line: name, value, rule."""
+def _check_variables() -> None:
+    """Refuse misspelt variables: pydantic passes over those that it does not know."""
+    from common.config import ENV_PREFIX, describe_settings
+
+    known = {setting.variable for setting in describe_settings()} | {f"{ENV_PREFIX}ENGINE"}
+    given = (name.upper() for name in os.environ if name.upper().startswith(ENV_PREFIX))
+    wrong = [name for name in given if name not in known and name.removeprefix(ENV_PREFIX) not in _NO_SETTINGS]
+    if wrong:
+        found = (f"unknown setting {name!r} in the environment{_closest(name, known)}" for name in sorted(wrong))
+        raise TriptychError("invalid_request", "; ".join(found))
+
+
+def _closest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _describe(error: ValidationError, flags: Flags) -> str:
+    """Name all that is wrong in one line: name, value, rule."""
+    from common.config import describe_settings
+
     found = []
     for detail in error.errors():
         name = ".".join(str(part) for part in detail["loc"])
+        outer = name.rpartition(".")[0]
         if detail["type"] == "extra_forbidden":
-            found.append(f"{name} is not a setting")
+            siblings = [one.parameter for one in describe_settings() if one.name.rpartition(".")[0] == outer]
+            where = "" if name in flags else f" in {os.environ.get('TRIPTYCH_CONFIG', 'triptych.toml')}"
+            found.append(f"unknown setting {name!r}{where}{_closest(str(detail['loc'][-1]), siblings)}")
+        elif detail["type"] == "byte_size":
+            found.append(f"{name} = {detail['input']!r} is not a size; write 512MiB, 2GiB or a number of bytes")
         else:
             value = "(secret)" if name in _SECRETS else repr(detail["input"])
             found.append(f"{name} = {value}: {detail['msg'][0].lower()}{detail['msg'][1:]}")

@@ -58,7 +58,7 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         ("serve signpost --topology 0pd", "nothing would decode"),
         ("serve signpost --topology 1e1p", "add 1d"),
         ("serve signpost --device gpu", "'auto', 'cpu' or 'cuda'"),
-        ("serve signpost --port 70000", "--port"),
+        ("serve signpost --port 70000", "port = 70000: input should be less than or equal to 65535"),
         ("serve signpost --kv-cache-bytes lots", "512MiB"),
         ("serve signpost --max-num-seqs 0", "engine.max_num_seqs = 0"),
         ("serve no-such-model", "neither a folder"),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from common.config import Settings
 from common.errors import TriptychError
-from launch.cluster.configure import child_environment, load_settings
+from launch.cluster.configure import _check_variables, child_environment, load_settings
+from services.process.drain_marker import VARIABLE
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +42,45 @@ def test_bad_values_are_named_in_one_line() -> None:
     assert "\n" not in message
     assert "port = 99999: input should be less than or equal to 65535" in message
     assert "engine.device = 'gpu'" in message
-    assert "colour is not a setting" in message
+    assert "unknown setting 'colour'" in message
     assert "cluster = 'a b': value error, has to consist of letters" in message
     assert "instance_id = 'e:0': " in message
+
+
+def test_misspelt_settings_are_refused_with_the_closest_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "triptych.toml"
+    file.write_text("prot = 1\n[engine]\nmax_num_seq = 11\n")
+    with pytest.raises(TriptychError) as raised:
+        load_settings({})
+    message = raised.value.info.message
+    assert "unknown setting 'prot' in triptych.toml; did you mean 'port'?" in message
+    assert "unknown setting 'engine.max_num_seq' in triptych.toml; did you mean 'max_num_seqs'?" in message
+    file.unlink()
+    for name in ("TRIPTYCH_PROT", "TRIPTYCH_ENGINE__MAX_NUM_SEQ", "TRIPTYCH_MODELS", VARIABLE):
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(TriptychError) as raised:
+        load_settings({})
+    assert raised.value.info.message == (
+        "unknown setting 'TRIPTYCH_ENGINE__MAX_NUM_SEQ' in the environment; did you mean "
+        "'TRIPTYCH_ENGINE__MAX_NUM_SEQS'?; unknown setting 'TRIPTYCH_PROT' in the environment; did you mean "
+        "'TRIPTYCH_PORT'?"
+    )
+
+
+def test_variables_of_the_compose_files_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    for file in Path(__file__).parents[3].glob("docker-compose*.yml"):
+        for name in re.findall(r"\bTRIPTYCH_[A-Z_]+", file.read_text()):
+            monkeypatch.setenv(name, "")
+    _check_variables()
+
+
+@pytest.mark.parametrize("text", ["2GiB", "2147483648", " 2 gib "])
+def test_sizes_are_written_alike_everywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:
+    assert load_settings({"engine.kv_cache_bytes": text}).engine.kv_cache_bytes == 2 * 2**30
+    monkeypatch.setenv("TRIPTYCH_MAX_BODY_BYTES", text)
+    (tmp_path / "triptych.toml").write_text(f"[engine]\nswap_bytes = '{text}'\n")
+    settings = load_settings({})
+    assert settings.max_body_bytes == settings.engine.swap_bytes == 2 * 2**30
 
 
 def test_an_unreadable_file_is_said_to_be_one(tmp_path: Path) -> None:
