@@ -1,6 +1,6 @@
 # Everything here works from a clean clone: Python 3.11 or 3.12, make and a package index are enough.
 #   make demo    start a cluster with the bundled model, ask it about pictures, show what happened
-#   make test    linters, types, import contracts and all tests
+#   make test    linters, types, import contracts and the tests of the five-minute loop
 
 PYTHON ?= python3
 ARGS ?=
@@ -15,7 +15,7 @@ export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format bench model chaos fuzz soak compose-test gpu-carry gpu-check gpu-sources clean distclean
+.PHONY: help demo test test-all test-rest lint format bench model chaos fuzz soak compose-test gpu-carry gpu-check gpu-sources clean distclean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,8 +23,14 @@ help: ## Show this list.
 demo: $(VENV)/demo.stamp ## Start a cluster with the bundled model and ask it about pictures.
 	@$(BIN)/triptych demo $(ARGS)
 
-test: $(VENV)/test.stamp ## Lint, check types and layers, run all tests (ARGS goes to pytest).
-	@.ci/check lint pytest -- $(ARGS)
+test: $(VENV)/test.stamp ## Lint, types, contracts and the quick tests; ARGS="tests/broker -k lease": just these tests.
+	@.ci/check $(if $(ARGS),only -- $(ARGS),lint quick)
+
+test-all: $(VENV)/test.stamp ## Everything that needs no GPU and no Docker: `make test` and all slower tests.
+	@.ci/check lint quick rest -- $(ARGS)
+
+test-rest: $(VENV)/test.stamp ## The slower tests alone: clusters, kills, real weights.
+	@.ci/check rest -- $(ARGS)
 
 lint: $(VENV)/test.stamp ## Linter, formatter, types and import contracts only.
 	@.ci/check lint

@@ -42,9 +42,9 @@ def _as_text(faults: tuple[Fault, ...]) -> str:
 @pytest.mark.parametrize(
     "faults",
     [
-        (Fault("kill", "e0", 0.7), Fault("kill", "d0", 1.1)),
-        (Fault("kill", "broker", 0.8), Fault("kill", "p0", 0.9)),
-        (Fault("kill", "proxy", 1.0),),
+        pytest.param((Fault("kill", "e0", 0.7), Fault("kill", "d0", 1.1)), marks=pytest.mark.smoke),
+        pytest.param((Fault("kill", "broker", 0.8), Fault("kill", "p0", 0.9)), marks=pytest.mark.smoke),
+        pytest.param((Fault("kill", "proxy", 1.0),), marks=pytest.mark.smoke),
         (Fault("flush", "broker", 0.5), Fault("drop", "d1>broker", 0.8, 1.5)),
     ],
     ids=_as_text,

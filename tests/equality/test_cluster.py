@@ -15,7 +15,7 @@ from tests.equality.runs import answer_all, expected_of, kv_bytes
 from tests.equality.served import Answer, Served, serve
 
 pytestmark = pytest.mark.cluster
-FAMILIES = ("llama", "qwen2", "qwen2_5_vl", "whisper")
+FAMILIES = ("llama", "qwen2", pytest.param("qwen2_5_vl", marks=pytest.mark.smoke), "whisper")
 AHEAD = ("qwen2", "whisper")
 """Clusters whose engines launch steps before the tokens of the last ones are known, as they do on CUDA."""
 BLOCK_SIZE = 8
