@@ -169,7 +169,7 @@ async def _serve_until_signal(service: Service, listener: socket.socket) -> bool
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)
     if service.settings.host not in ("127.0.0.1", "localhost", "::1") and not api_keys(service.settings):
-        log.warning("anybody who reaches this port is served: give API keys, see docs/security.md")
+        log.warning("anybody who reaches this port is served: give API keys, see docs/how-to/security.md")
     memory_upkeep.begin()
     log.info("serving", model=service.model_name, host=service.settings.host, port=port)
     await server.serve(sockets=[listener])

@@ -62,7 +62,7 @@ def kernels_missing(error: Exception) -> str:
     """Why FlashInfer's kernels do not run, and what to do."""
     return (
         f"FlashInfer's kernels do not run here ({in_one_line(error)}); install nvcc and ninja, which compile them at "
-        "the first start, or bring kernels that were built ahead (docs/cuda.md)"
+        "the first start, or bring kernels that were built ahead (docs/how-to/cuda.md)"
     )
 
 

@@ -80,7 +80,7 @@ class _SwitchRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 def protect(app: Starlette, guard: Guard) -> None:
     """Answer with 401 what `guard` does not allow."""
-    message = "this endpoint wants a key: send `Authorization: Bearer KEY`, see docs/security.md"
+    message = "this endpoint wants a key: send `Authorization: Bearer KEY`, see docs/how-to/security.md"
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": "invalid_api_key"}
     refusal = JSONResponse({"error": error}, 401, {"WWW-Authenticate": "Bearer"})
     app.add_middleware(RequireKey, guard=guard, refusal=refusal)

@@ -1,4 +1,4 @@
-"""The models of docs/adding-a-model.md answer as transformers does once they stand where the page puts them."""
+"""The models of docs/how-to/add-a-model.md answer as transformers does once they stand where the page puts them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests.tiny_models import (
 )
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "adding-a-model.md"
+PAGE = ROOT / "docs" / "how-to" / "add-a-model.md"
 BLOCK = re.compile(r"```python\n# (\S+)\n(.*?)```", re.DOTALL)
 IMAGE_TOKEN = FIRST_SPECIAL + len(CHAT_SPECIALS)
 MAX_TOKENS = 12

@@ -1,4 +1,4 @@
-"""docs/cuda.md names the stages, benchmarks and settings that there are."""
+"""docs/how-to/cuda.md names the stages, benchmarks and settings that there are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tools.bench_gpu.__main__ import NAMES
 from tools.gpu_check import plan
 from tools.gpu_check.plan import STAGES
 
-PAGE = (Path(__file__).parents[2] / "docs" / "cuda.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "cuda.md").read_text()
 
 
 def first_cells(header: str) -> list[str]:

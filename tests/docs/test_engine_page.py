@@ -1,4 +1,4 @@
-"""The example of docs/engine.md runs as it stands, on a freshly drawn sign."""
+"""The example of docs/design/engine.md runs as it stands, on a freshly drawn sign."""
 
 import random
 import re
@@ -8,7 +8,7 @@ import pytest
 
 from launch.demo import scenes
 
-PAGE = Path(__file__).parents[2] / "docs" / "engine.md"
+PAGE = Path(__file__).parents[2] / "docs" / "design" / "engine.md"
 
 
 def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

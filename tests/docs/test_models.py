@@ -1,4 +1,4 @@
-"""docs/models.md lists what common/families.py supports, and what is not in it is refused by name."""
+"""docs/reference/models.md lists what common/families.py supports, and what is not in it is refused by name."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import pytest
 from common.errors import TriptychError
 from common.families import FAMILIES, Family, find_family
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 
 
 def test_the_list_of_models_is_the_table() -> None:
     page = PAGE.read_text()
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     expected = [_row(family) for family in FAMILIES]
-    difference = "\n".join(difflib.unified_diff(sorted(rows), sorted(expected), "docs/models.md", "FAMILIES", n=0))
-    assert not difference, f"docs/models.md and common/families.py differ:\n{difference}"
+    difference = "\n".join(
+        difflib.unified_diff(sorted(rows), sorted(expected), "docs/reference/models.md", "FAMILIES", n=0)
+    )
+    assert not difference, f"docs/reference/models.md and common/families.py differ:\n{difference}"
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: str(family.name))

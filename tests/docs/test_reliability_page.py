@@ -1,4 +1,4 @@
-"""docs/reliability.md gives the waits that the code has: what is a constant there is read here."""
+"""docs/design/reliability.md gives the waits that the code has: what is a constant there is read here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from services.encode import output_sink as destination
 from services.process import drain as departure
 from services.process import request_owners as proxies
 
-PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+PAGE = Path(__file__).parents[2] / "docs" / "design" / "reliability.md"
 SETTINGS = Settings.model_fields
 
 

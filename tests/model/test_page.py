@@ -1,4 +1,4 @@
-"""docs/handoff.md names the states that the code has and the transitions that it goes through, no more and no fewer."""
+"""docs/design/handoff.md names the states and transitions of the code, no more and no fewer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.model.test_receiver import PLANS
 from tests.model.transitions import Transition, watched
 from tests.model.wandering import show_a_cached_picture_and_another, wander
 
-PAGE = Path(__file__).parents[2] / "docs" / "handoff.md"
+PAGE = Path(__file__).parents[2] / "docs" / "design" / "handoff.md"
 SECTIONS: dict[str, tuple[type, set[str]]] = {
     "The sender's states": (sender.Handoff, {state.upper() for state in get_args(sender.State)}),
     "The receiver's states of an input": (RequestInput, {state.name for state in InputState}),
@@ -101,7 +101,7 @@ def test_the_page_names_every_message_of_the_handoff_and_every_test_it_refers_to
     for name in ("Offer", "KvOffer", "Withdraw", "Grant", "TensorHeader", "Receipt"):
         assert f"`{name}`" in text
     for path in re.findall(r"`(tests/[\w/.]+)`", text):
-        assert (PAGE.parents[1] / path).exists(), path
+        assert (PAGE.parents[2] / path).exists(), path
 
 
 def test_the_page_says_how_often_a_tensor_is_sent() -> None:

@@ -199,7 +199,7 @@ def symbolic_workers() -> Iterator[None]:
         PreprocessPool: SymbolicPool,
     }
     for role in ("encoder", "prefill", "decode", "prefill_decode"):
-        importlib.import_module(f"services.{role}")
+        importlib.import_module(f"services.roles.{role}")
     with ExitStack() as stack:
         stack.enter_context(patch("services.handoff.kv_messages.PART_BYTES", 2 * TOKEN_BYTES))
         for module, name, value in _users_of(list(substitutes)):

@@ -12,7 +12,7 @@ from common.http.auth import CONTROL_PATHS
 from launch.cli.app import app
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "security.md").read_text() + (ROOT / "SECURITY.md").read_text()
+PAGE = (ROOT / "docs" / "how-to" / "security.md").read_text() + (ROOT / "SECURITY.md").read_text()
 
 
 def test_settings_in_the_environment_exist():

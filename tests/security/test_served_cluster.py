@@ -64,8 +64,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def acl_command(cluster: str, password: str) -> list[str]:
-    """The rule that docs/security.md gives, for this cluster and password."""
-    page = (ROOT / "docs" / "security.md").read_text()
+    """The rule that docs/how-to/security.md gives, for this cluster and password."""
+    page = (ROOT / "docs" / "how-to" / "security.md").read_text()
     line = next(line for line in page.splitlines() if line.startswith("ACL SETUSER"))
     return line.replace("PASSWORD", password).replace("CLUSTER", cluster).split()
 

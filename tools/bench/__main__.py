@@ -1,4 +1,4 @@
-"""`python -m tools.bench`: the command that makes docs/benchmarks.md."""
+"""`python -m tools.bench`: the command that makes docs/lab/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def bench(
 
     The whole page, half an hour on two cores:
 
-        python -m tools.bench --write docs/benchmarks.md
+        python -m tools.bench --write docs/lab/benchmarks.md
     """
     openmp.set_defaults(os.environ)
     from tools.bench import report

@@ -34,7 +34,7 @@ LIMIT_MIB: Final = 64
 MIB: Final = 2**20
 _NO_KERNELS: Final = """
 No kernels of FlashInfer are carried, for none were found under {workspace}: the machine will compile them when they are
-first used, for minutes. To build them here, with nvcc and without a GPU, and to carry them (docs/cuda.md has the rest):
+first used, for minutes. To build them here, with nvcc and without a GPU, and to carry them (docs/how-to/cuda.md):
 
     FLASHINFER_WORKSPACE_BASE=build/flashinfer FLASHINFER_CUDA_ARCH_LIST=9.0a python -m tools.gpu_check.kernels --check
     make gpu-carry

@@ -1,7 +1,7 @@
-"""`python -m tools.gpu_check.report gpu-check.json`: what a GPU check has measured, as a section of docs/benchmarks.md.
+"""`python -m tools.gpu_check.report gpu-check.json`: what a GPU check has measured, for docs/lab/benchmarks.md.
 
     python -m tools.gpu_check.report build/gpu-check/gpu-check.json                             printed
-    python -m tools.gpu_check.report build/gpu-check/gpu-check.json --write docs/benchmarks.md  between its marks
+    python -m tools.gpu_check.report build/gpu-check/gpu-check.json --write docs/lab/benchmarks.md  between its marks
 
 A gap to the limit has a reason, which only a person can tell: it is taken from a JSON file of {"benchmark, case":
 "reason"} (--reasons), and stands as open where there is none, and where no limit is known. Standard library alone.

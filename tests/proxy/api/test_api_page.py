@@ -15,7 +15,7 @@ from proxy.api.transcriptions import TranscriptionForm
 from proxy.routes import make_router
 from tests.proxy.sample_media import speech
 
-PAGE = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "api.md").read_text()
 EXAMPLE = re.compile(r"```(json|form) POST (\S+)( encoder-decoder)?\n(.*?)```", re.DOTALL)
 EXAMPLES = EXAMPLE.findall(PAGE)
 SECTIONS = {"## Generating": GenerationRequest, "### Chat": ChatRequest, "### Completions": CompletionRequest}

@@ -179,5 +179,5 @@ def test_dockerfile_copies_every_package_and_its_ignore_file_lets_them_in() -> N
 
 
 def test_documentation_names_exactly_the_variables_of_the_files() -> None:
-    rows = re.findall(r"^\| (`[^|]+) \|", (ROOT / "docs" / "compose.md").read_text(), re.M)
+    rows = re.findall(r"^\| (`[^|]+) \|", (ROOT / "docs" / "how-to" / "deploy.md").read_text(), re.M)
     assert {name for row in rows for name in re.findall(r"`([A-Z][A-Z0-9_]+)`", row)} == variables()
