@@ -15,8 +15,8 @@ PAGE: Final = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 _INTRODUCTION: Final = """\
 # Metrics
 
-Every process answers `GET /metrics` in Prometheus' text format. Names of counters end in `_total` there, histograms have
-`_bucket`, `_sum` and `_count`. Watch these first:
+Every process answers `GET /metrics` in Prometheus' text format. Histograms have
+`_bucket`, `_sum` and `_count` behind their names. Watch these first:
 
 | watch | because |
 |---|---|
