@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, ParamSpec, TypeVar, get_args
 
@@ -16,13 +16,11 @@ from common.messages import WORKER_ROLES, Span
 from common.model_info import ModelInfo
 from common.text.processor import TextProcessor
 from common.text.token_text import TokenTexts
-from proxy.api.logprobs import LogprobShapes
-from proxy.api.sampling_fields import GenerationRequest
 from proxy.dispatch.dispatcher import Dispatcher
 from proxy.dispatch.jobs import Job, response_id
 from proxy.dispatch.placement import encodes_for, missing, prompt_readers
 from proxy.dispatch.router import imbalance
-from proxy.dispatch.text_stream import Delta, TextStream
+from proxy.dispatch.text_stream import TextStream
 from proxy.dispatch.worker_pool import WorkerPool
 from proxy.media.audio_windows import AudioWindows
 from proxy.media.intake import MediaIntake
@@ -70,20 +68,19 @@ class Service:
     lines: dict[LineName, QueueDelayLimiter] = field(init=False)
     """Text alone does not wait for encoders: its line moves faster, or the other one does."""
     started_s: float = field(default_factory=time.time)
+    model_name: str = field(init=False)
+    max_model_len: int = field(init=False)
+    transcribes: bool = field(init=False)
+    """Whether the model is a speech model, whose decoder transcribes one audio input."""
     recordings: AudioWindows = field(init=False)
     """Set while a proxy of a speech model is connected."""
 
     def __post_init__(self) -> None:
         self.lines = {name: QueueDelayLimiter(self.settings.max_queue_s) for name in get_args(LineName)}
-
-    @property
-    def model_name(self) -> str:
-        return self.settings.served_model_name or self.info.name
-
-    @property
-    def max_model_len(self) -> int:
-        limit = self.settings.engine.max_model_len
-        return self.info.max_model_len if limit is None else min(limit, self.info.max_model_len)
+        self.model_name = self.settings.served_model_name or self.info.name
+        limit, longest = self.settings.engine.max_model_len, self.info.max_model_len
+        self.max_model_len = longest if limit is None else min(limit, longest)
+        self.transcribes = self.info.is_encoder_decoder and self.info.media_kind == "audio"
 
     def failure(self) -> Problem | None:
         """Why this process will serve no request any more; None if it may."""
@@ -109,30 +106,20 @@ class Service:
     def _refusals(self) -> tuple[str, ...]:
         return tuple(f"{name} is not used: {why}" for name, why in self.pool.refused.items())
 
-    def check_line(self, line: LineName) -> None:
-        """Raises Overloaded where a request that comes now would wait for its first token longer than max_queue_s."""
-        excess_s = self.lines[line].excess_s
+    def check_lines(self, *names: LineName) -> None:
+        """Raise Overloaded where a new request would wait for the first token longer than max_queue_s in each queue."""
+        excess_s = min(self.lines[name].excess_s for name in names)
         if excess_s > 0:
             self.metrics.refused.labels("wait").inc()
             wait_s, limit_s = excess_s + self.settings.max_queue_s, self.settings.max_queue_s
             message = f"the first token would come after some {wait_s:.0f} s, more than the {limit_s:g} s allowed"
             raise Overloaded(f"{message} (max_queue_s); try again later", retry_after_s(excess_s))
 
-    def check_lines(self) -> None:
-        """Raises as `check_line` does where each line that requests may join is too long: before one has been read."""
-        joined: tuple[LineName, ...] = ("text", "media")
-        if self.transcribes:
-            joined = ("media",)
-        elif self.info.media_kind is None:
-            joined = ("text",)
-        self.check_line(min(joined, key=lambda name: self.lines[name].excess_s))
-
-    def join_line(self, exchange: RequestContext, line: LineName, num_jobs: int = 1) -> RequestTickets:
-        """Let a request in, before its media are fetched and its text is tokenised; where its jobs wait for their first
-        tokens. Raises as `check_line` does."""
-        self.check_line(line)
-        exchange.places = RequestTickets(self.lines[line], num_jobs)
-        return exchange.places
+    def join_line(self, context: RequestContext, name: LineName, num_jobs: int = 1) -> RequestTickets:
+        """Admit a request to a queue before media are fetched and text is tokenised. Raises as `check_lines` does."""
+        self.check_lines(name)
+        context.tickets = RequestTickets(self.lines[name], num_jobs)
+        return context.tickets
 
     def update_gauges(self) -> None:
         for name, line in self.lines.items():
@@ -162,37 +149,26 @@ class Service:
             raise TriptychError("context_length_exceeded", f"{message}; shorten the prompt or lower max_tokens", param)
         return wanted if wanted is not None else limit - num_prompt_tokens
 
-    @property
-    def transcribes(self) -> bool:
-        """Whether this is a speech model: its decoder hears one clip and writes it down."""
-        return self.info.is_encoder_decoder and self.info.media_kind == "audio"
-
-    def generation(
-        self, job: Job, exchange: RequestContext, place: Ticket, body: GenerationRequest | None = None
+    def generate(
+        self, job: Job, context: RequestContext, ticket: Ticket, *, skip_special_tokens: bool = True
     ) -> TextStream:
-        """A job that is sent off now, and waits in `place` for its first token."""
-        skip_special_tokens = body is None or body.skip_special_tokens is not False
+        """Return the text of a job, which starts with the first delta and waits in `ticket` for the first token.
+
+        The timeline's bar "proxy" ends here.
+        """
+        timeline = response_id(job.request_id)
+        if self.timelines.open(timeline):
+            self.timelines.add(timeline, [Span("proxy", self.instance_id, context.created_s, time.time())])
         return TextStream(
             job,
+            self.dispatcher.run(self.pool, job, context.deadline_s),
             self.text,
             self.metrics,
-            exchange.arrival_s,
-            on_first=place.begin,
+            context.arrival_s,
+            ticket,
             skip_special_tokens=skip_special_tokens,
         )
-
-    def shapes(self, body: GenerationRequest) -> LogprobShapes:
-        """How this request is told log-probabilities."""
-        return LogprobShapes(self.token_texts, body.num_logprobs or 0, bool(body.return_tokens_as_token_ids))
 
     @functools.cached_property
     def token_texts(self) -> TokenTexts:
         return TokenTexts(self.text.tokenizer)
-
-    def deltas(self, generation: TextStream, exchange: RequestContext) -> AsyncGenerator[Delta]:
-        """Start a job; the text of it, to its end or until closed. The timeline's bar "proxy" ends here."""
-        job = generation.job
-        timeline = response_id(job.request_id)
-        if self.timelines.open(timeline):
-            self.timelines.add(timeline, [Span("proxy", self.instance_id, exchange.created_s, time.time())])
-        return generation.deltas(self.dispatcher.run(self.pool, job, exchange.deadline_s))

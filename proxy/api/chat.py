@@ -1,15 +1,15 @@
-"""POST /v1/chat/completions: a conversation with text, pictures or speech in it."""
+"""POST /v1/chat/completions: a conversation with text, images or audio."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import TriptychError
-from common.messages import MediaKind, TokenLogprob
+from common.messages import MediaKind
 from proxy.api.choices import Choice, best
 from proxy.api.logprobs import LogprobShapes
 from proxy.api.messages import AudioPart, AudioUrlPart, ImagePart, Message, TextPart
@@ -21,44 +21,98 @@ from proxy.dispatch.text_stream import Delta, TextStream, Usage
 from proxy.media.intake import MediaSource
 from proxy.server.queue_delay import RequestTickets
 from proxy.server.request_context import Json, Payload, RequestContext, Sse
-from proxy.service import Service
+from proxy.service import LineName, Service
 
 
-async def chat_completions(service: Service, exchange: RequestContext) -> AsyncGenerator[Payload]:
-    """The answer to one chat request, whole or as a stream."""
-    service.check_lines()
-    body = await parse(ChatRequest, exchange)
+async def chat_completions(service: Service, context: RequestContext) -> AsyncGenerator[Payload]:
+    """Answer one chat request, whole or as a stream."""
+    lines: tuple[LineName, ...] = ("text",) if service.info.media_kind is None else ("text", "media")
+    service.check_lines(*(("media",) if service.transcribes else lines))
+    body = await parse(ChatRequest, context)
     service.check_model(body.model)
     if service.info.media_kind == "text":
         message = f"{service.model_name} is an encoder-decoder model of text and holds no conversations"
         raise TriptychError("invalid_request", f"{message}: use /v1/completions", "model")
     sources = collect_media(body.messages, service.info.media_kind, service.model_name)
-    places = service.join_line(exchange, "media" if sources else "text")
-    media = await service.intake.load(sources, exchange.held)
+    tickets = service.join_line(context, "media" if sources else "text")
+    media = await service.intake.load(sources, context.held)
     if service.transcribes:
-        answer = _transcribe(service, exchange, places, body, media)
+        answer = _transcribe(service, context, tickets, body, media)
     else:
-        answer = await _generate(service, exchange, places, body, media)
-    async with aclosing(answer.deltas):
-        if body.stream:
-            async for event in _stream(answer, body):
-                yield event
-        else:
-            yield await _collect(answer, body)
+        answer = await _generate(service, context, tickets, body, media)
+    async with aclosing(answer.deltas) as deltas:
+        if not body.stream:
+            choices = [Choice() for _ in range(body.width if body.picks_best else body.num_choices)]
+            async for delta in deltas:
+                choices[delta.index].add(delta)
+            yield answer.whole(best(choices, body.num_choices))
+            return
+        async for delta in deltas:
+            for chunk in answer.chunks(delta):
+                yield chunk
+    if body.wants_usage_event:
+        yield Sse({**answer.head, "choices": [], "usage": answer.usage.to_json()})
+    yield Sse(None)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Answer:
-    """An answer under way. `generation` is None where it comes from several jobs, as a transcription's may."""
+    """An answer under way. `text` is None for a transcription, which may come from several jobs."""
 
-    head: dict[str, Any]
-    shapes: LogprobShapes
+    service: Service
+    context: RequestContext
+    body: ChatRequest
     deltas: AsyncGenerator[Delta]
     usage: Usage
-    generation: TextStream | None = None
+    text: TextStream | None = None
+    _begun: set[int] = field(default_factory=set)
 
-    def logprobs(self, body: ChatRequest, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        return None if body.num_logprobs is None else self.shapes.chat(entries)
+    def __post_init__(self) -> None:
+        body, service, context = self.body, self.service, self.context
+        self.head = {
+            "id": context.id,
+            "object": "chat.completion.chunk" if body.stream else "chat.completion",
+            "created": int(context.created_s),
+            "model": service.model_name,
+        }
+        as_ids = bool(body.return_tokens_as_token_ids)
+        self._shapes = LogprobShapes(service.token_texts, body.num_logprobs or 0, as_ids)
+
+    def whole(self, choices: Sequence[Choice]) -> Json:
+        """Return the complete answer."""
+        body = self.body
+        value: dict[str, Any] = {**self.head}
+        value["choices"] = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "logprobs": None if body.num_logprobs is None else self._shapes.chat(choice.logprobs),
+                "finish_reason": choice.finish_reason,
+                **body.told(choice.token_ids),
+                **({"score": choice.score} if body.use_beam_search else {}),
+            }
+            for index, choice in enumerate(choices)
+        ]
+        if body.prompt_logprobs is not None and self.text is not None:
+            value["prompt_logprobs"] = self._shapes.prompt(self.text.prompt_logprobs)
+        return Json({**value, "usage": self.usage.to_json()})
+
+    def chunks(self, delta: Delta) -> Iterator[Sse]:
+        """Yield the events of a delta: the text, then the end of the sequence."""
+        body, index = self.body, delta.index
+        logprobs = None if body.num_logprobs is None else self._shapes.chat(delta.logprobs)
+        rest = {"logprobs": logprobs, **body.told(delta.token_ids)}
+        told: list[dict[str, Any]] = []
+        if delta.text or index not in self._begun:
+            role = {} if index in self._begun else {"role": "assistant"}
+            self._begun.add(index)
+            content = {**role, "content": delta.text}
+            told.append({"index": index, "delta": content, "finish_reason": None, **rest})
+            rest = {"logprobs": None, **body.told(())}
+        if delta.finish_reason is not None:
+            told.append({"index": index, "delta": {}, "finish_reason": delta.finish_reason, **rest})
+        for choice in told:
+            yield Sse({**self.head, "choices": [choice], **body.chunk_usage(self.usage)})
 
 
 def collect_media(messages: list[Message], kind: MediaKind | None, model: str) -> list[MediaSource]:
@@ -110,7 +164,7 @@ def _template_part(part: TextPart | ImagePart | AudioPart | AudioUrlPart) -> dic
 
 
 async def _generate(
-    service: Service, exchange: RequestContext, places: RequestTickets, body: ChatRequest, media: list[MediaItem]
+    service: Service, context: RequestContext, tickets: RequestTickets, body: ChatRequest, media: list[MediaItem]
 ) -> _Answer:
     if body.language is not None:
         message = f"language is for speech models, {service.model_name} is none"
@@ -121,16 +175,16 @@ async def _generate(
     limit = service.token_limit(len(prompt), body.token_limit, "messages")
     sampling = body.sampling(service.text, limit)
     check_prompt_logprobs(sampling.prompt_logprobs, len(prompt))
-    job = Job(exchange.id, prompt, sampling, slots, media, body.priority or 0, body.fields)
-    generation = service.generation(job, exchange, places.take(), body)
-    deltas = service.deltas(generation, exchange)
-    return _Answer(_head(service, exchange, body), service.shapes(body), deltas, generation.usage, generation)
+    job = Job(context.id, prompt, sampling, slots, media, body.priority or 0, body.fields)
+    skip_special_tokens = body.skip_special_tokens is not False
+    text = service.generate(job, context, tickets.acquire(), skip_special_tokens=skip_special_tokens)
+    return _Answer(service, context, body, text.deltas(), text.usage, text)
 
 
 def _transcribe(
-    service: Service, exchange: RequestContext, places: RequestTickets, body: ChatRequest, media: list[MediaItem]
+    service: Service, context: RequestContext, tickets: RequestTickets, body: ChatRequest, media: list[MediaItem]
 ) -> _Answer:
-    """A speech model in a conversation: it writes down the one clip; text beside it is the hint of what came before."""
+    """Transcribe the one audio input of a conversation; text beside it is the hint of earlier speech."""
     if len(media) != 1:
         message = f"{service.model_name} transcribes one clip (input_audio or audio_url) per request, not {len(media)}"
         raise TriptychError("invalid_request", message, "messages")
@@ -146,57 +200,5 @@ def _transcribe(
         token_limit=body.token_limit,
         priority=body.priority or 0,
     )
-    speech = Speech(service, exchange, places, media[0], sampling, options)
-    return _Answer(_head(service, exchange, body), service.shapes(body), speech.deltas(), speech.usage)
-
-
-async def _collect(answer: _Answer, body: ChatRequest) -> Json:
-    choices = [Choice() for _ in range(body.width if body.picks_best else body.num_choices)]
-    async for delta in answer.deltas:
-        choices[delta.index].add(delta)
-    value = {**answer.head, "choices": _choices(answer, body, best(choices, body.num_choices))}
-    if body.prompt_logprobs is not None and answer.generation is not None:
-        value["prompt_logprobs"] = answer.shapes.prompt(answer.generation.prompt_logprobs)
-    return Json({**value, "usage": answer.usage.to_json()})
-
-
-def _choices(answer: _Answer, body: ChatRequest, choices: Sequence[Choice]) -> list[dict[str, Any]]:
-    return [
-        {
-            "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": answer.logprobs(body, choice.logprobs),
-            "finish_reason": choice.finish_reason,
-            **body.told(choice.token_ids),
-            **({"score": choice.score} if body.use_beam_search else {}),
-        }
-        for index, choice in enumerate(choices)
-    ]
-
-
-async def _stream(answer: _Answer, body: ChatRequest) -> AsyncGenerator[Payload]:
-    begun: set[int] = set()
-    async for delta in answer.deltas:
-        role: dict[str, str] = {} if delta.index in begun else {"role": "assistant"}
-        rest = {"logprobs": answer.logprobs(body, delta.logprobs), **body.told(delta.token_ids)}
-        if role or delta.text:
-            begun.add(delta.index)
-            yield _chunk(answer, body, delta.index, {**role, "content": delta.text}, None, rest)
-            rest = {"logprobs": None, **body.told(())}
-        if delta.finish_reason is not None:
-            yield _chunk(answer, body, delta.index, {}, delta.finish_reason, rest)
-    if body.wants_usage_event:
-        yield Sse({**answer.head, "choices": [], "usage": answer.usage.to_json()})
-    yield Sse(None)
-
-
-def _chunk(
-    answer: _Answer, body: ChatRequest, index: int, delta: dict[str, str], finish: str | None, rest: dict[str, Any]
-) -> Sse:
-    choice = {"index": index, "delta": delta, "finish_reason": finish, **rest}
-    return Sse({**answer.head, "choices": [choice], **body.chunk_usage(answer.usage)})
-
-
-def _head(service: Service, exchange: RequestContext, body: ChatRequest) -> dict[str, Any]:
-    kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    return {"id": exchange.id, "object": kind, "created": int(exchange.created_s), "model": service.model_name}
+    speech = Speech(service, context, tickets, media[0], sampling, options)
+    return _Answer(service, context, body, speech.deltas(), speech.usage)

@@ -18,29 +18,43 @@ from proxy.server.request_context import Json, Payload, RequestContext, Sse
 from proxy.service import LineName, Service
 
 
-async def completions(service: Service, exchange: RequestContext) -> AsyncGenerator[Payload]:
-    """`n` choices per prompt, whole or as one stream of all of them."""
+async def completions(service: Service, context: RequestContext) -> AsyncGenerator[Payload]:
+    """Answer with `n` choices per prompt, whole or as one stream of all of them."""
     line: LineName = "media" if service.info.is_encoder_decoder else "text"
-    service.check_line(line)
-    body = await parse(CompletionRequest, exchange)
+    service.check_lines(line)
+    body = await parse(CompletionRequest, context)
     service.check_model(body.model)
-    prompts = body.prompts
     check_number(body)
-    places = service.join_line(exchange, line, len(prompts))
-    jobs = await make_jobs(service, exchange, body)
-    shapes = service.shapes(body)
+    tickets = service.join_line(context, line, len(body.prompts))
+    jobs = await make_jobs(service, context, body)
+    shapes = LogprobShapes(service.token_texts, body.num_logprobs or 0, bool(body.return_tokens_as_token_ids))
+    skips = body.skip_special_tokens is not False
+    texts = [service.generate(job, context, tickets.acquire(), skip_special_tokens=skips) for job in jobs]
     answers = [
-        _Answer(body, shapes, service.generation(job, exchange, places.take(), body), _echo(service, body, prompt))
-        for job, prompt in zip(jobs, prompts, strict=True)
+        _Answer(body, shapes, text, _echo(service, body, prompt))
+        for text, prompt in zip(texts, body.prompts, strict=True)
     ]
-    head = _head(service, exchange)
-    merged = merge([service.deltas(answer.generation, exchange) for answer in answers])
-    async with aclosing(merged):
-        if body.stream:
-            async for event in _stream(head, body, answers, merged):
-                yield event
-        else:
-            yield await _collect(head, body, answers, merged)
+    head = {
+        "id": context.id,
+        "object": "text_completion",
+        "created": int(context.created_s),
+        "model": service.model_name,
+    }
+    async with aclosing(merge([text.deltas() for text in texts])) as merged:
+        if not body.stream:
+            yield await _whole(head, body, answers, merged)
+            return
+        num_told = 0  # of the tokens: those of several prompts are counted ahead of what is told
+        async for number, delta in merged:
+            answer, delta = answers[number], answers[number].told(delta)
+            choice = answer.choice(number, delta.index, delta, echo=answer.begins(delta.index))
+            choice |= body.told(delta.token_ids)
+            num_told += len(delta.token_ids)
+            usage = body.chunk_usage(replace(_usage(answers), completion_tokens=num_told))
+            yield Sse({**head, "choices": [choice], **usage})
+    if body.wants_usage_event:
+        yield Sse({**head, "choices": [], "usage": _usage(answers).to_json()})
+    yield Sse(None)
 
 
 @dataclass
@@ -49,14 +63,14 @@ class _Answer:
 
     body: CompletionRequest
     shapes: LogprobShapes
-    generation: TextStream
+    stream: TextStream
     echo: str
     _logprobs: dict[int, CompletionLogprobs] = field(default_factory=dict)
     _begun: set[int] = field(default_factory=set)
 
     @property
     def usage(self) -> Usage:
-        return replace(self.generation.usage, completion_tokens=0) if self._only_echo else self.generation.usage
+        return replace(self.stream.usage, completion_tokens=0) if self._only_echo else self.stream.usage
 
     @property
     def _only_echo(self) -> bool:
@@ -76,9 +90,18 @@ class _Answer:
         pieces = self._logprobs.setdefault(index, CompletionLogprobs(self.shapes))
         if not (first and self.body.echo):
             return pieces.add(entries)
-        prompt, known = self.generation.job.prompt_token_ids, self.generation.prompt_logprobs
+        prompt, known = self.stream.job.prompt_token_ids, self.stream.prompt_logprobs
         known = known if len(known) == len(prompt) else [None] * len(prompt)
         return joined([pieces.add_prompt(prompt, known), pieces.add(entries)])
+
+    def choice(self, number: int, index: int, part: Delta | Choice, *, echo: bool) -> dict[str, Any]:
+        """Return a choice, or a part of one, as JSON. `number` is the prompt's, `index` the sequence's."""
+        return {
+            "index": number * self.body.num_choices + index,
+            "text": self.echo + part.text if echo else part.text,
+            "logprobs": self.logprobs(index, part.logprobs),
+            "finish_reason": part.finish_reason,
+        }
 
     def begins(self, index: int) -> bool:
         """Whether nothing of a choice has been told yet."""
@@ -89,10 +112,10 @@ class _Answer:
     def prompt_logprobs(self) -> dict[str, Any]:
         if self.body.prompt_logprobs is None:
             return {}
-        return {"prompt_logprobs": self.shapes.prompt(self.generation.prompt_logprobs)}
+        return {"prompt_logprobs": self.shapes.prompt(self.stream.prompt_logprobs)}
 
 
-async def _collect(
+async def _whole(
     head: dict[str, Any],
     body: CompletionRequest,
     answers: list[_Answer],
@@ -105,40 +128,10 @@ async def _collect(
     choices = []
     for number, answer in enumerate(answers):
         for rank, one in enumerate(best(found[number], body.num_choices)):
-            choice = _choice(
-                number * body.num_choices + rank,
-                answer.echo + one.text,
-                one.finish_reason,
-                answer.logprobs(rank, one.logprobs),
-            )
+            choice = answer.choice(number, rank, one, echo=True)
             score = {"score": one.score} if body.use_beam_search else {}
             choices.append({**choice, **answer.prompt_logprobs(), **body.told(one.token_ids), **score})
     return Json({**head, "choices": choices, "usage": _usage(answers).to_json()})
-
-
-async def _stream(
-    head: dict[str, Any],
-    body: CompletionRequest,
-    answers: list[_Answer],
-    merged: AsyncGenerator[tuple[int, Delta]],
-) -> AsyncGenerator[Payload]:
-    num_told = 0  # of the tokens: those of several prompts are counted ahead of what is told
-    async for number, whole in merged:
-        answer, delta = answers[number], answers[number].told(whole)
-        echo = answer.echo if answer.begins(delta.index) else ""
-        logprobs = answer.logprobs(delta.index, delta.logprobs)
-        index = number * body.num_choices + delta.index
-        choice = {**_choice(index, echo + delta.text, delta.finish_reason, logprobs), **body.told(delta.token_ids)}
-        num_told += len(delta.token_ids)
-        usage = body.chunk_usage(replace(_usage(answers), completion_tokens=num_told))
-        yield Sse({**head, "choices": [choice], **usage})
-    if body.wants_usage_event:
-        yield Sse({**head, "choices": [], "usage": _usage(answers).to_json()})
-    yield Sse(None)
-
-
-def _choice(index: int, text: str, finish_reason: str | None, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 def _usage(answers: list[_Answer]) -> Usage:
@@ -152,12 +145,3 @@ def _echo(service: Service, body: CompletionRequest, prompt: Prompt) -> str:
     if not body.echo:
         return ""
     return prompt if isinstance(prompt, str) else service.text.decode(prompt, skip_special_tokens=False)
-
-
-def _head(service: Service, exchange: RequestContext) -> dict[str, Any]:
-    return {
-        "id": exchange.id,
-        "object": "text_completion",
-        "created": int(exchange.created_s),
-        "model": service.model_name,
-    }

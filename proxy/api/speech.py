@@ -70,14 +70,14 @@ class Speech:
         self,
         service: Service,
         exchange: RequestContext,
-        places: RequestTickets,
+        tickets: RequestTickets,
         item: MediaItem,
         sampling: SamplingParams,
         options: SpeechOptions,
     ) -> None:
         self._service = service
         self._exchange = exchange
-        self._places = places
+        self._tickets = tickets
         self._item = item
         self._sampling = sampling
         self._options = options
@@ -165,28 +165,28 @@ class Speech:
         if index > 0:
             await asyncio.shield(self._language_known)
         async with self._under_way:
-            place = await self._turn()
-            generation = await self._generation(index, window, path, place)
+            ticket = await self._turn()
+            generation = await self._generation(index, window, path, ticket)
             try:
-                async with aclosing(self._service.deltas(generation, self._exchange)) as deltas:
+                async with aclosing(generation.deltas()) as deltas:
                     async for delta in deltas:
                         self._note_language(generation)
                         yield delta
             finally:
-                place.leave()
+                ticket.release()
                 self.usage.add(generation.usage)
                 self._keep(self._windows[index], generation)
 
     async def _turn(self) -> Ticket:
         """The place of the next window in the line, where one of each recording may always wait, and more of them where
         others hardly wait for it."""
-        line = self._places.line
+        line = self._tickets.line
         async with self._next:
-            while self._places.num_waiting and not line.has_room:
+            while self._tickets.num_waiting and not line.has_room:
                 await line.moves()
-            return self._places.take()
+            return self._tickets.acquire()
 
-    async def _generation(self, index: int, window: Window, path: str, place: Ticket) -> TextStream:
+    async def _generation(self, index: int, window: Window, path: str, ticket: Ticket) -> TextStream:
         info, text, options = self._service.info, self._service.text, self._options
         prompt_ids, fields = whisper_prompt.build(
             info,
@@ -207,7 +207,7 @@ class Speech:
             request_id = part_id(request_id, index)
         sampling = msgspec.structs.replace(self._sampling, **fields)
         job = Job(request_id, prompt_ids, sampling, make_slots([item], None), [item], options.priority)
-        return self._service.generation(job, self._exchange, place)
+        return self._service.generate(job, self._exchange, ticket)
 
     def _measured(self, prompt_ids: list[int]) -> dict[str, Any]:
         """Log-probabilities of the text, and of what may follow <|startoftranscript|>: whether anybody speaks.
@@ -245,7 +245,7 @@ class Speech:
 
     def _note_language(self, generation: TextStream) -> None:
         if not self._language_known.done():
-            self.language = whisper_prompt.detected_language(self._service.info, generation.token_ids)
+            self.language = whisper_prompt.detected_language(self._service.info, generation.sequences[0].token_ids)
             self._language_known.set_result(None)
 
 

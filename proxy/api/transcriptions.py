@@ -99,12 +99,12 @@ async def transcriptions(
     service: Service, exchange: RequestContext, task: Task = "transcribe"
 ) -> AsyncGenerator[Payload]:
     """The text of a recording as JSON, plain text, JSON with segments, subtitles, or a stream."""
-    service.check_line("media")
+    service.check_lines("media")
     form, data = await _read_form(exchange)
     service.check_model(form.model)
     _check_model_hears(service)
     form.check()
-    places = service.join_line(exchange, "media")
+    tickets = service.join_line(exchange, "media")
     item = await service.intake.of_bytes("audio", data, "file")
     options = SpeechOptions(
         language=form.language or None,
@@ -115,7 +115,7 @@ async def transcriptions(
         token_limit=form.max_completion_tokens,
         priority=form.priority,
     )
-    speech = Speech(service, exchange, places, item, form.sampling(service.max_model_len), options)
+    speech = Speech(service, exchange, tickets, item, form.sampling(service.max_model_len), options)
     async with aclosing(speech.deltas()) as deltas:
         if form.stream:
             async for event in _stream(speech, deltas):

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from proxy.dispatch.placement import Placer
 from proxy.dispatch.worker_pool import WorkerPool
 from proxy.server.metrics import ProxyMetrics
+from proxy.server.timeline import Timelines
+
+if TYPE_CHECKING:
+    from proxy.dispatch.job_runner import JobRunner
 
 
 @dataclass(frozen=True)
@@ -18,6 +23,9 @@ class DispatchContext:
     placer: Placer
     metrics: ProxyMetrics
     handoff_timeout_s: float
+    timelines: Timelines = field(default_factory=Timelines)
+    runners: dict[str, JobRunner] = field(default_factory=dict)
+    """The jobs under way, by request id: each enters and removes itself."""
 
     def is_full_wait(self, since_s: float) -> bool:
         """Whether a wait that ends now, begun at `since_s`, was as long as one step of a handoff may take,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Final
 
 from common.config import Settings
@@ -30,39 +29,29 @@ class Dispatcher:
         self._metrics = metrics
         self._timelines = timelines
         self._placer = Placer(metrics)
-        self._flights: dict[str, JobRunner] = {}
+        self._runners: dict[str, JobRunner] = {}
         self._disowned: OrderedDict[str, None] = OrderedDict()
 
     @property
-    def num_flights(self) -> int:
-        return len(self._flights)
+    def num_runners(self) -> int:
+        return len(self._runners)
 
-    async def run(self, pool: WorkerPool, job: Job, deadline_s: float) -> AsyncGenerator[Tokens]:
-        """The tokens of a job, to its end or until the caller closes this generator (then it is aborted everywhere).
+    def run(self, pool: WorkerPool, job: Job, deadline_s: float) -> AsyncGenerator[Tokens]:
+        """Return the tokens of a job, to the end or until the caller closes the generator, which aborts the job.
 
-        `deadline_s` is by `time.monotonic`. Raises TriptychError as Flight does.
+        `deadline_s` is by `time.monotonic`. Nothing happens before the first step. Raises as `JobRunner.tokens` does.
         """
-        flight = JobRunner(
-            job, DispatchContext(pool, self._placer, self._metrics, self._settings.handoff_timeout_s), deadline_s
-        )
-        self._flights[job.request_id] = flight
-        self._metrics.flights.inc()
-        try:
-            async with aclosing(flight.batches()) as batches:
-                async for batch in batches:
-                    self._timelines.add(response_id(job.request_id), batch.spans)
-                    yield batch
-        finally:
-            del self._flights[job.request_id]
-            self._metrics.flights.dec()
+        timeout_s = self._settings.handoff_timeout_s
+        context = DispatchContext(pool, self._placer, self._metrics, timeout_s, self._timelines, self._runners)
+        return JobRunner(job, context, deadline_s).tokens()
 
     async def on_message(self, worker: Worker, message: FromWorker) -> None:
         if isinstance(message, Encoded | Prefilled):  # may come after the last token, and still belongs to the timeline
             self._timelines.add(response_id(message.request_id), message.spans)
-        flight = self._flights.get(message.request_id)
-        if flight is not None:
-            if not flight.post(worker, message):
-                await flight.abandon()
+        runner = self._runners.get(message.request_id)
+        if runner is not None:
+            if not runner.post(worker, message):
+                await runner.abandon()
         elif not isinstance(message, Encoded | Failed):
             await self._disown(worker, message)
 
@@ -77,15 +66,15 @@ class Dispatcher:
         await worker.tell(Abort(message.request_id))
 
     def requests_at(self, worker: Worker) -> list[str]:
-        return [request_id for request_id, flight in self._flights.items() if flight.uses(worker)]
+        return [request_id for request_id, runner in self._runners.items() if runner.uses(worker)]
 
     def on_invalid(self) -> None:
         self._metrics.invalid_replies.inc()
 
     def on_joined(self, worker: Worker) -> None:
-        for flight in self._flights.values():
-            flight.post(worker, WorkerEvent.JOINED)
+        for runner in self._runners.values():
+            runner.post(worker, WorkerEvent.JOINED)
 
     async def on_gone(self, worker: Worker) -> None:
-        for flight in list(self._flights.values()):
-            flight.post(worker, WorkerEvent.GONE)
+        for runner in list(self._runners.values()):
+            runner.post(worker, WorkerEvent.GONE)

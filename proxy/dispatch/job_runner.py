@@ -12,7 +12,7 @@ from common.errors import ErrorInfo, TriptychError
 from common.messages import KV_INPUT_ID, Encoded, Failed, FromWorker, InputNeeded, Prefilled, Tokens
 from common.telemetry import get_logger
 from proxy.dispatch.context import DispatchContext
-from proxy.dispatch.jobs import Job
+from proxy.dispatch.jobs import Job, response_id
 from proxy.dispatch.progress import Progress
 from proxy.dispatch.prompt_logprobs import RemotePromptLogprobs
 from proxy.dispatch.retries import BACKOFF_S
@@ -27,18 +27,18 @@ log = get_logger()
 
 
 class JobRunner:
-    """Runs one job. Messages come in by `post`, tokens go out by `batches`.
+    """Runs one job. Messages come in by `post`, tokens go out by `tokens`.
 
     One worker generates the tokens. It computes the prompt, too, or another one does that for it. A lost encoder costs
     a retry of its items, a lost prefill worker another prefill; a lost decoder is replaced by another one, which
     continues each sequence after the tokens that were delivered. Who is missing altogether is waited for a while.
-    Leaving `batches` early, by any way, aborts the job on every worker that it touched.
+    Leaving `tokens` early, by any way, aborts the job on every worker that it touched.
     """
 
     def __init__(self, job: Job, cluster: DispatchContext, deadline_s: float) -> None:
         """`deadline_s` is by `time.monotonic`."""
         self._job = job
-        self._metrics = cluster.metrics
+        self._cluster = cluster
         self._deadline_s = deadline_s
         self._progress = Progress(job.sampling)
         self._prompt_logprobs = RemotePromptLogprobs(job.sampling.prompt_logprobs is not None)
@@ -58,10 +58,10 @@ class JobRunner:
         return self._events.qsize() <= MAX_UNREAD
 
     async def abandon(self) -> None:
-        """Give the job up everywhere; who reads `batches` after all is told."""
+        """Give the job up everywhere; who reads `tokens` after all is told."""
         log.warning("nobody reads the tokens, request ends", request=self._job.request_id, unread=MAX_UNREAD)
         self._abandoned = True
-        self._metrics.unread_answers.inc()
+        self._cluster.metrics.unread_answers.inc()
         while not self._events.empty():
             self._events.get_nowait()
         await self._end()
@@ -70,23 +70,31 @@ class JobRunner:
         """Whether the job has something under way on that worker."""
         return worker in self._crew
 
-    async def batches(self) -> AsyncGenerator[Tokens]:
+    async def tokens(self) -> AsyncGenerator[Tokens]:
         """Run the job; yields its tokens as they come, each sequence's in order and without repeats.
 
         Raises TriptychError with what the client should be told: unavailable, timeout, or a worker's own error.
         """
+        cluster, request_id = self._cluster, self._job.request_id
+        cluster.runners[request_id] = self
+        cluster.metrics.flights.inc()
         try:
             await self._crew.place()
             while not self._progress.done:
                 event = await self._next_event()
-                news = [] if event is None else await self._handle(*event)
-                for tokens in news:
+                for tokens in [] if event is None else await self._handle(*event):
+                    if tokens.spans:
+                        cluster.timelines.add(response_id(request_id), tokens.spans)
                     yield tokens
                 for tokens in await self._follow_encoders():
                     yield tokens
                 await self._stop_what_is_enough()
         finally:
-            await self._end()
+            try:
+                await self._end()
+            finally:
+                del cluster.runners[request_id]
+                cluster.metrics.flights.dec()
 
     async def _next_event(self) -> tuple[Worker, Event] | None:
         """The next event; None where a deadline of the crew came first, and has been kept.
@@ -230,5 +238,5 @@ class JobRunner:
         if self._progress.done:
             await self._crew.finish()
         else:
-            self._metrics.aborts.inc()
+            self._cluster.metrics.aborts.inc()
             await self._crew.abort()

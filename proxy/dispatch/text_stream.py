@@ -1,9 +1,9 @@
-"""From the tokens of a job to text: detokenising, stop strings, usage, latencies."""
+"""Text of a job's tokens: detokenising, stop strings, usage, latencies."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -12,14 +12,14 @@ from common.messages import TokenLogprob, Tokens
 from common.text.processor import Detokenizer, TextProcessor
 from proxy.dispatch.jobs import Job
 from proxy.server.metrics import ProxyMetrics
+from proxy.server.queue_delay import Ticket
 
 Finish = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
 class Delta:
-    """New text of sequence `index` of a job, and what was generated since its delta before; the last one of a sequence
-    carries why it ended.
+    """New text of sequence `index`, and the tokens since the previous delta. The last delta has the finish reason.
 
     Tokens and text need not match piece by piece: text is held back while a character or a stop string may go on.
     """
@@ -34,7 +34,7 @@ class Delta:
 
 @dataclass
 class Usage:
-    """Token counts of a response; they add up over its jobs."""
+    """Token counts of a response, the sum over the jobs of that response."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -57,7 +57,7 @@ class Usage:
 
 @dataclass
 class TextSequence:
-    """One of the texts of a job. `token_ids` holds everything generated so far, special tokens included."""
+    """One text of a job. `token_ids` holds all generated tokens, special tokens included."""
 
     index: int
     detokenizer: Detokenizer
@@ -68,25 +68,24 @@ class TextSequence:
 
 
 class TextStream:
-    """One job's text. `prompt_logprobs` are there after the first delta, if they were asked for.
-
-    `on_first` is called when the first tokens come.
-    """
+    """The text of one job. `prompt_logprobs` are complete after the first delta, if the job asked for them."""
 
     def __init__(
         self,
         job: Job,
+        tokens: AsyncGenerator[Tokens],
         text: TextProcessor,
         metrics: ProxyMetrics,
         arrival_s: float,
+        ticket: Ticket,
         *,
-        on_first: Callable[[], None] = lambda: None,
         skip_special_tokens: bool = True,
     ) -> None:
+        """`tokens` are the job's own, closed with `deltas`; `ticket` waits for the first of them."""
+        sampling = job.sampling
         self.job = job
         self.usage = Usage(prompt_tokens=len(job.prompt_token_ids) + job.num_encoder_prompt_tokens)
         self.prompt_logprobs: list[TokenLogprob | None] = []
-        sampling = job.sampling
         self.sequences = [
             TextSequence(
                 index,
@@ -96,20 +95,29 @@ class TextStream:
             )
             for index in range(sampling.n)
         ]
+        self._tokens = tokens
         self._metrics = metrics
         self._arrival_s = arrival_s
         self._first_s = 0.0
-        self._on_first = on_first
+        self._ticket = ticket
         self._eos_token_ids = text.info.eos_token_ids
+        self._stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_token_ids)}
+        self._num_forced = len(sampling.prefix_allowed)
+        """Tokens that the prompt format forces (Whisper's language, task): generated, but no part of the answer."""
 
-    async def deltas(self, batches: AsyncGenerator[Tokens]) -> AsyncGenerator[Delta]:
-        """Text as it becomes known. Ends when every sequence has a finish reason, and closes `batches` then: a stop
-        string may be earlier than the worker's own end."""
+    async def deltas(self) -> AsyncGenerator[Delta]:
+        """Yield text as it becomes known, until every sequence has a finish reason; then close the job's tokens.
+
+        A stop string may end a sequence before the worker does.
+        """
         try:
-            async with aclosing(batches):
-                async for batch in batches:
-                    self._first_s = self._first_s or self._observe_first()
-                    delta = self._take(batch)
+            async with aclosing(self._tokens) as tokens:
+                async for batch in tokens:
+                    if not self._first_s:
+                        self._first_s = time.monotonic()
+                        self._metrics.ttft.observe(self._first_s - self._arrival_s)
+                        self._ticket.begin()
+                    delta = self._delta(batch)
                     if delta is not None:
                         yield delta
                     if len(self.job.enough) == len(self.sequences):
@@ -117,14 +125,19 @@ class TextStream:
         finally:
             self._observe_end()
 
-    def _take(self, batch: Tokens) -> Delta | None:
-        self._count(batch)
-        sequence = self.sequences[batch.index]
-        if sequence.finish_reason is not None:  # a stop string has ended it here, and the worker goes on for the others
+    def _delta(self, batch: Tokens) -> Delta | None:
+        """Count a batch and return its text; None where no text is complete."""
+        usage, sequence, forced = self.usage, self.sequences[batch.index], self._num_forced
+        usage.prompt_tokens = max(usage.prompt_tokens, batch.num_prompt_tokens + self.job.num_encoder_prompt_tokens)
+        usage.cached_tokens = max(usage.cached_tokens, batch.num_cached_tokens)
+        if batch.prompt_logprobs:
+            self.prompt_logprobs = batch.prompt_logprobs
+        if sequence.finish_reason is not None:  # a stop string ended the sequence here, and others go on
             return None
+        usage.completion_tokens -= max(0, len(sequence.token_ids) - forced)
         sequence.token_ids += batch.token_ids
+        usage.completion_tokens += max(0, len(sequence.token_ids) - forced)
         sequence.logprobs += batch.logprobs
-        self._count_generated()
         finish: Finish | None = "length" if batch.finish_reason == "length" else None
         finish = "stop" if batch.finish_reason in ("stop", "abort") else finish
         text = sequence.detokenizer.push(self._visible(batch), final=finish is not None)
@@ -139,49 +152,18 @@ class TextStream:
         token_ids, logprobs = tuple(sequence.token_ids[told:]), tuple(sequence.logprobs[told:])
         return Delta(text, finish, token_ids, sequence.index, logprobs, batch.score)
 
-    def _count(self, batch: Tokens) -> None:
-        num_prompt_tokens = batch.num_prompt_tokens + self.job.num_encoder_prompt_tokens
-        self.usage.prompt_tokens = max(self.usage.prompt_tokens, num_prompt_tokens)
-        self.usage.cached_tokens = max(self.usage.cached_tokens, batch.num_cached_tokens)
-        if batch.prompt_logprobs:
-            self.prompt_logprobs = batch.prompt_logprobs
-
-    def _count_generated(self) -> None:
-        num_tokens = sum(len(sequence.token_ids) for sequence in self.sequences)
-        forced = sum(min(self._num_forced, len(sequence.token_ids)) for sequence in self.sequences)
-        self.usage.completion_tokens = num_tokens - forced
-
-    @property
-    def _num_forced(self) -> int:
-        """Tokens that the prompt format forced (Whisper's language, task): generated, but not the answer's."""
-        return len(self.job.sampling.prefix_allowed)
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The tokens of the first sequence."""
-        return self.sequences[0].token_ids
-
     @property
     def text_token_ids(self) -> list[int]:
         """The first sequence's tokens of the answer: without a forced prefix and without the end of sequence."""
-        return [token for token in self.token_ids[self._num_forced :] if token not in self._eos_token_ids]
+        tokens = self.sequences[0].token_ids[self._num_forced :]
+        return [token for token in tokens if token not in self._eos_token_ids]
 
     def _visible(self, batch: Tokens) -> list[int]:
-        """The tokens of a batch without the one that stopped it, and without timestamps."""
-        sampling = self.job.sampling
-        stops = set(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            stops |= set(self._eos_token_ids)
-        ids = batch.token_ids
-        ids = ids[:-1] if batch.finish_reason == "stop" and ids and ids[-1] in stops else ids
-        timestamps = sampling.timestamps
+        """The tokens of a batch without a final stop token and without timestamps."""
+        ids, timestamps = batch.token_ids, self.job.sampling.timestamps
+        if batch.finish_reason == "stop" and ids and ids[-1] in self._stops:
+            ids = ids[:-1]
         return ids if timestamps is None else [token for token in ids if token < timestamps.first_token_id]
-
-    def _observe_first(self) -> float:
-        now_s = time.monotonic()
-        self._metrics.ttft.observe(now_s - self._arrival_s)
-        self._on_first()
-        return now_s
 
     def _observe_end(self) -> None:
         now_s = time.monotonic()

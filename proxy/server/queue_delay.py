@@ -1,13 +1,11 @@
-"""How long a request that comes now would wait for its first token, and whether that is too long.
+"""The expected wait of a new request for its first token, and refusal where that wait is too long.
 
-Requests wait in a line from their admission to their first token; one of several jobs, as a recording or a list of
-prompts is, waits there with each that has been sent off. The line moves at the rate at which they have begun while
-others waited; its length over that rate is the wait of a newcomer. One that would wait longer than is wanted is
-refused at once, before anything is done for it: so those that were let in are still answered in time, where
-an endless line would be too late for everybody.
+A request waits in a queue from admission to its first token. A request of several jobs (a recording, a list of prompts)
+waits with each job that was sent off. The service rate is the rate at which waiting requests began while others waited;
+queue length over rate is the wait of a new request. A request over the limit is refused at once, before any work is
+done for it. Admitted requests are then answered in time, where an endless queue would be too late for all.
 
-A line that is only just there is a burst, and taken in whole: as in CoDel (Nichols and Jacobson, 2012), what does harm
-is a line that stands.
+A new queue is a burst and is admitted whole: as in CoDel (Nichols and Jacobson, 2012), only a standing queue harms.
 """
 
 from __future__ import annotations
@@ -17,21 +15,21 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 SHORT_LINE: Final = 4
-"""So many may always wait."""
+"""Requests that may always wait."""
 FULL_LINE: Final = 8
-"""Jobs that can wait for others join no longer one, and none by which a newcomer would wait longer than half of what is
-wanted."""
+"""A job that can wait joins no longer queue, and none where a new request would then wait over half of the limit."""
 WINDOW: Final = 64
-"""Begins by which the rate is measured, while at least SHORT_LINE wait; it is not known before a quarter of them."""
+"""Begins that measure the rate, while at least SHORT_LINE wait. The rate is unknown before a quarter of them."""
 FORGET_S: Final = 10.0
-"""After so long with fewer the rate has to be measured again: workers come and go."""
+"""Time with fewer waiting after which the rate is measured again: workers come and go."""
 
 
 class QueueDelayLimiter:
-    """The requests that have been admitted and have no token yet, and the further jobs of such with several."""
+    """The queue of admitted requests without a token, and of the further jobs of such requests."""
 
     def __init__(self, max_wait_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_wait_s = max_wait_s
@@ -40,115 +38,107 @@ class QueueDelayLimiter:
         self._short_since_s = -math.inf
         self._standing_since_s = 0.0  # longer than SHORT_LINE, but for moments
         self._idle_since_s = -math.inf
-        self._counting_since_s = 0.0  # the last begin of at least SHORT_LINE
+        self._counting_since_s = 0.0  # the last begin with at least SHORT_LINE waiting
         self._moved = asyncio.Event()
         self.num_waiting = 0
 
     @property
     def wait_s(self) -> float:
-        """The expected wait of a request that comes now; 0 where nothing is known of it."""
+        """Expected wait of a request that comes now; 0 where the rate is unknown."""
         return self._expected_s(self.num_waiting + 1) if self.num_waiting > SHORT_LINE else 0.0
 
     @property
     def has_room(self) -> bool:
-        """Whether a job that can wait for others should join now."""
+        """Whether a job that can wait should join now."""
         if self.num_waiting < SHORT_LINE:
             return True
         return self.num_waiting < FULL_LINE and self._expected_s(self.num_waiting + 2) <= self._max_wait_s / 2
 
     @property
     def excess_s(self) -> float:
-        """By how much a newcomer would wait too long; 0 or less where it is welcome."""
+        """Expected wait of a new request beyond the limit; 0 or less where the request is welcome."""
         if self.num_waiting <= SHORT_LINE or self._clock() - self._standing_since_s < self._max_wait_s:
             return 0.0
         return self.wait_s - self._max_wait_s
 
     def join(self) -> Ticket:
-        """One more waits."""
+        """Add one waiting job."""
         self.num_waiting += 1
         if self.num_waiting == SHORT_LINE:
-            self._start_counting()
+            self._counting_since_s = now_s = self._clock()
+            if now_s - self._idle_since_s > FORGET_S:
+                self._intervals.clear()
         elif self.num_waiting == SHORT_LINE + 1 and self._clock() - self._short_since_s > self._max_wait_s:
             self._standing_since_s = self._clock()
         return Ticket(self)
 
-    def begun(self) -> None:
-        """One that waits has its first token."""
-        if self.num_waiting >= SHORT_LINE:
-            now_s = self._clock()
+    def leave(self, *, begun: bool) -> None:
+        """Remove one waiting job: `begun` with its first token, else ended without one."""
+        now_s = self._clock()
+        if begun and self.num_waiting >= SHORT_LINE:
             self._intervals.append(now_s - self._counting_since_s)
             self._counting_since_s = now_s
-        self.left()
-
-    def left(self) -> None:
-        """One waits no more."""
         self.num_waiting -= 1
         if self.num_waiting == SHORT_LINE:
-            self._short_since_s = self._clock()
+            self._short_since_s = now_s
         elif self.num_waiting == SHORT_LINE - 1:
-            self._idle_since_s = self._clock()
+            self._idle_since_s = now_s
         self._moved.set()
         self._moved = asyncio.Event()
 
     async def moves(self) -> None:
-        """Return once one waits no more."""
+        """Return once a waiting job has left."""
         await self._moved.wait()
 
     def _expected_s(self, num_waiting: int) -> float:
-        """How long the last of so many waits; 0 where nothing is known of it."""
+        """Expected wait of the last of `num_waiting`; 0 where the rate is unknown."""
         known = len(self._intervals)
         return num_waiting * sum(self._intervals) / known if known >= WINDOW // 4 else 0.0
 
-    def _start_counting(self) -> None:
-        self._counting_since_s = now_s = self._clock()
-        if now_s - self._idle_since_s > FORGET_S:
-            self._intervals.clear()
 
-
+@dataclass(eq=False)
 class Ticket:
-    """The place of a request, or of one of its jobs, in a line."""
+    """The slot of one job in a queue. A second `begin` or `release` does nothing."""
 
-    def __init__(self, line: QueueDelayLimiter) -> None:
-        self._line = line
-        self.waits = True
+    line: QueueDelayLimiter
+    waits: bool = True
 
     def begin(self) -> None:
-        """It has its first token; once is enough."""
+        """Leave the queue with the first token."""
         if self.waits:
             self.waits = False
-            self._line.begun()
+            self.line.leave(begun=True)
 
-    def leave(self) -> None:
-        """It ends, if it has not begun before."""
+    def release(self) -> None:
+        """Leave the queue without a token."""
         if self.waits:
             self.waits = False
-            self._line.left()
+            self.line.leave(begun=False)
 
 
 class RequestTickets:
-    """Those of one request in its line: from the beginning one for each job that is known of, then one for each further
-    job that waits."""
+    """The tickets of one request: at first one for each known job, then one for each further job that waits."""
 
     def __init__(self, line: QueueDelayLimiter, num_jobs: int = 1) -> None:
         self.line = line
         self._free = [line.join() for _ in range(num_jobs)]
-        self._taken: list[Ticket] = []
+        self._acquired: list[Ticket] = []
 
     @property
     def num_waiting(self) -> int:
-        """Jobs that have been sent off and have no token yet."""
-        return sum(place.waits for place in self._taken)
+        """Jobs that were sent off and have no token yet."""
+        return sum(ticket.waits for ticket in self._acquired)
 
-    def take(self) -> Ticket:
-        """The place of a job that is sent off now."""
-        self._taken = [place for place in self._taken if place.waits]
-        self._taken.append(self._free.pop() if self._free else self.line.join())
-        return self._taken[-1]
+    def acquire(self) -> Ticket:
+        """Return the ticket of a job that is sent off now."""
+        self._acquired = [ticket for ticket in self._acquired if ticket.waits]
+        self._acquired.append(self._free.pop() if self._free else self.line.join())
+        return self._acquired[-1]
 
-    def leave(self) -> None:
-        """The request ends."""
-        for place in (*self._free, *self._taken):
-            place.leave()
+    def release(self) -> None:
+        """Release all tickets: the request ends."""
+        for ticket in (*self._free, *self._acquired):
+            ticket.release()
 
 
 def retry_after_s(excess_s: float) -> int:

@@ -1,8 +1,15 @@
 """One HTTP request that generates: admitted, read, answered once or as a stream, and cleaned up however it ends.
 
-An endpoint is an async generator of payloads. The first one decides: `Json` or `Plain` is the whole answer, `Sse`
-starts a stream. Nothing is sent before the first payload is there, so that an error gets its real status; closing
-the generator, by the end, by an error or because the client left, is what releases everything.
+An endpoint is an async generator of payloads. The first payload decides: `Json` or `Plain` is the whole answer, `Sse`
+starts a stream. Nothing is sent before the first payload, so an error gets its real status.
+
+A streamed token passes three generators, each of which closes the generator below in its own `finally`:
+
+    JobRunner.tokens -> TextStream.deltas -> the endpoint -> EventStream._send (writes to the client)
+
+Every end (the last token, an error, a timeout, a client that left) reaches `AdmissionController._end`. Closing the
+endpoint there raises GeneratorExit at its `yield`, then in `deltas`, then in `tokens`, and `tokens` aborts its job on
+all workers. Tickets, memory and the admission slot are released after that.
 """
 
 from __future__ import annotations
@@ -77,8 +84,8 @@ class RequestContext:
     held: Reservation
     """What this request takes of the memory for bodies and media."""
     body_read: asyncio.Event = field(default_factory=asyncio.Event)
-    places: RequestTickets | None = None
-    """In the line of those that wait for their first token, once it is known what the request is."""
+    tickets: RequestTickets | None = None
+    """Tickets of the request's jobs in a queue for first tokens, once the endpoint knows which queue."""
 
     async def body(self) -> bytearray:
         """The whole body. Raises TriptychError("item_too_large") over the limit, however the client counts, and
@@ -91,22 +98,22 @@ class RequestContext:
     async def stream(self) -> AsyncGenerator[bytes]:
         """The body as it comes; raises as `body` does, for what is declared before anything is read."""
         declared = self.request.headers.get("content-length", "")
-        taken = self._take(0, int(declared)) if declared.isdecimal() else 0
+        reserved = self._reserve(0, int(declared)) if declared.isdecimal() else 0
         size = 0
         async for chunk in self.request.stream():
             size += len(chunk)
-            taken = self._take(taken, size)
+            reserved = self._reserve(reserved, size)
             yield chunk
         self.body_read.set()
 
-    def _take(self, taken: int, size: int) -> int:
-        """Make room for a body that is known to have `size` bytes; how much room it has now."""
+    def _reserve(self, reserved: int, size: int) -> int:
+        """Reserve memory for a body of at least `size` bytes, of which `reserved` have memory. Returns the new sum."""
         if size > self.max_body_bytes:
             message = f"the request body has {size} bytes or more, at most {self.max_body_bytes} are allowed"
             raise TriptychError("item_too_large", message)
-        if size > taken:
-            self.held.grow(size - taken)
-        return max(size, taken)
+        if size > reserved:
+            self.held.grow(size - reserved)
+        return max(size, reserved)
 
 
 Endpoint = Callable[[RequestContext], AsyncGenerator[Payload]]
@@ -135,24 +142,8 @@ class AdmissionController:
 
         Raises what `endpoint` raises before its first payload, and TriptychError("overloaded") over the limit.
         """
-        now_s = time.monotonic()
-        request_id, held = f"{prefix}-{uuid.uuid4().hex}", self.budget.open()
-        exchange = RequestContext(request, request_id, time.time(), now_s, now_s + self.timeout_s, max_body_bytes, held)
-        request.state.request_id = exchange.id
-        payloads = self._admitted(exchange, endpoint)
-        headers = {REQUEST_ID_HEADER: exchange.id}
-        try:
-            first = await _unless_disconnected(exchange, anext(payloads))
-        except ClientDisconnect:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
-        if isinstance(first, Sse):
-            return EventStream(first, payloads, exchange.deadline_s, headers)
-        await payloads.aclose()
-        if isinstance(first, Plain):
-            return PlainTextResponse(first.text, headers=headers)
-        return JSONResponse(first.value, headers=headers)
-
-    async def _admitted(self, exchange: RequestContext, endpoint: Endpoint) -> AsyncGenerator[Payload]:
+        request_id = f"{prefix}-{uuid.uuid4().hex}"
+        request.state.request_id = request_id
         if self.closing:
             self.metrics.refused.labels("closing").inc()
             raise TriptychError("unavailable", "the server is shutting down; try again shortly")
@@ -162,30 +153,49 @@ class AdmissionController:
             raise Overloaded(message)
         self.inflight += 1
         self.metrics.inflight.inc()
-        payloads = endpoint(exchange)
+        now_s = time.monotonic()
+        deadline_s = now_s + self.timeout_s
+        context = RequestContext(
+            request, request_id, time.time(), now_s, deadline_s, max_body_bytes, self.budget.open()
+        )
+        headers = {REQUEST_ID_HEADER: request_id}
+        payloads = endpoint(context)
+        stream: EventStream | None = None
         try:
-            async for payload in payloads:
-                yield payload
+            first = await _unless_disconnected(context, anext(payloads))
+            if isinstance(first, Sse):
+                stream = EventStream(first, payloads, context, self._end, headers)
+                return stream
+            if isinstance(first, Plain):
+                return PlainTextResponse(first.text, headers=headers)
+            return JSONResponse(first.value, headers=headers)
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
         finally:
-            try:
-                await payloads.aclose()
-            finally:
-                if exchange.places is not None:
-                    exchange.places.leave()
-                exchange.held.release()
-                self.inflight -= 1
-                self.metrics.inflight.dec()
+            if stream is None:
+                await self._end(context, payloads)
+
+    async def _end(self, context: RequestContext, payloads: AsyncGenerator[Payload]) -> None:
+        """Close the endpoint, which aborts unfinished jobs; then release everything that the request holds."""
+        try:
+            await payloads.aclose()
+        finally:
+            if context.tickets is not None:
+                context.tickets.release()
+            context.held.release()
+            self.inflight -= 1
+            self.metrics.inflight.dec()
 
 
-async def _unless_disconnected(exchange: RequestContext, work: Awaitable[T]) -> T:
-    """The result of `work`; where the client leaves first, `work` is cancelled and ClientDisconnect raised.
+async def _unless_disconnected(context: RequestContext, work: Awaitable[T]) -> T:
+    """Return the result of `work`. Raises ClientDisconnect, and cancels `work`, where the client leaves first.
 
-    Raises TriptychError("timeout") after the exchange's deadline, a slow upload included.
+    Raises TriptychError("timeout") after the request's deadline, a slow upload included.
     """
     task = asyncio.ensure_future(work)
-    watcher = asyncio.create_task(_gone_after_body(exchange))
+    watcher = asyncio.create_task(_disconnected(context.request.receive, context.body_read))
     try:
-        remaining_s = exchange.deadline_s + _DEADLINE_GRACE_S - time.monotonic()
+        remaining_s = context.deadline_s + _DEADLINE_GRACE_S - time.monotonic()
         await asyncio.wait({task, watcher}, timeout=remaining_s, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
@@ -198,43 +208,46 @@ async def _unless_disconnected(exchange: RequestContext, work: Awaitable[T]) -> 
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
-async def _gone_after_body(exchange: RequestContext) -> None:
-    await exchange.body_read.wait()  # until then the endpoint reads from the connection itself
-    await _disconnected(exchange.request.receive)
-
-
-async def _disconnected(receive: Receive) -> None:
+async def _disconnected(receive: Receive, body_read: asyncio.Event) -> None:
+    """Return once the client has left."""
+    await body_read.wait()  # until then the endpoint reads from the connection itself
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class EventStream(Response):
-    """Server-sent events: `first`, then the rest of `payloads`. Closes `payloads` however it ends."""
+    """Server-sent events: `first`, then the rest of `payloads`. Every end is followed by `end`."""
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, first: Sse, payloads: AsyncGenerator[Payload], deadline_s: float, headers: dict[str, str]
+        self,
+        first: Sse,
+        payloads: AsyncGenerator[Payload],
+        context: RequestContext,
+        end: Callable[[RequestContext, AsyncGenerator[Payload]], Awaitable[None]],
+        headers: dict[str, str],
     ) -> None:
         self._first = first
-        self._deadline_s = deadline_s
         self._payloads = payloads
+        self._context = context
+        self._end = end
         self.status_code = 200
         self.background = None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sender = asyncio.create_task(self._send(send))
-        watcher = asyncio.create_task(_disconnected(receive))
+        watcher = asyncio.create_task(_disconnected(receive, self._context.body_read))
         try:
-            # A client that stops reading would hold its request forever: the deadline counts for it, too.
-            remaining_s = self._deadline_s + _DEADLINE_GRACE_S - time.monotonic()
+            # A client that stops reading would hold its request forever: the deadline counts here, too.
+            remaining_s = self._context.deadline_s + _DEADLINE_GRACE_S - time.monotonic()
             await asyncio.wait({sender, watcher}, timeout=remaining_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             sender.cancel()
             watcher.cancel()
             await asyncio.gather(sender, watcher, return_exceptions=True)
-            await self._payloads.aclose()
+            await self._end(self._context, self._payloads)
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

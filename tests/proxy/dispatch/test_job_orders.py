@@ -78,7 +78,7 @@ class Sim:
             self.say(Failed("r", BUSY, message.attempt))
 
     def say(self, message: Any) -> None:
-        self.world.flight.post(self.worker, message)
+        self.world.runner.post(self.worker, message)
 
     def actions(self, *, faults: bool) -> list[Any]:
         """What it may do now, each a function without arguments."""
@@ -164,7 +164,7 @@ class World:
         for role in roles:
             self._add(role)
         cluster = DispatchContext(cast(WorkerPool, self), Placer(self.metrics), self.metrics, handoff_timeout_s=60.0)
-        self.flight = JobRunner(Job("r", [1, 2, 3], sampling, slots, items), cluster, deadline_s=2**40)
+        self.runner = JobRunner(Job("r", [1, 2, 3], sampling, slots, items), cluster, deadline_s=2**40)
         self.got: list[Tokens] = []
         self.begins: dict[int, int] = {}  # the first token of each attempt to generate
         self.task = asyncio.create_task(self._read())
@@ -184,12 +184,12 @@ class World:
         return next((sim for sim in self.sims if sim.worker.instance_id == instance_id), None)
 
     def join(self, role: Role) -> None:
-        self.flight.post(self._add(role).worker, WorkerEvent.JOINED)
+        self.runner.post(self._add(role).worker, WorkerEvent.JOINED)
 
     def kill(self, sim: Sim) -> None:
         self.sims.remove(sim)
         sim.worker.gone = True
-        self.flight.post(sim.worker, WorkerEvent.GONE)
+        self.runner.post(sim.worker, WorkerEvent.GONE)
 
     def _add(self, role: Role) -> Sim:
         name = f"{role}{next(self._names)}"
@@ -201,7 +201,7 @@ class World:
         return sim
 
     async def _read(self) -> None:
-        async for tokens in self.flight.batches():
+        async for tokens in self.runner.tokens():
             self.got.append(tokens)
 
 
@@ -224,7 +224,7 @@ async def _play(data: st.DataObject, world: World) -> None:
 
 async def _heal(world: World) -> None:
     """From here on everything works: the job must come to its end, once it has been asked for where it was lost."""
-    crew = world.flight._crew
+    crew = world.runner._crew
     crew._ask_at_s = min(crew._ask_at_s, 0.0) if crew.decoder is not None else crew._ask_at_s
     for role in WORKER_ROLES:
         world.join(role)
@@ -283,13 +283,13 @@ async def test_a_worker_that_never_ceases_to_send_does_not_outlive_the_deadline(
     await _settle(world)
     for _ in range(4):
         world.sims[0].say(Tokens("r", 0, [1], attempt=1))
-    world.flight._deadline_s = time.monotonic()
+    world.runner._deadline_s = time.monotonic()
     await _settle(world)
     error = world.task.exception()
     assert isinstance(error, TriptychError)
     assert error.info.code == "timeout"
     assert len(world.got) == 1, "it was waited for"
-    assert not world.flight._events.empty()
+    assert not world.runner._events.empty()
 
 
 async def test_an_encoder_that_is_lost_after_its_item_was_read_costs_nothing() -> None:
@@ -332,20 +332,20 @@ async def test_what_had_come_when_a_deadline_was_due_may_have_kept_it() -> None:
     """The client was slow, and nothing was read meanwhile. What comes later does not put off the deadline."""
     world = World(["prefill_decode", "encoder"], num_inputs=1, prompt_logprobs=False)
     world.task.cancel()
-    crew, encoder = world.flight._crew, world.sims[1]
+    crew, encoder = world.runner._crew, world.sims[1]
     await crew.place()
     encoder.encoded(encoder.encodes[0], None)
     crew.items._items[0].deadline_s = 0.0
-    event = await world.flight._next_event()
+    event = await world.runner._next_event()
     assert event is not None
-    await world.flight._handle(*event)
+    await world.runner._handle(*event)
     assert encoder.encodes == {}, "it is not asked again for what it has done"
     for due_s in (math.inf, 0.0):
         world.sims[0].token()
         crew.items._items[0].due_s = due_s
-        assert await world.flight._next_event() is not None
+        assert await world.runner._next_event() is not None
     world.sims[0].token()
-    assert await world.flight._next_event() is None
+    assert await world.runner._next_event() is None
     assert list(encoder.encodes) == [0]
 
 

@@ -35,8 +35,8 @@ async def _lose(rig, request, after: int, answers=ANSWERS):
 
 
 def _num_accepted(rig) -> int:
-    flights = rig.service.dispatcher._flights.values()
-    return sum(len(sequence.token_ids) for flight in flights for sequence in flight._progress._sequences)
+    runners = rig.service.dispatcher._runners.values()
+    return sum(len(sequence.token_ids) for runner in runners for sequence in runner._progress._sequences)
 
 
 async def _stream(rig, content="say", **fields):

@@ -36,11 +36,11 @@ class Clock:
         return self.now_s
 
 
-def _serve_at(line: QueueDelayLimiter, clock: Clock, places: list, rate: float, count: int) -> None:
+def _serve_at(line: QueueDelayLimiter, clock: Clock, tickets: list, rate: float, count: int) -> None:
     """Let the first `count` of those who wait begin, so many in a second."""
     for _ in range(count):
         clock.now_s += 1 / rate
-        places.pop(0).begin()
+        tickets.pop(0).begin()
 
 
 def test_a_burst_is_taken_in_whole():
@@ -55,29 +55,29 @@ def test_a_burst_is_taken_in_whole():
 def test_a_line_that_stands_turns_away_who_would_wait_too_long():
     clock = Clock()
     line = QueueDelayLimiter(2.0, clock)
-    places = [line.join() for _ in range(100)]
-    _serve_at(line, clock, places, 10, WINDOW // 2)
-    assert line.wait_s == pytest.approx((len(places) + 1) / 10)
+    tickets = [line.join() for _ in range(100)]
+    _serve_at(line, clock, tickets, 10, WINDOW // 2)
+    assert line.wait_s == pytest.approx((len(tickets) + 1) / 10)
     assert line.excess_s == pytest.approx(line.wait_s - 2.0)
     assert retry_after_s(line.excess_s) == 5
-    _serve_at(line, clock, places, 10, len(places) - 18)
+    _serve_at(line, clock, tickets, 10, len(tickets) - 18)
     assert line.excess_s <= 0
 
 
 def test_a_sustained_overload_keeps_the_wait_at_its_limit():
     clock, rate, limit_s = Clock(), 20.0, 2.0
     line = QueueDelayLimiter(limit_s, clock)
-    places, refused, longest = [], 0, 0
+    tickets, refused, longest = [], 0, 0
     for step in range(2000):  # twice as many come as are served
         clock.now_s += 1 / (2 * rate)
         if line.excess_s > 0:
             refused += 1
         else:
-            places.append(line.join())
-        if step % 2 and places:
-            places.pop(0).begin()
+            tickets.append(line.join())
+        if step % 2 and tickets:
+            tickets.pop(0).begin()
         if step > 500:
-            longest = max(longest, len(places))
+            longest = max(longest, len(tickets))
     assert 0.9 * limit_s <= longest / rate <= 1.1 * limit_s
     assert 800 < refused < 1000
 
@@ -85,16 +85,16 @@ def test_a_sustained_overload_keeps_the_wait_at_its_limit():
 def test_a_short_line_is_never_too_long_however_slow_it_is():
     clock = Clock()
     line = QueueDelayLimiter(0.1, clock)
-    places = [line.join() for _ in range(SHORT_LINE + WINDOW)]
-    _serve_at(line, clock, places, 0.1, WINDOW)
+    tickets = [line.join() for _ in range(SHORT_LINE + WINDOW)]
+    _serve_at(line, clock, tickets, 0.1, WINDOW)
     assert (line.num_waiting, line.excess_s) == (SHORT_LINE, 0.0)
 
 
 def test_a_rate_that_is_long_past_does_not_count():
     clock = Clock()
     line = QueueDelayLimiter(0.1, clock)
-    places = [line.join() for _ in range(SHORT_LINE + WINDOW)]
-    _serve_at(line, clock, places, 0.1, len(places))
+    tickets = [line.join() for _ in range(SHORT_LINE + WINDOW)]
+    _serve_at(line, clock, tickets, 0.1, len(tickets))
     clock.now_s += 60
     for _ in range(100):
         line.join()
@@ -106,10 +106,10 @@ def _moving_line(max_wait_s: float, rate: float) -> QueueDelayLimiter:
     """An empty line that has moved at this rate."""
     clock = Clock()
     line = QueueDelayLimiter(max_wait_s, clock)
-    places = [line.join() for _ in range(SHORT_LINE + WINDOW)]
-    _serve_at(line, clock, places, rate, WINDOW)
-    for place in places:
-        place.leave()
+    tickets = [line.join() for _ in range(SHORT_LINE + WINDOW)]
+    _serve_at(line, clock, tickets, rate, WINDOW)
+    for ticket in tickets:
+        ticket.release()
     return line
 
 
@@ -126,38 +126,38 @@ def test_what_can_wait_joins_a_line_that_moves_quickly_and_leaves_a_slow_one_sho
 def test_a_line_that_was_slow_once_is_measured_again_by_those_that_can_wait():
     clock = Clock()
     line = QueueDelayLimiter(10.0, clock)
-    places = [line.join() for _ in range(SHORT_LINE + WINDOW)]
-    _serve_at(line, clock, places, 0.1, WINDOW)
-    assert len(places) == SHORT_LINE
+    tickets = [line.join() for _ in range(SHORT_LINE + WINDOW)]
+    _serve_at(line, clock, tickets, 0.1, WINDOW)
+    assert len(tickets) == SHORT_LINE
     assert not line.has_room
     for _ in range(WINDOW):  # the next one comes as soon as there is room for it, and not before
-        _serve_at(line, clock, places, 1000.0, 1)
-        places.append(line.join())
+        _serve_at(line, clock, tickets, 1000.0, 1)
+        tickets.append(line.join())
     assert line.has_room
 
 
-def test_a_job_takes_a_place_of_its_request_and_each_that_nobody_knew_of_its_own():
+def test_a_job_takes_a_ticket_of_its_request_and_each_that_nobody_knew_of_its_own():
     line = QueueDelayLimiter(1.0)
-    places = RequestTickets(line, 2)
-    assert (line.num_waiting, places.num_waiting) == (2, 0)
-    first, second, third = (places.take() for _ in range(3))
-    assert (line.num_waiting, places.num_waiting) == (3, 3)
+    tickets = RequestTickets(line, 2)
+    assert (line.num_waiting, tickets.num_waiting) == (2, 0)
+    first, second, third = (tickets.acquire() for _ in range(3))
+    assert (line.num_waiting, tickets.num_waiting) == (3, 3)
     second.begin()
-    assert (line.num_waiting, places.num_waiting, first.waits) == (2, 2, True)
-    third.leave()
-    places.leave()
-    assert (line.num_waiting, places.num_waiting) == (0, 0)
+    assert (line.num_waiting, tickets.num_waiting, first.waits) == (2, 2, True)
+    third.release()
+    tickets.release()
+    assert (line.num_waiting, tickets.num_waiting) == (0, 0)
     unused = RequestTickets(line, 3)
-    unused.leave()
+    unused.release()
     assert line.num_waiting == 0
 
 
-def test_a_place_counts_once():
+def test_a_ticket_counts_once():
     line = QueueDelayLimiter(1.0)
-    place = line.join()
-    place.begin()
-    place.begin()
-    place.leave()
+    ticket = line.join()
+    ticket.begin()
+    ticket.begin()
+    ticket.release()
     assert line.num_waiting == 0
 
 
@@ -165,9 +165,9 @@ def _overload(line: QueueDelayLimiter) -> list[Ticket]:
     """A line that has moved by one in a tenth of a second, for long; who still waits in it."""
     clock = Clock()
     line._clock = clock
-    places = [line.join() for _ in range(200)]
-    _serve_at(line, clock, places, 10, WINDOW)
-    return places
+    tickets = [line.join() for _ in range(200)]
+    _serve_at(line, clock, tickets, 10, WINDOW)
+    return tickets
 
 
 async def test_who_would_wait_too_long_is_refused_before_its_media_are_fetched(serve):
@@ -183,8 +183,8 @@ async def test_who_would_wait_too_long_is_refused_before_its_media_are_fetched(s
         metrics = (await rig.http.get("/metrics")).text
         assert 'triptych_proxy_waiting{line="media"} 136.0' in metrics
         assert 'triptych_proxy_expected_wait_seconds{line="media"} 13.7' in metrics
-        for place in waiting:
-            place.leave()
+        for ticket in waiting:
+            ticket.release()
         await rig.assert_clean()
 
 
@@ -194,8 +194,8 @@ async def test_a_chat_with_a_speech_model_is_refused_before_its_body_has_come(se
         writer.write(head("/v1/chat/completions", 1000))
         async with asyncio.timeout(10):
             assert b" 429 " in await reader.readline()
-        for place in waiting:
-            place.leave()
+        for ticket in waiting:
+            ticket.release()
         await rig.assert_clean()
 
 
@@ -224,9 +224,9 @@ async def test_windows_of_a_recording_wait_side_by_side_but_one_by_one_where_man
         line, decoder, lengths = rig.service.lines["media"], rig.cluster.decoders[0], list[int]()
 
         def join() -> Ticket:
-            place = QueueDelayLimiter.join(line)
+            ticket = QueueDelayLimiter.join(line)
             lengths.append(line.num_waiting)
-            return place
+            return ticket
 
         async def hear() -> str:
             create = rig.client.audio.transcriptions.create
@@ -236,8 +236,8 @@ async def test_windows_of_a_recording_wait_side_by_side_but_one_by_one_where_man
         others = [line.join() for _ in range(FULL_LINE)]
         assert await hear()
         assert (len(decoder.of(Generate)), max(lengths)) == (15, FULL_LINE + 1)
-        for place in others:
-            place.leave()
+        for ticket in others:
+            ticket.release()
         decoder.pause_after = 0
         hearing = asyncio.create_task(hear())
         await eventually(lambda: line.num_waiting == FULL_LINE)
@@ -295,8 +295,8 @@ async def test_a_client_that_reads_nothing_is_ended_and_disturbs_nobody(serve, m
         count = 20_000
         decoder.messages = lambda message: (Tokens(message.request_id, place, [5]) for place in range(count))
         with _unread(rig, path):
-            await eventually(lambda: len(rig.service.dispatcher._flights) == 1)
-            (unread,) = rig.service.dispatcher._flights.values()
+            await eventually(lambda: len(rig.service.dispatcher._runners) == 1)
+            (unread,) = rig.service.dispatcher._runners.values()
             await eventually(lambda: bool(decoder.of(Abort)))
             assert len(decoder.of(Generate)) == 1
             assert rig.count("unread_answers_total") == rig.count("aborts_total") == 1
