@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -73,5 +75,28 @@ async def test_one_who_gives_up_while_it_waits_to_be_alone_keeps_nobody_else_wai
         others = [pool.run("another", wait_for, str(go), str(begun)) for _ in range(2)]
         assert await asyncio.gather(*others) == ["done", "done"]
         assert pool.num_waiting == 0
+    finally:
+        pool.close()
+
+
+def give_much(begun: str) -> bytes:
+    Path(begun).write_text(str(os.getpid()))
+    return bytes(200_000_000)
+
+
+async def test_processes_killed_idle_or_in_the_middle_of_a_result_are_replaced(begun: Path) -> None:
+    """Pools that share one pipe and its lock among their processes hang here, or give up for good."""
+    pool = ChildPool(begin, (), work="reading", num_workers=2, timeout_s=60.0, memory_bytes=2**30)
+    try:
+        os.kill(await pool.run("idle", os.getpid), signal.SIGKILL)
+        assert await pool.run("next", os.cpu_count) == os.cpu_count()
+        large = asyncio.create_task(pool.run("large", give_much, str(begun)))
+        read = begun.read_text
+        await eventually(lambda: bool(read()), 60.0)
+        await asyncio.sleep(0.05)  # while its result is under way, most times
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(read()), signal.SIGKILL)
+        assert await pool.run("other", os.cpu_count) == os.cpu_count()
+        assert len(await large) == 200_000_000
     finally:
         pool.close()

@@ -1,0 +1,64 @@
+"""Text of a growing sequence equals the text of the whole, whatever the bytes."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+from tokenizers.decoders import DecodeStream
+
+from common.text.processor import Detokenizer, TextProcessor
+
+
+@pytest.fixture
+def llamas() -> Any:
+    """A tokenizer that falls back to bytes, as Llama's and Mistral's do."""
+    vocab = {
+        token: number for number, token in enumerate(["▁Hello", "lo", *(f"<0x{byte:02X}>" for byte in range(256))])
+    }
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="lo"))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    text = SimpleNamespace(tokenizer=tokenizer)
+    text.decode = lambda ids, **options: TextProcessor.decode(text, ids, **options)  # type: ignore[arg-type]
+    return text
+
+
+def ids_of(text: Any, *parts: str | bytes) -> list[int]:
+    return [
+        text.tokenizer.token_to_id(token)
+        for part in parts
+        for token in ([part] if isinstance(part, str) else [f"<0x{byte:02X}>" for byte in part])
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pushed_in_any_portions_the_text_is_that_of_the_whole(llamas: Any, seed: int) -> None:
+    dice, parts = random.Random(seed), ["▁Hello", "lo", "é".encode(), "日".encode(), "🙂".encode()]
+    ids = ids_of(llamas, *dice.choices(parts, k=12))
+    detokenizer, text = Detokenizer(llamas), ""
+    while ids_left := len(ids) - len(detokenizer._ids):
+        portion = ids[len(detokenizer._ids) :][: dice.randint(1, 4)]
+        text += detokenizer.push(portion, final=len(portion) == ids_left)
+    assert text == llamas.decode(ids)
+
+
+def test_bytes_that_are_no_text_after_a_whole_character_do_no_harm(llamas: Any) -> None:
+    """`tokenizers`' own stream raises here: the broken byte takes back the character before it."""
+    ids = ids_of(llamas, "▁Hello", "é".encode(), b"\x97", "lo")
+    stream = DecodeStream(skip_special_tokens=True)
+    with pytest.raises(Exception, match="Invalid prefix"):
+        [stream.step(llamas.tokenizer, token) for token in ids]
+    detokenizer = Detokenizer(llamas)
+    text = "".join(detokenizer.push([token]) for token in ids) + detokenizer.push([], final=True)
+    assert text.startswith(" Helloé")
+    assert text.endswith("lo")
+
+
+def test_stop_strings_are_found_across_tokens_and_held_back(llamas: Any) -> None:
+    detokenizer = Detokenizer(llamas, ["éé"])
+    pushed = [detokenizer.push([token]) for token in ids_of(llamas, "▁Hello", "é".encode(), "lo", "éé".encode(), "lo")]
+    assert pushed == [" Hello", "", "", "élo", "", "", "", "", ""]
+    assert detokenizer.stopped
