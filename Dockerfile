@@ -3,7 +3,7 @@
 #   docker build --target proxy -t triptych-proxy .
 # Needs BuildKit: the default since Docker 23, DOCKER_BUILDKIT=1 before.
 
-# Any image with Python 3.11 or 3.12 and its venv module.
+# Any image with Python 3.11 to 3.14 and its venv module.
 ARG BASE_IMAGE=python:3.11-slim
 # An image with wheels in its root, looked at beside the package index: for builds without a network.
 ARG WHEELS_IMAGE=scratch

@@ -1,4 +1,4 @@
-# Everything here works from a clean clone: Python 3.11 or 3.12, make and a package index are enough.
+# Everything here works from a clean clone: Python 3.11 to 3.14, make and a package index are enough.
 #   make demo    start a cluster with the bundled model, ask it about pictures, show what happened
 #   make test    linters, types, import contracts and the tests of the five-minute loop
 

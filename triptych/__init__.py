@@ -7,6 +7,8 @@ proxy and the command line must not load torch. `python -m triptych` is the comm
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,6 +21,19 @@ try:
     __version__ = version("triptych")
 except PackageNotFoundError:  # a checkout that is not installed
     __version__ = "0+unknown"
+
+
+def _check_folders() -> None:
+    """Raise ImportError where a user's folder hides one of ours: they are top-level packages of common names."""
+    for name in ("broker", "common", "engine", "launch", "proxy", "services"):
+        spec = find_spec(name)
+        found = [*(spec.submodule_search_locations or [spec.origin or ""])] if spec is not None else []
+        if not found or Path(found[0]).resolve() != Path(__file__).resolve().parents[1] / name:
+            message = f"`import {name}` gives {found[0] if found else 'nothing'} instead of Triptych's package"
+            raise ImportError(f"{message}: rename that folder, or start Python elsewhere or as `python -P`", name=name)
+
+
+_check_folders()
 
 
 def __getattr__(name: str) -> Any:

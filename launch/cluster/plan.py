@@ -96,7 +96,8 @@ class Plan:
                 "topology": str(self.topology),
             }
         )
-        argv = [sys.executable, "-m", "launch.cli.app", *(["worker", "--role", role] if worker else ["proxy"])]
+        # -P: a folder `common` or `engine` in the user's working directory must not take the place of ours.
+        argv = [sys.executable, "-P", "-m", "triptych", *(["worker", "--role", role] if worker else ["proxy"])]
         argv += ["--model", settings.model, "--instance-id", instance_id]
         argv += ["--host", settings.host, "--port", str(settings.port), "--follow-parent"]
         note = logs / f"{instance_id}.departure"
@@ -146,7 +147,8 @@ def reserve_port(host: str, port: int) -> int:
 
 
 def _importable(environment: dict[str, str]) -> dict[str, str]:
-    """Children find the packages as this process does, also from a checkout that is not installed."""
-    root = str(Path(__file__).resolve().parents[2])
-    past = environment.get("PYTHONPATH")
-    return environment | {"PYTHONPATH": f"{root}{os.pathsep}{past}" if past else root}
+    """Let children find the packages of a checkout, whether installed or not, before any of the same names."""
+    root = Path(__file__).resolve().parents[2]
+    if root.name in ("site-packages", "dist-packages"):
+        return environment
+    return environment | {"PYTHONPATH": os.pathsep.join(filter(None, (str(root), environment.get("PYTHONPATH"))))}

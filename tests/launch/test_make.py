@@ -36,7 +36,7 @@ def test_no_suitable_python_is_said_clearly(tmp_path: Path) -> None:
     fake_python(tmp_path, "python3", "[ $1 = --version ] && echo Python 3.9.2; exit 1")
     found = find_python("python3", str(tmp_path))
     assert (found.returncode, found.stdout) == (1, "")
-    assert "needs Python 3.11 or 3.12 with its venv module; python3 is: Python 3.9.2" in found.stderr
+    assert "needs Python 3.11 to 3.14 with its venv module; python3 is: Python 3.9.2" in found.stderr
 
 
 def make_torch_wheel(folder: Path, requirement: str) -> None:

@@ -2,7 +2,7 @@
 # `make compose-test`: build the images, bring a cluster up with the bundled model, ask it, take it down.
 # Uses the Docker engine that answers; where none does, starts Debian's in namespaces of its own (root, Debian).
 #   BASE_IMAGE    what the images start from (default python:3.11-slim; with our own engine, a Debian made here)
-#   PYTHON        Python 3.11 or 3.12 with its venv module (default python3)
+#   PYTHON        Python 3.11 to 3.14 with its venv module (default python3)
 # Downloads stay in .cache/compose for the next run; everything else is gone at the end, also after a failure.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

@@ -24,7 +24,7 @@ class HangingPlan(Plan):
         for instance in instances:
             if instance.role != "proxy":
                 argv = instance.command.argv
-                argv[argv.index("launch.cli.app")] = __name__
+                argv[argv.index("triptych")] = __name__
         return instances
 
 

@@ -12,22 +12,24 @@ from pathlib import Path
 
 from tests.launch.waiting import alive, descendants, eventually
 
+ROOT = Path(__file__).parents[3]
 START_TIMEOUT_S = 150.0
 
 
 class Serving:
     """The process, its output so far, and what it started."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, cwd: Path | None = None) -> None:
         self.temporary = folder / "tmp"
         self.temporary.mkdir(parents=True)
         self._log = folder / "serve.log"
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
-        command = [sys.executable, "-m", "launch.cli.app", "serve", *arguments, "--port", str(self.port)]
-        environment = os.environ | {"TMPDIR": str(self.temporary), "COLUMNS": "200"}
+        # As the installed script runs it: without the working directory on its path.
+        command = [sys.executable, "-P", "-m", "triptych", "serve", *arguments, "--port", str(self.port)]
+        environment = os.environ | {"TMPDIR": str(self.temporary), "COLUMNS": "200", "PYTHONPATH": str(ROOT)}
         with self._log.open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=cwd)
 
     @property
     def base_url(self) -> str:
