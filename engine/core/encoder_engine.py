@@ -12,26 +12,25 @@ from common.config import EngineConfig
 from common.errors import ErrorInfo
 from common.model_info import ModelInfo
 from common.telemetry import get_logger
-from engine.core.encoder_batches import BatchRunner, LaunchedBatch
+from engine.core.encoder_batches import BatchRunner, EncoderKey, LaunchedBatch
 from engine.core.encoder_profile import measure_batch
 from engine.device.choice import choose_device, choose_dtype, use_kernels
 from engine.device.counters import encoder_computations
 from engine.device.memory import MemoryReport, check_encoder_budget, memory_budget
 from engine.models.registry import load_encoder
 from engine.processors import ProcessedInput
-from engine.scheduler.encoder import EncoderKey, EncoderScheduler
 
 log = get_logger()
 
 DEFAULT_BATCH_BYTES: Final = {"cpu": 2 * 2**20, "cuda": 64 * 2**20}
-"""A CPU gains nothing from large batches, and whoever waits for the first output of one waits for the last."""
+"""A CPU gains nothing from large batches, and the first output of a batch comes with the last."""
 OUTGOING_BYTES: Final = {"cpu": 0, "cuda": 256 * 2**20}
-"""Of the device, for outputs that have not been taken yet: whoever drives this engine keeps no more of them there."""
+"""Device memory for outputs that have not left yet: the driver of this engine keeps no more of them on the device."""
 
 
 @dataclass(frozen=True)
 class EncoderResult:
-    """One item's output [num_encoder_tokens, hidden_size] on the engine's device, or why there is none.
+    """The output [num_encoder_tokens, hidden_size] of one item on the engine's device, or the error instead.
 
     `start_s` and `end_s` (Unix time) are those of its batch.
     """
@@ -46,8 +45,8 @@ class EncoderResult:
 class EncoderEngine:
     """Runs the encoder of one model. Single-threaded; loads encoder weights only.
 
-    Raises TriptychError("invalid_request") for a text model or a device that there is not, CheckpointError where the
-    weights do not fit the model.
+    Raises TriptychError("invalid_request") for a text model or a missing device, CheckpointError where the weights do
+    not fit the model.
     """
 
     def __init__(
@@ -58,9 +57,10 @@ class EncoderEngine:
         output_cache_bytes: int = 0,
         memory_share: float = 1.0,
     ) -> None:
-        """`output_cache_bytes` of its memory are left to whoever drives this engine, for outputs that are kept.
+        """Load the encoder and measure its memory.
 
-        `memory_share` is its part of what this process may take; the rest is for a decoder beside it.
+        `output_cache_bytes` of memory are left to the driver of this engine, for kept outputs. `memory_share` is the
+        engine's part of the process's memory; the rest is for a decoder in the same process.
         """
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device, info)
@@ -84,9 +84,10 @@ class EncoderEngine:
         # Only on CUDA is the largest item measured whatever time it takes: else it is guessed from smaller ones.
         step = self.memory.activation or 0
         self.taken_bytes = outputs + (step if self.device.type == "cuda" else min(step, budget))
-        """What it takes beside its weights while it runs: its largest batch, and outputs that have not left yet."""
+        """Memory beside the weights while the engine runs: the largest batch, and outputs that have not left yet."""
         self._log.info("memory", **self.memory.describe(), device=self.device.type, batch_items=max_items)
-        self._scheduler = EncoderScheduler(max_items, batch_bytes)
+        self._max_items, self._max_bytes = max_items, batch_bytes
+        self._waiting: dict[EncoderKey, ProcessedInput] = {}
         self._runner = BatchRunner(self.encoder, self.device, self._log)
         self._flight: LaunchedBatch | None = None
         self._last_end_s = 0.0
@@ -94,7 +95,7 @@ class EncoderEngine:
         self._seconds = 0.0
 
     def _fit(self, config: EngineConfig, batch_bytes: int, budget: int, whole: int) -> tuple[int, int]:
-        """The items and bytes of a batch, as many as the budget allows, or a single item within the `whole`."""
+        """Return the items and bytes of a batch: as many as the budget allows, or a single item within the `whole`."""
         profile, max_items = self.profile, config.encoder_batch_items
         if profile is not None and profile.largest > budget:
             check_encoder_budget(config, self.device, self.load_report.parameter_bytes, whole, profile.smallest)
@@ -103,32 +104,48 @@ class EncoderEngine:
         return max_items, batch_bytes
 
     def submit(self, key: EncoderKey, item: ProcessedInput) -> None:
-        """Queue a granted item. A key that waits already is replaced."""
-        self._scheduler.add(key, item)
+        """Queue a granted item. An item that waits under the same key is replaced."""
+        self._waiting[key] = item
 
     def cancel(self, key: EncoderKey) -> None:
-        """Forget an item that waits or is being computed; unknown keys are fine, it may be done already."""
-        self._scheduler.remove(key)
+        """Discard an item that waits or is being computed; unknown keys are fine, the item may be done already."""
+        self._waiting.pop(key, None)
         if self._flight is not None:
-            self._flight.dropped.add(key)
+            self._flight.cancelled.add(key)
 
     def has_work(self) -> bool:
-        return len(self._scheduler) > 0 or self._flight is not None
+        return bool(self._waiting) or self._flight is not None
 
     def step(self) -> list[EncoderResult]:
-        """Encode one batch, or ahead: launch one, and tell of the one that was launched before.
+        """Encode one batch; when running ahead, launch a batch and return the results of the previous batch.
 
-        Every item has a result, unless it was cancelled: one that fails does not fail its neighbours. Raises what the
-        device has found wrong: nothing can be computed after that.
+        Every item has a result unless cancelled: a failing item does not fail its neighbours. Raises errors that the
+        device reports: no further batch can be computed.
         """
-        items = self._scheduler.next_batch()
+        items = self._next_batch()
         batch = self._runner.launch(items) if items else None
         if self._ahead:
             self._flight, batch = batch, self._flight
-        return [] if batch is None else self._land(batch)
+        return [] if batch is None else self._collect(batch)
 
-    def _land(self, batch: LaunchedBatch) -> list[EncoderResult]:
-        outputs = self._runner.land(batch)
+    def _next_batch(self) -> list[tuple[EncoderKey, ProcessedInput]]:
+        """Pop the longest run from the head of the queue within `_max_items` items and `_max_bytes` bytes of output.
+
+        An item larger than the budget goes alone.
+        """
+        batch: list[tuple[EncoderKey, ProcessedInput]] = []
+        free_bytes = self._max_bytes
+        for key, item in self._waiting.items():
+            if batch and (len(batch) == self._max_items or item.size_bytes > free_bytes):
+                break
+            batch.append((key, item))
+            free_bytes -= item.size_bytes
+        for key, _ in batch:
+            del self._waiting[key]
+        return batch
+
+    def _collect(self, batch: LaunchedBatch) -> list[EncoderResult]:
+        outputs = self._runner.collect(batch)
         start_s, end_s = max(batch.start_s, self._last_end_s), time.time()
         self._last_end_s = end_s
         self._batches += 1
@@ -139,14 +156,14 @@ class EncoderEngine:
         for (key, _), output in zip(batch.items, outputs, strict=True):
             tensor, error = (None, output) if isinstance(output, ErrorInfo) else (output, None)
             self._failures += error is not None
-            if key not in batch.dropped:
+            if key not in batch.cancelled:
                 results.append(EncoderResult(key, tensor, error, start_s, end_s))
         return results
 
     def stats(self) -> dict[str, float]:
-        """Gauges and counters of this moment; `encoder_computations` counts the whole process."""
+        """Return gauges and counters of this moment; `encoder_computations` counts the whole process."""
         return {
-            "encoder_queue_items": len(self._scheduler),
+            "encoder_queue_items": len(self._waiting),
             "encoder_batches_total": self._batches,
             "encoder_items_total": self._items,
             "encoder_failures_total": self._failures,

@@ -1,8 +1,8 @@
-"""The encode stage of a worker: Encode in, Encoded out. An encoder worker is hardly more than this.
+"""The encode stage of a worker: Encode in, Encoded out. An encoder worker is hardly more than this stage.
 
-Each attempt is one task, from Encode until its reply. What has been made of its item outlives one that ended by its
-deadline, or by a newer one (`encode_work`): in a long line it takes many, and an item may take longer to
-compute than an attempt lasts. Every other end (an answer, an abort, a silent proxy) frees whatever the item holds.
+Each attempt is one task, from Encode until its reply. Products of an item outlive an attempt that ended by its deadline
+or by a newer attempt (`encode_job`): in a long queue an item takes many attempts, and may take longer to compute than
+an attempt lasts. Every other end (an answer, an abort, a silent proxy) frees all memory of the item.
 """
 
 from __future__ import annotations
@@ -22,30 +22,31 @@ from common.errors import ErrorInfo, TriptychError
 from common.messages import Encode, Encoded
 from common.telemetry import SpanRecorder, get_logger
 from engine.cache.output_cache import OutputCache, in_memory_of_its_own
-from engine.core.encoder_engine import EncoderEngine
-from services.encode.encode_dedup import EncodingOutcome, Owner
-from services.encode.encode_work import EncodeWork
-from services.encode.item_pipeline import EncodeJob, encode_step
+from engine.core.encoder_engine import EncoderEngine, EncoderResult
+from engine.device.memory import staging_budget
+from services.encode.encode_dedup import EncodeDedup, Owner
+from services.encode.encode_job import EncodeJob
+from services.encode.memory_gate import MemoryGate
 from services.encode.output_sink import OutputSink
 from services.encode.preprocess_pool import PreprocessPool
 from services.process.engine_thread import EngineThread
 from services.worker_context import WorkerContext
 
 MAX_HELD_BYTES: Final = 2 * 2**30
-"""Media and preprocessed arrays of all items; more is refused as overload."""
+"""Limit of media, preprocessed arrays and outputs of all items; more is refused as overload."""
 MAX_REMEMBERED: Final = 1024
-"""Replies kept, to be sent again when their request is repeated."""
+"""Number of replies kept, to be sent again when a request is repeated."""
 _SAME_END_S: Final = 0.5
-"""An encoder and a destination give up at the same deadline, one before the other: what ends then has ended by it."""
+"""Encoder and receiver give up at the same deadline: an end shortly before the deadline counts as ended by it."""
 KEEP_S: Final = 2.0
-"""What was not in place by its deadline goes on for so long without another attempt: the proxy makes one at once."""
+"""Lifetime of an item without an attempt after a deadline: the proxy makes the next attempt at once."""
 POOL_START_S: Final = 120.0
 
 log = get_logger()
 
 
 class EncodeStage:
-    """Encodes items and hands them to `destination`.
+    """Encodes items and hands outputs to `sink`.
 
     `on_begun` is called with proxy and request id before an item's task starts, `on_ended` with the request id when the
     last item of a request has ended.
@@ -54,43 +55,47 @@ class EncodeStage:
     def __init__(
         self,
         links: WorkerContext,
-        destination: OutputSink,
+        sink: OutputSink,
         prepare: Callable[[torch.Tensor], torch.Tensor],
         output_cache_bytes: int = 0,
         memory_share: float = 1.0,
         on_begun: Callable[[bytes, str], None] = lambda proxy, request_id: None,
         on_ended: Callable[[str], None] = lambda request_id: None,
     ) -> None:
-        """`prepare` puts an output where `destination` wants it; it runs on the engine's thread.
+        """`prepare` runs on the engine's thread and puts an output into the memory that `sink` needs.
 
-        Outputs of `output_cache_bytes` at most are kept, in memory that the engine leaves to them. `memory_share` is
-        the engine's part of what this process may take; the rest is for a decoder beside it.
+        Outputs of `output_cache_bytes` at most are kept, in memory outside the engine's budget. `memory_share` is the
+        engine's part of the process's memory; the rest is for a decoder in the same process.
         """
         self._links = links
+        self._sink = sink
         self._on_begun = on_begun
         self._on_ended = on_ended
         settings = links.settings
         self._pool = PreprocessPool(
             settings.model, links.dtype, settings.preprocess_workers, settings.handoff_timeout_s
         )
-        self._items: dict[Key, asyncio.Task[bool]] = {}  # whether there is to be another attempt
-        self._works: dict[Owner, EncodeWork] = {}
+        self._attempts: dict[Key, asyncio.Task[bool]] = {}  # True: ended by the deadline, another attempt may follow
+        self._jobs: dict[Owner, EncodeJob] = {}
         self._replies: OrderedDict[Key, Encoded] = OrderedDict()
         self._outcomes: Counter[str] = Counter()
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             return prepare(in_memory_of_its_own(tensor) if output_cache_bytes else tensor)
 
-        self.thread: EngineThread[EncoderEngine, EncodingOutcome] = EngineThread(
+        self.thread: EngineThread[EncoderEngine, EncoderResult] = EngineThread(
             build=lambda: self._build(output_cache_bytes, memory_share),
-            step=lambda engine: encode_step(engine, keep, self._pipeline.encoding.leave),
+            step=lambda engine: self._dedup.step(engine, keep),
             next_deadline_s=lambda engine: None,
             on_events=self._settle,
         )
         self.taken_bytes = 0
-        """What the engine takes beside its weights, once it is loaded."""
+        """Memory that the engine takes beside its weights, set when it is loaded."""
+        # Preprocessed arrays that may wait for grants. Other items wait with their media only.
+        self._staging_bytes = staging_budget(settings.engine)
+        self._gate = MemoryGate(self._staging_bytes, settings.preprocess_workers)
         self._outputs = OutputCache(output_cache_bytes)
-        self._pipeline = EncodeJob(links, self._pool, self.thread, destination, self._outputs)
+        self._dedup = EncodeDedup(self.thread, self._outputs)
         self._add_metrics()
 
     def _build(self, output_cache_bytes: int, memory_share: float) -> EncoderEngine:
@@ -100,57 +105,62 @@ class EncodeStage:
         self.taken_bytes = engine.taken_bytes
         return engine
 
+    @property
+    def held_bytes(self) -> int:
+        """Media and preprocessed arrays of all items under way, and outputs that wait for delivery."""
+        return self._gate.held_bytes + sum(job.held_bytes for job in self._jobs.values())
+
     async def start(self) -> None:
-        """Wait for the preprocessing processes, which have been starting beside the model."""
+        """Wait for the preprocessing processes, which start while the model is loaded."""
         await self._pool.warm_up(POOL_START_S)
 
-    def take(self, proxy: bytes, message: Encode) -> None:
-        """Begin with an item or go on with it, unless this is known or there is no room. The answer goes to `proxy`."""
+    def submit(self, proxy: bytes, message: Encode) -> None:
+        """Begin an item or a further attempt, unless it is known or memory is short. The answer goes to `proxy`."""
         key, owner = key_of(message), (message.request_id, message.input_id)
-        work = self._works.get(owner)
-        if key in self._items or key in self._replies or (work is not None and work.attempt > message.attempt):
+        job = self._jobs.get(owner)
+        if key in self._attempts or key in self._replies or (job is not None and job.attempt > message.attempt):
             self._outcomes["duplicate"] += 1
             if key in self._replies:
                 self._links.send(proxy, self._replies[key])
             return
-        for older in [k for k in self._items if k[:2] == owner]:
-            self._items[older].cancel()
-        if work is not None and work.content_hash != message.content_hash:
-            self._drop(owner)
-            work = None
-        if work is None:
+        for older in [k for k in self._attempts if k[:2] == owner]:
+            self._attempts[older].cancel()
+        if job is not None and job.content_hash != message.content_hash:
+            self._jobs.pop(owner).discard()
+            job = None
+        if job is None:
             refusal = self._refusal(message)
             if refusal is not None:
                 self._outcomes[refusal.code] += 1
                 self._links.send(proxy, Encoded(*key, refusal))
                 return
-            work = self._works[owner] = self._pipeline.begin(message)
-        work.attempt = message.attempt
+            job = self._jobs[owner] = EncodeJob(message, self._pool, self._gate, self._dedup, self._outputs)
+        job.attempt = message.attempt
         self._on_begun(proxy, message.request_id)
-        # The media are held by what preprocesses them alone.
-        task = asyncio.create_task(self._run(key, proxy, msgspec.structs.replace(message, media=b""), work))
-        self._items[key] = task
+        # Only preprocessing needs the media: the attempt must not keep them alive.
+        task = asyncio.create_task(self._run(key, proxy, msgspec.structs.replace(message, media=b""), job))
+        self._attempts[key] = task
         task.add_done_callback(partial(self._end, key))
 
     def abort(self, request_id: str) -> None:
-        """Drop the items of a request, known or not."""
-        for key in [key for key in self._items if key[0] == request_id]:
-            self._items[key].cancel()
-        for owner in [owner for owner in self._works if owner[0] == request_id]:
-            self._drop(owner)
-        self._tell_if_ended(request_id)
+        """Discard the items of a request, known or not."""
+        for key in [key for key in self._attempts if key[0] == request_id]:
+            self._attempts[key].cancel()
+        for owner in [owner for owner in self._jobs if owner[0] == request_id]:
+            self._jobs.pop(owner).discard()
+        self._notify_if_ended(request_id)
 
     def close(self) -> None:
-        for task in self._items.values():
+        for task in self._attempts.values():
             task.cancel()
-        for owner in list(self._works):
-            self._drop(owner)
+        for owner in list(self._jobs):
+            self._jobs.pop(owner).discard()
         self._pool.close()
 
-    async def _run(self, key: Key, proxy: bytes, message: Encode, work: EncodeWork) -> bool:
-        """From Encode to Encoded; a cancelled attempt is not answered, for nobody waits for it.
+    async def _run(self, key: Key, proxy: bytes, message: Encode, job: EncodeJob) -> bool:
+        """Make one attempt and reply; a cancelled attempt gets no reply, for no proxy waits.
 
-        Returns whether its deadline has ended it.
+        Returns whether the deadline has ended the attempt.
         """
         recorder = SpanRecorder(self._links.instance_id)
         error: ErrorInfo | None = None
@@ -158,14 +168,14 @@ class EncodeStage:
         given_s = message.deadline_s - time.monotonic()
         try:
             async with asyncio.timeout(given_s):
-                await self._pipeline.run(key, message, work, recorder)
+                await job.run(message, self._sink, self._links.hops, recorder)
         except TriptychError as caught:
             error = caught.info
             if error.code == "unavailable" and time.monotonic() > message.deadline_s - _SAME_END_S:
-                error = _late(key)  # the destination was first
+                error = _late(key)  # the receiver gave up first
         except TimeoutError:
             error = _late(key)
-        except Exception as caught:  # a mistake of ours: the proxy must learn of it, and the next item may do better
+        except Exception as caught:  # a bug: the proxy must learn of it, and the next item may succeed
             log.error("an item failed unexpectedly", key=key, exc_info=True)
             error = ErrorInfo("internal_error", f"the encoder worker failed: {type(caught).__name__}")
         late = error is not None and error.code == "timeout"
@@ -179,42 +189,40 @@ class EncodeStage:
         return late
 
     def _end(self, key: Key, task: asyncio.Task[bool]) -> None:
-        del self._items[key]
-        goes_on = not task.cancelled() and task.exception() is None and task.result()
-        if not goes_on or (self._is_in_the_way(key)):
-            self._let_go(key)  # or it would keep from being preprocessed what somebody else has room for
+        """Keep the item of a late attempt for a while.
+
+        An item that waits with arrays for a grant is discarded at once where others wait for memory: a receiver that
+        grants nothing would keep the encoder from working for the rest.
+        """
+        del self._attempts[key]
+        job = self._jobs.get(key[:2])
+        in_the_way = job is not None and job.waits_with_arrays and self._gate.num_waiting > 0
+        if not task.cancelled() and task.exception() is None and task.result() and not in_the_way:
+            asyncio.get_running_loop().call_later(KEEP_S, self._expire, key)
         else:
-            asyncio.get_running_loop().call_later(KEEP_S, self._let_go, key)
+            self._expire(key)
 
-    def _is_in_the_way(self, key: Key) -> bool:
-        """Whether it waits, preprocessed, for somebody else's room, and others for memory to be preprocessed into."""
-        work = self._works.get(key[:2])
-        return work is not None and work.waits_with_arrays and self._pipeline.is_crowded
-
-    def _let_go(self, key: Key) -> None:
-        """There is no other attempt after this one, if there is none yet."""
+    def _expire(self, key: Key) -> None:
+        """Discard the item of an attempt, unless a newer attempt has begun."""
         owner = key[0], key[1]
-        work = self._works.get(owner)
-        if work is not None and work.attempt == key[2]:
-            self._drop(owner)
-        self._tell_if_ended(key[0])
+        job = self._jobs.get(owner)
+        if job is not None and job.attempt == key[2]:
+            self._jobs.pop(owner).discard()
+        self._notify_if_ended(key[0])
 
-    def _drop(self, owner: Owner) -> None:
-        self._works.pop(owner).drop()
-
-    def _tell_if_ended(self, request_id: str) -> None:
-        if not any(known[0] == request_id for known in (*self._items, *self._works)):
+    def _notify_if_ended(self, request_id: str) -> None:
+        if not any(known[0] == request_id for known in (*self._attempts, *self._jobs)):
             self._on_ended(request_id)
 
-    def _settle(self, outcomes: list[EncodingOutcome]) -> None:
-        self._links.metrics.batch_items.observe(len(outcomes))
-        self._pipeline.encoding.settle(outcomes)
+    def _settle(self, results: list[EncoderResult]) -> None:
+        self._links.metrics.batch_items.observe(len(results))
+        self._dedup.settle(results)
 
     def _refusal(self, message: Encode) -> ErrorInfo | None:
-        """Why an item is not even begun; None if it is."""
-        limit, held = self._links.settings.engine.max_waiting, self._pipeline.held_bytes
-        if len(self._works) >= limit:
-            what = f"{len(self._works)} items are under way on this encoder, the limit is {limit}"
+        """Return why an item is refused at once; None if it is accepted."""
+        limit, held = self._links.settings.engine.max_waiting, self.held_bytes
+        if len(self._jobs) >= limit:
+            what = f"{len(self._jobs)} items are under way on this encoder, the limit is {limit}"
             return ErrorInfo("overloaded", f"{what}: try again later")
         if held + len(message.media) > MAX_HELD_BYTES:
             what = f"this encoder holds {held} bytes of media, the limit is {MAX_HELD_BYTES}"
@@ -223,13 +231,13 @@ class EncodeStage:
 
     def _add_metrics(self) -> None:
         metrics = self._links.metrics
-        metrics.gauges["encoder_items_open"] = lambda: len({*self._works, *(key[:2] for key in self._items)})
-        metrics.gauges["encoder_items_computing"] = lambda: self._pipeline.encoding.num_waiting
-        metrics.gauges["encoder_staging_bytes"] = lambda: self._pipeline.staging_bytes
-        metrics.gauges["encoder_held_bytes"] = lambda: self._pipeline.held_bytes
-        metrics.gauges["preprocess_waiting"] = lambda: self._pipeline.num_waiting
+        metrics.gauges["encoder_items_open"] = lambda: len({*self._jobs, *(key[:2] for key in self._attempts)})
+        metrics.gauges["encoder_items_computing"] = lambda: self._dedup.num_waiting
+        metrics.gauges["encoder_staging_bytes"] = lambda: self._staging_bytes
+        metrics.gauges["encoder_held_bytes"] = lambda: self.held_bytes
+        metrics.gauges["preprocess_waiting"] = lambda: self._gate.num_waiting + self._pool.num_waiting
         metrics.gauges["preprocess_crashes_total"] = lambda: self._pool.num_crashes
-        metrics.gauges["encoder_items_shared_total"] = lambda: self._pipeline.encoding.num_shared
+        metrics.gauges["encoder_items_shared_total"] = lambda: self._dedup.num_shared
         metrics.gauges["encoder_output_cache_bytes_used"] = lambda: self._outputs.used_bytes
         metrics.gauges["encoder_output_cache_hits_total"] = lambda: self._outputs.hits
         metrics.gauges["encoder_output_cache_misses_total"] = lambda: self._outputs.misses

@@ -1,4 +1,4 @@
-"""Memory for preprocessed media, handed out first come first served."""
+"""Memory for preprocessed media, granted first come first served."""
 
 from __future__ import annotations
 
@@ -6,33 +6,11 @@ import asyncio
 from collections import deque
 
 
-class MemoryTicket:
-    """What one item takes. Unknown until `weigh`; given back by `leave`, which may be called more than once."""
-
-    def __init__(self, room: MemoryGate) -> None:
-        self._room = room
-        self._num_bytes: int | None = None
-        self._left = False
-
-    def weigh(self, num_bytes: int) -> None:
-        self._num_bytes = num_bytes
-        self._room._change(-1, num_bytes)
-
-    def leave(self) -> None:
-        if self._left:
-            return
-        self._left = True
-        if self._num_bytes is None:
-            self._room._change(-1, 0)
-        else:
-            self._room._change(0, -self._num_bytes)
-
-
 class MemoryGate:
-    """Lets items in while those inside hold less than `limit_bytes`; one alone comes in however big it is.
+    """Admits items while the admitted items hold less than `limit_bytes`; a single item is admitted at any size.
 
-    How big an item is shows only when it is in, so at most `max_unweighed` may be in without that being known: by so
-    many the limit can be exceeded.
+    The size of an item is known only after admission. At most `max_unweighed` items of unknown size are admitted: the
+    limit can be exceeded by so many.
     """
 
     def __init__(self, limit_bytes: int, max_unweighed: int) -> None:
@@ -46,8 +24,8 @@ class MemoryGate:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    async def enter(self) -> MemoryTicket:
-        """Wait for one's turn. A cancelled wait leaves nothing behind."""
+    async def acquire(self) -> None:
+        """Wait for admission. A cancelled wait leaves nothing behind."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         self._admit()
@@ -56,14 +34,22 @@ class MemoryGate:
         except asyncio.CancelledError:
             if turn.cancelled():
                 self._waiting.remove(turn)
-            else:  # its turn had just come
-                self._change(-1, 0)
+            else:  # admitted just before
+                self.release(None)
             raise
-        return MemoryTicket(self)
 
-    def _change(self, num_unweighed: int, num_bytes: int) -> None:
-        self._num_unweighed += num_unweighed
+    def weigh(self, num_bytes: int) -> None:
+        """Tell the size of an admitted item."""
+        self._num_unweighed -= 1
         self.held_bytes += num_bytes
+        self._admit()
+
+    def release(self, num_bytes: int | None) -> None:
+        """Free the memory of an admitted item: as many bytes as `weigh` was told; None if it was not called."""
+        if num_bytes is None:
+            self._num_unweighed -= 1
+        else:
+            self.held_bytes -= num_bytes
         self._admit()
 
     def _admit(self) -> None:

@@ -31,7 +31,7 @@ from common.messages import (
 from common.sampling_params import MAX_SEQUENCES
 from engine.core.decoder_engine import DecoderEngine
 from engine.state.events import Event, InputLost, PrefillEvent, RequestFailed, TokensReady
-from services.encode.local_encode import LocalEncode
+from services.encode.local_encode import LocalEncodeStage
 from services.handoff.receiver import HandoffReceiver
 from services.process.engine_thread import EngineThread
 from services.process.idle_check import IdleCheck
@@ -62,7 +62,7 @@ class DecoderService(ABC):
         self._receiver = HandoffReceiver(links, self.thread)
         self.tensor_address = self._receiver.tensor_address
         fallback = self.may_encode and links.settings.encoder_fallback and links.info.media_kind is not None
-        self._encoding = LocalEncode(links, self.thread, fallback) if fallback or self.always_encodes else None
+        self._encoding = LocalEncodeStage(links, self.thread, fallback) if fallback or self.always_encodes else None
         links.metrics.tallies["handoffs"] = lambda: self._receiver.outcomes + self._outcomes
         links.metrics.gauges["integrity_failures"] = lambda: self._idle_check.num_failures
 
@@ -162,7 +162,7 @@ class DecoderService(ABC):
     def _encode(self, proxy: bytes, message: Encode) -> None:
         own = self._links.instance_id
         if self._encoding is not None and message.destination == own:
-            self._encoding.take(proxy, message)
+            self._encoding.submit(proxy, message)
             return
         why = "it encodes only for itself" if self._encoding is not None else "it has no encoder"
         error = ErrorInfo("invalid_request", f"{own} is a {self.role} worker: {why}")
@@ -190,7 +190,7 @@ class DecoderService(ABC):
             needed = InputNeeded(event.request_id, event.input_id, event.attempt, event.request_attempt)
             # Behind what the encoder of this process is about to say: that it had been stored, so this is no failure.
             asyncio.get_running_loop().call_soon(self._links.reply, event.request_id, needed)
-        elif self._encoding is None or not self._encoding.settle(event):
+        elif self._encoding is None or not self._encoding.sink.settle(event):
             self._receiver.settle(event)
 
     def _fail(self, event: RequestFailed) -> None:

@@ -56,7 +56,7 @@ class EncoderService:
 
     def handle_request(self, proxy: bytes, message: ToWorker) -> None:
         if isinstance(message, Encode):
-            self.stage.take(proxy, message)
+            self.stage.submit(proxy, message)
         elif isinstance(message, Generate):
             what = f"{self._links.instance_id} is an encoder: it generates nothing"
             self._links.send(proxy, Failed(message.request_id, ErrorInfo("invalid_request", what), message.attempt))

@@ -126,9 +126,9 @@ def test_what_a_silent_proxy_has_left_is_dropped_soon() -> None:
         stage = cluster.workers["e0"].role.stage
         with patch("proxy.dispatch.encode_dispatcher.EncodeDispatcher.on_encoded", _ignore):
             go_on(cluster, HANDOFF_TIMEOUT_S + KEEP_S / 2 - 1.0)
-            assert (len(stage._items), len(stage._works)) == (0, 1)
+            assert (len(stage._attempts), len(stage._jobs)) == (0, 1)
             go_on(cluster, KEEP_S / 2)
-            assert not stage._works
+            assert not stage._jobs
         cluster.faulty = True
         cluster.run_quietly()
 
@@ -152,7 +152,7 @@ def test_an_encoder_that_falls_silent_amid_a_long_computation_is_given_up_as_soo
         client = cluster.ask(("x", 1))
         go_on(cluster, 1.5 * HANDOFF_TIMEOUT_S)
         stage = cluster.workers[_busy(cluster)].role.stage
-        for task in stage._items.values():
+        for task in stage._attempts.values():
             task.cancel()
         silent_s = cluster.loop.now_s
         go_on(cluster, 2 * HANDOFF_TIMEOUT_S, lambda: len(SlowEncoder.begun) == 2)

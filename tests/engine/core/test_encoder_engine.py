@@ -14,9 +14,9 @@ from structlog.testing import capture_logs
 from common.config import EngineConfig
 from common.messages import InputLayout
 from common.model_info import load_model_info
+from engine.core.encoder_batches import EncoderKey
 from engine.core.encoder_engine import EncoderEngine
 from engine.processors import ProcessedInput
-from engine.scheduler.encoder import EncoderKey, EncoderScheduler
 from tests import tiny_models
 
 HIDDEN_SIZE = 64
@@ -94,14 +94,13 @@ def test_batches_end_at_the_item_budget_first_come_first_served(folder: Path) ->
     assert batches == [[key(0), key(1)], [key(2), key(3)], [key(4)]]
 
 
-def test_batches_end_at_the_byte_budget_and_a_larger_item_goes_alone() -> None:
+def test_batches_end_at_the_byte_budget_and_a_larger_item_goes_alone(folder: Path) -> None:
     small, large = picture(1, 1), picture(10, 10)
-    scheduler = EncoderScheduler(max_items=8, max_bytes=3 * small.size_bytes)
+    engine = engine_of(folder, encoder_batch_bytes=3 * small.size_bytes)
     for number, item in enumerate([small, large, small, small, small, small]):
-        scheduler.add(key(number), item)
-    batches = [[one for one, _ in scheduler.next_batch()] for _ in range(4)]
-    assert batches == [[key(0)], [key(1)], [key(2), key(3), key(4)], [key(5)]]
-    assert scheduler.next_batch() == []
+        engine.submit(key(number), item)
+    batches = [[result.key for result in engine.step()] for _ in range(5)]
+    assert batches == [[key(0)], [key(1)], [key(2), key(3), key(4)], [key(5)], []]
 
 
 def test_cancelled_items_are_not_encoded(folder: Path) -> None:

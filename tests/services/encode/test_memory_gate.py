@@ -1,10 +1,10 @@
-"""Memory for preprocessed media: turns are kept, sizes add up, and nobody who gives up takes a place along."""
+"""Memory for preprocessed media: turns are kept, sizes add up, and a wait that is given up takes no memory."""
 
 from __future__ import annotations
 
 import asyncio
 
-from services.encode.memory_gate import MemoryGate, MemoryTicket
+from services.encode.memory_gate import MemoryGate
 
 
 async def settled() -> None:
@@ -13,50 +13,52 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_those_who_find_no_room_come_in_one_after_another_as_others_leave() -> None:
-    room = MemoryGate(limit_bytes=100, max_unweighed=2)
+async def test_items_that_find_no_memory_are_admitted_in_turn_as_others_release_theirs() -> None:
+    gate = MemoryGate(limit_bytes=100, max_unweighed=2)
     order: list[int] = []
 
-    async def enter(number: int) -> MemoryTicket:
-        place = await room.enter()
+    async def acquire(number: int) -> None:
+        await gate.acquire()
         order.append(number)
-        place.weigh(60)
-        return place
+        gate.weigh(60)
 
-    tasks = [asyncio.create_task(enter(number)) for number in range(5)]
+    tasks = [asyncio.create_task(acquire(number)) for number in range(5)]
     await settled()
-    assert (order, room.held_bytes, room.num_waiting) == ([0, 1], 120, 3)
-    (await tasks[0]).leave()
+    assert (order, gate.held_bytes, gate.num_waiting) == ([0, 1], 120, 3)
+    gate.release(60)
     await settled()
-    assert (order, room.held_bytes) == ([0, 1, 2, 3], 180), "60 left room for the one, and for one unweighed beside it"
-    for task in tasks:
-        (await task).leave()
-    assert (order, room.held_bytes, room.num_waiting) == ([0, 1, 2, 3, 4], 0, 0)
+    assert (order, gate.held_bytes) == ([0, 1, 2, 3], 180), "60 left memory for one, and for one unweighed beside it"
+    for _ in range(4):
+        gate.release(60)
+        await settled()
+    assert all(task.done() for task in tasks)
+    assert (order, gate.held_bytes, gate.num_waiting) == ([0, 1, 2, 3, 4], 0, 0)
 
 
-async def test_one_that_is_bigger_than_the_room_comes_in_alone() -> None:
-    room = MemoryGate(limit_bytes=10, max_unweighed=1)
-    place = await room.enter()
-    place.weigh(1000)
-    other = asyncio.create_task(room.enter())
+async def test_an_item_that_is_larger_than_the_limit_is_admitted_alone() -> None:
+    gate = MemoryGate(limit_bytes=10, max_unweighed=1)
+    await gate.acquire()
+    gate.weigh(1000)
+    other = asyncio.create_task(gate.acquire())
     await settled()
     assert not other.done()
-    place.leave()
-    place.leave()
-    (await other).leave()
-    assert room.held_bytes == 0
+    gate.release(1000)
+    await other
+    gate.release(None)
+    assert gate.held_bytes == 0
 
 
-async def test_a_cancelled_wait_takes_no_place_even_if_its_turn_had_just_come() -> None:
-    room = MemoryGate(limit_bytes=10, max_unweighed=1)
-    place = await room.enter()
-    waiting, called, last = (asyncio.create_task(room.enter()) for _ in range(3))
+async def test_a_cancelled_wait_takes_no_memory_even_if_its_turn_had_just_come() -> None:
+    gate = MemoryGate(limit_bytes=10, max_unweighed=1)
+    await gate.acquire()
+    waiting, called, last = (asyncio.create_task(gate.acquire()) for _ in range(3))
     await settled()
     waiting.cancel()
-    place.leave()  # the first in the queue is cancelled already: the second is called
+    gate.release(None)  # the first in the queue is cancelled already: the second is called
     called.cancel()  # before it has noticed
     await settled()
     assert waiting.cancelled()
     assert called.cancelled()
-    (await last).leave()
-    assert (room.num_waiting, room.held_bytes) == (0, 0)
+    await last
+    gate.release(None)
+    assert (gate.num_waiting, gate.held_bytes) == (0, 0)

@@ -100,7 +100,7 @@ class Setting:
 
     async def computing(self, num_items: int) -> None:
         """So many items wait for the engine, and memory that has been given for their outputs has been touched."""
-        early = self.worker.role.stage._pipeline._destination._early
+        early = self.worker.role.stage._sink._early
         await eventually(lambda: self.worker.gauge("encoder_items_computing") == num_items)
         await eventually(lambda: all(given._state == "ready" for given in early.values()))
 
@@ -261,7 +261,7 @@ async def test_an_output_leaves_for_another_who_waits_where_the_first_is_aborted
     assert tensor.header.request_id == "second"
     giving.peer.send("injected", Receipt("second", 0, 0, "stored"))
     assert (await giving.reply("second")).error is None
-    assert giving.worker.role.stage._pipeline.encoding._early == {}
+    assert giving.worker.role.stage._dedup._computations == {}
 
 
 async def test_equal_items_under_way_are_computed_once_for_those_that_are_not_aborted(setting: Setting) -> None:
@@ -300,7 +300,7 @@ async def error_without_a_registry(setting: Setting, nobody: Redis, **settings: 
     stage = setting.worker.role.stage
     changed = stage._links.settings.model_copy(update=settings)
     links = dataclasses.replace(stage._links, registry=Registry(nobody, CLUSTER), settings=changed)
-    stage._pipeline._destination = RemoteSink(links, setting.worker.role._handoffs)
+    stage._sink = RemoteSink(links, setting.worker.role._handoffs)
     await setting.encode("r", to="never seen")
     error = (await setting.reply("r")).error
     assert error is not None
@@ -414,7 +414,7 @@ async def test_more_items_than_the_queue_holds_are_refused_as_overload(setting: 
 
 
 async def test_an_item_that_finds_no_room_is_not_preprocessed_before_there_is_some(setting: Setting) -> None:
-    setting.worker.role.stage._pipeline._preparation.room = MemoryGate(limit_bytes=1, max_unweighed=1)
+    setting.worker.role.stage._gate = MemoryGate(limit_bytes=1, max_unweighed=1)
     await setting.encode("first")
     first = await setting.offer("first")
     await setting.encode("impatient", timeout_s=0.3)
@@ -436,7 +436,7 @@ async def test_an_item_that_waits_for_a_grant_makes_way_at_its_deadline_for_one_
 ) -> None:
     """Or one destination that grants nothing would keep an encoder from working for all others."""
     monkeypatch.setattr("services.encode.encode_stage.KEEP_S", 1000.0)
-    setting.worker.role.stage._pipeline._preparation.room = MemoryGate(limit_bytes=1, max_unweighed=1)
+    setting.worker.role.stage._gate = MemoryGate(limit_bytes=1, max_unweighed=1)
     await setting.encode("first", timeout_s=0.5)
     await setting.offer("first")
     await setting.encode("second")

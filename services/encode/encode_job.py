@@ -1,0 +1,156 @@
+"""One item of one request on the path through an encoder: preprocessed and computed once, whichever attempt asks.
+
+    preprocess -> offer -> grant -> encode -> deliver -> receipt    for an item of new content
+                  offer -> grant -----------> deliver -> receipt    for an item whose output has been kept
+
+An attempt ends with a deadline of the proxy, which tells a silent encoder from a busy encoder. The products of an item
+outlive the attempt: the next attempt finds the item queued, preprocessed, being computed, or computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from broker.handoff.sender import Key, key_of
+from common.messages import Encode, MediaKind, Span
+from common.telemetry import SpanRecorder
+from engine.cache.output_cache import OutputCache
+from engine.core.encoder_engine import EncoderResult
+from engine.processors import ProcessedInput
+from services.encode.encode_dedup import EncodeDedup
+from services.encode.memory_gate import MemoryGate
+from services.encode.output_sink import OutputSink
+from services.encode.preprocess_pool import PreprocessPool
+from services.process.handoff_trace import HandoffTrace
+
+
+class EncodeJob:
+    """All that an encoder has made of one item; `attempt` is the newest. `discard` frees everything."""
+
+    def __init__(
+        self, message: Encode, pool: PreprocessPool, gate: MemoryGate, dedup: EncodeDedup, outputs: OutputCache
+    ) -> None:
+        """Begin to preprocess as soon as `gate` allows, unless `outputs` has the output of equal content."""
+        self.attempt = message.attempt
+        self.content_hash = message.content_hash
+        self.held_bytes = 0
+        """Media until the item is preprocessed, then the output; memory of the gate is counted there."""
+        self._owner = message.request_id, message.input_id
+        self._pool = pool
+        self._gate = gate
+        self._dedup = dedup
+        self._outputs = outputs
+        self._staged_bytes: int | None = None  # of preprocessed arrays
+        self._preparing: asyncio.Task[None] | None = None
+        self._computing: asyncio.Future[EncoderResult] | None = None
+        self._kept = outputs.lend(message.content_hash)
+        self._item = None if self._kept is None else self._kept.item
+        if self._kept is None:
+            self.held_bytes = len(message.media)
+            self._preparing = asyncio.create_task(self._prepare(message.kind, message.media))
+            self._preparing.add_done_callback(_retrieve)
+
+    @property
+    def waits_with_arrays(self) -> bool:
+        """Whether the item is preprocessed, and no receiver has granted memory for the output yet."""
+        return self._staged_bytes is not None and self._computing is None
+
+    async def run(self, message: Encode, sink: OutputSink, trace: HandoffTrace, recorder: SpanRecorder) -> None:
+        """Make one attempt: return once the output is in place at its destination. Ignores media in `message`.
+
+        However the attempt ends, cancellation included, `sink` keeps nothing of it. Raises TriptychError saying why the
+        output is not in place.
+        """
+        key = key_of(message)
+        try:
+            if self._preparing is not None and self._item is None:
+                recorder.start("preprocess")
+                await asyncio.shield(self._preparing)
+                recorder.end("preprocess")
+                trace.mark(key, "preprocessed")
+            assert self._item is not None
+            recorder.start("grant")
+            is_wanted = await sink.offer(key, message, self._item)
+            recorder.end("grant")
+            if not is_wanted:
+                return
+            if self._kept is not None:
+                tensor = self._kept.tensor
+            else:
+                tensor = await self._compute(key, self._item, sink, trace, recorder)
+            recorder.start("handoff")
+            await sink.deliver(key, tensor)
+            recorder.end("handoff")
+        finally:
+            sink.close(key)
+
+    def discard(self) -> None:
+        """Free everything: no attempt will follow."""
+        if self._preparing is not None:
+            self._preparing.cancel()
+        if self._computing is not None:
+            self._dedup.leave(self._owner, self.content_hash)
+            self._computing.cancel()
+        if self._kept is not None:
+            self._outputs.give_back(self.content_hash)
+        self._release_arrays()
+
+    async def _prepare(self, kind: MediaKind, media: bytes) -> None:
+        try:
+            await self._gate.acquire()
+            try:
+                item = await self._pool.process(kind, media)
+            except BaseException:
+                self._gate.release(None)
+                raise
+        finally:
+            self.held_bytes = 0
+        self._item = item
+        self._staged_bytes = sum(array.nbytes for array in item.arrays.values())
+        self._gate.weigh(self._staged_bytes)
+
+    async def _compute(
+        self, key: Key, item: ProcessedInput, sink: OutputSink, trace: HandoffTrace, recorder: SpanRecorder
+    ) -> torch.Tensor:
+        """Return the output, computed from now on at the latest. Raises TriptychError saying why there is none.
+
+        An output that is still to come is sent by the engine's thread at once, where `sink` can.
+        """
+        if self._computing is not None and self._computing.done():
+            result = self._computing.result()
+        else:
+            send = sink.early(key)
+            if self._computing is None:
+                self._computing = self._dedup.join(self._owner, self.content_hash, item)
+                self._computing.add_done_callback(self._end_computing)
+            with self._dedup.sending_early(key, self.content_hash, send):
+                result = await asyncio.shield(self._computing)
+        trace.mark(key, "encode_start", result.start_s)
+        trace.mark(key, "encode_done", result.end_s)
+        recorder.spans.append(Span("encode", recorder.instance, result.start_s, result.end_s))
+        assert result.tensor is not None
+        return result.tensor
+
+    def _end_computing(self, computing: asyncio.Future[EncoderResult]) -> None:
+        if not computing.cancelled() and computing.exception() is None:
+            tensor = computing.result().tensor
+            assert tensor is not None
+            self.held_bytes = tensor.nbytes
+        assert self._item is not None
+        self._item = replace(self._item, arrays={})
+        self._release_arrays()
+
+    def _release_arrays(self) -> None:
+        if self._staged_bytes is not None:
+            self._gate.release(self._staged_bytes)
+            self._staged_bytes = None
+
+
+def _retrieve(done: asyncio.Future[Any]) -> None:
+    """Keep asyncio from warning: preparing may fail while no attempt waits, and the next attempt is told."""
+    if not done.cancelled():
+        done.exception()
