@@ -12,35 +12,14 @@ and `TorchBackend` for what is left over there).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.page_tables import common_keys, num_blocks
-from engine.models.base import DecoderSpec, PositionBias
 from engine.state.inputs import IntArray
-
-
-@dataclass(frozen=True)
-class HeadSpec:
-    """The heads of a decoder's attention layers.
-
-    `biased`: its self-attention adds a bias by position (T5). `windows` are those that layers of self-attention have,
-    None for all keys.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    biased: bool = False
-    windows: tuple[int | None, ...] = (None,)
-
-    @classmethod
-    def of(cls, spec: DecoderSpec) -> HeadSpec:
-        """Those of a decoder."""
-        return cls(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.position_bias, spec.windows)
+from engine.state.spec import HeadSpec, PositionBias
 
 
 class DecodePlan(ABC):

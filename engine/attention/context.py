@@ -9,7 +9,7 @@ import torch
 from engine.attention.backend import AttentionBackend
 from engine.attention.metadata import AttentionMetadata
 from engine.device.h2d import send
-from engine.models.base import PositionBias
+from engine.state.spec import PositionBias
 
 
 class PagedAttentionContext:

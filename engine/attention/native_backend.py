@@ -9,9 +9,9 @@ import torch
 
 from engine.attention.backend import AttentionBackend
 from engine.attention.metadata import AttentionMetadata
-from engine.models.base import PositionBias
 from engine.native import ops
 from engine.state.inputs import IntArray
+from engine.state.spec import PositionBias
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ import torch
 
 from common.errors import TriptychError
 from common.telemetry import get_logger
-from engine.attention.backend import AttentionBackend, HeadSpec
+from engine.attention.backend import AttentionBackend
 from engine.attention.split_by_phase import PhasedBackend
 from engine.attention.trial import try_out
 from engine.native.build import KernelsUnavailableError, in_one_line
+from engine.state.spec import HeadSpec
 
 Phase = Literal["prefill", "decode"]
 PHASES: Final[tuple[Phase, ...]] = ("prefill", "decode")

@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import torch
 
-from engine.attention.backend import AttentionBackend, DecodePlan, HeadSpec
+from engine.attention.backend import AttentionBackend, DecodePlan
 from engine.attention.metadata import AttentionMetadata
-from engine.models.base import PositionBias
+from engine.state.spec import HeadSpec, PositionBias
 
 FEW_TOKENS: Final = 8
 """Up to here the tokens of a request are computed one by one, as decodes."""

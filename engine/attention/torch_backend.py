@@ -15,12 +15,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from engine.attention.backend import AttentionBackend, DecodePlan, HeadSpec
+from engine.attention.backend import AttentionBackend, DecodePlan
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.torch_fixed import MAX_KEYS, TorchDecodePlan
 from engine.attention.visible import Visible, causal_keys, keys_in_ranges
 from engine.device.h2d import send
-from engine.models.base import PositionBias
+from engine.state.spec import HeadSpec, PositionBias
 
 CPU = torch.device("cpu")
 GATHER_WASTE = 2.0

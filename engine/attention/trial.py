@@ -7,8 +7,9 @@ from typing import Final
 import numpy as np
 import torch
 
-from engine.attention.backend import AttentionBackend, HeadSpec
+from engine.attention.backend import AttentionBackend
 from engine.attention.metadata import AttentionMetadata
+from engine.state.spec import HeadSpec
 
 _BLOCK_SIZE: Final = 16
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from engine.device.h2d import send
-from engine.models.base import PositionBias
 from engine.state.inputs import IntArray
+from engine.state.spec import PositionBias
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from common.model_info import ModelInfo
 from common.telemetry import get_logger
 from engine.core.encoder_batches import BatchRunner, EncoderKey, LaunchedBatch
 from engine.core.encoder_profile import measure_batch
-from engine.device.choice import choose_device, choose_dtype, use_kernels
+from engine.device.choice import choose_device, choose_dtype
 from engine.device.counters import encoder_computations
 from engine.device.memory import MemoryReport, check_encoder_budget, memory_budget
 from engine.models.registry import load_encoder
@@ -65,6 +65,8 @@ class EncoderEngine:
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device, info)
         self.encoder, self.load_report = load_encoder(info, self.device, self.dtype, config.load_format)
+        from engine.encoders.attention import use_kernels  # imports transformers, as the encoder has by now
+
         self.attention_is_fallback = not use_kernels(self.encoder, self.device, self.dtype, config.attention_backend)
         self._log = log.bind(engine=instance)
         batch_bytes = config.encoder_batch_bytes or DEFAULT_BATCH_BYTES[self.device.type]

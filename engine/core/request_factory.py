@@ -11,9 +11,9 @@ from common.messages import InputSlot, Resumed
 from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
 from engine.core.request_limits import RequestLimits
-from engine.models.base import DecoderSpec
 from engine.sampling.sampler import Sampler
 from engine.state.request import Request
+from engine.state.spec import DecoderSpec
 
 
 class RequestFactory:

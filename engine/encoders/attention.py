@@ -1,24 +1,60 @@
-"""transformers' encoders with our attention kernel where it serves: bfloat16 on a CPU, whole sequences, heads of 64."""
+"""Attention kernels for transformers' encoders: C++ for bfloat16 on a CPU, FlashInfer on CUDA.
+
+transformers asks a registered function for attention by the name in the module's configuration. A name with "flash" in
+it makes the towers of Qwen2-VL and its successors report the starts of images and windows (`cu_seq_lens_q`), instead of
+calling once for each: all sequences of a batch then run in a single launch.
+"""
 
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from common.telemetry import get_logger
+from engine.attention.flashinfer.paged_batch import RaggedBatch
+from engine.attention.flashinfer.ragged import FlashInferRagged
+from engine.attention.flashinfer.wrappers import RAGGED_WORKSPACE_BYTES, Workspace, load_flashinfer
+from engine.attention.select import kernels_missing
+from engine.models.base import EncoderModel
 from engine.native import ops
+from engine.native.build import KernelsUnavailableError
 
-NAME: Final = "triptych_encoder"
+CPU_NAME: Final = "triptych_encoder"
+FLASH_NAME: Final = "triptych_flash_encoder"
+"""With a number behind it for each encoder: transformers finds attention by name, once for the whole process."""
+_numbers: Final = itertools.count(1)
+log = get_logger()
+
+
+def use_kernels(encoder: EncoderModel, device: torch.device, dtype: torch.dtype, attention_backend: str) -> bool:
+    """Let an encoder use C++ kernels on a CPU, FlashInfer's on CUDA; the attention backend `torch` opts out.
+
+    Return False, with a warning, where kernels would serve and do not run.
+    """
+    if attention_backend == "torch":
+        return True
+    if device.type == "cuda" and dtype != torch.float32 and encoder.unmasked is not None:
+        return use_flashinfer(encoder.unmasked, device)
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        try:
+            ops.enable()
+        except KernelsUnavailableError as error:
+            log.warning("CPU kernels not available: the encoder computes with PyTorch alone", reason=str(error))
+            return False
+    return True
 
 
 def with_encoder_attention(config: Any) -> Any:
     """A copy of an encoder's configuration that makes its layers call `attend`."""
-    AttentionInterface.register(NAME, attend)
+    AttentionInterface.register(CPU_NAME, attend)
     own = copy.deepcopy(config)
-    own._attn_implementation = NAME
+    own._attn_implementation = CPU_NAME
     return own
 
 
@@ -42,3 +78,94 @@ def attend(
         module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **more
     )
     return attended, None
+
+
+def use_flashinfer(module: PreTrainedModel, device: torch.device) -> bool:
+    """Make a module of transformers, whose attention has no masks, compute it by FlashInfer; whether it does.
+
+    Its kernels are tried; a warning where they do not run, or where FlashInfer is not installed.
+    """
+    try:
+        ragged = FlashInferRagged(Workspace(load_flashinfer(), device, RAGGED_WORKSPACE_BYTES))
+    except ImportError as error:
+        _tell(f"FlashInfer cannot be imported ({error}); install it with pip install 'triptych[cuda]'")
+        return False
+    try:
+        _try(ragged, module, device)
+    except Exception as error:  # of compilers, of a loader or of a driver: what these raise is documented nowhere
+        _tell(kernels_missing(error))
+        return False
+    name = f"{FLASH_NAME}_{next(_numbers)}"
+    AttentionInterface.register(name, EncoderAttention(ragged, device))
+    # Not when it is made: transformers would look for the package flash_attn. Layers read it in every forward pass.
+    module.config._attn_implementation = name
+    return True
+
+
+def head_sizes(module: nn.Module) -> set[tuple[int, int]]:
+    """Heads and their size in each kind of layer, as transformers' attention modules say it."""
+    layers: list[Any] = [one for one in module.modules() if hasattr(one, "num_heads") and hasattr(one, "head_dim")]
+    return {(layer.num_heads, layer.head_dim) for layer in layers}
+
+
+def _tell(reason: str) -> None:
+    log.warning("the encoder computes attention with PyTorch alone", reason=reason)
+
+
+def _try(ragged: FlashInferRagged, module: PreTrainedModel, device: torch.device) -> None:
+    """One sequence of two tokens for each kind of heads that layers have."""
+    for num_heads, head_dim in head_sizes(module):
+        tokens = torch.zeros(2, num_heads, head_dim, dtype=module.dtype, device=device)
+        ragged.run(tokens, tokens, tokens, RaggedBatch([2], device), scale=head_dim**-0.5)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class EncoderAttention:
+    """What transformers calls for each layer. Sequences of one forward pass are planned once for all of its layers."""
+
+    def __init__(self, ragged: FlashInferRagged, device: torch.device) -> None:
+        self._ragged, self._device = ragged, device
+        self._whole: tuple[tuple[int, int], RaggedBatch] | None = None
+        self._parts: list[tuple[Tensor, RaggedBatch]] = []
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        cu_seq_lens_q: Tensor | None = None,
+        **more: Any,
+    ) -> tuple[Tensor, None]:
+        """query, key, value [batch, num_heads, size, head_dim] -> [batch, size, num_heads, head_dim].
+
+        `cu_seq_lens_q` [n + 1]: where sequences begin in a batch of one, and the last one ends.
+        """
+        if attention_mask is not None or dropout != 0.0:
+            attended, _ = sdpa_attention_forward(
+                module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **more
+            )
+            return attended, None
+        batch, _, size, _ = query.shape
+        sequences = self._sequences(batch, size) if cu_seq_lens_q is None else self._between(cu_seq_lens_q)
+        query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        out = self._ragged.run(query, key, value, sequences, scale=scaling)
+        return out.view(batch, size, *out.shape[1:]), None
+
+    def _sequences(self, batch: int, size: int) -> RaggedBatch:
+        if self._whole is None or self._whole[0] != (batch, size):
+            self._whole = (batch, size), RaggedBatch([size] * batch, self._device)
+        return self._whole[1]
+
+    def _between(self, starts: Tensor) -> RaggedBatch:
+        """Layers pass the same tensors: pictures and, in Qwen2.5-VL, windows. Its values are fetched once for each."""
+        for known, sequences in self._parts:
+            if known is starts:
+                return sequences
+        sequences = RaggedBatch(starts.diff().tolist(), self._device)
+        self._parts = [*self._parts[-1:], (starts, sequences)]
+        return sequences

@@ -12,9 +12,9 @@ from common.messages import InputLayout
 from common.model_info import ModelInfo
 from engine.device.choice import DTYPES
 from engine.handoff.offer_check import OfferCheck
-from engine.models.base import DecoderSpec
 from engine.state.events import InputMetadata, KvMetadata
 from engine.state.request import Request, RequestInput
+from engine.state.spec import DecoderSpec
 
 Table: TypeAlias = Literal["self", "cross"]
 """Whose keys and values: those of the request's tokens, or those that its cross-attention reads."""

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from common.model_info import ModelInfo
-from engine.models.base import DecoderSpec
 from engine.state.events import InputMetadata
+from engine.state.spec import DecoderSpec
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.model_info import ModelInfo
-from engine.models.activations import activation
 from engine.models.base import (
     AttentionContext,
     CheckpointLayout,
     DecoderModel,
-    DecoderSpec,
     EncoderRows,
     Sources,
     Zeros,
@@ -23,7 +21,8 @@ from engine.models.base import (
 )
 from engine.models.checkpoint import Checkpoint
 from engine.models.config import is_tied
-from engine.models.layers import Linear, linear
+from engine.models.layers import Linear, activation, linear
+from engine.state.spec import DecoderSpec
 
 POSITION_OFFSET = 2
 """Rows of the position table before that of position 0: a padding row and the one after it, never used."""

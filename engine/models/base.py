@@ -3,62 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from engine.processors import ProcessedInput
-
-
-@dataclass(frozen=True)
-class DecoderSpec:
-    """The sizes by which the engine lays out caches and checks requests. `max_model_len` is in tokens.
-
-    Layers of self-attention and of cross-attention are counted apart: a block of the KV cache belongs to one kind, so
-    both kinds use the first of `num_caches` tensors. `encoder_width` is the row width of what the encoder sends.
-    Of `num_embeddings` token ids a prompt may have, the first `vocab_size` can be generated. `position_bias`: layers of
-    self-attention add a bias by position; `windows` are those that they have, None for all keys.
-    """
-
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    hidden_size: int
-    vocab_size: int
-    max_model_len: int
-    num_cross_layers: int = 0
-    mrope_section: tuple[int, int, int] | None = None
-    encoder_hidden_size: int | None = None
-    extra_embeddings: int = 0
-    position_bias: bool = False
-    windows: tuple[int | None, ...] = (None,)
-
-    @property
-    def has_cross_attention(self) -> bool:
-        return self.num_cross_layers > 0
-
-    @property
-    def num_caches(self) -> int:
-        return max(self.num_layers, self.num_cross_layers)
-
-    @property
-    def num_embeddings(self) -> int:
-        return self.vocab_size + self.extra_embeddings
-
-    @property
-    def encoder_width(self) -> int:
-        """Columns of an encoder output; more than `hidden_size` where deeper layers get a share of it (Qwen3-VL)."""
-        return self.encoder_hidden_size or self.hidden_size
-
-
-PositionBias: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""An additive attention bias by position: (query positions [q], key positions [k]) -> [num_heads, q, k] (T5).
-
-Asked once per request and step; the layers share what it returns, so a model passes the same object in every layer."""
+from engine.state.spec import DecoderSpec, PositionBias
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.model_info import ModelInfo
-from engine.models.base import (
-    AttentionContext,
-    CheckpointLayout,
-    DecoderModel,
-    DecoderSpec,
-    EncoderRows,
-    Sources,
-    fused_sources,
-)
+from engine.models.base import AttentionContext, CheckpointLayout, DecoderModel, EncoderRows, Sources, fused_sources
 from engine.models.config import TextConfig, read_text_config
-from engine.models.layers import Linear, RMSNorm, linear, silu_mul
-from engine.models.rotary import Rotary, rotate
+from engine.models.layers import Linear, RMSNorm, Rotary, linear, rotate, silu_mul
+from engine.state.spec import DecoderSpec
 
 LLAMA_LAYOUT = CheckpointLayout(
     prefixes={"model.": "", "lm_head.": "lm_head."},

@@ -7,19 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.model_info import ModelInfo
-from engine.models.base import (
-    AttentionContext,
-    CheckpointLayout,
-    DecoderModel,
-    DecoderSpec,
-    EncoderRows,
-    Sources,
-    fused_sources,
-)
+from engine.models.base import AttentionContext, CheckpointLayout, DecoderModel, EncoderRows, Sources, fused_sources
 from engine.models.config import TextConfig, read_text_config
-from engine.models.layers import Linear, RMSNorm, linear, silu_mul
+from engine.models.layers import Linear, RMSNorm, Rotary, linear, silu_mul
 from engine.models.llama import CHECKPOINT_PARTS, LlamaLayer
-from engine.models.rotary import Rotary
+from engine.state.spec import DecoderSpec
 
 EXTRA_EMBEDDINGS = 8
 """Tokens that are read but never generated, the picture's placeholder first."""

@@ -10,20 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.model_info import ModelInfo
-from engine.models.activations import activation
 from engine.models.base import (
     AttentionContext,
     CheckpointLayout,
     DecoderModel,
-    DecoderSpec,
     EncoderRows,
-    PositionBias,
     Sources,
     fused_sources,
     split_key_value,
 )
 from engine.models.checkpoint import Checkpoint
-from engine.models.layers import Linear, RMSNorm, linear
+from engine.models.layers import Linear, RMSNorm, activation, linear
+from engine.state.spec import DecoderSpec, PositionBias
 
 DECODER_LAYOUT = CheckpointLayout(
     prefixes={"decoder.": "", "shared.": "embed_tokens.", "lm_head.": "lm_head."},

@@ -13,7 +13,6 @@ from engine.models.base import (
     AttentionContext,
     CheckpointLayout,
     DecoderModel,
-    DecoderSpec,
     EncoderRows,
     Sources,
     Zeros,
@@ -22,6 +21,7 @@ from engine.models.base import (
 )
 from engine.models.config import is_tied
 from engine.models.layers import Linear, linear
+from engine.state.spec import DecoderSpec
 
 DECODER_LAYOUT = CheckpointLayout(prefixes={"model.decoder.": "", "decoder.": "", "proj_out.": "proj_out."})
 

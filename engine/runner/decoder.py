@@ -11,12 +11,11 @@ import torch
 from common.config import EngineConfig
 from common.model_info import ModelInfo
 from common.telemetry import get_logger
-from engine.attention.backend import HeadSpec
 from engine.attention.context import PagedAttentionContext
 from engine.attention.select import choose_backend
 from engine.cache.block_manager import BlockManager, BlockMove
 from engine.cache.encoder_cache import EncoderCacheManager
-from engine.device.choice import choose_device, choose_dtype, use_layer_kernels
+from engine.device.choice import choose_device, choose_dtype
 from engine.device.copy_stream import AsyncCopy, CopyStream
 from engine.device.gpu_memory import in_words
 from engine.device.h2d import send
@@ -24,6 +23,7 @@ from engine.device.memory import DecoderNeeds, MemoryReport, all_pools_given, si
 from engine.device.memory_profiler import reserved_memory
 from engine.device.recorder import CudaRecorder, Recorder
 from engine.handoff.kv_offer_check import Table
+from engine.models.layers import use_layer_kernels
 from engine.models.registry import load_decoder
 from engine.runner.cross import CrossBatch, write_cross
 from engine.runner.graphs import DecodeGraphs, GraphParts, UnrecordableError, graph_sizes
@@ -36,6 +36,7 @@ from engine.runner.step import WantedRows, positions_of, self_metadata, wanted_r
 from engine.scheduler.decoder import ScheduledStep
 from engine.state.inputs import InputBuffers, StepInputs
 from engine.state.request import Sequence
+from engine.state.spec import HeadSpec
 
 log = get_logger()
 

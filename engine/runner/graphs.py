@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend, DecodePlan, HeadSpec
+from engine.attention.backend import AttentionBackend, DecodePlan
 from engine.attention.context import PagedAttentionContext
 from engine.attention.metadata import AttentionMetadata, BoolArray
 from engine.device.h2d import overwrite
@@ -37,6 +37,7 @@ from engine.device.recorder import Recorder
 from engine.models.base import DecoderModel
 from engine.runner.last_tokens import LastTokens
 from engine.state.inputs import IntArray, StepInputs
+from engine.state.spec import HeadSpec
 
 _SMALL_SIZES: Final = (1, 2, 4)
 _SIZE_STEP: Final = 8

@@ -12,7 +12,7 @@ import torch
 from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
 from engine.llm import LLM, Prompt
-from engine.models.base import DecoderSpec
+from engine.state.spec import DecoderSpec
 from tests.equality.cases import Case
 
 DEADLINE_S = 60.0

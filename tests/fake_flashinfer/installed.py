@@ -11,12 +11,12 @@ from unittest import mock
 
 import torch
 
-from engine.attention.backend import HeadSpec
 from engine.attention.flashinfer import backend, served
 from engine.attention.flashinfer.backend import FlashInferBackend
 from engine.attention.flashinfer.ragged import FlashInferRagged
 from engine.attention.flashinfer.wrappers import Workspace, load_flashinfer
 from engine.attention.select import BACKENDS
+from engine.state.spec import HeadSpec
 from tests import fake_flashinfer
 from tests.fake_flashinfer import dense
 

@@ -23,7 +23,7 @@ from common.sampling_params import SamplingParams
 from engine.attention.select import BACKENDS
 from engine.device.choice import DTYPES
 from engine.device.recorder import PlainRecorder
-from engine.encoders import ragged_attention
+from engine.encoders.attention import FLASH_NAME
 from engine.llm import LLM, Prompt
 from engine.sampling.sampler import Sampler, choose_on_device
 from tests.engine.device.host_waits import HostWaits
@@ -87,7 +87,7 @@ def check_encoder(llm: LLM) -> None:
     unmasked = None if llm.encoder is None else llm.encoder.encoder.unmasked
     if unmasked is not None:
         name = unmasked.config._attn_implementation
-        assert name.startswith(ragged_attention.NAME) == (DEVICE == "cuda"), f"the encoder's attention is {name}"
+        assert name.startswith(FLASH_NAME) == (DEVICE == "cuda"), f"the encoder's attention is {name}"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention.backend import HeadSpec
 from engine.attention.flashinfer.paged_batch import RaggedBatch
 from engine.attention.flashinfer.ragged import FlashInferRagged
 from engine.attention.flashinfer.wrappers import RAGGED_WORKSPACE_BYTES, Workspace, load_flashinfer
@@ -20,6 +19,7 @@ from engine.attention.metadata import AttentionMetadata
 from engine.attention.select import choose_backend
 from engine.device.choice import DTYPES
 from engine.device.recorder import CudaRecorder, PlainRecorder
+from engine.state.spec import HeadSpec
 from tests.engine.attention.paged import Paged, Shape, assert_equal, dense
 from tests.gpu.device import DEVICE, needs_gpu
 from tests.gpu.fast_path import flashinfer_here

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.torch_backend import TorchBackend
-from engine.models import layers, rotary
+from engine.models import layers
 from engine.models.base import AttentionContext
 from engine.models.config import TextConfig
 from engine.models.llama import LlamaLayer
@@ -110,7 +110,7 @@ def test_heads_are_rotated_and_nothing_beside_them(heads: int, head_dim: int, dt
     angles = torch.rand(3, 1, head_dim // 2, device=DEVICE) * 100
     cosines = torch.cat((angles.cos(), angles.cos()), -1).to(dtype)
     sines = torch.cat((-angles.sin(), angles.sin()), -1).to(dtype)
-    turned, beside = rotary.rotate(qkv[:, :heads].clone(), cosines, sines), qkv[:, heads:].clone()
+    turned, beside = layers.rotate(qkv[:, :heads].clone(), cosines, sines), qkv[:, heads:].clone()
     fused.rotate(qkv[:, :heads], cosines, sines)
     assert_rounded(qkv[:, :heads], turned)
     assert torch.equal(qkv[:, heads:], beside)
@@ -154,15 +154,14 @@ def test_layers_of_a_decoder_compute_the_same_with_them(monkeypatch: pytest.Monk
     embeddings, positions = random(5, config.hidden_size, dtype=torch.float32), torch.arange(5, device=DEVICE)
 
     def run() -> Tensor:
-        rotation = rotary.Rotary(config)(positions, torch.float32)
+        rotation = layers.Rotary(config)(positions, torch.float32)
         hidden, residual = embeddings, None
         for layer in stack:
             hidden, residual = layer(hidden, residual, rotation, cast(AttentionContext, _Nothing()))
         return hidden + residual
 
     def run_with(kernels: object) -> Tensor:
-        for module in (layers, rotary):
-            monkeypatch.setattr(module, "kernels_for", lambda _: kernels)
+        monkeypatch.setattr(layers, "kernels_for", lambda _: kernels)
         return run()
 
     before = embeddings.clone()

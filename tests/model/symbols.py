@@ -24,12 +24,12 @@ from engine.cache.encoder_cache import EncoderCacheManager
 from engine.core.encoder_engine import EncoderResult
 from engine.device.copy_stream import CopyStream
 from engine.device.memory import MemoryReport
-from engine.models.base import DecoderSpec
 from engine.processors import ProcessedInput
 from engine.runner.decoder import DecoderRunner, StepOutput
 from engine.scheduler.decoder import ScheduledStep
 from engine.state.inputs import InputBuffers
 from engine.state.request import Request, Sequence
+from engine.state.spec import DecoderSpec
 
 HIDDEN = 2
 ROW_BYTES = HIDDEN * 4

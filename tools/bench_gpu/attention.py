@@ -11,13 +11,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from torch import nn
 
 from common.model_info import ModelInfo
-from engine.attention.backend import AttentionBackend, HeadSpec
+from engine.attention.backend import AttentionBackend
 from engine.attention.flashinfer.served import unserved
 from engine.core.decoder_engine import DecoderEngine
 from engine.core.encoder_engine import EncoderEngine
-from engine.encoders import ragged_attention
+from engine.encoders.attention import FLASH_NAME, head_sizes
 from engine.llm import LLM
 from engine.models.registry import make_decoder, make_encoder
+from engine.state.spec import HeadSpec
 from launch.cluster.local_cluster import LocalCluster
 from tools.bench.with_cluster import ask_workers
 from tools.gpu_check.figures import Figure
@@ -71,14 +72,14 @@ def of_backend(backend: AttentionBackend, heads: HeadSpec, dtype: torch.dtype) -
 def of_encoder(engine: EncoderEngine) -> Attention:
     unmasked = engine.encoder.unmasked
     name = "" if unmasked is None else str(cast(Any, unmasked.config)._attn_implementation)
-    if unmasked is not None and name.startswith(ragged_attention.NAME):
+    if unmasked is not None and name.startswith(FLASH_NAME):
         return Attention(of_tower(unmasked, engine.dtype))
     return Attention(_TORCH, engine.attention_is_fallback)
 
 
 def of_tower(module: nn.Module, dtype: torch.dtype) -> str:
-    """What `ragged_attention` computes a module of transformers with."""
-    heads = [HeadSpec(num_heads, num_heads, head_dim) for num_heads, head_dim in ragged_attention.head_sizes(module)]
+    """Name the library that computes a module of transformers under `engine.encoders.attention`."""
+    heads = [HeadSpec(num_heads, num_heads, head_dim) for num_heads, head_dim in head_sizes(module)]
     return _FLASHINFER if heads and all(_name_for(one, dtype) == _FLASHINFER for one in heads) else _TORCH
 
 

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend, DecodePlan, HeadSpec
+from engine.attention.backend import AttentionBackend, DecodePlan
 from engine.attention.metadata import AttentionMetadata
 from engine.attention.select import choose_backend
 from engine.device.recorder import CudaRecorder, PlainRecorder
+from engine.state.spec import HeadSpec
 from tools.bench_gpu.attempts import attempted
 from tools.bench_gpu.attention import Attention, of_backend
 from tools.bench_gpu.setup import Setup

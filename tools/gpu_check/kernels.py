@@ -23,10 +23,10 @@ from typing import Any, Final, Literal
 import torch
 
 from common.model_info import ModelInfo, load_model_info
-from engine.attention.backend import HeadSpec
 from engine.attention.flashinfer.served import is_appended, needs_tensor_cores, unserved
 from engine.device.choice import DTYPES
 from engine.models.registry import make_decoder
+from engine.state.spec import HeadSpec
 from tools.gpu_check.cases import CASES, AttentionCase
 
 _NO_POSITIONS: Final = 0

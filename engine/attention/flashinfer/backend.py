@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from common.telemetry import get_logger
-from engine.attention.backend import AttentionBackend, DecodePlan, HeadSpec
+from engine.attention.backend import AttentionBackend, DecodePlan
 from engine.attention.flashinfer.fixed import FlashInferDecodePlan
 from engine.attention.flashinfer.paged_batch import PagedBatch, Phase
 from engine.attention.flashinfer.served import ReasonLog, is_appended, unserved
@@ -31,7 +31,7 @@ from engine.attention.metadata import AttentionMetadata
 from engine.attention.torch_backend import TorchBackend
 from engine.device.counters import cross_plans_reused
 from engine.device.h2d import send
-from engine.models.base import PositionBias
+from engine.state.spec import HeadSpec, PositionBias
 
 log = get_logger()
 

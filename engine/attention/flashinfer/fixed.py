@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.attention.backend import DecodePlan, HeadSpec
+from engine.attention.backend import DecodePlan
 from engine.attention.flashinfer.paged_batch import Pages
 from engine.attention.flashinfer.wrappers import Call, DecodeWrapper, FixedBuffers, Workspace
 from engine.attention.metadata import AttentionMetadata
@@ -12,6 +12,7 @@ from engine.attention.page_tables import is_same_batch, page_table
 from engine.device.counters import cross_plans_reused
 from engine.device.h2d import overwrite
 from engine.state.inputs import IntArray
+from engine.state.spec import HeadSpec
 
 
 class FlashInferDecodePlan(DecodePlan):

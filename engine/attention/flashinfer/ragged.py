@@ -10,12 +10,11 @@ from typing import Final
 
 import torch
 
-from engine.attention.backend import HeadSpec
 from engine.attention.flashinfer.paged_batch import RaggedBatch
 from engine.attention.flashinfer.served import ReasonLog, unserved
 from engine.attention.flashinfer.wrappers import RaggedCall, RaggedWrapper, Workspace
 from engine.attention.torch_backend import TorchBackend
-from engine.models.base import PositionBias
+from engine.state.spec import HeadSpec, PositionBias
 
 KEPT_PLANS: Final = 2
 """For each kind of call: layers of Qwen2.5-VL look at windows, and every eighth at whole pictures."""

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 
 from common.telemetry import get_logger
-from engine.attention.backend import HeadSpec
+from engine.state.spec import HeadSpec
 
 log = get_logger()
 

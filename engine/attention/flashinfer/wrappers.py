@@ -23,9 +23,9 @@ from typing import Any, Final
 
 import torch
 
-from engine.attention.backend import HeadSpec
 from engine.attention.flashinfer.paged_batch import PagedBatch, Pages, Phase, RaggedBatch
 from engine.attention.flashinfer.served import needs_tensor_cores
+from engine.state.spec import HeadSpec
 
 WORKSPACE_BYTES: Final = 384 * 2**20
 """For partial results of long sequences that are computed in parts: what others give FlashInfer, too."""

@@ -16,7 +16,7 @@ from engine.attention.backend import AttentionBackend
 from engine.attention.context import PagedAttentionContext
 from engine.attention.metadata import AttentionMetadata
 from engine.cache.block_pool import BlockPool
-from engine.models.base import PositionBias
+from engine.state.spec import PositionBias
 
 NUM_BLOCKS = 400
 EDGE_VALUES = 8

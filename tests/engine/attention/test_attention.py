@@ -12,11 +12,12 @@ from torch import Tensor
 
 from common.errors import TriptychError
 from engine.attention import select
-from engine.attention.backend import AttentionBackend, HeadSpec
+from engine.attention.backend import AttentionBackend
 from engine.attention.context import PagedAttentionContext
 from engine.attention.select import BACKENDS, choose_backend
 from engine.attention.split_by_phase import PhasedBackend
 from engine.attention.torch_backend import TorchBackend
+from engine.state.spec import HeadSpec
 from tests.engine.attention.paged import Paged, Shape, assert_equal, dense, distance_bias, shapes
 
 CPU = torch.device("cpu")

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.model_info import load_model_info
-from engine.models.base import DecoderModel, PositionBias
+from engine.models.base import DecoderModel
 from engine.models.registry import load_decoder
+from engine.state.spec import PositionBias
 
 
 class DenseAttention:

@@ -17,11 +17,10 @@ from transformers import WhisperConfig
 
 from engine import native
 from engine.attention.select import choose_backend
-from engine.device.choice import use_layer_kernels
 from engine.encoders.whisper import WhisperEncoder
-from engine.models.layers import Linear, RMSNorm, silu_mul
-from engine.models.rotary import rotate
-from engine.native import build, choice, ops
+from engine.models import layers
+from engine.models.layers import Linear, RMSNorm, rotate, silu_mul, use_layer_kernels
+from engine.native import build, ops
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -175,7 +174,7 @@ def test_a_compiler_that_fails_is_named_with_its_first_error(tmp_path: Path, mon
 def test_where_triton_does_not_run_layers_on_cuda_are_pytorchs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(choice, "_on_cuda", None)
+    monkeypatch.setattr(layers, "_on_cuda", None)
     monkeypatch.setitem(sys.modules, "engine.native.fused", None)
     monkeypatch.delattr(native, "fused", raising=False)
     cuda = torch.device("cuda")
@@ -184,4 +183,4 @@ def test_where_triton_does_not_run_layers_on_cuda_are_pytorchs(
     use_layer_kernels(cuda, "auto")
     said = capsys.readouterr()
     assert "Triton does not run" in said.out + said.err
-    assert choice._on_cuda is None
+    assert layers._on_cuda is None

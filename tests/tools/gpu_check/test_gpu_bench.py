@@ -21,7 +21,6 @@ import torch
 from common.model_info import BUNDLED, load_model_info
 from common.text.processor import TextProcessor
 from engine import processors
-from engine.attention.backend import HeadSpec
 from engine.attention.select import choose_backend
 from engine.attention.torch_backend import TorchBackend
 from engine.core.decoder_engine import DecoderEngine
@@ -31,6 +30,7 @@ from engine.models.base import DecoderModel
 from engine.models.registry import make_decoder as make_decoder_of
 from engine.models.registry import make_encoder
 from engine.models.skeleton import without_memory
+from engine.state.spec import HeadSpec
 from tests.fake_flashinfer.installed import flashinfer_on_cpu
 from tools.bench_gpu import __main__ as bench
 from tools.bench_gpu import attention, serving

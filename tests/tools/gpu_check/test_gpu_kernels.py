@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from common.model_info import BUNDLED, load_model_info
-from engine.attention.backend import HeadSpec
 from engine.attention.flashinfer import served
 from engine.attention.flashinfer.served import needs_tensor_cores, unserved
 from engine.device.choice import DTYPES as engine_dtypes
+from engine.state.spec import HeadSpec
 from tests import tiny_models
 from tests.gpu.conftest import OWN_MAKERS
 from tests.gpu.test_engine import DTYPES
