@@ -134,7 +134,7 @@ async def connected(service: Service, port: int) -> AsyncIterator[None]:
         if service.transcribes:
             service.recordings.close()
         await service.pool.close()
-        await fetcher.close()
+        fetcher.close()
         with contextlib.suppress(RedisError, OSError):
             await service.redis.aclose()
 

@@ -75,7 +75,7 @@ class MediaIntake:
             raise TriptychError("invalid_request", message, sources[limit].param)
         try:
             async with asyncio.TaskGroup() as group:
-                share = self._fetcher.share()
+                share = Share(self._fetcher.slots)
                 tasks = [group.create_task(self._load(source, held, share)) for source in sources]
         except* TriptychError as errors:
             first: BaseException = errors

@@ -192,7 +192,7 @@ GOOD = OK + b"Content-Length: 4\r\n\r\ngood"
 async def fetching() -> AsyncIterator[Fetcher]:
     fetcher = Fetcher(Settings(allow_private_media_urls=True))
     yield fetcher
-    await fetcher.close()
+    fetcher.close()
 
 
 @pytest.mark.parametrize(
@@ -251,4 +251,4 @@ async def test_of_many_chunks_others_have_their_turn_in_between():
         await fetcher.fetch(url, "image_url", 1000, lambda _: taken.update([turn]))
     ticking.cancel()
     assert sum(taken.values()) > 900
-    assert max(taken.values()) <= fetch._PIECES_PER_TURN + 1
+    assert max(taken.values()) <= fetch._CHUNKS_PER_TURN + 1

@@ -15,8 +15,8 @@ import pytest
 
 from common.config import Settings
 from common.errors import TriptychError
-from proxy.media import fetch
-from proxy.media.fair_semaphore import FairSemaphore, SlotTimeout
+from proxy.media import addresses, fetch
+from proxy.media.fair_semaphore import FairSemaphore, Share, SlotTimeout
 from proxy.media.fetch import Fetcher
 from tests.proxy.conftest import Rig, eventually, serve
 from tests.proxy.media.test_media import web_server
@@ -34,7 +34,7 @@ def parts(*urls: str) -> list[dict[str, Any]]:
 
 
 def places(rig: Rig) -> FairSemaphore:
-    return rig.service.intake._fetcher._places
+    return rig.service.intake._fetcher.slots
 
 
 @asynccontextmanager
@@ -43,7 +43,7 @@ async def hanging_requests(rig: Rig, url: str, num: int = 8) -> AsyncIterator[No
     content = [parts(*(url.format(f"{request}-{item}") for item in range(16))) for request in range(num)]
     tasks = [asyncio.create_task(rig.chat(each)) for each in content]
     try:
-        await eventually(lambda: places(rig).num_free < 24 and len(places(rig)._waiting) == num)
+        await eventually(lambda: places(rig).num_free < 24 and len(places(rig).waiting) == num)
         yield
         assert not any(task.done() for task in tasks)
     finally:
@@ -59,7 +59,7 @@ async def test_a_bystander_is_answered_while_all_urls_of_eight_requests_hang(ser
             for _ in range(3):
                 answer = await rig.chat(parts(f"{url}/good"))
                 assert answer.choices[0].message.content == "a red sign"
-        await eventually(lambda: places(rig).num_free == places(rig).num_places)
+        await eventually(lambda: places(rig).num_free == places(rig).num_slots)
         await rig.assert_clean()
 
 
@@ -74,7 +74,7 @@ def slow_names(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
             raise socket.gaierror("no such host")
         return GET_ADDRESSES(host, *args, **options)
 
-    monkeypatch.setattr(fetch.socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(addresses.socket, "getaddrinfo", look_up)
     yield answered
     answered.set()
 
@@ -88,12 +88,12 @@ async def test_a_bystander_is_answered_while_all_names_of_eight_requests_hang(se
         assert places(rig).num_free < 24  # the look-ups go on without their requests
         assert (await rig.chat(parts(f"{url}/good"))).choices[0].message.content == "a red sign"
         slow_names.set()
-        await eventually(lambda: places(rig).num_free == places(rig).num_places)
+        await eventually(lambda: places(rig).num_free == places(rig).num_slots)
         await rig.assert_clean()
 
 
 async def test_who_gets_no_place_is_asked_to_come_back_and_not_blamed(serve, monkeypatch):
-    monkeypatch.setattr(fetch, "_PLACES", 1)
+    monkeypatch.setattr(fetch, "_SLOTS", 1)
     limits = {"allow_private_media_urls": True, "media_timeout_s": 3.0}
     async with web_server(lambda path: GOOD if path == "/good" else b"") as url, serve(**limits) as rig:
         answers = await asyncio.gather(*(rig.chat(parts(f"{url}/{n}")) for n in range(8)), return_exceptions=True)
@@ -113,21 +113,21 @@ async def test_who_gets_no_place_is_asked_to_come_back_and_not_blamed(serve, mon
 
 
 async def test_the_time_of_a_fetch_begins_with_its_place(monkeypatch):
-    monkeypatch.setattr(fetch, "_PLACES", 1)
-    monkeypatch.setattr(fetch, "_PLACE_GRACE_S", 20.0)
+    monkeypatch.setattr(fetch, "_SLOTS", 1)
+    monkeypatch.setattr(fetch, "_SLOT_GRACE_S", 20.0)
     fetcher = Fetcher(Settings(allow_private_media_urls=True, media_timeout_s=1.0))
     async with web_server(lambda path: GOOD if path == "/good" else b"") as url:
         hanging = asyncio.create_task(fetcher.fetch(f"{url}/", "image_url", 10_000))
-        await eventually(lambda: fetcher._places.num_free == 0)
+        await eventually(lambda: fetcher.slots.num_free == 0)
         assert await fetcher.fetch(f"{url}/good", "image_url", 10_000) == PNG
         with pytest.raises(TriptychError, match="took longer than 1 s"):
             await hanging
-    await fetcher.close()
+    fetcher.close()
 
 
 async def test_a_name_that_hangs_has_its_place_until_it_is_known_and_then_gives_it_back(monkeypatch, slow_names):
-    monkeypatch.setattr(fetch, "_PLACES", 2)
-    monkeypatch.setattr(fetch, "_PLACE_GRACE_S", 0.2)
+    monkeypatch.setattr(fetch, "_SLOTS", 2)
+    monkeypatch.setattr(fetch, "_SLOT_GRACE_S", 0.2)
     fetcher = Fetcher(Settings(allow_private_media_urls=True, media_timeout_s=0.5))
     async with web_server(lambda path: GOOD) as url:
         hanging = [fetcher.fetch(f"http://{n}.slow.example/", "image_url", 1000) for n in range(2)]
@@ -137,19 +137,19 @@ async def test_a_name_that_hangs_has_its_place_until_it_is_known_and_then_gives_
         with pytest.raises(SlotTimeout):
             await fetcher.fetch(url, "image_url", 10_000)
         slow_names.set()
-        await eventually(lambda: fetcher._places.num_free == 2)
+        await eventually(lambda: fetcher.slots.num_free == 2)
         assert await fetcher.fetch(url, "image_url", 10_000) == PNG
-    assert fetcher._places.num_free == 2
-    await fetcher.close()
+    assert fetcher.slots.num_free == 2
+    fetcher.close()
 
 
 async def test_places_come_back_however_fetches_end(monkeypatch):
-    monkeypatch.setattr(fetch, "_PLACES", 3)
+    monkeypatch.setattr(fetch, "_SLOTS", 3)
     pages = {"/good": GOOD, "/404": b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", "/odd": b"no HTTP\r\n\r\n"}
     fetcher = Fetcher(Settings(allow_private_media_urls=True, media_timeout_s=0.3))
     async with web_server(lambda path: pages.get(path, b"")) as url:
         for path in ("/good", "/404", "/odd", "/hangs", "/good", "/odd"):
-            share = fetcher.share()
+            share = Share(fetcher.slots)
             fetches = [asyncio.create_task(fetcher.fetch(url + path, "x", 10_000, share=share)) for _ in range(5)]
             await asyncio.sleep(0.05)
             for task in fetches[::2]:
@@ -157,5 +157,5 @@ async def test_places_come_back_however_fetches_end(monkeypatch):
             with contextlib.suppress(TriptychError):
                 await fetcher.fetch(url + path, "x", 10, share=share)
             await asyncio.gather(*fetches, return_exceptions=True)
-            assert (fetcher._places.num_free, share.num_held) == (3, 0)
-    await fetcher.close()
+            assert (fetcher.slots.num_free, share.num_held) == (3, 0)
+    fetcher.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import re
 import socket
@@ -20,13 +19,12 @@ import trustme
 
 from common.config import Settings
 from common.errors import TriptychError
-from proxy.media import fetch
+from proxy.media import addresses, fetch
 from proxy.media.fetch import Fetcher
 from proxy.media.local_files import read_local
 from tests.proxy.media.test_media import web_server
 from tests.proxy.sample_media import image_part, picture
 
-CLIENT_INIT = httpx.AsyncClient.__init__
 INSIDE = (
     "127.0.0.1",
     "127.1",
@@ -99,7 +97,7 @@ async def test_no_notation_leads_inside(host):
     # Some of them are no host for our own parser, some for the system's resolver: a connection is tried for none.
     with pytest.raises(TriptychError, match=r"private network|Invalid (IPv4|IDNA)|is not known"):
         await fetcher.fetch(f"http://{host}:1/x", "image_url", 1000)
-    await fetcher.close()
+    fetcher.close()
 
 
 @pytest.mark.parametrize("host", NEVER)
@@ -108,15 +106,15 @@ async def test_where_private_networks_are_allowed_metadata_services_and_reserved
     with pytest.raises(TriptychError, match="at a reserved address") as caught:
         await fetcher.fetch(f"http://{host}:1/x", "image_url", 1000)
     assert caught.value.info.http_status == 400
-    await fetcher.close()
+    fetcher.close()
 
 
 @pytest.mark.parametrize(
     "address", ["127.0.0.1", "10.1.2.3", "172.31.0.1", "192.168.1.1", "100.64.0.1", "::1", "fd12::1", "::ffff:10.1.2.3"]
 )
 def test_private_is_what_a_network_of_ones_own_has(address):
-    assert fetch.is_private(address)
-    assert not fetch.is_public(address)
+    assert addresses.is_private(address)
+    assert not addresses.is_public(address)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +149,7 @@ async def test_strange_urls_are_the_clients_fault(url):
         await fetcher.fetch(url, "image_url", 1000)
     assert caught.value.info.http_status == 400
     assert "s3cret" not in str(caught.value)
-    await fetcher.close()
+    fetcher.close()
 
 
 def ok(body: bytes) -> bytes:
@@ -168,13 +166,13 @@ async def test_a_name_that_changes_its_mind_is_not_asked_twice(monkeypatch):
             addresses = next(answers, [("127.0.0.1", inside_port)])
             return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in addresses]
 
-        monkeypatch.setattr(fetch.socket, "getaddrinfo", rebinding)
-        monkeypatch.setattr(fetch, "is_public", lambda address: address == "127.0.0.2")
+        monkeypatch.setattr(addresses.socket, "getaddrinfo", rebinding)
+        monkeypatch.setattr(addresses, "is_public", lambda address: address == "127.0.0.2")
         fetcher = Fetcher(Settings())
         assert await fetcher.fetch(f"http://rebinding.example:{port}/", "image_url", 1000) == b"outside"
         with pytest.raises(TriptychError, match="private network"):
             await fetcher.fetch(f"http://rebinding.example:{inside_port}/", "image_url", 1000)
-        await fetcher.close()
+        fetcher.close()
 
 
 class outside_server:
@@ -199,19 +197,19 @@ async def test_one_forbidden_address_among_several_is_enough_and_none_is_connect
 ):
     resolves_to(monkeypatch, "8.8.8.8", "9.9.9.9", "1.1.1.1", "8.8.4.4", inside)
     fetcher = Fetcher(Settings(allow_private_media_urls=allow_private))
-    monkeypatch.setattr(fetcher._client, "send", None)
+    monkeypatch.setattr(fetch.httpcore.AnyIOBackend, "connect_tcp", None)
     with pytest.raises(TriptychError, match=re.escape(inside)):
         await fetcher.fetch("http://both.example/", "image_url", 1000)
-    await fetcher.close()
+    fetcher.close()
 
 
-def resolves_to(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
+def resolves_to(monkeypatch: pytest.MonkeyPatch, *given: str) -> None:
     """Every name leads to these addresses."""
 
     def look_up(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in given]
 
-    monkeypatch.setattr(fetch.socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(addresses.socket, "getaddrinfo", look_up)
 
 
 async def test_where_an_address_refuses_connections_the_next_one_is_tried(monkeypatch):
@@ -223,7 +221,7 @@ async def test_where_an_address_refuses_connections_the_next_one_is_tried(monkey
     with pytest.raises(TriptychError, match="cannot be fetched") as caught:
         await fetcher.fetch(f"http://two.example:{port}/", "image_url", 1000)  # none of them listens now
     assert caught.value.info.http_status == 400
-    await fetcher.close()
+    fetcher.close()
 
 
 async def test_an_address_that_does_not_answer_leaves_the_next_one_its_share_of_the_time(monkeypatch):
@@ -232,7 +230,7 @@ async def test_an_address_that_does_not_answer_leaves_the_next_one_its_share_of_
     async with outside_server() as port:
         with silent("127.0.0.3", port):
             assert await fetcher.fetch(f"http://two.example:{port}/", "image_url", 1000) == b"outside"
-    await fetcher.close()
+    fetcher.close()
 
 
 @contextmanager
@@ -250,18 +248,18 @@ def silent(address: str, port: int) -> Iterator[None]:
 
 
 async def test_of_a_name_with_many_addresses_a_few_are_tried(monkeypatch):
-    resolves_to(monkeypatch, *(f"127.0.0.{number}" for number in range(3, 3 + fetch._MAX_ADDRESSES)), "127.0.0.2")
+    resolves_to(monkeypatch, *(f"127.0.0.{number}" for number in range(3, 3 + addresses._MAX_ADDRESSES)), "127.0.0.2")
     fetcher = Fetcher(Settings(allow_private_media_urls=True))
     async with outside_server() as port:
         with pytest.raises(TriptychError, match="cannot be fetched"):
             await fetcher.fetch(f"http://many.example:{port}/", "image_url", 1000)
-    await fetcher.close()
+    fetcher.close()
 
 
 async def test_slow_resolvers_hold_up_nobody_else(monkeypatch):
     """Each look-up waits in a thread of its own kind; those that everybody's text is tokenised in stay free."""
     answer = threading.Event()
-    monkeypatch.setattr(fetch.socket, "getaddrinfo", lambda *_, **__: answer.wait(30) and [])
+    monkeypatch.setattr(addresses.socket, "getaddrinfo", lambda *_, **__: answer.wait(30) and [])
     fetcher = Fetcher(Settings(media_timeout_s=0.3))
     waiting = [asyncio.create_task(fetcher.fetch(f"http://{n}.example/", "image_url", 1000)) for n in range(64)]
     async with asyncio.timeout(10):
@@ -270,7 +268,7 @@ async def test_slow_resolvers_hold_up_nobody_else(monkeypatch):
             assert isinstance(outcome, TriptychError)
             assert "took longer" in str(outcome)
     answer.set()
-    await fetcher.close()
+    fetcher.close()
 
 
 async def test_only_listed_schemes(serve):
@@ -298,7 +296,7 @@ async def test_a_redirect_to_a_scheme_that_is_not_listed_is_refused(location):
     async with web_server(lambda path: redirect(location)) as url:
         with pytest.raises(TriptychError, match="is not a URL of http"):
             await fetcher.fetch(url, "image_url", 1000)
-    await fetcher.close()
+    fetcher.close()
 
 
 @pytest.mark.parametrize(
@@ -310,7 +308,7 @@ async def test_a_redirect_to_what_is_no_url_is_the_clients_fault(location):
         with pytest.raises(TriptychError, match=r"^image_url: ") as caught:
             await fetcher.fetch(url, "image_url", 1000)
     assert (caught.value.info.http_status, caught.value.info.param) == (400, "image_url")
-    await fetcher.close()
+    fetcher.close()
 
 
 async def test_a_name_is_looked_up_and_asked_for_as_it_was_encoded(monkeypatch):
@@ -321,12 +319,12 @@ async def test_a_name_is_looked_up_and_asked_for_as_it_was_encoded(monkeypatch):
         asked.append(host)
         raise socket.gaierror
 
-    monkeypatch.setattr(fetch.socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(addresses.socket, "getaddrinfo", look_up)
     fetcher = Fetcher(Settings())
     with pytest.raises(TriptychError, match="is not known"):
         await fetcher.fetch("http://faß.de/", "image_url", 1000)
     assert asked == ["xn--fa-hia.de"]
-    await fetcher.close()
+    fetcher.close()
 
 
 async def test_no_cookie_is_kept(monkeypatch):
@@ -345,7 +343,7 @@ async def test_no_cookie_is_kept(monkeypatch):
             assert await fetcher.fetch(url, "image_url", 1000) == b"ok"
     assert len(heads) == 2
     assert b"cookie" not in b"".join(heads).lower()
-    await fetcher.close()
+    fetcher.close()
 
 
 def trusting(monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
@@ -354,7 +352,7 @@ def trusting(monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
     server_side, client_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
     authority.issue_cert("localhost").configure_cert(server_side)
     authority.configure_trust(client_side)
-    monkeypatch.setattr(fetch.httpx.AsyncClient, "__init__", functools.partialmethod(CLIENT_INIT, verify=client_side))
+    monkeypatch.setattr(fetch.httpx, "create_ssl_context", lambda **_: client_side)
     return server_side
 
 
@@ -371,7 +369,7 @@ async def test_a_server_that_breaks_off_tls_is_the_clients_fault(monkeypatch):
         with pytest.raises(TriptychError, match="cannot be fetched") as caught:
             await fetcher.fetch(f"https://localhost:{server.sockets[0].getsockname()[1]}/", "image_url", 1000)
     assert caught.value.info.http_status == 400
-    await fetcher.close()
+    fetcher.close()
 
 
 async def test_a_redirect_from_https_to_http_is_not_followed(monkeypatch):
@@ -385,7 +383,7 @@ async def test_a_redirect_from_https_to_http_is_not_followed(monkeypatch):
             with pytest.raises(TriptychError, match="from https to http") as caught:
                 await fetcher.fetch(f"{secure}/down", "image_url", 1000)
     assert caught.value.info.http_status == 400
-    await fetcher.close()
+    fetcher.close()
 
 
 async def test_files_below_the_folder_are_read(serve, tmp_path):

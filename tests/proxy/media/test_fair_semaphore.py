@@ -1,4 +1,4 @@
-"""Places that requests share: nobody has all, whoever has fewest is next, and every place comes back."""
+"""Slots that requests share: no request has all, the request with fewest is next, and every slot comes back."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Fetches:
     holding: list[asyncio.Task[None]] = field(default_factory=list)  # the same
 
     def __post_init__(self) -> None:
-        self.shares = [self.places.share() for _ in range(NUM_REQUESTS)]
+        self.shares = [Share(self.places) for _ in range(NUM_REQUESTS)]
 
     def begin(self, request: int) -> asyncio.Task[None]:
         """Of these, some fail in the end, and some leave work behind where they are cancelled."""
@@ -43,7 +43,7 @@ class Fetches:
 
     async def _fetch(self, request: int, number: int, end: asyncio.Event) -> None:
         share = self.shares[request]
-        async with share.place():
+        async with share.slot():
             task = asyncio.current_task()
             assert task is not None
             self.begun.append(request)
@@ -61,16 +61,16 @@ class Fetches:
 
     @property
     def num_waiting(self) -> int:
-        return sum(len(share._turns) for share in self.shares)
+        return sum(len(share.turns) for share in self.shares)
 
     def check(self) -> None:
         held = [share.num_held for share in self.shares]
-        assert self.places.num_free + sum(held) == self.places.num_places
+        assert self.places.num_free + sum(held) == self.places.num_slots
         assert self.places.num_free >= 0
         for share, num_held in zip(self.shares, held, strict=True):
-            if share._turns:  # nobody waits who may have another place
+            if share.turns:  # nobody waits who may have another place
                 assert num_held >= self.places.num_free / 4
-        assert {id(share) for share in self.places._waiting} == {id(share) for share in self.shares if share._turns}
+        assert {id(share) for share in self.places.waiting} == {id(share) for share in self.shares if share.turns}
 
 
 steps = st.tuples(
@@ -80,9 +80,9 @@ steps = st.tuples(
 
 @settings(deadline=None, max_examples=200)
 @given(st.integers(1, 12), st.lists(steps, max_size=60))
-def test_every_place_comes_back_however_a_fetch_ends(num_places: int, story: list[tuple[str, int]]) -> None:
+def test_every_place_comes_back_however_a_fetch_ends(num_slots: int, story: list[tuple[str, int]]) -> None:
     async def play() -> None:
-        fetches = Fetches(FairSemaphore(num_places, patience_s=60.0))
+        fetches = Fetches(FairSemaphore(num_slots, patience_s=60.0))
         for what, number in story:
             tasks = list(fetches.ends)
             if what == "begin":
@@ -105,7 +105,7 @@ def test_every_place_comes_back_however_a_fetch_ends(num_places: int, story: lis
         await asyncio.wait_for(asyncio.gather(*fetches.ends, return_exceptions=True), 20.0)
         await settle()
         fetches.check()
-        assert (fetches.places.num_free, fetches.num_waiting) == (num_places, 0)
+        assert (fetches.places.num_free, fetches.num_waiting) == (num_slots, 0)
 
     asyncio.run(play())
 

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from common.messages import Encode
-from proxy.media import fetch
+from proxy.media import addresses
 from proxy.media.intake import sniff
 from tests.proxy.sample_media import data_url, image_part, picture, speech
 
@@ -71,7 +71,7 @@ async def test_a_redirect_to_loopback_is_refused(serve, monkeypatch):
             seen.append(address)
             return len(seen) == 1
 
-        monkeypatch.setattr(fetch, "is_public", first_is_public)
+        monkeypatch.setattr(addresses, "is_public", first_is_public)
         with pytest.raises(openai.BadRequestError, match="private network") as caught:
             await rig.chat([_url_part(url)])
         assert seen[0] == public
@@ -104,7 +104,7 @@ async def test_private_addresses_are_refused(serve):
     ],
 )
 def test_what_counts_as_public(address, public):
-    assert fetch.is_public(address) is public
+    assert addresses.is_public(address) is public
 
 
 BAD_ANSWERS = (
