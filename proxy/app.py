@@ -30,7 +30,7 @@ from common.process import malloc, memory_upkeep
 from common.process.host_memory import available_memory
 from common.telemetry import get_logger, setup_logging
 from common.text.processor import TextProcessor
-from proxy.api.openapi import make_openapi_router
+from proxy.api import openapi
 from proxy.dispatch.dispatcher import Dispatcher
 from proxy.dispatch.worker_pool import WorkerPool
 from proxy.media.audio_windows import AudioWindows
@@ -102,9 +102,9 @@ def make_app(service: Service, port: int) -> FastAPI:
         async with connected(service, port):
             yield
 
-    app = FastAPI(title="Triptych", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app = FastAPI(title="Triptych", redoc_url=None, swagger_ui_oauth2_redirect_url=None, lifespan=lifespan)
+    app.openapi = openapi.document  # type: ignore[method-assign]
     app.include_router(make_router(service))
-    app.include_router(make_openapi_router())
     app.add_middleware(RequireKey, guard=proxy_guard(service.settings), refusal=refusal)
     app.add_middleware(CountRequests, metrics=service.metrics)
     errors.install(app)

@@ -1,8 +1,8 @@
-"""GET /openapi.json: the API described by the very types that its endpoints parse.
+"""OpenAPI document of the proxy, built from the types that the endpoints parse.
 
-The endpoints read their bodies themselves (they admit a request before they read it), so the framework cannot derive
-the document; it is put together here, from the pydantic models and the two tables of fields that are accepted without
-being supported.
+FastAPI serves the document under /openapi.json and /docs, but cannot derive it: endpoints admit a request before they
+read its body, and therefore declare no body. The fields come from the pydantic models and from the two tables of
+accepted but unsupported fields. /docs loads Swagger UI from a CDN, and stays empty in a browser without internet.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 import functools
 from typing import Any, Final
 
-from fastapi import APIRouter
-from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
@@ -40,20 +38,9 @@ _STATUS: Final = {"type": "object", "required": ["status"], "properties": {"stat
 _ANY: Final = {"type": "object"}
 
 
-def make_openapi_router() -> APIRouter:
-    """The route of the description."""
-    router = APIRouter()
-
-    @router.get("/openapi.json")
-    async def _openapi() -> JSONResponse:
-        return JSONResponse(document())
-
-    return router
-
-
 @functools.cache
 def document() -> dict[str, Any]:
-    """The description, OpenAPI 3.1."""
+    """Return the document in OpenAPI 3.1, to be assigned to `FastAPI.openapi`."""
     _, schemas = models_json_schema(
         [(model, "validation") for model in (ChatRequest, CompletionRequest, TranscriptionForm)], ref_template=_REF
     )
@@ -128,7 +115,7 @@ def _parameter(name: str, description: str) -> dict[str, Any]:
 
 
 def _close(schema: dict[str, Any], model: type[GenerationRequest]) -> None:
-    """The fields that are accepted beside the model's own; any other is refused by name."""
+    """Add the accepted fields beside the model's own, and forbid all others, as the model does."""
     properties = schema["properties"]
     for name in sorted(IGNORED - model.model_fields.keys()):
         properties[name] = {"description": "Accepted; changes nothing about the answer."}
@@ -138,7 +125,7 @@ def _close(schema: dict[str, Any], model: type[GenerationRequest]) -> None:
 
 
 def _add_file(schema: dict[str, Any]) -> None:
-    """A form has a file, and writes lists with brackets."""
+    """Add the file, and write lists with brackets, as forms do."""
     properties = schema["properties"]
     for name in [name for name, field in properties.items() if field.get("type") == "array"]:
         properties[f"{name}[]"] = properties.pop(name)

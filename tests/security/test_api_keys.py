@@ -25,6 +25,7 @@ PROTECTED = (
     ("GET", "/v1/requests/chatcmpl-1/timeline"),
     ("GET", "/metrics"),
     ("GET", "/openapi.json"),
+    ("GET", "/docs"),
     ("GET", "/no/such/route"),
 )
 
