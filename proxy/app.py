@@ -28,6 +28,7 @@ from common.messages import InstanceRecord
 from common.model_info import ModelInfo, load_model_info
 from common.process import malloc, memory_upkeep
 from common.process.host_memory import available_memory
+from common.process.stack_dump import dump_on_signal
 from common.telemetry import get_logger, setup_logging
 from common.text.processor import TextProcessor
 from proxy.api import openapi
@@ -61,6 +62,7 @@ def run(settings: Settings) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # every prompt has a thread of its own
     instance_id = settings.instance_id or f"proxy-{uuid.uuid4().hex[:8]}"
     setup_logging(settings.log_level, settings.log_format, instance_id)
+    dump_on_signal()
     try:
         info = load_model_info(settings.model)
         service = make_service(settings, info, instance_id)

@@ -15,6 +15,7 @@ from common.errors import TriptychError
 from common.messages import Role
 from common.model_info import ModelInfo, load_model_info
 from common.process import malloc, memory_upkeep, openmp
+from common.process.stack_dump import dump_on_signal
 from common.telemetry import get_logger, setup_logging
 from services.roles.factory import check_role, make_role
 
@@ -34,6 +35,7 @@ def run(settings: Settings, role: Role) -> int:
     if role in RECEIVING:
         malloc.reuse_large_blocks()
     setup_logging(settings.log_level, settings.log_format, settings.instance_id or role)
+    dump_on_signal()
     _limit_threads(settings.engine.num_threads)
     try:
         info = load_model_info(settings.model)

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from common.errors import TriptychError
 from common.process.clocks import AwakeClock
+from common.process.stack_dump import dump_stacks
 from services.process.engine_thread import EngineThread
 
 POLL_S: Final = 1.0
@@ -34,10 +35,11 @@ class Watchdog:
         self._began_s = dict.fromkeys(threads, 0.0)  # the present steps, by the seconds that are counted
 
     async def watch(self) -> None:
-        """Return only by raising TriptychError("unavailable"), where an engine hangs."""
+        """Raise TriptychError("unavailable") once an engine hangs, after a dump of all stacks; never return."""
         while True:
             await asyncio.sleep(self._poll_s)
             if (problem := self.look()) is not None:
+                dump_stacks()
                 raise TriptychError("unavailable", f"{problem}: it has hung")
 
     def look(self) -> str | None:

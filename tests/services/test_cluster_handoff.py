@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -253,6 +255,17 @@ def _is_younger(record: InstanceRecord | None, former: InstanceRecord) -> bool:
 async def test_a_flushed_broker_is_forgiven(proxy: Proxy, client: Redis) -> None:
     await client.flushall()
     assert await ask(proxy, "flushed", "blue", mark=4)
+
+
+async def test_a_signal_dumps_the_stacks_of_each_into_its_log(running_cluster: Cluster) -> None:
+    def is_told(instance_id: str) -> bool:
+        log = running_cluster.logs[instance_id].read_text()
+        return all(part in log for part in ("Current thread", "EngineThread._run", "in WorkerProcess._beat"))
+
+    for instance_id, worker in running_cluster.processes.items():
+        worker.send_signal(signal.SIGUSR1)
+        await eventually(partial(is_told, instance_id))
+        assert worker.poll() is None
 
 
 async def test_they_stop_quickly_and_leave_nothing(running_cluster: Cluster) -> None:

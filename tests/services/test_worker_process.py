@@ -183,7 +183,7 @@ async def test_a_dead_engine_ends_the_process_with_an_error(broker_url: str, red
 
 
 async def test_an_engine_that_hangs_ends_the_process_and_its_place_in_the_cluster(
-    broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context
+    broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context, capfd: pytest.CaptureFixture[str]
 ) -> None:
     release = threading.Event()
     async with worker(broker_url, redis, step_timeout_s=0.4) as running:
@@ -198,6 +198,9 @@ async def test_an_engine_that_hangs_ends_the_process_and_its_place_in_the_cluste
         assert running.shell.abandons_engine
         assert "one step" in (running.shell.health() or "")
         release.set()
+    stacks = capfd.readouterr().err
+    assert f'File "{__file__}"' in stacks, "the engine's thread, in the lambda that waits"
+    assert "in Watchdog.watch" in stacks, "the tasks"
     assert await redis.keys("c:*") == []
 
 

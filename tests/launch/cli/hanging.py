@@ -1,6 +1,6 @@
 """The command line with an engine that can be made to hang: `python -m tests.launch.cli.hanging worker …`.
 
-SIGUSR1 makes the decoder's next step wait for ever, as a lost GPU or a deadlock would.
+SIGUSR2 makes the decoder's next step wait for ever, as a lost GPU or a deadlock would.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _run() -> None:
         return step(engine)
 
     DecoderEngine.step = step_or_hang  # type: ignore[method-assign,assignment]
-    signal.signal(signal.SIGUSR1, lambda *_: hangs.set())
+    signal.signal(signal.SIGUSR2, lambda *_: hangs.set())
     main()
 
 

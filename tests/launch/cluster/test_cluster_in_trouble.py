@@ -178,7 +178,7 @@ async def test_answers_go_on_elsewhere_when_an_engine_hangs_and_no_picture_is_en
         busy = max(("pd0", "pd1"), key=lambda name: served.gauges(name)["requests_running"])
         pid = served.cluster.instances[busy].pid
         assert pid is not None
-        os.kill(pid, signal.SIGUSR1)
+        os.kill(pid, signal.SIGUSR2)
         async with asyncio.timeout(MOVE_S):
             answers = await asyncio.gather(*answering)
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in undisturbed]

@@ -45,10 +45,13 @@ async def test_a_proxy_registers_serves_and_stops_cleanly_by_a_signal(broker_url
         assert record.role == "proxy"
         async with httpx.AsyncClient(base_url=f"http://{record.http_address}") as http:
             assert (await http.get("/health")).status_code == 200
+            process.send_signal(signal.SIGUSR1)  # dumps all stacks, and goes on
             assert "no decoder" in (await http.get("/ready")).text
         process.send_signal(signal.SIGTERM)
         _, errors = await asyncio.wait_for(process.communicate(), 10)
         assert process.returncode == 0, errors.decode()
+        assert b"Current thread" in errors
+        assert b"in WorkerPool." in errors
         assert await redis.keys(f"{cluster}*") == []
     finally:
         if process.returncode is None:
