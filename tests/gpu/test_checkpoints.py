@@ -23,17 +23,20 @@ from tests.equality.served import serve
 from tests.gpu import fast_path
 from tests.gpu.device import DEVICE, needs_gpu
 from tests.gpu.test_engine import MAX_FACTOR, MEAN_FACTOR, logprobs
+from tools.bench_gpu.__main__ import MODELS
 from tools.bench_gpu.setup import checkpoints_in
-from tools.gpu_check.stages import MODELS
 
 FOLDERS = checkpoints_in(Path(os.environ[MODELS])) if MODELS in os.environ else ()
-pytestmark = [*needs_gpu, pytest.mark.skipif(not FOLDERS, reason="no folder of checkpoints is given (--models)")]
+pytestmark = [
+    *needs_gpu,
+    pytest.mark.skipif(not FOLDERS, reason=f"{MODELS} names no folder of checkpoints"),
+]
 DTYPE = "bfloat16"
 POOLS: dict[str, Any] = {
     "kv_cache_bytes": 256 * 2**20,
     "encoder_cache_bytes": 32 * 2**20,
     "swap_bytes": 0,
-    "memory_fraction": 0.2,  # stages of the check run beside each other
+    "memory_fraction": 0.2,  # engines and clusters of one test share the GPU
 }
 MAX_TOKENS = 24
 QUESTIONS = ("What is the capital of France?", "Name three colours.", "Count from one to ten.", "Write a short poem.")

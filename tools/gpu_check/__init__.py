@@ -1,1 +1,4 @@
-"""What a GPU is for: a check that runs on a bare machine, what has to be carried there, and the figures."""
+"""The GPU check's environment report, shapes of models and attention, and kernels of FlashInfer built ahead of use.
+
+The tests of a GPU are those that pytest marks `gpu`; its benchmarks are in tools.bench_gpu.
+"""

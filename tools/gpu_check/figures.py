@@ -1,4 +1,4 @@
-"""A measured figure beside its limit. Standard library alone: the check prints what others have measured."""
+"""A measured figure beside its limit."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import pkgutil
 import re
 import subprocess
@@ -46,7 +45,8 @@ from tools.bench_gpu.prefill import prefill_flops
 from tools.bench_gpu.serving import least_ttft_s
 from tools.bench_gpu.setup import Setup, checkpoints_in
 from tools.bench_gpu.starts import side_by_side
-from tools.gpu_check.figures import HEADER, Figure, duration, durations
+from tools.gpu_check import environment
+from tools.gpu_check.figures import HEADER, Figure, duration, durations, rate
 from tools.gpu_check.shapes import Shape, qwen2_3b, qwen2_5_vl_3b, whisper_large_v3
 
 CPU = torch.device("cpu")
@@ -100,15 +100,28 @@ def engines() -> set[int]:
     return {id(one) for one in gc.get_objects() if isinstance(one, DecoderEngine | EncoderEngine)}
 
 
-def test_the_command_prints_a_table_and_writes_the_figures(tmp_path: Path) -> None:
-    out = tmp_path / "figures.json"
+def test_the_command_prints_a_table_and_writes_it_into_a_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{bench.BEGIN}\nold\n{bench.END}\nafter\n")
     command = [sys.executable, "-m", "tools.bench_gpu", "prefill", "--device", "cpu", "--toy", "--repetitions", "1"]
-    run = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=120, check=True)
-    report = json.loads(out.read_text())
-    assert report["found"] == "3 figures"
-    assert not out.with_name("figures.json.part").exists()
-    assert HEADER in run.stdout
-    assert all(Figure(**figure).row() in run.stdout for figure in report["figures"])
+    run = subprocess.run([*command, "--write", str(page)], capture_output=True, text=True, timeout=120, check=True)
+    table = [line for line in run.stdout.splitlines() if line.startswith("|")]  # logs stand between its rows
+    assert [row.split(" | ")[0] for row in table[2:]] == ["| limits", "| limits", "| prefill"]
+    assert page.read_text().startswith(f"before\n{bench.BEGIN}\n\nMeasured on 2")
+    assert page.read_text().endswith("\n".join([*table, "", bench.END, "after", ""]))
+
+
+def test_the_environment_is_told_with_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert f"torch {torch.__version__}" in environment.in_words()
+    monkeypatch.setattr(environment, "_version", {"transformers": "5.17.0"}.get)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert [absent.split(" ")[0] for absent in environment.missing()] == ["torchvision", "flashinfer-python", "a"]
+
+
+def test_the_share_of_a_limit_is_one_at_the_limit() -> None:
+    assert duration("a", "b", [0.004], 0.004).share == 1.0
+    assert rate("a", "b", "GB/s", [2.0], 6.0, limit=4.0).share == 0.75
+    assert rate("a", "b", "GB/s", [2.0, 1.0, 4.0], 4.0) == Figure("a", "b", "GB/s", 2.0, 1.0, 4.0)
 
 
 def test_a_part_that_fails_is_a_row_and_the_next_one_is_measured() -> None:
