@@ -7,11 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from common.messages import TokenLogprob
+from broker.cluster.rpc import MAX_FROM_WORKER_BYTES
+from common.errors import TriptychError
+from common.messages import TokenLogprob, encode
 from common.text.token_text import TokenTexts
 
 MIN_LOGPROB: Final = -9999.0
 """What impossible tokens are given: JSON knows no infinity."""
+_REST_BYTES: Final = 256 * 2**10
+"""Memory for the rest of a message with log-probabilities of a prompt: a token, spans."""
 
 
 @dataclass(frozen=True)
@@ -93,3 +97,22 @@ def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _finite(logprob: float) -> float:
     return max(logprob, MIN_LOGPROB)
+
+
+def check_prompt_logprobs(count: int | None, num_prompt_tokens: int, field: str = "prompt_logprobs") -> None:
+    """Raise TriptychError("invalid_request") for more log-probabilities of a prompt than fit into one message.
+
+    `count` is the number of likeliest tokens at each token, as the request's `field` has it.
+    """
+    if count is None:
+        return
+    most = max_prompt_tokens(count)
+    if num_prompt_tokens > most:
+        message = f"{field} is {count} for {num_prompt_tokens} prompt tokens, with so many at most {most} are allowed"
+        raise TriptychError("invalid_request", f"{message}; lower {field} or shorten the prompt", field)
+
+
+def max_prompt_tokens(count: int) -> int:
+    """Return the longest prompt, in tokens, with `count` likeliest tokens at each token in one message."""
+    largest = TokenLogprob(2**31, -0.1, 2**31, [(2**31, -0.1)] * count)
+    return (MAX_FROM_WORKER_BYTES - _REST_BYTES) // len(encode(largest))

@@ -10,9 +10,9 @@ import msgspec
 from common.errors import TriptychError
 from common.sampling_params import SamplingParams
 from common.text.prompts import ParsedPrompt, encode_tokens, parse_prompt, with_checkpoint_rules
+from proxy.api.logprobs import check_prompt_logprobs
 from proxy.api.openai_types import CompletionRequest, Prompt
 from proxy.dispatch.jobs import Job, MediaItem, make_slots, part_id
-from proxy.dispatch.prompt_logprobs import check_prompt_logprobs
 from proxy.server.request_context import RequestContext
 from proxy.service import Service
 

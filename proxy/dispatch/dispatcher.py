@@ -42,8 +42,8 @@ class Dispatcher:
         `deadline_s` is by `time.monotonic`. Nothing happens before the first step. Raises as `JobRunner.tokens` does.
         """
         timeout_s = self._settings.handoff_timeout_s
-        context = DispatchContext(pool, self._placer, self._metrics, timeout_s, self._timelines, self._runners)
-        return JobRunner(job, context, deadline_s).tokens()
+        context = DispatchContext(pool, self._placer, self._metrics, timeout_s, self._timelines)
+        return JobRunner(job, context, deadline_s, self._runners).tokens()
 
     async def on_message(self, worker: Worker, message: FromWorker) -> None:
         if isinstance(message, Encoded | Prefilled):  # may come after the last token, and still belongs to the timeline
@@ -63,7 +63,7 @@ class Dispatcher:
         self._disowned[message.request_id] = None
         while len(self._disowned) > _REMEMBERED:
             self._disowned.popitem(last=False)
-        await worker.tell(Abort(message.request_id))
+        await worker.notify(Abort(message.request_id))
 
     def requests_at(self, worker: Worker) -> list[str]:
         return [request_id for request_id, runner in self._runners.items() if runner.uses(worker)]

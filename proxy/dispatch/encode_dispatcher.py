@@ -1,28 +1,31 @@
-"""The media items of one job on their way to whoever reads them: which encoder has which, and who gets it next."""
+"""Dispatch of one job's media items to encoders: which encoder has which item, and which one gets it next."""
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from common.errors import ErrorInfo, TriptychError
 from common.messages import Abort, Encode, Encoded, InputNeeded, InputSlot
+from common.telemetry import get_logger
 from proxy.dispatch.context import DispatchContext
 from proxy.dispatch.jobs import Job, MediaItem
-from proxy.dispatch.placement import anybody_encodes
-from proxy.dispatch.retries import Retries
+from proxy.dispatch.placement import any_encodes
+from proxy.dispatch.retries import Deadlines, Retries
 from proxy.dispatch.router import FREE_ITEMS, outstanding_items, pick_encoder
 from proxy.dispatch.worker import Worker
 
 CROWDED: Final = 2
-"""An encoder with so many times the items of another one, and FREE_ITEMS more, is left by one that waits there."""
+"""A waiting item leaves an encoder with this many times the items of another encoder, and FREE_ITEMS more."""
+
+log = get_logger()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Item:
-    """With an encoder it is under way; with a finite `due_s` it waits to be sent; else it is in place."""
+    """A media item. It is at `encoder`; or waits to be sent, with a deadline and no encoder; or is in place."""
 
     slot: InputSlot
     media: MediaItem
@@ -32,85 +35,67 @@ class _Item:
     request_attempt: int = 0  # of the job, at the destination
     encoder: Worker | None = None
     sent_s: float = 0.0  # to the encoder
-    deadline_s: float = math.inf  # of the encoder
-    silent_s: float = math.inf  # without an answer until then it has failed: its deadline begins when it is reached
-    due_s: float = math.inf
-    replaced: bool = False  # sent again after a failure, though what failed may have arrived
-    has_left: bool = False  # an encoder that had too much to do, and that would have gone on with it
-
-    @property
-    def next_deadline_s(self) -> float:
-        return self.due_s if self.encoder is None else self.silent_s
+    replaced: bool = False  # sent again after a failure, though the failed attempt may have arrived
+    has_left: bool = False  # an encoder with too much to do
 
 
 class EncodeDispatcher:
-    """Sends the items of one job to encoders, again where it must be. All its methods run on one loop.
+    """Sends the items of one job to encoders, and repeats after failures. All methods run on one loop.
 
-    Every failure is counted against the item; where it is one too many the job fails with the last error. An encoder
-    that says in time that it is not done is asked again for as long as the job lasts: it goes on with what it has made
-    of the item. The last resort is the destination itself where it can encode. An item that nobody can encode at the
-    moment waits for an encoder to come back, as long as one was there a moment ago. Whatever may have to wait does so
-    by `expire`, to be called at `next_deadline_s`.
+    Each failure counts against its item; after too many the job fails with the last error. An encoder that reports in
+    time that an item is not done is asked again for as long as the job lasts: it continues with its partial work. The
+    last resort is the destination itself where it can encode. An item without any encoder waits for one to come back,
+    if one was there a moment ago. An encoder that stays silent has failed.
     """
 
-    def __init__(self, job: Job, cluster: DispatchContext) -> None:
+    def __init__(self, job: Job, context: DispatchContext, deadlines: Deadlines) -> None:
         self._job = job
-        self._cluster = cluster
-        self._items = [
-            _Item(slot, media, Retries(f"{media.param} could not be encoded", media.param))
+        self._context = context
+        self._deadlines = deadlines
+        self._items = {
+            slot.input_id: _Item(slot, media, Retries(f"{media.param} could not be encoded", media.param))
             for slot, media in zip(job.slots, job.media, strict=True)
-        ]
-        self._used: set[Worker] = set()
-        self._given_up: set[tuple[Worker, int, int]] = set()  # attempts without a reply that nobody waits for any more
-
-    @property
-    def next_deadline_s(self) -> float:
-        """When `expire` has something to do (by `time.monotonic`)."""
-        return min((item.next_deadline_s for item in self._items), default=math.inf)
+        }
+        self.pending: set[_Item] = set()
+        """Items that are at an encoder or wait for one."""
+        self.used: set[Worker] = set()
+        """Live encoders that were given an item."""
+        self._unanswered: set[tuple[Worker, int, int]] = set()  # replaced attempts that may still run
 
     async def send_all(self, destination: Worker, request_attempt: int) -> None:
-        """Send every item to `destination`, which has the job in that attempt, again if need be: by different encoders
-        where there are several, equal content by one.
+        """Send every item, again if need be, to `destination`, which has the job in that attempt.
 
-        Raises TriptychError("unavailable") where nobody encodes.
+        Several encoders share the items; equal content goes to one. Raises TriptychError("unavailable") without any.
         """
         self.recall()
-        for item in self._items:
+        for item in self._items.values():
             item.destination, item.request_attempt = destination, request_attempt
             await self._place(item)
 
     def recall(self) -> None:
-        """Nobody wants the items any more, until the next `send_all`."""
-        for item in self._items:
-            self._give_up(item)
-            item.due_s = math.inf
+        """Stop waiting for all items until the next `send_all`."""
+        for item in list(self.pending):
+            self._release(item, answered=False)
 
     def read(self, reader: Worker) -> None:
-        """`reader` has had all that was for it, whatever is still to be told of that: it wants nothing again."""
-        for item in self._items:
-            if item.destination is not reader:
-                continue
-            if item.replaced:  # perhaps it has read what an earlier attempt sent: this one may run for nothing
-                self._give_up(item)
-            self._succeeded(item)
-            item.due_s = math.inf
+        """Note that `reader` has read all its items, whatever their encoders still report."""
+        for item in list(self.pending):
+            if item.destination is reader:  # a replaced item may have been read from an earlier attempt
+                self._succeeded(item, answered=not item.replaced)
 
     async def finish(self) -> None:
-        """The job has been answered. What was given up, perhaps for another encoder, may still run for nothing: it
-        stops. A last reply that is only late does not matter.
-        """
-        for worker in {worker for worker, _, _ in self._given_up}:
-            await worker.tell(Abort(self._job.request_id))
-        for item in self._items:
+        """Release all items of an answered job, and stop replaced attempts. A last reply that is late is harmless."""
+        for worker in {worker for worker, _, _ in self._unanswered}:
+            await worker.notify(Abort(self._job.request_id))
+        for item in list(self.pending):
             self._release(item)
-            item.due_s = math.inf
 
     async def on_encoded(self, worker: Worker, reply: Encoded) -> None:
-        """An encoder's reply. Raises its error where another encoder cannot do better."""
-        self._given_up.discard((worker, reply.input_id, reply.attempt))
-        item, error = self._item(reply.input_id), reply.error
+        """Handle the reply of an encoder. Raises its error where another encoder cannot do better."""
+        self._unanswered.discard((worker, reply.input_id, reply.attempt))
+        item, error = self._items.get(reply.input_id), reply.error
         if item is None or item.encoder is not worker or item.attempt != reply.attempt:
-            return  # about an attempt that has been given up
+            return  # about a replaced attempt
         if error is None:
             self._succeeded(item)
             return
@@ -125,123 +110,109 @@ class EncodeDispatcher:
             raise TriptychError(error.code, error.message, item.media.param)
 
     async def on_needed(self, destination: Worker, message: InputNeeded) -> None:
-        """`destination` asks for an input (again). Raises after too many failures in a row."""
-        input_id, request_attempt = message.input_id, message.request_attempt
-        item = self._item(input_id)
+        """Send an input that `destination` asks for (again). Raises after too many failures in a row."""
+        request_attempt = message.request_attempt
+        item = self._items.get(message.input_id)
         if item is None:
             return
-        if (item.destination, item.request_attempt) != (destination, request_attempt):  # it was sent to somebody else
-            self._give_up(item)
+        encoder = item.encoder
+        if (item.destination, item.request_attempt) != (destination, request_attempt):  # sent to another worker
+            self._release(item, answered=False)
             item.destination, item.request_attempt = destination, request_attempt
             await self._again(item, "input_needed")
-        elif item.encoder is not None and message.attempt < item.attempt:
-            return  # it does not know yet that another attempt is under way
-        elif item.encoder is not None:
-            encoder = item.encoder
+        elif encoder is not None and message.attempt < item.attempt:
+            return  # the destination does not know yet of the attempt under way
+        elif encoder is not None:
             late = ErrorInfo("timeout", f"{encoder.instance_id} did not deliver in time", item.media.param)
-            self._give_up(item)
+            self._release(item, answered=False)
             await self._wait_again(item, encoder, late, "input_needed")
-        elif item.due_s == math.inf:  # it was in place and has been taken back: no failure
+        elif item not in self.pending:  # it was in place and was evicted: no failure
             await self._again(item, "input_needed")
 
     async def on_gone(self, worker: Worker) -> None:
         """Give the items of a lost encoder to others. Raises where there is none."""
-        self._used.discard(worker)
-        for item in self._items:
-            if item.encoder is worker:
-                self._release(item)
-                error = ErrorInfo("unavailable", f"{worker.instance_id} is gone", item.media.param)
-                await self._retry(item, worker, error, "encoder_gone")
+        self.used.discard(worker)
+        error = ErrorInfo("unavailable", f"{worker.instance_id} is gone")
+        await self._retry_all(worker, error, "encoder_gone", answered=True)
 
     async def on_failed(self, worker: Worker, error: ErrorInfo) -> None:
-        """An encoder has dropped all items of the job: it had lost us for a while. Raises where nobody takes them."""
-        for item in self._items:
-            if item.encoder is worker:
-                self._give_up(item)  # the last attempt may have reached it after those that it has dropped
-                await self._retry(item, worker, error, "encoder_error")
+        """Resend the items of an encoder that lost this proxy for a while and dropped them. Raises without encoders."""
+        await self._retry_all(worker, error, "encoder_error", answered=False)  # the last attempt may have come later
 
     async def on_joined(self) -> None:
-        """There is a new worker: send what nobody could take."""
-        for item in self._items:
-            if item.encoder is None and item.due_s < math.inf:
+        """Send waiting items: there is a new worker."""
+        for item in self._items.values():
+            if item.encoder is None and item in self.pending:
                 await self._place(item)
-
-    async def expire(self, now_s: float) -> None:
-        """Treat encoders that have not answered as failed, and send what is due."""
-        for item in self._items:
-            worker = item.encoder
-            if item.next_deadline_s > now_s:
-                continue
-            if worker is None:
-                await self._place(item)
-                continue
-            self._give_up(item)
-            limit = f"{worker.instance_id} did not answer within {self._cluster.handoff_timeout_s:g} s"
-            await self._retry(item, worker, ErrorInfo("timeout", limit, item.media.param), "silent")
 
     @property
     def stranded(self) -> bool:
         """Whether an item waits for an encoder while there is none."""
-        waiting = (item for item in self._items if item.encoder is None and item.due_s < math.inf)
-        return any(not self._able(item) for item in waiting)
+        return any(item.encoder is None and not self._able(item) for item in self.pending)
 
-    def use(self, worker: Worker) -> bool:
+    def uses(self, worker: Worker) -> bool:
         """Whether an item is under way on that encoder."""
-        return any(item.encoder is worker for item in self._items)
+        return any(item.encoder is worker for item in self.pending)
 
-    @property
-    def used(self) -> set[Worker]:
-        """Every encoder that has been given an item and is still there."""
-        return set(self._used)
+    async def _on_silent(self, item: _Item) -> None:
+        worker = item.encoder
+        assert worker is not None
+        limit = f"{worker.instance_id} did not answer within {self._context.handoff_timeout_s:g} s"
+        self._release(item, answered=False)
+        await self._retry(item, worker, ErrorInfo("timeout", limit, item.media.param), "silent")
 
-    def _item(self, input_id: int) -> _Item | None:
-        return self._items[input_id] if input_id < len(self._items) else None
+    async def _retry_all(self, worker: Worker, error: ErrorInfo, reason: str, *, answered: bool) -> None:
+        for item in self._items.values():
+            if item.encoder is worker:
+                self._release(item, answered=answered)
+                await self._retry(item, worker, error, reason)
 
     async def _retry(self, item: _Item, worker: Worker, error: ErrorInfo, reason: str) -> None:
         item.retries.failed(worker.instance_id, error)
         item.replaced = True
         able = self._able(item)
         if able and all(other.instance_id in item.retries.failed_on for other in able):
-            self._cluster.metrics.retries.labels(reason).inc()
-            item.due_s = time.monotonic() + item.retries.backoff_s
+            self._context.count_retry(self._job.request_id, reason)
+            self._wait(item, time.monotonic() + item.retries.backoff_s)
         else:
             await self._again(item, reason)
 
     async def _wait_again(
         self, item: _Item, worker: Worker, error: ErrorInfo, reason: str, *, undelivered: bool = False
     ) -> None:
-        in_full = self._cluster.is_full_wait(item.sent_s)  # it waits for what others need, too
-        ends_early = not in_full and item.retries.waits > 0  # again: another one may be better
+        in_full = self._context.is_full_wait(item.sent_s)  # the item waits for memory or compute that others use
+        ends_early = not in_full and item.retries.waits > 0  # again: another encoder may be better
         undelivered_by = worker.instance_id if undelivered or ends_early else None
         item.retries.waited(error, in_full=in_full, undelivered_by=undelivered_by)
         await self._again(item, reason, at=worker if in_full and not undelivered else None)
 
     async def _again(self, item: _Item, reason: str, at: Worker | None = None) -> None:
-        self._cluster.metrics.retries.labels(reason).inc()
+        self._context.count_retry(self._job.request_id, reason)
         await self._place(item, at)
 
     async def _place(self, item: _Item, at: Worker | None = None) -> None:
-        """Send it to an encoder, to `at` if it may stay there, or wait for one."""
+        """Send an item to an encoder, to `at` if it may stay there, or wait for one."""
         encoder = at if at is not None and self._stays(item, at) else self._choose(item)
-        destination = item.destination
+        context, destination = self._context, item.destination
         assert destination is not None
         now_s = time.monotonic()
         if encoder is None:
-            pool = self._cluster.pool
-            left_s = self._cluster.patience_s(pool.absent_s("encoder", matching=destination))
-            if left_s <= 0 and not anybody_encodes(pool):
+            left_s = context.patience_s(context.pool.absent_s("encoder", matching=destination))
+            if left_s <= 0 and not any_encodes(context.pool):
                 raise TriptychError("unavailable", "no encoder is ready; try again shortly", item.media.param)
-            item.due_s = now_s + max(0.0, left_s)  # it is stranded: the job may go where it can be encoded
+            self._wait(item, now_s + max(0.0, left_s))  # stranded: the job may move to where it can be encoded
             return
         if encoder is destination and encoder.record.role != "encode_prefill_decode":
-            self._cluster.metrics.encoder_fallbacks.inc()
-        item.due_s = math.inf
+            context.metrics.encoder_fallbacks.inc()
+        deadline_s = now_s + context.handoff_timeout_s
         item.attempt += 1
-        item.encoder = encoder
-        item.sent_s, item.deadline_s = now_s, now_s + self._cluster.handoff_timeout_s
-        item.silent_s = item.deadline_s + self._cluster.handoff_timeout_s  # large media may be long on their way
+        item.encoder, item.sent_s = encoder, now_s
+        self.pending.add(item)
+        # Silence counts from the encoder's own deadline: large media may be long on their way.
+        self._deadlines.set(item, deadline_s + context.handoff_timeout_s, partial(self._on_silent, item))
         encoder.load.items += 1
-        self._used.add(encoder)
+        self.used.add(encoder)
+        log.debug("item sent", request=self._job.request_id, item=item.slot.input_id, encoder=encoder.instance_id)
         await encoder.send(
             Encode(
                 request_id=self._job.request_id,
@@ -251,16 +222,21 @@ class EncodeDispatcher:
                 content_hash=item.media.content_hash,
                 media=item.media.data,
                 destination=destination.instance_id,
-                deadline_s=item.deadline_s,
+                deadline_s=deadline_s,
                 request_attempt=item.request_attempt,
             )
         )
 
-    def _stays(self, item: _Item, encoder: Worker) -> bool:
-        """Whether an item is left where it waits, and where something may have been made of it.
+    def _wait(self, item: _Item, until_s: float) -> None:
+        """Place the item again at `until_s`, or earlier when a worker joins."""
+        self.pending.add(item)
+        self._deadlines.set(item, until_s, partial(self._place, item))
 
-        It may leave for one with much less to do, once: what takes longer to compute than an encoder is given to answer
-        would be begun over and over again otherwise.
+    def _stays(self, item: _Item, encoder: Worker) -> bool:
+        """Whether an item stays with the encoder where it waits, and where it may be partly done.
+
+        It may leave once, for an encoder with much less to do. More often, an item that takes longer to compute than
+        the deadline of an encoder would begin again and again.
         """
         able = self._able(item)
         if encoder not in able:
@@ -272,38 +248,41 @@ class EncodeDispatcher:
         return False
 
     def _choose(self, item: _Item) -> Worker | None:
-        """Who encodes an item: the one that has the same content of this job already, another encoder, the destination
-        itself; None where nobody can."""
+        """Return the encoder with the same content of this job, else another encoder, else the destination itself.
+
+        None where no worker can encode.
+        """
         able = self._able(item)
         fresh = [worker for worker in able if worker.instance_id not in item.retries.failed_on] or able
         encoders = [worker for worker in fresh if worker is not item.destination]
         if not encoders:
             return next(iter(fresh), None)
-        others = {other.encoder: other for other in self._items if other.encoder in encoders}
+        others = {other.encoder: other for other in self._items.values() if other.encoder in encoders}
         content_hash = item.media.content_hash
         found = next((encoder for encoder, other in others.items() if other.media.content_hash == content_hash), None)
         taken = {worker.instance_id for worker in others if worker is not None}
         chosen, affinity = (found, "hit") if found else pick_encoder(content_hash, encoders, avoid=taken)
-        self._cluster.metrics.encoder_affinity.labels(affinity).inc()
+        self._context.metrics.encoder_affinity.labels(affinity).inc()
         return chosen
 
     def _able(self, item: _Item) -> list[Worker]:
-        """Everybody who may encode an item."""
+        """All workers that may encode an item."""
         own = item.destination
-        encoders = self._cluster.pool.workers("encoder", matching=own)
+        encoders = self._context.pool.workers("encoder", matching=own)
         return [*encoders, own] if own is not None and own.record.encodes else encoders
 
-    def _give_up(self, item: _Item) -> None:
-        if item.encoder is not None:
-            self._given_up.add((item.encoder, item.slot.input_id, item.attempt))
-        self._release(item)
-
-    def _succeeded(self, item: _Item) -> None:
-        self._release(item)
+    def _succeeded(self, item: _Item, *, answered: bool = True) -> None:
+        self._release(item, answered=answered)
         item.retries.succeeded()
         item.replaced = False
 
-    def _release(self, item: _Item) -> None:
-        if item.encoder is not None:
-            item.encoder.load.items -= 1
-            item.encoder = None
+    def _release(self, item: _Item, *, answered: bool = True) -> None:
+        """Take an item from its encoder, whose last attempt was `answered` or may still run for nothing."""
+        self.pending.discard(item)
+        self._deadlines.clear(item)
+        if item.encoder is None:
+            return
+        if not answered:
+            self._unanswered.add((item.encoder, item.slot.input_id, item.attempt))
+        item.encoder.load.items -= 1
+        item.encoder = None

@@ -1,26 +1,47 @@
-"""The life of one job in the cluster: from the first message to a worker until nothing of it is left anywhere."""
+"""The life of one job in the cluster, from the first message to a worker until no worker has any of it."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import itertools
 import time
+from collections import deque
 from collections.abc import AsyncGenerator
 from typing import Final
 
 from common.errors import ErrorInfo, TriptychError
-from common.messages import KV_INPUT_ID, Encoded, Failed, FromWorker, InputNeeded, Prefilled, Tokens
+from common.messages import (
+    KV_INPUT_ID,
+    Abort,
+    Encoded,
+    Failed,
+    FromWorker,
+    Generate,
+    InputNeeded,
+    Inquiry,
+    Prefilled,
+    StopSequence,
+    Tokens,
+)
 from common.telemetry import get_logger
+from proxy.dispatch.affinity import cache_keys
 from proxy.dispatch.context import DispatchContext
+from proxy.dispatch.encode_dispatcher import EncodeDispatcher
 from proxy.dispatch.jobs import Job, response_id
+from proxy.dispatch.placement import WHOLE, absent_s, any_encodes, missing
+from proxy.dispatch.prefill_dispatcher import PrefillDispatcher
 from proxy.dispatch.progress import Progress
-from proxy.dispatch.prompt_logprobs import RemotePromptLogprobs
-from proxy.dispatch.retries import BACKOFF_S
-from proxy.dispatch.worker import Worker, WorkerEvent
-from proxy.dispatch.worker_assignment import WorkerAssignment
+from proxy.dispatch.retries import BACKOFF_S, Deadlines
+from proxy.dispatch.worker import Claim, Worker, WorkerEvent
 
 MAX_UNREAD: Final = 4096
-"""Messages of a job that may wait for whoever reads its tokens; with more, its client is not reading."""
+"""Unread messages of a job; a client with more does not read."""
+MAX_MOVES: Final = 3
+"""Decoders that one request may outlive."""
+INQUIRY_S: Final = 5.0
+"""Pause between two inquiries to the workers of a job whether they still have it."""
+FIRST_LOOK_S: Final = 0.1
+"""Pause between two looks for workers while a new proxy does not know them yet."""
 
 Event = FromWorker | WorkerEvent
 log = get_logger()
@@ -29,214 +50,295 @@ log = get_logger()
 class JobRunner:
     """Runs one job. Messages come in by `post`, tokens go out by `tokens`.
 
-    One worker generates the tokens. It computes the prompt, too, or another one does that for it. A lost encoder costs
-    a retry of its items, a lost prefill worker another prefill; a lost decoder is replaced by another one, which
-    continues each sequence after the tokens that were delivered. Who is missing altogether is waited for a while.
-    Leaving `tokens` early, by any way, aborts the job on every worker that it touched.
+    One worker, the decoder, generates the tokens. It computes the prompt, too, or a prefill worker does. A lost encoder
+    costs a retry of its items, a lost prefill worker another prefill. A lost decoder is replaced by another one, which
+    continues each sequence after the delivered tokens. Missing workers are waited for. All deadlines of the job are in
+    one `Deadlines`; events that came before a deadline are handled first, for they may have kept it.
+    Any early end of `tokens` aborts the job on every worker that it touched.
     """
 
-    def __init__(self, job: Job, cluster: DispatchContext, deadline_s: float) -> None:
-        """`deadline_s` is by `time.monotonic`."""
+    def __init__(self, job: Job, context: DispatchContext, deadline_s: float, runners: dict[str, JobRunner]) -> None:
+        """`deadline_s` is by `time.monotonic`. The job is in `runners`, by its request id, while `tokens` runs."""
         self._job = job
-        self._cluster = cluster
+        self._runners = runners
+        self._context = context
         self._deadline_s = deadline_s
+        self._events: asyncio.Queue[tuple[Worker, Event] | None] = asyncio.Queue()  # None: a deadline is due
+        self._news: deque[Tokens] = deque()
         self._progress = Progress(job.sampling)
-        self._prompt_logprobs = RemotePromptLogprobs(job.sampling.prompt_logprobs is not None)
-        self._crew = WorkerAssignment(job, cluster, self._progress, self._prompt_logprobs)
-        self._events: asyncio.Queue[tuple[Worker, Event]] = asyncio.Queue()
-        self._decoding: Worker | None = None  # whose tokens have come: it has the prompt, unless it asks for it
+        self._cache_keys = cache_keys(job)
+        self._attempts = itertools.count(1)
+        self._deadlines = Deadlines(lambda: self._events.put_nowait(None))
+        self._encode = EncodeDispatcher(job, context, self._deadlines)
+        self._prefill = PrefillDispatcher(job, self._cache_keys, context, self._encode, self._attempts, self._deadlines)
+        self._decoder: Worker | None = None
+        self._claim: Claim | None = None  # on the decoder
+        self._attempt = 0  # of the decoder
+        self._begun = False  # the decoder has sent tokens: it has the prompt, unless it asks for it
+        self._moves = 0
         self._stopped: set[int] = set()
-        self._before_deadline: int | None = None  # events that had come when one was due, and are still to be read
         self._abandoned = False
         self._ended = False
 
     def post(self, worker: Worker, event: Event) -> bool:
-        """Hand over what a worker says, or what has become of it. False where nobody reads: `abandon` is due."""
+        """Add a message of a worker, or what happened to it. Returns False where no client reads: call `abandon`."""
         if self._abandoned:
             return True
         self._events.put_nowait((worker, event))
         return self._events.qsize() <= MAX_UNREAD
 
     async def abandon(self) -> None:
-        """Give the job up everywhere; who reads `tokens` after all is told."""
+        """End the job on all workers; a later reader of `tokens` gets an error."""
         log.warning("nobody reads the tokens, request ends", request=self._job.request_id, unread=MAX_UNREAD)
         self._abandoned = True
-        self._cluster.metrics.unread_answers.inc()
+        self._context.metrics.unread_answers.inc()
         while not self._events.empty():
             self._events.get_nowait()
         await self._end()
 
     def uses(self, worker: Worker) -> bool:
         """Whether the job has something under way on that worker."""
-        return worker in self._crew
+        return worker in (self._decoder, self._prefill.worker) or self._encode.uses(worker)
 
     async def tokens(self) -> AsyncGenerator[Tokens]:
-        """Run the job; yields its tokens as they come, each sequence's in order and without repeats.
+        """Run the job and yield its tokens as they come, each sequence's in order and without repeats.
 
-        Raises TriptychError with what the client should be told: unavailable, timeout, or a worker's own error.
+        Raises TriptychError for the client: unavailable, timeout, or a worker's own error.
         """
-        cluster, request_id = self._cluster, self._job.request_id
-        cluster.runners[request_id] = self
-        cluster.metrics.flights.inc()
+        context, request_id = self._context, self._job.request_id
+        self._runners[request_id] = self
+        context.metrics.flights.inc()
         try:
-            await self._crew.place()
+            self._deadlines.set("request", self._deadline_s, self._time_out)
+            await self._place()
             while not self._progress.done:
-                event = await self._next_event()
-                for tokens in [] if event is None else await self._handle(*event):
+                if self._encode.pending and self._encode.stranded and any_encodes(context.pool):
+                    await self._move("no_encoder", abort=True)  # to where the inputs can be encoded
+                else:
+                    await self._step()
+                while self._news:
+                    tokens = self._news.popleft()
                     if tokens.spans:
-                        cluster.timelines.add(response_id(request_id), tokens.spans)
+                        context.timelines.add(response_id(request_id), tokens.spans)
                     yield tokens
-                for tokens in await self._follow_encoders():
-                    yield tokens
-                await self._stop_what_is_enough()
+                if self._job.enough:
+                    await self._stop_sequences()
         finally:
             try:
                 await self._end()
             finally:
-                del cluster.runners[request_id]
-                cluster.metrics.flights.dec()
+                del self._runners[request_id]
+                context.metrics.flights.dec()
 
-    async def _next_event(self) -> tuple[Worker, Event] | None:
-        """The next event; None where a deadline of the crew came first, and has been kept.
-
-        Events that had come when it was due go first, for they may be what was waited for, and not have been read
-        because the client was slow. Those that come later do not: a worker may never cease to send them.
-        """
+    async def _step(self) -> None:
+        """Handle the next event, which may be a deadline that is due."""
         if self._abandoned:
-            message = f"more than {MAX_UNREAD} pieces of the answer were not read: it was ended"
-            raise TriptychError("timeout", message)
-        now_s, due_s = time.monotonic(), self._crew.next_deadline_s
-        if now_s >= self._deadline_s:
-            raise TriptychError("timeout", "the request did not end within the server's request_timeout_s")
-        if now_s < due_s:
-            self._before_deadline = None
-        elif not self._reads_before_deadline():
-            await self._crew.expire(now_s)
-            return None
-        if not self._events.empty():  # usual while tokens stream; a timer for each would cost more than the rest
-            return self._events.get_nowait()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(min(self._deadline_s, due_s) - now_s):
-                return await self._events.get()
-        return None
-
-    def _reads_before_deadline(self) -> bool:
-        """A deadline is due: whether there still is an event that had come by then, which is read now."""
-        left = self._events.qsize() if self._before_deadline is None else self._before_deadline
-        self._before_deadline = left - 1 if left else None
-        return left > 0
-
-    async def _handle(self, worker: Worker, event: Event) -> list[Tokens]:
-        crew = self._crew
-        match event:
+            text = f"more than {MAX_UNREAD} pieces of the answer were not read: it was ended"
+            raise TriptychError("timeout", text)
+        if time.monotonic() >= self._deadline_s:  # before all events: a worker may never cease to send them
+            await self._time_out()
+        event = await self._events.get()
+        if event is None:
+            await self._deadlines.run_due(time.monotonic())
+            return
+        worker, message = event
+        match message:
             case Tokens():
-                return self._on_tokens(worker, event)
+                self._on_tokens(worker, message)
             case Prefilled():
-                return await self._on_prefilled(worker, event)
+                await self._on_prefilled(worker, message)
             case WorkerEvent.GONE:
-                return await self._on_gone(worker)
+                await self._on_gone(worker)
             case WorkerEvent.JOINED:
-                await crew.on_joined()
+                await self._on_joined()
             case Encoded():
-                await crew.items.on_encoded(worker, event)
+                await self._encode.on_encoded(worker, message)
             case InputNeeded():
-                await self._on_needed(worker, event)
+                await self._on_needed(worker, message)
             case Failed():
-                return await self._on_failed(worker, event)
-        return []
+                await self._on_failed(worker, message)
 
-    def _on_tokens(self, worker: Worker, message: Tokens) -> list[Tokens]:
-        if not self._crew.decodes(worker, message.attempt):
-            return []  # the last words of one that has been replaced, perhaps by itself
-        self._decoding = worker
-        if self._crew.prefill.worker is None:
-            self._crew.items.read(worker)  # whatever its encoders are still to say: tokens need all inputs
-        return self._news(self._prompt_logprobs.tokens(message))
+    async def _time_out(self) -> None:
+        raise TriptychError("timeout", "the request did not end within the server's request_timeout_s")
 
-    def _news(self, messages: list[Tokens]) -> list[Tokens]:
-        return [news for message in messages if (news := self._progress.accept(message)) is not None]
+    def _decodes(self, worker: Worker, attempt: int) -> bool:
+        """Whether this worker, in this attempt, is the decoder: the job may have come back to it."""
+        return worker is self._decoder and attempt == self._attempt
+
+    def _prefills(self, worker: Worker, attempt: int) -> bool:
+        return worker is self._prefill.worker and attempt == self._prefill.attempt
+
+    def _on_tokens(self, worker: Worker, message: Tokens) -> None:
+        if not self._decodes(worker, message.attempt):
+            return  # from a replaced attempt
+        self._begun = True
+        if self._encode.pending and self._prefill.worker is None:
+            self._encode.read(worker)  # tokens need all inputs, whatever encoders still report
+        news = self._progress.accept(message)
+        if news is not None:
+            self._news.append(news)
 
     async def _on_needed(self, worker: Worker, message: InputNeeded) -> None:
-        crew, decodes = self._crew, self._crew.decodes(worker, message.request_attempt)
+        decodes = self._decodes(worker, message.request_attempt)
         if message.input_id == KV_INPUT_ID:
             if decodes:
-                self._decoding = None
-                await crew.prefill.on_needed(message.attempt)
-        elif decodes or crew.prefills(worker, message.request_attempt):
-            await crew.items.on_needed(worker, message)
+                self._begun = False
+                await self._prefill.on_needed(message.attempt)
+        elif decodes or self._prefills(worker, message.request_attempt):
+            await self._encode.on_needed(worker, message)
 
-    async def _on_prefilled(self, worker: Worker, message: Prefilled) -> list[Tokens]:
-        prefill = self._crew.prefill
-        if not self._crew.prefills(worker, message.attempt):
-            return []  # about an attempt that has been given up
+    async def _on_prefilled(self, worker: Worker, message: Prefilled) -> None:
+        if not self._prefills(worker, message.attempt):
+            return  # from a replaced attempt
         if message.error is not None:
             await self._on_prefill_lost(message.error, "prefill_error")
-            return []
-        prefill.finish()
-        return self._news(self._prompt_logprobs.prefilled(message.prompt_logprobs))
+            return
+        self._prefill.finish()
+        self._news += self._progress.prefilled(message.prompt_logprobs)
 
-    async def _on_failed(self, worker: Worker, message: Failed) -> list[Tokens]:
+    async def _on_failed(self, worker: Worker, message: Failed) -> None:
         error = message.error
-        if self._crew.prefills(worker, message.attempt):
+        if self._prefills(worker, message.attempt):
             await self._on_prefill_lost(error, "prefill_error")
-        elif self._crew.decodes(worker, message.attempt):
-            if error.code == "unavailable":  # such as: it had lost us, and has dropped everything of ours
-                return await self._move("decoder_error", pause_s=BACKOFF_S)
-            await self._crew.leave(decoder_has_it=False)
+        elif self._decodes(worker, message.attempt):
+            if error.code == "unavailable":  # for example, it had lost this proxy and dropped all its requests
+                await self._move("decoder_error", pause_s=BACKOFF_S)
+                return
+            await self._leave(abort=False)
             raise TriptychError(error.code, error.message, self._job.field_of(error.param))
-        elif worker not in (self._crew.decoder, self._crew.prefill.worker):
-            await self._crew.items.on_failed(worker, error)
-        return []
+        elif worker not in (self._decoder, self._prefill.worker):
+            await self._encode.on_failed(worker, error)
 
-    async def _on_gone(self, worker: Worker) -> list[Tokens]:
-        if worker is self._crew.decoder:
-            return await self._move("decoder_gone")
-        if worker is self._crew.prefill.worker:
+    async def _on_gone(self, worker: Worker) -> None:
+        if worker is self._decoder:
+            await self._move("decoder_gone")
+            return
+        if worker is self._prefill.worker:
             error = ErrorInfo("unavailable", f"{worker.instance_id} is gone")
             await self._on_prefill_lost(error, "prefill_gone")
-        await self._crew.items.on_gone(worker)
-        return []
+        await self._encode.on_gone(worker)
 
-    async def _follow_encoders(self) -> list[Tokens]:
-        """Go where the inputs can be encoded, where they cannot be any more for who reads them."""
-        if self._progress.done or not self._crew.stranded:
-            return []
-        return await self._move("no_encoder", decoder_has_it=True)
-
-    async def _move(self, reason: str, *, pause_s: float = 0.0, decoder_has_it: bool = False) -> list[Tokens]:
-        """Go on elsewhere. Returns what turns out to be complete without."""
-        self._decoding = None  # it may come back to the same worker, without its prompt
-        complete = self._progress.close(self._job.enough)
-        await self._crew.move(reason, pause_s=pause_s, decoder_has_it=decoder_has_it)
-        return complete
+    async def _on_joined(self) -> None:
+        """Place work that waits: there is a new worker."""
+        if "place" in self._deadlines:
+            await self._place()
+        await self._prefill.on_joined()
+        await self._encode.on_joined()
 
     async def _on_prefill_lost(self, error: ErrorInfo, reason: str) -> None:
-        """Its decoder may have all it needs, or wait for another prefill; sometimes both have to begin again."""
-        crew = self._crew
-        begun = crew.decoder is not None and self._decoding is crew.decoder
+        """Replace a lost prefill. The decoder may have all of it, wait for another one, or begin again, too."""
+        pool, withholds = self._context.pool, self._progress.withholds
         final = not error.retryable and error.code != "internal_error"
-        if begun and not self._prompt_logprobs.withheld:
-            crew.prefill.finish()
-        elif (self._prompt_logprobs.withheld and not final) or (error.retryable and crew.pairless()):
-            self._decoding = None
-            await crew.move(reason, decoder_has_it=True)
+        pairless = not pool.workers("prefill", matching=self._decoder) and bool(pool.workers(*WHOLE))
+        if self._begun and not withholds:
+            self._prefill.finish()
+        elif (withholds and not final) or (error.retryable and pairless):
+            await self._leave_and_place(reason, abort=True)
         else:
-            await crew.prefill.fail(error, reason)
+            await self._prefill.fail(error, reason)
 
-    async def _stop_what_is_enough(self) -> None:
-        """Tell the decoder which sequences have ended here, while others go on."""
-        enough = self._job.enough - self._stopped
-        for index in enough.intersection(self._progress.rest(frozenset())) if enough else ():
+    async def _move(self, reason: str, *, pause_s: float = 0.0, abort: bool = False) -> None:
+        """Continue on another decoder. Sequences that are complete without one end here."""
+        self._news += self._progress.close(self._job.enough)
+        await self._leave_and_place(reason, pause_s=pause_s, abort=abort)
+
+    async def _leave_and_place(self, reason: str, *, pause_s: float = 0.0, abort: bool = False) -> None:
+        """Take the rest of the job elsewhere, after `pause_s`. Raises as `_place` does, and after MAX_MOVES."""
+        await self._leave(abort=abort)
+        self._moves += 1
+        if self._moves > MAX_MOVES:  # or a request that no decoder survives would take them all down in turn
+            raise TriptychError("unavailable", f"{self._moves} decoders were lost with this request; it is given up")
+        if self._progress.done:
+            return
+        log.warning("request moves", request=self._job.request_id, reason=reason)
+        self._context.count_retry(self._job.request_id, reason)
+        if pause_s:
+            self._deadlines.set("place", time.monotonic() + pause_s, self._place)
+        else:
+            await self._place()
+
+    async def _place(self) -> None:
+        """Put the job, or the rest of it, on workers, or wait for workers to come back.
+
+        Raises TriptychError("unavailable") where there are none and none were there a moment ago.
+        """
+        context, job = self._context, self._job
+        placement = context.placer.choose(context.pool, self._cache_keys, media=bool(job.media))
+        if placement is None:
+            left_s = context.patience_s(absent_s(context.pool))
+            if left_s <= 0:
+                raise TriptychError("unavailable", f"no {missing(context.pool)} is ready; try again shortly")
+            wait_s = left_s if context.pool.has_looked else min(left_s, FIRST_LOOK_S)
+            self._deadlines.set("place", time.monotonic() + wait_s, self._place)
+            return
+        decoder, prefilled = placement.decoder, placement.prefiller is not None
+        sampling = job.sampling
+        num_tokens = len(job.prompt_token_ids) + sampling.max_tokens * sampling.num_sequences
+        self._decoder, self._claim, self._attempt = decoder, Claim(decoder, num_tokens), next(self._attempts)
+        self._deadlines.clear("place")
+        self._deadlines.set("inquiry", time.monotonic() + INQUIRY_S, self._inquire)
+        self._progress.start(prefilled=prefilled)
+        resumed = self._progress.resumed(job.enough)
+        log.debug("job placed", request=job.request_id, decoder=decoder.instance_id, attempt=self._attempt)
+        await decoder.send(
+            Generate(
+                job.request_id,
+                job.prompt_token_ids,
+                job.slots,
+                sampling,
+                job.priority,
+                resumed,
+                prefilled=prefilled,
+                attempt=self._attempt,
+            )
+        )
+        if prefilled:
+            await self._prefill.start(placement, resumed, self._attempt)
+        elif job.media:
+            await self._encode.send_all(decoder, self._attempt)
+
+    async def _inquire(self) -> None:
+        """Ask whether the job is still where it was placed: no other message tells of a request that was lost."""
+        self._deadlines.set("inquiry", time.monotonic() + INQUIRY_S, self._inquire)
+        if self._decoder is not None:
+            await self._decoder.notify(Inquiry(self._job.request_id, self._attempt))
+        await self._prefill.inquire()
+
+    async def _stop_sequences(self) -> None:
+        """Stop the sequences that have ended here while others go on."""
+        for index in (self._job.enough - self._stopped).intersection(self._progress.rest(frozenset())):
             self._stopped.add(index)
-            await self._crew.stop_sequence(index)
+            if self._decoder is not None and not self._job.sampling.uses_beams:
+                await self._decoder.notify(StopSequence(self._job.request_id, index))
+
+    def _release_decoder(self) -> Worker | None:
+        decoder, self._decoder, self._begun = self._decoder, None, False
+        self._deadlines.clear("inquiry")
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
+        return decoder
+
+    async def _leave(self, *, abort: bool) -> None:
+        """Take the job from its decoder, with an `abort` unless the decoder has dropped it, and from the prefill."""
+        decoder = self._release_decoder()
+        if decoder is not None and abort:
+            await decoder.notify(Abort(self._job.request_id))
+        await self._prefill.stop()
+        self._encode.recall()
 
     async def _end(self) -> None:
-        """Release what is counted; abort where the workers are not done."""
+        """Release all claims; abort the job where workers are not done."""
+        self._deadlines.stop()
         if self._ended:
             return
         self._ended = True
         if self._progress.done:
-            await self._crew.finish()
-        else:
-            self._cluster.metrics.aborts.inc()
-            await self._crew.abort()
+            self._release_decoder()
+            await self._encode.finish()
+            await self._prefill.stop(abort=False)
+            return
+        self._context.metrics.aborts.inc()
+        for worker in list(self._encode.used):
+            await worker.notify(Abort(self._job.request_id))
+        await self._leave(abort=True)

@@ -125,7 +125,7 @@ def prompt_readers(pool: WorkerPool) -> list[Worker]:
     return [*pool.workers(*WHOLE), *prefillers]
 
 
-def anybody_encodes(pool: WorkerPool) -> bool:
+def any_encodes(pool: WorkerPool) -> bool:
     """Whether there is somebody whose prompts' inputs can be encoded."""
     return any(encodes_for(pool, reader) for reader in prompt_readers(pool))
 

@@ -1,57 +1,56 @@
-"""The prompt of one job, computed apart from where it is decoded: by whom, and by whom after a failure."""
+"""Dispatch of one job's prompt to a prefill worker apart from its decoder, again after failures."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 
 from common.errors import ErrorInfo, TriptychError
 from common.messages import Abort, Generate, Inquiry, Resumed
+from common.telemetry import get_logger
 from proxy.dispatch.context import DispatchContext
 from proxy.dispatch.encode_dispatcher import EncodeDispatcher
 from proxy.dispatch.jobs import Job
 from proxy.dispatch.placement import Placement
-from proxy.dispatch.retries import Retries
+from proxy.dispatch.retries import Deadlines, Retries
 from proxy.dispatch.worker import Claim, Worker
+
+log = get_logger()
 
 
 class PrefillDispatcher:
     """Runs the prefill of one job for a decoder that stays the same until the next `start`.
 
-    A newer attempt replaces older ones, wherever they run; `attempt` is the last one's number, out of the same count as
-    those of the decoders. The inputs go along.
-    Where nobody can do it at the moment, or everybody has just failed, it waits by `expire`, to be called at `due_s`.
+    A newer attempt replaces older attempts on any worker. `attempt` is the number of the last one; decoders share the
+    count. The inputs go along. Without a worker, or after failures of all workers, the prefill waits.
     """
 
     def __init__(
         self,
         job: Job,
         cache_keys: list[bytes],
-        cluster: DispatchContext,
-        items: EncodeDispatcher,
+        context: DispatchContext,
+        encode: EncodeDispatcher,
         attempts: Iterator[int],
+        deadlines: Deadlines,
     ) -> None:
-        """`attempts` are the numbers of what is still to come."""
+        """`attempts` are the numbers of coming attempts."""
         self._job = job
         self._attempts = attempts
         self._cache_keys = cache_keys
-        self._cluster = cluster
-        self._items = items
+        self._context = context
+        self._encode = encode
+        self._deadlines = deadlines
         self._retries = Retries("the prompt could not be computed")
         self._decoder: Worker | None = None
         self._decoder_attempt = 0
         self._resumed: list[Resumed] = []
         self._claim: Claim | None = None
-        self._sent_s = 0.0  # to who is at it
-        self._replaced = False  # by a newer attempt, so that one may run for nothing
+        self._sent_s = 0.0  # to `worker`
+        self._replaced = False  # by a newer attempt, so that one attempt may run for nothing
+        self.worker: Worker | None = None
+        """The worker that computes the prompt."""
         self.attempt = 0
-        self.due_s = math.inf
-
-    @property
-    def worker(self) -> Worker | None:
-        """Who is at it."""
-        return None if self._claim is None else self._claim.worker
 
     async def start(self, placement: Placement, resumed: list[Resumed], attempt: int) -> None:
         """Begin for a new decoder, which knows of this attempt already. Raises as EncodeDispatcher does."""
@@ -61,26 +60,28 @@ class PrefillDispatcher:
         await self._send(placement.prefiller)
 
     def finish(self) -> None:
-        """The prompt is where it is needed, and its inputs have been read."""
+        """Release the worker: the prompt was delivered, and its inputs were read."""
         if self.worker is not None:
-            self._items.read(self.worker)
+            self._encode.read(self.worker)
         self._release()
         self._retries.succeeded()
         self._replaced = False
 
-    async def stop(self) -> None:
-        """It is not needed any more; the next decoder starts it again."""
-        worker, self._decoder, self.due_s = self.worker, None, math.inf
+    async def stop(self, *, abort: bool = True) -> None:
+        """Stop until the next `start`; `abort` the worker, or only a worker whose attempt repeats a delivered one."""
+        worker, self._decoder = self.worker, None
+        self._deadlines.clear(self)
         self._release()
-        await self._abort(worker)
+        if worker is not None and (abort or self._replaced):
+            await worker.notify(Abort(self._job.request_id))
 
     async def fail(self, error: ErrorInfo, reason: str) -> None:
-        """What is at it has failed, or is gone. Raises `error` where another attempt cannot do better."""
+        """Try again after the worker failed or is gone. Raises `error` where another attempt cannot do better."""
         worker = self.worker
         assert worker is not None
         self._release()
         if error.code == "timeout":
-            self._note_wait(error, worker)
+            self._count_wait(error, worker)
         elif error.retryable or error.code == "internal_error":
             self._retries.failed(worker.instance_id, error)
         else:
@@ -88,64 +89,53 @@ class PrefillDispatcher:
         await self._again(reason)
 
     async def on_needed(self, attempt: int) -> None:
-        """The decoder says that what `attempt` computed did not come in time. Raises after too many times."""
-        if self._decoder is None or self.due_s < math.inf or attempt < self.attempt:
+        """Try again: the decoder did not get the prompt of `attempt` in time. Raises after too many times."""
+        if self._decoder is None or self in self._deadlines or attempt < self.attempt:
             return
         worker = self.worker
         if worker is not None:
             late = ErrorInfo("timeout", f"{worker.instance_id} did not deliver the prompt in time")
-            self._note_wait(late, worker)
+            self._count_wait(late, worker)
             self._release()
-            await self._abort(worker)
+            await worker.notify(Abort(self._job.request_id))
         await self._again("prompt_needed")
 
-    async def expire(self, now_s: float) -> None:
-        """Begin what is due."""
-        if self.due_s <= now_s:
-            await self._place()
-
     async def inquire(self) -> None:
-        """Ask who is at it whether it still is; one that is not fails, as far as we are told."""
+        """Ask the worker whether it still computes the prompt; a worker that lost the request answers so."""
         if self.worker is not None:
-            await self.worker.tell(Inquiry(self._job.request_id, self.attempt))
+            await self.worker.notify(Inquiry(self._job.request_id, self.attempt))
 
     async def on_joined(self) -> None:
-        """There is a new worker: it may be the one that is waited for."""
-        if self.due_s < math.inf:
+        """Place a waiting prefill: there is a new worker."""
+        if self in self._deadlines:
             await self._place()
 
-    async def finish_superfluous(self) -> None:
-        """The job has been answered. A repeated attempt may still run for nothing: it stops."""
-        worker = self.worker if self._replaced else None
-        self._release()
-        await self._abort(worker)
-
-    def _note_wait(self, error: ErrorInfo, worker: Worker) -> None:
-        in_full = self._cluster.is_full_wait(self._sent_s)
+    def _count_wait(self, error: ErrorInfo, worker: Worker) -> None:
+        in_full = self._context.is_full_wait(self._sent_s)
         self._retries.waited(error, in_full=in_full, undelivered_by=worker.instance_id)
 
     async def _again(self, reason: str) -> None:
-        self._cluster.metrics.retries.labels(reason).inc()
-        self._items.recall()
+        self._context.count_retry(self._job.request_id, reason)
+        self._encode.recall()
         self._replaced = True
         retries = self._retries
-        candidates = {worker.instance_id for worker in self._cluster.pool.workers("prefill", matching=self._decoder)}
+        candidates = {worker.instance_id for worker in self._context.pool.workers("prefill", matching=self._decoder)}
         if retries.failures and candidates and candidates <= retries.failed_on:
-            self.due_s = time.monotonic() + retries.backoff_s
+            self._deadlines.set(self, time.monotonic() + retries.backoff_s, self._place)
         else:
             await self._place()
 
     async def _place(self) -> None:
-        cluster, decoder = self._cluster, self._decoder
+        context, decoder = self._context, self._decoder
         assert decoder is not None
-        worker = cluster.placer.choose_prefiller(
-            cluster.pool, self._cache_keys, decoder, self._retries.failed_on, media=bool(self._job.media)
+        worker = context.placer.choose_prefiller(
+            context.pool, self._cache_keys, decoder, self._retries.failed_on, media=bool(self._job.media)
         )
         if worker is None:
-            left_s = cluster.patience_s(cluster.pool.absent_s("prefill", matching=decoder))
+            left_s = context.patience_s(context.pool.absent_s("prefill", matching=decoder))
             if left_s <= 0:
                 raise TriptychError("unavailable", "no prefill worker is ready; try again shortly")
-            self.due_s = time.monotonic() + left_s
+            self._deadlines.set(self, time.monotonic() + left_s, self._place)
             return
         self.attempt = next(self._attempts)
         await self._send(worker)
@@ -153,8 +143,10 @@ class PrefillDispatcher:
     async def _send(self, worker: Worker) -> None:
         job, decoder = self._job, self._decoder
         assert decoder is not None
-        self.due_s, self._sent_s = math.inf, time.monotonic()
-        self._claim = Claim(worker, len(job.prompt_token_ids))
+        self._deadlines.clear(self)
+        self._sent_s = time.monotonic()
+        self.worker, self._claim = worker, Claim(worker, len(job.prompt_token_ids))
+        log.debug("prompt sent", request=job.request_id, prefill=worker.instance_id, attempt=self.attempt)
         await worker.send(
             Generate(
                 job.request_id,
@@ -168,13 +160,9 @@ class PrefillDispatcher:
                 prefill_for_attempt=self._decoder_attempt,
             )
         )
-        await self._items.send_all(worker, self.attempt)
-
-    async def _abort(self, worker: Worker | None) -> None:
-        if worker is not None:
-            await worker.tell(Abort(self._job.request_id))
+        await self._encode.send_all(worker, self.attempt)
 
     def _release(self) -> None:
         if self._claim is not None:
             self._claim.release()
-            self._claim = None
+        self.worker = self._claim = None

@@ -1,4 +1,4 @@
-"""How far each sequence of a job has come: repeats are dropped, gaps are errors, the rest can be resumed elsewhere."""
+"""Progress of each sequence of a job: repeats are dropped, gaps are errors, the rest can be resumed elsewhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from common.errors import TriptychError
-from common.messages import Resumed, Tokens
+from common.messages import Resumed, TokenLogprob, Tokens
 from common.sampling_params import SamplingParams
 
 
@@ -19,19 +19,48 @@ class _Sequence:
 
 
 class Progress:
-    """The tokens that have been delivered, by sequence. `done` once the job's last message has been accepted."""
+    """The delivered tokens by sequence. `done` once the job's last message was accepted.
+
+    Log-probabilities of a prompt that another worker computes come from that worker, and belong to the first tokens.
+    Tokens that come earlier are withheld until then.
+    """
 
     def __init__(self, sampling: SamplingParams) -> None:
         self._sampling = sampling
         self._sequences = [_Sequence() for _ in range(sampling.n)]
+        self._prompt_logprobs: list[TokenLogprob | None] = []
         self._prompt_logprobs_told = False
+        self._withheld: list[Tokens] | None = None  # None: tokens are delivered at once
         self.done = False
 
-    def accept(self, message: Tokens) -> Tokens | None:
-        """The news in a message, None where there is none.
+    @property
+    def withholds(self) -> bool:
+        """Whether tokens have come that are not delivered yet."""
+        return bool(self._withheld)
 
-        Raises TriptychError("internal_error") for a sequence that nobody asked for, and where tokens are missing.
+    def start(self, *, prefilled: bool) -> None:
+        """Begin on a decoder whose prompt is `prefilled` elsewhere or not; tokens withheld before come again."""
+        wanted = self._sampling.prompt_logprobs is not None and not self._prompt_logprobs_told
+        self._withheld = [] if prefilled and wanted else None
+
+    def prefilled(self, logprobs: list[TokenLogprob | None]) -> list[Tokens]:
+        """Return the news in withheld messages: the prompt was computed, with these log-probabilities."""
+        if self._withheld is None:
+            return []
+        messages, self._withheld, self._prompt_logprobs = self._withheld, None, logprobs
+        return [news for message in messages if (news := self.accept(message)) is not None]
+
+    def accept(self, message: Tokens) -> Tokens | None:
+        """Return the news in a message; None where all of it is old, or withheld.
+
+        Raises TriptychError("internal_error") for an unknown sequence and for missing tokens.
         """
+        if self._withheld is not None:
+            self._withheld.append(message)
+            return None
+        if self._prompt_logprobs:
+            message = msgspec.structs.replace(message, prompt_logprobs=self._prompt_logprobs)
+            self._prompt_logprobs = []
         if message.index >= len(self._sequences):
             text = f"tokens of sequence {message.index} came, {len(self._sequences)} were asked for"
             raise TriptychError("internal_error", text)
@@ -50,7 +79,7 @@ class Progress:
         repeats_prompt = bool(message.prompt_logprobs) and self._prompt_logprobs_told
         self._prompt_logprobs_told = self._prompt_logprobs_told or bool(message.prompt_logprobs)
         if message.offset == have and not repeats_prompt and ends == (message.finish_reason is not None):
-            return message  # all of it is news, as usual
+            return message  # new as a whole, as usual
         return msgspec.structs.replace(
             message,
             offset=have,
@@ -61,8 +90,10 @@ class Progress:
         )
 
     def close(self, enough: Set[int] = frozenset()) -> list[Tokens]:
-        """After a loss: the last words of sequences that are complete but for them. `done` if nothing is left of those
-        that are not in `enough`."""
+        """After a loss, end the sequences of full length and return their last messages.
+
+        Sets `done` where no sequence is left but those in `enough`.
+        """
         complete = [
             index
             for index, sequence in enumerate(self._sequences)
@@ -74,13 +105,13 @@ class Progress:
         return [Tokens("-", len(self._sequences[index].token_ids), [], "length", index=index) for index in complete]
 
     def rest(self, enough: Set[int]) -> list[int]:
-        """The sequences that are not complete; nobody waits for those in `enough`."""
+        """The sequences that are not complete, without those in `enough`."""
         return [i for i, sequence in enumerate(self._sequences) if not sequence.finished and i not in enough]
 
     def resumed(self, enough: Set[int]) -> list[Resumed]:
-        """What another instance needs to know to go on with the rest. Empty: the whole request starts again.
+        """Return the state from which another instance continues the rest. Empty: the whole request starts again.
 
-        So do beams, of which nothing is told before the end.
+        Beam search starts again, because no token is delivered before the end.
         """
         begun = any(sequence.token_ids or sequence.finished for sequence in self._sequences)
         if self._sampling.uses_beams or not begun:

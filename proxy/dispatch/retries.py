@@ -1,7 +1,9 @@
-"""How often a piece of work is tried again, after what, and how soon."""
+"""Limits of repeated work: how often after which failures, how soon, and which deadlines are pending."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -10,25 +12,75 @@ from common.errors import ErrorInfo, TriptychError
 MAX_FAILURES: Final = 3
 """Failures in a row after which the work is given up."""
 MAX_WAITS: Final = 10
-"""Waits in a row that ended without room or result before their time."""
+"""Waits in a row that ended early without memory or result."""
 BACKOFF_S: Final = 0.25
-"""Before a second attempt where there is nobody else to ask, doubled before a third; another one is asked at once."""
+"""Pause before a second attempt on the same instances, doubled before a third. Another instance is asked at once."""
+
+Action = Callable[[], Awaitable[None]]
+
+
+class Deadlines:
+    """All deadlines of one job, each with the action that follows. Times are by `time.monotonic`.
+
+    `wake` is called once when the earliest is due; the job then calls `run_due`. Between both, events that came before
+    the deadline are handled first.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._pending: dict[Hashable, tuple[float, Action]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._pending
+
+    def set(self, key: Hashable, due_s: float, action: Action) -> None:
+        """Run `action` at `due_s`, in place of any earlier deadline of `key`."""
+        self._pending[key] = due_s, action
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_at(due_s, self._wake)
+        elif due_s < self._timer.when():
+            self._timer.cancel()
+            self._timer = asyncio.get_running_loop().call_at(due_s, self._wake)
+
+    def clear(self, key: Hashable) -> None:
+        """Forget the deadline of `key`, if there is one."""
+        self._pending.pop(key, None)
+
+    async def run_due(self, now_s: float) -> None:
+        """Forget the deadlines that are due and run their actions; then wait for the earliest of the rest."""
+        try:
+            for key, pending in list(self._pending.items()):
+                if pending[0] <= now_s and self._pending.get(key) is pending:  # no action before has changed it
+                    del self._pending[key]
+                    await pending[1]()
+        finally:
+            self.stop()
+            if self._pending:
+                due_s = min(due_s for due_s, _ in self._pending.values())
+                self._timer = asyncio.get_running_loop().call_at(due_s, self._wake)
+
+    def stop(self) -> None:
+        """Wake the job no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 @dataclass
 class Retries:
-    """The failures and the waits in a row of one piece of work. `what` names it in errors, `param` is its field."""
+    """Failures and waits in a row of one piece of work. Errors name the work by `what`, its field by `param`."""
 
     what: str
     param: str | None = None
     failures: int = 0
     waits: int = 0
     failed_on: set[str] = field(default_factory=set)
-    """Instances that have failed, or could not deliver, since it last succeeded."""
+    """Instances that failed, or could not deliver, since the last success."""
 
     @property
     def backoff_s(self) -> float:
-        """How long to leave those alone that have just failed."""
+        """Pause before instances that have just failed are asked again."""
         return BACKOFF_S * 2.0 ** max(0, self.failures - 1)
 
     def failed(self, instance_id: str, error: ErrorInfo) -> None:
@@ -41,10 +93,9 @@ class Retries:
     def waited(self, error: ErrorInfo, *, in_full: bool = False, undelivered_by: str | None = None) -> None:
         """Count a wait in vain. Raises `error` in other words after MAX_WAITS.
 
-        Where an instance could not deliver what it had, another one may have a way that works.
-
-        One `in_full`, as long as it was meant to be, is not counted: in a burst that is nobody's fault, it must drain,
-        and whoever waits has a deadline of its own. Those that end at once would not end otherwise.
+        `undelivered_by` is an instance that could not deliver its result: another instance may have a working route.
+        A wait `in_full`, as long as planned, does not count: a burst is no failure and must drain, and the waiting
+        request has a deadline of its own. Waits that end at once would repeat without end.
         """
         if undelivered_by is not None:
             self.failed_on.add(undelivered_by)
@@ -53,7 +104,7 @@ class Retries:
             raise self._given_up(self.waits, error)
 
     def succeeded(self) -> None:
-        """Begin to count anew: what has worked once may be wanted again later."""
+        """Count anew: work that succeeded once may be needed again later."""
         self.failures, self.waits = 0, 0
         self.failed_on.clear()
 

@@ -60,7 +60,7 @@ class Worker:
             raise TriptychError("unavailable", f"{self.instance_id} is gone")
         await self.client.send(message)
 
-    async def tell(self, message: ToWorker) -> None:
+    async def notify(self, message: ToWorker) -> None:
         """As `send`, where nothing is lost with a message: a worker that takes none is told by our silence."""
         with contextlib.suppress(TriptychError):
             await self.send(message)

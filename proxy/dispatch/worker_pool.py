@@ -153,7 +153,7 @@ class WorkerPool:
     async def _send_heartbeats(self) -> None:
         while True:
             for worker in list(self._workers.values()):
-                await worker.tell(Heartbeat())
+                await worker.notify(Heartbeat())
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _apply(self, found: dict[str, InstanceRecord]) -> None:
@@ -217,7 +217,7 @@ class WorkerPool:
             return
         log.warning("worker gone", worker=worker.instance_id, role=worker.record.role)
         for request_id in self._listener.requests_at(worker):  # it may be alive, and only the registry have lost it
-            await worker.tell(Abort(request_id))
+            await worker.notify(Abort(request_id))
         self._note_usable(worker)
         worker.gone = True
         del self._workers[worker.instance_id]

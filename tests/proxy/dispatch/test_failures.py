@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import ErrorInfo
 from common.messages import Abort, Encode, Encoded, Failed, Generate, Tokens
-from proxy.dispatch import worker_assignment
+from proxy.dispatch import job_runner
 from tests.proxy.conftest import eventually
 from tests.proxy.fake_decoders import FakeDecoder
 from tests.proxy.fake_workers import SILENT, FakeEncoder
@@ -48,7 +48,7 @@ async def test_a_client_that_leaves_a_stream_aborts_everywhere(serve):
 
 @pytest.mark.parametrize("workers", [{"decoders": 1}, {"decoders": 0, "pairs": (1, 1)}], ids=["whole", "apart"])
 async def test_a_request_that_is_lost_on_its_way_is_asked_for_and_sent_again(serve, monkeypatch, workers):
-    monkeypatch.setattr(worker_assignment, "INQUIRY_S", 0.05)
+    monkeypatch.setattr(job_runner, "INQUIRY_S", 0.05)
     async with serve(**workers) as rig:
         readers = [*rig.cluster.decoders, *rig.cluster.prefills]
         for reader in readers:

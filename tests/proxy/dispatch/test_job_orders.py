@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -164,7 +164,7 @@ class World:
         for role in roles:
             self._add(role)
         cluster = DispatchContext(cast(WorkerPool, self), Placer(self.metrics), self.metrics, handoff_timeout_s=60.0)
-        self.runner = JobRunner(Job("r", [1, 2, 3], sampling, slots, items), cluster, deadline_s=2**40)
+        self.runner = JobRunner(Job("r", [1, 2, 3], sampling, slots, items), cluster, 2**40, {})
         self.got: list[Tokens] = []
         self.begins: dict[int, int] = {}  # the first token of each attempt to generate
         self.task = asyncio.create_task(self._read())
@@ -224,8 +224,9 @@ async def _play(data: st.DataObject, world: World) -> None:
 
 async def _heal(world: World) -> None:
     """From here on everything works: the job must come to its end, once it has been asked for where it was lost."""
-    crew = world.runner._crew
-    crew._ask_at_s = min(crew._ask_at_s, 0.0) if crew.decoder is not None else crew._ask_at_s
+    runner = world.runner
+    if runner._decoder is not None:
+        runner._deadlines.set("inquiry", 0.0, runner._inquire)
     for role in WORKER_ROLES:
         world.join(role)
     for _ in range(200):
@@ -332,21 +333,25 @@ async def test_what_had_come_when_a_deadline_was_due_may_have_kept_it() -> None:
     """The client was slow, and nothing was read meanwhile. What comes later does not put off the deadline."""
     world = World(["prefill_decode", "encoder"], num_inputs=1, prompt_logprobs=False)
     world.task.cancel()
-    crew, encoder = world.runner._crew, world.sims[1]
-    await crew.place()
+    runner, (decoder, encoder) = world.runner, world.sims
+    await runner._place()
+    item = runner._encode._items[0]
     encoder.encoded(encoder.encodes[0], None)
-    crew.items._items[0].deadline_s = 0.0
-    event = await world.runner._next_event()
-    assert event is not None
-    await world.runner._handle(*event)
-    assert encoder.encodes == {}, "it is not asked again for what it has done"
-    for due_s in (math.inf, 0.0):
-        world.sims[0].token()
-        crew.items._items[0].due_s = due_s
-        assert await world.runner._next_event() is not None
-    world.sims[0].token()
-    assert await world.runner._next_event() is None
+    runner._deadlines.set(item, 0.0, partial(runner._encode._on_silent, item))
+    await _settle(world)
+    for _ in range(2):
+        await runner._step()
+        assert encoder.encodes == {}, "it is not asked again for what it has done"
+    assert runner._events.empty()
+    decoder.say(Failed("r", BUSY, attempt=-1))
+    runner._deadlines.set(item, 0.0, partial(runner._encode._place, item))
+    await _settle(world)
+    decoder.say(Failed("r", BUSY, attempt=-1))
+    await runner._step()
+    assert encoder.encodes == {}
+    await runner._step()
     assert list(encoder.encodes) == [0]
+    assert runner._events.qsize() == 1
 
 
 async def test_what_a_worker_needed_in_an_earlier_attempt_is_not_sent_again() -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from broker.cluster import rpc
 from common.messages import Generate, TokenLogprob, Tokens, encode
-from proxy.dispatch import prompt_logprobs
-from proxy.dispatch.prompt_logprobs import check_prompt_logprobs, max_prompt_tokens
+from proxy.api import logprobs
+from proxy.api.logprobs import check_prompt_logprobs, max_prompt_tokens
 from tests.proxy.conftest import Rig, eventually
 from tests.proxy.streams import gather
 
@@ -139,7 +139,7 @@ async def test_more_prompt_logprobs_than_a_message_holds_are_refused_at_once(
     async with serve() as rig:
         assert (await rig.http.post(f"/v1/{path}", json={**prompt, **fields, "max_tokens": 1})).status_code == 200
         room = 50 * len(encode(TokenLogprob(2**31, -0.1, 2**31, [(2**31, -0.1)] * 20)))
-        monkeypatch.setattr(prompt_logprobs, "MAX_FROM_WORKER_BYTES", prompt_logprobs._REST_BYTES + room)
+        monkeypatch.setattr(logprobs, "MAX_FROM_WORKER_BYTES", logprobs._REST_BYTES + room)
         response = await rig.http.post(f"/v1/{path}", json={**prompt, **fields, "max_tokens": 1})
         error = response.json()["error"]
         assert (response.status_code, error["code"], error["param"]) == (400, "invalid_request", param)
