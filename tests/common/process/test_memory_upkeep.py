@@ -98,7 +98,7 @@ def _run(program: str) -> str:
 
 def test_once_settled_the_collector_does_not_look_at_what_was_loaded() -> None:
     assert int(_run(_LOADED.replace("SETTLE", ""))) > 200_000
-    assert int(_run(_LOADED.replace("SETTLE", "housekeeping.settle()"))) < 20_000
+    assert int(_run(_LOADED.replace("SETTLE", "memory_upkeep.settle()"))) < 20_000
 
 
 def test_what_hangs_together_in_circles_goes_soon() -> None:
