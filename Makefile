@@ -73,7 +73,7 @@ compose-test: ## Build the images, run the cluster in containers, ask it, take i
 gpu-check: $(VENV)/test.stamp ## On a machine with a GPU: what is there, is everything right, and how fast is it?
 	@$(BIN)/python -m tools.gpu_check.environment
 	@$(BIN)/python -m pytest -m gpu tests $(ARGS)
-	@$(BIN)/python -m tools.bench_gpu
+	@$(BIN)/python -m tools.bench.gpu
 
 # A library without a function is enough to link against where there is no driver: nothing is run.
 # In a folder of their own: pip must not take them for packages of the environment, whose torch is for CPUs.

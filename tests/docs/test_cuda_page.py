@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from common.config import EngineConfig
-from tools.bench_gpu.__main__ import NAMES
+from tools.bench.gpu.__main__ import NAMES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "cuda.md").read_text()
 

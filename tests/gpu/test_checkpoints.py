@@ -23,8 +23,8 @@ from tests.equality.served import serve
 from tests.gpu import fast_path
 from tests.gpu.device import DEVICE, needs_gpu
 from tests.gpu.test_engine import MAX_FACTOR, MEAN_FACTOR, logprobs
-from tools.bench_gpu.__main__ import MODELS
-from tools.bench_gpu.setup import checkpoints_in
+from tools.bench.gpu.__main__ import MODELS
+from tools.bench.gpu.setup import checkpoints_in
 
 FOLDERS = checkpoints_in(Path(os.environ[MODELS])) if MODELS in os.environ else ()
 pytestmark = [

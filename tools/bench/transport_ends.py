@@ -1,4 +1,4 @@
-"""The two ends of every way of a tensor that tools.bench.transports compares, and the process of the receiving ones.
+"""The two ends of every route of a tensor that tools.bench.transports compares, and the process of the receiving ones.
 
 Each end runs through broker.transports.tensors, with checksums made and verified: where the bytes have arrived, as
 for keys and values, or while they are copied to where they will stay, as for the output of an encoder (COPIED). Beside
@@ -36,7 +36,7 @@ PLAIN_ZMQ = "plain pyzmq"
 COPYING_ZMQ = "copying pyzmq"
 PLAIN_LOOPS = (PLAIN_ZMQ, COPYING_ZMQ)
 COPIED = " + copy"
-"""Ends the name of a way whose tensors are copied by the receiver."""
+"""Ends the name of a route whose tensors are copied by the receiver."""
 NIXL_CUDA = "nixl+cuda"
 """NIXL from GPU to GPU, past the host; `nixl` is that of what lies on the host."""
 DeviceTransport: TypeAlias = Literal["cuda", "nixl"]
@@ -66,9 +66,9 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """What the receiving process is to take: `count` tensors of one way; with `answer`, each is answered at once."""
+    """What the receiving process is to take: `count` tensors of one route; with `answer`, each is answered at once."""
 
-    way: str
+    route: str
     count: int
     answer: bool
 
@@ -167,7 +167,7 @@ class CudaSource:
         return self._uploaded[key]
 
 
-def missing_ways() -> set[str]:
+def missing_routes() -> set[str]:
     """Those whose library or device is not here."""
     missing: set[str] = set()
     if module_name() is None:
@@ -210,52 +210,52 @@ def _record(address: str) -> InstanceRecord:
     return InstanceRecord("sink", "prefill_decode", 1, "", "", "uint8", "", "", tensor_address=address)
 
 
-def make_sink(way: str, broker: str) -> Sink:
-    if way in PLAIN_LOOPS:
-        return PlainZmqSink(copies=way == COPYING_ZMQ)
-    if (between_gpus := _between_gpus(way)) is not None:
+def make_sink(route: str, broker: str) -> Sink:
+    if route in PLAIN_LOOPS:
+        return PlainZmqSink(copies=route == COPYING_ZMQ)
+    if (between_gpus := _between_gpus(route)) is not None:
         return CudaSink(between_gpus)
-    return TransportSink(_transport_of(way), broker, copies=way.endswith(COPIED))
+    return TransportSink(_transport_of(route), broker, copies=route.endswith(COPIED))
 
 
-def make_source(way: str, broker: str, address: str) -> Source:
-    if way in PLAIN_LOOPS:
-        return PlainZmqSource(address, copies=way == COPYING_ZMQ)
-    if (between_gpus := _between_gpus(way)) is not None:
+def make_source(route: str, broker: str, address: str) -> Source:
+    if route in PLAIN_LOOPS:
+        return PlainZmqSource(address, copies=route == COPYING_ZMQ)
+    if (between_gpus := _between_gpus(route)) is not None:
         return CudaSource(between_gpus, address)
-    return TransportSource(_transport_of(way), broker, address)
+    return TransportSource(_transport_of(route), broker, address)
 
 
-def _transport_of(way: str) -> Transport:
-    return cast(Transport, way.removesuffix(COPIED))
+def _transport_of(route: str) -> Transport:
+    return cast(Transport, route.removesuffix(COPIED))
 
 
-def _between_gpus(way: str) -> DeviceTransport | None:
+def _between_gpus(route: str) -> DeviceTransport | None:
     settings: dict[str, DeviceTransport] = {"cuda": "cuda", NIXL_CUDA: "nixl"}
-    return settings.get(way.removesuffix(COPIED))
+    return settings.get(route.removesuffix(COPIED))
 
 
-def serve_sinks(parent_pid: int, pipe: Connection, ways: Sequence[str], broker: str) -> None:
+def serve_sinks(parent_pid: int, pipe: Connection, routes: Sequence[str], broker: str) -> None:
     """The receiving process: tells its addresses, then does one Job after the other until the pipe is closed.
 
     For loops of plain pyzmq malloc stays as it is.
     """
     die_with_parent(parent_pid)
-    if not set(ways) <= set(PLAIN_LOOPS):
+    if not set(routes) <= set(PLAIN_LOOPS):
         malloc.use_one_arena()
         malloc.reuse_large_blocks()
-    asyncio.run(_serve(pipe, ways, broker))
+    asyncio.run(_serve(pipe, routes, broker))
 
 
-async def _serve(pipe: Connection, ways: Sequence[str], broker: str) -> None:
-    sinks = {way: make_sink(way, broker) for way in ways}
-    pipe.send({way: sink.address for way, sink in sinks.items()})
+async def _serve(pipe: Connection, routes: Sequence[str], broker: str) -> None:
+    sinks = {route: make_sink(route, broker) for route in routes}
+    pipe.send({route: sink.address for route, sink in sinks.items()})
     while True:
         try:
             job: Job = await asyncio.to_thread(pipe.recv)
         except EOFError:
             return
-        pipe.send(await _do(job, sinks[job.way], pipe))
+        pipe.send(await _do(job, sinks[job.route], pipe))
 
 
 async def _do(job: Job, sink: Sink, pipe: Connection) -> list[int]:

@@ -34,13 +34,13 @@ from tools.bench.transport_ends import (
     Job,
     Source,
     make_source,
-    missing_ways,
+    missing_routes,
     serve_sinks,
 )
 
 KIB, MIB = 2**10, 2**20
 SIZES: Final = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
-WAYS: Final = ("shm", "shm" + COPIED, "zmq", "redis", "nixl", "cuda" + COPIED, NIXL_CUDA + COPIED)
+ROUTES: Final = ("shm", "shm" + COPIED, "zmq", "redis", "nixl", "cuda" + COPIED, NIXL_CUDA + COPIED)
 """Of tensors; the last three where this host has them."""
 NUM_BUFFERS: Final = 4
 TURN_BYTES: Final = 256 * MIB
@@ -50,7 +50,7 @@ LATENCIES_PER_TURN: Final = 20
 WARM_UP: Final = 4
 """The first tensors of a turn, not counted."""
 RATIOS: Final = (
-    *((kind, way) for way in ("shm", "shm" + COPIED) for kind in KINDS),
+    *((kind, route) for route in ("shm", "shm" + COPIED) for kind in KINDS),
     *((loop, "zmq") for loop in PLAIN_LOOPS),
 )
 """Columns of the second table: how much faster the one is than the other."""
@@ -58,12 +58,12 @@ SLOWER: Final = {"redis": 8, "nixl": 4, NIXL_CUDA + COPIED: 4}
 """A turn of these is shorter by so much, so that all fit into one run of a few minutes."""
 BUSY: Final = frozenset({"nixl", NIXL_CUDA + COPIED})
 """Ways whose libraries poll in threads of their own, on cores that the others need: their turns come after all others,
-one way after the other, in processes that are not there before."""
+one route after the other, in processes that are not there before."""
 
 
 @dataclass
 class Samples:
-    """All turns of one way at one size."""
+    """All turns of one route at one size."""
 
     bytes_per_s: list[float] = field(default_factory=list)
     latencies_s: list[float] = field(default_factory=list)
@@ -73,54 +73,61 @@ Measured = dict[tuple[int, str], Samples]
 
 
 def bench(
-    repetitions: Annotated[int, typer.Option(min=1, help="Turns of every way at every size.")] = 10,
-    transports: Annotated[str, typer.Option(help=f"Of {', '.join(WAYS)}; all that this host has.")] = "",
+    repetitions: Annotated[int, typer.Option(min=1, help="Turns of every route at every size.")] = 10,
+    transports: Annotated[str, typer.Option(help=f"Of {', '.join(ROUTES)}; all that this host has.")] = "",
 ) -> None:
     """Measure the transports of this host and print three tables in markdown."""
-    known = ways_of_this_host()
-    ways = [*PLAIN_LOOPS, *(transports.split(",") if transports else known)]
-    unknown = set(ways) - set(PLAIN_LOOPS) - set(known)
+    known = routes_of_this_host()
+    routes = [*PLAIN_LOOPS, *(transports.split(",") if transports else known)]
+    unknown = set(routes) - set(PLAIN_LOOPS) - set(known)
     if unknown:
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: not a transport of this host", param_hint="transports")
     with EmbeddedBroker() as broker:
-        measured = asyncio.run(_measure([way for way in ways if way not in BUSY], broker, repetitions))
-        for way in ways:
-            if way in BUSY:
-                measured = asyncio.run(_measure([way], broker, repetitions)) | measured
-    print("\n\n".join(table(measured, ways) for table in (throughput_table, ratio_table, latency_table)))
+        measured = asyncio.run(measure_routes([route for route in routes if route not in BUSY], broker, repetitions))
+        for route in routes:
+            if route in BUSY:
+                measured = asyncio.run(measure_routes([route], broker, repetitions)) | measured
+    print("\n\n".join(table(measured, routes) for table in (throughput_table, ratio_table, latency_table)))
 
 
-def ways_of_this_host() -> list[str]:
-    """Those of WAYS whose libraries and devices are here."""
-    missing = missing_ways()
-    return [way for way in WAYS if way not in missing]
+def routes_of_this_host() -> list[str]:
+    """Those of ROUTES whose libraries and devices are here."""
+    missing = missing_routes()
+    return [route for route in ROUTES if route not in missing]
 
 
-async def _measure(ways: Sequence[str], broker: str, repetitions: int) -> Measured:
-    groups = ([way for way in ways if way in PLAIN_LOOPS], [way for way in ways if way not in PLAIN_LOOPS])
+async def measure_routes(
+    routes: Sequence[str], broker: str, repetitions: int, sizes: Sequence[int] | None = None
+) -> Measured:
+    """Return the samples of every route, and of memcpy, at every size in turns; the first turn is not counted."""
+    sizes = SIZES if sizes is None else sizes
+    groups = (
+        [route for route in routes if route in PLAIN_LOOPS],
+        [route for route in routes if route not in PLAIN_LOOPS],
+    )
     receiving = [_Receiving(group, broker) for group in groups if group]
     ends = {
-        way: (make_source(way, broker, address), process.pipe)
+        route: (make_source(route, broker, address), process.pipe)
         for process in receiving
-        for way, address in process.addresses.items()
+        for route, address in process.addresses.items()
     }
-    pool = np.random.default_rng(0).integers(0, 256, NUM_BUFFERS * SIZES[-1], np.uint8)
+    pool = np.random.default_rng(0).integers(0, 256, NUM_BUFFERS * sizes[-1], np.uint8)
     memcpy = Memcpy(pool)
     measured: Measured = defaultdict(Samples)
     for repetition in range(-1, repetitions):  # the first one warms up
         print(f"turn {repetition + 1} of {repetitions}", file=sys.stderr, flush=True)
-        for size in SIZES:
+        for size in sizes:
             buffers = [pool[k * size : (k + 1) * size] for k in range(NUM_BUFFERS)]
             for kind in KINDS:
                 times_s = memcpy.times_s(kind, size, max(2, min(MAX_PER_TURN, TURN_BYTES // size)))
                 measured[size, kind].latencies_s += times_s
                 measured[size, kind].bytes_per_s.append(size / float(np.median(times_s)))
-            for way in ways:
-                source, pipe = ends[way]
-                turn = _Turn(way, source, pipe, [buffer.data for buffer in buffers])
+            for route in routes:
+                source, pipe = ends[route]
+                turn = _Turn(route, source, pipe, [buffer.data for buffer in buffers])
                 await turn.warm_up()
-                await turn.throughput(measured[size, way])
-                await turn.latency(measured[size, way])
+                await turn.throughput(measured[size, route])
+                await turn.latency(measured[size, route])
         if repetition < 0:
             measured.clear()
     for source, _ in ends.values():
@@ -131,12 +138,12 @@ async def _measure(ways: Sequence[str], broker: str, repetitions: int) -> Measur
 
 
 class _Receiving:
-    """A process with the receiving ends of some ways."""
+    """A process with the receiving ends of some routes."""
 
-    def __init__(self, ways: Sequence[str], broker: str) -> None:
+    def __init__(self, routes: Sequence[str], broker: str) -> None:
         self.pipe, far = multiprocessing.Pipe()
         spawn = multiprocessing.get_context("spawn")
-        self._process = spawn.Process(target=serve_sinks, args=(os.getpid(), far, ways, broker), daemon=True)
+        self._process = spawn.Process(target=serve_sinks, args=(os.getpid(), far, routes, broker), daemon=True)
         self._process.start()
         far.close()
         self.addresses: dict[str, str] = self.pipe.recv()
@@ -148,9 +155,9 @@ class _Receiving:
 
 @dataclass
 class _Turn:
-    """One way at one size."""
+    """One route at one size."""
 
-    way: str
+    route: str
     source: Source
     pipe: Connection
     buffers: Sequence[memoryview]
@@ -160,13 +167,13 @@ class _Turn:
 
     async def throughput(self, samples: Samples) -> None:
         size = self.buffers[0].nbytes
-        count = max(2, min(MAX_PER_TURN, TURN_BYTES // size) // SLOWER.get(self.way, 1))
+        count = max(2, min(MAX_PER_TURN, TURN_BYTES // size) // SLOWER.get(self.route, 1))
         samples.bytes_per_s.append(count * size / await self._send_all(count) * 1e9)
 
     async def latency(self, samples: Samples) -> None:
         large = self.buffers[0].nbytes > MIB
-        count = max(1, LATENCIES_PER_TURN // (2 * SLOWER.get(self.way, 1)) if large else LATENCIES_PER_TURN)
-        self.pipe.send(Job(self.way, count, answer=True))
+        count = max(1, LATENCIES_PER_TURN // (2 * SLOWER.get(self.route, 1)) if large else LATENCIES_PER_TURN)
+        self.pipe.send(Job(self.route, count, answer=True))
         began_ns = []
         for number in range(count):
             began_ns.append(time.monotonic_ns())
@@ -177,7 +184,7 @@ class _Turn:
 
     async def _send_all(self, count: int) -> int:
         """Send one after the other; nanoseconds until the last one has arrived."""
-        self.pipe.send(Job(self.way, count, answer=False))
+        self.pipe.send(Job(self.route, count, answer=False))
         began_ns = time.monotonic_ns()
         for number in range(count):
             await self._send(number)
@@ -189,39 +196,40 @@ class _Turn:
         await self.source.send(TensorHeader("r", 0, 0, "bench", 1, [data.nbytes], "uint8", data.nbytes), data)
 
 
-def throughput_table(measured: Measured, ways: Sequence[str]) -> str:
+def throughput_table(measured: Measured, routes: Sequence[str]) -> str:
     """GB/s, medians over the turns."""
-    lines = [_row(["GB/s", *KINDS, *ways]), _rule(1 + len(KINDS) + len(ways))]
+    lines = [_row(["GB/s", *KINDS, *routes]), _rule(1 + len(KINDS) + len(routes))]
     for size in SIZES:
-        rates = (_rate(measured, size, way) / 1e9 for way in (*KINDS, *ways))
-        lines.append(_row([_size(size), *(f"{rate:.2f}" for rate in rates)]))
+        rates = (_rate(measured, size, route) / 1e9 for route in (*KINDS, *routes))
+        lines.append(_row([size_in_words(size), *(f"{rate:.2f}" for rate in rates)]))
     return "\n".join(lines)
 
 
-def ratio_table(measured: Measured, ways: Sequence[str]) -> str:
-    """How many times as fast one way is as another, by the medians: memcpy and shared memory, plain pyzmq and ZMQ."""
-    ratios = [(one, other) for one, other in RATIOS if other in ways]
+def ratio_table(measured: Measured, routes: Sequence[str]) -> str:
+    """How many times as fast one route is as another, by the medians: memcpy and shared memory, plain pyzmq and ZMQ."""
+    ratios = [(one, other) for one, other in RATIOS if other in routes]
     lines = [_row(["times as fast", *(f"{one} : {other}" for one, other in ratios)]), _rule(1 + len(ratios))]
     for size in SIZES:
-        rates = {way: _rate(measured, size, way) for pair in ratios for way in pair}
-        lines.append(_row([_size(size), *(f"{rates[one] / rates[other]:.2f}" for one, other in ratios)]))
+        rates = {route: _rate(measured, size, route) for pair in ratios for route in pair}
+        lines.append(_row([size_in_words(size), *(f"{rates[one] / rates[other]:.2f}" for one, other in ratios)]))
     return "\n".join(lines)
 
 
-def _rate(measured: Measured, size: int, way: str) -> float:
-    return float(np.median(measured[size, way].bytes_per_s))
+def _rate(measured: Measured, size: int, route: str) -> float:
+    return float(np.median(measured[size, route].bytes_per_s))
 
 
-def latency_table(measured: Measured, ways: Sequence[str]) -> str:
-    """Microseconds one way, p50 / p99 over all single tensors."""
-    lines = [_row(["p50 / p99, µs", *KINDS, *ways]), _rule(1 + len(KINDS) + len(ways))]
+def latency_table(measured: Measured, routes: Sequence[str]) -> str:
+    """Microseconds one route, p50 / p99 over all single tensors."""
+    lines = [_row(["p50 / p99, µs", *KINDS, *routes]), _rule(1 + len(KINDS) + len(routes))]
     for size in SIZES:
-        pairs = (np.percentile(measured[size, way].latencies_s, (50, 99)) * 1e6 for way in (*KINDS, *ways))
-        lines.append(_row([_size(size), *(f"{p50:.0f} / {p99:.0f}" for p50, p99 in pairs)]))
+        pairs = (np.percentile(measured[size, route].latencies_s, (50, 99)) * 1e6 for route in (*KINDS, *routes))
+        lines.append(_row([size_in_words(size), *(f"{p50:.0f} / {p99:.0f}" for p50, p99 in pairs)]))
     return "\n".join(lines)
 
 
-def _size(size: int) -> str:
+def size_in_words(size: int) -> str:
+    """Return `64 KiB` and the like."""
     return f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
 
 

@@ -16,7 +16,15 @@ from tests.broker.transports.transport_kit import NEEDS_NIXL
 from tools.bench import transport_ends, transports
 from tools.bench.memcpy import COLD, IN_CACHE, Memcpy
 from tools.bench.transport_ends import COPYING_ZMQ, PLAIN_ZMQ, CudaSource, make_sink, make_source
-from tools.bench.transports import KIB, Samples, bench, latency_table, ratio_table, throughput_table, ways_of_this_host
+from tools.bench.transports import (
+    KIB,
+    Samples,
+    bench,
+    latency_table,
+    ratio_table,
+    routes_of_this_host,
+    throughput_table,
+)
 
 
 @pytest.mark.cluster
@@ -26,18 +34,18 @@ def test_every_way_is_measured_between_two_processes(
     monkeypatch.setattr(transports, "SIZES", (64 * KIB, 256 * KIB))
     monkeypatch.setattr(transports, "MAX_PER_TURN", 3)
     monkeypatch.setattr(transports, "LATENCIES_PER_TURN", 2)
-    ways = ways_of_this_host()
-    assert ways[:4] == ["shm", "shm + copy", "zmq", "redis"]
+    routes = routes_of_this_host()
+    assert routes[:4] == ["shm", "shm + copy", "zmq", "redis"]
     bench(repetitions=1)
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("| 64 KiB", "| 256 KiB"))]
-    columns = [5 + len(ways), 7, 5 + len(ways)]  # three tables; memcpy and pyzmq come twice
+    columns = [5 + len(routes), 7, 5 + len(routes)]  # three tables; memcpy and pyzmq come twice
     assert [row.count("|") - 1 for row in rows] == [number for number in columns for _ in range(2)]
     assert not any("nan" in row or "–" in row for row in rows)
 
 
-@pytest.mark.parametrize("way", ["cuda + copy", pytest.param("nixl+cuda + copy", marks=NEEDS_NIXL)])
+@pytest.mark.parametrize("route", ["cuda + copy", pytest.param("nixl+cuda + copy", marks=NEEDS_NIXL)])
 async def test_what_lies_on_a_gpu_is_measured_by_each_way_between_gpus(
-    monkeypatch: pytest.MonkeyPatch, way: str
+    monkeypatch: pytest.MonkeyPatch, route: str
 ) -> None:
     """Both ends in this process, over memory that stands for a GPU's; `shm` and the like are not taken instead."""
     gpus: list[FakeCuda] = []
@@ -47,8 +55,8 @@ async def test_what_lies_on_a_gpu_is_measured_by_each_way_between_gpus(
         return gpus[-1]
 
     monkeypatch.setattr(transport_ends, "CudaLibrary", open_cuda)
-    sink = make_sink(way, broker="")
-    source = make_source(way, "", sink.address)
+    sink = make_sink(route, broker="")
+    source = make_source(route, "", sink.address)
     assert isinstance(source, CudaSource)
     assert isinstance(sink, transport_ends.CudaSink)
     buffers = [memoryview(bytes([number]) * size) for number, size in ((1, 64 * KIB), (2, 256 * KIB), (3, 64 * KIB))]
@@ -75,20 +83,20 @@ def test_ways_between_gpus_are_measured_where_there_is_what_they_need(
 
     monkeypatch.setattr(transport_ends, "CudaLibrary", open_cuda)
     monkeypatch.setattr(transport_ends, "module_name", lambda: "nixl_cu13" if nixl else None)
-    ways = ways_of_this_host()
-    assert ("nixl" in ways, "cuda + copy" in ways, "nixl+cuda + copy" in ways) == (nixl, cuda, cuda and nixl)
+    routes = routes_of_this_host()
+    assert ("nixl" in routes, "cuda + copy" in routes, "nixl+cuda + copy" in routes) == (nixl, cuda, cuda and nixl)
 
 
 def test_ratios_are_those_of_the_medians(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transports, "SIZES", (64 * KIB,))
     rates = {COLD: [8e9, 1e9, 6e9], PLAIN_ZMQ: [2e9], "shm": [4e9], "shm + copy": [3e9], "zmq": [1e9, 1.6e9, 9e9]}
     rates |= {IN_CACHE: [12e9], COPYING_ZMQ: [0.8e9]}
-    measured = {(64 * KIB, way): Samples(values, [1e-6, 3e-6]) for way, values in rates.items()}
-    ways = [PLAIN_ZMQ, COPYING_ZMQ, "shm", "shm + copy", "zmq"]
-    row = throughput_table(measured, ways).splitlines()[2]
+    measured = {(64 * KIB, route): Samples(values, [1e-6, 3e-6]) for route, values in rates.items()}
+    routes = [PLAIN_ZMQ, COPYING_ZMQ, "shm", "shm + copy", "zmq"]
+    row = throughput_table(measured, routes).splitlines()[2]
     assert row == "| 64 KiB | 12.00 | 6.00 | 2.00 | 0.80 | 4.00 | 3.00 | 1.60 |"
-    assert ratio_table(measured, ways).splitlines()[2] == "| 64 KiB | 3.00 | 1.50 | 4.00 | 2.00 | 1.25 | 0.50 |"
-    assert latency_table(measured, ways).splitlines()[2].startswith("| 64 KiB | 2 / 3 |")
+    assert ratio_table(measured, routes).splitlines()[2] == "| 64 KiB | 3.00 | 1.50 | 4.00 | 2.00 | 1.25 | 0.50 |"
+    assert latency_table(measured, routes).splitlines()[2].startswith("| 64 KiB | 2 / 3 |")
     assert ratio_table(measured, ["shm"]).splitlines()[2] == "| 64 KiB | 3.00 | 1.50 |"
 
 

@@ -1,4 +1,4 @@
-"""`python -m tools.bench_gpu NAME…`: measures and prints a markdown table, every figure beside its limit."""
+"""`python -m tools.bench.gpu NAME…`: prints a markdown table, every figure beside its limit."""
 
 from __future__ import annotations
 
@@ -17,17 +17,15 @@ from common.process import openmp
 from tools.bench.pages import write_between
 
 if TYPE_CHECKING:
-    from tools.bench_gpu.setup import Setup
-    from tools.gpu_check.figures import Figure
+    from tools.bench.gpu.figures import Figure
+    from tools.bench.gpu.setup import Setup
 
 NAMES: Final = (
     "decode",
     "prefill",
     "cross",
-    "cross_plan",
     "encoder",
     "handoff",
-    "batching",
     "serving",
     "small",
 )
@@ -51,11 +49,9 @@ def main(
     openmp.set_defaults(os.environ)
     import torch
 
-    from tools.bench_gpu.attempts import attempted
-    from tools.bench_gpu.limits import measure_limits
-    from tools.bench_gpu.setup import Setup, checkpoints_in
+    from tools.bench.gpu.figures import HEADER
+    from tools.bench.gpu.setup import Setup, attempted, checkpoints_in, measure_limits
     from tools.gpu_check.environment import in_words
-    from tools.gpu_check.figures import HEADER
 
     unknown = set(names or ()) - set(NAMES)
     if unknown:
@@ -78,7 +74,7 @@ def main(
 
 def _measure(name: str, setup: Setup) -> Iterator[Figure]:
     """Imported here: that a module cannot be imported is its own failure."""
-    measure: Callable[[Setup], Iterator[Figure]] = pkgutil.resolve_name(f"tools.bench_gpu.{name}:measure")
+    measure: Callable[[Setup], Iterator[Figure]] = pkgutil.resolve_name(f"tools.bench.gpu.{name}:measure")
     yield from measure(setup)
 
 

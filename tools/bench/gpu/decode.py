@@ -14,12 +14,10 @@ from common.model_info import load_model_info
 from engine.core.decoder_engine import DecoderEngine
 from engine.models.base import DecoderModel
 from engine.models.registry import make_decoder as make_decoder_of
-from tools.bench_gpu.attempts import attempted
-from tools.bench_gpu.attention import of_decoder
-from tools.bench_gpu.engines import WARM_UP_TOKENS, Driver, endless, make_decoder, random_prompt
-from tools.bench_gpu.limits import Limits
-from tools.bench_gpu.setup import Setup
-from tools.gpu_check.figures import Figure, duration
+from tools.bench.gpu.attention import of_decoder
+from tools.bench.gpu.engines import WARM_UP_TOKENS, Driver, endless, make_decoder, random_prompt
+from tools.bench.gpu.figures import Figure, duration
+from tools.bench.gpu.setup import Limits, Setup, attempted
 from tools.gpu_check.shapes import qwen2_5_vl_3b
 
 BATCHES: Final = (1, 8, 64, 256)

@@ -24,18 +24,15 @@ from launch.cli.client import ApiClient, ClientOptions, ClientRequest, ClientRes
 from launch.cli.media import Media
 from launch.cluster.local_cluster import LocalCluster
 from launch.cluster.topology import parse_topology
+from tools.bench.gpu.attention import of_cluster
+from tools.bench.gpu.decode import least_step_s
+from tools.bench.gpu.encoder import encoder_flops
+from tools.bench.gpu.figures import Figure, duration, durations
+from tools.bench.gpu.prefill import prefill_flops
+from tools.bench.gpu.setup import Setup, attempted, noise_image, side_by_side
 from tools.bench.lineup import share_of
+from tools.bench.transports import size_in_words
 from tools.bench.with_cluster import hops_of
-from tools.bench_gpu.attempts import attempted
-from tools.bench_gpu.attention import of_cluster
-from tools.bench_gpu.decode import least_step_s
-from tools.bench_gpu.encoder import encoder_flops
-from tools.bench_gpu.handoff import in_words
-from tools.bench_gpu.pictures import noise_picture
-from tools.bench_gpu.prefill import prefill_flops
-from tools.bench_gpu.setup import Setup
-from tools.bench_gpu.starts import side_by_side
-from tools.gpu_check.figures import Figure, duration, durations
 from tools.gpu_check.shapes import qwen2_5_vl_3b
 
 TOPOLOGIES: Final = ("1e1pd", "1epd")
@@ -111,7 +108,7 @@ def _handoff(setup: Setup, cluster: LocalCluster, info: ModelInfo, case: str, si
     seconds = hops_of(cluster, {str(one.request_id) for one in outcomes[HANDOFF_WARM_UP:]})[WAY]
     size = (side // 28) ** 2 * int(info.text_config["hidden_size"]) * setup.dtype.itemsize  # a row for each 28 x 28
     beside = "encoded until stored, one request after the other"
-    return duration("serving", f"{case} of {in_words(size)}", seconds, setup.limits.least_s(2 * size), beside)
+    return duration("serving", f"{case} of {size_in_words(size)}", seconds, setup.limits.least_s(2 * size), beside)
 
 
 async def _one_by_one(url: str, side: int, count: int) -> list[ClientResult]:
@@ -132,7 +129,7 @@ def least_ttft_s(setup: Setup, info: ModelInfo, pictures: int) -> float:
     encode_s, tokens = 0.0, 0
     if pictures:
         processors.init_worker(str(info.folder), str(setup.dtype).removeprefix("torch."))
-        item = processors.process(info.media_kind or "", noise_picture(side))
+        item = processors.process(info.media_kind or "", noise_image(side))
         tokens = pictures * item.shape[0]
         encode_s = setup.limits.least_s(0.0, pictures * encoder_flops(make_encoder(info).module, item))
     prefill_s = setup.limits.least_s(0.0, prefill_flops(make_decoder_of(info), tokens)) if tokens else 0.0
@@ -152,7 +149,7 @@ class Load:
     async def ask(self, pictures: int, done: Callable[[], bool]) -> None:
         while not done():
             number = len(self.asked)
-            images = await asyncio.gather(*(asyncio.to_thread(noise_picture, self.side) for _ in range(pictures)))
+            images = await asyncio.gather(*(asyncio.to_thread(noise_image, self.side) for _ in range(pictures)))
             media = tuple(Media(f"{index}.png", "image/png", image) for index, image in enumerate(images))
             self.asked.append(await self._send(ClientRequest(f"pictures {number}", _question(self.rng), media)))
 

@@ -13,12 +13,11 @@ from common.messages import InputLayout, InputSlot
 from engine.core.decoder_engine import DecoderEngine
 from engine.device.gpu_memory import in_words
 from engine.state.events import InputGranted, InputMetadata
-from tools.bench_gpu.attempts import attempted
-from tools.bench_gpu.attention import of_decoder
-from tools.bench_gpu.decode import GOALS, token_bytes, weight_bytes
-from tools.bench_gpu.engines import DEADLINE_S, WARM_UP_TOKENS, Driver, endless, make_decoder
-from tools.bench_gpu.setup import Setup
-from tools.gpu_check.figures import Figure, duration
+from tools.bench.gpu.attention import of_decoder
+from tools.bench.gpu.decode import GOALS, token_bytes, weight_bytes
+from tools.bench.gpu.engines import DEADLINE_S, WARM_UP_TOKENS, Driver, endless, make_decoder
+from tools.bench.gpu.figures import Figure, duration
+from tools.bench.gpu.setup import Setup, attempted
 from tools.gpu_check.shapes import whisper_large_v3
 
 BATCHES: Final = (1, 8, 64, 256)

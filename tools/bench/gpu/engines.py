@@ -12,7 +12,7 @@ from common.model_info import ModelInfo, load_model_info
 from common.sampling_params import SamplingParams
 from engine.core.decoder_engine import DecoderEngine
 from engine.state.events import Event, RequestFailed, TokensReady
-from tools.bench_gpu.setup import Setup
+from tools.bench.gpu.setup import Setup
 from tools.gpu_check.shapes import Shape
 
 DEADLINE_S: Final = 120.0

@@ -22,11 +22,9 @@ from common.model_info import ModelInfo, load_model_info
 from engine import processors
 from engine.core.encoder_engine import EncoderEngine
 from engine.processors import ProcessedInput
-from tools.bench_gpu.attempts import attempted
-from tools.bench_gpu.attention import THEIRS, of_encoder
-from tools.bench_gpu.pictures import noise_picture
-from tools.bench_gpu.setup import Setup
-from tools.gpu_check.figures import Figure, rate, ratio
+from tools.bench.gpu.attention import THEIRS, of_encoder
+from tools.bench.gpu.figures import Figure, rate, ratio
+from tools.bench.gpu.setup import Setup, attempted, noise_image
 from tools.gpu_check.shapes import Shape, qwen2_5_vl_3b, whisper_large_v3
 
 PICTURE_SIDE, TOY_PICTURE_SIDE = 896, 84
@@ -39,7 +37,7 @@ _LIMIT: Final = "the limit leaves attention out"
 def measure(setup: Setup) -> Iterator[Figure]:
     """Three rows for each kind of media and batch: ours, ours with PyTorch's attention, and transformers'."""
     side = TOY_PICTURE_SIDE if setup.toy else PICTURE_SIDE
-    pictures = Work(qwen2_5_vl_3b, noise_picture(side), f"{side} x {side}", "pictures/s", 1.0)
+    pictures = Work(qwen2_5_vl_3b, noise_image(side), f"{side} x {side}", "pictures/s", 1.0)
     clips = Work(whisper_large_v3, _silence(), f"{CLIP_S} s clips", "s of sound/s", float(CLIP_S))
     for work in (pictures, clips):
         yield from attempted("encoder", work.case, partial(_measure, setup, work))

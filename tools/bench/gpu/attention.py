@@ -20,8 +20,8 @@ from engine.llm import LLM
 from engine.models.registry import make_decoder, make_encoder
 from engine.state.spec import HeadSpec
 from launch.cluster.local_cluster import LocalCluster
+from tools.bench.gpu.figures import Figure
 from tools.bench.with_cluster import ask_workers
-from tools.gpu_check.figures import Figure
 
 _FLASHINFER, _TORCH = "flashinfer", "torch"
 _DECODER_FELL_BACK, _ENCODER_FELL_BACK = "triptych_attention_fallback", "triptych_encoder_attention_fallback"

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from typing import Final
 
 from engine.models.base import DecoderModel
-from tools.bench_gpu.attention import of_decoder
-from tools.bench_gpu.engines import Driver, endless, make_decoder, random_prompt
-from tools.bench_gpu.setup import Setup
-from tools.gpu_check.figures import Figure, duration
+from tools.bench.gpu.attention import of_decoder
+from tools.bench.gpu.engines import Driver, endless, make_decoder, random_prompt
+from tools.bench.gpu.figures import Figure, duration
+from tools.bench.gpu.setup import Setup
 from tools.gpu_check.shapes import qwen2_5_vl_3b
 
 TOKENS: Final = 8192

@@ -12,19 +12,17 @@ from common.config import Device
 from common.model_info import ModelInfo, load_model_info
 from engine.core.decoder_engine import DecoderEngine
 from engine.device.choice import choose_dtype
+from tools.bench.gpu.attention import THEIRS, of_both, of_cluster
+from tools.bench.gpu.cross import measure_clips
+from tools.bench.gpu.decode import GOALS, least_step_s, measure_steps
+from tools.bench.gpu.engines import load_decoder
+from tools.bench.gpu.figures import Figure, rate, ratio
+from tools.bench.gpu.setup import Setup, attempted, side_by_side
 from tools.bench.lineup import CLUSTER_SHARE, lineup, share_of
 from tools.bench.measure import Schedule, Turn
 from tools.bench.measure import measure as measure_turns
 from tools.bench.with_cluster import ClusterSystem
 from tools.bench.workloads import make_workload
-from tools.bench_gpu.attempts import attempted
-from tools.bench_gpu.attention import THEIRS, of_both, of_cluster
-from tools.bench_gpu.cross import measure_clips
-from tools.bench_gpu.decode import GOALS, least_step_s, measure_steps
-from tools.bench_gpu.engines import load_decoder
-from tools.bench_gpu.setup import Setup
-from tools.bench_gpu.starts import side_by_side
-from tools.gpu_check.figures import Figure, rate, ratio
 
 BATCHES: Final = (1, 8, 64, 256)
 CONTEXT, STEPS = 512, 32
