@@ -69,12 +69,12 @@ def _sections(model: str, dtype: str, device: Device, topology: str | None, sche
     """The table of one model, and the way of a picture through the cluster if it takes pictures."""
     from tools.bench import report
     from tools.bench.lineup import lineup
-    from tools.bench.measure import measure
+    from tools.bench.measure import emit, measure
     from tools.bench.workloads import make_workload
 
     workload = make_workload(model)
     with lineup(workload, dtype, device, topology) as systems:
-        sections = [report.table(workload, measure(workload, systems, schedule, _progress))]
+        sections = [report.table(workload, measure(workload, systems, schedule, emit))]
         if workload.kind != "text":
             title = f"### {workload.name}: one handoff, hop by hop; {HANDOFFS} requests one after the other"
             sections.append(f"{title}\n\n{report.hop_table(_hops(workload, systems[-1]))}")
@@ -82,7 +82,9 @@ def _sections(model: str, dtype: str, device: Device, topology: str | None, sche
 
 
 def _hops(workload: Workload, cluster: ClusterSystem) -> dict[str, list[float]]:
-    _progress(f"{workload.name}: {HANDOFFS} requests one after the other, for the hops")
+    from tools.bench.measure import emit
+
+    emit(f"{workload.name}: {HANDOFFS} requests one after the other, for the hops")
     return cluster.hops([cluster.run([request])[0] for request in workload.requests(HANDOFFS, seed=7)])
 
 
@@ -91,10 +93,6 @@ def _relative(argument: str) -> str:
     path = Path(argument)
     root = Path(__file__).resolve().parents[2]
     return str(path.relative_to(root)) if path.is_absolute() and path.is_relative_to(root) else argument
-
-
-def _progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """A client of OpenAI's API that measures: requests are bytes made beforehand, connections are kept.
 
-The load shares its cores with the server under test. A general HTTP client takes about as much time for a request as the
-server takes to refuse one; under overload the figures would be those of the client.
+The load shares its cores with the server under test. A general HTTP client takes about as much time for a request as
+the server takes to refuse one; under overload the figures would be those of the client.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import base64
 import itertools
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -147,6 +147,8 @@ async def _read_events(
         num_tokens = _num_tokens(event) or num_tokens
     await reader.readline()
     latency_s = time.perf_counter() - began_s
+    if status == 200 and not num_tokens:
+        num_tokens = len(text.split())  # of a server that sends no usage
     request_id = headers.get("x-request-id", "")
     return Outcome(text, num_tokens, latency_s, ttft_s or latency_s, request_id, status, error)
 
@@ -166,11 +168,14 @@ def _num_tokens(event: dict[str, Any]) -> int:
     return int(usage.get("completion_tokens") or usage.get("output_tokens") or 0)
 
 
-def payload_of(request: BenchRequest, model: str | None = None, language: str = "en") -> tuple[str, dict[str, Any]]:
+def payload_of(
+    request: BenchRequest, model: str | None = None, language: str | None = "en"
+) -> tuple[str, dict[str, Any]]:
     """Return the path of a request and the keyword arguments of httpx for it."""
     named = {} if model is None else {"model": model}
     if request.kind == "audio":
-        form = {**named, "language": language, "temperature": "0", "stream": "true"}
+        named |= {} if language is None else {"language": language}
+        form = {**named, "temperature": "0", "stream": "true"}
         return "/v1/audio/transcriptions", {"data": form, "files": {"file": ("clip.flac", request.clip, "audio/flac")}}
     options: dict[str, Any] = {
         **named,
@@ -182,11 +187,7 @@ def payload_of(request: BenchRequest, model: str | None = None, language: str = 
     }
     if request.kind == "text":
         return "/v1/completions", {"json": {"prompt": request.prompt_token_ids, **options}}
-    content = [*image_parts(request.pictures), {"type": "text", "text": request.question}]
+    urls = ["data:image/png;base64," + base64.b64encode(data).decode() for data in request.pictures]
+    images: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    content = [*images, {"type": "text", "text": request.question}]
     return "/v1/chat/completions", {"json": {"messages": [{"role": "user", "content": content}], **options}}
-
-
-def image_parts(images: Sequence[bytes]) -> list[dict[str, Any]]:
-    """Return the parts of a chat message for PNG images."""
-    urls = ["data:image/png;base64," + base64.b64encode(data).decode() for data in images]
-    return [{"type": "image_url", "image_url": {"url": url}} for url in urls]

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from tools.bench.systems import Outcome, System
-from tools.bench.workloads import Workload
+from tools.bench.client import Outcome
+from tools.bench.workloads import BenchRequest, Workload
+
+
+class System(Protocol):
+    """A system under test."""
+
+    name: str
+
+    def run(self, batch: Sequence[BenchRequest]) -> list[Outcome]:
+        """Answer all at once: `len(batch)` requests in flight from the start."""
+
+    def close(self) -> None:
+        """Release processes and memory."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +73,11 @@ def measure(workload: Workload, systems: Sequence[System], schedule: Schedule, p
                 progress(f"{workload.name}: {describe(turn)}")
                 turns.append(turn)
     return turns
+
+
+def emit(line: str) -> None:
+    """Print a line of progress on standard error."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def describe(turn: Turn) -> str:

@@ -16,22 +16,56 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Final
 
 import numpy as np
 import typer
 
-from tools.bench.offered import Level, Objective, arrive, keep_in_flight
-from tools.bench.wire import Wire
-from tools.bench.with_cluster import payload_of
+from tools.bench.client import LoadClient, Outcome, payload_of
+from tools.bench.measure import emit
 
 if TYPE_CHECKING:
     from tools.bench.workloads import Workload
 
 WARM_UP: Final = 64
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The times within which an answer counts: seconds to the first token, and for each token after that."""
+
+    ttft_s: float
+    tpot_s: float
+
+    def met_by(self, outcome: Outcome) -> bool:
+        in_time = outcome.ttft_s is not None and outcome.ttft_s <= self.ttft_s
+        return outcome.status == 200 and in_time and outcome.tpot_s <= self.tpot_s
+
+
+@dataclass
+class Level:
+    """The requests of one offered rate. `share` is of the sustained rate; None: a new one as soon as one has ended.
+
+    Both other fields grow with each turn.
+    """
+
+    share: float | None
+    duration_s: float = 0.0
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        return len(self.outcomes) / self.duration_s
+
+    def goodput(self, objective: Objective) -> float:
+        return sum(map(objective.met_by, self.outcomes)) / self.duration_s
+
+    def add(self, outcomes: Sequence[Outcome], duration_s: float) -> None:
+        self.outcomes += outcomes
+        self.duration_s += duration_s
 
 
 def overload(
@@ -62,7 +96,7 @@ def overload(
     levels = [Level(None), *(Level(float(share)) for share in shares.split(","))]
     with LocalCluster(settings, topology) as cluster:
         used = cluster.supervisor.plan.topology
-        asyncio.run(_measure(Wire(cluster.base_url), workload, levels, seconds, turns, in_flight))
+        asyncio.run(_measure(LoadClient(cluster.base_url), workload, levels, seconds, turns, in_flight))
     print(
         f"{workload.name} ({workload.unit}) as {used}, max_queue_s {limit_s:g}, objective TTFT {ttft_s:g} s, "
         f"TPOT {tpot_s:g} s; {turns} turns of {seconds:g} s\n"
@@ -79,17 +113,17 @@ def table(levels: Sequence[Level], objective: Objective) -> str:
         "|" + "---|" * 9,
     ]
     for level in levels:
-        refused = sum(result.status in (429, 503) for result in level.results)
-        answered = [result for result in level.results if result.status == 200]
+        refused = sum(outcome.status in (429, 503) for outcome in level.outcomes)
+        answered = [outcome for outcome in level.outcomes if outcome.status == 200]
         goodput = level.goodput(objective)
-        times_ms = [1000 * result.ttft_s for result in answered]
+        times_ms = [1000 * (outcome.ttft_s or 0.0) for outcome in answered]
         cells = [
             "as many as fit" if level.share is None else f"{level.share:g}",
             f"{level.rate:.1f}",
-            str(len(level.results)),
+            str(len(level.outcomes)),
             str(refused),
-            str(len(level.results) - refused - len(answered)),
-            str(sum(not objective.met_by(result) for result in answered)),
+            str(len(level.outcomes) - refused - len(answered)),
+            str(sum(not objective.met_by(outcome) for outcome in answered)),
             f"{goodput:.1f}",
             f"{goodput / peak:.0%}",
             "{:.0f} / {:.0f}".format(*np.percentile(times_ms, (50, 99))) if answered else "–",
@@ -98,51 +132,51 @@ def table(levels: Sequence[Level], objective: Objective) -> str:
     return "\n".join(lines)
 
 
-class Supply:
-    """Requests that nobody has sent before. They are made before a clock runs: drawing pictures takes time, and the
-    load shares its cores with what it loads."""
-
-    def __init__(self, workload: Workload, wire: Wire) -> None:
-        self._workload = workload
-        self._wire = wire
-        self._seeds = itertools.count()
-
-    def take(self, count: int) -> list[bytes]:
-        requests = self._workload.requests(max(1, count), next(self._seeds))
-        return [self._wire.build(*payload_of(request)) for request in requests]
-
-
 async def _measure(
-    wire: Wire, workload: Workload, levels: Sequence[Level], seconds: float, turns: int, in_flight: int
+    client: LoadClient, workload: Workload, levels: Sequence[Level], seconds: float, turns: int, in_flight: int
 ) -> None:
-    supply = Supply(workload, wire)
-    await keep_in_flight(wire, supply.take(WARM_UP), in_flight)
-    sustained = await _sustained_rate(wire, supply.take(2 * WARM_UP), in_flight)
-    sustained = await _sustained_rate(wire, supply.take(round(sustained * seconds)), in_flight)
-    _tell(f"sustained: {sustained:.1f} requests/s with {in_flight} in flight")
+    """Run every level in turns. Requests are new and made before a clock runs: drawing images takes time, and the load
+    shares its cores with the cluster."""
+    seeds = itertools.count()
+
+    def make(count: int) -> list[bytes]:
+        requests = workload.requests(max(1, count), next(seeds))
+        return [client.build(*payload_of(request)) for request in requests]
+
+    await client.keep_in_flight(make(WARM_UP), in_flight)
+    sustained = await _sustained_rate(client, make(2 * WARM_UP), in_flight)
+    sustained = await _sustained_rate(client, make(round(sustained * seconds)), in_flight)
+    emit(f"sustained: {sustained:.1f} requests/s with {in_flight} in flight")
     for turn, level in itertools.product(range(turns), levels):
         rate = sustained * (level.share or 1.0)
-        requests = supply.take(round(rate * seconds))
+        requests = make(round(rate * seconds))
         began_s = time.perf_counter()
         if level.share is None:
-            results = await keep_in_flight(wire, requests, in_flight)
+            outcomes = await client.keep_in_flight(requests, in_flight)
         else:
-            results = await arrive(wire, requests, rate, random.Random(f"arrivals {turn} {level.share}"))
-        level.add(results, time.perf_counter() - began_s)
-        what = "as many as fit" if level.share is None else f"{level.share:g} times that"
-        _tell(f"turn {turn + 1}, {what}: {len(results)} requests")
-    wire.close()
+            outcomes = await _arrive(client, requests, rate, random.Random(f"arrivals {turn} {level.share}"))
+        level.add(outcomes, time.perf_counter() - began_s)
+        load = "as many as fit" if level.share is None else f"{level.share:g} times that"
+        emit(f"turn {turn + 1}, {load}: {len(outcomes)} requests")
+    client.close()
 
 
-async def _sustained_rate(wire: Wire, requests: Sequence[bytes], in_flight: int) -> float:
+async def _sustained_rate(client: LoadClient, requests: Sequence[bytes], in_flight: int) -> float:
     """Answers per second while so many requests are always in flight."""
     began_s = time.perf_counter()
-    results = await keep_in_flight(wire, requests, in_flight)
-    return sum(result.status == 200 for result in results) / (time.perf_counter() - began_s)
+    outcomes = await client.keep_in_flight(requests, in_flight)
+    return sum(outcome.status == 200 for outcome in outcomes) / (time.perf_counter() - began_s)
 
 
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+async def _arrive(client: LoadClient, requests: Sequence[bytes], rate: float, rng: random.Random) -> list[Outcome]:
+    """Send requests as people come, `rate` a second (Poisson), whether or not others have been answered."""
+    async with asyncio.TaskGroup() as group:
+        tasks, next_s = [], time.perf_counter()
+        for request in requests:
+            next_s += rng.expovariate(rate)
+            await asyncio.sleep(max(0.0, next_s - time.perf_counter()))
+            tasks.append(group.create_task(client.ask(request)))
+    return [task.result() for task in tasks]
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import numpy as np
 
 from launch.cluster.cpus import available_cores
 from tools.bench.measure import Turn
-from tools.bench.pages import write_between
 from tools.bench.workloads import Workload
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
@@ -59,9 +58,13 @@ def page(sections: Iterable[str], command: str, notes: Sequence[str], when: date
     return "\n\n".join([" ".join(facts), f"```\n{command}\n```", *sections])
 
 
-def write_into(path: Path, measured: str) -> None:
-    """Replace what stands between the two marks of a page. Raises ValueError where it has none."""
-    write_between(path, BEGIN, END, measured)
+def write_into(path: Path, measured: str, begin: str = BEGIN, end: str = END) -> None:
+    """Replace the text between the two marks of a page. Raise ValueError where the page has none."""
+    text = path.read_text()
+    if begin not in text or end not in text:
+        raise ValueError(f"{path} has no lines {begin} and {end} to write between")
+    before, _, rest = text.partition(begin)
+    path.write_text(f"{before}{begin}\n\n{measured}\n\n{end}{rest.partition(end)[2]}")
 
 
 def _turns_of(turns: Sequence[Turn], in_flight: int, system: str) -> list[Turn]:

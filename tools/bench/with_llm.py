@@ -10,7 +10,7 @@ from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
 from common.text import whisper_prompt
 from engine.llm import LLM, RequestOutput
-from tools.bench.systems import Outcome
+from tools.bench.client import Outcome
 from tools.bench.workloads import BenchRequest
 
 

@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from common.model_info import ModelInfo
 from common.text.processor import TextProcessor
-from tools.bench.systems import Outcome
+from tools.bench.client import Outcome
 from tools.bench.workloads import SAMPLE_RATE, BenchRequest
 
 _LOADERS = {"text": AutoModelForCausalLM, "image": AutoModelForImageTextToText, "audio": AutoModelForSpeechSeq2Seq}

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tools.bench import servers
+from tools.bench.client import Outcome
 from tools.bench.measure import Turn
 from tools.bench.report import BEGIN, END, hop_table, page, table, write_into
-from tools.bench.systems import Outcome
 from tools.bench.workloads import make_workload
 
 
@@ -51,3 +52,10 @@ def test_the_page_is_written_between_its_marks_and_can_be_written_again(tmp_path
     path.write_text("no marks")
     with pytest.raises(ValueError, match="has no lines"):
         write_into(path, "x")
+
+
+def test_servers_are_compared_with_the_last_one_turn_by_turn() -> None:
+    turns = [turn("ours", 0, 1.0), turn("theirs", 0, 2.0), turn("ours", 1, 2.0), turn("theirs", 1, 2.0)]
+    lines = servers.table(turns, ["ours", "theirs"]).splitlines()
+    assert lines[2] == "| 4 | ours | 3.00 | 30.0 | 1.50 (1.00–2.00) | 750 | 83.3 |"
+    assert lines[3] == "| 4 | theirs | 2.00 | 20.0 | 1.00 (1.00–1.00) | 1000 | 111.1 |"

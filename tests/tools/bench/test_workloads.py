@@ -9,8 +9,7 @@ import pytest
 from common.errors import TriptychError
 from tests import tiny_models
 from tests.weights.fixtures import smollm2, whisper_tiny_en
-from tools.bench.measure import Schedule, measure
-from tools.bench.systems import System
+from tools.bench.measure import Schedule, System, measure
 from tools.bench.with_llm import LLMSystem
 from tools.bench.with_transformers import TransformersSystem
 from tools.bench.workloads import TOKENS_IN, make_workload

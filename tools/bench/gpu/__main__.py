@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from common.process import openmp
-from tools.bench.pages import write_between
 
 if TYPE_CHECKING:
     from tools.bench.gpu.figures import Figure
@@ -51,6 +50,7 @@ def main(
 
     from tools.bench.gpu.figures import HEADER
     from tools.bench.gpu.setup import Setup, attempted, checkpoints_in, measure_limits
+    from tools.bench.report import write_into
     from tools.gpu_check.environment import in_words
 
     unknown = set(names or ()) - set(NAMES)
@@ -68,7 +68,7 @@ def main(
                 print(figure.row(), flush=True)
     if write is not None:
         head = f"Measured on {datetime.now(UTC):%Y-%m-%d}: {in_words()}. {note}".strip()
-        write_between(write, BEGIN, END, "\n".join([head, "", HEADER, *(figure.row() for figure in figures)]))
+        write_into(write, "\n".join([head, "", HEADER, *(figure.row() for figure in figures)]), BEGIN, END)
     raise typer.Exit(int(any(figure.failed for figure in figures)))
 
 

@@ -10,6 +10,7 @@ import asyncio
 import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,10 +21,9 @@ from common.model_info import ModelInfo, load_model_info
 from engine import processors
 from engine.models.registry import make_decoder as make_decoder_of
 from engine.models.registry import make_encoder
-from launch.cli.client import ApiClient, ClientOptions, ClientRequest, ClientResult
-from launch.cli.media import Media
 from launch.cluster.local_cluster import LocalCluster
 from launch.cluster.topology import parse_topology
+from tools.bench.client import LoadClient, Outcome, payload_of
 from tools.bench.gpu.attention import of_cluster
 from tools.bench.gpu.decode import least_step_s
 from tools.bench.gpu.encoder import encoder_flops
@@ -33,11 +33,12 @@ from tools.bench.gpu.setup import Setup, attempted, noise_image, side_by_side
 from tools.bench.lineup import share_of
 from tools.bench.transports import size_in_words
 from tools.bench.with_cluster import hops_of
+from tools.bench.workloads import BenchRequest
 from tools.gpu_check.shapes import qwen2_5_vl_3b
 
 TOPOLOGIES: Final = ("1e1pd", "1epd")
 PICTURES: Final = (1, 4, 8)
-IN_FLIGHT, PROBES, REQUESTS, TOKENS, SIDE, TIMEOUT_S = 4, 4, 100, 16, 448, 120.0
+IN_FLIGHT, PROBES, REQUESTS, TOKENS, SIDE = 4, 4, 100, 16, 448
 """At least so many requests, and as many probes beside them: fewer have no 99th percentile. So many of each are under
 way: a single probe at a time would take five times as long to have as many answers."""
 MEMORY_FRACTION: Final = 0.42
@@ -111,10 +112,9 @@ def _handoff(setup: Setup, cluster: LocalCluster, info: ModelInfo, case: str, si
     return duration("serving", f"{case} of {size_in_words(size)}", seconds, setup.limits.least_s(2 * size), beside)
 
 
-async def _one_by_one(url: str, side: int, count: int) -> list[ClientResult]:
-    async with ApiClient(ClientOptions(url, None, 1, 0.0, TIMEOUT_S)) as client:
-        await client.connect()
-        load = Load(client, random.Random(side), side)
+async def _one_by_one(url: str, side: int, count: int) -> list[Outcome]:
+    with closing(LoadClient(url)) as client:
+        load = Load(client, random.Random(side), side, max_tokens=1)
         await load.ask(1, lambda: len(load.asked) >= count)
     return load.asked
 
@@ -140,37 +140,37 @@ def least_ttft_s(setup: Setup, info: ModelInfo, pictures: int) -> float:
 class Load:
     """What has been answered: requests with pictures, and probes of text."""
 
-    client: ApiClient
+    client: LoadClient
     rng: random.Random
     side: int
-    asked: list[ClientResult] = field(default_factory=list)
-    probes: list[ClientResult] = field(default_factory=list)
+    max_tokens: int
+    asked: list[Outcome] = field(default_factory=list)
+    probes: list[Outcome] = field(default_factory=list)
 
     async def ask(self, pictures: int, done: Callable[[], bool]) -> None:
         while not done():
-            number = len(self.asked)
             images = await asyncio.gather(*(asyncio.to_thread(noise_image, self.side) for _ in range(pictures)))
-            media = tuple(Media(f"{index}.png", "image/png", image) for index, image in enumerate(images))
-            self.asked.append(await self._send(ClientRequest(f"pictures {number}", _question(self.rng), media)))
+            self.asked.append(await self._send(tuple(images)))
 
     async def probe(self, done: Callable[[], bool]) -> None:
         while not done():
-            self.probes.append(await self._send(ClientRequest("probe", _question(self.rng))))
+            self.probes.append(await self._send(()))
 
-    async def _send(self, job: ClientRequest) -> ClientResult:
-        """Raises RuntimeError where the request failed."""
-        outcome = await self.client.send(job)
-        if outcome.error is not None:
-            raise RuntimeError(f"{job.name}: {outcome.error}")
+    async def _send(self, images: tuple[bytes, ...]) -> Outcome:
+        """Raise RuntimeError where the request failed."""
+        question = " ".join(self.rng.sample(_WORDS, 6)) + "?"
+        request = BenchRequest("image", [], self.max_tokens, question=question, pictures=images)
+        outcome = await self.client.ask(self.client.build(*payload_of(request)))
+        if outcome.status != 200:
+            raise RuntimeError(f"a request with {len(images)} images was answered {outcome.status}: {outcome.error}")
         return outcome
 
 
 async def _load(setup: Setup, url: str, pictures: int, requests: int) -> Load:
     """All load lasts until there are `requests` of each kind; without pictures, probes are alone."""
     tokens, side = (TOY_TOKENS, TOY_SIDE) if setup.toy else (TOKENS, SIDE)
-    async with ApiClient(ClientOptions(url, None, tokens, 0.0, TIMEOUT_S)) as client:
-        await client.connect()
-        load = Load(client, random.Random(pictures), side)
+    with closing(LoadClient(url)) as client:
+        load = Load(client, random.Random(pictures), side, tokens)
 
         def done() -> bool:
             return len(load.probes) >= requests and (not pictures or len(load.asked) >= requests)
@@ -184,22 +184,13 @@ async def _load(setup: Setup, url: str, pictures: int, requests: int) -> Load:
 
 
 def _figures(
-    topology: str, case: str, outcomes: Sequence[ClientResult], least_ttft_s: float, least_tpot_s: float
+    topology: str, case: str, outcomes: Sequence[Outcome], least_ttft_s: float, least_tpot_s: float
 ) -> list[Figure]:
     """TPOT stands beside a decode step's weights read once."""
     ttft_s = [one.ttft_s for one in outcomes if one.ttft_s is not None]
-    tpot_s = [_tpot_s(one) for one in outcomes if one.ttft_s is not None and (one.completion_tokens or 0) > 1]
+    tpot_s = [one.tpot_s for one in outcomes if one.ttft_s is not None and one.num_tokens > 1]
     return [
         durations("serving", f"{topology}, {case}: {name}", seconds, limit_s)
         for name, seconds, limit_s in (("TTFT", ttft_s, least_ttft_s), ("TPOT", tpot_s, least_tpot_s))
         if seconds
     ]
-
-
-def _tpot_s(outcome: ClientResult) -> float:
-    """Seconds for each token after the first one."""
-    return (outcome.latency_s - (outcome.ttft_s or 0.0)) / ((outcome.completion_tokens or 2) - 1)
-
-
-def _question(rng: random.Random) -> str:
-    return " ".join(rng.sample(_WORDS, 6)) + "?"

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tests.eventually import eventually
-from tools.bench.wire import Result, Wire
+from tools.bench.client import LoadClient
 
 EVENTS = (
     'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}\n\n',
@@ -43,15 +43,16 @@ async def test_answers_and_refusals_are_read_to_their_end_over_one_connection():
     serving = asyncio.create_task(server.serve())
     try:
         await eventually(lambda: server.started)
-        wire = Wire(f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}")
+        client = LoadClient(f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}")
         bodies = ({"go": 1}, {"refuse": True}, {"fail": True}, {"go": 2})
-        results = [await wire.ask(wire.build("/ask", {"json": body})) for body in bodies]
-        wire.close()
+        results = [await client.ask(client.build("/ask", {"json": body})) for body in bodies]
+        client.close()
     finally:
         server.should_exit = True
         await serving
     assert [(result.status, result.num_tokens) for result in results] == [(200, 7), (429, 0), (500, 0), (200, 7)]
     assert all(0 < result.ttft_s <= result.latency_s for result in results if result.status == 200)
+    assert [result.text for result in results] == ["a sign", "", "a sign", "a sign"]
     assert len(ports) == 1
 
 
@@ -63,8 +64,8 @@ async def test_an_answer_that_breaks_off_is_none(answer: bytes):
         writer.close()
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        wire = Wire(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        assert await wire.ask(wire.build("/ask", {"json": {}})) == Result(0)
+        client = LoadClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        assert (await client.ask(client.build("/ask", {"json": {}}))).status == 0
 
 
 async def test_a_connection_that_its_server_may_end_at_any_moment_is_not_used_again(monkeypatch):
@@ -80,15 +81,15 @@ async def test_a_connection_that_its_server_may_end_at_any_moment_is_not_used_ag
         writer.close()
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        wire = Wire(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        request = wire.build("/ask", {"json": {}})
+        client = LoadClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        request = client.build("/ask", {"json": {}})
         for kept_s, connections in ((20.0, 1), (20.0, 1), (0.0, 2), (0.0, 3)):
-            monkeypatch.setattr("tools.bench.wire.KEPT_S", kept_s)
-            assert await wire.ask(request) == Result(429)
+            monkeypatch.setattr("tools.bench.client.KEPT_S", kept_s)
+            assert (await client.ask(request)).status == 429
             assert accepted == connections
-        wire.close()
+        client.close()
 
 
 async def test_a_server_that_is_not_there_gives_no_answer():
-    wire = Wire("http://127.0.0.1:1")
-    assert await wire.ask(wire.build("/ask", {"json": {}})) == Result(0)
+    client = LoadClient("http://127.0.0.1:1")
+    assert (await client.ask(client.build("/ask", {"json": {}}))).status == 0
