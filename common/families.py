@@ -9,7 +9,7 @@ A family names the classes of its three panels by path, so that each process imp
 
 from __future__ import annotations
 
-import difflib
+import re
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -169,13 +169,21 @@ FAMILIES: Final[tuple[Family, ...]] = (
 
 
 def find_family(architecture: str) -> Family:
-    """The family of an architecture. Raises TriptychError("model_not_found") with the closest name and all of them."""
+    """Return the family of an architecture.
+
+    Raises TriptychError("model_not_found") with the supported relatives, and with all that is supported.
+    """
     by_architecture = {name: family for family in FAMILIES for name in family.architectures}
     if architecture in by_architecture:
         return by_architecture[architecture]
-    close = difflib.get_close_matches(architecture, by_architecture, n=1)
-    hint = f"; the closest is {close[0]}" if close else ""
+    relatives = ", ".join(name for name in sorted(by_architecture) if _are_relatives(name, architecture))
+    hint = f"; of its kind {relatives} {'are' if ',' in relatives else 'is'}" if relatives else ""
     known = ", ".join(sorted(by_architecture))
-    raise TriptychError(
-        "model_not_found", f"architecture {architecture} is not supported{hint}; supported: {known}", "model"
-    )
+    message = f"architecture {architecture} is not supported{hint}; supported: {known}"
+    raise TriptychError("model_not_found", message, "model")
+
+
+def _are_relatives(one: str, other: str) -> bool:
+    """Whether names begin alike before any version: Qwen2MoeForCausalLM and Qwen3ForCausalLM, LlavaNext and Llava."""
+    stems = sorted((re.split(r"\d|For|Model|LMHead", name)[0].lower() for name in (one, other)), key=len)
+    return len(stems[0]) > 2 and stems[1].startswith(stems[0])

@@ -28,19 +28,22 @@ def resolve_model(model: str) -> Path:
     if (Path(model) / "config.json").is_file():
         return Path(model).resolve()
     bundled = ", ".join(sorted(path.name for path in BUNDLED.iterdir() if (path / "config.json").is_file()))
-    if Path(model).exists() or model.count("/") != 1:
-        raise TriptychError(
-            "model_not_found",
-            f"{model!r} is neither a folder with a config.json, nor a hub id (owner/name), nor bundled ({bundled})",
-            "model",
+    is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
+    if Path(model).exists():
+        raise TriptychError("model_not_found", f"{model!r} is not a model folder: it has no config.json", "model")
+    if is_path or model.count("/") != 1:
+        found = (
+            "the folder does not exist" if is_path else f"neither a folder, nor a hub id (owner/name), nor {bundled}"
         )
+        raise TriptychError("model_not_found", f"cannot find the model {model!r}: {found}", "model")
     from huggingface_hub import snapshot_download
 
     try:
         patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
         return Path(snapshot_download(model, allow_patterns=patterns))
     except Exception as error:  # the hub client raises many kinds; all mean the same to the user
-        raise TriptychError("model_not_found", f"cannot get {model!r} from the hub: {error}", "model") from error
+        message = f"{model!r} is no folder here, and cannot be got from the hub: {error}"
+        raise TriptychError("model_not_found", message, "model") from error
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class ModelInfo:
     def text_config(self) -> dict[str, Any]:
         """The decoder's part of the config, defaults filled in; older checkpoints keep it at the top."""
         nested: dict[str, Any] = self.config.get("text_config") or {}
-        return {**text_defaults(self.config), **self.config, **nested}
+        return JsonObject({**text_defaults(self.config), **self.config, **nested})
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -122,20 +125,42 @@ class ModelInfo:
 def load_model_info(model: str) -> ModelInfo:
     """Read a model's JSON files.
 
-    Raises TriptychError("model_not_found") where there is no such model or its architecture is not supported.
+    Raises TriptychError("model_not_found") for an unknown model, a broken file, an architecture that is not supported,
+    and quantised weights.
     """
     folder = resolve_model(model)
-    config = json.loads((folder / "config.json").read_text())
-    architecture = (config.get("architectures") or ["(none given)"])[0]
-    return ModelInfo(
-        folder=folder,
-        name=folder.name if Path(model).exists() else model,
-        architecture=architecture,
-        family=find_family(architecture),
-        config=config,
-        generation=_read_json(folder / "generation_config.json"),
-        preprocessor=_read_json(folder / "preprocessor_config.json"),
-    )
+    name = folder.name if Path(model).exists() else model
+    config = read_json(folder / "config.json")
+    architecture = str([*(config.get("architectures") or ()), "(none given)"][0])
+    family = find_family(architecture)
+    quantisation = {**(config.get("text_config") or {}), **config}.get("quantization_config")
+    if quantisation:
+        method = quantisation.get("quant_method", "unknown")
+        message = f"the weights of {name} are quantised ({method}); only unquantised safetensors are supported"
+        raise TriptychError("model_not_found", message, "model")
+    generation, preprocessor = (read_json(folder / f"{kind}_config.json") for kind in ("generation", "preprocessor"))
+    return ModelInfo(folder, name, architecture, family, config, generation, preprocessor)
+
+
+class JsonObject(dict[str, Any]):
+    """An object of a model's JSON file: what it lacks is a sentence, not a traceback."""
+
+    def __missing__(self, key: str) -> Any:
+        raise TriptychError("model_not_found", f"the configuration of the model has no {key!r}", "model")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object of a JSON file, empty where there is no file.
+
+    Raises TriptychError("model_not_found") for a file that holds no JSON object.
+    """
+    try:
+        content = json.loads(path.read_text(), object_hook=JsonObject) if path.is_file() else {}
+    except (ValueError, OSError) as error:
+        raise TriptychError("model_not_found", f"cannot read {path}: {error}", "model") from error
+    if not isinstance(content, dict):
+        raise TriptychError("model_not_found", f"{path} holds a {type(content).__name__}, not a JSON object", "model")
+    return content
 
 
 def _hash_samples(path: Path, digest: hashlib.blake2b) -> None:
@@ -151,8 +176,3 @@ def _hash_samples(path: Path, digest: hashlib.blake2b) -> None:
             digest.update(file.read(_SAMPLE_BYTES))
         file.seek(size - _END_BYTES)
         digest.update(file.read(_END_BYTES))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    return content

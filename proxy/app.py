@@ -21,9 +21,9 @@ from broker.cluster.redis_client import connect
 from broker.cluster.registry import Registry
 from common.config import Settings
 from common.errors import TriptychError
-from common.http.auth import RequireKey, proxy_guard
+from common.http.auth import RequireKey, proxy_guard, serves_anybody
 from common.http.server import Server, bind
-from common.keys import ClusterKey, api_keys, key_id
+from common.keys import ClusterKey, key_id
 from common.messages import InstanceRecord
 from common.model_info import ModelInfo, load_model_info
 from common.process import malloc, memory_upkeep
@@ -170,7 +170,7 @@ async def _serve_until_signal(service: Service, listener: socket.socket) -> bool
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)
-    if service.settings.host not in ("127.0.0.1", "localhost", "::1") and not api_keys(service.settings):
+    if serves_anybody(service.settings):
         log.warning("anybody who reaches this port is served: give API keys, see docs/how-to/security.md")
     memory_upkeep.begin()
     log.info("serving", model=service.model_name, host=service.settings.host, port=port)

@@ -70,5 +70,10 @@ def worker_guard(settings: Settings) -> Guard:
     return allows
 
 
+def serves_anybody(settings: Settings) -> bool:
+    """Return whether the API listens beyond this machine and asks for no key."""
+    return settings.host not in ("127.0.0.1", "localhost", "::1") and not api_keys(settings)
+
+
 def _open_paths(settings: Settings) -> frozenset[str]:
     return _OPEN_PATHS | {"/metrics"} if settings.metrics_without_key else _OPEN_PATHS

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from jinja2 import TemplateError
@@ -19,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from common.errors import TriptychError
-from common.model_info import ModelInfo
+from common.model_info import ModelInfo, read_json
 from common.text.chat_templates import DEFAULT_CHAT_TEMPLATES
 
 _PROBE = "a plain string"
@@ -204,10 +203,10 @@ class _GenerationBlock(Extension):
 
 def _load_chat_template(info: ModelInfo) -> tuple[Any, dict[str, str]]:
     """The compiled chat template (None if the model has none) and the special tokens that templates refer to."""
-    config = _read_json(info.folder / "tokenizer_config.json")
+    config = read_json(info.folder / "tokenizer_config.json")
     template_path = info.folder / "chat_template.jinja"
     # Models with media used to keep it in a file beside the tokenizer's.
-    source = _read_json(info.folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+    source = read_json(info.folder / "chat_template.json").get("chat_template") or config.get("chat_template")
     if template_path.is_file():
         source = template_path.read_text()
     if isinstance(source, list):  # several named templates
@@ -232,8 +231,3 @@ def _load_chat_template(info: ModelInfo) -> tuple[Any, dict[str, str]]:
 
 def _raise_template_error(message: str) -> NoReturn:
     raise TemplateError(message)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    return content

@@ -17,13 +17,18 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from common.errors import TriptychError
+
 _DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _STAGING_BYTES: Final = 16 * 2**20
 _MAX_HEADER_BYTES: Final = 100 * 2**20
 
 
-class CheckpointError(ValueError):
+class CheckpointError(TriptychError):
     """The weights of a model folder are missing, damaged or not those of its configuration."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("model_not_found", message, "model")
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,8 @@ class Checkpoint:
         if tuple(out.shape) != entry.shape:
             raise CheckpointError(f"{name} in {entry.path} has shape {entry.shape}, the model needs {tuple(out.shape)}")
         if entry.dtype not in _DTYPES:
-            raise CheckpointError(f"{name} in {entry.path} has dtype {entry.dtype}; supported: {', '.join(_DTYPES)}")
+            supported = ", ".join(_DTYPES)
+            raise CheckpointError(f"{name} in {entry.path} has dtype {entry.dtype}; supported: {supported}")
         file = self._open(entry.path)
         file.seek(entry.offset)
         dtype, flat = _DTYPES[entry.dtype], out.view(-1)
@@ -93,7 +99,9 @@ def _weight_files(folder: Path) -> list[Path]:
     if single.is_file():
         return [single]
     if not index.is_file():
-        raise CheckpointError(f"{folder} has neither {single.name} nor {index.name}: save the model as safetensors")
+        found = ", ".join(sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".gguf", ".pt")))
+        message = f"{folder} has neither {single.name} nor {index.name}: save the model as unquantised safetensors"
+        raise CheckpointError(f"{message}; it has {found}" if found else message)
     names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
     if missing:

@@ -29,7 +29,10 @@ app = typer.Typer(
 
 Model = Annotated[str | None, typer.Option(help="Hub id, folder, or bundled model.", show_default="signpost")]
 FollowParent = Annotated[bool, typer.Option("--follow-parent", hidden=True)]
-Url = Annotated[str, typer.Option(help="Where the cluster answers, without /v1.")]
+Url = Annotated[
+    str | None,
+    typer.Option(help="URL of the API, without /v1.", show_default="the cluster that runs here, or port 8000"),
+]
 
 
 def _print_version(wanted: bool) -> None:
@@ -158,7 +161,7 @@ def request(
         typer.Argument(help="Pictures and audio files: one request each.", exists=True, dir_okay=False, readable=True),
     ] = None,
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to ask (or to tell a transcription).")] = "",
-    url: Url = "http://127.0.0.1:8000",
+    url: Url = None,
     model: Annotated[str | None, typer.Option(help="Model name.", show_default="the first one served")] = None,
     parallel: Annotated[int, typer.Option(min=1, max=1024, help="Requests in flight.")] = 8,
     repeat: Annotated[int, typer.Option(min=1, help="Send every request this many times.")] = 1,
@@ -183,8 +186,9 @@ def request(
     from common.keys import own_api_key
     from launch.cli.client import ClientOptions
     from launch.cli.request import run_requests
+    from launch.cluster.local_registry import local_url
 
-    base_url, api_key = url.rstrip("/").removesuffix("/v1"), own_api_key(load_settings({}))
+    base_url, api_key = (url or local_url()).rstrip("/").removesuffix("/v1"), own_api_key(load_settings({}))
     options = ClientOptions(base_url, model, max_tokens, temperature, timeout, api_key)
     raise typer.Exit(
         run_requests(files or [], prompt, options, parallel=parallel, repeat=repeat, live=stream, together=together)

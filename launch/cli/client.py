@@ -89,10 +89,13 @@ class ApiClient:
     async def connect(self) -> str:
         """The model that will answer: the one asked for, or the first one served.
 
-        Raises TriptychError("unavailable") where nobody answers at the URL.
+        Raises TriptychError("unavailable") where nobody answers at the URL, "invalid_api_key" for a key that is missing
+        or wrong.
         """
         try:
             response = await self._http.get("/v1/models", timeout=10.0)
+            if response.status_code == httpx.codes.UNAUTHORIZED:
+                raise self._key_error()
             response.raise_for_status()
             served = [str(entry["id"]) for entry in response.json()["data"]]
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
@@ -104,6 +107,13 @@ class ApiClient:
         if self._model is None:
             raise TriptychError("unavailable", f"{self._options.url} serves no model")
         return self._model
+
+    def _key_error(self) -> TriptychError:
+        if self._options.api_key is None:
+            why = "wants an API key: set TRIPTYCH_API_KEY, or api_key_file in triptych.toml"
+        else:
+            why = "does not accept the API key of TRIPTYCH_API_KEY or api_key_file"
+        return TriptychError("invalid_api_key", f"{self._options.url} {why}")
 
     async def timeline(self, request_id: str) -> list[dict[str, Any]]:
         """The spans of a finished request: stage, instance, start_s, end_s; empty where there are none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
@@ -13,7 +14,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from launch.cluster.instance import Instance
+from launch.cluster.instance import Instance, Reporter
 
 FILE_WIDTH = 160
 
@@ -26,7 +27,7 @@ def make_console(file: TextIO | None = None) -> Console:
     return console
 
 
-class ConsoleReporter:
+class ConsoleReporter(Reporter):
     """Tells a person at a terminal; in a log file the same lines appear without the animation."""
 
     def __init__(self, console: Console, title: str) -> None:
@@ -34,7 +35,11 @@ class ConsoleReporter:
         self._title = title
         self._live: Live | None = None
         self._told: set[str] = set()
-        self._up = False
+        self._has_begun = False
+
+    def starting(self, instances: Sequence[Instance], logs: Path) -> None:
+        self._has_begun = True
+        self._console.print(f"logs: {logs}", style="dim", highlight=False, soft_wrap=True)
 
     def waiting(self, instances: Sequence[Instance], elapsed_s: float) -> None:
         missing = [instance.id for instance in instances if instance.awaited]
@@ -51,7 +56,6 @@ class ConsoleReporter:
 
     def started(self, instances: Sequence[Instance], base_url: str, elapsed_s: float) -> None:
         self._end_live()
-        self._up = True
         self._console.print()
         self._console.print(instance_table(instances, f"{self._title}: ready in {elapsed_s:.1f} s"))
 
@@ -95,17 +99,18 @@ class ConsoleReporter:
     def broker_recovered(self) -> None:
         self._console.print("[green]✓[/] the broker is back", highlight=False)
 
-    def stopping(self) -> None:
+    def stopping(self, instances: Sequence[Instance]) -> None:
         self._end_live()
-        if self._up:
-            self._console.print("stopping (Ctrl-C again kills at once)", style="dim")
+        if instances:
+            names = ", ".join(instance.id for instance in instances)
+            self._console.print(f"stopping {names} (Ctrl-C again kills at once)", style="dim", highlight=False)
 
     def stopped(self, killed: Sequence[str], kept_logs: str | None) -> None:
         if killed:
             self._console.print(f"[yellow]killed[/], did not stop in time: {', '.join(killed)}", highlight=False)
         if kept_logs is not None:
             self._console.print(f"logs are kept in {kept_logs}", highlight=False)
-        if self._up:
+        if self._has_begun:
             self._console.print("stopped", style="dim")
 
     def _quote(self, text: str) -> None:

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from common.errors import TriptychError
+from common.http.auth import serves_anybody
 from common.keys import ClusterKey
 from common.process import memory_upkeep
 from launch.cli.console import ConsoleReporter, make_console
@@ -34,6 +35,7 @@ _QUESTIONS = {
     "audio": "speech.flac",
     None: '--prompt "Name three colours."',
 }
+_OPEN_PORT = "warning: anybody who reaches this port is served: give --api-key-file, see docs/how-to/security.md"
 
 
 def serve(settings: Settings, start_timeout_s: float) -> int:
@@ -45,6 +47,8 @@ def serve(settings: Settings, start_timeout_s: float) -> int:
         console = make_console(out)
         plan = make_plan(settings)
         console.print(_announce(plan), highlight=False)
+        if serves_anybody(plan.settings):
+            console.print(_OPEN_PORT, style="yellow", highlight=False, soft_wrap=True)
         adopt_orphans()
         return asyncio.run(_serve(plan, console, start_timeout_s))
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from pathlib import Path
+from typing import Literal
 
 from common.messages import Role
 from launch.cluster.backoff import Backoff
@@ -65,8 +66,11 @@ class Instance:
         return time.monotonic() - self.started_s
 
 
-class Reporter(Protocol):
-    """Who tells a person how the cluster is doing."""
+class Reporter:
+    """Listener to a cluster's supervisor; this base class is silent."""
+
+    def starting(self, instances: Sequence[Instance], logs: Path) -> None:
+        """All instances are about to start; `logs` is the folder of their logs."""
 
     def waiting(self, instances: Sequence[Instance], elapsed_s: float) -> None:
         """How far the instances are; called several times a second while the cluster starts."""
@@ -98,36 +102,8 @@ class Reporter(Protocol):
     def broker_recovered(self) -> None:
         """It runs again, after tries that failed."""
 
-    def stopping(self) -> None:
-        """The cluster is being taken down."""
+    def stopping(self, instances: Sequence[Instance]) -> None:
+        """The cluster is being taken down, with these instances; none where nothing was started."""
 
     def stopped(self, killed: Sequence[str], kept_logs: str | None) -> None:
         """Nothing runs any more. Which instances had to be killed, and the folder of logs if it was kept."""
-
-
-class SilentReporter:
-    """Tells nobody."""
-
-    def waiting(self, instances: Sequence[Instance], elapsed_s: float) -> None: ...
-
-    def started(self, instances: Sequence[Instance], base_url: str, elapsed_s: float) -> None: ...
-
-    def died(self, instance: Instance, how: str, log_tail: str, retry_in_s: float) -> None: ...
-
-    def recovered(self, instance: Instance) -> None: ...
-
-    def draining(self, instance: Instance) -> None: ...
-
-    def left(self, instance: Instance, how: str | None) -> None: ...
-
-    def switched(self, instance: Instance) -> None: ...
-
-    def broker_died(self, log_tail: str) -> None: ...
-
-    def broker_failed(self, why: str, retry_in_s: float) -> None: ...
-
-    def broker_recovered(self) -> None: ...
-
-    def stopping(self) -> None: ...
-
-    def stopped(self, killed: Sequence[str], kept_logs: str | None) -> None: ...

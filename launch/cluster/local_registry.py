@@ -75,6 +75,17 @@ def find_local(cluster: str) -> LocalEntry:
     raise TriptychError("invalid_request", message, "cluster")
 
 
+def local_url() -> str:
+    """Return the URL of this user's only cluster on this machine, or that of the default port where none runs.
+
+    Raises TriptychError("invalid_request") where several run.
+    """
+    urls = sorted(entry.base_url for entry in _living())
+    if len(urls) > 1:
+        raise TriptychError("invalid_request", f"several clusters of yours run here: give --url, {' or '.join(urls)}")
+    return urls[0] if urls else "http://127.0.0.1:8000"
+
+
 def reach(settings: Settings) -> Settings:
     """Settings with a broker and its cluster's key: as given, else those of this machine's cluster of that name.
 

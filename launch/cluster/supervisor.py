@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from common.errors import TriptychError
 from launch.cluster.backoff import Backoff
 from launch.cluster.children import Child
-from launch.cluster.instance import Instance, Reporter, SilentReporter, State
+from launch.cluster.instance import Instance, Reporter, State
 from launch.cluster.log_folders import LogFolder
 from launch.cluster.plan import Plan
 from launch.cluster.startup_deadlines import StartupDeadlines
@@ -41,7 +41,7 @@ class Supervisor:
         self.instances: list[Instance] = []
         self.broker_url = plan.settings.broker
         """None until the embedded broker runs, where none was given."""
-        self._reporter = reporter or SilentReporter()
+        self._reporter = reporter or Reporter()
         self._start_timeout_s = start_timeout_s
         self._overdue = StartupDeadlines(start_timeout_s, max(start_timeout_s, plan.settings.step_timeout_s))
         self._verdicts: dict[str, str] = {}  # why the present process of an instance was killed
@@ -93,7 +93,7 @@ class Supervisor:
 
     async def stop(self) -> None:
         """End every process within five seconds; remove what the cluster had in files and in the broker."""
-        self._reporter.stopping()
+        self._reporter.stopping([instance for instance in self.instances if instance.state != "left"])
         self._stop.set()
         killed = await self._end_processes()
         if self._readiness is not None:
@@ -128,6 +128,7 @@ class Supervisor:
             await check_broker(broker_url, self.plan)
         self._logs = LogFolder()
         self.instances = self.plan.instances(broker_url, self._logs.path)
+        self._reporter.starting(self.instances, self._logs.path)
         return broker_url
 
     async def _keep(self, instance: Instance) -> None:

@@ -14,7 +14,7 @@ from typing import Final
 
 from common.config import EngineConfig, Settings
 from common.process import memory_upkeep
-from launch.cluster.instance import SilentReporter
+from launch.cluster.instance import Reporter
 from launch.cluster.local_cluster import LocalCluster
 from tools.soak.faults import Faults, is_spared
 from tools.soak.leak_check import held
@@ -40,7 +40,7 @@ _ENCODER_CACHE_BYTES: Final = 2 * MIB
 """Small ones: they fill and evict within minutes."""
 
 
-class KeptLogs(SilentReporter):
+class KeptLogs(Reporter):
     """Notes which folder of logs a supervisor keeps at its end, on purpose, and why."""
 
     def __init__(self) -> None:

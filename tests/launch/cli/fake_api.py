@@ -21,8 +21,9 @@ class FakeApi:
         self.uploads: list[tuple[str, str, int]] = []
         self.in_flight = self.most_in_flight = 0
         self.hanging = threading.Event()
+        self.key: str | None = None
         app = FastAPI()
-        app.get("/v1/models")(lambda: {"object": "list", "data": [{"id": "fake", "object": "model"}]})
+        app.get("/v1/models")(self._models)
         app.post("/v1/chat/completions")(self._chat)
         app.post("/v1/audio/transcriptions")(self._transcribe)
         self._server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=0))
@@ -44,6 +45,11 @@ class FakeApi:
     def url(self) -> str:
         port = self._server.servers[0].sockets[0].getsockname()[1]
         return f"http://127.0.0.1:{port}"
+
+    async def _models(self, request: Request) -> Response:
+        if self.key is not None and request.headers.get("authorization") != f"Bearer {self.key}":
+            return JSONResponse({"error": {"message": "no"}}, status_code=401)
+        return JSONResponse({"object": "list", "data": [{"id": "fake", "object": "model"}]})
 
     async def _chat(self, request: Request) -> Response:
         body = await request.json()

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import TriptychError
 from common.families import FAMILIES
+from common.model_info import load_model_info
 from launch.cli.app import main
 
 
@@ -62,6 +64,8 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         ("serve signpost --kv-cache-bytes lots", "512MiB"),
         ("serve signpost --max-num-seqs 0", "engine.max_num_seqs = 0"),
         ("serve no-such-model", "neither a folder"),
+        ("serve ./no-such-folder", "cannot find the model './no-such-folder': the folder does not exist"),
+        ("serve /no/such/folder", "cannot find the model '/no/such/folder': the folder does not exist"),
         ("serve signpost --broker nonsense://x", "broker"),
         ("serve signpost --prot 1", "--prot"),
         ("worker --role encoder", "give --broker"),
@@ -94,9 +98,42 @@ def test_a_model_that_is_not_supported_is_refused_with_those_that_are(
     (tmp_path / "config.json").write_text('{"architectures": ["LLamaForCausalLM"]}')
     code, output, errors = run(f"serve {tmp_path}", monkeypatch, capsys)
     assert (code, output) == (2, "")
-    assert errors.startswith("error: architecture LLamaForCausalLM is not supported; the closest is LlamaForCausalLM;")
+    assert errors.startswith("error: architecture LLamaForCausalLM is not supported; of its kind LlamaForCausalLM is;")
     assert all(name in errors for family in FAMILIES for name in family.architectures)
     assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("{", "cannot read {folder}/config.json: "),
+        ("[1]", "{folder}/config.json holds a list, not a JSON object"),
+        (
+            '{"architectures": ["Qwen2MoeForCausalLM"]}',
+            "of its kind Qwen2AudioForConditionalGeneration, Qwen2ForCausalLM, Qwen2",
+        ),
+        ('{"architectures": ["OPTForCausalLM"]}', "architecture OPTForCausalLM is not supported; supported: "),
+        (
+            '{"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "awq"}}',
+            "are quantised (awq); only unquantised safetensors are supported",
+        ),
+    ],
+)
+def test_a_model_folder_that_cannot_be_served_is_a_sentence(
+    config: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(config)
+    code, output, errors = run(f"serve {tmp_path}", monkeypatch, capsys)
+    assert (code, output, errors.count("\n")) == (2, "", 1)
+    assert said.format(folder=tmp_path) in errors
+
+
+def test_what_a_configuration_lacks_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlavaForConditionalGeneration"], "vision_config": {}}')
+    info = load_model_info(str(tmp_path))
+    for look in (lambda: info.placeholder_token_id, lambda: info.config["vision_config"]["image_size"]):
+        with pytest.raises(TriptychError, match=r"the configuration of the model has no 'image_(token_index|size)'"):
+            look()
 
 
 def test_a_port_in_use_is_an_error_before_anything_starts(

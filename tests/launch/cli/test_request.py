@@ -84,6 +84,17 @@ def test_audio_goes_to_the_transcriptions(
     assert "✓ speech.flac: spoken words " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("given", "said"), [(None, "wants an API key: set TRIPTYCH_"), ("x", "does not accept")])
+def test_a_missing_or_wrong_key_is_said_to_be_one(
+    api: FakeApi, monkeypatch: pytest.MonkeyPatch, given: str | None, said: str
+) -> None:
+    monkeypatch.setattr(api, "key", "right")
+    options = ClientOptions(api.url, None, max_tokens=8, temperature=0.0, timeout_s=20, api_key=given)
+    with pytest.raises(TriptychError, match=said) as raised:
+        run_requests([], "hello", options, parallel=1, repeat=1, live=False, together=False)
+    assert raised.value.info.code == "invalid_api_key"
+
+
 def test_no_more_than_parallel_requests_are_in_flight(api: FakeApi) -> None:
     assert request(api, [], "hello", repeat=12, parallel=3) == 0
     assert len(api.bodies) == 12

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 
 from common.config import EngineConfig, Settings
+from common.model_info import BUNDLED
 from launch.cli.serve import _announce, _example
 from launch.cluster import plan as planning
 from launch.cluster.plan import Plan, make_plan
+from tests.launch.cli.serving import Serving
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +51,39 @@ def test_the_example_is_something_that_the_model_answers(tmp_path: Path) -> None
     assert program == "curl"
     assert url.endswith("/v1/completions")
     assert json.loads(body)["model"] == "it"
+
+
+@pytest.mark.cluster
+def test_a_start_says_where_logs_are_who_is_served_and_what_ctrl_c_stops(tmp_path: Path) -> None:
+    serving = Serving(tmp_path, "signpost", "--host", "0.0.0.0")
+    try:
+        serving.wait_until("logs: ")
+        serving.interrupt()
+        serving.process.wait(20)
+        assert "warning: anybody who reaches this port is served: give --api-key-file" in serving.output
+        assert f"logs: {serving.temporary}/triptych-logs-" in serving.output
+        assert "stopping pd0, e0, proxy (Ctrl-C again kills at once)\nstopped\n" in serving.output
+    finally:
+        serving.close()
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("damage", ["missing", "cut off"])
+def test_weights_that_cannot_be_loaded_are_a_sentence(tmp_path: Path, damage: str) -> None:
+    folder = Path(shutil.copytree(BUNDLED / "signpost", tmp_path / "model"))
+    weights = folder / "model.safetensors"
+    size = weights.stat().st_size
+    weights.rename(folder / "pytorch_model.bin") if damage == "missing" else os.truncate(weights, size // 2)
+    serving = Serving(tmp_path, str(folder))
+    try:
+        assert serving.process.wait(60) == 1
+        said = (
+            "save the model as unquantised safetensors; it has pytorch_model.bin" if damage == "missing" else "cut off"
+        )
+        assert said in serving.output
+        assert "Traceback" not in serving.output
+    finally:
+        serving.close()
 
 
 def test_a_worker_that_has_changed_its_role_is_started_again_in_the_new_one(tmp_path: Path) -> None:

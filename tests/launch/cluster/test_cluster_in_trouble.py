@@ -18,7 +18,7 @@ from redis import Redis
 
 from common.config import EngineConfig, Settings
 from common.model_info import load_model_info
-from launch.cluster.instance import Instance, SilentReporter
+from launch.cluster.instance import Instance, Reporter
 from launch.cluster.local_cluster import LocalCluster
 from launch.demo import scenes
 from tests.broker.conftest import broker_url
@@ -38,7 +38,7 @@ MOVE_S = 60.0
 REFUSAL_S = 60.0
 
 
-class Deaths(SilentReporter):
+class Deaths(Reporter):
     """Keeps what is told of processes that have ended."""
 
     def __init__(self) -> None:

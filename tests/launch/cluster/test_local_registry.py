@@ -13,7 +13,7 @@ from pydantic import SecretStr
 
 from common.config import Settings
 from common.errors import TriptychError
-from launch.cluster.local_registry import LocalEntry, announced, find_local, reach
+from launch.cluster.local_registry import LocalEntry, announced, find_local, local_url, reach
 
 KEY = "ab" * 32
 
@@ -36,6 +36,12 @@ def test_a_cluster_is_found_as_long_as_it_runs_and_leaves_nothing(runtime: Path)
     with pytest.raises(TriptychError, match="no cluster 'a/b c' of yours runs on this machine"):
         find_local("a/b c")
     assert not runtime.exists()
+
+
+def test_requests_go_to_the_only_cluster_that_runs() -> None:
+    assert local_url() == "http://127.0.0.1:8000"
+    with announced(entry("here", "http://127.0.0.1:9001")):
+        assert local_url() == "http://127.0.0.1:9001"
 
 
 def test_nobody_else_can_read_its_secrets(runtime: Path) -> None:

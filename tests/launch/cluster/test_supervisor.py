@@ -30,7 +30,7 @@ from launch.cli.console import ConsoleReporter
 from launch.cluster import supervisor as module
 from launch.cluster.backoff import Backoff
 from launch.cluster.children import Command
-from launch.cluster.instance import Instance, SilentReporter
+from launch.cluster.instance import Instance, Reporter
 from launch.cluster.plan import make_plan
 from launch.cluster.supervisor import Supervisor
 from services.process.drain_marker import DrainMarker
@@ -172,7 +172,7 @@ async def test_a_process_that_cannot_join_for_want_of_a_broker_is_left_alone_unt
 
 
 @dataclass
-class BrokerLines(SilentReporter):
+class BrokerLines(Reporter):
     """What a person is told of the broker."""
 
     lines: list[str] = field(default_factory=list)
@@ -189,7 +189,7 @@ class BrokerLines(SilentReporter):
 
 @asynccontextmanager
 async def kept_broker(
-    reporter: SilentReporter, start_timeout_s: float = 120.0
+    reporter: Reporter, start_timeout_s: float = 120.0
 ) -> AsyncIterator[tuple[Supervisor, EmbeddedBroker, str]]:
     """A supervisor that runs nothing but a broker, and watches."""
     plan = make_plan(Settings(model="signpost", port=0), None)
