@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import sys
@@ -34,8 +33,7 @@ def soak(
     """
     openmp.set_defaults(os.environ)
     from launch.cluster.children import adopt_orphans
-    from tools.soak.plan import Part, Plan
-    from tools.soak.report import as_json, as_markdown
+    from tools.soak.report import Part, Plan, as_json, as_markdown
     from tools.soak.run import run_soak
 
     adopt_orphans()
@@ -49,7 +47,7 @@ def soak(
     if write is not None:
         write.mkdir(parents=True, exist_ok=True)
         (write / "soak.md").write_text(page)
-        (write / "soak.json").write_text(json.dumps(as_json(findings)))
+        (write / "soak.json").write_bytes(as_json(findings))
     if not findings.ok:
         raise typer.Exit(1)
 

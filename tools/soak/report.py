@@ -6,13 +6,40 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+
+import msgspec
 
 from tools.soak.memory import Life
-from tools.soak.plan import Part, Plan
 from tools.soak.tally import Tally
 
 MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Part:
+    """One cluster and its load. `name`: of the kind of its requests, too, a key of `asks.DRAWS`."""
+
+    name: str
+    model: str
+    topology: str
+    in_flight: int
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.model.rstrip('/').rpartition('/')[2]} as {self.topology}, {self.in_flight} at once)"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`parts` run side by side. `fault_every_s`: the mean time between the faults of each; 0 for none."""
+
+    minutes: float
+    parts: tuple[Part, ...]
+    fault_every_s: float
+    seed: int
+
+    @property
+    def seconds(self) -> float:
+        return 60 * self.minutes
 
 
 @dataclass(frozen=True)
@@ -57,47 +84,10 @@ class Findings:
         return found + ([f"left behind: {_listed(self.remains)}"] if self.remains else [])
 
 
-def as_json(findings: Findings) -> dict[str, Any]:
-    """All numbers, samples included."""
-    plan = findings.plan
-    sides = zip(plan.parts, findings.tallies, findings.faults, strict=True)
-    return {
-        "verdict": "ok" if findings.ok else "failed",
-        "failures": findings.failures,
-        "minutes": plan.minutes,
-        "seed": plan.seed,
-        "parts": {part.name: _part_as_json(part, tally, faults) for part, tally, faults in sides},
-        "restarts": findings.restarts,
-        "left": findings.left,
-        "remains": findings.remains,
-        "kept": findings.kept,
-        "memory": list(map(_life_as_json, findings.lives)),
-        "memory_of_load": list(map(_life_as_json, findings.loads)),
-    }
-
-
-def _life_as_json(life: Life) -> dict[str, Any]:
-    return {
-        "name": life.name,
-        "mean": life.mean,
-        "rise": life.rise,
-        "seconds": list(life.times_s),
-        "bytes": list(life.sizes),
-    }
-
-
-def _part_as_json(part: Part, tally: Tally, faults: Counter[str]) -> dict[str, Any]:
-    return {
-        "model": part.model,
-        "topology": part.topology,
-        "in_flight": part.in_flight,
-        "endings": dict(tally.endings),
-        "tokens": tally.tokens,
-        "compared": tally.compared,
-        "wrong": tally.wrong,
-        "told": tally.told,
-        "faults": dict(faults),
-    }
+def as_json(findings: Findings) -> bytes:
+    """Every number, samples included."""
+    verdict = "ok" if findings.ok else "failed"
+    return msgspec.json.encode({"verdict": verdict, "failures": findings.failures, "findings": findings}, enc_hook=list)
 
 
 def as_markdown(findings: Findings) -> str:

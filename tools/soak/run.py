@@ -20,8 +20,7 @@ from tools.soak.faults import Faults, is_spared
 from tools.soak.leak_check import held
 from tools.soak.load import Job, LoadProcess
 from tools.soak.memory import MemoryLog, processes, resident_bytes
-from tools.soak.plan import Part, Plan
-from tools.soak.report import MIB, Findings
+from tools.soak.report import MIB, Findings, Part, Plan
 
 SUPERVISORS: Final = "supervisors"
 """This process: it looks after all the clusters, breaks them and takes the samples, but asks nothing."""

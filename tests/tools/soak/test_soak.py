@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 from array import array
@@ -19,8 +20,7 @@ from tools.soak.asking import Reply
 from tools.soak.asks import Ask
 from tools.soak.load import Job, LoadProcess
 from tools.soak.memory import Life, MemoryLog
-from tools.soak.plan import Part, Plan
-from tools.soak.report import MIB, Findings, as_json, as_markdown
+from tools.soak.report import MIB, Findings, Part, Plan, as_json, as_markdown
 from tools.soak.tally import MAX_TOLD, Judge, Tally
 
 MINUTES = [60.0 * minute for minute in range(40)]
@@ -97,7 +97,7 @@ def test_a_good_run_is_ok_whatever_its_load_does() -> None:
     assert good.failures == []
     assert "**ok**" in as_markdown(good)
     assert "| pictures load | 885.0 | 300.0 | 1470.0 | 1170.0 | +132.20 | not judged |" in as_markdown(good)
-    assert as_json(good)["verdict"] == "ok"
+    assert json.loads(as_json(good))["verdict"] == "ok"
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_what_fails_a_run_is_said(changes: dict[str, Any], why: str) -> None:
     assert not failed.ok
     assert why in "; ".join(failed.failures)
     assert why in as_markdown(failed)
-    assert as_json(failed)["verdict"] == "failed"
+    assert json.loads(as_json(failed))["verdict"] == "failed"
 
 
 def test_a_leaking_service_fails_a_run() -> None:
