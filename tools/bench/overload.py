@@ -26,6 +26,7 @@ import typer
 
 from tools.bench.client import LoadClient, Outcome, payload_of
 from tools.bench.measure import emit
+from tools.bench.report import markdown
 
 if TYPE_CHECKING:
     from tools.bench.workloads import Workload
@@ -107,29 +108,26 @@ def overload(
 def table(levels: Sequence[Level], objective: Objective) -> str:
     """A Markdown table, one row per offered rate."""
     peak = max(level.goodput(objective) for level in levels) or float("nan")
-    lines = [
-        "| × sustained | offered, req/s | requests | refused | failed | late | goodput, req/s | of its peak "
-        "| TTFT p50 / p99, ms |",
-        "|" + "---|" * 9,
-    ]
+    header = "× sustained|offered, req/s|requests|refused|failed|late|goodput, req/s|of its peak|TTFT p50 / p99, ms"
+    rows = []
     for level in levels:
         refused = sum(outcome.status in (429, 503) for outcome in level.outcomes)
         answered = [outcome for outcome in level.outcomes if outcome.status == 200]
         goodput = level.goodput(objective)
         times_ms = [1000 * (outcome.ttft_s or 0.0) for outcome in answered]
-        cells = [
+        cells = (
             "as many as fit" if level.share is None else f"{level.share:g}",
             f"{level.rate:.1f}",
-            str(len(level.outcomes)),
-            str(refused),
+            len(level.outcomes),
+            refused,
             str(len(level.outcomes) - refused - len(answered)),
             str(sum(not objective.met_by(outcome) for outcome in answered)),
             f"{goodput:.1f}",
             f"{goodput / peak:.0%}",
             "{:.0f} / {:.0f}".format(*np.percentile(times_ms, (50, 99))) if answered else "–",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        )
+        rows.append(cells)
+    return markdown(header.split("|"), rows)
 
 
 async def _measure(

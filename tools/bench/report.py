@@ -16,29 +16,42 @@ from tools.bench.workloads import Workload
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 _HEADER = (
-    "| in flight | system | requests/s | tokens/s out | requests/s against the first row (spread) "
-    "| TTFT p50 / p99, ms | latency p50 / p99, ms | answers equal to the first row's |"
+    "in flight",
+    "system",
+    "requests/s",
+    "tokens/s out",
+    "requests/s against the first row (spread)",
+    "TTFT p50 / p99, ms",
+    "latency p50 / p99, ms",
+    "answers equal to the first row's",
 )
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a table."""
+    lines = [header, *rows]
+    text = [f"| {' | '.join(map(str, cells))} |" for cells in lines]
+    return "\n".join([text[0], "|" + "---|" * len(header), *text[1:]])
 
 
 def table(workload: Workload, turns: Sequence[Turn]) -> str:
     """One workload: a row per number in flight and system; medians over repetitions, ratios with their spread."""
-    lines = [f"### {workload.name}: {workload.unit}", "", _HEADER, "|" + "---|" * 8]
+    rows: list[Sequence[object]] = []
     systems = list(dict.fromkeys(turn.system for turn in turns if turn.repetition == 0))
     for in_flight in dict.fromkeys(turn.in_flight for turn in turns):
         first = _turns_of(turns, in_flight, systems[0])
-        lines += [_row(in_flight, system, _turns_of(turns, in_flight, system), first) for system in systems]
-    return "\n".join(lines)
+        rows += [_row(in_flight, system, _turns_of(turns, in_flight, system), first) for system in systems]
+    return f"### {workload.name}: {workload.unit}\n\n{markdown(_HEADER, rows)}"
 
 
 def hop_table(hops: Mapping[str, Sequence[float]]) -> str:
     """The way of one input through the handoff."""
-    lines = ["| hop | p50, ms | p90, ms |", "|---|---|---|"]
+    rows = []
     for hop, seconds in hops.items():
         if seconds:
             p50, p90 = np.percentile(seconds, (50, 90)) * 1000
-            lines.append(f"| {hop.replace('_', ' ').replace('->', '→')} | {p50:.2f} | {p90:.2f} |")
-    return "\n".join(lines)
+            rows.append((hop.replace("_", " ").replace("->", "→"), f"{p50:.2f}", f"{p90:.2f}"))
+    return markdown(("hop", "p50, ms", "p90, ms"), rows)
 
 
 def hardware() -> str:
@@ -71,9 +84,9 @@ def _turns_of(turns: Sequence[Turn], in_flight: int, system: str) -> list[Turn]:
     return [turn for turn in turns if turn.in_flight == in_flight and turn.system == system]
 
 
-def _row(in_flight: int, system: str, turns: Sequence[Turn], first: Sequence[Turn]) -> str:
-    cells = [
-        str(in_flight),
+def _row(in_flight: int, system: str, turns: Sequence[Turn], first: Sequence[Turn]) -> Sequence[object]:
+    return (
+        in_flight,
         system,
         f"{_median(turns, lambda turn: turn.requests_per_s):.2f}",
         f"{_median(turns, lambda turn: turn.tokens_per_s):.1f}",
@@ -81,8 +94,7 @@ def _row(in_flight: int, system: str, turns: Sequence[Turn], first: Sequence[Tur
         _milliseconds([outcome.ttft_s for turn in turns for outcome in turn.outcomes]),
         _milliseconds([outcome.latency_s for turn in turns for outcome in turn.outcomes]),
         _share_equal(turns, first),
-    ]
-    return "| " + " | ".join(cells) + " |"
+    )
 
 
 def _median(turns: Sequence[Turn], value: Callable[[Turn], float]) -> float:

@@ -18,6 +18,7 @@ import typer
 from common.errors import TriptychError
 from tools.bench.client import LoadClient, payload_of
 from tools.bench.measure import Turn, describe, emit
+from tools.bench.report import markdown
 from tools.bench.workloads import BenchRequest, Workload, make_workload
 
 WARM_UP = 8
@@ -50,10 +51,8 @@ def compare(
 
 def table(turns: Sequence[Turn], names: Sequence[str]) -> str:
     """Return a Markdown table; ratios compare turns of the same level and repetition."""
-    lines = [
-        "| in flight | server | requests/s | tokens/s out | ratio to the last (spread) | TTFT p50, ms | TPOT p50, ms |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    header = "in flight|server|requests/s|tokens/s out|ratio to the last (spread)|TTFT p50, ms|TPOT p50, ms"
+    rows = []
     for level in sorted({turn.in_flight for turn in turns}):
         reference = {t.repetition: t for t in turns if (t.in_flight, t.system) == (level, names[-1])}
         for name in names:
@@ -61,17 +60,17 @@ def table(turns: Sequence[Turn], names: Sequence[str]) -> str:
             ratios = [turn.tokens_per_s / reference[turn.repetition].tokens_per_s for turn in own]
             ttft_s = [statistics.median(one.ttft_s or 0.0 for one in turn.outcomes) for turn in own]
             tpot_s = [statistics.median(one.tpot_s for one in turn.outcomes) for turn in own]
-            cells = [
-                str(level),
+            cells = (
+                level,
                 name,
                 f"{statistics.median(turn.requests_per_s for turn in own):.2f}",
                 f"{statistics.median(turn.tokens_per_s for turn in own):.1f}",
                 f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})",
                 f"{1e3 * statistics.median(ttft_s):.0f}",
                 f"{1e3 * statistics.median(tpot_s):.1f}",
-            ]
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            )
+            rows.append(cells)
+    return markdown(header.split("|"), rows)
 
 
 async def _measure(

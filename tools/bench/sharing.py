@@ -37,14 +37,14 @@ def compare(
     """Print time and memory of equal and of different clips."""
     openmp.set_defaults(os.environ)
     from engine.llm import LLM
+    from tools.bench.report import markdown
     from tools.bench.workloads import make_workload
 
     workload = make_workload(model)
     llm = LLM(model, dtype=dtype)
     _run(llm, [request.clip for request in workload.requests(2, seed=-1)])
     block_kib = llm.decoder.stats()["kv_block_bytes"] / 2**10
-    print("| repetition | clips | seconds | encoder runs | KV blocks at most | MiB of KV cache |")
-    print("|---|---|---|---|---|---|")
+    rows = []
     for repetition in range(repetitions):
         clips = [request.clip for request in workload.requests(NUM_REQUESTS + 1, seed=repetition)]
         cases = {
@@ -55,8 +55,8 @@ def compare(
         for name, batch in cases.items():
             used = _run(llm, batch)
             memory = f"{used.peak_blocks * block_kib / 2**10:.1f}"
-            cells = [repetition + 1, name, f"{used.seconds:.2f}", used.encoder_runs, used.peak_blocks, memory]
-            print("| " + " | ".join(map(str, cells)) + " |")
+            rows.append((repetition + 1, name, f"{used.seconds:.2f}", used.encoder_runs, used.peak_blocks, memory))
+    print(markdown(("repetition", "clips", "seconds", "encoder runs", "KV blocks at most", "MiB of KV cache"), rows))
 
 
 def _run(llm: LLM, clips: list[bytes]) -> Usage:

@@ -27,6 +27,7 @@ import typer
 from broker.cluster.embedded import EmbeddedBroker
 from common.messages import TensorHeader
 from tools.bench.memcpy import KINDS, Memcpy
+from tools.bench.report import markdown
 from tools.bench.transport_ends import (
     COPIED,
     NIXL_CUDA,
@@ -198,47 +199,39 @@ class _Turn:
 
 def throughput_table(measured: Measured, routes: Sequence[str]) -> str:
     """GB/s, medians over the turns."""
-    lines = [_row(["GB/s", *KINDS, *routes]), _rule(1 + len(KINDS) + len(routes))]
-    for size in SIZES:
-        rates = (_rate(measured, size, route) / 1e9 for route in (*KINDS, *routes))
-        lines.append(_row([size_in_words(size), *(f"{rate:.2f}" for rate in rates)]))
-    return "\n".join(lines)
+    columns = [*KINDS, *routes]
+    rows = [
+        [size_in_words(size), *(f"{_rate(measured, size, route) / 1e9:.2f}" for route in columns)] for size in SIZES
+    ]
+    return markdown(["GB/s", *columns], rows)
 
 
 def ratio_table(measured: Measured, routes: Sequence[str]) -> str:
-    """How many times as fast one route is as another, by the medians: memcpy and shared memory, plain pyzmq and ZMQ."""
+    """Ratios of the medians: memcpy to shared memory, plain pyzmq to ZMQ."""
     ratios = [(one, other) for one, other in RATIOS if other in routes]
-    lines = [_row(["times as fast", *(f"{one} : {other}" for one, other in ratios)]), _rule(1 + len(ratios))]
+    rows = []
     for size in SIZES:
         rates = {route: _rate(measured, size, route) for pair in ratios for route in pair}
-        lines.append(_row([size_in_words(size), *(f"{rates[one] / rates[other]:.2f}" for one, other in ratios)]))
-    return "\n".join(lines)
+        rows.append([size_in_words(size), *(f"{rates[one] / rates[other]:.2f}" for one, other in ratios)])
+    return markdown(["times as fast", *(f"{one} : {other}" for one, other in ratios)], rows)
+
+
+def latency_table(measured: Measured, routes: Sequence[str]) -> str:
+    """Microseconds of one tensor, p50 / p99 over all single ones."""
+    columns, rows = [*KINDS, *routes], []
+    for size in SIZES:
+        pairs = (np.percentile(measured[size, route].latencies_s, (50, 99)) * 1e6 for route in columns)
+        rows.append([size_in_words(size), *(f"{p50:.0f} / {p99:.0f}" for p50, p99 in pairs)])
+    return markdown(["p50 / p99, µs", *columns], rows)
 
 
 def _rate(measured: Measured, size: int, route: str) -> float:
     return float(np.median(measured[size, route].bytes_per_s))
 
 
-def latency_table(measured: Measured, routes: Sequence[str]) -> str:
-    """Microseconds one route, p50 / p99 over all single tensors."""
-    lines = [_row(["p50 / p99, µs", *KINDS, *routes]), _rule(1 + len(KINDS) + len(routes))]
-    for size in SIZES:
-        pairs = (np.percentile(measured[size, route].latencies_s, (50, 99)) * 1e6 for route in (*KINDS, *routes))
-        lines.append(_row([size_in_words(size), *(f"{p50:.0f} / {p99:.0f}" for p50, p99 in pairs)]))
-    return "\n".join(lines)
-
-
 def size_in_words(size: int) -> str:
     """Return `64 KiB` and the like."""
     return f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _rule(columns: int) -> str:
-    return "|" + "---|" * columns
 
 
 if __name__ == "__main__":
