@@ -1,12 +1,12 @@
-"""Who may call which HTTP path. Plain ASGI, so that streams and disconnects pass through untouched.
+"""Access to HTTP paths by key. Plain ASGI: streams and disconnects pass through untouched.
 
-path                      with keys                     without
-/health, /ready           everybody                     everybody
-/metrics                  a key; everybody with `metrics_without_key`    everybody
+path                      with keys configured          without
+/health, /ready           open                          open
+/metrics                  a key; open with `metrics_without_key`    open
 /drain, /switch           the cluster's token           this machine
-everything else           a key                         everybody
+all others                a key                         open
 
-"A key" is one of the API keys; a worker takes the cluster's token as well. "Without" means: no API key for the proxy,
+"A key" means an API key; a worker accepts the cluster's token as well. "Without" means: no API key for the proxy,
 neither API key nor cluster key for a worker.
 """
 
@@ -28,7 +28,7 @@ _OPEN_PATHS: Final = frozenset({"/health", "/ready"})
 
 
 class RequireKey:
-    """Passes on the calls that `guard` allows; `refusal` answers the others, whose body is never read."""
+    """Middleware that passes on the calls allowed by `guard`; `refusal` answers all others without reading a body."""
 
     def __init__(self, app: ASGIApp, guard: Guard, refusal: ASGIApp) -> None:
         self._app = app
@@ -36,27 +36,25 @@ class RequireKey:
         self._refusal = refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._allows(scope):
-            await self._refusal(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
-
-    def _allows(self, scope: Scope) -> bool:
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        header = given[0].decode("latin-1") if len(given) == 1 else None
-        client = scope.get("client")
-        return self._guard(scope["path"], header, client[0] if client else None)
+        app = self._app
+        if scope["type"] == "http":
+            given = [value for name, value in scope["headers"] if name == b"authorization"]
+            header = given[0].decode("latin-1") if len(given) == 1 else None
+            client = scope.get("client")
+            if not self._guard(scope["path"], header, client[0] if client else None):
+                app = self._refusal
+        await app(scope, receive, send)
 
 
 def proxy_guard(settings: Settings) -> Guard:
-    """The guard of the OpenAI API. Raises TriptychError("invalid_request") for a key file that has none."""
+    """Return the guard of the OpenAI API. Raises TriptychError("invalid_request") for a key file without keys."""
     keys = api_keys(settings)
     open_paths = _open_paths(settings)
     return lambda path, header, client: not keys or path in open_paths or keys.accepts(header)
 
 
 def worker_guard(settings: Settings) -> Guard:
-    """The guard of a worker's own endpoints. Raises TriptychError("invalid_request") for unreadable key files."""
+    """Return the guard of a worker's endpoints. Raises TriptychError("invalid_request") for unreadable key files."""
     keys, token = api_keys(settings), cluster_token(settings)
     open_paths = _open_paths(settings)
 

@@ -1,4 +1,4 @@
-"""What the HTTP servers of all processes have in common: how they listen, and how they treat connections."""
+"""HTTP server of every process: listening sockets, and uvicorn with bounded connections."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from common.errors import TriptychError
 from common.http.connections import BoundedConfig, Connections, Reason, allowed_connections
 
 UNREAD_MS: Final = 60_000
-"""A client that takes nothing for so long is gone: the system closes its connection."""
+"""The system closes the connection of a client that has acknowledged no data for this long."""
 SEND_BUFFER_BYTES: Final = 256 * 2**10
-"""Of a connection (Linux takes twice as much). Left to itself it grows to 4 MiB, which are 16,000 tokens of a stream
-that nobody reads."""
+"""Per connection (Linux doubles the value). By default the buffer grows to 4 MiB: 16,000 tokens of an unread stream."""
 
 
 class Server(uvicorn.Server):
-    """uvicorn in the running loop with bounded connections, and without its own signal handlers, which would end the
-    process by the signal after a clean stop."""
+    """uvicorn in the running loop, with bounded connections.
+
+    uvicorn's signal handlers are off: after a clean stop they would end the process by the signal.
+    """
 
     def __init__(
         self, app: Any, settings: Settings, on_ended: Callable[[Reason], None] = lambda _: None, **options: Any
     ) -> None:
-        """`on_ended` is told why a connection was ended from here; `options` are uvicorn's."""
+        """`on_ended` receives the reason when the server ends a connection; `options` are uvicorn's."""
         limit = allowed_connections(settings.max_connections)
         connections = Connections(limit, settings.client_timeout_s, on_ended)
         fixed = {"log_config": None, "access_log": False, "ws": "none", "server_header": False}
@@ -39,16 +40,16 @@ class Server(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 picks a free one. Raises TriptychError("invalid_request") where it is taken."""
+    """Return a listening socket; port 0 picks a free port. Raises TriptychError("invalid_request") for a taken port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         message = f"cannot listen on {host}:{port}: {error.strerror or error}; give another --port, or 0 for a free one"
         raise TriptychError("invalid_request", message, "port") from error
-    # asyncio does so only where the protocol is explicit; without it a stream waits 40 ms for a delayed ACK.
+    # asyncio sets this only for sockets with an explicit protocol. Without it a stream waits 40 ms for a delayed ACK.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # elsewhere such a connection lives until the request's deadline
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # other systems keep the connection until the request's deadline
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_MS)
     return listener

@@ -15,7 +15,7 @@ import pytest
 
 from common.config import Settings
 from common.errors import TriptychError
-from common.http.chunk_guard import PIECE_COST_BYTES, SPARE_BYTES
+from common.http.chunk_guard import CHUNK_COST_BYTES, SPARE_BYTES
 from common.http.connections import BODY_PIECE_BYTES, PIECE_BYTES, BoundedProtocol
 from proxy.media import fetch
 from proxy.media.fetch import Fetcher
@@ -32,7 +32,7 @@ TINY = b"1\r\n \r\n"
 EXTENDED = b"1;" + b"x" * 200 + b"\r\n \r\n"
 LED = b"100000\r\n" + bytes(2**20) + b"\r\n" + TINY * 3000
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-FREE_CHUNKS = SPARE_BYTES // PIECE_COST_BYTES
+FREE_CHUNKS = SPARE_BYTES // CHUNK_COST_BYTES
 
 
 def chunks(data: bytes, size: int) -> bytes:
