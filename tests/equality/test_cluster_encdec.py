@@ -1,4 +1,4 @@
-"""BART and T5 in a cluster of processes: encoder prompts travel as inputs, answers equal transformers and `LLM`."""
+"""BART, mBART and T5 in a cluster of processes: encoder prompts travel as inputs, answers equal transformers and `LLM`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_BLOCKS = 30
 """Enough for the longest decoder prompt and encoder prompt together; never for all requests."""
 
 
-@pytest.fixture(scope="module", params=("bart", "t5"))
+@pytest.fixture(scope="module", params=("bart", "mbart", "t5"))
 def served(request: pytest.FixtureRequest, folder_of: Callable[[str], Path], broker_url: str) -> Iterator[Served]:
     """Two encoders, and a decoder under pressure: small chunks, a KV cache too small for all requests at once."""
     folder = folder_of(request.param)
