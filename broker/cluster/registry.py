@@ -1,4 +1,4 @@
-"""Who is alive: every instance keeps a short-lived record of itself in Redis.
+"""The registry of live instances: every instance keeps a short-lived record in Redis.
 
 {cluster}:instances                the ids of all instances (a set)
 {cluster}:instance:{instance_id}   an InstanceRecord, gone RECORD_TTL_S seconds after the last heartbeat
@@ -29,7 +29,7 @@ log = get_logger()
 
 
 class Registry:
-    """The instances of one cluster; and, after `register`, this process's own entry among them."""
+    """The instances of one cluster and, after `register`, this process's own entry."""
 
     def __init__(self, redis: Redis, cluster: str) -> None:
         self._redis = redis
@@ -40,7 +40,7 @@ class Registry:
         self._told: tuple[int, bool] | None = None  # epoch, draining
 
     async def register(self, record: InstanceRecord) -> None:
-        """Enter `record`; from now on `heartbeat` keeps it alive.
+        """Enter `record`, kept alive by `heartbeat` from now on.
 
         An instance that starts again under its old id takes over the entry. Raises as `heartbeat` does.
         """
@@ -48,8 +48,8 @@ class Registry:
         await self.heartbeat()
 
     async def heartbeat(self, **changes: int | Role | None) -> None:
-        """Write the own record again, with `changes` of its fields; also what brings it back after Redis was flushed
-        or restarted.
+        """Write the own record again, with `changes` of its fields. Restores the record after Redis was flushed or
+        restarted.
 
         Raises TriptychError("unavailable") where a younger process runs under the same instance id.
         """
@@ -73,7 +73,7 @@ class Registry:
             self._told = own.epoch, own.draining
 
     async def unregister(self) -> bool:
-        """Remove the own entry; False if there was none, or another process has taken it over."""
+        """Remove the own entry; return False if the entry is gone or belongs to another process by now."""
         own, self._own = self._own, None
         if own is None:
             return False
@@ -87,8 +87,8 @@ class Registry:
         return True
 
     async def changes(self) -> AsyncGenerator[None]:
-        """Yields at the start, and when an instance has come, begins to leave or has left. What is told while the
-        connection is lost is missed, and nobody tells of the dead: look now and then all the same.
+        """Yield at the start, and after an instance joins, begins to leave or leaves. Notifications during a lost
+        connection are missed, and a death sends none: poll now and then as well.
 
         Raises ResponseError where the broker does not let us listen; then looking now and then has to do.
         """
@@ -104,12 +104,12 @@ class Registry:
             await self._redis.publish(self._changes, "")
 
     async def get(self, instance_id: str) -> InstanceRecord | None:
-        """One instance's record; None if it is not alive."""
+        """Return an instance's record; None if the instance is not alive."""
         value = await self._redis.get(self._key(instance_id))
         return self._parse(value)
 
     async def instances(self) -> dict[str, InstanceRecord]:
-        """All live instances by id. Ids whose record has expired leave the index here."""
+        """Return all live instances by id, and remove expired ids from the index."""
         members = await self._redis.smembers(self._index)
         ids = sorted(m.decode(errors="replace") if isinstance(m, bytes) else m for m in members)
         if not ids:
@@ -135,14 +135,15 @@ class Registry:
 
 
 def other_key(one: InstanceRecord, other: InstanceRecord) -> str:
-    """Says of two instances that they cannot speak to each other for want of a common cluster key."""
+    """Return the message for two instances without a common cluster key."""
     has = f"cluster key {one.key_id}" if one.key_id else "no cluster key"
     wants = f"cluster key {other.key_id}" if other.key_id else "none"
     return f"{one.instance_id} has {has}, {other.instance_id} has {wants}: give both the same TRIPTYCH_CLUSTER_KEY"
 
 
 def incompatibility(one: InstanceRecord, other: InstanceRecord) -> str | None:
-    """Why two instances must not work together, naming both; None if they may. A proxy has no dtype."""
+    """Return the reason against two instances working together, naming both; None if compatible. A proxy has no
+    dtype."""
     if one.key_id != other.key_id:
         return other_key(one, other)
     for name, ours, theirs in (

@@ -49,12 +49,12 @@ log = get_logger()
 
 
 def connection_id(instance_id: str, epoch: int, number: int) -> str:
-    """By what workers know one connection of a proxy: new for each connection, `number` grows."""
+    """Return the name of a proxy's connection at workers: new for each connection, with a growing `number`."""
     return f"{instance_id}@{epoch}.{number}"
 
 
 def supersedes(connection: bytes, other: bytes) -> bool:
-    """Whether a proxy has made `connection` after, and so instead of, `other`."""
+    """Return whether a proxy made `connection` after `other`, to replace the older connection."""
     proxy, _, number = connection.rpartition(b".")
     other_proxy, _, other_number = other.rpartition(b".")
     numbered = number.isdigit() and other_number.isdigit()
@@ -62,7 +62,7 @@ def supersedes(connection: bytes, other: bytes) -> bool:
 
 
 class WorkerServer:
-    """The worker's end: takes messages from any number of proxies, answers each by its routing id.
+    """The worker's end: receives from any number of proxies, and answers each by routing id.
 
     `on_refused` is called with the request id of an answer that was too large to be sent: the request's proxy has been
     told an error instead, and what is left of the request is to be dropped.
@@ -74,7 +74,7 @@ class WorkerServer:
         host: str = "127.0.0.1",
         on_refused: Callable[[str], None] = lambda request_id: None,
     ) -> None:
-        """Bind a free port on `host`; `address` is the endpoint that clients on this network connect to."""
+        """Bind a free port on `host`; `address` is the endpoint for clients on this network."""
         self._socket = context.socket(zmq.ROUTER)
         _set_common_options(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a proxy that is gone is an error we want to see
@@ -89,7 +89,7 @@ class WorkerServer:
         self._on_refused = on_refused
 
     async def receive(self) -> tuple[bytes, ToWorker]:
-        """The next valid message and the routing id of its proxy; anything else is counted and dropped."""
+        """Return the next valid message and the routing id of its proxy. Invalid messages are counted and discarded."""
         while True:
             frames = await self._socket.recv_multipart(copy=False)
             try:
@@ -101,7 +101,7 @@ class WorkerServer:
                 log.warning("dropped a message on the request socket", error=error.info.message)
 
     def send(self, proxy: bytes, message: FromWorker | Heartbeat) -> bool:
-        """Send to one proxy, at once and in order; False if it is gone or takes nothing any more.
+        """Send to a proxy, at once and in order; return False if the proxy is gone or its queue is full.
 
         Where the message is too large, the request ends instead, with "item_too_large".
         """
@@ -129,7 +129,7 @@ class WorkerServer:
 
 
 class WorkerClient:
-    """The proxy's end of the conversation with one worker.
+    """The proxy's end of the conversation with a worker.
 
     `identity` is by what the worker knows this connection and whose requests are whose: unique in the cluster, and
     never used again, or the worker would keep what was asked for on a connection that has been given up.
@@ -139,7 +139,7 @@ class WorkerClient:
     def __init__(
         self, context: zmq.asyncio.Context, address: str, identity: str, on_invalid: Callable[[], None] = lambda: None
     ) -> None:
-        """`on_invalid` is called for each reply that is none, and is dropped."""
+        """Connect to a worker. Invalid replies are discarded, with a call of `on_invalid` for each."""
         self._socket = context.socket(zmq.DEALER)
         _set_common_options(self._socket)
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
@@ -157,8 +157,8 @@ class WorkerClient:
         """For subclasses: the socket is about to connect."""
 
     async def send(self, message: ToWorker) -> None:
-        """Send without waiting. Raises TriptychError: "unavailable" where the worker takes nothing any more,
-        "item_too_large" for what no worker would take."""
+        """Send without waiting. Raises TriptychError: "unavailable" if the worker's queue is full, "item_too_large"
+        beyond every worker's cap."""
         data = encode(message)
         if len(data) > MAX_TO_WORKER_BYTES:
             raise _too_large("the request is too large for a worker", message, len(data), MAX_TO_WORKER_BYTES)
@@ -171,7 +171,7 @@ class WorkerClient:
             raise TriptychError("unavailable", message_text) from error
 
     async def receive(self) -> FromWorker:
-        """What the worker tells next of a request. Heartbeats are passed over, and so is what is invalid."""
+        """Return the worker's next message about a request. Heartbeats and invalid messages are skipped."""
         while True:
             frames = await self._socket.recv_multipart(copy=False)
             try:
@@ -185,7 +185,7 @@ class WorkerClient:
                 log.warning("dropped a reply", worker=self.address, error=error.info.message)
 
     def close(self, linger_ms: int = 0) -> None:
-        """Does not wait; what was sent last still has `linger_ms` to leave."""
+        """Close without waiting; the last messages have `linger_ms` to leave."""
         self._socket.close(linger=linger_ms)
 
     async def __aenter__(self) -> WorkerClient:
@@ -204,7 +204,7 @@ def _too_large(what: str, message: ToWorker | FromWorker, size_bytes: int, limit
 
 
 def _refusal(message: FromWorker, error: ErrorInfo) -> FromWorker:
-    """What is told instead of a message that cannot be sent."""
+    """Return the replacement for a message too large to send."""
     match message:
         case Encoded():
             return Encoded(message.request_id, message.input_id, message.attempt, error)

@@ -49,7 +49,7 @@ def stream_key(cluster: str, instance_id: str, channel: ChannelName) -> str:
 
 @dataclass(frozen=True)
 class Delivery:
-    """One received message. `stale`: it was meant for a former process under this instance id."""
+    """A received message. `stale`: addressed to a former process with this instance id."""
 
     stream: bytes
     entry_id: bytes
@@ -65,7 +65,7 @@ class _Entry:
 
 
 class ChannelSender:
-    """Sends messages to other instances, in order, from one queue by one task, so that nobody waits.
+    """Send messages to other instances, in order, from one queue by one task: no caller waits.
 
     A message whose stream does not exist, or that Redis does not take, is tried again for `timeout_s` and then
     dropped and counted, half a second later where a try or a pause has to end first: every wait of the handoff has a
@@ -98,7 +98,7 @@ class ChannelSender:
         return self._queue.qsize()
 
     async def run(self) -> None:
-        """Send what is queued, until cancelled."""
+        """Send queued messages until cancelled."""
         while True:
             batch = [await self._queue.get()]
             while len(batch) < _BATCH and not self._queue.empty():
@@ -113,8 +113,8 @@ class ChannelSender:
                     batch = self._unexpired(batch)
 
     async def _send_batch(self, batch: list[_Entry]) -> bool:
-        """Send in one round trip; False if Redis is away, or silent until the oldest has expired. What has no stream
-        now is queued again for later."""
+        """Send in one round trip; return False if Redis is away, or silent until the oldest message has expired.
+        Messages without a stream are queued again."""
         self._away = True
         streams = dict.fromkeys(entry.stream for entry in batch)
         try:
@@ -169,7 +169,7 @@ class ChannelReader:
         self.num_invalid = 0
 
     async def open(self) -> None:
-        """Create the streams. What is in them by now was meant for a former process under this id: it is stale."""
+        """Create the streams. Messages present by now were addressed to a former process with this id: stale."""
         for stream in self._streams:
             await self._create(stream)
             info: dict[str, Any] = await self._redis.xinfo_stream(stream)
@@ -209,11 +209,11 @@ class ChannelReader:
         return await self._read(dict.fromkeys(self._streams, ">"), block_ms=_BLOCK_MS)
 
     async def acknowledge(self, deliveries: list[Delivery]) -> None:
-        """The messages have been handled: remove them."""
+        """Remove handled messages."""
         await self._remove([(delivery.stream, delivery.entry_id) for delivery in deliveries])
 
     async def keep_alive(self) -> None:
-        """Put off the expiry of the streams, creating those that have vanished; called with the heartbeat."""
+        """Extend the expiry of the streams and recreate vanished streams; called with the heartbeat."""
         for stream in self._streams:
             if not await self._redis.expire(stream, STREAM_TTL_S):
                 await self._create(stream)
@@ -274,6 +274,6 @@ class ChannelReader:
 
 
 def _parse_id(entry_id: bytes) -> tuple[int, int]:
-    """`b"1700000000000-3"` as numbers that compare in stream order."""
+    """Parse `b"1700000000000-3"` into numbers that compare in stream order."""
     milliseconds, _, sequence = bytes(entry_id).partition(b"-")
     return int(milliseconds), int(sequence or 0)

@@ -1,4 +1,4 @@
-"""The sender's side of a handoff, one small state machine per encoder output, or per request's keys and values:
+"""The sender's side of a handoff, a small state machine per encoder output, or per request's KV:
 
                                       +---- receipt, the next part ----+
                                       v                                |
@@ -60,8 +60,8 @@ def key_of(message: HandoffMessage | TensorHeader | Encode) -> Key:
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of a handoff. An encoder output has one, without a table; those of keys and values say whose they are
-    and with which token they begin."""
+    """One tensor of a handoff. An encoder output is a single part without a table; a part of KV names its table and
+    first token."""
 
     shape: list[int]
     dtype: str
@@ -96,7 +96,7 @@ class Handoff:
         self.times_s[hop] = time.time()
 
     def fail(self, error: TriptychError) -> None:
-        """Whatever is waited for, now or next, ends with `error`."""
+        """End the present or next wait with `error`."""
         for future in (self.grant, self.receipt):
             if not future.done():
                 future.set_exception(error)
@@ -104,7 +104,7 @@ class Handoff:
 
 
 class HandoffSender:
-    """All handoffs that start at this instance."""
+    """All handoffs started by this instance."""
 
     def __init__(self, channels: ChannelSender, tensors: TensorSender, timeout_s: float) -> None:
         """`timeout_s` bounds each wait for a receipt, an offer's own deadline all waits. Set `own` before the first."""
@@ -121,7 +121,7 @@ class HandoffSender:
         return len(self._handoffs)
 
     async def offer(self, offer: Offer | KvOffer, receiver: InstanceRecord | None) -> Handoff:
-        """Offer something to an instance and wait for the grant, which is `handoff.grant.result()`.
+        """Offer a tensor to an instance and wait for the grant, `handoff.grant.result()`.
 
         A granted handoff stays open until `deliver` or `close`. A cached one is done: there is nothing to send.
         Raises TriptychError: "unavailable" where the receiver is gone, does not fit, or has cancelled; "timeout"
@@ -157,8 +157,8 @@ class HandoffSender:
     async def deliver(
         self, handoff: Handoff, shape: list[int], dtype: str, data: Payload, early: EarlySend | None = None
     ) -> None:
-        """Send the only tensor of a granted handoff, unless it has left by `early`, and wait for the receipt; the
-        handoff is done afterwards.
+        """Send the only tensor of a granted handoff, unless sent by `early` already, and wait for the receipt. The
+        handoff is complete afterwards.
 
         Raises as `send` does, and "internal_error" where the tensor is not what was offered.
         """
@@ -235,7 +235,7 @@ class HandoffSender:
             self.outcomes["duplicate"] += 1
 
     def _take_answer(self, handoff: Handoff, grant: Grant) -> None:
-        """To an offer repeated since the tensor was sent: either the receipt was lost, or the tensor, or it is slow."""
+        """Handle the answer to an offer repeated after sending: the receipt is lost, or the tensor is lost or slow."""
         stored = grant.status == "cached" or grant.num_parts > handoff.part
         if not stored and time.monotonic() < handoff.patience_s:
             return
@@ -244,13 +244,13 @@ class HandoffSender:
         handoff.receipt.set_result(Receipt(*key_of(grant), status, handoff.part))
 
     def complete(self, handoff: Handoff) -> None:
-        """All parts of a handoff are stored: it is done."""
+        """Complete a handoff after all parts are stored."""
         self.outcomes["stored"] += 1
         handoff.state = "done"
         self.close(key_of(handoff.offer))
 
     def keep_alive(self, handoff: Handoff) -> None:
-        """Give a sign of life where there has been none for a while: the receiver renews its lease for it."""
+        """Send a sign of life after a silence: the receiver renews the lease."""
         if time.monotonic() - handoff.last_sign_s > self._timeout_s / SIGNS_PER_LEASE:
             self._send_offer(handoff)
 
@@ -259,13 +259,13 @@ class HandoffSender:
         self._channels.send(handoff.receiver.instance_id, "metadata", handoff.offer)
 
     def fail(self, key: Key, error: TriptychError) -> None:
-        """End a handoff from this side: whoever waits for it gets `error`. Unknown keys are fine."""
+        """End a handoff from this side: all waits end with `error`. Unknown keys are ignored."""
         handoff = self._handoffs.get(key)
         if handoff is not None:
             handoff.fail(error)
 
     def close(self, key: Key) -> None:
-        """Forget a handoff; its answers, should they still come, are strays. Unknown keys are fine.
+        """Forget a handoff; late answers are strays. Unknown keys are ignored.
 
         One that is not done is withdrawn, whatever its receiver has made of it: that may be what has not been heard.
         """
@@ -278,11 +278,11 @@ class HandoffSender:
             handoff.receipt.cancel()
 
     def lately_seen(self, instance_id: str) -> InstanceRecord | None:
-        """An instance that was in the registry lately, as `review` saw it: see Presence."""
+        """Return an instance seen in the registry lately by `review`. See Presence."""
         return self._presence.get(instance_id)
 
     def review(self, instances: dict[str, InstanceRecord]) -> None:
-        """Compare with the registry: end the handoffs whose receiver has gone or has started anew.
+        """Compare with the registry: end handoffs to a receiver that is gone or has restarted.
 
         Called with the heartbeat. Presence says who counts as gone.
         """
@@ -327,7 +327,7 @@ class HandoffSender:
         table: Literal["", "self", "cross"] = "",
         first: int = 0,
     ) -> TensorHeader:
-        """Of the next part; whatever carries it adds the checksum."""
+        """Make the header of the next part; the transport adds the checksum."""
         offer, epoch = handoff.offer, handoff.receiver.epoch
         return TensorHeader(
             *key_of(offer),
@@ -342,7 +342,7 @@ class HandoffSender:
         )
 
     async def _wait(self, handoff: Handoff, answer: asyncio.Future[_T], what: str, deadline_s: float) -> _T:
-        """The answer, once it is there; meanwhile the offer is repeated. Raises TriptychError("timeout")."""
+        """Wait for the answer and repeat the offer meanwhile. Raises TriptychError("timeout")."""
         name, began_s = handoff.receiver.instance_id, time.monotonic()
         while True:
             remaining_s = deadline_s - time.monotonic()
@@ -363,5 +363,5 @@ class HandoffSender:
 
 
 def _is_answer(handoff: Handoff, grant: Grant) -> bool:
-    """Whether a grant that comes again can say what has become of the part that was sent."""
+    """Return whether a repeated grant tells the fate of the sent part."""
     return not handoff.receipt.done() and grant.status in ("granted", "cached")

@@ -42,7 +42,7 @@ class _CrossTable:
 
 
 class BlockManager:
-    """Who holds which blocks. Lengths are in tokens; sequences are known by number, requests by name."""
+    """Assign blocks to sequences. Lengths are in tokens; sequences are known by number, requests by name."""
 
     def __init__(self, pool: BlockPool, block_size: int, host_pool: BlockPool | None = None) -> None:
         self.pool = pool
@@ -63,7 +63,7 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be had: free ones, and those that are only kept in case they are needed again."""
+        """Blocks available to a new table: free blocks, and cached blocks without a reader."""
         return self.pool.num_free + self._num_idle_blocks
 
     @property
@@ -72,14 +72,14 @@ class BlockManager:
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody holds, kept for the next request with the same prefix or the same encoder content."""
+        """Blocks without a reader, kept for the next request with the same prefix or encoder content."""
         return self._num_idle_blocks
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def fits_ever(self, num_prompt_tokens: int, lengths: Sequence[int], num_encoder_tokens: int = 0) -> bool:
-        """Whether sequences of these lengths fit if they have the whole pool to themselves.
+        """Return whether sequences of the given lengths fit into an otherwise empty pool.
 
         Several ones share the full blocks of their prompt and no more: that is what they need at worst.
         """
@@ -90,7 +90,7 @@ class BlockManager:
     def missing_blocks(
         self, num_tokens: int, num_encoder_tokens: int = 0, content: str = "", prefix: Sequence[bytes] = ()
     ) -> int:
-        """Blocks that allocating one sequence and its cross table would take away from `num_free`."""
+        """Return how many blocks of `num_free` a sequence and its cross table would use."""
         cached = self.match_prefix(prefix)
         held = sum(1 for name in prefix[:cached] if self._block_of[name] not in self._idle)
         return self.blocks_for(num_tokens) - held + self._missing_cross(num_encoder_tokens, content)
@@ -113,7 +113,7 @@ class BlockManager:
         return next((index for index, name in enumerate(prefix) if name not in self._block_of), len(prefix))
 
     def allocate(self, sequence_id: int, num_tokens: int, prefix: Sequence[bytes] = ()) -> int:
-        """Make the table of a sequence that has none; returns how many of its tokens are cached already.
+        """Make the table of a new sequence; return how many of its tokens are cached already.
 
         `prefix` are hashes of leading full blocks that may be taken from the prefix cache.
         """
@@ -126,7 +126,8 @@ class BlockManager:
         return len(cached) * self.block_size
 
     def missing_to_append(self, sequence_id: int, num_computed: int, num_tokens: int) -> int:
-        """Blocks that `append` would take: new ones, and a copy where the next write hits a shared block."""
+        """Return how many blocks `append` would use: new blocks, and a copy where the next write hits a shared
+        block."""
         table = self._tables[sequence_id]
         growth = max(0, self.blocks_for(num_tokens) - len(table))
         index = num_computed // self.block_size
@@ -134,7 +135,8 @@ class BlockManager:
         return growth + shared
 
     def can_append(self, sequence_id: int, num_computed: int, num_tokens: int) -> bool:
-        """Whether the table can grow to hold `num_tokens` in all, those from `num_computed` on to be written."""
+        """Return whether the table can grow to `num_tokens` in all, with tokens from `num_computed` on still to be
+        written."""
         return self.missing_to_append(sequence_id, num_computed, num_tokens) <= self.num_free
 
     def append(self, sequence_id: int, num_computed: int, num_tokens: int) -> None:
@@ -152,7 +154,8 @@ class BlockManager:
             table.extend(self._take(missing))
 
     def fork(self, parent_id: int, child_id: int, num_blocks: int | None = None) -> None:
-        """Give a new sequence the table of another one, or its first `num_blocks`. Writes copy what is shared."""
+        """Give a new sequence the table of another, or the first `num_blocks` of the table. Later writes copy shared
+        blocks."""
         if child_id in self._tables:
             raise IntegrityError(f"sequence {child_id} has a block table already")
         table = self._tables[parent_id][:num_blocks]
@@ -161,7 +164,7 @@ class BlockManager:
         self.counters["forks"] += 1
 
     def free(self, sequence_id: int) -> None:
-        """Free a sequence's table, on the device or on the host; nothing happens where it has none."""
+        """Free a sequence's table, on the device or on the host. A sequence without a table is ignored."""
         self._release(self._tables.pop(sequence_id, []))
         self.host.free(sequence_id)
 
@@ -172,7 +175,8 @@ class BlockManager:
         return self._tables[sequence_id]
 
     def remember(self, sequence_id: int, first: int, hashes: Sequence[bytes]) -> None:
-        """Blocks `first`, `first + 1`, … of a sequence are full and written: others may find them by these hashes."""
+        """Publish full blocks `first`, `first + 1`, … of a sequence under the given hashes, for other requests to
+        find."""
         for block, name in zip(self._tables[sequence_id][first:], hashes, strict=False):
             if name not in self._block_of and block not in self._hash_of:
                 self._block_of[name] = block
@@ -181,7 +185,7 @@ class BlockManager:
     # --- cross tables
 
     def allocate_cross(self, request_id: str, num_encoder_tokens: int, content: str) -> None:
-        """Let a request read the cross table of `content`, made now if there is none."""
+        """Let a request read the cross table of `content`; make the table if none exists."""
         entry = self._cross_tables.get(content)
         if entry is None:
             self._make_free(self.blocks_for(num_encoder_tokens))
@@ -201,7 +205,7 @@ class BlockManager:
         return entry is not None and entry.written
 
     def awaits_cross(self, content: str) -> bool:
-        """Whether the keys and values of this content are still to be written, to a table that is there already."""
+        """Return whether the cross table of `content` exists, but its KV is still to be written."""
         entry = self._cross_tables.get(content)
         return entry is not None and not entry.written
 
@@ -215,12 +219,12 @@ class BlockManager:
         return content is not None and not self._cross_tables[content].written
 
     def mark_written(self, request_id: str) -> None:
-        """The keys and values of the request's cross table are in their blocks now."""
+        """Record that the KV of the request's cross table is in its blocks."""
         self._cross_tables[self._cross_of[request_id]].written = True
 
     def free_cross(self, request_id: str) -> None:
-        """Stop reading the cross table. The last reader leaves a written one behind, for the next request; a copy on
-        the host goes at once."""
+        """Stop reading the cross table. A written table stays for the next request after its last reader; a copy on the
+        host is freed at once."""
         self.host.free_cross(request_id)
         self._stop_reading(request_id)
 
@@ -245,7 +249,7 @@ class BlockManager:
         return {block for name in sequence_ids for block in self._tables.get(name, ())}
 
     def releasable_blocks(self, request_id: str, sequence_ids: Sequence[int]) -> int:
-        """Blocks that freeing a request's tables would add to `num_free`."""
+        """Return how many blocks freeing a request's tables would add to `num_free`."""
         counts: dict[int, int] = {}
         for name in sequence_ids:
             for block in self._tables.get(name, ()):
@@ -256,7 +260,7 @@ class BlockManager:
         return own + (len(cross.blocks) if cross is not None and cross.readers == {request_id} else 0)
 
     def reset(self) -> None:
-        """Free everything, on the device and on the host, and forget what was cached."""
+        """Free every table, on the device and on the host, and forget the prefix cache."""
         for sequence_id in [*self._tables, *self.host.sequence_ids]:
             self.free(sequence_id)
         for request_id in [*self._cross_of, *self.host.request_ids]:
@@ -271,12 +275,12 @@ class BlockManager:
         return self.host.num_free
 
     def can_swap_out(self, request_id: str, sequence_ids: Sequence[int]) -> bool:
-        """Whether the host has room for a request, and its cross table (if any) is worth keeping."""
+        """Return whether the host has room for a request, and whether its cross table, if any, is worth keeping."""
         needed = len(self.held_blocks(sequence_ids)) + len(self.get_cross_block_table(request_id))
         return self.host.pool is not None and needed <= self.num_host_free and not self.needs_writing(request_id)
 
     def swap_out(self, request_id: str, sequence_ids: Sequence[int]) -> None:
-        """Move the tables of a request to the host. What it shared with others stays on the device for them."""
+        """Move the tables of a request to the host. Blocks shared with other requests stay on the device for them."""
         tables = {name: self._tables[name] for name in sequence_ids if name in self._tables}
         cross = self.get_cross_block_table(request_id)
         host = self.host.put(request_id, tables, cross, self._cross_of.get(request_id, ""))
@@ -290,13 +294,13 @@ class BlockManager:
         return request_id in self.host
 
     def missing_to_swap_in(self, request_id: str) -> int:
-        """Blocks that `swap_in` would take away from `num_free`."""
+        """Return how many blocks of `num_free` a call of `swap_in` would use."""
         swapped = self.host[request_id]
         cross = self._missing_cross(len(swapped.cross) * self.block_size, swapped.content) if swapped.cross else 0
         return len(swapped.self_blocks) + cross
 
     def swap_in(self, request_id: str) -> None:
-        """Move the tables of a request back to the device, sharing among its sequences as before."""
+        """Move the tables of a request back to the device, shared among its sequences as before."""
         swapped = self.host.take(request_id)
         if swapped.cross:
             known = self.has_cross(swapped.content)
@@ -316,14 +320,14 @@ class BlockManager:
         self.counters["blocks_swapped_in"] += len(host)
 
     def take_moves(self) -> list[BlockMove]:
-        """What has to be copied before the next forward pass, in this order. The list is the caller's."""
+        """Return the copies to make before the next forward pass, in order, and forget them."""
         moves, self._moves = self._moves, []
         return moves
 
     # --- blocks between use and disuse
 
     def _hold(self, block: int) -> None:
-        """One more table holds a block that may be idle."""
+        """Add a table to the holders of a block, idle or not."""
         if block in self._idle:
             del self._idle[block]
             self._num_idle_blocks -= 1
@@ -331,7 +335,8 @@ class BlockManager:
             self.pool.share([block])
 
     def _release(self, blocks: Sequence[int]) -> None:
-        """One table less holds these. Known content stays, its last block to be given up first."""
+        """Remove a table from the holders of each block. Known content stays cached; the last block is evicted
+        first."""
         for block in reversed(blocks):
             if self.pool.references(block) == 1 and block in self._hash_of:
                 self._idle[block] = None
@@ -344,7 +349,7 @@ class BlockManager:
         return self.pool.allocate(count)
 
     def _make_free(self, count: int) -> None:
-        """Give up what nobody holds, least recently used first, until `count` blocks are free."""
+        """Evict cached blocks, least recently used first, until `count` blocks are free."""
         while self.pool.num_free < count and self._idle:
             name, _ = self._idle.popitem(last=False)
             blocks = self._cross_tables.pop(name).blocks if isinstance(name, str) else [name]

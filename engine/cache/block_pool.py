@@ -12,11 +12,11 @@ from collections.abc import Iterable, Sequence
 
 
 class IntegrityError(RuntimeError):
-    """Something that must always add up does not."""
+    """Two counts that must always agree do not."""
 
 
 class BlockPool:
-    """Free and used blocks of one device. `num_blocks` counts block 0, which is never handed out."""
+    """Free and used blocks of one device. `num_blocks` includes block 0, reserved for padding and never handed out."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
@@ -35,18 +35,19 @@ class BlockPool:
 
     @property
     def num_usable(self) -> int:
-        """Blocks that can be in use at once."""
+        """Number of blocks usable at once."""
         return self.num_blocks - 1
 
     def can_allocate(self, count: int) -> bool:
         return count <= len(self._free)
 
     def references(self, block: int) -> int:
-        """How many tables hold a block; 0 for a free one."""
+        """Return how many tables hold a block; 0 for a free block."""
         return self._references.get(block, 0)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks, one reference each. Raises ValueError where fewer are free: ask `can_allocate` first."""
+        """Allocate `count` blocks with a reference each. Raises ValueError if fewer are free: ask `can_allocate`
+        first."""
         if not self.can_allocate(count):
             raise ValueError(f"{count} blocks asked for, {self.num_free} free")
         blocks = self._free[len(self._free) - count :][::-1]
@@ -55,7 +56,7 @@ class BlockPool:
         return blocks
 
     def allocate_run(self, count: int) -> list[int]:
-        """Take `count` blocks with consecutive numbers if there are such, any others if not.
+        """Allocate `count` blocks, with consecutive numbers if possible.
 
         A run can be read as one slice instead of being gathered; long read-only tables (cross-attention) profit.
         """
@@ -72,14 +73,15 @@ class BlockPool:
         return self.allocate(count)
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more reference to each block. Raises IntegrityError for a block that is not in use."""
+        """Add a reference to each block. Raises IntegrityError for a free block."""
         for block in blocks:
             if block not in self._references:
                 raise IntegrityError(f"block {block} is shared but not in use")
             self._references[block] += 1
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Drop one reference to each block; the last one frees it. Raises IntegrityError for one not in use."""
+        """Remove a reference from each block and free blocks without references. Raises IntegrityError for a free
+        block."""
         for block in blocks:
             count = self._references.get(block)
             if count is None:

@@ -1,4 +1,4 @@
-"""The encoder cache: encoder outputs between the moment room is promised for them and the moment they are used.
+"""The encoder cache: encoder outputs from the reservation of memory to their use.
 
     capacity_bytes = free + reserved (promised, not here yet) + ready (referenced or kept for the next one)
 
@@ -27,7 +27,7 @@ class _Entry:
 
 
 class EncoderCacheManager:
-    """A byte budget with reserve / commit / acquire / release; eviction is its own business."""
+    """A byte budget with reserve, commit, acquire and release. Eviction is internal."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -52,7 +52,7 @@ class EncoderCacheManager:
         return entry is not None and entry.tensor is not None
 
     def is_reserved(self, content_hash: str) -> bool:
-        """True while room is held for content that has not arrived."""
+        """Return whether memory is reserved for content still under way."""
         entry = self._entries.get(content_hash)
         return entry is not None and entry.tensor is None
 
@@ -60,7 +60,7 @@ class EncoderCacheManager:
         return size_bytes <= self.free_bytes + self._unreferenced_bytes
 
     def reserve(self, content_hash: str, size_bytes: int, reference: Reference) -> None:
-        """Hold room for content that is not here, evicting what nobody refers to. Ask `can_reserve` first."""
+        """Reserve memory for new content, evicting unreferenced content. Ask `can_reserve` first."""
         if content_hash in self._entries:
             raise IntegrityError(f"content {content_hash} is in the cache already")
         while self.free_bytes < size_bytes and self._unreferenced:
@@ -79,7 +79,7 @@ class EncoderCacheManager:
         entry.tensor = tensor
 
     def acquire(self, content_hash: str, reference: Reference) -> None:
-        """Refer to content that is ready."""
+        """Add a reference to stored content."""
         entry = self._entries[content_hash]
         if not entry.references:
             del self._unreferenced[content_hash]
@@ -88,14 +88,15 @@ class EncoderCacheManager:
         self.hits += 1
 
     def get(self, content_hash: str) -> torch.Tensor:
-        """The encoder output, [num_encoder_tokens, hidden_size]. Raises KeyError where it is not ready."""
+        """Return the encoder output, [num_encoder_tokens, hidden_size]. Raises KeyError if the content is not stored
+        yet."""
         tensor = self._entries[content_hash].tensor
         if tensor is None:
             raise KeyError(content_hash)
         return tensor
 
     def release(self, content_hash: str, reference: Reference) -> None:
-        """Drop a reference. A reservation without references gives its room back at once."""
+        """Remove a reference. A reservation without references is freed at once."""
         entry = self._entries.get(content_hash)
         if entry is None or reference not in entry.references:
             raise IntegrityError(f"{reference} does not refer to content {content_hash}")

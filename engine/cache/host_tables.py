@@ -1,4 +1,4 @@
-"""Block tables of requests that have been swapped out: copies on the host, in blocks of a pool of their own."""
+"""Block tables of swapped-out requests: copies on the host, in blocks of a separate pool."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.cache.block_pool import BlockPool, IntegrityError
 
 @dataclass
 class SwappedRequest:
-    """A request's blocks on the host: tables by sequence, and its cross table if it had one."""
+    """A request's blocks on the host: tables by sequence, and the cross table if the request has one."""
 
     tables: dict[int, list[int]]
     cross: list[int]
@@ -23,7 +23,7 @@ class SwappedRequest:
 
 
 class HostTables:
-    """Who holds which blocks on the host. Without a `pool` there is no room for anything."""
+    """Assign host blocks to requests. Without a `pool` the host has no room."""
 
     def __init__(self, pool: BlockPool | None) -> None:
         self.pool = pool
@@ -55,7 +55,7 @@ class HostTables:
     def put(
         self, request_id: str, tables: Mapping[int, Sequence[int]], cross: Sequence[int], content: str
     ) -> dict[int, int]:
-        """Take in the tables of a request; returns which block on the host stands for which on the device."""
+        """Store the tables of a request; return pairs of device block and host block."""
         assert self.pool is not None
         distinct = sorted({block for table in tables.values() for block in table} | set(cross))
         host = dict(zip(distinct, self.pool.allocate(len(distinct)), strict=True))
@@ -66,7 +66,7 @@ class HostTables:
         return host
 
     def take(self, request_id: str) -> SwappedRequest:
-        """A request leaves the host: its blocks there are free. What they hold is read by moves that come first."""
+        """Remove a request and free its host blocks. Moves queued earlier still read their content."""
         swapped = self._requests.pop(request_id)
         for name, table in swapped.tables.items():
             del self._request_of[name]
@@ -75,14 +75,14 @@ class HostTables:
         return swapped
 
     def free(self, sequence_id: int) -> None:
-        """Free a sequence's table; nothing happens where it has none."""
+        """Free a sequence's table. A sequence without a table is ignored."""
         request_id = self._request_of.pop(sequence_id, None)
         if request_id is not None:
             self._free(self._requests[request_id].tables.pop(sequence_id))
             self._forget_if_empty(request_id)
 
     def free_cross(self, request_id: str) -> None:
-        """Free a request's cross table; nothing happens where it has none."""
+        """Free a request's cross table. A request without a cross table is ignored."""
         if request_id in self._requests:
             self._free(self._requests[request_id].cross)
             self._requests[request_id].cross = []
@@ -110,7 +110,7 @@ class HostTables:
 
 
 def share_again(pool: BlockPool, tables: Iterable[Sequence[int]]) -> None:
-    """One more reference to a block for each table after the first one that holds it."""
+    """Add a reference to a block for each further table with the block."""
     seen: set[int] = set()
     for table in tables:
         pool.share(block for block in table if block in seen)

@@ -1,4 +1,4 @@
-"""Encoder outputs that an encoder worker keeps for the next ones who need them, by content hash.
+"""Encoder outputs kept by an encoder worker for later requests, by content hash.
 
     capacity_bytes = free + lent (on their way to somebody) + kept (least recently used goes first)
 
@@ -18,18 +18,18 @@ from engine.processors import ProcessedInput
 
 @dataclass(frozen=True)
 class KeptOutput:
-    """An output [num_encoder_tokens, hidden_size] in memory of its own; `item` is what it was made of, without its
-    arrays: all that an offer tells."""
+    """An output [num_encoder_tokens, hidden_size] in memory of its own; `item` describes the source without its arrays,
+    as needed for an offer."""
 
     item: ProcessedInput
     tensor: torch.Tensor
 
 
 class OutputCache:
-    """A byte budget, never exceeded: what finds no room beside the outputs that are lent is not kept."""
+    """A byte budget, never exceeded: an output without room beside the lent outputs is not kept."""
 
     def __init__(self, capacity_bytes: int) -> None:
-        """0 keeps nothing."""
+        """Take the budget in bytes; 0 keeps no output."""
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.hits = self.misses = self.evictions = 0
@@ -37,7 +37,7 @@ class OutputCache:
         self._lent: Counter[str] = Counter()
 
     def lend(self, content_hash: str) -> KeptOutput | None:
-        """The output of this content, to be given back as often as it was lent; None where it is not here."""
+        """Return the output of this content, or None. Every loan must be returned by `give_back`."""
         kept = self._entries.get(content_hash)
         if kept is None:
             self.misses += 1
@@ -48,20 +48,20 @@ class OutputCache:
         return kept
 
     def give_back(self, content_hash: str) -> None:
-        """Whoever has lent it needs it no more."""
+        """Return a loan."""
         self._lent[content_hash] -= 1
         if not self._lent[content_hash]:
             del self._lent[content_hash]
 
     def put(self, content_hash: str, item: ProcessedInput, tensor: torch.Tensor) -> None:
-        """Keep an output, if there is room for it once others have been evicted. `tensor` must own its memory."""
+        """Keep an output if eviction can make room. `tensor` must own its memory."""
         if content_hash in self._entries or not self._make_room(tensor.nbytes):
             return
         self._entries[content_hash] = KeptOutput(replace(item, arrays={}), tensor)
         self.used_bytes += tensor.nbytes
 
     def _make_room(self, size_bytes: int) -> bool:
-        """Whether there is room now. Nothing is evicted in vain."""
+        """Evict outputs if that frees enough memory; return whether there is enough now."""
         lent_bytes = sum(self._entries[content_hash].tensor.nbytes for content_hash in self._lent)
         if size_bytes > self.capacity_bytes - lent_bytes:
             return False
@@ -74,6 +74,6 @@ class OutputCache:
 
 
 def in_memory_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, in one piece, without a batch around them: a kept row must not keep its neighbours."""
+    """Copy the values out of a batch: a kept row must not keep its neighbours in memory."""
     whole = tensor.detach().contiguous()
     return whole if whole.untyped_storage().nbytes() == whole.nbytes else whole.clone()

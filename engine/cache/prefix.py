@@ -1,4 +1,4 @@
-"""Names for blocks by what is in them: a chain of hashes over tokens, inputs and the kind of positions.
+"""Names for blocks by content: a chain of hashes over tokens, inputs and the kind of positions.
 
     root ── h0 = H(root, tokens 0..15, inputs in them) ── h1 = H(h0, tokens 16..31, …) ── …
 
@@ -18,7 +18,7 @@ HASH_BYTES = 16
 
 
 def root_hash(encoder_content: str, *, uses_mrope: bool) -> bytes:
-    """Where a chain begins. Raises nothing; any string is content."""
+    """Return the start of a chain. Any string is valid content."""
     return hashlib.blake2b(f"{uses_mrope}|{encoder_content}".encode(), digest_size=HASH_BYTES).digest()
 
 
@@ -30,7 +30,7 @@ def extend_chain(
     block_size: int,
     inputs: Sequence[tuple[int, int, str]] = (),
 ) -> None:
-    """Append the hashes of all blocks that the first `num_tokens` tokens fill. `inputs` are (start, end, content)."""
+    """Append the hashes of all blocks filled by the first `num_tokens` tokens. `inputs` are (start, end, content)."""
     for index in range(len(chain), num_tokens // block_size):
         begin, end = index * block_size, (index + 1) * block_size
         digest = hashlib.blake2b(chain[-1] if chain else root, digest_size=HASH_BYTES)

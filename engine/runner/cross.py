@@ -1,4 +1,4 @@
-"""Cross-attention of a step: keys and values of encoder outputs, written once per content, and who reads which."""
+"""Cross-attention of a step: KV of encoder outputs, written once per content, and the readers of each table."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write_cross(
     backend: AttentionBackend,
     caches: ListOf[Tensor],
 ) -> None:
-    """Project the encoder outputs of a request to each layer's cross keys and values, into the blocks of its table."""
+    """Project the encoder outputs of a request to each layer's cross KV, into the blocks of the request's table."""
     device, dtype = caches[0].device, caches[0].dtype
     outputs = [
         send_tensor(cache.get(item.metadata.content_hash), device, dtype)
@@ -46,7 +46,7 @@ def write_cross(
 
 
 class CrossBatch:
-    """What the requests of a step read by cross-attention.
+    """The cross-attention reads of a step.
 
     Their block tables, as one array, are kept while the batch stays as it is: in steady decoding nothing is prepared,
     and nothing sent to the device. `inputs_in_prompt`: what a token reads depends on where it stands (Mllama).
@@ -62,7 +62,8 @@ class CrossBatch:
     def metadata(
         self, step: ScheduledStep, inputs: StepInputs, blocks: BlockManager, *, on_device: bool
     ) -> AttentionMetadata | None:
-        """None where no request of the step has anything to read. Without `on_device` its tensors stay on the host."""
+        """Return the metadata, or None if no request of the step reads cross KV. Without `on_device` all tensors stay
+        on the host."""
         requests = [sequence.request for sequence in step.sequences]
         seq_lens = [request.num_encoder_tokens for request in requests]
         if not any(seq_lens):
@@ -85,7 +86,7 @@ class CrossBatch:
         )
 
     def _update(self, lists: list[list[int]]) -> None:
-        """The lists that the block manager gives out are never changed by it."""
+        """Compare tables by identity: the block manager never changes a list after handing it out."""
         if len(lists) == len(self._lists) and all(map(operator.is_, lists, self._lists)):
             return
         self._lists, self._sent = lists, None
@@ -100,7 +101,7 @@ class CrossBatch:
 
 
 def _cross_ranges(requests: ListOf[Request], inputs: StepInputs) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-    """Of each token of the step: the rows that it reads of its request's table, and whether it stands behind an input.
+    """Return, for each token, the rows to read of the request's table, and whether the token follows an input.
 
     Returns int64 [num_tokens, 2] and bool [num_tokens].
     """
@@ -113,7 +114,7 @@ def _cross_ranges(requests: ListOf[Request], inputs: StepInputs) -> tuple[IntArr
 
 
 def _cross_inputs(request: Request) -> list[CrossInput]:
-    """The inputs of a request as the rows of its cross table, in the order of the prompt."""
+    """Return the inputs of a request as rows of its cross table, in prompt order."""
     inputs = []
     for item in request.inputs:
         assert item.metadata is not None

@@ -1,4 +1,4 @@
-"""Runs the decoder: one forward pass over the tokens of many requests, laid end to end."""
+"""Run the decoder: one forward pass over the tokens of many requests, laid end to end."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ log = get_logger()
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step has computed: `logits` [k, vocab_size] in float32 for the next token of each of k `sequences`, on the
-    device, and the hidden states of prompt tokens whose logits are wanted."""
+    """Result of a step: `logits` [k, vocab_size] in float32, on the device, for the next token of each of k
+    `sequences`, and the hidden states of prompt tokens with wanted logits."""
 
     sequences: list[Sequence]
     logits: torch.Tensor
@@ -61,14 +61,15 @@ class PromptRows:
 
 
 class DecoderRunner:
-    """The decoder's weights, its KV cache and the buffers of a step.
+    """The decoder's weights, KV cache and step buffers.
 
     On CUDA nothing here waits for the device. Decode steps are replayed from `graphs` where there are such; the eager
     path beside it computes the same.
     """
 
     def __init__(self, info: ModelInfo, config: EngineConfig, beside_bytes: int = 0) -> None:
-        """`beside_bytes` of what this process may take are an encoder's, which runs beside it."""
+        """Load the model and size the pools. `beside_bytes` of the process's memory belong to an encoder in the same
+        process."""
         self.info = info
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device, info)
@@ -98,7 +99,7 @@ class DecoderRunner:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers."""
+        """Bytes of a block over all layers."""
         slots = 2 * self.spec.num_caches * self.block_size
         return slots * self.spec.num_kv_heads * self.spec.head_dim * self.dtype.itemsize
 
@@ -139,7 +140,7 @@ class DecoderRunner:
         log.info("decode steps recorded", sizes=self.graphs.sizes, seconds=round(seconds, 1), memory=in_words(memory))
 
     def graph_parts(self) -> GraphParts:
-        """What a recorded decode step is made of, with the caches as they are now."""
+        """Return the parts of a recorded decode step, over the present caches."""
         return GraphParts(
             self.model,
             self.backend,
@@ -152,7 +153,7 @@ class DecoderRunner:
 
     @torch.inference_mode()
     def move(self, moves: ListOf[BlockMove]) -> None:
-        """Carry out block moves in their order. The host's copy of the cache is made when it is first needed."""
+        """Carry out block moves in order. The host copy of the cache is allocated on first use."""
         move_blocks(moves, self.caches, self._host_cache)
 
     def read_tokens(self, table: Table, block_table: list[int], first: int, last: int) -> AsyncCopy:
@@ -160,7 +161,7 @@ class DecoderRunner:
         return read_tokens(self._caches_of(table), block_table, first, last, self._side)
 
     def write_tokens(self, table: Table, block_table: list[int], first: int, tokens: torch.Tensor) -> None:
-        """Write what `read_tokens` has read elsewhere, from token `first` on. It is on this device."""
+        """Write KV read by `read_tokens` of another engine, from token `first` on. The tensor is on this device."""
         write_tokens(self._caches_of(table), block_table, first, tokens)
 
     def _caches_of(self, table: Table) -> list[torch.Tensor]:
@@ -179,7 +180,7 @@ class DecoderRunner:
 
     @torch.inference_mode()
     def run(self, step: ScheduledStep, blocks: BlockManager, cache: EncoderCacheManager) -> StepOutput:
-        """Run one step; returns logits of every sequence whose last known token was computed."""
+        """Run a step; return logits of every sequence with its last known token computed."""
         # Not the admitted ones alone: beams that begin again wait a step, which may be one without any tokens.
         for request in dict.fromkeys(sequence.request for sequence in step.sequences):
             if blocks.needs_writing(request.request_id):
@@ -210,7 +211,7 @@ class DecoderRunner:
     def _replay(
         self, graphs: DecodeGraphs, step: ScheduledStep, inputs: StepInputs, blocks: BlockManager
     ) -> torch.Tensor | None:
-        """Hidden states by a recorded step; None where there is none for this one."""
+        """Return hidden states by a recorded step; None if no recording fits."""
         if len(inputs.input_ids) > len(step.sequences):
             return None
         own = self_metadata(step, inputs, blocks, torch.from_numpy(inputs.block_table), None)

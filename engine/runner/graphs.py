@@ -47,7 +47,7 @@ _POSITIONS: Final = 3
 
 @dataclass(frozen=True)
 class GraphParts:
-    """What a recorded step is made of.
+    """The parts of a recorded step.
 
     A sequence has up to `max_blocks` blocks, the inputs of a request, where cross-attention reads them, up to
     `max_cross_blocks`. With `inputs_in_prompt`, which of these a token reads depends on where it stands (Mllama).
@@ -63,7 +63,7 @@ class GraphParts:
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """The batch sizes to record: 1, 2, 4, 8, 16, 24 … and the largest that there can be."""
+    """Return the batch sizes to record: 1, 2, 4, 8, 16, 24 … and the largest possible batch."""
     steps = range(_SIZE_STEP, max_num_seqs, _SIZE_STEP)
     return [*(size for size in (*_SMALL_SIZES, *steps) if size < max_num_seqs), max_num_seqs]
 
@@ -73,7 +73,7 @@ class UnrecordableError(Exception):
 
 
 class DecodeGraphs:
-    """Recorded decode steps, by batch size. `num_replays` counts the steps that were computed by them."""
+    """Recorded decode steps, by batch size. `num_replays` counts replayed steps."""
 
     def __init__(self, recordings: Sequence[_Recording]) -> None:
         self._recordings = sorted(recordings, key=lambda recording: recording.size)
@@ -82,7 +82,7 @@ class DecodeGraphs:
     @classmethod
     @torch.inference_mode()
     def record(cls, parts: GraphParts, sizes: Sequence[int], recorder: Recorder) -> DecodeGraphs:
-        """Record a step of each size, the largest first: the others fit into its memory.
+        """Record a step of each size, the largest first: smaller recordings fit into the same memory.
 
         Sizes that the attention backend has no plan for are left out. Raises UnrecordableError where none is left, and
         where one is refused.
@@ -104,8 +104,8 @@ class DecodeGraphs:
     def run(
         self, inputs: StepInputs, positions: IntArray, own: AttentionMetadata, cross: AttentionMetadata | None
     ) -> Tensor | None:
-        """Hidden states [n, hidden_size] of a step with one token for each of its n sequences, valid until the next
-        call; None for a step that has not been recorded.
+        """Return hidden states [n, hidden_size] of a step with one token for each of n sequences, valid until the next
+        call; None if no recording fits.
 
         positions int64 [n], or [3, n] with M-RoPE. `own` and `cross` need no tensors on the device; `cross` is None
         where nobody reads an input.
@@ -119,7 +119,7 @@ class DecodeGraphs:
 
 
 class _Recording:
-    """One batch size: its inputs, its plans and the recorded work over them."""
+    """Inputs, plans and recorded work of one batch size."""
 
     def __init__(
         self, parts: GraphParts, size: int, self_plan: DecodePlan, cross_plan: DecodePlan | None, recorder: Recorder
@@ -137,7 +137,7 @@ class _Recording:
         self._replay = recorder.record(self._work)
 
     def prepare(self, own: AttentionMetadata, cross: AttentionMetadata | None) -> bool:
-        """Bring the plans to a batch of up to `size` requests; False where they do not serve it."""
+        """Adapt the plans to a batch of up to `size` requests; return False if the plans do not serve the batch."""
         if cross is None and self._tells_inputs:
             cross = _no_requests(causal=False)
         if (cross is None) != (self._cross_plan is None):
@@ -154,7 +154,7 @@ class _Recording:
         return True
 
     def run(self, inputs: StepInputs, positions: IntArray, after_input: BoolArray | None) -> Tensor:
-        """[size, hidden_size]; the plans are prepared for the same batch. `after_input` is that of its `cross`."""
+        """Return [size, hidden_size]. Call `prepare` for the same batch first; `after_input` belongs to `cross`."""
         rows, count = np.zeros(self._rows.shape, np.int64), len(inputs.input_ids)
         rows[0, :count] = inputs.input_ids
         rows[1, :count] = inputs.request_indices
@@ -209,8 +209,7 @@ def _make_plans(parts: GraphParts, size: int) -> tuple[DecodePlan, DecodePlan | 
 
 
 def padded(metadata: AttentionMetadata, size: int) -> AttentionMetadata:
-    """The same decodes with rows of padding behind them, `size` in all: these have one key, in block 0, or, in
-    cross-attention, none."""
+    """Pad the decodes to `size` rows. A padding row has one key, in block 0, and no cross-attention key."""
     num_requests, table = metadata.num_requests, metadata.table
     if num_requests == size:
         return metadata

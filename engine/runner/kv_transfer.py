@@ -1,4 +1,4 @@
-"""Keys and values between the paged cache and plain tensors of tokens, whatever the size of the blocks on either side.
+"""Copy KV between the paged cache and plain tensors of tokens, whatever the block size on either side.
 
 as it travels   [num_tokens, layers, 2, num_kv_heads, head_dim]
 in the cache    per layer [2, num_blocks, block_size, num_kv_heads, head_dim]; a block table says where token i is
@@ -32,7 +32,7 @@ def read_tokens(
 
 
 def write_tokens(caches: Sequence[Tensor], block_table: Sequence[int], first: int, tokens: Tensor) -> None:
-    """Put `tokens`, which are on the device of the caches, at the places of `first` and those after it."""
+    """Write `tokens`, already on the caches' device, to the slots of token `first` and the following tokens."""
     slots = slots_of(caches[0], block_table, first, first + len(tokens))
     for layer, cache in enumerate(caches):
         cache.flatten(1, 2).index_copy_(1, slots, tokens[:, layer].transpose(0, 1))

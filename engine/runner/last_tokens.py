@@ -20,7 +20,7 @@ from engine.device.h2d import send
 
 
 class LastTokens:
-    """`tokens`, int64 [max_num_seqs], by the slot that a sequence holds while it runs.
+    """`tokens`, int64 [max_num_seqs], by the slot of a running sequence.
 
     All work is queued on the current stream; nothing waits for the device.
     """
@@ -29,10 +29,10 @@ class LastTokens:
         self.tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
 
     def put(self, slots: Sequence[int], tokens: Tensor) -> None:
-        """`tokens` [k], on the device, are the newest ones of the sequences in `slots`."""
+        """Store `tokens` [k], on the device, as the newest tokens of the sequences in `slots`."""
         [rows] = send(self.tokens.device, np.array(slots, np.int64))
         self.tokens.index_copy_(0, rows, tokens.to(torch.int64))
 
     def fill(self, input_ids: Tensor, slots: Tensor) -> Tensor:
-        """input_ids [n] with those below 0 replaced by the newest token of their sequence; slots int64 [n]."""
+        """Replace input_ids [n] below 0 by the newest token of the sequence in slots int64 [n]."""
         return torch.where(input_ids < 0, self.tokens[slots], input_ids)

@@ -22,7 +22,7 @@ from engine.state.inputs import IntArray, StepInputs
 
 @dataclass(frozen=True)
 class MergedRows:
-    """`outputs` [k, encoder_width], wherever the encoder cache has them, for rows `rows` [k] of the batch."""
+    """Encoder rows `outputs` [k, encoder_width] for rows `rows` [k] of the batch."""
 
     rows: IntArray
     outputs: Tensor
@@ -31,7 +31,7 @@ class MergedRows:
 def find_pieces(
     step: ScheduledStep, inputs: StepInputs, cache: EncoderCacheManager, placeholder: int | None
 ) -> list[MergedRows]:
-    """What encoder outputs give to a step: of each input the rows whose placeholders are computed in it."""
+    """Return the encoder rows of a step: for each input, the rows with a placeholder in the step."""
     pieces = []
     for index, sequence in enumerate(step.sequences):
         first = sequence.num_computed_tokens
@@ -64,6 +64,6 @@ def splice(embeddings: Tensor, pieces: Sequence[MergedRows], dtype: torch.dtype)
 
 
 def _placeholders(expansion: Sequence[tuple[int, int]], placeholder: int | None) -> IntArray:
-    """Which tokens of an expansion are replaced by encoder outputs: those with the placeholder's id."""
+    """Return the tokens of an expansion with the placeholder's id: encoder rows replace their embeddings."""
     flags = np.concatenate([np.full(count, token_id == placeholder) for token_id, count in expansion])
     return np.flatnonzero(flags)

@@ -1,4 +1,4 @@
-"""Carries out the block moves that the block manager has decided on: copies on write, swapping out and back in."""
+"""Carry out the block manager's moves: copies on write, swapping out and swapping in."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.device.h2d import send
 
 
 def move_blocks(moves: Sequence[BlockMove], caches: Sequence[Tensor], host_cache: Callable[[int], Tensor]) -> None:
-    """The moves in their order, in every layer; all of it is queued on the current stream.
+    """Queue the moves in order, in every layer, on the current stream.
 
     caches        per layer [2, num_blocks, block_size, num_kv_heads, head_dim]
     host_cache    the same of a layer on the host, asked for where a move needs it; pinned if the caches are on CUDA
@@ -36,7 +36,7 @@ def _copy(source: Tensor, target: Tensor, moves: Sequence[BlockMove]) -> None:
 
 
 def copy_runs(source: Tensor, target: Tensor, moves: Sequence[BlockMove]) -> None:
-    """The moves as one copy per run of blocks that lie side by side at both ends.
+    """Copy each run of blocks, contiguous at both ends, at once.
 
     Between a device and pinned memory such copies need no help of the host: an index would, at the host's end.
     """
@@ -47,7 +47,7 @@ def copy_runs(source: Tensor, target: Tensor, moves: Sequence[BlockMove]) -> Non
 
 
 def _runs(moves: Sequence[BlockMove]) -> Iterator[tuple[BlockMove, int]]:
-    """Runs of moves whose sources and targets both count up by one: the first of each, and how many."""
+    """Split moves into runs with sources and targets both counting up by 1: the first move and the length of each."""
     first, length = moves[0], 1
     for move in moves[1:]:
         if (move.source, move.target) == (first.source + length, first.target + length):
@@ -59,7 +59,7 @@ def _runs(moves: Sequence[BlockMove]) -> Iterator[tuple[BlockMove, int]]:
 
 
 def _independent(moves: list[BlockMove]) -> Iterator[list[BlockMove]]:
-    """Runs of moves of one kind that can be done at once: none reads what another one of its run writes."""
+    """Split moves into runs of a kind without a read of a block written in the same run."""
     batch: list[BlockMove] = []
     written: set[int] = set()
     for move in moves:

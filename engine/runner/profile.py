@@ -1,4 +1,4 @@
-"""What a decoder's largest step takes while it runs, measured at start through the real runner.
+"""Peak memory of a decoder's largest step, measured at start through the real runner.
 
     prefill   max_num_batched_tokens tokens, the last ones of sequences at full length, whose blocks lie scattered
     logits    of max_num_seqs sequences, sampled with every filter
@@ -47,7 +47,7 @@ _FILTERS: Final = SamplingParams(temperature=1.0, top_p=0.9, top_k=0, max_tokens
 
 @torch.inference_mode()
 def measure_step(runner: DecoderRunner, config: EngineConfig) -> int | None:
-    """Bytes that the largest step takes at its peak, beside weights and pools; None where nothing can be measured.
+    """Return the peak bytes of the largest step, beside weights and pools; None if no measurement is possible.
 
     The runner has everything but its cache, and gets a small one meanwhile.
     """
@@ -61,7 +61,7 @@ def measure_step(runner: DecoderRunner, config: EngineConfig) -> int | None:
 
 
 def measure_graphs(runner: DecoderRunner) -> int:
-    """Bytes that recorded decode steps will keep, their plans included.
+    """Return the bytes kept by recorded decode steps, plans included.
 
     The largest is recorded, which has the memory that all share, and the one before it: the others add as much again.
     """
@@ -91,7 +91,7 @@ class _StepProfile:
         self._deadline_s = time.monotonic() + TIME_S if self._on_cpu else float("inf")
 
     def warm_up(self) -> int | None:
-        """What is set up once, with the first step: buffers of libraries, stacks of threads."""
+        """Run a first step, to set up library buffers and thread stacks."""
         return self._run(min(WARM_UP_TOKENS, self._max_tokens))
 
     def prefill(self) -> int | None:
@@ -100,7 +100,7 @@ class _StepProfile:
         return _measure_rows(self._run, longest, affordable)
 
     def logits(self) -> int | None:
-        """The head and the sampler, with filters and what else needs memory of its own."""
+        """Run the head and the sampler, with filters and other consumers of memory."""
         affordable = SAMPLED_VALUES // self._runner.spec.vocab_size if self._on_cpu else self._max_rows
         return _measure_rows(self._sample, self._max_rows, affordable)
 
@@ -114,13 +114,14 @@ class _StepProfile:
         return peak.size_bytes
 
     def _flop_per_token(self) -> float:
-        """Of one layer, at full length."""
+        """FLOP of one layer per token, at full length."""
         spec = self._runner.spec
         weights = sum(parameter.numel() for parameter in self._runner.model.parameters()) / spec.num_layers
         return float(2 * weights + 4 * spec.num_heads * spec.head_dim * self._runner.max_model_len)
 
     def _run(self, num_tokens: int) -> int | None:
-        """The peak of a step of so many prompt tokens: the last ones of as few sequences as they are in."""
+        """Return the peak of a step with the given number of prompt tokens: the last tokens of as few sequences as
+        possible."""
         runner, length = self._runner, self._runner.max_model_len - 1
         counts = [length] * (num_tokens // length) + [num_tokens % length] * (num_tokens % length > 0)
         requests = [self._request(length) for _ in counts]
@@ -145,7 +146,7 @@ class _StepProfile:
         return info.max_encoder_tokens if info.is_encoder_decoder else 0
 
     def _request(self, length: int) -> Request:
-        """A prompt of so many tokens, with the longest input where every request has one."""
+        """Make a prompt of the given length, with the longest input if every request has an input."""
         runner, num_rows = self._runner, self._encoder_tokens
         info = runner.info
         slots = [InputSlot(0, info.media_kind or "text", "profile", None)] if num_rows else []
@@ -197,7 +198,8 @@ class _OneOutput:
 
 
 def _measure_rows(measure: Callable[[int], int | None], num_rows: int, affordable: int) -> int | None:
-    """What so many rows take; where they are not affordable, by the line through two smaller numbers of rows."""
+    """Return the bytes for the given rows; extrapolate linearly from two smaller numbers if memory does not allow the
+    full size."""
     if affordable >= num_rows:
         return measure(num_rows)
     more = max(2, affordable)

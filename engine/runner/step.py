@@ -1,5 +1,4 @@
-"""What the host works out for a step besides its input arrays: positions, attention metadata, and whose logits are
-wanted."""
+"""Host-side preparation of a step beside its input arrays: positions, attention metadata and wanted logits."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from engine.state.inputs import IntArray, StepInputs
 
 @dataclass(frozen=True)
 class WantedRows:
-    """Which hidden states of a step have a use.
+    """Rows of a step's hidden states with a use.
 
     finished     numbers of the sequences whose last known token is computed: the next one can be sampled
     last_rows    int64 [len(finished)]: the rows of these tokens
@@ -29,7 +28,7 @@ class WantedRows:
 
 
 def wanted_rows(step: ScheduledStep, inputs: StepInputs) -> WantedRows:
-    """Logits are of no use in the middle of a prompt, nor to whoever prefills for somebody else."""
+    """Select the rows with wanted logits: none in the middle of a prompt, none for a prefill-only request."""
     finished, prompts = [], []
     starts, seq_lens = inputs.query_start_loc.tolist(), inputs.seq_lens.tolist()
     for index, sequence in enumerate(step.sequences):
@@ -44,7 +43,8 @@ def wanted_rows(step: ScheduledStep, inputs: StepInputs) -> WantedRows:
 
 
 def positions_of(step: ScheduledStep, inputs: StepInputs, *, uses_mrope: bool) -> IntArray:
-    """[num_tokens], or [3, num_tokens] with M-RoPE: the prompt's own grid, then one step per generated token."""
+    """Return positions [num_tokens], or [3, num_tokens] with M-RoPE: the prompt's own grid, then a step per generated
+    token."""
     if not uses_mrope:
         return inputs.positions
     requests = [sequence.request for sequence in step.sequences]
@@ -61,7 +61,8 @@ def positions_of(step: ScheduledStep, inputs: StepInputs, *, uses_mrope: bool) -
 def self_metadata(
     step: ScheduledStep, inputs: StepInputs, blocks: BlockManager, block_table: Tensor, slot_mapping: Tensor | None
 ) -> AttentionMetadata:
-    """Of self-attention. `block_table` and `slot_mapping` are those of `inputs`, wherever they are wanted."""
+    """Return the metadata of self-attention. `block_table` and `slot_mapping` belong to `inputs`, on the wanted
+    device."""
     return AttentionMetadata(
         query_start_loc=inputs.query_start_loc.tolist(),
         seq_lens=inputs.seq_lens.tolist(),

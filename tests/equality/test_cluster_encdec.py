@@ -1,4 +1,4 @@
-"""BART, mBART and T5 in a cluster of processes: encoder prompts travel as inputs, answers equal transformers and `LLM`."""
+"""BART, mBART and T5 in a cluster: encoder prompts travel as inputs, answers equal transformers and `LLM`."""
 
 from __future__ import annotations
 
