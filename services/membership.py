@@ -1,4 +1,4 @@
-"""A worker's place in its cluster: what it says of itself in the registry, and when it last heard from there."""
+"""Membership of a worker in its cluster: its entry in the registry, and the time of the last contact."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from services.process.request_owners import RequestOwners
 from services.worker_context import RoleService, WorkerContext
 
 MAX_SILENCE_S: Final = 3 * HEARTBEAT_S
-TELL_S: Final = 2 * HEARTBEAT_S
+ANNOUNCE_WAIT_S: Final = 2 * HEARTBEAT_S
 
 log = get_logger()
 
 
 class Membership:
-    """From `join` to `leave`. The load that it reports is that of `proxies`, the readiness that of `departure`."""
+    """Membership from `join` to `leave`. Reports the load of `proxies` and the readiness of `departure`."""
 
     def __init__(self, registry: Registry, proxies: RequestOwners, departure: DrainState) -> None:
         self._registry = registry
@@ -36,7 +36,7 @@ class Membership:
         self._last_contact_s = float("-inf")
 
     async def join(self, record: InstanceRecord) -> None:
-        """Enter the registry. Raises as Registry.register does."""
+        """Enter the registry. Raises like Registry.register."""
         self._joined_s = time.monotonic()
         await self._registry.register(record)
         self._joined = True
@@ -44,34 +44,36 @@ class Membership:
 
     @property
     def first_request_delay_s(self) -> float:
-        """From entering the registry to the first request, in seconds; 0 before that."""
+        """Seconds from the entry to the first request; 0 before the first request."""
         first_s = self._proxies.first_request_s
         return 0.0 if first_s is None else max(0.0, first_s - self._joined_s)
 
     async def beat(self) -> dict[str, InstanceRecord]:
-        """Renew the entry; returns all instances. Raises as Registry.heartbeat does."""
-        await self._tell()
+        """Renew the entry; return all instances. Raises like Registry.heartbeat."""
+        await self._report()
         self._last_contact_s = time.monotonic()
         return await self._registry.instances()
 
     async def announce(self) -> None:
-        """Say now that this worker is draining; without a broker, the next beat that finds one does. Waits for it for
-        TELL_S at most."""
+        """Announce at once that this worker is draining; while the broker is away, a later beat does.
+
+        Waits ANNOUNCE_WAIT_S at most.
+        """
         if not self._joined:
             return
         try:
-            async with asyncio.timeout(TELL_S):
-                await self._tell()
+            async with asyncio.timeout(ANNOUNCE_WAIT_S):
+                await self._report()
         except (RedisError, TimeoutError) as error:
             log.warning("the broker cannot be told yet that this worker is draining", error=repr(error))
 
     async def leave(self) -> bool:
-        """Remove the entry; False if there is none, or another process has taken it over."""
+        """Remove the entry; False for a missing entry, or an entry of another process."""
         self._joined = False
         return await self._registry.unregister()
 
     def problem(self) -> str | None:
-        """Why nobody should count on this worker; None if they may."""
+        """Return why others must not count on this worker; None if they may."""
         if not self._joined:
             return "not registered yet"
         if self._departure.requested:
@@ -80,7 +82,7 @@ class Membership:
             return "the broker is not reachable"
         return None
 
-    async def _tell(self) -> None:
+    async def _report(self) -> None:
         draining = self._departure.requested
         await self._registry.heartbeat(
             outstanding=len(self._proxies),
@@ -95,10 +97,10 @@ class Membership:
 def make_record(
     links: WorkerContext, role: RoleService, http_port: int, departure: DrainState | None = None
 ) -> InstanceRecord:
-    """What a worker says of itself, with addresses as others reach them."""
+    """Return a worker's entry for the registry, with addresses reachable by others."""
     settings = links.settings
 
-    def tell(address: str) -> str:
+    def reachable(address: str) -> str:
         return advertised(address, settings.advertise_host)
 
     return InstanceRecord(
@@ -108,10 +110,10 @@ def make_record(
         model=links.info.name,
         fingerprint=links.info.fingerprint,
         dtype=links.dtype,
-        http_address=tell(f"http://{links.host}:{http_port}"),
-        requests_address=tell(links.server.address),
+        http_address=reachable(f"http://{links.host}:{http_port}"),
+        requests_address=reachable(links.server.address),
         key_id=key_id(settings),
-        tensor_address=change_hosts(role.tensor_address, tell),
+        tensor_address=change_hosts(role.tensor_address, reachable),
         draining=departure is not None and departure.requested,
         next_role=None if departure is None else departure.next_role,
         encodes=role.encodes,

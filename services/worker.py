@@ -20,16 +20,16 @@ from common.telemetry import get_logger, setup_logging
 from services.roles.factory import check_role, make_role
 
 RECEIVING: Final = frozenset[Role]({"prefill", "decode", "prefill_decode"})
-"""Roles to which others send tensors. What the rest keeps of a burst should go back to the system."""
+"""Roles that receive tensors. Other roles return the memory of a burst to the system."""
 
 log = get_logger()
 
 
 def run(settings: Settings, role: Role) -> int:
-    """Run one worker until it is told to stop (SIGTERM, SIGINT) or drained; returns the process's exit status.
+    """Run one worker until SIGTERM, SIGINT or a drain; return the exit status of the process.
 
-    A worker that is switched to another role does not return: the process starts anew, under the same instance id.
-    Errors of configuration and of start are logged in one line, status 1.
+    A switch to another role does not return: the process starts anew under the same instance id. Errors of
+    configuration and of start are logged in one line, with status 1. SIGUSR1 writes all stacks to the log.
     """
     malloc.use_one_arena()
     if role in RECEIVING:
@@ -47,7 +47,7 @@ def run(settings: Settings, role: Role) -> int:
         log.error("this worker cannot start", role=role, error=str(error))
         return 1
     finally:
-        gc.freeze()  # spares the interpreter a last collection over torch's modules: a second of the way out
+        gc.freeze()  # no last collection over torch's modules, which would take a second
 
 
 async def _run(settings: Settings, info: ModelInfo, role: Role) -> tuple[int, Role | None, str]:
@@ -56,18 +56,18 @@ async def _run(settings: Settings, info: ModelInfo, role: Role) -> tuple[int, Ro
 
     dtype = choose_dtype(settings.engine.dtype, choose_device(settings.engine.device), info)
     name = str(dtype).removeprefix("torch.")
-    shell = WorkerProcess(
-        settings, info, name, lambda links: make_role(role, links), lambda: _keep_house(role, shell.is_idle)
+    worker = WorkerProcess(
+        settings, info, name, lambda links: make_role(role, links), lambda: _begin_upkeep(role, worker.is_idle)
     )
-    status = await shell.run()
-    if shell.abandons_engine and shell.next_role is None:  # the loop, and the interpreter, might wait for its threads
+    status = await worker.run()
+    if worker.abandons_engine and worker.next_role is None:  # the interpreter might wait for engine threads
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-    return status, shell.next_role, shell.instance_id
+    return status, worker.next_role, worker.instance_id
 
 
-def _keep_house(role: Role, is_idle: Callable[[], bool]) -> None:
+def _begin_upkeep(role: Role, is_idle: Callable[[], bool]) -> None:
     if role in RECEIVING:
         memory_upkeep.begin(malloc.KEPT_BYTES)
     else:
@@ -75,19 +75,19 @@ def _keep_house(role: Role, is_idle: Callable[[], bool]) -> None:
 
 
 def _become(role: Role, instance_id: str) -> NoReturn:
-    """Start this process anew in another role. Its process id, instance id and all other options stay.
+    """Start this process anew in another role. Process id, instance id and all other options stay.
 
-    Raises TriptychError where its command line names no role to replace.
+    Raises TriptychError for a command line without `--role`.
     """
     command = [sys.executable, *with_role(sys.orig_argv[1:], role)]
     log.info("starting anew", role=role)
-    os.environ["TRIPTYCH_INSTANCE_ID"] = instance_id  # it may have been made up
-    cast(Any, resource_tracker)._resource_tracker._stop()  # a child of this process, whom the next would never reap
+    os.environ["TRIPTYCH_INSTANCE_ID"] = instance_id  # it may be generated
+    cast(Any, resource_tracker)._resource_tracker._stop()  # a child that the next program would never reap
     os.execv(sys.executable, command)
 
 
 def with_role(arguments: Sequence[str], role: Role) -> list[str]:
-    """A worker's command line with another role. Raises TriptychError("invalid_request") where it has no `--role`."""
+    """Return a worker's command line with another role. Raises TriptychError("invalid_request") without `--role`."""
     for index, argument in enumerate(arguments):
         if argument == "--role":
             return [*arguments[: index + 1], role, *arguments[index + 2 :]]

@@ -1,21 +1,24 @@
-"""What the shell gives to the role that it runs, and what it expects of it."""
+"""The contract between a worker process and its role: the connections given to a role, and the methods of a role."""
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import zmq.asyncio
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
-from broker.cluster.registry import Registry
+from broker.cluster.registry import HEARTBEAT_S, Registry
 from broker.cluster.rpc import WorkerServer
 from broker.handoff.channels import ChannelName, ChannelSender, Delivery
-from broker.handoff.sender import Handoff, Key
 from broker.transports.cuda.runtime import CudaRuntime
 from broker.transports.tensors import TensorReceiver, TensorSender
 from common.config import EngineConfig, Settings
+from common.errors import TriptychError
 from common.messages import FromWorker, InstanceRecord, Role, ToWorker
 from common.model_info import ModelInfo
 from services.process.engine_thread import EngineThread
@@ -24,10 +27,13 @@ from services.process.handoff_trace import HandoffTrace
 from services.process.metrics import WorkerMetrics
 from services.process.request_owners import RequestOwners
 
+LOOKUP_S: Final = 1.5 * HEARTBEAT_S
+_LOOKUP_PAUSE_S: Final = 0.1
+
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """The connections of one worker process, and where it notes what happens."""
+    """The connections of one worker process, its metrics and its trace of handoffs."""
 
     settings: Settings
     info: ModelInfo
@@ -44,15 +50,15 @@ class WorkerContext:
     metrics: WorkerMetrics
     hops: HandoffTrace
     cuda: CudaRuntime | None = None
-    """There where the engine computes on a GPU."""
+    """Set if the engine computes on a GPU."""
 
     @property
     def engine_config(self) -> EngineConfig:
-        """The engine's settings; on a GPU, with room beside it for what tensors travel by."""
+        """The engine's settings; on a GPU, memory is left for the transports of tensors."""
         return self.settings.engine if self.cuda is None else engine_on_gpu(self.settings, self.host)
 
     def tensor_receiver(self, max_bytes: int) -> TensorReceiver:
-        """Takes tensors of at most `max_bytes` by the transports that the settings name; needs a running loop."""
+        """Open a receiver for tensors of at most `max_bytes`, by the configured transports. Needs a running loop."""
         settings = self.settings
         receiver = TensorReceiver(
             self.context,
@@ -69,69 +75,78 @@ class WorkerContext:
         return receiver
 
     def tensor_sender(self) -> TensorSender:
-        """Sends tensors by the transports that the settings name."""
+        """Open a sender for tensors, by the configured transports."""
         transport = self.settings.transport
         sender = TensorSender(self.context, self.host, transport=transport, redis=self.redis, cuda=self.cuda)
         self.metrics.tallies["tensors_sent"] = lambda: sender.num_sent
         self.metrics.tallies["tensor_fallbacks"] = lambda: sender.num_fallbacks
         return sender
 
-    def note_handoff(self, key: Key, handoff: Handoff) -> None:
-        """Note when the hops of a finished handoff happened, and how long they took."""
-        for moment, at_s in handoff.times_s.items():
-            self.hops.mark(key, moment, at_s)
-        for start, end in (("offer_sent", "grant_received"), ("tensor_sent", "receipt_received")):
-            self.observe_hop(key, start, end)
+    async def find_instance(
+        self, instance_id: str, seen: Callable[[str], InstanceRecord | None]
+    ) -> InstanceRecord | None:
+        """Return another instance's record: `seen` lately, or registered; None for an unknown instance.
 
-    def observe_hop(self, key: Key, start: str, end: str) -> None:
-        """Count a hop of a handoff in the metrics, if both of its moments have been noted."""
-        elapsed_s = self.hops.elapsed_s(key, start, end)
-        if elapsed_s is not None:
-            self.metrics.hop_seconds.labels(f"{start}_to_{end}").observe(elapsed_s)
+        An instance is given LOOKUP_S to register again, for Redis may just have been emptied. Raises
+        TriptychError("unavailable") without a broker, after `handoff_timeout_s` at the latest.
+        """
+        deadline_s = time.monotonic() + LOOKUP_S
+        timeout_s = self.settings.handoff_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    record = seen(instance_id) or await self.registry.get(instance_id)
+                    if record is not None or time.monotonic() > deadline_s:
+                        return record
+                    await asyncio.sleep(_LOOKUP_PAUSE_S)
+        except (RedisError, TimeoutError) as error:
+            why = str(error) or f"nothing within {timeout_s:g} s"
+            message = f"the broker does not answer, and {instance_id} cannot be looked up: {why}"
+            raise TriptychError("unavailable", message) from error
 
     def reply(self, request_id: str, message: FromWorker) -> None:
-        """Send to the proxy that owns the request; nobody gets it if the request is unknown."""
+        """Send to the proxy that owns the request; a message about an unknown request is discarded."""
         proxy = self.proxies.owner(request_id)
         if proxy is not None:
             self.send(proxy, message)
 
     def send(self, proxy: bytes, message: FromWorker) -> None:
-        """Send to a proxy. One that does not take it counts as gone."""
+        """Send to a proxy. A proxy that does not accept the message counts as gone."""
         if not self.server.send(proxy, message):
             self.proxies.mark_gone(proxy)
 
 
 class RoleService(Protocol):
-    """One role of a worker. All methods are called on the loop; those without `async` return at once."""
+    """One role of a worker. All methods are called on the loop; methods without `async` return at once."""
 
     role: ClassVar[Role]
     channels: ClassVar[tuple[ChannelName, ...]]
-    """The channels that this role reads."""
+    """Channels that the role reads."""
     tensor_address: str
-    """Where it takes tensors, as bound; empty if it takes none."""
+    """Bound address for tensors; empty for a role that receives no tensors."""
 
     @property
     def encodes(self) -> bool:
-        """Whether it can encode the inputs of its own requests itself."""
+        """Whether the role can encode the inputs of its own requests."""
 
     @property
     def threads(self) -> tuple[EngineThread[Any, Any], ...]:
-        """Its engines, in the order in which they start, each once the one before it is loaded."""
+        """Engines in starting order; each starts once the previous engine is loaded."""
 
     async def start(self, own: InstanceRecord) -> None:
-        """The engine is loaded; get everything else ready."""
+        """Get ready: the engines are loaded."""
 
     def tasks(self) -> list[Coroutine[Any, Any, None]]:
-        """What has to run as long as the worker does."""
+        """Return coroutines that run as long as the worker."""
 
     def handle_request(self, proxy: bytes, message: ToWorker) -> None: ...
 
     def handle_delivery(self, delivery: Delivery) -> None: ...
 
     def abort(self, request_id: str) -> None:
-        """Free everything of a request, known or not."""
+        """Free all memory of a request, known or not."""
 
     def review(self, instances: dict[str, InstanceRecord]) -> None:
-        """The registry as it is now; about once a second."""
+        """Look at the present registry; called about once a second."""
 
     def close(self) -> None: ...

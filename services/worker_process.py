@@ -1,4 +1,4 @@
-"""The shell around an engine: what workers of all roles have in common.
+"""The process around an engine: sockets, heartbeat, loading, drain and shutdown, common to all roles.
 
     HTTP (health, metrics, drain)        requests (ZMQ)      channels (Redis)      heartbeat
               \\                               |                   |                  /
@@ -7,7 +7,7 @@
                                     v                 |
                                        engine thread(s)
 
-Whatever part ends on its own ends the process: a worker is whole or gone, and others notice that it is gone.
+Any part that ends on its own ends the process: a worker is whole or gone, and others notice a lost worker.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from common.model_info import ModelInfo
 from common.telemetry import get_logger
 from services.handoff.device_tensors import open_cuda
 from services.membership import Membership, make_record
-from services.process.addresses import resolve_host, warn_of_few_descriptors, warn_of_strangers
+from services.process.addresses import resolve_host, warn_of_few_descriptors, warn_of_open_host
 from services.process.drain import DrainState
 from services.process.drain_marker import DrainMarker
 from services.process.engine_thread import EngineThread
@@ -49,7 +49,7 @@ from services.worker_context import RoleService, WorkerContext
 
 BROKER_WAIT_S: Final = 30.0
 BEAT_S: Final = 10 * HEARTBEAT_S
-"""What the broker may take to answer all that is asked with a heartbeat; the next one tries again."""
+"""Limit of all broker calls of a heartbeat; the next heartbeat tries again."""
 STATS_WAIT_S: Final = 1.0
 JOIN_S: Final = 1.0
 
@@ -69,7 +69,7 @@ class WorkerProcess:
     ) -> None:
         """Bind the sockets and make the role. Must be called on the loop. Raises TriptychError or OSError.
 
-        `on_loaded` is called on the loop once all is there that the process needs, before the cluster knows of it.
+        `on_loaded` is called on the loop once the process is complete, before it enters the registry.
         """
         if settings.broker is None:
             raise TriptychError("invalid_request", "a worker needs a broker: give --broker redis://host:port", "broker")
@@ -77,7 +77,8 @@ class WorkerProcess:
         self._info = info
         self._on_loaded = on_loaded
         self._host = resolve_host(settings.host)
-        hops = HandoffTrace()
+        metrics = WorkerMetrics()
+        hops = HandoffTrace(metrics.hop_seconds)
         app = make_app(
             health=self.health,
             ready=self.ready,
@@ -87,12 +88,12 @@ class WorkerProcess:
             switch=self.switch,
         )
         protect(app, worker_guard(settings))
-        self._http = HttpServer(app, self._host, settings)  # first: nothing is open yet if the port is taken
+        self._http = HttpServer(app, self._host, settings)  # first: a taken port leaves nothing open
         self._redis = connect(settings.broker)
         self._reading = connect(settings.broker, retries=0)
         registry = Registry(self._redis, settings.cluster)
         key = ClusterKey.of(settings)
-        warn_of_strangers(self._host, has_key=key is not None)
+        warn_of_open_host(self._host, has_key=key is not None)
         warn_of_few_descriptors(self._host)
         self._context = ClusterContext(key)
         self._server = WorkerServer(self._context, self._host, on_refused=self._abort)
@@ -102,9 +103,9 @@ class WorkerProcess:
         self._membership = Membership(registry, self._proxies, self._departure)
         self.next_role: Role | None = None
         self.abandons_engine = False
-        """Whether an engine is still in a step once `run` has returned: the process has to end without it."""
+        """Whether an engine is still in a step once `run` has returned: the process must end regardless."""
         self.stop = asyncio.Event()
-        """Set, by a signal or by whoever runs this, to end it."""
+        """Set by a signal or by the caller of `run`, to end the worker."""
         self.instance_id = instance_id = settings.instance_id or f"worker-{uuid.uuid4().hex[:8]}"
         self._links = WorkerContext(
             settings=settings,
@@ -119,7 +120,7 @@ class WorkerProcess:
             channels=ChannelSender(self._redis, settings.cluster),
             server=self._server,
             proxies=self._proxies,
-            metrics=WorkerMetrics(),
+            metrics=metrics,
             hops=hops,
             cuda=open_cuda(settings.engine.device),
         )
@@ -129,9 +130,9 @@ class WorkerProcess:
         self._add_metrics()
 
     async def run(self) -> int:
-        """Serve until SIGTERM or SIGINT, or until drained (0), or until something breaks (1).
+        """Serve until SIGTERM, SIGINT or a drain (0), or until a part breaks (1).
 
-        `next_role` says whether this process is wanted in another role then.
+        `next_role` is set for a process that shall start anew in another role.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -152,14 +153,14 @@ class WorkerProcess:
         return 1 if failed else 0
 
     def health(self) -> str | None:
-        """Why this process should be restarted; None if it should not."""
+        """Return why this process should be restarted; None for a healthy process."""
         for thread in self._role.threads:
             if thread.started and not thread.alive:
                 return "the engine thread is dead"
         return self._watchdog.look()
 
     def ready(self) -> str | None:
-        """Why no request should be sent here; None if they may."""
+        """Return why no request should be sent here; None when ready."""
         if not all(thread.loaded.done() for thread in self._role.threads):
             return "the model is being loaded"
         return self._membership.problem() or self.health()
@@ -169,14 +170,14 @@ class WorkerProcess:
         return not len(self._proxies)
 
     async def drain(self) -> int:
-        """Take nothing new, finish what is under way, then end with status 0. Returns the requests under way.
+        """Refuse new requests, finish requests under way, then end with status 0. Returns the number under way.
 
-        Raises TriptychError where this worker is to become something else.
+        Raises TriptychError for a worker that is switching its role.
         """
         return await self._leave(None)
 
     async def switch(self, role: str) -> int:
-        """The same, but end with `next_role` set. Raises TriptychError where the role is impossible here."""
+        """Drain, and end with `next_role` set. Raises TriptychError for an impossible role."""
         if role == self._role.role:
             raise TriptychError("invalid_request", f"{self._links.instance_id} has the role {role} already", "role")
         return await self._leave(check_role(role, self._info))
@@ -201,17 +202,17 @@ class WorkerProcess:
             await self._reader.open()
             for coroutine in (self._links.channels.run(), self._reader.run(role.handle_delivery), *role.tasks()):
                 group.create_task(coroutine)
-            group.create_task(self._take_requests())
+            group.create_task(self._receive_requests())
             group.create_task(self._watch_proxies())
             self._on_loaded()
             await self._membership.join(record)
             if not self._departure.requested:
-                self._note.remove()  # of how this process came to have its role
+                self._note.remove()  # left by the switch to this role
             log.info("ready", role=role.role, http=record.http_address, requests=record.requests_address)
             group.create_task(self._beat())
 
     async def _load(self, group: asyncio.TaskGroup) -> None:
-        """Start the engines one after the other: the pools of each take what the ones before it have left."""
+        """Start the engines one after the other: the pools of each take memory that earlier engines left."""
         for thread in self._role.threads:
             group.create_task(self._watch_engine(thread))
             thread.start()
@@ -221,7 +222,7 @@ class WorkerProcess:
         error = await asyncio.shield(thread.ended)
         raise error or TriptychError("internal_error", "the engine thread has stopped")
 
-    async def _take_requests(self) -> None:
+    async def _receive_requests(self) -> None:
         while True:
             proxy, message = await self._server.receive()
             for request_id, attempt in self._proxies.heard(proxy).items():
@@ -237,9 +238,9 @@ class WorkerProcess:
                 self._role.handle_request(proxy, message)
 
     def _answer(self, proxy: bytes, inquiry: Inquiry) -> None:
-        """Say so where there is no such attempt: however it was lost, its proxy would wait for it in vain.
+        """Report a lost attempt: the proxy would wait in vain.
 
-        One that has ended meanwhile is not lost: its last words may not have been read yet.
+        An attempt that has ended lately is not lost: the proxy may not have read its last message yet.
         """
         if self._proxies.knows(inquiry.request_id, inquiry.attempt):
             return
@@ -253,21 +254,21 @@ class WorkerProcess:
         self._role.abort(request_id)
 
     async def _watch_proxies(self) -> None:
-        """Once a second: a sign of life to all proxies; drop what those that are silent or gone have left.
+        """Once a second, send a heartbeat to all proxies and discard requests of silent or lost proxies.
 
-        Never waits for the broker, which may stand still when a proxy dies.
+        Never waits for the broker, which may be stuck when a proxy dies.
         """
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             for proxy in self._proxies.present:
                 if not self._server.send(proxy, Heartbeat()):
                     self._proxies.mark_gone(proxy)
-            for request_id in self._proxies.take_orphans():
+            for request_id in self._proxies.pop_orphans():
                 log.warning("request dropped: its proxy is gone or silent", request=request_id)
                 self._role.abort(request_id)
 
     async def _beat(self) -> None:
-        """Once a second: tell the registry, and look around."""
+        """Once a second, renew the registry entry and let the role review all instances."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             try:
@@ -296,7 +297,7 @@ class WorkerProcess:
         }
 
     async def _render_metrics(self) -> bytes:
-        """Numbers of this moment if the engine answers soon, else those of the last time."""
+        """Render present numbers if the engine answers soon, else the last numbers."""
         for thread in self._role.threads:
             try:
                 stats = await thread.call(lambda engine: engine.stats(), STATS_WAIT_S)
@@ -314,7 +315,7 @@ class WorkerProcess:
         )
 
     async def _close(self) -> None:
-        """Leave the cluster, then let go of everything. Bounded: about two seconds at the worst."""
+        """Leave the cluster, then free all resources. Takes about two seconds at worst."""
         try:
             async with asyncio.timeout(JOIN_S):
                 if await self._membership.leave():

@@ -1,0 +1,6 @@
+"""The encode stage: media in, encoder outputs in place at their receiver.
+
+EncodeStage owns requests and attempts, EncodeJob one item, EncodeDedup equal items, OutputSink the destination.
+Not here: the arithmetic (engine.core.encoder_engine) and the wire (broker.handoff).
+May import services.handoff, services.worker_context and services.process, and the floors below services.
+"""

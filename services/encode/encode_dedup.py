@@ -91,13 +91,20 @@ class EncodeDedup:
 
     def step(self, engine: EncoderEngine, prepare: Callable[[torch.Tensor], torch.Tensor]) -> list[EncoderResult]:
         """Run one step on the engine's thread. Outputs pass through `prepare`; early sends happen here."""
-        results = []
-        for result in engine.step():
-            if result.tensor is not None:
-                tensor = prepare(result.tensor)
-                self._send_early(result.key, tensor)
-                result = replace(result, tensor=tensor)
-            results.append(result)
+        results = engine.step()
+        for index, result in enumerate(results):
+            if result.tensor is None:
+                continue
+            tensor = prepare(result.tensor)
+            results[index] = replace(result, tensor=tensor)
+            computation = self._computations.get(result.key[0])
+            if computation is None or computation.key != result.key:
+                continue
+            for send in list(computation.early.values())[:1]:  # `list` is atomic: the loop may change it meanwhile
+                try:
+                    send(tensor)
+                except Exception:  # the output can be sent in the ordinary manner: no reason to end an engine
+                    log.error("an output did not leave early", exc_info=True)
         return results
 
     def settle(self, results: Iterable[EncoderResult]) -> None:
@@ -117,13 +124,3 @@ class EncodeDedup:
                     done.set_result(result)
                 else:  # an exception for each item: a traceback grows where it is raised
                     done.set_exception(TriptychError(result.error.code, result.error.message, result.error.param))
-
-    def _send_early(self, key: EncoderKey, tensor: torch.Tensor) -> None:
-        computation = self._computations.get(key[0])
-        if computation is None or computation.key != key:
-            return
-        for send in list(computation.early.values())[:1]:  # `list` is atomic: the loop may change the dict meanwhile
-            try:
-                send(tensor)
-            except Exception:  # the output can be sent in the ordinary manner: no reason to end an engine
-                log.error("an output did not leave early", exc_info=True)

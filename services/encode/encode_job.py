@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from broker.handoff.sender import Key, key_of
 from common.messages import Encode, MediaKind, Span
-from common.telemetry import SpanRecorder
+from common.telemetry import SpanRecorder, get_logger
 from engine.cache.output_cache import OutputCache
 from engine.core.encoder_engine import EncoderResult
 from engine.processors import ProcessedInput
@@ -26,6 +25,8 @@ from services.encode.memory_gate import MemoryGate
 from services.encode.output_sink import OutputSink
 from services.encode.preprocess_pool import PreprocessPool
 from services.process.handoff_trace import HandoffTrace
+
+log = get_logger()
 
 
 class EncodeJob:
@@ -52,7 +53,8 @@ class EncodeJob:
         if self._kept is None:
             self.held_bytes = len(message.media)
             self._preparing = asyncio.create_task(self._prepare(message.kind, message.media))
-            self._preparing.add_done_callback(_retrieve)
+            # It may fail while no attempt waits, and the next attempt is told: asyncio need not warn.
+            self._preparing.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     @property
     def waits_with_arrays(self) -> bool:
@@ -66,25 +68,32 @@ class EncodeJob:
         output is not in place.
         """
         key = key_of(message)
+        about = {"request": key[0], "input": key[1], "attempt": key[2]}
         try:
             if self._preparing is not None and self._item is None:
                 recorder.start("preprocess")
                 await asyncio.shield(self._preparing)
                 recorder.end("preprocess")
                 trace.mark(key, "preprocessed")
+                log.debug("item preprocessed", **about)
             assert self._item is not None
             recorder.start("grant")
+            log.debug("item offered", to=message.destination, **about)
             is_wanted = await sink.offer(key, message, self._item)
             recorder.end("grant")
+            log.debug("item granted" if is_wanted else "item cached by its receiver", **about)
             if not is_wanted:
                 return
             if self._kept is not None:
                 tensor = self._kept.tensor
             else:
                 tensor = await self._compute(key, self._item, sink, trace, recorder)
+                log.debug("item encoded", **about)
             recorder.start("handoff")
+            log.debug("output leaves", bytes=tensor.nbytes, **about)
             await sink.deliver(key, tensor)
             recorder.end("handoff")
+            log.debug("output stored by its receiver", **about)
         finally:
             sink.close(key)
 
@@ -148,9 +157,3 @@ class EncodeJob:
         if self._staged_bytes is not None:
             self._gate.release(self._staged_bytes)
             self._staged_bytes = None
-
-
-def _retrieve(done: asyncio.Future[Any]) -> None:
-    """Keep asyncio from warning: preparing may fail while no attempt waits, and the next attempt is told."""
-    if not done.cancelled():
-        done.exception()

@@ -21,7 +21,7 @@ from broker.handoff.sender import Key, key_of
 from common.errors import ErrorInfo, TriptychError
 from common.messages import Encode, Encoded
 from common.telemetry import SpanRecorder, get_logger
-from engine.cache.output_cache import OutputCache, in_memory_of_its_own
+from engine.cache.output_cache import OutputCache
 from engine.core.encoder_engine import EncoderEngine, EncoderResult
 from engine.device.memory import staging_budget
 from services.encode.encode_dedup import EncodeDedup, Owner
@@ -80,12 +80,9 @@ class EncodeStage:
         self._replies: OrderedDict[Key, Encoded] = OrderedDict()
         self._outcomes: Counter[str] = Counter()
 
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            return prepare(in_memory_of_its_own(tensor) if output_cache_bytes else tensor)
-
         self.thread: EngineThread[EncoderEngine, EncoderResult] = EngineThread(
             build=lambda: self._build(output_cache_bytes, memory_share),
-            step=lambda engine: self._dedup.step(engine, keep),
+            step=lambda engine: self._dedup.step(engine, prepare),
             next_deadline_s=lambda engine: None,
             on_events=self._settle,
         )
@@ -136,6 +133,7 @@ class EncodeStage:
                 return
             job = self._jobs[owner] = EncodeJob(message, self._pool, self._gate, self._dedup, self._outputs)
         job.attempt = message.attempt
+        log.debug("item received", request=key[0], input=key[1], attempt=key[2], bytes=len(message.media))
         self._on_begun(proxy, message.request_id)
         # Only preprocessing needs the media: the attempt must not keep them alive.
         task = asyncio.create_task(self._run(key, proxy, msgspec.structs.replace(message, media=b""), job))
@@ -186,6 +184,7 @@ class EncodeStage:
         while len(self._replies) > MAX_REMEMBERED:
             self._replies.popitem(last=False)
         self._links.send(proxy, reply)
+        log.debug("item answered", request=key[0], input=key[1], attempt=key[2], error=error and error.code)
         return late
 
     def _end(self, key: Key, task: asyncio.Task[bool]) -> None:
@@ -195,12 +194,12 @@ class EncodeStage:
         grants nothing would keep the encoder from working for the rest.
         """
         del self._attempts[key]
+        late = not task.cancelled() and task.exception() is None and task.result()
         job = self._jobs.get(key[:2])
-        in_the_way = job is not None and job.waits_with_arrays and self._gate.num_waiting > 0
-        if not task.cancelled() and task.exception() is None and task.result() and not in_the_way:
-            asyncio.get_running_loop().call_later(KEEP_S, self._expire, key)
-        else:
+        if not late or (self._gate.num_waiting > 0 and job is not None and job.waits_with_arrays):
             self._expire(key)
+        else:
+            asyncio.get_running_loop().call_later(KEEP_S, self._expire, key)
 
     def _expire(self, key: Key) -> None:
         """Discard the item of an attempt, unless a newer attempt has begun."""

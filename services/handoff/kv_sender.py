@@ -25,7 +25,6 @@ from common.telemetry import SpanRecorder, get_logger
 from engine.core.decoder_engine import DecoderEngine
 from engine.device.copy_stream import AsyncCopy
 from engine.state.events import Event, KvComputed, KvReady, PrefillEnded, PrefillEvent, RequestFailed
-from services.encode.output_sink import find_instance
 from services.handoff.kv_messages import tokens_per_part
 from services.handoff.tensor_bytes import bytes_of
 from services.process.engine_thread import EngineThread
@@ -168,7 +167,7 @@ class KvSender:
             await prefill.next_report()
         prefill.recorder.start("grant")
         offer = self._make_offer(prefill)
-        receiver = await find_instance(self._links, self._handoffs, prefill.message.prefill_for)
+        receiver = await self._links.find_instance(prefill.message.prefill_for, self._handoffs.lately_seen)
         prefill.check()  # the engine may have given it up while there was no handoff that could be told
         handoff = await self._handoffs.offer(offer, receiver)
         prefill.recorder.end("grant")
@@ -178,7 +177,7 @@ class KvSender:
             for table, first, last in _wanted(offer, grant):
                 await self._send(prefill, handoff, table, first, last)
             self._handoffs.complete(handoff)
-            self._links.note_handoff(prefill.key, handoff)
+            self._links.hops.mark_sent(prefill.key, handoff.times_s)
         self._thread.submit(lambda engine: engine.end_prefill(request_id))
         while prefill.ended is None:
             await prefill.next_report()

@@ -107,13 +107,13 @@ class HandoffReceiver:
         sender = self._sender(key)
         match event:
             case InputGranted():
-                self._mark_hop(key, "offer_received", "granted")
+                self._links.hops.mark(key, "granted", since="offer_received")
                 self._prepare(key)
                 wanted = event.first_token, event.cross_cached, event.num_parts
                 self._answer_offer(sender, Grant(*key, "granted", None, *wanted))
                 return
             case InputStored(part=part):
-                self._mark_hop(key, "tensor_received", "stored", self._stored_s.pop(key, None))
+                self._links.hops.mark(key, "stored", self._stored_s.pop(key, None), since="tensor_received")
                 self._answer_tensor(sender, Receipt(*key, "stored", part))
                 if event.input_id == KV_INPUT_ID:
                     return  # more parts may come
@@ -290,10 +290,6 @@ class HandoffReceiver:
     def _sender(self, key: Key) -> str | None:
         offer = self._offers.get(key)
         return None if offer is None else offer.sender
-
-    def _mark_hop(self, key: Key, start: str, end: str, at_s: float | None = None) -> None:
-        if self._links.hops.mark(key, end, at_s):
-            self._links.observe_hop(key, start, end)
 
     # --- on the engine's thread
 

@@ -1,4 +1,4 @@
-"""Addresses to bind to, and addresses to tell others."""
+"""Addresses to bind to, and addresses to give to others."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from common.errors import TriptychError
 from common.telemetry import get_logger
 
 FEW_DESCRIPTORS: Final = 16_384
-"""Fewer can be taken at once by one other host that opens connections and says nothing: it has some 28,000 ports."""
+"""One other host, with its 28,000 ports, can take as many at once by connections that stay silent."""
 
 log = get_logger()
 
 
 def resolve_host(host: str) -> str:
-    """A numeric IPv4 address to bind to. Raises TriptychError("invalid_request") where the name has none here."""
+    """Return a numeric IPv4 address to bind to. Raises TriptychError("invalid_request") for an unknown name."""
     try:
         return str(socket.getaddrinfo(host, None, family=socket.AF_INET, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
@@ -26,18 +26,18 @@ def resolve_host(host: str) -> str:
         raise TriptychError("invalid_request", message, "host") from error
 
 
-def warn_of_strangers(host: str, *, has_key: bool) -> None:
-    """Say it where anybody who reaches this machine can use a worker that listens on `host`, a numeric address."""
+def warn_of_open_host(host: str, *, has_key: bool) -> None:
+    """Warn if any client that reaches this machine can use a worker on `host`, a numeric address."""
     if not has_key and not ip_address(host).is_loopback:
         message = "anybody who reaches this host can use this worker: give all of the cluster one --cluster-key-file"
         log.warning(message, host=host, setting="cluster_key_file")
 
 
 def warn_of_few_descriptors(host: str) -> None:
-    """Say it where others could take all descriptors of a worker that listens on `host`, a numeric address.
+    """Warn if other hosts could take all descriptors of a worker on `host`, a numeric address.
 
-    ZMQ does not limit how many connections are in their handshake: nobody gets in while they hold all there are, and
-    its thread is busy trying. Call it once the process's limit has been raised.
+    ZMQ does not limit connections in their handshake: no client gets in while they hold all descriptors, and ZMQ's
+    thread is busy trying. To be called once the limit of the process has been raised.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != resource.RLIM_INFINITY and limit < FEW_DESCRIPTORS and not ip_address(host).is_loopback:
@@ -46,7 +46,7 @@ def warn_of_few_descriptors(host: str) -> None:
 
 
 def advertised(endpoint: str, advertise_host: str | None) -> str:
-    """A bound endpoint as others reach it: with `advertise_host` if given, else with this host's name for 0.0.0.0."""
+    """Return a bound endpoint for others: on `advertise_host` if given, else 0.0.0.0 becomes this host's name."""
     if not endpoint:
         return ""
     parts = urlsplit(endpoint)

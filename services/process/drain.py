@@ -1,4 +1,4 @@
-"""How a worker leaves on purpose: it takes nothing new, finishes what it has, and goes, for good or to another role."""
+"""Drain of a worker: refuse new requests, finish requests under way, then end or change the role."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from common.errors import TriptychError
 from common.messages import Role
 
 ANNOUNCE_S: Final = 30.0
-"""A broker that is away for longer is not waited for: proxies see by the closed connection that the worker has gone."""
+"""Longest wait for a broker that is away: proxies see the worker go by its closed connection."""
 NOTICE_S: Final = 1.5
-"""Proxies are told, or look at the registry twice a second: after so long they all know, and what they had sent is
-here."""
+"""After the announcement, time for all proxies to learn of the drain (they read the registry twice a second), and for
+requests sent before to arrive."""
 _POLL_S: Final = 0.05
 
 
 class DrainState:
-    """Nobody's, until `request`. `next_role` is what the process is to become then; None if it is to end."""
+    """Begins with `request`. `next_role` is the role after the drain; None for a process that shall end."""
 
     def __init__(self, num_open: Callable[[], int], patience_s: float) -> None:
-        """`num_open` counts the requests under way, each of which ends within `patience_s`."""
+        """`num_open` counts requests under way; each ends within `patience_s`."""
         self._num_open = num_open
         self._patience_s = patience_s
         self._requested_s = float("inf")
@@ -31,7 +31,7 @@ class DrainState:
         self.next_role: Role | None = None
 
     def request(self, next_role: Role | None = None) -> None:
-        """Leave as soon as everything under way is done. Raises TriptychError where another end has been asked for."""
+        """Leave once all requests are done. Raises TriptychError after a request for another end."""
         if self.requested and next_role != self.next_role:
             planned = "end" if self.next_role is None else f"change its role to {self.next_role}"
             raise TriptychError("invalid_request", f"this worker is draining already, to {planned}", "role")
@@ -40,15 +40,15 @@ class DrainState:
         self.requested, self.next_role = True, next_role
 
     def announced(self) -> None:
-        """The registry says by now that this worker is draining."""
+        """Note that the registry shows the drain."""
         if self._announced_s is None:
             self._announced_s = time.monotonic()
 
     async def complete(self) -> None:
-        """Return once the worker may go: it has been told to, every proxy knows, and nothing has been under way since.
+        """Return once the worker may go: requested, known to every proxy, and no request under way since.
 
-        Without a broker to tell it to the proxies, only ANNOUNCE_S are waited for it. What came before has ended after
-        `patience_s`; where new requests come all the same, they are left to others then, as those of a lost worker.
+        Without a broker the announcement is given up after ANNOUNCE_S. All ends after `patience_s`: earlier requests
+        are done by then, and later requests are left to other workers like the requests of a lost worker.
         """
         quiet_since_s = float("inf")
         while time.monotonic() - quiet_since_s < NOTICE_S:
@@ -56,8 +56,8 @@ class DrainState:
             waited_s = time.monotonic() - self._requested_s
             if waited_s > self._patience_s:
                 return
-            told = self._announced_s is not None or waited_s > ANNOUNCE_S
-            if not told or self._num_open():
+            is_known = self._announced_s is not None or waited_s > ANNOUNCE_S
+            if not is_known or self._num_open():
                 quiet_since_s = float("inf")
             elif quiet_since_s == float("inf"):
                 quiet_since_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""What a worker has been told to do, left where its supervisor finds it when the worker has ended, however it has."""
+"""A file by which a worker leaves its next role to its supervisor, however the worker ends."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ from common.messages import Role
 from common.telemetry import get_logger
 
 VARIABLE: Final = "TRIPTYCH_DEPARTURE_NOTE"
-"""Tells a worker the path of its note."""
+"""Environment variable with the path of the file."""
 
 log = get_logger()
 
 
 class DrainMarker:
-    """There from when a worker is told to leave, or to change its role, until it has. The registry says so as well, as
-    long as there is a broker that keeps it.
-    """
+    """Exists while a worker drains or changes its role. The registry has the same, as long as the broker keeps it."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """Without a path nothing is noted: nobody looks after this worker."""
+        """Without a path no file is written: the worker has no supervisor."""
         self._path = path
 
     @classmethod
@@ -30,7 +28,7 @@ class DrainMarker:
         return cls(None if not path else Path(path))
 
     def write(self, next_role: Role | None) -> None:
-        """The worker is to come back as this, or to leave for good."""
+        """Note the role to come back with; None to leave for good."""
         if self._path is None:
             return
         unfinished = self._path.with_suffix(".new")
@@ -50,7 +48,7 @@ class DrainMarker:
 
     @property
     def next_role(self) -> Role | None:
-        """What the worker was to come back as; None where it was to leave, or where there is no note."""
+        """The role to come back with; None to leave for good, and without a file."""
         if self._path is None or not self._path.exists():
             return None
         return cast(Role | None, self._path.read_text() or None)

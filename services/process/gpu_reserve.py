@@ -1,4 +1,4 @@
-"""How much of a GPU a worker leaves to what is not torch's: its transports are known here, and not to its engine."""
+"""GPU memory outside torch's allocator: a worker knows its transports, its engine does not."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from common.process.gpu_memory import PROCESS_BYTES
 
 
 def engine_on_gpu(settings: Settings, host: str) -> EngineConfig:
-    """The engine's settings for a worker on a GPU that listens on `host`, a numeric address.
+    """Return the engine's settings for a worker on a GPU that listens on `host`, a numeric address.
 
-    They leave room for what tensors between GPUs take by NIXL where the transport stands for that, unless the user has
-    said how much a process takes.
+    Memory for tensors between GPUs is left to NIXL if the transport uses NIXL, unless the user has set
+    `process_bytes`.
     """
     engine = settings.engine
     if engine.process_bytes is not None:

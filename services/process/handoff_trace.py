@@ -1,7 +1,7 @@
-"""When each hop of a handoff happened, on both sides, so that its latency can be told hop by hop.
+"""Moments of each handoff, noted on both sides: the latency of a handoff, hop by hop.
 
-Each worker keeps the times of its last handoffs and serves them at /debug/handoffs; `hop_latencies` joins the two
-sides. Times are Unix seconds: between hosts they are as good as the hosts' clocks.
+Each worker keeps the times of its last handoffs and serves them at /debug/handoffs; `hop_latencies` joins two sides.
+Times are Unix seconds: between hosts they are as good as the hosts' clocks.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Final
 from urllib.request import urlopen
 
 import numpy as np
+from prometheus_client import Histogram
 
 from broker.handoff.sender import Key
 
@@ -35,36 +36,40 @@ HOPS: Final = (
     ("encode_done", "stored"),
     ("offer_sent", "receipt_received"),
 )
-"""Pairs of moments: the steps of one handoff in order, the way of the tensor alone, and the whole.
+"""Pairs of moments: the steps of one handoff in order, the path of the tensor alone, and the whole.
 
-`landed`: all bytes are checked, in the memory that the cache has reserved for them. `stored`: its engine has noted it,
-after the step that it was in.
+`landed`: all bytes are checked, in memory reserved by the cache. `stored`: the engine has noted the tensor, after the
+step under way.
 """
 MAX_KEPT: Final = 4096
+_SENDERS_HOPS: Final = {"grant_received": "offer_sent", "receipt_received": "tensor_sent"}
 
 
 class HandoffTrace:
     """The moments of the last MAX_KEPT handoffs of one instance."""
 
-    def __init__(self) -> None:
+    def __init__(self, hop_seconds: Histogram | None = None) -> None:
+        """`hop_seconds` counts hops between two moments of this instance, by a label like "granted_to_stored"."""
+        self._hop_seconds = hop_seconds
         self._times_s: OrderedDict[Key, dict[str, float]] = OrderedDict()
 
-    def mark(self, key: Key, moment: str, at_s: float | None = None) -> bool:
-        """Note a moment, now unless given. The first time counts; False where this is a later one."""
+    def mark(self, key: Key, moment: str, at_s: float | None = None, since: str | None = None) -> None:
+        """Note a moment, now unless given; only the first time counts. The hop `since` a noted moment is observed."""
         times_s = self._times_s.get(key)
         if times_s is None:
             times_s = self._times_s[key] = {}
             while len(self._times_s) > MAX_KEPT:
                 self._times_s.popitem(last=False)
         if moment in times_s:
-            return False
+            return
         times_s[moment] = time.time() if at_s is None else at_s
-        return True
+        if since in times_s and self._hop_seconds is not None:
+            self._hop_seconds.labels(f"{since}_to_{moment}").observe(times_s[moment] - times_s[since])
 
-    def elapsed_s(self, key: Key, start: str, end: str) -> float | None:
-        """Seconds between two moments; None where one is missing."""
-        times_s = self._times_s.get(key, {})
-        return times_s[end] - times_s[start] if start in times_s and end in times_s else None
+    def mark_sent(self, key: Key, times_s: Mapping[str, float]) -> None:
+        """Note the moments of a finished handoff at its sender."""
+        for moment, at_s in times_s.items():
+            self.mark(key, moment, at_s, since=_SENDERS_HOPS.get(moment))
 
     def as_json(self) -> list[dict[str, Any]]:
         return [
@@ -74,7 +79,7 @@ class HandoffTrace:
 
 
 def hop_latencies(sides: Iterable[list[dict[str, Any]]]) -> dict[str, list[float]]:
-    """Seconds per hop over all handoffs that the given sides (the answers of /debug/handoffs) have in common."""
+    """Return seconds per hop over all handoffs that the sides (answers of /debug/handoffs) have in common."""
     joined: dict[Key, dict[str, float]] = {}
     for side in sides:
         for entry in side:
@@ -87,7 +92,7 @@ def hop_latencies(sides: Iterable[list[dict[str, Any]]]) -> dict[str, list[float
 
 
 def summary(latencies: Mapping[str, list[float]]) -> str:
-    """A table: hop, count, p50 and p99 in milliseconds."""
+    """Return a table: hop, count, p50 and p99 in milliseconds."""
     lines = [f"{'hop':<38} {'n':>6} {'p50 ms':>9} {'p99 ms':>9}"]
     for hop, values in latencies.items():
         if values:

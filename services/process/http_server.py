@@ -1,4 +1,4 @@
-"""The small HTTP side of a worker: is it alive, is it ready, what does it count. Served in the worker's own loop."""
+"""HTTP of a worker: health, readiness, metrics, drain. Served in the worker's own loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from common.http.auth import Guard, RequireKey
 from common.http.server import Server, bind
 
 Check = Callable[[], str | None]
-"""Why not; None if all is well."""
+"""The problem; None if all is well."""
 
 
 def make_app(
@@ -30,13 +30,13 @@ def make_app(
     drain: Callable[[], Awaitable[int]],
     switch: Callable[[str], Awaitable[int]],
 ) -> Starlette:
-    """What a worker answers.
+    """Make the application of a worker.
 
     GET /health, /ready        200, or 503 with a reason
     GET /metrics               Prometheus' text format
     GET /debug/handoffs        see services.process.handoff_trace
-    POST /drain                202, the worker ends once it is idle; 400 with an error where it will not
-    POST /switch {"role": R}   202, the worker becomes an R once it is idle; 400 with an error where it cannot
+    POST /drain                202, the worker ends once idle; 400 with an error if refused
+    POST /switch {"role": R}   202, the worker becomes an R once idle; 400 with an error if impossible
     """
 
     async def show_health(_: Request) -> Response:
@@ -79,7 +79,7 @@ class _SwitchRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def protect(app: Starlette, guard: Guard) -> None:
-    """Answer with 401 what `guard` does not allow."""
+    """Answer 401 unless `guard` allows a request."""
     message = "this endpoint wants a key: send `Authorization: Bearer KEY`, see docs/how-to/security.md"
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": "invalid_api_key"}
     refusal = JSONResponse({"error": error}, 401, {"WWW-Authenticate": "Bearer"})
@@ -87,10 +87,10 @@ def protect(app: Starlette, guard: Guard) -> None:
 
 
 class HttpServer:
-    """A worker's HTTP server, on a port that is known before it serves."""
+    """The HTTP server of a worker, on a port known before serving."""
 
     def __init__(self, app: Starlette, host: str, settings: Settings) -> None:
-        """Bind now; port 0 picks a free one. Raises TriptychError("invalid_request") where the port cannot be had."""
+        """Bind now; port 0 picks a free port. Raises TriptychError("invalid_request") for a taken port."""
         self._socket = bind(host, settings.port)
         self.port = int(self._socket.getsockname()[1])
         self._server = Server(app, settings, lifespan="off", timeout_graceful_shutdown=1)

@@ -1,4 +1,4 @@
-"""What each number of a worker means: the help texts of its metrics."""
+"""Help texts of a worker's metrics."""
 
 from __future__ import annotations
 
@@ -138,5 +138,5 @@ HELP: Final[dict[str, str]] = {
 
 
 def help_text(name: str) -> str:
-    """The help text of a metric; its name in words where there is none."""
+    """Return the help text of a metric; without a text, its name in words."""
     return HELP.get(name, name.replace("_", " "))

@@ -1,4 +1,4 @@
-"""What a worker tells Prometheus. Every worker has a registry of its own, nothing is process-global."""
+"""Metrics of a worker for Prometheus. Every worker has a registry of its own; no metric is process-global."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ITEMS = (1, 2, 4, 8, 16, 32)
 
 
 class WorkerMetrics:
-    """Histograms that the service fills, and numbers that are looked up when somebody asks."""
+    """Histograms filled by the service, and numbers looked up on each scrape."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -28,10 +28,10 @@ class WorkerMetrics:
         )
         self.batch_items = self._histogram("encoder_batch_items", "Items per encoder batch.", buckets=_ITEMS)
         self.engine_stats: dict[object, Mapping[str, float]] = {}
-        """What each engine of the process has told last."""
+        """Last numbers of each engine of the process."""
         self.gauges: dict[str, Callable[[], float]] = {}
         self.tallies: dict[str, Callable[[], Mapping[str, int]]] = {}
-        """Counters by outcome: name -> function that returns outcome -> count."""
+        """Counters by outcome: name -> function returning outcome -> count."""
         self.registry.register(_Lookup(self))
 
     def _histogram(
@@ -45,7 +45,7 @@ class WorkerMetrics:
             self.stage_seconds.labels(span.stage).observe(max(0.0, span.end_s - span.start_s))
 
     def render(self) -> bytes:
-        """The Prometheus text format."""
+        """Return the Prometheus text format."""
         return generate_latest(self.registry)
 
 
@@ -66,7 +66,7 @@ class _Lookup(Collector):
 
 
 def added_up(stats: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The numbers of several engines: bytes that more than one tells of add up, else the last one counts."""
+    """Merge the numbers of several engines: bytes of the same name add up, else the last engine counts."""
     total: dict[str, float] = {}
     for name, value in (item for numbers in stats for item in numbers.items()):
         total[name] = value + (total.get(name, 0) if name.endswith("_bytes") else 0)

@@ -1,4 +1,4 @@
-"""Which proxy sent which request, and which proxies have fallen silent."""
+"""Owners of requests: the proxy of each request, and proxies that have fallen silent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 from broker.cluster.rpc import supersedes
 
 SILENCE_S: Final = 10.0
-"""A proxy unheard of for so long is gone, and its requests with it; it sends a heartbeat every second."""
+"""Silence after which a proxy counts as lost, with its requests; a proxy sends a heartbeat every second."""
 _MAX_LOST: Final = 64
 _MAX_ENDED: Final = 1024
 
@@ -22,55 +22,54 @@ class _Request:
 
 
 class RequestOwners:
-    """The request ids of each proxy (known by its ZMQ routing id), until they end or the proxy is gone."""
+    """Request ids of each proxy (by ZMQ routing id), until a request ends or the proxy is lost."""
 
     def __init__(self, silence_s: float = SILENCE_S) -> None:
         self._silence_s = silence_s
         self._last_heard_s: dict[bytes, float] = {}
         self._requests: dict[str, _Request] = {}
         self.num_orphans = 0
-        """Requests dropped because their proxy was gone or silent."""
+        """Requests discarded because of a lost or silent proxy."""
         self.num_unknown = 0
-        """Requests that a proxy has asked for in vain."""
-        self._lost: dict[bytes, dict[str, int]] = {}  # what was dropped, in case its proxy comes back
-        self._ended: dict[str, int] = {}  # the last requests whose proxy knows of their end, with their attempts
+        """Inquiries of proxies about unknown requests."""
+        self._lost: dict[bytes, dict[str, int]] = {}  # discarded requests, in case the proxy comes back
+        self._ended: dict[str, int] = {}  # attempts of the last requests that ended with the proxy's knowledge
         self.first_request_s: float | None = None
-        """When the first one came (monotonic)."""
+        """Arrival of the first request (monotonic)."""
 
     def heard(self, proxy: bytes) -> dict[str, int]:
-        """A sign of life. Returns the requests that were dropped since the last one, with their attempts: their proxy
-        has to be told."""
+        """Note a sign of life. Return requests discarded since the last sign, with attempts, to notify the proxy."""
         self._last_heard_s[proxy] = time.monotonic()
         return self._lost.pop(proxy, {})
 
     def add(self, proxy: bytes, request_id: str, num_tokens: int = 0, attempt: int = 0) -> None:
-        """A request of this proxy is under way, of so many tokens at most, prompt and output together."""
+        """Add a request of a proxy. `num_tokens` bounds prompt and output together."""
         if self.first_request_s is None:
             self.first_request_s = time.monotonic()
         self._requests[request_id] = _Request(proxy, num_tokens, attempt)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all requests under way, at most."""
+        """Upper bound of the tokens of all requests under way."""
         return sum(request.num_tokens for request in self._requests.values())
 
     def owner(self, request_id: str) -> bytes | None:
-        """The routing id of the proxy that answers go to; None for an ended or unknown request."""
+        """Return the routing id of the proxy for answers; None for an ended or unknown request."""
         request = self._requests.get(request_id)
         return None if request is None else request.proxy
 
     def attempt(self, request_id: str) -> int | None:
-        """The attempt that is under way; None for an ended or unknown request."""
+        """Return the attempt under way; None for an ended or unknown request."""
         request = self._requests.get(request_id)
         return None if request is None else request.attempt
 
     def owns(self, proxy: bytes, request_id: str) -> bool:
-        """Whether a request came from this proxy, on this connection or on one that it has given up for it."""
+        """Whether a request came from this proxy, on this connection or on a superseded connection."""
         owner = self.owner(request_id)
         return owner is not None and (owner == proxy or supersedes(proxy, owner))
 
     def remove(self, request_id: str) -> None:
-        """Its proxy has been told of its end, or has ended it."""
+        """Remove a request whose end the proxy knows."""
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._ended.pop(request_id, None)
@@ -79,20 +78,20 @@ class RequestOwners:
                 del self._ended[next(iter(self._ended))]
 
     def knows(self, request_id: str, attempt: int) -> bool:
-        """Whether this attempt is under way here, or has ended lately as `remove` says."""
+        """Whether this attempt is under way, or was removed lately."""
         return attempt in (self.attempt(request_id), self._ended.get(request_id))
 
     def mark_gone(self, proxy: bytes) -> None:
-        """Its connection does not take messages: the next `take_orphans` returns its requests."""
+        """Note a connection that accepts no messages: the next `pop_orphans` returns the proxy's requests."""
         self._last_heard_s[proxy] = float("-inf")
 
     @property
     def present(self) -> list[bytes]:
-        """Proxies that are not known to be gone."""
+        """Proxies not known to be lost."""
         return list(self._last_heard_s)
 
-    def take_orphans(self) -> list[str]:
-        """Forget the proxies that are gone or have been silent for too long; returns the requests they leave."""
+    def pop_orphans(self) -> list[str]:
+        """Remove proxies that are lost or silent for too long; return their requests."""
         limit_s = time.monotonic() - self._silence_s
         gone = {proxy for proxy, heard_s in self._last_heard_s.items() if heard_s < limit_s}
         orphans = [request_id for request_id, request in self._requests.items() if request.proxy in gone]

@@ -1,4 +1,4 @@
-"""Tells an engine that hangs from one that computes: how long it has been in one step, while this process ran."""
+"""Detection of a hung engine: by the time in one step, counted while the process ran."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from common.process.stack_dump import dump_stacks
 from services.process.engine_thread import EngineThread
 
 POLL_S: Final = 1.0
-"""Between two looks; less where the limit is shorter than a few of them."""
+"""Seconds between two looks; less for a short limit."""
 
 
 class Watchdog:
-    """Looks at the engines of one worker. Loading is no step; nor does the time count in which the process is stopped.
+    """Looks at the engines of one worker. Loading is no step; time in which the process is stopped does not count.
 
-    The idea is that of the watchdog of other engines (SGLang's `--watchdog-timeout`): a step that does not end within
-    minutes never will, and only a new process has a chance. What hangs may be a kernel, a driver or a lock.
+    After the watchdog of other engines (SGLang's `--watchdog-timeout`): a step that does not end within minutes never
+    will, and only a new process has a chance. The cause may be a kernel, a driver or a lock.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Watchdog:
         self._clock = clock
         self._awake = AwakeClock(2 * self._poll_s, clock)
         self._looked_s, self._counted_s = clock(), 0.0
-        self._began_s = dict.fromkeys(threads, 0.0)  # the present steps, by the seconds that are counted
+        self._began_s = dict.fromkeys(threads, 0.0)  # begin of the present steps, in counted seconds
 
     async def watch(self) -> None:
         """Raise TriptychError("unavailable") once an engine hangs, after a dump of all stacks; never return."""
@@ -43,13 +43,13 @@ class Watchdog:
                 raise TriptychError("unavailable", f"{problem}: it has hung")
 
     def look(self) -> str | None:
-        """What is wrong; None if nothing. Only the time between looks that follow each other closely is counted."""
+        """Return the problem, or None. Counts only time between looks that follow each other closely."""
         now_s, awake_s = self._clock(), self._awake.look()
         elapsed_s, counted_s = now_s - self._looked_s, awake_s - self._counted_s
         self._looked_s, self._counted_s = now_s, awake_s
         for thread in self._threads:
             busy_s = thread.busy_s
-            if busy_s <= elapsed_s:  # its step has begun since the last look, or it waits
+            if busy_s <= elapsed_s:  # the step has begun since the last look, or the engine waits
                 self._began_s[thread] = awake_s - min(busy_s, counted_s)
         longest_s = max(awake_s - began_s for began_s in self._began_s.values())
         return f"the engine has been in one step for {longest_s:.0f} s" if longest_s > self._limit_s else None

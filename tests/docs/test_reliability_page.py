@@ -20,10 +20,9 @@ from engine.handoff import early_offers
 from launch.cluster.supervisor import START_TIMEOUT_S, STOP_GRACE_S
 from proxy.dispatch import worker_pool as workers
 from proxy.media import audio_windows as recordings
-from services import membership
+from services import membership, worker_context
 from services import worker_process as shell
 from services.encode import encode_stage as encoding
-from services.encode import output_sink as destination
 from services.process import drain as departure
 from services.process import request_owners as proxies
 
@@ -50,14 +49,14 @@ def bounds(wait: str) -> str:
         ("a message that the broker does not take", ChannelSender.__init__.__defaults__[0]),  # type: ignore[index]
         ("a reply of the broker", SOCKET_TIMEOUT_S),
         ("a reply of the broker", shell.BEAT_S),
-        ("a reply of the broker", membership.TELL_S),
+        ("a reply of the broker", membership.ANNOUNCE_WAIT_S),
         ("a heartbeat of a worker", registry.RECORD_TTL_S),
         ("a heartbeat of a worker", workers.ABSENCE_S),
         ("a heartbeat of a worker", presence.ABSENCE_S),
         ("a sender of a tensor through the broker", redis_wire.LEASE_S),
         ("a heartbeat of a proxy", proxies.SILENCE_S),
         ("streams of a worker that died", STREAM_TTL_S),
-        ("the receiver of an output", destination.LOOKUP_S),
+        ("the receiver of an output", worker_context.LOOKUP_S),
         ("a worker that starts, for its broker", shell.BROKER_WAIT_S),
         ("the helpers that preprocess", encoding.POOL_START_S),
         ("what an encoder has made", encoding.KEEP_S),

@@ -147,7 +147,7 @@ class SimulatedWorker(WorkerProcess):
         await self.role.start(self.record)
         self.network.epochs[self.instance_id] = self.epoch
         await self._membership.join(self.record)
-        for coroutine in (*self.role.tasks(), self._take_requests(), self._watch_proxies(), self._beat()):
+        for coroutine in (*self.role.tasks(), self._receive_requests(), self._watch_proxies(), self._beat()):
             task = asyncio.get_running_loop().create_task(coroutine)
             task.add_done_callback(self._ended)
             self._tasks.append(task)

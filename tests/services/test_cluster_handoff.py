@@ -260,7 +260,7 @@ async def test_a_flushed_broker_is_forgiven(proxy: Proxy, client: Redis) -> None
 async def test_a_signal_dumps_the_stacks_of_each_into_its_log(running_cluster: Cluster) -> None:
     def is_told(instance_id: str) -> bool:
         log = running_cluster.logs[instance_id].read_text()
-        return all(part in log for part in ("Current thread", "EngineThread._run", "in WorkerProcess._beat"))
+        return all(part in log for part in ("Current thread", "engine_thread.py", "in WorkerProcess._beat"))
 
     for instance_id, worker in running_cluster.processes.items():
         worker.send_signal(signal.SIGUSR1)

@@ -303,7 +303,7 @@ async def test_a_beat_that_the_broker_does_not_answer_is_given_up_and_the_next_o
 async def test_a_drain_does_not_wait_for_a_broker_that_stands_still(
     broker_url: str, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.membership.TELL_S", 0.1)
+    monkeypatch.setattr("services.membership.ANNOUNCE_WAIT_S", 0.1)
     with stallable(broker_url) as (cable, url):
         async with worker(url, redis) as running:
             await eventually(lambda: running.shell.ready() is None)

@@ -100,18 +100,18 @@ class FakeLinks:
     offers: list[KvOffer] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.channels = self.registry = self.metrics = self
+        self.channels = self.metrics = self.hops = self
 
     def send(self, instance_id: str, channel: str, message: KvOffer) -> None:
         self.offers.append(message)
 
-    async def get(self, instance_id: str) -> InstanceRecord | None:
+    async def find_instance(self, instance_id: str, seen: object) -> InstanceRecord:
         return make_record(instance_id, "decode", tensor_address="tcp://127.0.0.1:1")
 
     def reply(self, request_id: str, message: Prefilled) -> None:
         self.replies.append(message)
 
-    def note_handoff(self, *_: object) -> None: ...
+    def mark_sent(self, *_: object) -> None: ...
 
     def observe_spans(self, *_: object) -> None: ...
 

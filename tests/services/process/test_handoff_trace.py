@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from services.process.handoff_trace import MAX_KEPT, HandoffTrace, hop_latencies, summary
+from services.process.metrics import WorkerMetrics
 
 
 def test_both_sides_are_joined_by_key() -> None:
@@ -18,13 +19,15 @@ def test_both_sides_are_joined_by_key() -> None:
 
 
 def test_the_first_time_counts_and_old_handoffs_are_forgotten() -> None:
-    recorder = HandoffTrace()
-    recorder.mark(("first", 0, 0), "stored", 1.0)
-    recorder.mark(("first", 0, 0), "stored", 2.0)
-    recorder.mark(("first", 0, 0), "offer_received", 0.5)
-    assert recorder.elapsed_s(("first", 0, 0), "offer_received", "stored") == 0.5
-    assert recorder.elapsed_s(("first", 0, 0), "granted", "stored") is None
+    metrics, key = WorkerMetrics(), ("first", 0, 0)
+    recorder = HandoffTrace(metrics.hop_seconds)
+    recorder.mark(key, "offer_received", 0.5)
+    recorder.mark(key, "stored", 1.0, since="offer_received")
+    recorder.mark(key, "stored", 2.0, since="offer_received")
+    recorder.mark(key, "landed", 0.7, since="granted")
+    [seconds] = [line for line in metrics.render().decode().splitlines() if "hop_seconds_sum" in line]
+    assert seconds == 'triptych_handoff_hop_seconds_sum{hop="offer_received_to_stored"} 0.5'
     for number in range(MAX_KEPT):
         recorder.mark(("r", number, 0), "stored")
     assert len(recorder.as_json()) == MAX_KEPT
-    assert recorder.elapsed_s(("first", 0, 0), "offer_received", "stored") is None
+    assert "first" not in {noted["request_id"] for noted in recorder.as_json()}

@@ -11,10 +11,10 @@ def test_only_a_silent_proxy_loses_its_requests() -> None:
     watch.add(b"p0", "a", attempt=3)
     watch.add(b"p0", "b")
     watch.remove("b")
-    assert sorted(watch.take_orphans()) == ["a"]
+    assert sorted(watch.pop_orphans()) == ["a"]
     assert watch.owner("a") is watch.attempt("a") is None
     assert len(watch) == 0
-    assert watch.take_orphans() == []
+    assert watch.pop_orphans() == []
     assert watch.heard(b"p0") == {"a": 3}
     assert watch.heard(b"p0") == {}
 
@@ -26,5 +26,5 @@ def test_a_proxy_that_beats_keeps_its_requests() -> None:
     watch.add(b"p0", "a")
     watch.add(b"p1", "b")
     watch.mark_gone(b"p1")
-    assert watch.take_orphans() == ["b"]
+    assert watch.pop_orphans() == ["b"]
     assert watch.owner("a") == b"p0"
