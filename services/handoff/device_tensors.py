@@ -1,11 +1,11 @@
-"""Tensors of a GPU on their way out of this process and into it, copied beside the engine's stream.
+"""Tensors of a GPU between processes, copied beside the engine's stream.
 
-    out   Outgoing        outputs wait on the device for their way out, as far as there is room for them
-          payload_of      the tensor where it is (cuda), or its copy in pinned host memory (all other transports)
-    in    DeviceReceiveBuffers   from another process's GPU or the host's memory into a tensor that the engine keeps
+    out   Outgoing               outputs wait on the device, within a limit, until they have left
+          payload_of             the tensor in place (cuda), or a copy in pinned host memory (all other transports)
+    in    DeviceReceiveBuffers   from another process's GPU or host memory into a tensor that the engine keeps
 
-Threads wait for the copies, never the engine's. What comes in is copied by `CudaRuntime`, and so can be tested without
-a GPU; none of it has run on one yet.
+Helper threads wait for copies, never the engine's thread. `CudaRuntime` copies incoming tensors: a fake runtime tests
+this without a GPU.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from services.handoff.tensor_bytes import bytes_of
 
 
 def open_cuda(device: Device) -> CudaRuntime | None:
-    """CUDA for the tensors of a worker whose engine computes there; None for one on a CPU.
+    """Open CUDA for the tensors of a worker; None if its engine computes on a CPU.
 
-    Raises TriptychError("invalid_request") where CUDA was asked for and cannot be had.
+    Raises TriptychError("invalid_request") if CUDA is requested and not available.
     """
     chosen = choose_device(device)
     if chosen.type != "cuda":
@@ -47,9 +47,9 @@ def open_cuda(device: Device) -> CudaRuntime | None:
 
 
 class Outgoing:
-    """Outputs of an encoder between its forward pass and their receipt, no more than `limit_bytes` of them on the GPU.
+    """Outputs of an encoder between forward pass and receipt, at most `limit_bytes` on the GPU.
 
-    Receivers that are slow would fill it otherwise: what finds no room goes to host memory, and from there to others.
+    Slow receivers would fill the GPU otherwise: further outputs wait in host memory.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -57,8 +57,10 @@ class Outgoing:
         self._kept: list[weakref.ref[torch.Tensor]] = []
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same values in one piece and complete, on the device as long as there is room. Called on the thread whose
-        stream has computed them, once it has."""
+        """Return the values contiguous and complete, on the device within the limit.
+
+        Called on the thread whose stream has computed the tensor, once complete.
+        """
         whole = tensor.detach()
         if whole.device.type == "cpu":
             return whole.contiguous()
@@ -74,19 +76,19 @@ class Outgoing:
 
 
 def payload_of(tensor: torch.Tensor) -> Payload:
-    """A tensor in one piece, and complete, as transports take it. Nothing is copied yet; it keeps the tensor."""
+    """Return a contiguous, complete tensor as a payload for transports. Copies nothing yet; keeps the tensor."""
     if tensor.device.type == "cpu":
         return bytes_of(tensor)
     return DeviceBuffer(tensor.data_ptr(), tensor.nbytes, tensor, partial(_to_host, tensor))
 
 
 def _to_host(tensor: torch.Tensor) -> memoryview:
-    """The bytes in pinned memory. Blocks."""
+    """Return the bytes in pinned memory. Blocks."""
     return bytes_of(_pinned(tensor))
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """A complete tensor in pinned memory. Blocks until it is there, and for nothing else that the device has to do."""
+    """Copy a complete tensor to pinned memory. Blocks for the copy alone, not for other work of the device."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     stream = _leaving(tensor.device)
     with torch.cuda.stream(stream):
@@ -98,53 +100,57 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _leaving(device: torch.device) -> torch.cuda.Stream:
-    """The stream by which tensors leave for the host."""
+    """Return the stream for copies to the host."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def compute_on_own_stream(device: torch.device) -> None:
-    """What this thread launches from now on goes to a stream of its own. Others may read its tensors once they are
-    complete, and keep them by `keep_for_this_stream`. Nothing on a CPU."""
+    """Set a new stream for all work of this thread. Does nothing on a CPU.
+
+    Other streams may read complete tensors, and keep them by `keep_for_this_stream`.
+    """
     if device.type == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 def keep_for_this_stream(tensor: torch.Tensor) -> None:
-    """Called on the engine's thread with what has landed, or what another engine of this process has computed. Its
-    memory belongs to the stream that it was made on: once it is given back, it must not be used again before the
-    engine's stream has read it for the last time."""
+    """Keep the memory of a received tensor, or of another engine's tensor. Called on the engine's thread.
+
+    The memory belongs to the stream that made the tensor. Once freed, it must not be reused before the engine's stream
+    has read the tensor for the last time.
+    """
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 class DeviceReceiveBuffers:
-    """Brings received tensors to the device of the engine, in the place of `ReceiveBuffers`."""
+    """Copies received tensors to the device of the engine; replaces `ReceiveBuffers` on a GPU."""
 
     def __init__(self, runtime: CudaRuntime, device: torch.device) -> None:
         self._runtime = runtime
         self._device = device
         self._stream = runtime.make_stream()
-        self._copying = ThreadPoolExecutor(1, "landing")  # not asyncio's, which others may keep waiting
+        self._copying = ThreadPoolExecutor(1, "landing")  # not asyncio's threads, which others may occupy
 
     def __len__(self) -> int:
-        """Nothing is prepared."""
+        """Zero: no buffer is prepared."""
         return 0
 
     def prepare(self, key: Key, sender: str, shape: Sequence[int], dtype: str) -> None:
-        """Nothing: torch has memory of a GPU at hand."""
+        """Do nothing: torch allocates GPU memory quickly."""
 
     def expect(self, key: Key, given: PushTarget) -> bool:
-        """Nothing is made ready: the tensor is copied to the device when it has come."""
+        """Accept pushed memory: the tensor is copied to the device after its arrival."""
         return True
 
     def keep(self, key: Key, received: PushedTensor) -> None:
-        """Nothing of the host's memory is kept: `take` copies it."""
+        """Keep no host memory: `receive` copies it."""
 
-    def drop(self, key: Key) -> None:
-        """Nothing was prepared."""
+    def discard(self, key: Key) -> None:
+        """Do nothing: no buffer was prepared."""
 
-    async def take(self, key: Key, received: ReceivedTensor) -> torch.Tensor | str:
-        """The tensor, complete, on the device; or what is wrong with its bytes. What was received may be released."""
+    async def receive(self, key: Key, received: ReceivedTensor) -> torch.Tensor | str:
+        """Return the complete tensor on the device, or the fault of its bytes. `received` may be released then."""
         header, data = received.header, received.data
         try:
             if isinstance(data, DeviceBuffer):
@@ -158,7 +164,7 @@ class DeviceReceiveBuffers:
             return f"it could not be copied to the GPU: {error}"
 
     async def _aside(self, function: Callable[..., torch.Tensor], *arguments: object) -> torch.Tensor:
-        """Run what blocks in a thread of this object's, which ends with it."""
+        """Run a blocking function in a thread of this object."""
         return await asyncio.get_running_loop().run_in_executor(self._copying, function, *arguments)
 
     def _make_host(self, header: TensorHeader) -> torch.Tensor:
@@ -166,7 +172,7 @@ class DeviceReceiveBuffers:
         return torch.empty(tuple(header.shape), dtype=DTYPES[header.dtype], pin_memory=pinned)
 
     def _copy(self, header: TensorHeader, source: int, num_bytes: int) -> torch.Tensor:
-        """Blocks until the copy is done."""
+        """Copy, and block until the copy is done."""
         with self._allocating():
             tensor = torch.empty(tuple(header.shape), dtype=DTYPES[header.dtype], device=self._device)
         if num_bytes:
@@ -175,8 +181,10 @@ class DeviceReceiveBuffers:
         return tensor
 
     def _allocating(self) -> contextlib.AbstractContextManager[object]:
-        """Within, torch takes memory for this stream. Memory that the engine's stream has given back may still be read
-        by what that stream has to do, which this one does not wait for."""
+        """Let torch allocate for this object's stream meanwhile.
+
+        Memory freed by the engine's stream may still be read by queued work, and this stream does not wait for it.
+        """
         if self._device.type == "cpu":
             return contextlib.nullcontext()
         stream = torch.cuda.ExternalStream(self._stream, self._device)  # type: ignore[no-untyped-call]

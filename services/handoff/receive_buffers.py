@@ -1,8 +1,8 @@
-"""Memory for encoder outputs that have been granted room, ready before they come.
+"""Host memory for granted encoder outputs, ready before the tensors come.
 
-The first touch of a page of fresh memory takes several times as long as the copy of a page, for the system zeroes it.
-So it is done once room has been granted, in a thread, while the sender still computes. The same goes for memory that
-the sender has given, in which the tensor stays.
+The first touch of a fresh page takes several times as long as the copy of a page, for the system zeroes the page. A
+thread touches the pages once memory is granted, while the sender still computes. The same goes for memory that the
+sender pushes, in which the tensor stays.
 """
 
 from __future__ import annotations
@@ -25,123 +25,112 @@ from broker.transports.base import ReceivedTensor
 from broker.transports.shm.push_buffer import is_worth_it
 from broker.transports.shm.push_target import PushedTensor, PushTarget
 from broker.transports.shm.segment import Bytes
-from common.messages import TensorHeader
 from engine.device.choice import DTYPES
 from services.handoff.tensor_bytes import bytes_of
 
 TOUCHING_THREADS: Final = 2
-"""Their own: asyncio's are also those of others, who may keep all of them waiting. Two, so that a large tensor does not
-hold up a small one."""
+"""Not asyncio's threads, which others may occupy. Two: a large tensor does not hold up a small tensor."""
 MAX_GIVERS: Final = 1000
 MAX_KEPT: Final = 16_384
-"""Tensors in memory that was given, each of which is a mapping of its own; the system allows four times as many."""
+"""Limit of tensors in pushed memory, each a mapping of its own; the system allows four times as many."""
 
 
 @dataclass(frozen=True)
-class _Made:
-    """Memory of this process: what comes is copied to it, once it has been touched."""
+class _OwnMemory:
+    """Memory of this process: the tensor is copied in, once all pages are touched."""
 
     tensor: torch.Tensor
     touched: asyncio.Future[None]
 
 
 @dataclass(frozen=True)
-class _Given:
-    """Memory that the sender has given in `room`: `tensor` comes, and stays, in it."""
+class _PushedMemory:
+    """Memory pushed by the sender in `target`: `tensor` comes, and stays, there."""
 
     tensor: torch.Tensor
-    room: PushTarget
+    target: PushTarget
     memory: Bytes
-    """That of the room, which it has no more once the tensor is there."""
+    """Memory of `target`, which loses it once the tensor is there."""
 
 
 class ReceiveBuffers:
-    """One tensor in host memory per handoff that is waited for; the engine has counted it against its budget."""
+    """One tensor in host memory per awaited handoff, counted by the engine against its budget."""
 
     def __init__(self) -> None:
-        self._places: dict[Key, _Made | _Given | None] = {}
-        """All that is waited for. None where memory is made when it comes: its sender is about to give some, or has
-        given what cannot be kept."""
-        self._givers: set[str] = set()  # senders whose last large tensor came in memory that they had given
-        self._kept: set[int] = set()  # addresses of memory that was given and is in use
-        self._touching = ThreadPoolExecutor(TOUCHING_THREADS, "landing")  # its threads end with this object
+        self._buffers: dict[Key, _OwnMemory | _PushedMemory | None] = {}
+        """By awaited handoff. None: memory is allocated at arrival, for the sender is about to push memory, or has
+        pushed memory that cannot be kept."""
+        self._givers: set[str] = set()  # senders whose last large tensor came in pushed memory
+        self._kept: set[int] = set()  # addresses of pushed memory in use
+        self._touching = ThreadPoolExecutor(TOUCHING_THREADS, "landing")  # threads end with this object
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._buffers)
 
     def prepare(self, key: Key, sender: str, shape: Sequence[int], dtype: str) -> None:
-        """Room has been granted to a tensor. Nothing happens where there is memory for it already.
-
-        Where its sender is about to give some, none is made.
-        """
-        if key not in self._places:
+        """Allocate memory for a granted tensor, unless allocated before or about to be pushed by its sender."""
+        if key not in self._buffers:
             given = sender in self._givers and is_worth_it(math.prod(shape) * DTYPES[dtype].itemsize)
-            self._places[key] = None if given else self._make(shape, dtype)
+            self._buffers[key] = None if given else self._make(shape, dtype)
 
     def expect(self, key: Key, given: PushTarget) -> bool:
-        """The sender of a tensor has given the memory for it. False where none is waited for."""
-        if key not in self._places:
+        """Accept memory pushed by the sender of a tensor. False for a tensor that is not awaited."""
+        if key not in self._buffers:
             return False
         if len(self._givers) >= MAX_GIVERS:
             self._givers.clear()
         self._givers.add(given.header.sender)
-        self.drop(key)
+        self.discard(key)
         memory, header = given.memory, given.header
         if memory is None or len(self._kept) >= MAX_KEPT:
-            self._places[key] = None
+            self._buffers[key] = None
             return memory is not None
         self._kept.add(memory.ctypes.data)
         weakref.finalize(memory, self._kept.discard, memory.ctypes.data).atexit = False
         tensor = torch.from_numpy(memory).view(DTYPES[header.dtype]).view(header.shape)
         self._touch(given.touch)
-        self._places[key] = _Given(tensor, given, memory)
+        self._buffers[key] = _PushedMemory(tensor, given, memory)
         return True
 
-    async def take(self, key: Key, received: ReceivedTensor) -> torch.Tensor | str:
-        """Copy what has come to where it is waited for, and check it on the way: the tensor, or its fault.
+    async def receive(self, key: Key, received: ReceivedTensor) -> torch.Tensor | str:
+        """Copy a received tensor to its memory, with a check of its bytes. Return the tensor, or its fault.
 
-        After a fault it is waited for again. One that nothing is prepared for gets memory, too: it may have come
-        before, and what becomes of it is the engine's decision.
+        After a fault the tensor is awaited again. A tensor without prepared memory gets memory, too: it may have come
+        before, and the engine decides.
         """
         header = received.header
         self._givers.discard(header.sender)
-        tensor = await self._ready(key, header)
-        fault = await received.copy_into(bytes_of(tensor))
+        buffer = self._buffers.get(key)
+        if not isinstance(buffer, _OwnMemory):
+            self.discard(key)  # the tensor did not come in pushed memory
+            buffer = self._make(header.shape, header.dtype)
+        await buffer.touched
+        fault = await received.copy_into(bytes_of(buffer.tensor))
         if fault is not None:
             return fault
-        self.drop(key)  # never written again: from now on it is the engine's
-        return tensor
+        self.discard(key)  # never written again: the engine owns the tensor now
+        return buffer.tensor
 
     def keep(self, key: Key, received: PushedTensor) -> torch.Tensor | str | None:
-        """What has come in memory that was given for it, where it lies; or its fault, as `take`; None where `take` has
-        to copy it."""
-        place = self._places.get(key)
-        if not isinstance(place, _Given) or place.memory is not received.memory:
+        """Return a tensor received in pushed memory, without a copy, or its fault; None if `receive` must copy it."""
+        buffer = self._buffers.get(key)
+        if not isinstance(buffer, _PushedMemory) or buffer.memory is not received.memory:
             return None
         fault = received.verified()
         if fault is not None:
             return fault
-        del self._places[key]
-        return place.tensor
+        del self._buffers[key]
+        return buffer.tensor
 
-    def drop(self, key: Key) -> None:
-        """A tensor is not waited for any more. Unknown keys are fine."""
-        place = self._places.pop(key, None)
-        if isinstance(place, _Given):
-            place.room.discard()
+    def discard(self, key: Key) -> None:
+        """Stop to await a tensor. Unknown keys are fine."""
+        buffer = self._buffers.pop(key, None)
+        if isinstance(buffer, _PushedMemory):
+            buffer.target.discard()
 
-    async def _ready(self, key: Key, header: TensorHeader) -> torch.Tensor:
-        """Memory to copy a tensor to."""
-        place = self._places.get(key)
-        if not isinstance(place, _Made):
-            self.drop(key)  # nothing comes in memory that was given
-            place = self._make(header.shape, header.dtype)
-        await place.touched
-        return place.tensor
-
-    def _make(self, shape: Sequence[int], dtype: str) -> _Made:
+    def _make(self, shape: Sequence[int], dtype: str) -> _OwnMemory:
         tensor = torch.empty(tuple(shape), dtype=DTYPES[dtype])
-        return _Made(tensor, self._touch(partial(_touch, bytes_of(tensor))))
+        return _OwnMemory(tensor, self._touch(partial(_touch, bytes_of(tensor))))
 
     def _touch(self, touch: Callable[[], None]) -> asyncio.Future[None]:
         return asyncio.get_running_loop().run_in_executor(self._touching, touch)

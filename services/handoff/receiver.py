@@ -173,7 +173,7 @@ class HandoffReceiver:
 
     def _drop(self, key: Key) -> None:
         self._offers.pop(key, None)
-        self._landing.drop(key)
+        self._landing.discard(key)
         keys = self._kv_keys.get(key[0])
         if keys is not None:
             keys.discard(key)
@@ -213,7 +213,7 @@ class HandoffReceiver:
         if isinstance(offer, KvOffer):
             return await self._take_part(key, received)
         if offer is not None:  # copied while the engine may be computing
-            self._hand_over(key, received, await self._landing.take(key, received))
+            self._hand_over(key, received, await self._landing.receive(key, received))
         return False
 
     def _take_given(self, received: PushedTensor) -> bool:
@@ -254,7 +254,7 @@ class HandoffReceiver:
         so no more than MAX_PARTS_LANDED of them wait there for the step that it is at."""
         if isinstance(self._landing, DeviceReceiveBuffers):
             await self._parts_landed.acquire()
-            landed = await self._landing.take(key, received)
+            landed = await self._landing.receive(key, received)
             if isinstance(landed, str):
                 self._parts_landed.release()
                 self._refuse(key, received.header, landed)

@@ -1,4 +1,4 @@
-"""Tensors as the bytes that travel."""
+"""Tensors as bytes for transports, and back."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-# Of bytes that transports let nobody write to. What has come is read, and torch has no tensors that say so.
+# Received bytes are read-only, and torch has no read-only tensors. They are only read.
 warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
 
 ALIGNMENT_BYTES: Final = 8
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, not copied, whatever the dtype: numpy knows no bf16."""
+    """Return the bytes of a contiguous tensor in host memory, not copied, for any dtype (numpy lacks bf16)."""
     as_bytes: Any = tensor.view(-1).view(torch.uint8).numpy()
     return memoryview(as_bytes)
 
 
 def tensor_of(data: memoryview, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor over bytes that must be as many as it has; nobody may write to it. Copied only where they lie at an odd
-    address."""
+    """Return a read-only tensor over exactly its bytes; copied only from an odd address."""
     if data.nbytes == 0:
-        return torch.empty(tuple(shape), dtype=dtype)  # torch makes none over nothing
+        return torch.empty(tuple(shape), dtype=dtype)  # torch makes no tensor over zero bytes
     return torch.frombuffer(aligned(data), dtype=dtype).view(tuple(shape))
 
 
 def aligned(data: memoryview) -> memoryview:
-    """The same bytes at an address that tensors may use; copied only where a transport has put them at an odd one."""
+    """Return the bytes at an address aligned for tensors; copied only if a transport put them at an odd address."""
     address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
     return data if address % ALIGNMENT_BYTES == 0 else memoryview(bytearray(data))

@@ -31,7 +31,7 @@ async def main(kind: str, transport: Any) -> None:
     print(receiver.address, flush=True)
     while True:
         received = await receiver.receive()
-        landed = await landing.take(key_of(received.header), received)
+        landed = await landing.receive(key_of(received.header), received)
         received.release()
         if isinstance(landed, str):
             print(landed, flush=True)

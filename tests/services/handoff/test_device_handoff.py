@@ -147,10 +147,10 @@ async def test_keys_and_values_are_on_the_gpu_before_the_engine_hears_of_them_an
     broker_url: str, redis: Redis, zmq_context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda, landed, delivered, going_on = FakeCuda(), list[str](), list[str](), threading.Event()
-    take, deliver = DeviceReceiveBuffers.take, DecoderEngine.deliver_kv
+    receive, deliver = DeviceReceiveBuffers.receive, DecoderEngine.deliver_kv
 
-    async def noted_take(landing: DeviceReceiveBuffers, key: Key, received: ReceivedTensor) -> torch.Tensor | str:
-        tensor = await take(landing, key, received)
+    async def noted_receive(landing: DeviceReceiveBuffers, key: Key, received: ReceivedTensor) -> torch.Tensor | str:
+        tensor = await receive(landing, key, received)
         landed.append(key[0])
         return tensor
 
@@ -160,7 +160,7 @@ async def test_keys_and_values_are_on_the_gpu_before_the_engine_hears_of_them_an
         deliver(engine, request_id, attempt, part)
 
     monkeypatch.setattr("services.worker_process.open_cuda", lambda device: cuda)
-    monkeypatch.setattr(DeviceReceiveBuffers, "take", noted_take)
+    monkeypatch.setattr(DeviceReceiveBuffers, "receive", noted_receive)
     monkeypatch.setattr(DecoderEngine, "deliver_kv", noted_deliver)
     async with (
         in_process(broker_url, redis, zmq_context, DecodeService) as worker,
@@ -192,7 +192,7 @@ async def test_a_tensor_lands_complete_whatever_way_it_has_come(way: str) -> Non
     landing, key = DeviceReceiveBuffers(cuda, torch.device("cpu")), ("r", 0, 0)
     header = TensorHeader(*key, "e0", 1, [3, 4], "float32", 48, checksum=checksum(bytes_of(values)))
     data: Payload = cuda.upload(bytes_of(values)) if way == "the GPU" else bytes_of(values)
-    landed = await landing.take(key, ReceivedTensor(header, data))
+    landed = await landing.receive(key, ReceivedTensor(header, data))
     assert isinstance(landed, torch.Tensor)
     assert torch.equal(landed, values)
 
@@ -200,7 +200,7 @@ async def test_a_tensor_lands_complete_whatever_way_it_has_come(way: str) -> Non
 async def test_bytes_damaged_on_the_host_do_not_land() -> None:
     landing, key = DeviceReceiveBuffers(FakeCuda(), torch.device("cpu")), ("r", 0, 0)
     header = TensorHeader(*key, "e0", 1, [4], "float32", 16, checksum=1)
-    assert "damaged" in str(await landing.take(key, ReceivedTensor(header, memoryview(bytes(16)))))
+    assert "damaged" in str(await landing.receive(key, ReceivedTensor(header, memoryview(bytes(16)))))
 
 
 def test_outputs_on_the_host_are_sent_as_they_are() -> None:

@@ -62,7 +62,7 @@ async def test_a_tensor_lands_where_it_was_waited_for() -> None:
     landing.prepare(KEY, "e0", SHAPE, "bfloat16")
     landing.prepare(KEY, "e0", SHAPE, "bfloat16")  # a grant that was told twice
     assert len(landing) == 1
-    tensor = await landing.take(KEY, received(data))
+    tensor = await landing.receive(KEY, received(data))
     assert isinstance(tensor, torch.Tensor)
     assert (list(tensor.shape), tensor.dtype) == (SHAPE, torch.bfloat16)
     assert bytes_of(tensor) == data
@@ -72,9 +72,9 @@ async def test_a_tensor_lands_where_it_was_waited_for() -> None:
 async def test_damaged_bytes_are_a_fault_and_the_tensor_is_waited_for_again() -> None:
     landing, data = ReceiveBuffers(), os.urandom(SIZE)
     landing.prepare(KEY, "e0", SHAPE, "bfloat16")
-    assert "damaged" in str(await landing.take(KEY, damaged(data)))
+    assert "damaged" in str(await landing.receive(KEY, damaged(data)))
     assert len(landing) == 1
-    tensor = await landing.take(KEY, received(data))
+    tensor = await landing.receive(KEY, received(data))
     assert isinstance(tensor, torch.Tensor)
     assert bytes_of(tensor) == data
 
@@ -82,8 +82,8 @@ async def test_damaged_bytes_are_a_fault_and_the_tensor_is_waited_for_again() ->
 async def test_what_comes_twice_is_not_written_over_what_is_used() -> None:
     landing, data = ReceiveBuffers(), os.urandom(SIZE)
     landing.prepare(KEY, "e0", SHAPE, "bfloat16")
-    first = await landing.take(KEY, received(data))
-    second = await landing.take(KEY, received(bytes(SIZE)))
+    first = await landing.receive(KEY, received(data))
+    second = await landing.receive(KEY, received(bytes(SIZE)))
     assert isinstance(first, torch.Tensor)
     assert isinstance(second, torch.Tensor)
     assert bytes_of(first) == data
@@ -93,8 +93,8 @@ async def test_what_comes_twice_is_not_written_over_what_is_used() -> None:
 async def test_what_is_waited_for_no_more_is_let_go() -> None:
     landing = ReceiveBuffers()
     landing.prepare(KEY, "e0", SHAPE, "bfloat16")
-    landing.drop(KEY)
-    landing.drop(KEY)
+    landing.discard(KEY)
+    landing.discard(KEY)
     assert len(landing) == 0
 
 
@@ -103,7 +103,7 @@ async def test_a_header_that_disagrees_with_its_bytes_is_not_copied() -> None:
     landing.prepare(KEY, "e0", SHAPE, "bfloat16")
     whole = received(bytes(SIZE))
     short = ReceivedTensor(msgspec.structs.replace(whole.header, size_bytes=4), memoryview(b"four"), "4 bytes")
-    assert await landing.take(KEY, short) == "4 bytes"
+    assert await landing.receive(KEY, short) == "4 bytes"
     assert len(landing) == 1
 
 
@@ -114,7 +114,7 @@ async def test_it_lands_while_threads_of_others_are_all_busy() -> None:
     landing, data = ReceiveBuffers(), os.urandom(SIZE)
     landing.prepare(KEY, "e0", SHAPE, "bfloat16")
     async with asyncio.timeout(10):
-        assert isinstance(await landing.take(KEY, received(data)), torch.Tensor)
+        assert isinstance(await landing.receive(KEY, received(data)), torch.Tensor)
     assert not busy.done()
     free.set()
     await busy
@@ -124,7 +124,7 @@ async def test_its_threads_end_with_it() -> None:
     before = threading.active_count()
     landing = ReceiveBuffers()
     landing.prepare(KEY, "e0", SHAPE, "bfloat16")
-    await landing.take(KEY, received(os.urandom(SIZE)))
+    await landing.receive(KEY, received(os.urandom(SIZE)))
     assert threading.active_count() > before
     del landing
     await eventually(lambda: threading.active_count() <= before)
@@ -156,17 +156,17 @@ async def test_memory_that_is_given_is_touched_without_writing_to_it() -> None:
 async def test_memory_is_made_only_for_those_who_do_not_give_it(small: None) -> None:
     landing, data = ReceiveBuffers(), os.urandom(SIZE)
     landing.prepare(KEY, "e0", SHAPE, "bfloat16")
-    assert landing._places[KEY] is not None
+    assert landing._buffers[KEY] is not None
     room, written = given_room(data)
     landing.expect(KEY, room)
     landing.keep(KEY, completed(room, written, data))
     landing.prepare(KEY, "e0", SHAPE, "bfloat16")
-    assert landing._places[KEY] is None
-    tensor = await landing.take(KEY, received(data))  # it comes in another way after all
+    assert landing._buffers[KEY] is None
+    tensor = await landing.receive(KEY, received(data))  # it comes in another way after all
     assert isinstance(tensor, torch.Tensor)
     assert bytes_of(tensor) == data
     landing.prepare(KEY, "e0", SHAPE, "bfloat16")
-    assert landing._places[KEY] is not None
+    assert landing._buffers[KEY] is not None
 
 
 async def test_given_memory_is_let_go_where_nobody_waits_for_it() -> None:
@@ -180,7 +180,7 @@ async def test_given_memory_is_let_go_where_nobody_waits_for_it() -> None:
         landing.prepare(KEY, "e0", SHAPE, "bfloat16")
         landing.expect(KEY, room)
     assert rooms[0].complete(received(data).header) is None  # another has taken its place
-    landing.drop(KEY)
+    landing.discard(KEY)
     assert rooms[1].complete(received(data).header) is None
 
 
@@ -196,7 +196,7 @@ async def test_damaged_bytes_in_given_memory_are_a_fault_and_may_come_again_in_a
     assert tensor is not None
     assert "damaged" in str(landing.keep(KEY, tensor))
     assert len(landing) == 1
-    again = await landing.take(KEY, received(data))
+    again = await landing.receive(KEY, received(data))
     assert isinstance(again, torch.Tensor)
     assert bytes_of(again) == data
 
@@ -213,7 +213,7 @@ async def test_more_given_memory_than_a_process_can_map_is_copied_instead(monkey
         kept.append(landing.keep(KEY, come))
     assert isinstance(kept[0], torch.Tensor)
     assert kept[1] is None
-    tensor = await landing.take(KEY, come)
+    tensor = await landing.receive(KEY, come)
     written[0] ^= 1
     assert isinstance(tensor, torch.Tensor)
     assert bytes_of(tensor) == data
