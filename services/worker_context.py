@@ -105,13 +105,13 @@ class WorkerContext:
             raise TriptychError("unavailable", message) from error
 
     def reply(self, request_id: str, message: FromWorker) -> None:
-        """Send to the proxy that owns the request; a message about an unknown request is discarded."""
+        """Send to the proxy of a request; messages about an unknown request are discarded."""
         proxy = self.proxies.owner(request_id)
         if proxy is not None:
             self.send(proxy, message)
 
     def send(self, proxy: bytes, message: FromWorker) -> None:
-        """Send to a proxy. A proxy that does not accept the message counts as gone."""
+        """Send to a proxy. A proxy with a broken connection counts as gone."""
         if not self.server.send(proxy, message):
             self.proxies.mark_gone(proxy)
 

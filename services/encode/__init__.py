@@ -1,4 +1,4 @@
-"""The encode stage: media in, encoder outputs in place at their receiver.
+"""The encode stage: from media to encoder outputs in place at the receiver.
 
 EncodeStage owns requests and attempts, EncodeJob one item, EncodeDedup equal items, OutputSink the destination.
 Not here: the arithmetic (engine.core.encoder_engine) and the wire (broker.handoff).

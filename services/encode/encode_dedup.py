@@ -28,7 +28,7 @@ Owner: TypeAlias = tuple[str, int]
 
 @dataclass
 class _Computation:
-    """A submission to the engine under `key`, and the items that wait for its output."""
+    """A submission to the engine under `key`, and the items waiting for the output."""
 
     key: EncoderKey
     item: ProcessedInput
@@ -38,7 +38,7 @@ class _Computation:
 
 
 class EncodeDedup:
-    """Submits items to the engine that `thread` drives; hands outputs to all waiting items, and to `outputs`."""
+    """Submits items to the engine of `thread`; hands outputs to all waiting items, and to `outputs`."""
 
     def __init__(self, thread: EngineThread[EncoderEngine, EncoderResult], outputs: OutputCache) -> None:
         self._thread = thread
@@ -49,11 +49,11 @@ class EncodeDedup:
 
     @property
     def num_waiting(self) -> int:
-        """Items that wait for an output."""
+        """Number of items waiting for an output."""
         return sum(len(computation.waiting) for computation in self._computations.values())
 
     def join(self, owner: Owner, content_hash: str, item: ProcessedInput) -> asyncio.Future[EncoderResult]:
-        """Return a future of the item's output. Raised there: a TriptychError saying why there is no output.
+        """Return a future of the item's output; a failed computation raises TriptychError there.
 
         A computation is cancelled once every owner has called `leave`.
         """
@@ -78,7 +78,8 @@ class EncodeDedup:
 
     @contextmanager
     def sending_early(self, key: Key, content_hash: str, send: Callable[[torch.Tensor], None] | None) -> Iterator[None]:
-        """Meanwhile the engine's thread calls `send` with the output at once, unless an older attempt's is there."""
+        """Let the engine's thread call `send` with the output at once, unless an older attempt has a `send`
+        registered."""
         computation = self._computations.get(content_hash)
         if computation is None or send is None:
             yield
@@ -108,7 +109,7 @@ class EncodeDedup:
         return results
 
     def settle(self, results: Iterable[EncoderResult]) -> None:
-        """Hand out the results of a batch. Outputs that no item waits for are discarded."""
+        """Hand out the results of a batch; discard outputs without a waiting item."""
         for result in results:
             content_hash = result.key[0]
             computation = self._computations.get(content_hash)

@@ -1,4 +1,4 @@
-"""One item of one request on the path through an encoder: preprocessed and computed once, whichever attempt asks.
+"""One item of one request on the path through an encoder: preprocessed and computed once for all attempts.
 
     preprocess -> offer -> grant -> encode -> deliver -> receipt    for an item of new content
                   offer -> grant -----------> deliver -> receipt    for an item whose output has been kept
@@ -30,7 +30,7 @@ log = get_logger()
 
 
 class EncodeJob:
-    """All that an encoder has made of one item; `attempt` is the newest. `discard` frees everything."""
+    """The products of one item in an encoder; `attempt` is the newest attempt. `discard` frees all memory."""
 
     def __init__(
         self, message: Encode, pool: PreprocessPool, gate: MemoryGate, dedup: EncodeDedup, outputs: OutputCache
@@ -62,7 +62,7 @@ class EncodeJob:
         return self._staged_bytes is not None and self._computing is None
 
     async def run(self, message: Encode, sink: OutputSink, trace: HandoffTrace, recorder: SpanRecorder) -> None:
-        """Make one attempt: return once the output is in place at its destination. Ignores media in `message`.
+        """Make one attempt: return once the output is in place at the destination. Ignores media in `message`.
 
         However the attempt ends, cancellation included, `sink` keeps nothing of it. Raises TriptychError saying why the
         output is not in place.
@@ -98,7 +98,7 @@ class EncodeJob:
             sink.close(key)
 
     def discard(self) -> None:
-        """Free everything: no attempt will follow."""
+        """Free all memory; no attempt may follow."""
         if self._preparing is not None:
             self._preparing.cancel()
         if self._computing is not None:
@@ -125,7 +125,7 @@ class EncodeJob:
     async def _compute(
         self, key: Key, item: ProcessedInput, sink: OutputSink, trace: HandoffTrace, recorder: SpanRecorder
     ) -> torch.Tensor:
-        """Return the output, computed from now on at the latest. Raises TriptychError saying why there is none.
+        """Return the output, computed from now on at the latest. Raises TriptychError for a failed computation.
 
         An output that is still to come is sent by the engine's thread at once, where `sink` can.
         """

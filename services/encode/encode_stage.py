@@ -62,7 +62,7 @@ class EncodeStage:
         on_begun: Callable[[bytes, str], None] = lambda proxy, request_id: None,
         on_ended: Callable[[str], None] = lambda request_id: None,
     ) -> None:
-        """`prepare` runs on the engine's thread and puts an output into the memory that `sink` needs.
+        """`prepare` runs on the engine's thread and moves an output into the memory required by `sink`.
 
         Outputs of `output_cache_bytes` at most are kept, in memory outside the engine's budget. `memory_share` is the
         engine's part of the process's memory; the rest is for a decoder in the same process.
@@ -104,15 +104,15 @@ class EncodeStage:
 
     @property
     def held_bytes(self) -> int:
-        """Media and preprocessed arrays of all items under way, and outputs that wait for delivery."""
+        """Bytes of media and preprocessed arrays of all items under way, and of outputs waiting for delivery."""
         return self._gate.held_bytes + sum(job.held_bytes for job in self._jobs.values())
 
     async def start(self) -> None:
-        """Wait for the preprocessing processes, which start while the model is loaded."""
+        """Wait for the preprocessing processes, started beside the model."""
         await self._pool.warm_up(POOL_START_S)
 
     def submit(self, proxy: bytes, message: Encode) -> None:
-        """Begin an item or a further attempt, unless it is known or memory is short. The answer goes to `proxy`."""
+        """Begin an item or a further attempt, unless known or refused as overload. The answer goes to `proxy`."""
         key, owner = key_of(message), (message.request_id, message.input_id)
         job = self._jobs.get(owner)
         if key in self._attempts or key in self._replies or (job is not None and job.attempt > message.attempt):
@@ -218,7 +218,7 @@ class EncodeStage:
         self._dedup.settle(results)
 
     def _refusal(self, message: Encode) -> ErrorInfo | None:
-        """Return why an item is refused at once; None if it is accepted."""
+        """Return the reason to refuse an item at once; None to accept."""
         limit, held = self._links.settings.engine.max_waiting, self.held_bytes
         if len(self._jobs) >= limit:
             what = f"{len(self._jobs)} items are under way on this encoder, the limit is {limit}"

@@ -1,5 +1,5 @@
-"""The encode stage of a worker that encodes the inputs of its own requests: by its role, or as a fallback while the
-cluster has no encoder. Tensors do not travel: see `LocalSink`."""
+"""The encode stage of a worker with a decoder: by its role, or as a fallback while the cluster has no encoder. Tensors
+do not travel: see `LocalSink`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from services.worker_context import WorkerContext
 
 
 class LocalEncodeStage(EncodeStage):
-    """Encodes for the decoder that `thread` drives. With `is_fallback`, items are counted as fallbacks.
+    """Encodes for the decoder of `thread`. With `is_fallback`, items are counted as fallbacks.
 
     Computes on a CUDA stream of its own: decode steps run beside a batch of images, not behind it.
     """
@@ -35,6 +35,6 @@ class LocalEncodeStage(EncodeStage):
         super().submit(proxy, message)
 
     def _build(self, output_cache_bytes: int, memory_share: float) -> EncoderEngine:
-        """Build on the engine's thread, whose stream is set first: weights are loaded on the same stream."""
+        """Build on the engine's thread, after setting a new stream: weights are loaded on the same stream."""
         compute_on_own_stream(choose_device(self._links.engine_config.device))
         return super()._build(output_cache_bytes, memory_share)

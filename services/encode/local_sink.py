@@ -1,4 +1,4 @@
-"""Where the encoder outputs of a worker that encodes for itself go: to the decoder's engine in the same process.
+"""The destination of encoder outputs within a worker: the decoder's engine in the same process.
 
 The reservation rules are those of every handoff, for the same engine decides; only channels and transports are left
 out, and the tensor is handed over as it is.
@@ -34,7 +34,7 @@ InputEvent: TypeAlias = InputGranted | InputCached | InputRefused | InputCancell
 
 
 class LocalSink:
-    """The decoder that `thread` drives. See services.encode.output_sink.OutputSink."""
+    """An `OutputSink`: the decoder of `thread`."""
 
     def __init__(self, thread: EngineThread[DecoderEngine, Event]) -> None:
         self._thread = thread
@@ -75,14 +75,14 @@ class LocalSink:
                 raise _taken_back(key)
 
     def early(self, key: Key) -> None:
-        """Nothing is gained: nothing travels."""
+        """Return None: a tensor that does not travel cannot leave early."""
 
     def close(self, key: Key) -> None:
         if self._answers.pop(key, None) is not None:
             self._thread.submit(lambda engine: engine.withdraw(*key))
 
     def settle(self, event: InputEvent) -> bool:
-        """Take an event of the engine; False if it is about nothing that came from here."""
+        """Accept an event of the engine; False for an event about another input."""
         answers = self._answers.get((event.request_id, event.input_id, event.attempt))
         if answers is None:
             return False
@@ -91,7 +91,7 @@ class LocalSink:
 
 
 def _store(engine: DecoderEngine, key: Key, tensor: torch.Tensor) -> None:
-    """On the decoder's thread. The tensor is complete, but it was computed on the encoder's stream."""
+    """Store on the decoder's thread a complete tensor, computed on the encoder's stream."""
     keep_for_this_stream(tensor)
     engine.deliver(*key, tensor)
 

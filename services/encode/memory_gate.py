@@ -25,7 +25,7 @@ class MemoryGate:
         return len(self._waiting)
 
     async def acquire(self) -> None:
-        """Wait for admission. A cancelled wait leaves nothing behind."""
+        """Wait for admission. A cancelled wait holds no memory."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         self._admit()
@@ -45,7 +45,7 @@ class MemoryGate:
         self._admit()
 
     def release(self, num_bytes: int | None) -> None:
-        """Free the memory of an admitted item: as many bytes as `weigh` was told; None if it was not called."""
+        """Free the memory of an admitted item: the bytes passed to `weigh`, or None for an unweighed item."""
         if num_bytes is None:
             self._num_unweighed -= 1
         else:

@@ -28,10 +28,10 @@ class OutputSink(Protocol):
         """
 
     async def deliver(self, key: Key, tensor: torch.Tensor) -> None:
-        """Put a tensor into its granted memory. Raises TriptychError for a tensor that the receiver rejects."""
+        """Put a tensor into its granted memory. Raises TriptychError for a rejected tensor."""
 
     def early(self, key: Key) -> Callable[[torch.Tensor], None] | None:
-        """Return a function that sends the tensor on the engine's thread ahead of `deliver`; None without a gain."""
+        """Return a function to send the tensor on the engine's thread ahead of `deliver`; None without a gain."""
 
     def close(self, key: Key) -> None:
         """Discard a handoff, finished or not; unknown keys are fine."""

@@ -33,7 +33,7 @@ from services.handoff.tensor_bytes import bytes_of
 
 
 def open_cuda(device: Device) -> CudaRuntime | None:
-    """Open CUDA for the tensors of a worker; None if its engine computes on a CPU.
+    """Open CUDA for the tensors of a worker; None for an engine on a CPU.
 
     Raises TriptychError("invalid_request") if CUDA is requested and not available.
     """
@@ -144,7 +144,7 @@ class DeviceReceiveBuffers:
         return True
 
     def keep(self, key: Key, received: PushedTensor) -> None:
-        """Keep no host memory: `receive` copies it."""
+        """Return None, for host memory is not kept: `receive` copies the tensor."""
 
     def discard(self, key: Key) -> None:
         """Do nothing: no buffer was prepared."""

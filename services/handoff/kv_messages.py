@@ -1,4 +1,4 @@
-"""Keys and values on the wire: what their offers say, what is wrong with a part, and how large parts are."""
+"""KV on the wire: the metadata of offers, checks of parts, and the size of parts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ PART_BYTES: Final = 8 * 2**20
 
 
 def tokens_per_part(token_shape: Sequence[int], dtype: str) -> int:
-    """How many tokens of that shape make a part."""
+    """Return the number of tokens of a shape in one part."""
     return max(1, PART_BYTES // max(1, math.prod(token_shape) * ITEM_BYTES[dtype]))
 
 
 def metadata_of(offer: KvOffer) -> KvMetadata:
-    """What the engine has to know of an offer."""
+    """Return the metadata of an offer for the engine."""
     return KvMetadata(
         offer.num_tokens,
         offer.num_encoder_tokens,
@@ -34,7 +34,7 @@ def metadata_of(offer: KvOffer) -> KvMetadata:
 
 
 def part_fault(header: TensorHeader, offer: KvOffer) -> str | None:
-    """What a part's header says that its offer does not allow; None if nothing."""
+    """Return the mismatch between a part's header and its offer; None for a correct part."""
     if header.table == "self":
         token_shape, num_tokens = offer.token_shape, offer.num_tokens
     elif header.table == "cross":

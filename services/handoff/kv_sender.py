@@ -38,7 +38,7 @@ log = get_logger()
 
 @dataclass
 class _Prefill:
-    """What is known of one request. `num_computed` tokens can be exported; None while nothing can."""
+    """The state of one request. `num_computed` tokens can be exported; None before the first export."""
 
     message: Generate
     recorder: SpanRecorder
@@ -65,7 +65,7 @@ class _Prefill:
         self.news.set()
 
     async def next_report(self, timeout_s: float | None = None) -> None:
-        """Wait until the engine tells something, or for so long. Raises the request's error once there is one."""
+        """Wait for news of the engine, or `timeout_s`. Raises the request's error."""
         if self.error is None:
             self.news.clear()
             with contextlib.suppress(TimeoutError):
@@ -74,7 +74,7 @@ class _Prefill:
         self.check()
 
     def check(self) -> None:
-        """Raise the request's error, if there is one."""
+        """Raise the request's error, if any."""
         if self.error is not None:
             raise TriptychError(self.error.code, self.error.message, self.error.param)
 
@@ -89,7 +89,7 @@ class KvSender:
         handoffs: HandoffSender,
         on_ended: Callable[[str], None],
     ) -> None:
-        """`on_ended` is called with the request id after its last word, but not for one that was dropped."""
+        """`on_ended` is called with the request id after the last message, but not for a discarded request."""
         self._links = links
         self._thread = thread
         self._handoffs = handoffs
@@ -105,12 +105,12 @@ class KvSender:
         return len(self._prefills)
 
     def begin(self, message: Generate) -> None:
-        """Hand over the keys and values of a request that has just been given to the engine."""
+        """Hand over the KV of a request, just submitted to the engine."""
         prefill = _Prefill(message, SpanRecorder(self._links.instance_id))
         self._prefills[message.request_id] = prefill, asyncio.create_task(self._run(prefill))
 
     def handle(self, event: PrefillEvent | RequestFailed) -> None:
-        """The engine tells how far it is. What is about no request under way is ignored."""
+        """Accept a report of the engine; ignore reports on unknown requests."""
         found = self._prefills.get(event.request_id)
         if found is None:
             return
@@ -161,7 +161,7 @@ class KvSender:
         self._on_ended(request_id)
 
     async def _hand_over(self, prefill: _Prefill) -> None:
-        """Return once everything is in place. Raises TriptychError or TimeoutError saying why it is not."""
+        """Return once all KV is in place. Raises TriptychError or TimeoutError otherwise."""
         request_id = prefill.message.request_id
         while prefill.ready is None:
             await prefill.next_report()
@@ -202,7 +202,7 @@ class KvSender:
         )
 
     async def _send(self, prefill: _Prefill, handoff: Handoff, table: Table, first: int, last: int) -> None:
-        """Send the tokens `first` to `last` of a table, as they are computed."""
+        """Send the tokens `first` to `last` of a table as soon as computed."""
         offer = handoff.offer
         assert isinstance(offer, KvOffer)
         most = tokens_per_part(offer.token_shape if table == "self" else offer.cross_shape, offer.dtype)
@@ -216,7 +216,7 @@ class KvSender:
             first = end
 
     async def _computed(self, prefill: _Prefill, handoff: Handoff, table: Table, first: int, last: int) -> int:
-        """Up to where there is something to send. Those of cross-attention are computed all at once."""
+        """Return the end of the computed tokens. Tokens of cross-attention are computed all at once."""
 
         def reached() -> int | None:
             if prefill.num_computed is None:
@@ -230,7 +230,7 @@ class KvSender:
         return computed
 
     async def _export(self, prefill: _Prefill, handoff: Handoff, table: Table, first: int, last: int) -> torch.Tensor:
-        """The keys and values of some tokens, once they are there (again)."""
+        """Return the KV of some tokens, once present (again)."""
         request_id = prefill.message.request_id
 
         def export(engine: DecoderEngine) -> AsyncCopy | None:
@@ -244,7 +244,7 @@ class KvSender:
 
 
 def _wanted(offer: KvOffer, grant: Grant) -> Iterator[tuple[Table, int, int]]:
-    """What the receiver asks for: (table, first token, last token + 1)."""
+    """Yield the ranges wanted by the receiver: (table, first token, last token + 1)."""
     if not grant.cross_cached:
         yield "cross", 0, offer.num_encoder_tokens
     yield "self", grant.first_token, offer.num_tokens

@@ -45,7 +45,7 @@ class _OwnMemory:
 
 @dataclass(frozen=True)
 class _PushedMemory:
-    """Memory pushed by the sender in `target`: `tensor` comes, and stays, there."""
+    """Memory pushed by the sender in `target`; `tensor` comes and stays there."""
 
     tensor: torch.Tensor
     target: PushTarget
@@ -54,7 +54,7 @@ class _PushedMemory:
 
 
 class ReceiveBuffers:
-    """One tensor in host memory per awaited handoff, counted by the engine against its budget."""
+    """One tensor in host memory per awaited handoff, counted against the engine's budget."""
 
     def __init__(self) -> None:
         self._buffers: dict[Key, _OwnMemory | _PushedMemory | None] = {}
@@ -68,13 +68,13 @@ class ReceiveBuffers:
         return len(self._buffers)
 
     def prepare(self, key: Key, sender: str, shape: Sequence[int], dtype: str) -> None:
-        """Allocate memory for a granted tensor, unless allocated before or about to be pushed by its sender."""
+        """Allocate memory for a granted tensor, unless allocated before or about to be pushed."""
         if key not in self._buffers:
             given = sender in self._givers and is_worth_it(math.prod(shape) * DTYPES[dtype].itemsize)
             self._buffers[key] = None if given else self._make(shape, dtype)
 
     def expect(self, key: Key, given: PushTarget) -> bool:
-        """Accept memory pushed by the sender of a tensor. False for a tensor that is not awaited."""
+        """Accept memory pushed by the sender of an awaited tensor. False for an unknown tensor."""
         if key not in self._buffers:
             return False
         if len(self._givers) >= MAX_GIVERS:
@@ -93,7 +93,7 @@ class ReceiveBuffers:
         return True
 
     async def receive(self, key: Key, received: ReceivedTensor) -> torch.Tensor | str:
-        """Copy a received tensor to its memory, with a check of its bytes. Return the tensor, or its fault.
+        """Copy a received tensor to the prepared memory, and check the bytes. Return the tensor, or the fault.
 
         After a fault the tensor is awaited again. A tensor without prepared memory gets memory, too: it may have come
         before, and the engine decides.
@@ -112,7 +112,7 @@ class ReceiveBuffers:
         return buffer.tensor
 
     def keep(self, key: Key, received: PushedTensor) -> torch.Tensor | str | None:
-        """Return a tensor received in pushed memory, without a copy, or its fault; None if `receive` must copy it."""
+        """Return a tensor received in pushed memory, without a copy, or the fault; None if `receive` must copy."""
         buffer = self._buffers.get(key)
         if not isinstance(buffer, _PushedMemory) or buffer.memory is not received.memory:
             return None

@@ -52,7 +52,7 @@ log = get_logger()
 
 
 class HandoffReceiver:
-    """All handoffs that end at this instance. `thread` drives the engine that takes them."""
+    """All handoffs to this instance, for the engine of `thread`."""
 
     def __init__(self, links: WorkerContext, thread: EngineThread[DecoderEngine, Event]) -> None:
         self._links = links
@@ -131,7 +131,7 @@ class HandoffReceiver:
         self._drop(key)
 
     def started(self, request_id: str, attempt: int) -> None:
-        """A request generates in this attempt: all its keys and values are here."""
+        """Discard the KV offers of an attempt up to `attempt`: the request generates, and all KV is here."""
         for key in [key for key in self._kv_keys.get(request_id, ()) if self._offers[key].request_attempt <= attempt]:
             self._drop(key)
 
@@ -149,7 +149,7 @@ class HandoffReceiver:
             self._pass_on(key, offer)
 
     def _refusal(self, key: Key, offer: Offer | KvOffer) -> ErrorInfo | None:
-        """Why an offer is not even passed on; None if it is."""
+        """Return the reason to refuse an offer at once; None to pass it on."""
         if (fault := _offer_fault(offer)) is not None:
             return ErrorInfo("internal_error", fault)
         if key not in self._offers and len(self._offers) >= MAX_OFFERS:
@@ -159,7 +159,7 @@ class HandoffReceiver:
         return None
 
     def _withdraw(self, withdrawal: Withdraw) -> None:
-        """What is kept for an offer is free, if it still is one: of what has been settled the sender may not know."""
+        """Free the memory of an offer that is not settled yet: the sender may not know of a settled offer."""
         key = key_of(withdrawal)
         if self._sender(key) == withdrawal.sender:
             self.outcomes["withdrawn"] += 1
@@ -181,13 +181,13 @@ class HandoffReceiver:
                 del self._kv_keys[key[0]]
 
     def _prepare(self, key: Key) -> None:
-        """An offer has been granted: what it offers may come."""
+        """Prepare memory for a granted offer, whose tensor may come now."""
         offer = self._offers.get(key)
         if isinstance(offer, Offer):
             self._landing.prepare(key, offer.sender, offer.shape, offer.dtype)
 
     def _expect(self, given: PushTarget) -> bool:
-        """The sender of an offer has given the memory for what it offers. False where nobody waits for it."""
+        """Accept memory pushed by the sender of an offer. False for a tensor that is not awaited."""
         header, key = given.header, key_of(given.header)
         offer = self._offers.get(key)
         if not isinstance(offer, Offer) or _as_offered(offer) != _as_offered(header):
@@ -208,7 +208,7 @@ class HandoffReceiver:
     # --- tensors
 
     async def _take(self, received: ReceivedTensor) -> bool:
-        """Give a tensor to the engine. True where the engine releases it, having copied it."""
+        """Give a tensor to the engine. Return True if the engine copies and releases the tensor."""
         key, offer = key_of(received.header), self._expected(received)
         if isinstance(offer, KvOffer):
             return await self._take_part(key, received)
@@ -217,7 +217,7 @@ class HandoffReceiver:
         return False
 
     def _take_given(self, received: PushedTensor) -> bool:
-        """The same for one that is where it will stay: at once. False where it has to be copied after all."""
+        """Give a tensor in pushed memory to the engine at once. False if the tensor must be copied."""
         key = key_of(received.header)
         if self._expected(received) is None:
             return True
@@ -227,7 +227,7 @@ class HandoffReceiver:
         return landed is not None
 
     def _expected(self, received: ReceivedTensor) -> Offer | KvOffer | None:
-        """What has offered a tensor; None where nobody waits for one like this, which its sender is told."""
+        """Return the offer of a tensor. None for a tensor that is not awaited, after a receipt to the sender."""
         header, key = received.header, key_of(received.header)
         offer = self._offers.get(key)
         if offer is not None and offer.sender != header.sender:
@@ -242,7 +242,7 @@ class HandoffReceiver:
         return None
 
     def _hand_over(self, key: Key, received: ReceivedTensor, landed: torch.Tensor | str) -> None:
-        """The engine gets it; whether it still wants it, it says when it has time."""
+        """Submit a tensor to the engine, which decides between two steps."""
         if isinstance(landed, str):
             self._refuse(key, received.header, landed)
         else:
@@ -250,8 +250,8 @@ class HandoffReceiver:
             self._thread.submit(lambda engine: self._deliver(engine, key, landed))
 
     async def _take_part(self, key: Key, received: ReceivedTensor) -> bool:
-        """Keys and values are copied by the engine, into its blocks. To a GPU they are brought before it hears of them;
-        so no more than MAX_PARTS_LANDED of them wait there for the step that it is at."""
+        """Give KV to the engine, which copies into its blocks. Parts for a GPU are copied to the device first, and at
+        most MAX_PARTS_LANDED parts wait there for a step."""
         if isinstance(self._landing, DeviceReceiveBuffers):
             await self._parts_landed.acquire()
             landed = await self._landing.receive(key, received)
@@ -306,7 +306,7 @@ class HandoffReceiver:
         tokens: torch.Tensor,
         let_go: Callable[[], object],
     ) -> None:
-        """Copy a part to where it belongs."""
+        """Copy a part into the engine's blocks."""
         assert header.table != ""
         part = KvPart(header.part, header.table, header.first, tokens)
         try:
@@ -318,12 +318,12 @@ class HandoffReceiver:
 
 
 def _as_offered(what: Offer | TensorHeader) -> tuple[str, list[int], str, int]:
-    """What an offer and the header of its tensor have to agree on."""
+    """Return the fields common to an offer and the header of its tensor."""
     return what.sender, what.shape, what.dtype, what.size_bytes
 
 
 def _offer_fault(offer: Offer | KvOffer) -> str | None:
-    """What is wrong with an offer in itself; None if nothing is. Keys and values the engine compares with its model."""
+    """Return the fault of an offer in itself, or None. The engine compares KV offers with its model."""
     if isinstance(offer, KvOffer):
         return None
     if offer.input_id == KV_INPUT_ID:
@@ -334,7 +334,7 @@ def _offer_fault(offer: Offer | KvOffer) -> str | None:
 
 
 def _tensor_fault(received: ReceivedTensor, offer: Offer | KvOffer) -> str | None:
-    """What a tensor's header says other than its offer did, or where it lies wrongly; None if nothing."""
+    """Return the mismatch between a tensor and its offer, or a wrong kind of memory; None for a correct tensor."""
     header = received.header
     if isinstance(offer, KvOffer):
         if isinstance(received.data, DeviceBuffer):

@@ -22,13 +22,13 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def tensor_of(data: memoryview, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a read-only tensor over exactly its bytes; copied only from an odd address."""
+    """Return a read-only tensor over exactly its bytes; bytes at an odd address are copied."""
     if data.nbytes == 0:
         return torch.empty(tuple(shape), dtype=dtype)  # torch makes no tensor over zero bytes
     return torch.frombuffer(aligned(data), dtype=dtype).view(tuple(shape))
 
 
 def aligned(data: memoryview) -> memoryview:
-    """Return the bytes at an address aligned for tensors; copied only if a transport put them at an odd address."""
+    """Return the bytes at an aligned address; bytes at an odd address are copied."""
     address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
     return data if address % ALIGNMENT_BYTES == 0 else memoryview(bytearray(data))

@@ -1,4 +1,4 @@
-"""Parts of a worker process that know no role: engine thread, HTTP, metrics, drain, watchdog, owners of requests.
+"""Parts of a worker process without knowledge of roles: engine thread, HTTP, metrics, drain, watchdog, request owners.
 
 May import engine, broker and common, but no other room of services.
 """

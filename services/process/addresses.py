@@ -27,7 +27,7 @@ def resolve_host(host: str) -> str:
 
 
 def warn_of_open_host(host: str, *, has_key: bool) -> None:
-    """Warn if any client that reaches this machine can use a worker on `host`, a numeric address."""
+    """Warn of a worker on `host`, a numeric address, open to any client of this machine."""
     if not has_key and not ip_address(host).is_loopback:
         message = "anybody who reaches this host can use this worker: give all of the cluster one --cluster-key-file"
         log.warning(message, host=host, setting="cluster_key_file")

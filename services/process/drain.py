@@ -19,7 +19,7 @@ _POLL_S: Final = 0.05
 
 
 class DrainState:
-    """Begins with `request`. `next_role` is the role after the drain; None for a process that shall end."""
+    """Begins with `request`. `next_role` is the role after the drain; None ends the process."""
 
     def __init__(self, num_open: Callable[[], int], patience_s: float) -> None:
         """`num_open` counts requests under way; each ends within `patience_s`."""

@@ -1,4 +1,4 @@
-"""A file by which a worker leaves its next role to its supervisor, however the worker ends."""
+"""A file with the next role of a worker, left to its supervisor at any end of the worker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = get_logger()
 
 
 class DrainMarker:
-    """Exists while a worker drains or changes its role. The registry has the same, as long as the broker keeps it."""
+    """Exists while a worker drains or changes its role. The registry has the same fact while the broker is up."""
 
     def __init__(self, path: Path | None = None) -> None:
         """Without a path no file is written: the worker has no supervisor."""

@@ -1,4 +1,4 @@
-"""The one thread that an engine lives on. It meets the asyncio loop at two queues and nowhere else:
+"""The only thread of an engine. Two queues connect the thread and the asyncio loop:
 
     loop  -- commands (inbound queue) -->  engine thread  -- events (outbound queue) -->  loop
 
@@ -26,7 +26,7 @@ log = get_logger()
 
 
 class Engine(Protocol):
-    """What both engines share."""
+    """The interface of both engines."""
 
     def has_work(self) -> bool: ...
 
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class EngineThread(Generic[E, Event]):
-    """Builds an engine on a thread of its own and drives it there: drain commands, step, hand out events.
+    """Builds an engine on a new thread and drives the engine: run commands, step, hand out events.
 
     `loaded` ends when the engine is built, `ended` when the thread has ended: with None after `stop`, with the
     exception that killed it, or that `on_events` raised, otherwise.
@@ -75,11 +75,11 @@ class EngineThread(Generic[E, Event]):
         self._thread.start()
 
     def submit(self, command: Callable[[E], None]) -> None:
-        """Queue a command. A TriptychError that it raises is logged; anything else ends the thread."""
+        """Queue a command. A raised TriptychError is logged; any other exception ends the thread."""
         self._inbound.put(command)
 
     async def call(self, function: Callable[[E], T], timeout_s: float) -> T:
-        """Run `function` between two steps and return what it returns. Raises TimeoutError after `timeout_s`."""
+        """Run `function` between two steps and return the result. Raises TimeoutError after `timeout_s`."""
         answer: asyncio.Future[T] = self._loop.create_future()
 
         def command(engine: E) -> None:
@@ -91,12 +91,12 @@ class EngineThread(Generic[E, Event]):
             return await answer
 
     def stop(self) -> None:
-        """Ask the thread to end after the step it is in; commands queued behind and later events are dropped."""
+        """Ask the thread to end after the present step; later commands and events are discarded."""
         self._stopping = True
         self._inbound.put(None)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread to end; blocks the caller. True if it has."""
+        """Block until the thread has ended, for `timeout_s` at most. Return whether the thread has ended."""
         if self.started:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -153,7 +153,7 @@ class EngineThread(Generic[E, Event]):
             self._post(self._hand_out)
 
     def _take(self, engine: E) -> list[Callable[[E], None] | None]:
-        """All queued commands; waits for one, or for the engine's next deadline, if it has nothing to do."""
+        """Return all queued commands; an idle engine waits for a command or for its next deadline."""
         commands = []
         with contextlib.suppress(queue.Empty):
             if not engine.has_work():

@@ -1,4 +1,4 @@
-"""GPU memory outside torch's allocator: a worker knows its transports, its engine does not."""
+"""GPU memory outside torch's allocator: a worker knows its transports, the engine does not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from common.process.gpu_memory import PROCESS_BYTES
 
 
 def engine_on_gpu(settings: Settings, host: str) -> EngineConfig:
-    """Return the engine's settings for a worker on a GPU that listens on `host`, a numeric address.
+    """Return the engine's settings for a GPU worker on `host`, a numeric address.
 
     Memory for tensors between GPUs is left to NIXL if the transport uses NIXL, unless the user has set
     `process_bytes`.

@@ -79,7 +79,7 @@ class HandoffTrace:
 
 
 def hop_latencies(sides: Iterable[list[dict[str, Any]]]) -> dict[str, list[float]]:
-    """Return seconds per hop over all handoffs that the sides (answers of /debug/handoffs) have in common."""
+    """Return seconds per hop over all handoffs known to both sides (answers of /debug/handoffs)."""
     joined: dict[Key, dict[str, float]] = {}
     for side in sides:
         for entry in side:

@@ -1,4 +1,4 @@
-"""A look at the books of an engine whenever it has nothing to do."""
+"""An integrity check of an engine at each end of work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ log = get_logger()
 
 
 class IdleCheck:
-    """Steps an engine, and checks its books each time it has become empty."""
+    """Steps an engine, and checks its integrity each time the engine becomes empty."""
 
     def __init__(self) -> None:
         self.num_failures = 0

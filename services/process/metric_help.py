@@ -138,5 +138,5 @@ HELP: Final[dict[str, str]] = {
 
 
 def help_text(name: str) -> str:
-    """Return the help text of a metric; without a text, its name in words."""
+    """Return the help text of a metric; without a text, the name in words."""
     return HELP.get(name, name.replace("_", " "))

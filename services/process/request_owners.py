@@ -1,4 +1,4 @@
-"""Owners of requests: the proxy of each request, and proxies that have fallen silent."""
+"""Owners of requests: the proxy of each request, and silent proxies."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class RequestOwners:
         return owner is not None and (owner == proxy or supersedes(proxy, owner))
 
     def remove(self, request_id: str) -> None:
-        """Remove a request whose end the proxy knows."""
+        """Remove a request after its end is known to the proxy."""
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._ended.pop(request_id, None)
@@ -82,7 +82,7 @@ class RequestOwners:
         return attempt in (self.attempt(request_id), self._ended.get(request_id))
 
     def mark_gone(self, proxy: bytes) -> None:
-        """Note a connection that accepts no messages: the next `pop_orphans` returns the proxy's requests."""
+        """Note a broken connection: the next `pop_orphans` returns the proxy's requests."""
         self._last_heard_s[proxy] = float("-inf")
 
     @property
@@ -91,7 +91,7 @@ class RequestOwners:
         return list(self._last_heard_s)
 
     def pop_orphans(self) -> list[str]:
-        """Remove proxies that are lost or silent for too long; return their requests."""
+        """Remove lost proxies, and proxies silent for too long; return the requests of both."""
         limit_s = time.monotonic() - self._silence_s
         gone = {proxy for proxy, heard_s in self._last_heard_s.items() if heard_s < limit_s}
         orphans = [request_id for request_id, request in self._requests.items() if request.proxy in gone]

@@ -17,7 +17,7 @@ POLL_S: Final = 1.0
 
 
 class Watchdog:
-    """Looks at the engines of one worker. Loading is no step; time in which the process is stopped does not count.
+    """Looks at the engines of one worker. Neither loading nor time in a stopped process counts.
 
     After the watchdog of other engines (SGLang's `--watchdog-timeout`): a step that does not end within minutes never
     will, and only a new process has a chance. The cause may be a kernel, a driver or a lock.
@@ -43,7 +43,7 @@ class Watchdog:
                 raise TriptychError("unavailable", f"{problem}: it has hung")
 
     def look(self) -> str | None:
-        """Return the problem, or None. Counts only time between looks that follow each other closely."""
+        """Return the problem, or None. Counts only time between two looks in close succession."""
         now_s, awake_s = self._clock(), self._awake.look()
         elapsed_s, counted_s = now_s - self._looked_s, awake_s - self._counted_s
         self._looked_s, self._counted_s = now_s, awake_s
