@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListOf
 
+from common.telemetry import get_logger
 from engine.cache.encoder_cache import EncoderCacheManager
 from engine.core.decoding import BeamsEnded, Decoding, GenerationFailed, Result, TokensInFlight
 from engine.core.output_processor import OutputProcessor
@@ -39,6 +40,8 @@ from engine.handoff.kv_receiver import KvReceiver
 from engine.runner.decoder import DecoderRunner, StepOutput
 from engine.scheduler.decoder import DecoderScheduler, ScheduledStep
 from engine.state.request import Request, Sequence
+
+log = get_logger()
 
 
 class StepLoop:
@@ -143,6 +146,7 @@ class StepLoop:
             request.recorder.end("queue")
             if request.num_preemptions == 0:
                 request.recorder.start("prefill")
+                log.debug("prefill begun", request=request.request_id)
         self._give_slots(step.sequences)
         output = self._runner.run(step, self._blocks, self._cache)
         self.counters["steps"] += 1

@@ -75,7 +75,6 @@ class EncodeJob:
                 await asyncio.shield(self._preparing)
                 recorder.end("preprocess")
                 trace.mark(key, "preprocessed")
-                log.debug("item preprocessed", **about)
             assert self._item is not None
             recorder.start("grant")
             log.debug("item offered", to=message.destination, **about)
@@ -88,7 +87,6 @@ class EncodeJob:
                 tensor = self._kept.tensor
             else:
                 tensor = await self._compute(key, self._item, sink, trace, recorder)
-                log.debug("item encoded", **about)
             recorder.start("handoff")
             log.debug("output leaves", bytes=tensor.nbytes, **about)
             await sink.deliver(key, tensor)

@@ -132,6 +132,7 @@ class HandoffReceiver:
 
     def started(self, request_id: str, attempt: int) -> None:
         """Discard the KV offers of an attempt up to `attempt`: the request generates, and all KV is here."""
+        log.debug("first token", request=request_id, attempt=attempt)
         for key in [key for key in self._kv_keys.get(request_id, ()) if self._offers[key].request_attempt <= attempt]:
             self._drop(key)
 

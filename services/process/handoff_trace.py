@@ -18,6 +18,7 @@ import numpy as np
 from prometheus_client import Histogram
 
 from broker.handoff.sender import Key
+from common.telemetry import get_logger
 
 HOPS: Final = (
     ("encode_received", "preprocessed"),
@@ -45,6 +46,9 @@ MAX_KEPT: Final = 4096
 _SENDERS_HOPS: Final = {"grant_received": "offer_sent", "receipt_received": "tensor_sent"}
 
 
+log = get_logger()
+
+
 class HandoffTrace:
     """The moments of the last MAX_KEPT handoffs of one instance."""
 
@@ -63,6 +67,7 @@ class HandoffTrace:
         if moment in times_s:
             return
         times_s[moment] = time.time() if at_s is None else at_s
+        log.debug("handoff", moment=moment, request=key[0], input=key[1], attempt=key[2], at_s=at_s)
         if since in times_s and self._hop_seconds is not None:
             self._hop_seconds.labels(f"{since}_to_{moment}").observe(times_s[moment] - times_s[since])
 

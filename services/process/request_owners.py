@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from broker.cluster.rpc import supersedes
+from common.telemetry import get_logger
 
 SILENCE_S: Final = 10.0
 """Silence after which a proxy counts as lost, with its requests; a proxy sends a heartbeat every second."""
 _MAX_LOST: Final = 64
 _MAX_ENDED: Final = 1024
+
+log = get_logger()
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class RequestOwners:
         """Add a request of a proxy. `num_tokens` bounds prompt and output together."""
         if self.first_request_s is None:
             self.first_request_s = time.monotonic()
+        log.debug("request received", request=request_id, attempt=attempt, tokens=num_tokens)
         self._requests[request_id] = _Request(proxy, num_tokens, attempt)
 
     @property
@@ -72,6 +76,7 @@ class RequestOwners:
         """Remove a request after its end is known to the proxy."""
         request = self._requests.pop(request_id, None)
         if request is not None:
+            log.debug("request ended", request=request_id, attempt=request.attempt)
             self._ended.pop(request_id, None)
             self._ended[request_id] = request.attempt
             while len(self._ended) > _MAX_ENDED:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import zmq.asyncio
 from redis.asyncio import Redis
+from structlog.testing import capture_logs
 
 from broker.cluster.redis_client import connect
 from broker.cluster.registry import Registry
@@ -160,6 +161,19 @@ async def test_the_offer_leaves_before_anything_is_computed_and_the_tensor_is_wh
     assert reply.error is None
     assert [span.stage for span in reply.spans] == ["preprocess", "grant", "encode", "handoff"]
     assert all(span.start_s <= span.end_s for span in reply.spans)
+
+
+async def test_a_debug_log_tells_the_walk_of_an_item(setting: Setting) -> None:
+    with capture_logs() as logs:
+        await setting.encode("r")
+        await setting.deliver("r")
+        await eventually(setting.is_idle)
+    told = [entry.get("moment", entry["event"]) for entry in logs if entry.get("request") == "r"]
+    assert {entry["log_level"] for entry in logs if entry.get("request") == "r"} == {"debug"}
+    walk = ["item received", "request received", "encode_received", "preprocessed", "item offered", "item granted"]
+    walk += ["encode_start", "encode_done", "output leaves"]
+    walk += ["offer_sent", "grant_received", "tensor_sent", "receipt_received"]  # with the times of these moments
+    assert told == [*walk, "output stored by its receiver", "item answered", "request ended"]
 
 
 async def test_cached_and_refused_items_are_never_computed(setting: Setting) -> None:

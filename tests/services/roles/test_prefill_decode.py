@@ -119,6 +119,15 @@ async def test_offer_grant_tensor_receipt_tokens(setting: Setting) -> None:
     assert setting.worker.tally("handoffs") == {"granted": 1, "receipt_stored": 1}
 
 
+async def test_a_debug_log_tells_the_walk_of_a_request(setting: Setting) -> None:
+    with capture_logs() as logs:
+        await test_offer_grant_tensor_receipt_tokens(setting)
+    told = [entry.get("moment", entry["event"]) for entry in logs if entry.get("request") is not None]
+    walk = ["offer_received", "granted", "tensor_received", "landed", "stored", "first token"]
+    assert [step for step in told if step in walk] == walk
+    assert {"request received", "prefill begun", "request ended"} <= set(told)
+
+
 async def test_a_repeated_offer_gets_the_same_answer_and_a_repeated_request_none(setting: Setting) -> None:
     offer = await setting.granted("r")
     await setting.generate("r")
