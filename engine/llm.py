@@ -21,9 +21,9 @@ import msgspec
 import numpy as np
 
 from common.config import EngineConfig
-from common.errors import TriptychError
+from common.errors import ErrorInfo, TriptychError
 from common.hashing import content_hash
-from common.messages import FinishReason, InputSlot, MediaKind, Span, TokenLogprob
+from common.messages import Failed, FinishReason, Grant, InputNeeded, InputSlot, MediaKind, Span, TokenLogprob, Tokens
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from common.text.processor import Detokenizer, TextProcessor
@@ -43,16 +43,7 @@ from engine import processors
 from engine.core.decoder_engine import DecoderEngine
 from engine.core.encoder_engine import EncoderEngine
 from engine.device.memory import ENCODER_SHARE
-from engine.state.events import (
-    Event,
-    InputCached,
-    InputGranted,
-    InputLost,
-    InputMetadata,
-    InputRefused,
-    RequestFailed,
-    TokensReady,
-)
+from engine.state.events import Event, InputMetadata
 
 __all__ = [
     "LLM",
@@ -322,22 +313,23 @@ class LLM:
         live = self._live.get(event.request_id)
         if live is None:
             return
-        if isinstance(event, InputGranted):
-            assert self.encoder is not None
-            item = live.processed.pop(event.input_id)
-            self.encoder.submit((event.request_id, event.input_id, event.attempt), item)
-        elif isinstance(event, InputCached):
-            live.processed.pop(event.input_id, None)
-        elif isinstance(event, InputLost):
-            if self.encoder is not None:
-                self.encoder.cancel((event.request_id, event.input_id, live.attempts[event.input_id]))
-            self._offer(event.request_id, event.input_id)
-        elif isinstance(event, InputRefused | RequestFailed):
-            raise TriptychError(event.error.code, event.error.message, event.error.param)
-        elif isinstance(event, TokensReady):
-            self._take_tokens(live, event)
+        match event:
+            case Grant(status="granted"):
+                assert self.encoder is not None
+                item = live.processed.pop(event.input_id)
+                self.encoder.submit((event.request_id, event.input_id, event.attempt), item)
+            case Grant(status="cached"):
+                live.processed.pop(event.input_id, None)
+            case InputNeeded():
+                if self.encoder is not None:
+                    self.encoder.cancel((event.request_id, event.input_id, live.attempts[event.input_id]))
+                self._offer(event.request_id, event.input_id)
+            case Failed(error=ErrorInfo() as error) | Grant(error=ErrorInfo() as error):
+                raise TriptychError(error.code, error.message, error.param)
+            case Tokens():
+                self._take_tokens(live, event)
 
-    def _take_tokens(self, live: _Live, event: TokensReady) -> None:
+    def _take_tokens(self, live: _Live, event: Tokens) -> None:
         live.prompt_logprobs += event.prompt_logprobs
         sequence = live.sequences.get(event.index)
         if sequence is None:
@@ -349,7 +341,7 @@ class LLM:
         if event.done or ended == live.sampling.n:
             self._finish(event, live)
 
-    def _grow(self, event: TokensReady, live: _Live, sequence: _LiveSequence) -> None:
+    def _grow(self, event: Tokens, live: _Live, sequence: _LiveSequence) -> None:
         reason = event.finish_reason
         sequence.token_ids += event.token_ids
         sequence.logprobs += event.logprobs
@@ -365,7 +357,7 @@ class LLM:
                 event.index, sequence.text, sequence.token_ids, reason, sequence.logprobs, event.score
             )
 
-    def _finish(self, event: TokensReady, live: _Live) -> None:
+    def _finish(self, event: Tokens, live: _Live) -> None:
         self.abort(event.request_id)
         outputs = [one.output for _, one in sorted(live.sequences.items()) if one.output is not None]
         prompt = live.prompt

@@ -14,7 +14,7 @@ import torch
 
 from common.config import EngineConfig
 from common.errors import ErrorInfo, TriptychError
-from common.messages import KV_INPUT_ID, InputSlot, Resumed
+from common.messages import KV_INPUT_ID, Failed, InputSlot, Resumed
 from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
 from engine.cache.block_manager import BlockManager
@@ -36,7 +36,7 @@ from engine.sampling import device_draw
 from engine.sampling.sampler import Sampler
 from engine.scheduler.cache_lookup import CacheLookup
 from engine.scheduler.decoder import DecoderScheduler
-from engine.state.events import Event, InputMetadata, KvMetadata, RequestFailed
+from engine.state.events import Event, InputMetadata, KvMetadata
 from engine.state.request import Request, Sequence
 
 LEASE_S = 30.0
@@ -49,7 +49,7 @@ class DecoderEngine:
     """Prefill and decode of one model on one device. Loads decoder weights only.
 
     Raises TriptychError where the model or the configuration cannot be served. After that, errors of a request come
-    as `RequestFailed` events, and its neighbours do not notice.
+    as `Failed` events, and its neighbours do not notice.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class DecoderEngine:
         prefill_only: bool = False,
         prefilled: bool = False,
     ) -> None:
-        """Take a request. What is wrong with it comes as a RequestFailed event; a known id is ignored.
+        """Take a request. What is wrong with it comes as a Failed event; a known id is ignored.
 
         With `prefill_only` its keys and values are computed for another engine, up to the last token but one; it ends
         by `end_prefill`. With `prefilled` they come from another engine, by `offer_kv` and `deliver_kv`.
@@ -259,7 +259,7 @@ class DecoderEngine:
         self.kv_outlet.grant(request_id)
 
     def end_prefill(self, request_id: str) -> None:
-        """Nothing more is wanted of a prefill. A PrefillEnded event follows: at once, or where log-probabilities of the
+        """Nothing more is wanted of a prefill. A Prefilled event follows: at once, or where log-probabilities of the
         prompt were asked for when all of it is computed."""
         self._dirty = True
         self.kv_outlet.end(request_id)
@@ -356,7 +356,7 @@ class DecoderEngine:
 
     def _emit_failure(self, request_id: str, attempt: int, error: ErrorInfo) -> None:
         self.counters["requests_failed"] += 1
-        self._tell(RequestFailed(request_id, error, attempt))
+        self._tell(Failed(request_id, error, attempt))
 
     def _tell(self, event: Event) -> None:
         self.intake.events.append(event)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
-from common.messages import FinishReason, TokenLogprob
+import msgspec
+
+from common.messages import FinishReason, TokenLogprob, Tokens
 from common.model_info import ModelInfo
 from engine.cache.block_manager import BlockManager
 from engine.core.decoding import BeamsEnded, NewToken
-from engine.state.events import Event, TokensReady
+from engine.state.events import Event
 from engine.state.request import Request, Sequence
 
 
@@ -42,7 +43,7 @@ class OutputProcessor:
         if reason is not None:
             self._drop(sequence)
             request.sequences.remove(sequence)
-        event = TokensReady(
+        event = Tokens(
             request.request_id,
             offset,
             [new.token_id],
@@ -62,7 +63,7 @@ class OutputProcessor:
         for index, one in enumerate(ended.hypotheses):
             self._count_tokens(request, len(one.token_ids))
             ends = (*self._info.eos_token_ids, *request.sampling.stop_token_ids)
-            event = TokensReady(
+            event = Tokens(
                 request.request_id,
                 0,
                 one.token_ids,
@@ -76,9 +77,9 @@ class OutputProcessor:
             )
             self._tell(request, event, done=index == len(ended.hypotheses) - 1)
 
-    def _tell(self, request: Request, event: TokensReady, *, done: bool) -> None:
+    def _tell(self, request: Request, event: Tokens, *, done: bool) -> None:
         if done:
-            event = dataclasses.replace(event, done=True, spans=request.finish_spans())
+            event = msgspec.structs.replace(event, done=True, spans=request.finish_spans())
             self._end(request)
         self._emit(event)
 

@@ -8,8 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
-from common.messages import REPEAT_S
-from engine.state.events import InputCancelled
+from common.messages import REPEAT_S, Grant
 
 MAX_ENDED: Final = 8192
 """Ended requests remembered, so that a late offer is answered as cancelled."""
@@ -50,12 +49,12 @@ class EarlyOffers(Generic[M]):
 
     def keep(
         self, request_id: str, input_id: int, attempt: int, metadata: M, deadline_s: float, request_attempt: int = 0
-    ) -> list[InputCancelled]:
+    ) -> list[Grant]:
         """An offer of a request that is not here, or not yet in the attempt that it is for."""
         key = request_id, input_id
         known = self._offers.get(key)
         if request_attempt <= self._ended.get(request_id, -1) or (known is not None and attempt < known.attempt):
-            return [InputCancelled(*key, attempt)]
+            return [Grant(*key, attempt, "cancelled")]
         cancelled = [self._cancel(key)] if known is not None and attempt > known.attempt else []
         kept_until_s = min(deadline_s, time.monotonic() + self._lease_s)
         self._offers[key] = _Offer(attempt, request_attempt, metadata, deadline_s, kept_until_s)
@@ -78,7 +77,7 @@ class EarlyOffers(Generic[M]):
         if offer is not None and offer.attempt == attempt:
             del self._offers[request_id, input_id]
 
-    def forget(self, request_id: str, request_attempt: int | None) -> list[InputCancelled]:
+    def forget(self, request_id: str, request_attempt: int | None) -> list[Grant]:
         """The request has ended in this attempt and all before it; None: in whichever it might come."""
         last = math.inf if request_attempt is None else request_attempt
         self._ended[request_id] = max(last, self._ended.get(request_id, -1))
@@ -91,11 +90,11 @@ class EarlyOffers(Generic[M]):
         """When `expire` has something to do."""
         return min((offer.kept_until_s for offer in self._offers.values()), default=None)
 
-    def expire(self, now_s: float) -> list[InputCancelled]:
+    def expire(self, now_s: float) -> list[Grant]:
         """Give up what nobody has come for."""
         expired = [key for key, offer in self._offers.items() if offer.kept_until_s <= now_s]
         self.num_expired += len(expired)
         return [self._cancel(key) for key in expired]
 
-    def _cancel(self, key: tuple[str, int]) -> InputCancelled:
-        return InputCancelled(*key, self._offers.pop(key).attempt)
+    def _cancel(self, key: tuple[str, int]) -> Grant:
+        return Grant(*key, self._offers.pop(key).attempt, "cancelled")

@@ -17,21 +17,12 @@ import time
 import torch
 
 from common.errors import ErrorInfo
+from common.messages import Grant, InputNeeded, Receipt
 from engine.cache.encoder_cache import EncoderCacheManager
 from engine.handoff.early_offers import KEEP_S, EarlyOffers
 from engine.handoff.offer_check import OfferCheck
 from engine.scheduler.cache_lookup import CacheLookup
-from engine.state.events import (
-    Event,
-    InputCached,
-    InputCancelled,
-    InputGranted,
-    InputLost,
-    InputMetadata,
-    InputRefused,
-    InputRejected,
-    InputStored,
-)
+from engine.state.events import Event, InputMetadata
 from engine.state.request import InputState, Request, RequestInput
 
 
@@ -104,21 +95,21 @@ class InputReceiver:
             self.events += self.early.keep(*key, metadata, deadline_s, request_attempt)
             return
         if request.attempt > request_attempt:
-            self.events.append(InputCancelled(request_id, input_id, attempt))
+            self.events.append(Grant(request_id, input_id, attempt, "cancelled"))
             return
         item = next((item for item in request.inputs if item.slot.input_id == input_id), None)
         error = self._what_is_wrong(item, metadata) or self._too_much(request, item, metadata)
         if item is None or error is not None:
-            self.events.append(InputRefused(request_id, input_id, attempt, error or _no_such_input(input_id)))
+            self.events.append(Grant(request_id, input_id, attempt, "refused", error or _no_such_input(input_id)))
         elif attempt < item.attempt or (attempt == item.attempt and item.state is InputState.MISSING):
-            self.events.append(InputCancelled(request_id, input_id, attempt))
+            self.events.append(Grant(request_id, input_id, attempt, "cancelled"))
         elif item.usable or item.state is InputState.DORMANT:
             item.attempt = attempt  # should it be lost again, then so is what this attempt was told
-            self.events.append(InputCached(request_id, input_id, attempt))
+            self.events.append(Grant(request_id, input_id, attempt, "cached"))
         elif attempt > item.attempt:
             self._accept(request, item, attempt, metadata, deadline_s)
         elif item.state is InputState.GRANTED:
-            self.events.append(InputGranted(request_id, input_id, attempt, item.deadline_s))
+            self.events.append(Grant(request_id, input_id, attempt, "granted"))
 
     def _what_is_wrong(self, item: RequestInput | None, metadata: InputMetadata) -> ErrorInfo | None:
         if item is None:
@@ -173,7 +164,7 @@ class InputReceiver:
 
     def _ask_for(self, request: Request, item: RequestInput) -> None:
         name, attempt = request.request_id, max(0, item.attempt)
-        self.events.append(InputLost(name, item.slot.input_id, attempt, request.attempt))
+        self.events.append(InputNeeded(name, item.slot.input_id, attempt, request.attempt))
 
     def withdraw(self, request_id: str, input_id: int, attempt: int) -> None:
         """A sender gives up what it has offered. Nothing is kept for exactly this attempt, and nobody is told: whoever
@@ -205,7 +196,7 @@ class InputReceiver:
             if self.cache.is_ready(name):
                 self.cache.acquire(name, reference)
                 item.state = InputState.READY
-                self.events.append(InputCached(*reference, item.attempt))
+                self.events.append(Grant(*reference, item.attempt, "cached"))
             elif self._coverage.covers(request, item):
                 waiting.append((request, item))
             elif full or self.cache.is_reserved(name) or not self.cache.can_reserve(item.metadata.size_bytes):
@@ -216,7 +207,7 @@ class InputReceiver:
                 self.cache.reserve(name, item.metadata.size_bytes, reference)
                 item.state, item.deadline_s = InputState.GRANTED, time.monotonic() + self._lease_s
                 self._granted[reference] = item
-                self.events.append(InputGranted(*reference, item.attempt, item.deadline_s))
+                self.events.append(Grant(*reference, item.attempt, "granted"))
         self._pending = waiting
 
     def _wake_dormant(self) -> None:
@@ -240,7 +231,7 @@ class InputReceiver:
             if end is not None and end <= num_cached:
                 if item.state is InputState.OFFERED:
                     self._pending = [pair for pair in self._pending if pair[1] is not item]
-                    self.events.append(InputCached(request.request_id, item.slot.input_id, item.attempt))
+                    self.events.append(Grant(request.request_id, item.slot.input_id, item.attempt, "cached"))
                 item.state = InputState.CONSUMED
                 self.counters["inputs_covered"] += 1
 
@@ -326,7 +317,7 @@ class InputReceiver:
         if item is None:
             self._reject(request_id, input_id, attempt, "cancelled")
         elif item.usable and item.attempt == attempt:
-            self.events.append(InputStored(request_id, input_id, attempt))  # sent twice: the first one counts
+            self.events.append(Receipt(request_id, input_id, attempt, "stored"))  # sent twice: the first one counts
         elif item.state is not InputState.GRANTED or item.attempt != attempt:
             self._reject(request_id, input_id, attempt, "expired")
         elif item.metadata is None or _is_not(tensor, item.metadata):
@@ -336,11 +327,11 @@ class InputReceiver:
             self.cache.commit(item.metadata.content_hash, tensor)
             item.state = InputState.READY
             self.counters["inputs_stored"] += 1
-            self.events.append(InputStored(request_id, input_id, attempt))
+            self.events.append(Receipt(request_id, input_id, attempt, "stored"))
 
     def _reject(self, request_id: str, input_id: int, attempt: int, reason: str) -> None:
         self.counters["inputs_rejected"] += 1
-        self.events.append(InputRejected(request_id, input_id, attempt, reason))  # type: ignore[arg-type]
+        self.events.append(Receipt(request_id, input_id, attempt, reason))  # type: ignore[arg-type]
 
     def consume(self, request: Request) -> None:
         """Release the inputs that the prefill has passed: their values are in the KV cache now."""
@@ -389,7 +380,7 @@ class InputReceiver:
     def _cancel(self, request: Request, item: RequestInput) -> None:
         """Tell the sender of an unfinished handoff that it need not go on."""
         if item.state in (InputState.OFFERED, InputState.GRANTED):
-            self.events.append(InputCancelled(request.request_id, item.slot.input_id, item.attempt))
+            self.events.append(Grant(request.request_id, item.slot.input_id, item.attempt, "cancelled"))
 
     def _lose(self, request: Request, item: RequestInput) -> None:
         self._cancel(request, item)

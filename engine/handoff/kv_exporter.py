@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from common.messages import Prefilled
 from engine.cache.block_manager import BlockManager
 from engine.device.copy_stream import AsyncCopy
 from engine.handoff.kv_offer_check import KvOfferCheck, Table
 from engine.scheduler.decoder import DecoderScheduler, ScheduledStep
-from engine.state.events import Event, KvComputed, KvReady, PrefillEnded
+from engine.state.events import Event, KvComputed, KvReady
 from engine.state.request import Request
 
 ReadTokens = Callable[[Table, list[int], int, int], AsyncCopy]
@@ -130,5 +131,5 @@ class KvExporter:
     def _finish(self, request: Request) -> None:
         self.counters["prefills_ended"] += 1
         spans = request.finish_spans()
-        self._emit(PrefillEnded(request.request_id, spans, request.prompt_logprobs, request.attempt))
+        self._emit(Prefilled(request.request_id, request.attempt, None, spans, request.prompt_logprobs))
         self._end(request)

@@ -22,24 +22,14 @@ from dataclasses import dataclass, field
 import torch
 
 from common.errors import ErrorInfo
-from common.messages import KV_INPUT_ID
+from common.messages import KV_INPUT_ID, Grant, InputNeeded, Receipt
 from engine.cache.block_manager import BlockManager
 from engine.cache.block_pool import IntegrityError
 from engine.handoff.early_offers import KEEP_S, EarlyOffers
 from engine.handoff.kv_offer_check import KvOfferCheck, KvPart, Table
 from engine.handoff.token_ranges import TokenRanges
 from engine.scheduler.decoder import DecoderScheduler
-from engine.state.events import (
-    Event,
-    InputCached,
-    InputCancelled,
-    InputGranted,
-    InputLost,
-    InputRefused,
-    InputRejected,
-    InputStored,
-    KvMetadata,
-)
+from engine.state.events import Event, KvMetadata
 from engine.state.request import Request, Sequence
 
 WriteTokens = Callable[[Table, list[int], int, torch.Tensor], None]
@@ -118,7 +108,7 @@ class KvReceiver:
         if handoff is None:
             return
         if handoff.state is KvHandoffState.STARTED:  # its sender may not have heard that the last part is here
-            self._emit(InputCancelled(request_id, KV_INPUT_ID, handoff.attempt))
+            self._emit(Grant(request_id, KV_INPUT_ID, handoff.attempt, "cancelled"))
         else:
             self._give_up(handoff)
 
@@ -141,13 +131,13 @@ class KvReceiver:
             for event in self.early.keep(*key, metadata, deadline_s, request_attempt):
                 self._emit(event)
         elif handoff.request.attempt > request_attempt:
-            self._emit(InputCancelled(request_id, KV_INPUT_ID, attempt))
+            self._emit(Grant(request_id, KV_INPUT_ID, attempt, "cancelled"))
         elif handoff.state is KvHandoffState.STARTED:
-            self._emit(InputCached(request_id, KV_INPUT_ID, attempt))
+            self._emit(Grant(request_id, KV_INPUT_ID, attempt, "cached"))
         elif attempt > handoff.attempt:
             self._accept(handoff, attempt, metadata, deadline_s)
         elif attempt < handoff.attempt or handoff.state is KvHandoffState.WAITING:
-            self._emit(InputCancelled(request_id, KV_INPUT_ID, attempt))
+            self._emit(Grant(request_id, KV_INPUT_ID, attempt, "cancelled"))
         elif handoff.state is KvHandoffState.RESERVED:
             self._grant(handoff)
 
@@ -168,7 +158,7 @@ class KvReceiver:
             self._apply(request, metadata)
             error = self._never_fits(request)
         if error is not None:
-            self._emit(InputRefused(request.request_id, KV_INPUT_ID, attempt, error))
+            self._emit(Grant(request.request_id, KV_INPUT_ID, attempt, "refused", error))
             return
         self._give_up(handoff)
         handoff.attempt, handoff.deadline_s = attempt, deadline_s
@@ -217,7 +207,7 @@ class KvReceiver:
         request.recorder.start("handoff")
         self.counters["prefill_handoff_cached_tokens"] += num_cached
         if handoff.tokens.complete and handoff.cross.complete:
-            self._emit(InputCached(request.request_id, KV_INPUT_ID, handoff.attempt))
+            self._emit(Grant(request.request_id, KV_INPUT_ID, handoff.attempt, "cached"))
             self._start(handoff)
         else:
             self._grant(handoff)
@@ -227,7 +217,7 @@ class KvReceiver:
         handoff.deadline_s = time.monotonic() + self._lease_s
         request_id, first, cross_cached = handoff.request.request_id, handoff.tokens.first, handoff.cross.last == 0
         key = request_id, KV_INPUT_ID, handoff.attempt
-        self._emit(InputGranted(*key, handoff.deadline_s, first, cross_cached, handoff.num_parts))
+        self._emit(Grant(*key, "granted", None, first, cross_cached, handoff.num_parts))
 
     @property
     def num_pending(self) -> int:
@@ -245,22 +235,22 @@ class KvReceiver:
         handoff = self._handoffs.get(request_id)
         key = request_id, KV_INPUT_ID, attempt
         if handoff is None:
-            self._reject(InputRejected(*key, "cancelled", part.number))
+            self._reject(Receipt(*key, "cancelled", part.number))
         elif attempt != handoff.attempt or handoff.state in (KvHandoffState.WAITING, KvHandoffState.OFFERED):
-            self._reject(InputRejected(*key, "expired", part.number))
+            self._reject(Receipt(*key, "expired", part.number))
         elif self._expectation.part_fault(part) is not None:
-            self._reject(InputRejected(*key, "corrupt", part.number))
+            self._reject(Receipt(*key, "corrupt", part.number))
         elif handoff.state is KvHandoffState.STARTED:
-            self._emit(InputStored(*key, part.number))  # sent twice: the first one counts
+            self._emit(Receipt(*key, "stored", part.number))  # sent twice: the first one counts
         elif not self._wanted(handoff, part.table).within(part.first, part.last):
-            self._reject(InputRejected(*key, "corrupt", part.number))
+            self._reject(Receipt(*key, "corrupt", part.number))
         else:
             self._store(handoff, part)
-            self._emit(InputStored(*key, part.number))
+            self._emit(Receipt(*key, "stored", part.number))
             if handoff.tokens.complete and handoff.cross.complete:
                 self._start(handoff)
 
-    def _reject(self, event: InputRejected) -> None:
+    def _reject(self, event: Receipt) -> None:
         self.counters["kv_parts_rejected"] += 1
         self._emit(event)
 
@@ -311,7 +301,7 @@ class KvReceiver:
             self.counters[what] += 1
             self._give_up(handoff)
             request = handoff.request
-            self._emit(InputLost(request.request_id, KV_INPUT_ID, handoff.attempt, request.attempt))
+            self._emit(InputNeeded(request.request_id, KV_INPUT_ID, handoff.attempt, request.attempt))
 
     def _give_up(self, handoff: KvHandoff) -> None:
         """End the attempt at hand, if there is one, and free what it holds."""
@@ -324,7 +314,7 @@ class KvReceiver:
         else:
             return
         handoff.state = KvHandoffState.WAITING
-        self._emit(InputCancelled(handoff.request.request_id, KV_INPUT_ID, handoff.attempt))
+        self._emit(Grant(handoff.request.request_id, KV_INPUT_ID, handoff.attempt, "cancelled"))
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless queues and states agree, and exactly what is reserved holds blocks."""

@@ -8,29 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TypeAlias
 
 import torch
 
 from broker.handoff.sender import Key
-from common.errors import TriptychError
-from common.messages import Encode
+from common.errors import ErrorInfo, TriptychError
+from common.messages import Encode, Grant, Receipt
 from engine.core.decoder_engine import DecoderEngine
 from engine.processors import ProcessedInput
-from engine.state.events import (
-    Event,
-    InputCached,
-    InputCancelled,
-    InputGranted,
-    InputMetadata,
-    InputRefused,
-    InputRejected,
-    InputStored,
-)
+from engine.state.events import Event, InputMetadata
 from services.handoff.device_tensors import keep_for_this_stream
 from services.process.engine_thread import EngineThread
-
-InputEvent: TypeAlias = InputGranted | InputCached | InputRefused | InputCancelled | InputStored | InputRejected
 
 
 class LocalSink:
@@ -38,7 +26,7 @@ class LocalSink:
 
     def __init__(self, thread: EngineThread[DecoderEngine, Event]) -> None:
         self._thread = thread
-        self._answers: dict[Key, asyncio.Queue[InputEvent]] = {}
+        self._answers: dict[Key, asyncio.Queue[Grant | Receipt]] = {}
 
     @property
     def num_open(self) -> int:
@@ -51,12 +39,12 @@ class LocalSink:
         deadline_s, request_attempt = message.deadline_s, message.request_attempt
         self._thread.submit(lambda engine: engine.offer(*key, metadata, deadline_s, request_attempt))
         match await answers.get():
-            case InputGranted():
+            case Grant(status="granted"):
                 return True
-            case InputCached():
+            case Grant(status="cached"):
                 del self._answers[key]
                 return False
-            case InputRefused(error=error):
+            case Grant(error=ErrorInfo() as error):
                 raise TriptychError(error.code, error.message, error.param)
             case _:
                 raise _taken_back(key)
@@ -66,11 +54,11 @@ class LocalSink:
         if answers.empty():  # else the grant was taken back while the encoder was at it
             self._thread.submit(partial(_store, key=key, tensor=tensor))
         match await answers.get():
-            case InputStored():
+            case Receipt(status="stored"):
                 del self._answers[key]
                 return
-            case InputRejected(reason=reason):
-                raise TriptychError("unavailable", f"input {key[1]} was not stored: {reason}")
+            case Receipt(status=status):
+                raise TriptychError("unavailable", f"input {key[1]} was not stored: {status}")
             case _:
                 raise _taken_back(key)
 
@@ -81,7 +69,7 @@ class LocalSink:
         if self._answers.pop(key, None) is not None:
             self._thread.submit(lambda engine: engine.withdraw(*key))
 
-    def settle(self, event: InputEvent) -> bool:
+    def settle(self, event: Grant | Receipt) -> bool:
         """Accept an event of the engine; False for an event about another input."""
         answers = self._answers.get((event.request_id, event.input_id, event.attempt))
         if answers is None:

@@ -16,15 +16,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
+import msgspec
 import torch
 
 from broker.handoff.sender import Handoff, HandoffSender, Key, Part
 from common.errors import ErrorInfo, TriptychError
-from common.messages import KV_INPUT_ID, Generate, Grant, KvOffer, Prefilled
+from common.messages import KV_INPUT_ID, Failed, Generate, Grant, KvOffer, Prefilled
 from common.telemetry import SpanRecorder, get_logger
 from engine.core.decoder_engine import DecoderEngine
 from engine.device.copy_stream import AsyncCopy
-from engine.state.events import Event, KvComputed, KvReady, PrefillEnded, PrefillEvent, RequestFailed
+from engine.state.events import Event, KvComputed, KvReady, PrefillEvent
 from services.handoff.kv_messages import tokens_per_part
 from services.handoff.tensor_bytes import bytes_of
 from services.process.engine_thread import EngineThread
@@ -44,7 +45,7 @@ class _Prefill:
     recorder: SpanRecorder
     ready: KvReady | None = None
     num_computed: int | None = None
-    ended: PrefillEnded | None = None
+    ended: Prefilled | None = None
     error: ErrorInfo | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -52,15 +53,15 @@ class _Prefill:
     def key(self) -> Key:
         return self.message.request_id, KV_INPUT_ID, self.message.attempt
 
-    def note(self, event: PrefillEvent | RequestFailed) -> None:
+    def note(self, event: PrefillEvent | Failed) -> None:
         match event:
             case KvReady():
                 self.ready = event
             case KvComputed(num_tokens=num_tokens):
                 self.num_computed = num_tokens
-            case PrefillEnded():
+            case Prefilled():
                 self.ended = event
-            case RequestFailed(error=error):
+            case Failed(error=error):
                 self.error = error
         self.news.set()
 
@@ -109,14 +110,14 @@ class KvSender:
         prefill = _Prefill(message, SpanRecorder(self._links.instance_id))
         self._prefills[message.request_id] = prefill, asyncio.create_task(self._run(prefill))
 
-    def handle(self, event: PrefillEvent | RequestFailed) -> None:
+    def handle(self, event: PrefillEvent | Failed) -> None:
         """Accept a report of the engine; ignore reports on unknown requests."""
         found = self._prefills.get(event.request_id)
         if found is None:
             return
         prefill, _ = found
         prefill.note(event)
-        if isinstance(event, RequestFailed):
+        if isinstance(event, Failed):
             error = event.error
             self._handoffs.fail(prefill.key, TriptychError(error.code, error.message, error.param))
 
@@ -152,12 +153,9 @@ class KvSender:
             self._links.reply(request_id, Prefilled(request_id, attempt, error))
         else:
             assert prefill.ended is not None
-            spans = [*prefill.ended.spans, *prefill.recorder.spans]
-            self._links.metrics.observe_spans(spans)
-            self._links.reply(
-                request_id,
-                Prefilled(request_id, attempt, spans=spans, prompt_logprobs=prefill.ended.prompt_logprobs),
-            )
+            ended = msgspec.structs.replace(prefill.ended, spans=[*prefill.ended.spans, *prefill.recorder.spans])
+            self._links.metrics.observe_spans(ended.spans)
+            self._links.reply(request_id, ended)
         self._on_ended(request_id)
 
     async def _hand_over(self, prefill: _Prefill) -> None:

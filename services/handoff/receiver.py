@@ -27,16 +27,7 @@ from engine.core.decoder_engine import DecoderEngine
 from engine.device.choice import DTYPES, choose_device
 from engine.device.memory import memory_budget
 from engine.handoff.kv_offer_check import KvPart
-from engine.state.events import (
-    Event,
-    InputCached,
-    InputCancelled,
-    InputGranted,
-    InputMetadata,
-    InputRefused,
-    InputRejected,
-    InputStored,
-)
+from engine.state.events import Event, InputMetadata
 from services.handoff.device_tensors import DeviceReceiveBuffers, keep_for_this_stream
 from services.handoff.kv_messages import PART_BYTES, metadata_of, part_fault
 from services.handoff.receive_buffers import ReceiveBuffers
@@ -99,35 +90,27 @@ class HandoffReceiver:
             case _:
                 self.outcomes["stray"] += 1
 
-    def settle(
-        self, event: InputGranted | InputCached | InputRefused | InputCancelled | InputStored | InputRejected
-    ) -> None:
-        """The engine has decided: tell the sender."""
-        key = event.request_id, event.input_id, event.attempt
-        sender = self._sender(key)
-        match event:
-            case InputGranted():
+    def settle(self, answer: Grant | Receipt) -> None:
+        """Send an answer of the engine to the sender of its offer or tensor."""
+        key, sender = key_of(answer), self._sender(key_of(answer))
+        match answer:
+            case Grant(status="granted"):
                 self._links.hops.mark(key, "granted", since="offer_received")
                 self._prepare(key)
-                wanted = event.first_token, event.cross_cached, event.num_parts
-                self._answer_offer(sender, Grant(*key, "granted", None, *wanted))
+                self._answer_offer(sender, answer)
                 return
-            case InputStored(part=part):
+            case Grant():
+                self._answer_offer(sender, answer)
+            case Receipt(status="stored"):
                 self._links.hops.mark(key, "stored", self._stored_s.pop(key, None), since="tensor_received")
-                self._answer_tensor(sender, Receipt(*key, "stored", part))
-                if event.input_id == KV_INPUT_ID:
+                self._answer_tensor(sender, answer)
+                if answer.input_id == KV_INPUT_ID:
                     return  # more parts may come
-            case InputRejected(reason=reason, part=part):
+            case Receipt(status=status):
                 self._stored_s.pop(key, None)
-                self._answer_tensor(sender, Receipt(*key, reason, part))
-                if reason == "corrupt":
+                self._answer_tensor(sender, answer)
+                if status == "corrupt":
                     return  # it comes again
-            case InputCached():
-                self._answer_offer(sender, Grant(*key, "cached"))
-            case InputRefused(error=error):
-                self._answer_offer(sender, Grant(*key, "refused", error=error))
-            case InputCancelled():
-                self._answer_offer(sender, Grant(*key, "cancelled"))
         self._drop(key)
 
     def started(self, request_id: str, attempt: int) -> None:

@@ -30,7 +30,7 @@ from common.messages import (
 )
 from common.sampling_params import MAX_SEQUENCES
 from engine.core.decoder_engine import DecoderEngine
-from engine.state.events import Event, InputLost, PrefillEvent, RequestFailed, TokensReady
+from engine.state.events import Event, PrefillEvent
 from services.encode.local_encode import LocalEncodeStage
 from services.handoff.receiver import HandoffReceiver
 from services.process.engine_thread import EngineThread
@@ -172,54 +172,36 @@ class DecoderService(ABC):
 
     def _handle_events(self, events: list[Event]) -> None:
         for event in events:
-            if not (isinstance(event, TokensReady | RequestFailed | PrefillEvent) and self._is_stale(event)):
+            if not (isinstance(event, Tokens | Failed | PrefillEvent) and self._is_stale(event)):
                 self._handle_event(event)
 
-    def _is_stale(self, event: TokensReady | RequestFailed | PrefillEvent) -> bool:
+    def _is_stale(self, event: Tokens | Failed | PrefillEvent) -> bool:
         """Whether it was told before the engine had heard that the request was aborted: it may be here again since."""
         return event.attempt != self._links.proxies.attempt(event.request_id)
 
     def _handle_event(self, event: Event) -> None:
         assert not isinstance(event, PrefillEvent)  # only what was added with `prefill_only` has these
-        if isinstance(event, TokensReady):
+        if isinstance(event, Tokens):
             self._send_tokens(event)
-        elif isinstance(event, RequestFailed):
+        elif isinstance(event, Failed):
             self._fail(event)
-        elif isinstance(event, InputLost):
+        elif isinstance(event, InputNeeded):
             self._outcomes["input_needed"] += 1
-            needed = InputNeeded(event.request_id, event.input_id, event.attempt, event.request_attempt)
             # Behind what the encoder of this process is about to say: that it had been stored, so this is no failure.
-            asyncio.get_running_loop().call_soon(self._links.reply, event.request_id, needed)
+            asyncio.get_running_loop().call_soon(self._links.reply, event.request_id, event)
         elif self._encoding is None or not self._encoding.sink.settle(event):
             self._receiver.settle(event)
 
-    def _fail(self, event: RequestFailed) -> None:
-        self._links.reply(event.request_id, Failed(event.request_id, event.error, event.attempt))
+    def _fail(self, event: Failed) -> None:
+        self._links.reply(event.request_id, event)
         self._give_up(event.request_id)
 
-    def _send_tokens(self, event: TokensReady) -> None:
+    def _send_tokens(self, event: Tokens) -> None:
         arrived_s = self._arrived_s.pop(event.request_id, None)
         if arrived_s is not None:
             self._links.metrics.first_token_seconds.observe(time.monotonic() - arrived_s)
             self._receiver.started(event.request_id, event.attempt)
-        self._links.reply(
-            event.request_id,
-            Tokens(
-                event.request_id,
-                event.offset,
-                event.token_ids,
-                event.finish_reason,
-                event.num_prompt_tokens,
-                event.spans,
-                index=event.index,
-                done=event.done,
-                num_cached_tokens=event.num_cached_tokens,
-                logprobs=event.logprobs,
-                prompt_logprobs=event.prompt_logprobs,
-                score=event.score,
-                attempt=event.attempt,
-            ),
-        )
+        self._links.reply(event.request_id, event)
         if event.done:
             self._links.metrics.observe_spans(event.spans)
             self._end(event.request_id)

@@ -7,8 +7,8 @@ from typing import ClassVar
 from broker.handoff.channels import ChannelName, Delivery
 from broker.handoff.sender import HandoffSender
 from common.errors import ErrorInfo
-from common.messages import Generate, Grant, InstanceRecord, Prefilled, Receipt, Role
-from engine.state.events import Event, PrefillEvent, RequestFailed
+from common.messages import Failed, Generate, Grant, InstanceRecord, Prefilled, Receipt, Role
+from engine.state.events import Event, PrefillEvent
 from services.handoff.kv_sender import KvSender
 from services.roles.decoder import DecoderService
 from services.worker_context import WorkerContext
@@ -75,5 +75,5 @@ class PrefillService(DecoderService):
         else:
             super()._handle_event(event)
 
-    def _fail(self, event: RequestFailed) -> None:
+    def _fail(self, event: Failed) -> None:
         self._sender.handle(event)

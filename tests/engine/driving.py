@@ -10,17 +10,17 @@ from typing import Any
 import torch
 
 from common.config import EngineConfig
-from common.messages import InputLayout, InputSlot, Resumed
+from common.messages import Failed, Grant, InputLayout, InputNeeded, InputSlot, Resumed, Tokens
 from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
 from engine.core.decoder_engine import DecoderEngine
-from engine.state.events import Event, InputCached, InputGranted, InputLost, InputMetadata, RequestFailed, TokensReady
+from engine.state.events import Event, InputMetadata
 from engine.state.request import Request, Sequence
 from tests.equality.runs import kv_bytes
 
 FAR_S = 1e12
 MAX_STEPS = 4000
-Tokens = dict[tuple[str, int], list[int]]
+Generated = dict[tuple[str, int], list[int]]
 """By request and index."""
 
 
@@ -71,9 +71,9 @@ class Driver:
 
     def __init__(self, engine: DecoderEngine, *, watch: bool = True) -> None:
         self.engine = engine
-        self.tokens: Tokens = {}
-        self.ends: dict[tuple[str, int], TokensReady] = {}
-        self.failures: dict[str, RequestFailed] = {}
+        self.tokens: Generated = {}
+        self.ends: dict[tuple[str, int], Tokens] = {}
+        self.failures: dict[str, Failed] = {}
         self.events: list[Event] = []
         self.num_sent = 0
         self.num_steps = 0
@@ -116,24 +116,24 @@ class Driver:
         return events
 
     def _take(self, event: Event) -> None:
-        if isinstance(event, InputGranted):
+        if isinstance(event, Grant) and event.status == "granted":
             content, rows = self.jobs[event.request_id].media[event.input_id]
             generator = torch.Generator().manual_seed(zlib.crc32(content.encode()))
             tensor = torch.randn(rows, self.engine.runner.spec.encoder_width, generator=generator)
             self.num_sent += 1
             self.engine.deliver(event.request_id, event.input_id, event.attempt, tensor)
-        elif isinstance(event, InputLost):
+        elif isinstance(event, InputNeeded):
             self.offer(event.request_id, event.input_id)
-        elif isinstance(event, RequestFailed):
+        elif isinstance(event, Failed):
             self.failures[event.request_id] = event
-        elif isinstance(event, TokensReady):
+        elif isinstance(event, Tokens):
             got = self.tokens.setdefault((event.request_id, event.index), [])
             assert event.offset == len(got) or self.jobs[event.request_id].resumed
             got.extend(event.token_ids)
             if event.finish_reason is not None:
                 self.ends[event.request_id, event.index] = event
 
-    def finish(self) -> Tokens:
+    def finish(self) -> Generated:
         """Step until nothing is left. Everything has been offered and sent: an engine that sees no work would hang."""
         for _ in range(MAX_STEPS):
             if self.engine.is_empty() and not self.engine.has_work():
@@ -147,7 +147,7 @@ class Driver:
 
     @property
     def num_cached_inputs(self) -> int:
-        return self.count(InputCached)
+        return sum(isinstance(event, Grant) and event.status == "cached" for event in self.events)
 
 
 def run(engine: DecoderEngine, jobs: ListOf[Job], **options: Any) -> Driver:

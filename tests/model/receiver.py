@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from common.messages import InputLayout, InputSlot
+from common.messages import Grant, InputLayout, InputNeeded, InputSlot, Receipt
 from common.sampling_params import SamplingParams
 from engine.cache.block_manager import BlockManager
 from engine.cache.block_pool import BlockPool
@@ -21,16 +21,7 @@ from engine.cache.encoder_cache import EncoderCacheManager
 from engine.handoff.input_receiver import InputReceiver
 from engine.handoff.offer_check import OfferCheck
 from engine.scheduler.cache_lookup import CacheLookup
-from engine.state.events import (
-    Event,
-    InputCached,
-    InputCancelled,
-    InputGranted,
-    InputLost,
-    InputMetadata,
-    InputRefused,
-    InputStored,
-)
+from engine.state.events import Event, InputMetadata
 from engine.state.request import InputState, Request, RequestInput
 from tests.model.copying import copy_sharing
 from tests.model.explore import Action
@@ -46,9 +37,6 @@ CROSS_EXPECTATION = OfferCheck(HIDDEN, vocab_size=20, max_rows=50, placeholder=N
 _tensors: dict[tuple[str, int], torch.Tensor] = {}
 """What encoders make of each content: another number for each."""
 COVERAGE = CacheLookup(BlockManager(BlockPool(2), block_size=4), enabled=False)
-
-
-ANSWERS = (InputGranted, InputCached, InputRefused, InputCancelled)
 
 
 @dataclass(frozen=True)
@@ -170,7 +158,7 @@ class Receiver:
             item = request.inputs[number]
             waits = item.state is InputState.OFFERED and item.attempt == attempt
         key = name, number, attempt
-        answers = (e for e in self.intake.events if isinstance(e, ANSWERS))
+        answers = (e for e in self.intake.events if isinstance(e, Grant))
         told = any((e.request_id, e.input_id, e.attempt) == key for e in answers)
         assert told or waits, f"the offer of {key} is neither answered nor kept"
 
@@ -225,12 +213,12 @@ class Receiver:
             self._take(event)
 
     def _take(self, event: Event) -> None:
-        if isinstance(event, InputGranted):
+        if isinstance(event, Grant) and event.status == "granted":
             self.granted.add((event.request_id, event.input_id, event.attempt))
-        elif isinstance(event, InputLost):
+        elif isinstance(event, InputNeeded):
             key = event.request_id, event.input_id
             self.offerable[key] = min(self.offerable.get(key, 0) + 1, self.plan.max_attempts)
-        elif isinstance(event, InputStored | InputCached):
+        elif isinstance(event, Grant | Receipt) and event.status in ("stored", "cached"):
             request = self.requests[event.request_id]
             item = request.inputs[event.input_id]
             assert item.usable or item.state is InputState.DORMANT, f"{event} and {item.state}"

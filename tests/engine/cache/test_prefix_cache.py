@@ -9,13 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from common.messages import Tokens
 from common.model_info import ModelInfo
 from engine.cache.block_manager import BlockManager
 from engine.cache.block_pool import BlockPool
 from engine.cache.prefix import extend_chain, root_hash
 from engine.device.counters import encoder_computations
 from engine.llm import LLM
-from engine.state.events import InputCached, TokensReady
 from tests import tiny_models
 from tests.engine.conftest import AUDIO_FRAMES
 from tests.engine.driving import Driver, Job, greedy, make_engine, run, sampled, text, text_tokens
@@ -25,7 +25,7 @@ SIZE = 4
 
 
 def cached_tokens(driver: Driver, name: str) -> int:
-    [last] = [event for event in driver.events if isinstance(event, TokensReady) and event.done]
+    [last] = [event for event in driver.events if isinstance(event, Tokens) and event.done]
     return last.num_cached_tokens if last.request_id == name else -1
 
 
@@ -101,7 +101,7 @@ def test_a_prompt_whose_logprobs_are_wanted_is_computed(tiny_llama: ModelInfo) -
     first, second = run(engine, [job]), run(engine, [replace(job, name="b")])
     assert hit_tokens(second)[0] == 0
     told = [
-        [one for event in driver.events if isinstance(event, TokensReady) for one in event.prompt_logprobs]
+        [one for event in driver.events if isinstance(event, Tokens) for one in event.prompt_logprobs]
         for driver in (first, second)
     ]
     assert [len(one) for one in told] == [21, 21]
@@ -225,7 +225,7 @@ def test_the_same_picture_is_neither_sent_nor_prefilled_again(tiny_vision: Model
     driver.events.clear()
     driver.add(picture_job(tiny_vision, "b", "cat"))
     driver.step()
-    assert driver.count(InputCached) == 1
+    assert driver.num_cached_inputs == 1
     assert engine.stats()["last_step_tokens"] == 20 - 16
     driver.finish()
     assert driver.num_sent == 1
@@ -317,7 +317,7 @@ def test_a_clip_is_neither_sent_nor_projected_again_while_it_is_cached(tiny_spee
     driver.add(clip_job(tiny_speech, "ninth", "clip", length=8))
     driver.finish()
     assert driver.num_sent == 1
-    assert driver.count(InputCached) == 1
+    assert driver.num_cached_inputs == 1
     assert driver.tokens["ninth", 0] == driver.tokens["r7", 0]
     assert engine.stats()["cross_table_hits_total"] == 8
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from common.messages import Failed, InputNeeded
 from common.model_info import ModelInfo
-from engine.state.events import InputLost, RequestFailed
 from tests.engine.conftest import AUDIO_FRAMES
 from tests.engine.driving import Driver, Job, greedy, make_engine, run, sampled, text, text_tokens
 
@@ -96,7 +96,7 @@ def test_a_swapped_request_asks_for_none_of_its_pictures_again(tiny_vision: Mode
         options = {"preemption": policy, "prefix_caching": False, "encoder_cache_bytes": 8 * 64 * 4}
         driver = run(make_engine(tiny_vision, 17, **options), jobs)
         assert driver.engine.stats()["preemptions_total"] > 0
-        lost[policy] = driver.count(InputLost), driver.num_sent
+        lost[policy] = driver.count(InputNeeded), driver.num_sent
     num_pictures = sum(len(job.media) for job in jobs)
     assert lost["swap"] == (0, num_pictures)
     assert lost["recompute"][0] > 0
@@ -174,7 +174,7 @@ def test_a_request_that_ends_on_the_host_leaves_nothing_there(tiny_llama: ModelI
     assert engine.blocks.num_host_free == engine.runner.num_host_blocks
     for index in (0, 2) if end == "stop one sequence" else ():
         assert driver.tokens["r", index] == expected["r", index]
-    assert driver.count(RequestFailed) == 0
+    assert driver.count(Failed) == 0
 
 
 def test_a_request_that_needs_the_whole_pool_comes_back_from_the_host(tiny_llama: ModelInfo) -> None:

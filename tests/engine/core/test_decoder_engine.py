@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from common.config import EngineConfig
-from common.messages import InputLayout, InputSlot
+from common.messages import Failed, Grant, InputLayout, InputNeeded, InputSlot, Tokens
 from common.model_info import ModelInfo, load_model_info
 from common.sampling_params import SamplingParams
 from engine.core.decoder_engine import DecoderEngine
-from engine.state.events import Event, InputGranted, InputLost, InputMetadata, RequestFailed, TokensReady
+from engine.state.events import Event, InputMetadata
 from tests import tiny_models
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -49,7 +49,7 @@ def drain(engine: DecoderEngine, events: list[Event] | None = None) -> dict[str,
             engine.check_integrity()
             if events is not None:
                 events.append(event)
-            if isinstance(event, TokensReady):
+            if isinstance(event, Tokens):
                 got = tokens.setdefault(event.request_id, [])
                 assert event.offset == len(got)
                 got.extend(event.token_ids)
@@ -105,7 +105,7 @@ def test_requests_that_arrive_while_others_run_change_nothing(llama: ModelInfo) 
         engine.add_request(str(number), token_ids, [], GREEDY)
         for _ in range(4):
             for event in engine.step():
-                assert isinstance(event, TokensReady)
+                assert isinstance(event, Tokens)
                 tokens.setdefault(event.request_id, []).extend(event.token_ids)
     for request_id, rest in drain_rest(engine).items():
         tokens[request_id].extend(rest)
@@ -116,7 +116,7 @@ def drain_rest(engine: DecoderEngine) -> dict[str, list[int]]:
     tokens: dict[str, list[int]] = {}
     while not engine.is_empty():
         for event in engine.step():
-            if isinstance(event, TokensReady):
+            if isinstance(event, Tokens):
                 tokens.setdefault(event.request_id, []).extend(event.token_ids)
     return tokens
 
@@ -179,7 +179,7 @@ def test_what_cannot_be_served_fails_with_the_value(
     engine.add_request("good", prompt(1, 4), [], GREEDY)
     events: list[Event] = []
     tokens = drain(engine, events)
-    failures = [event for event in events if isinstance(event, RequestFailed)]
+    failures = [event for event in events if isinstance(event, Failed)]
     assert [failure.error.code for failure in failures] == [code]
     assert words in failures[0].error.message
     assert tokens["good"] == alone(llama, prompt(1, 4))
@@ -195,7 +195,7 @@ def test_a_sequence_that_outgrows_the_pool_ends_with_length(llama: ModelInfo) ->
     tokens = drain(engine, events)
     assert tokens["long"] == alone(llama, prompt(1, 10), long)[: len(tokens["long"])]
     assert 10 + len(tokens["long"]) == 21
-    [failure] = [event for event in events if isinstance(event, RequestFailed)]
+    [failure] = [event for event in events if isinstance(event, Failed)]
     assert failure.request_id == "never"
 
 
@@ -234,21 +234,21 @@ def run_pictures(
         for slot in slots[::order]:
             offer(engine, info, slot, name, counts[slot.input_id])
     tokens: dict[str, list[int]] = {}
-    in_flight: list[tuple[int, InputGranted]] = []
+    in_flight: list[tuple[int, Grant]] = []
     attempts: dict[tuple[str, int], int] = {}
     for step in range(3000):
         if engine.is_empty():
             break
         for event in engine.step():
             engine.check_integrity()
-            if isinstance(event, InputGranted):
+            if isinstance(event, Grant) and event.status == "granted":
                 in_flight.append((step + slow, event))
-            elif isinstance(event, InputLost):
+            elif isinstance(event, InputNeeded):
                 key = (event.request_id, event.input_id)
                 attempts[key] = attempts.get(key, 0) + 1
                 slot = slots_by_name[event.request_id][event.input_id]
                 offer(engine, info, slot, event.request_id, jobs[event.request_id][event.input_id], attempts[key])
-            elif isinstance(event, TokensReady):
+            elif isinstance(event, Tokens):
                 tokens.setdefault(event.request_id, []).extend(event.token_ids)
         for due, granted in [pair for pair in in_flight if pair[0] <= step]:
             count = jobs[granted.request_id][granted.input_id]
@@ -267,7 +267,8 @@ def test_a_prompt_is_prefilled_up_to_its_first_missing_picture(vision: ModelInfo
     assert not engine.has_work()
     offer(engine, vision, slots[0], "r", 5)
     [granted] = engine.step()
-    assert isinstance(granted, InputGranted)
+    assert isinstance(granted, Grant)
+    assert granted.status == "granted"
     engine.deliver("r", 0, 0, rows(vision, 0, 5))
     engine.step()
     assert engine.stats()["last_step_tokens"] == 9
@@ -313,7 +314,7 @@ def test_requests_that_wait_for_pictures_do_not_keep_others_out(vision: ModelInf
     got: list[int] = []
     while engine.has_work():
         for event in engine.step():
-            assert isinstance(event, TokensReady)
+            assert isinstance(event, Tokens)
             got += event.token_ids
         engine.check_integrity()
     assert got == alone(vision, prompt(1, 8))
@@ -347,7 +348,7 @@ def test_an_early_picture_gets_in_although_later_ones_hold_the_room(vision: Mode
     for _ in range(20):
         if not engine.has_work():
             break
-        granted += [event for event in engine.step() if isinstance(event, InputGranted)]
+        granted += [event for event in engine.step() if isinstance(event, Grant) and event.status == "granted"]
         engine.check_integrity()
     assert [(event.request_id, event.input_id) for event in granted] == [("late", 0)]
     assert engine.stats()["inputs_revoked_total"] == 1

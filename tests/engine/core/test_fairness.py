@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
+from common.messages import Failed, Tokens
 from common.model_info import ModelInfo
-from engine.state.events import RequestFailed, TokensReady
 from tests.engine.driving import Driver, Job, greedy, make_engine, run, sampled, text, text_tokens
 
 
 def first_tokens(driver: Driver) -> list[str]:
     """Request ids in the order in which they began to answer."""
-    return list(dict.fromkeys(event.request_id for event in driver.events if isinstance(event, TokensReady)))
+    return list(dict.fromkeys(event.request_id for event in driver.events if isinstance(event, Tokens)))
 
 
 def ended(driver: Driver) -> list[str]:
-    return [event.request_id for event in driver.events if isinstance(event, TokensReady) and event.done]
+    return [event.request_id for event in driver.events if isinstance(event, Tokens) and event.done]
 
 
 def test_first_come_first_served_within_a_priority(tiny_llama: ModelInfo) -> None:
@@ -98,7 +98,7 @@ def test_a_stream_of_long_prompts_does_not_stop_those_that_decode(tiny_llama: Mo
     for step in range(29):
         driver.add(text(f"prompt {step}", 50, greedy(1)))
         events = driver.step()
-        assert "steady" in [event.request_id for event in events if isinstance(event, TokensReady)]
+        assert "steady" in [event.request_id for event in events if isinstance(event, Tokens)]
         assert driver.engine.stats()["last_step_tokens"] <= 16
     assert "steady" in ended(driver)
 
@@ -195,4 +195,4 @@ def test_a_prompt_runs_up_to_its_first_missing_picture_and_others_pass(tiny_visi
     driver.offer("waits", 0)
     driver.finish()
     assert driver.tokens["waits", 0] == expected["waits", 0]
-    assert driver.count(RequestFailed) == 0
+    assert driver.count(Failed) == 0

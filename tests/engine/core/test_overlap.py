@@ -11,16 +11,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.messages import Resumed
+from common.messages import Resumed, Tokens
 from common.model_info import ModelInfo
 from common.sampling_params import Grammar
 from engine.core.decoder_engine import DecoderEngine
 from engine.llm import LLM
-from engine.state.events import TokensReady
 from engine.state.request import UNKNOWN_TOKEN
 from tests.engine.cache.test_swapping import WORKLOADS
 from tests.engine.conftest import AUDIO_FRAMES
-from tests.engine.driving import Driver, Job, Tokens, greedy, run, sampled, text, text_tokens
+from tests.engine.driving import Driver, Generated, Job, greedy, run, sampled, text, text_tokens
 from tests.engine.handoff.handing_over import Pair, quick_engine
 
 
@@ -128,9 +127,7 @@ def test_rules_that_only_count_tokens_are_run_ahead_of(tiny_speech: ModelInfo) -
 
 
 def prompt_logprobs(driver: Driver) -> list[Any]:
-    return [
-        event.prompt_logprobs for event in driver.events if isinstance(event, TokensReady) and event.prompt_logprobs
-    ]
+    return [event.prompt_logprobs for event in driver.events if isinstance(event, Tokens) and event.prompt_logprobs]
 
 
 def test_a_sequence_that_ends_unforeseen_costs_one_token_and_tells_nothing_of_it(tiny_llama: ModelInfo) -> None:
@@ -404,11 +401,11 @@ def test_whatever_happens_in_flight_the_books_add_up_and_the_tokens_are_the_same
             assert name in stopped or got == expected
 
 
-_alone: dict[tuple[str, str], Tokens] = {}
+_alone: dict[tuple[str, str], Generated] = {}
 _engines: list[DecoderEngine] = []
 
 
-def alone(info: ModelInfo, job: Job) -> Tokens:
+def alone(info: ModelInfo, job: Job) -> Generated:
     """What the plain loop gives for a job, with nobody beside it; its name does not matter."""
     key = str(job.token_ids), str(job.params)
     if key not in _alone:

@@ -8,25 +8,12 @@ from typing import Any
 
 import torch
 
-from common.messages import KV_INPUT_ID, TokenLogprob
+from common.messages import KV_INPUT_ID, Failed, Grant, InputNeeded, Prefilled, Receipt, TokenLogprob
 from common.model_info import ModelInfo
 from engine.core.decoder_engine import DecoderEngine
 from engine.handoff.kv_offer_check import KvPart, Table
-from engine.state.events import (
-    Event,
-    InputCached,
-    InputCancelled,
-    InputGranted,
-    InputLost,
-    InputRefused,
-    InputRejected,
-    KvComputed,
-    KvMetadata,
-    KvReady,
-    PrefillEnded,
-    RequestFailed,
-)
-from tests.engine.driving import FAR_S, MAX_STEPS, Driver, Job, Tokens, make_engine
+from engine.state.events import Event, KvComputed, KvMetadata, KvReady
+from tests.engine.driving import FAR_S, MAX_STEPS, Driver, Generated, Job, make_engine
 
 
 def quick_engine(info: ModelInfo, num_blocks: int = 300, **options: Any) -> DecoderEngine:
@@ -57,7 +44,7 @@ class Sender(Driver):
 
     def _take(self, event: Event) -> None:
         super()._take(event)
-        if isinstance(event, PrefillEnded):
+        if isinstance(event, Prefilled):
             self.ended.add(event.request_id)
             self.prompt_logprobs[event.request_id] = event.prompt_logprobs
         self._on_event(event)
@@ -111,7 +98,7 @@ class Pair:
                 worked = self._send(name) or worked
         return worked
 
-    def finish(self) -> Tokens:
+    def finish(self) -> Generated:
         """Both to their end. Nothing has a deadline here: if neither has work before that, they would hang."""
         engines = self.sender.engine, self.receiver.engine
         for _ in range(MAX_STEPS):
@@ -132,30 +119,30 @@ class Pair:
             self.receiver.engine.offer_kv(event.request_id, transfer.attempt, event.metadata, FAR_S)
         elif isinstance(event, KvComputed):
             transfer.num_computed = event.num_tokens
-        elif isinstance(event, RequestFailed):
+        elif isinstance(event, Failed):
             del self.transfers[event.request_id]
             self.receiver.engine.abort(event.request_id)
 
     def _from_receiver(self, event: Event) -> None:
         transfer = self.transfers.get(event.request_id)
-        if isinstance(event, InputLost) and event.input_id == KV_INPUT_ID:
+        if isinstance(event, InputNeeded) and event.input_id == KV_INPUT_ID:
             assert transfer is not None
             self.sender.engine.abort(event.request_id)
             self._prefill(self.sender.jobs[event.request_id], transfer.attempt + 1)
         if transfer is None or getattr(event, "attempt", None) != transfer.attempt or event.input_id != KV_INPUT_ID:
             return
-        assert not isinstance(event, InputRejected), event
-        if isinstance(event, InputGranted):
+        assert not isinstance(event, Receipt) or event.status == "stored", event
+        if isinstance(event, Grant) and event.status == "granted":
             assert transfer.metadata is not None
             cross = 0 if event.cross_cached else transfer.metadata.num_encoder_tokens
             transfer.granted = True
             transfer.unsent = {"cross": (0, cross), "self": (event.first_token, transfer.metadata.num_tokens)}
             self.sender.engine.grant_kv(event.request_id)
-        elif isinstance(event, InputCached):
+        elif isinstance(event, Grant) and event.status == "cached":
             self._end(event.request_id)
-        elif isinstance(event, InputRefused | InputCancelled):
+        elif isinstance(event, Grant):
             self.sender.engine.abort(event.request_id)
-            if isinstance(event, InputRefused):
+            if event.status == "refused":
                 del self.transfers[event.request_id]
 
     def _send(self, name: str) -> bool:

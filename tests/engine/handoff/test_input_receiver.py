@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from common.messages import InputLayout, InputSlot
+from common.messages import Grant, InputLayout, InputNeeded, InputSlot, Receipt
 from common.sampling_params import SamplingParams
 from engine.cache.block_manager import BlockManager
 from engine.cache.block_pool import BlockPool
@@ -13,17 +13,7 @@ from engine.cache.encoder_cache import EncoderCacheManager
 from engine.handoff.input_receiver import InputReceiver
 from engine.handoff.offer_check import OfferCheck
 from engine.scheduler.cache_lookup import CacheLookup
-from engine.state.events import (
-    Event,
-    InputCached,
-    InputCancelled,
-    InputGranted,
-    InputLost,
-    InputMetadata,
-    InputRefused,
-    InputRejected,
-    InputStored,
-)
+from engine.state.events import Event, InputMetadata
 from engine.state.request import InputState, Request
 
 HIDDEN = 4
@@ -70,19 +60,19 @@ class Desk:
         self.intake.consume(request)
 
 
-def kinds(events: list[Event]) -> list[tuple[type[Event], str]]:
-    return [(type(event), event.request_id) for event in events]
+def kinds(events: list[Event]) -> list[tuple[str | type[Event], str]]:
+    return [(getattr(event, "status", type(event)), event.request_id) for event in events]
 
 
 def test_an_offer_is_granted_and_its_tensor_stored() -> None:
     desk = Desk(4)
     request = desk.request("a", "h0")
     desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
-    assert kinds(desk.events()) == [(InputGranted, "a")]
+    assert kinds(desk.events()) == [("granted", "a")]
     assert request.prompt == [1, PAD, PAD, PAD, 2]
     assert request.num_computable_tokens(request.sequences[0]) == 1
     desk.intake.deliver("a", 0, 0, tensor(3))
-    assert kinds(desk.events()) == [(InputStored, "a")]
+    assert kinds(desk.events()) == [("stored", "a")]
     assert request.num_computable_tokens(request.sequences[0]) == 5
     desk.consume(request)
     assert request.inputs[0].state is InputState.CONSUMED
@@ -94,7 +84,7 @@ def test_an_offer_may_come_before_its_request() -> None:
     desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
     assert desk.events() == []
     desk.request("a", "h0")
-    assert kinds(desk.events()) == [(InputGranted, "a")]
+    assert kinds(desk.events()) == [("granted", "a")]
 
 
 def test_a_newer_offer_that_comes_early_replaces_the_older_one_and_says_so() -> None:
@@ -102,10 +92,11 @@ def test_a_newer_offer_that_comes_early_replaces_the_older_one_and_says_so() -> 
     desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
     desk.intake.offer("a", 0, 1, metadata(3), FAR_S)
     desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
-    assert desk.events() == [InputCancelled("a", 0, 0), InputCancelled("a", 0, 0)]
+    assert desk.events() == [Grant("a", 0, 0, "cancelled"), Grant("a", 0, 0, "cancelled")]
     desk.request("a", "h0")
     [granted] = desk.events()
-    assert isinstance(granted, InputGranted)
+    assert isinstance(granted, Grant)
+    assert granted.status == "granted"
     assert granted.attempt == 1
 
 
@@ -113,7 +104,7 @@ def test_an_offer_after_its_request_has_ended_is_cancelled() -> None:
     desk = Desk(4)
     desk.intake.end_request(desk.request("a", "h0"))
     desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
-    assert desk.events() == [InputCancelled("a", 0, 0)]
+    assert desk.events() == [Grant("a", 0, 0, "cancelled")]
     assert desk.intake.is_empty()
 
 
@@ -128,10 +119,10 @@ def test_a_withdrawn_offer_leaves_its_room_to_the_next_in_line(granted: bool) ->
     desk.intake.offer("b", 0, 0, metadata(3, "h1"), FAR_S)
     for attempt in (1, 0, 0):  # of another attempt, of this one, and that once more
         desk.intake.withdraw("a", 0, attempt)
-    assert kinds(desk.events()) == [(InputGranted, "b")], "nobody is asked for the first one: its sender tells"
+    assert kinds(desk.events()) == [("granted", "b")], "nobody is asked for the first one: its sender tells"
     assert first.inputs[0].state is InputState.MISSING
     desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
-    assert desk.events() == [InputCancelled("a", 0, 0)]
+    assert desk.events() == [Grant("a", 0, 0, "cancelled")]
     desk.intake.offer("a", 0, 1, metadata(3), FAR_S)
     assert first.inputs[0].state is InputState.OFFERED
 
@@ -152,13 +143,14 @@ def test_an_offer_is_for_one_attempt_of_its_request_only() -> None:
     desk = Desk(4)
     request = desk.request("a", "h0", attempt=2)
     desk.intake.offer("a", 0, 3, metadata(3), FAR_S, request_attempt=1)
-    assert desk.events() == [InputCancelled("a", 0, 3)]
+    assert desk.events() == [Grant("a", 0, 3, "cancelled")]
     desk.intake.offer("a", 0, 5, metadata(3), FAR_S, request_attempt=4)
     assert desk.events() == []
     desk.intake.end_request(request)
     desk.request("a", "h0", attempt=4)
     [granted] = desk.events()
-    assert isinstance(granted, InputGranted)
+    assert isinstance(granted, Grant)
+    assert granted.status == "granted"
     assert granted.attempt == 5
 
 
@@ -167,7 +159,8 @@ def test_an_item_over_the_whole_budget_is_refused_with_both_numbers() -> None:
     desk.request("a", "h0")
     desk.intake.offer("a", 0, 0, metadata(5), FAR_S)
     [event] = desk.events()
-    assert isinstance(event, InputRefused)
+    assert isinstance(event, Grant)
+    assert event.status == "refused"
     assert event.error.code == "item_too_large"
     assert "80 bytes" in event.error.message
     assert "64" in event.error.message
@@ -193,7 +186,8 @@ def test_an_offer_that_does_not_fit_the_model_is_refused(layout: InputLayout) ->
     offered = InputMetadata((rows, HIDDEN), "float32", rows * HIDDEN * 4, layout, "h0")
     desk.intake.offer("a", 0, 0, offered, FAR_S)
     [event] = desk.events()
-    assert isinstance(event, InputRefused)
+    assert isinstance(event, Grant)
+    assert event.status == "refused"
     assert event.error.code == "invalid_request"
     assert request.prompt == [1]
 
@@ -204,7 +198,7 @@ def test_ending_a_request_tells_the_encoder_that_holds_its_grant() -> None:
     desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
     desk.events()
     desk.intake.end_request(request)
-    assert desk.events() == [InputCancelled("a", 0, 0)]
+    assert desk.events() == [Grant("a", 0, 0, "cancelled")]
 
 
 def test_equal_content_is_sent_once() -> None:
@@ -213,9 +207,9 @@ def test_equal_content_is_sent_once() -> None:
     desk.request("b", "h0")
     for name in "ab":
         desk.intake.offer(name, 0, 0, metadata(3), FAR_S)
-    assert kinds(desk.events()) == [(InputGranted, "a")]
+    assert kinds(desk.events()) == [("granted", "a")]
     desk.intake.deliver("a", 0, 0, tensor(3))
-    assert kinds(desk.events()) == [(InputStored, "a"), (InputCached, "b")]
+    assert kinds(desk.events()) == [("stored", "a"), ("cached", "b")]
     assert desk.cache.used_bytes == 3 * HIDDEN * 4
 
 
@@ -227,9 +221,9 @@ def test_who_waited_for_equal_content_gets_a_grant_when_the_first_is_aborted() -
         desk.intake.offer(name, 0, 0, metadata(3), FAR_S)
     desk.events()
     desk.intake.end_request(first)
-    assert kinds(desk.events()) == [(InputCancelled, "a"), (InputGranted, "b")]
+    assert kinds(desk.events()) == [("cancelled", "a"), ("granted", "b")]
     desk.intake.deliver("a", 0, 0, tensor(3))
-    assert desk.events() == [InputRejected("a", 0, 0, "cancelled")]
+    assert desk.events() == [Receipt("a", 0, 0, "cancelled")]
 
 
 def test_messages_that_come_twice_change_nothing() -> None:
@@ -237,10 +231,10 @@ def test_messages_that_come_twice_change_nothing() -> None:
     desk.request("a", "h0")
     for _ in range(2):
         desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
-        assert kinds(desk.events()) == [(InputGranted, "a")]
+        assert kinds(desk.events()) == [("granted", "a")]
     for _ in range(2):
         desk.intake.deliver("a", 0, 0, tensor(3))
-        assert kinds(desk.events()) == [(InputStored, "a")]
+        assert kinds(desk.events()) == [("stored", "a")]
     assert desk.cache.used_bytes == 3 * HIDDEN * 4
 
 
@@ -250,13 +244,13 @@ def test_a_lease_that_runs_out_gives_its_room_back_and_asks_again() -> None:
     desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
     desk.events()
     desk.intake.expire(FAR_S / 2)
-    assert desk.events() == [InputCancelled("a", 0, 0), InputLost("a", 0)]
+    assert desk.events() == [Grant("a", 0, 0, "cancelled"), InputNeeded("a", 0)]
     assert (desk.intake.counters["leases_expired"], desk.intake.counters["offers_expired"]) == (1, 0)
     assert desk.cache.used_bytes == 0
     desk.intake.deliver("a", 0, 0, tensor(3))
-    assert desk.events() == [InputRejected("a", 0, 0, "expired")]
+    assert desk.events() == [Receipt("a", 0, 0, "expired")]
     desk.intake.offer("a", 0, 1, metadata(3), FAR_S)
-    assert kinds(desk.events()) == [(InputGranted, "a")]
+    assert kinds(desk.events()) == [("granted", "a")]
 
 
 def test_an_offer_that_finds_no_room_by_its_deadline_asks_again_and_is_counted_apart() -> None:
@@ -267,7 +261,7 @@ def test_an_offer_that_finds_no_room_by_its_deadline_asks_again_and_is_counted_a
     desk.intake.offer("b", 0, 0, metadata(3, "h1"), 5.0)
     desk.events()
     desk.intake.expire(6.0)
-    assert desk.events() == [InputCancelled("b", 0, 0), InputLost("b", 0)]
+    assert desk.events() == [Grant("b", 0, 0, "cancelled"), InputNeeded("b", 0)]
     assert (desk.intake.counters["leases_expired"], desk.intake.counters["offers_expired"]) == (0, 1)
 
 
@@ -292,7 +286,7 @@ def test_who_repeats_an_offer_whose_lease_ran_out_is_told_again() -> None:
     desk.intake.expire(FAR_S / 2)
     desk.events()
     desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
-    assert desk.events() == [InputCancelled("a", 0, 0)]
+    assert desk.events() == [Grant("a", 0, 0, "cancelled")]
 
 
 def test_an_offer_of_what_the_kv_cache_still_has_is_answered_as_cached() -> None:
@@ -302,7 +296,7 @@ def test_an_offer_of_what_the_kv_cache_still_has_is_answered_as_cached() -> None
     desk.events()
     request.inputs[0].state = InputState.DORMANT  # preempted after its input had been consumed
     desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
-    assert InputCached("a", 0, 0) in desk.intake.events
+    assert Grant("a", 0, 0, "cached") in desk.intake.events
 
 
 def test_a_tensor_that_is_not_what_was_granted_is_corrupt() -> None:
@@ -311,9 +305,9 @@ def test_a_tensor_that_is_not_what_was_granted_is_corrupt() -> None:
     desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
     desk.events()
     desk.intake.deliver("a", 0, 0, tensor(2))
-    assert desk.events() == [InputRejected("a", 0, 0, "corrupt")]
+    assert desk.events() == [Receipt("a", 0, 0, "corrupt")]
     desk.intake.deliver("a", 0, 0, tensor(3))
-    assert kinds(desk.events()) == [(InputStored, "a")]
+    assert kinds(desk.events()) == [("stored", "a")]
 
 
 def test_an_input_whose_place_in_the_prompt_is_not_known_yet_is_kept_however_far_the_prefill_is() -> None:
@@ -342,11 +336,11 @@ def test_room_is_promised_in_the_order_of_requests_not_of_offers() -> None:
         desk.request(name, f"h-{name}")
     for name in "cba":
         desk.intake.offer(name, 0, 0, metadata(3, f"h-{name}"), FAR_S)
-    assert kinds(desk.events()) == [(InputGranted, "a")]
+    assert kinds(desk.events()) == [("granted", "a")]
     desk.intake.deliver("a", 0, 0, tensor(3))
     desk.events()
     desk.consume(desk.requests["a"])
-    assert kinds(desk.events()) == [(InputGranted, "b")]
+    assert kinds(desk.events()) == [("granted", "b")]
 
 
 def test_later_pictures_that_came_first_make_room_for_the_next_one() -> None:
@@ -360,7 +354,7 @@ def test_later_pictures_that_came_first_make_room_for_the_next_one() -> None:
     desk.intake.offer("a", 0, 0, metadata(2), FAR_S)
     desk.events()
     assert desk.intake.take_back(only_blocked=False)
-    assert kinds(desk.events()) == [(InputLost, "a"), (InputGranted, "a")]
+    assert kinds(desk.events()) == [(InputNeeded, "a"), ("granted", "a")]
     assert [item.state for item in request.inputs] == [InputState.GRANTED, InputState.READY, InputState.MISSING]
 
 
@@ -403,9 +397,9 @@ def test_any_burst_drains_within_its_budget(seed: int) -> None:
         runnable = [r for r in desk.requests.values() if r.num_remaining(r.sequences[0]) > 0]
         for event in events:
             key = (event.request_id, getattr(event, "input_id", 0))
-            if isinstance(event, InputGranted):
+            if isinstance(event, Grant) and event.status == "granted":
                 outbox.append(("tensor", key))
-            elif isinstance(event, InputLost):
+            elif isinstance(event, InputNeeded):
                 attempts[key] += 1
                 outbox.append(("offer", key))
         if outbox:

@@ -7,24 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from common.messages import KV_INPUT_ID, InputLayout, Resumed
+from common.messages import KV_INPUT_ID, Failed, Grant, InputLayout, InputNeeded, Prefilled, Receipt, Resumed, Tokens
 from common.model_info import ModelInfo
-from engine.core.decoder_engine import DecoderEngine
+from engine.core.decoder_engine import LEASE_S, DecoderEngine
 from engine.handoff.kv_offer_check import KvPart, Table
-from engine.state.events import (
-    Event,
-    InputCached,
-    InputCancelled,
-    InputGranted,
-    InputLost,
-    InputRefused,
-    InputRejected,
-    InputStored,
-    KvMetadata,
-    PrefillEnded,
-    RequestFailed,
-    TokensReady,
-)
+from engine.state.events import Event, KvMetadata
 from tests.engine.cache.test_swapping import clips, pictures
 from tests.engine.driving import FAR_S, Driver, Job, greedy, run, sampled, text
 from tests.engine.handoff.handing_over import Pair, quick_engine
@@ -83,7 +70,7 @@ class Desk:
         while not self.engine.is_empty():
             assert self.engine.has_work()
             for event in self.engine.step():
-                tokens += event.token_ids if isinstance(event, TokensReady) else []
+                tokens += event.token_ids if isinstance(event, Tokens) else []
             self.engine.check_integrity()
         return tokens
 
@@ -109,15 +96,15 @@ def expected(info: ModelInfo, job: Job = JOB) -> list[int]:
     return run(quick_engine(info), [job], watch=False).tokens[job.name, 0]
 
 
-def kinds(events: list[Event]) -> list[type[Event]]:
-    return [type(event) for event in events]
+def kinds(events: list[Event]) -> list[str | type[Event]]:
+    return [getattr(event, "status", type(event)) for event in events]
 
 
 def test_parts_may_come_in_any_order_and_overlap(desk: Desk, tiny_llama: ModelInfo) -> None:
     desk.add()
-    assert kinds(desk.offer()) == [InputGranted]
+    assert kinds(desk.offer()) == ["granted"]
     for part, (first, last) in enumerate([(6, 9), (11, 13), (0, 3), (2, 7), (8, 12)]):
-        assert desk.deliver(first, last, part=part) == [InputStored("r", KV_INPUT_ID, 0, part)]
+        assert desk.deliver(first, last, part=part) == [Receipt("r", KV_INPUT_ID, 0, "stored", part)]
     assert desk.finish() == expected(tiny_llama)
 
 
@@ -125,16 +112,16 @@ def test_an_offer_may_come_before_its_request(desk: Desk) -> None:
     assert desk.offer() == []
     assert [desk.engine.stats()[name] for name in ("early_offers", "kv_offers_pending")] == [1, 0]
     desk.add()
-    assert kinds(desk.answers()) == [InputGranted]
+    assert kinds(desk.answers()) == ["granted"]
 
 
 def test_an_offer_and_a_part_after_the_end_are_cancelled(desk: Desk) -> None:
     desk.add()
     desk.offer()
     desk.engine.abort("r")
-    assert desk.answers() == [InputCancelled("r", KV_INPUT_ID, 0)]
-    assert desk.offer() == [InputCancelled("r", KV_INPUT_ID, 0)]
-    assert desk.deliver(0, 3, part=7) == [InputRejected("r", KV_INPUT_ID, 0, "cancelled", 7)]
+    assert desk.answers() == [Grant("r", KV_INPUT_ID, 0, "cancelled")]
+    assert desk.offer() == [Grant("r", KV_INPUT_ID, 0, "cancelled")]
+    assert desk.deliver(0, 3, part=7) == [Receipt("r", KV_INPUT_ID, 0, "cancelled", 7)]
     assert desk.engine.is_empty()
 
 
@@ -142,12 +129,12 @@ def test_what_comes_twice_changes_nothing(desk: Desk, tiny_llama: ModelInfo) -> 
     desk.add()
     desk.offer()
     for _ in range(2):
-        assert desk.deliver(0, 9) == [InputStored("r", KV_INPUT_ID, 0)]
+        assert desk.deliver(0, 9) == [Receipt("r", KV_INPUT_ID, 0, "stored")]
     assert desk.engine.stats()["prefill_handoff_tokens_total"] == 9
     for _ in range(2):
-        assert desk.deliver(9, 13, part=1) == [InputStored("r", KV_INPUT_ID, 0, 1)]
+        assert desk.deliver(9, 13, part=1) == [Receipt("r", KV_INPUT_ID, 0, "stored", 1)]
     assert desk.engine.kv_intake.num_reserved == 0
-    assert desk.offer() == [InputCached("r", KV_INPUT_ID, 0)], "it is here: nothing more is wanted"
+    assert desk.offer() == [Grant("r", KV_INPUT_ID, 0, "cached")], "it is here: nothing more is wanted"
     assert desk.finish() == expected(tiny_llama)
 
 
@@ -155,9 +142,9 @@ def test_a_newer_attempt_replaces_an_older_one(desk: Desk, tiny_llama: ModelInfo
     desk.add()
     desk.offer()
     desk.deliver(0, 9)
-    assert desk.offer(attempt=2)[0] == InputCancelled("r", KV_INPUT_ID, 0)
-    assert desk.deliver(9, 13) == [InputRejected("r", KV_INPUT_ID, 0, "expired")]
-    assert desk.offer(attempt=1) == [InputCancelled("r", KV_INPUT_ID, 1)]
+    assert desk.offer(attempt=2)[0] == Grant("r", KV_INPUT_ID, 0, "cancelled")
+    assert desk.deliver(9, 13) == [Receipt("r", KV_INPUT_ID, 0, "expired")]
+    assert desk.offer(attempt=1) == [Grant("r", KV_INPUT_ID, 1, "cancelled")]
     desk.deliver(9, 13, attempt=2)
     assert desk.engine.kv_intake.num_reserved == 1, "what the older one has sent does not count"
     desk.deliver(0, 9, attempt=2)
@@ -166,22 +153,21 @@ def test_a_newer_attempt_replaces_an_older_one(desk: Desk, tiny_llama: ModelInfo
 
 def test_a_lease_that_ends_frees_the_blocks_and_asks_again(desk: Desk, now: Callable[[float], None]) -> None:
     desk.add()
-    [grant] = desk.offer()
-    assert isinstance(grant, InputGranted)
-    assert desk.engine.next_deadline_s() == grant.lease_until_s
+    assert kinds(desk.offer()) == ["granted"]
+    assert desk.engine.next_deadline_s() == time.monotonic() + LEASE_S
     now(20.0)
     desk.deliver(0, 5)
     now(20.0)
     assert desk.answers() == [], "a part is a sign of life"
-    assert kinds(desk.offer()) == [InputGranted], "and so is the offer, again"
+    assert kinds(desk.offer()) == ["granted"], "and so is the offer, again"
     now(20.0)
     assert desk.answers() == []
     now(20.0)
-    assert desk.answers() == [InputCancelled("r", KV_INPUT_ID, 0), InputLost("r", KV_INPUT_ID)]
+    assert desk.answers() == [Grant("r", KV_INPUT_ID, 0, "cancelled"), InputNeeded("r", KV_INPUT_ID)]
     assert desk.engine.blocks.num_used == 0
-    assert desk.deliver(5, 13) == [InputRejected("r", KV_INPUT_ID, 0, "expired")]
-    assert desk.offer() == [InputCancelled("r", KV_INPUT_ID, 0)]
-    assert kinds(desk.offer(attempt=1)) == [InputGranted]
+    assert desk.deliver(5, 13) == [Receipt("r", KV_INPUT_ID, 0, "expired")]
+    assert desk.offer() == [Grant("r", KV_INPUT_ID, 0, "cancelled")]
+    assert kinds(desk.offer(attempt=1)) == ["granted"]
     assert desk.engine.stats()["kv_leases_expired_total"] == 1
 
 
@@ -198,8 +184,8 @@ def test_a_withdrawn_offer_frees_its_blocks_and_nothing_of_another_attempt(desk:
     assert [desk.engine.stats()[name] for name in ("early_offers", "kv_reserved_requests")] == [0, 0]
     assert desk.engine.blocks.num_used == 0
     if not early:
-        assert desk.offer() == [InputCancelled("r", KV_INPUT_ID, 0)]
-        assert kinds(desk.offer(attempt=1)) == [InputGranted]
+        assert desk.offer() == [Grant("r", KV_INPUT_ID, 0, "cancelled")]
+        assert kinds(desk.offer(attempt=1)) == ["granted"]
 
 
 def test_what_is_computed_for_the_next_attempt_is_not_answered_by_the_one_before(desk: Desk) -> None:
@@ -212,8 +198,8 @@ def test_what_is_computed_for_the_next_attempt_is_not_answered_by_the_one_before
     desk.engine.abort("r")
     desk.answers()
     desk.add(attempt=4)
-    assert kinds(desk.answers()) == [InputGranted]
-    assert desk.offer(attempt=6, request_attempt=0) == [InputCancelled("r", KV_INPUT_ID, 6)], "of the one before"
+    assert kinds(desk.answers()) == ["granted"]
+    assert desk.offer(attempt=6, request_attempt=0) == [Grant("r", KV_INPUT_ID, 6, "cancelled")], "of the one before"
 
 
 def test_an_offer_whose_deadline_passes_before_there_is_room_asks_again(
@@ -226,7 +212,7 @@ def test_an_offer_whose_deadline_passes_before_there_is_room_asks_again(
     desk.add()
     assert desk.offer(deadline_s=time.monotonic() + 5.0) == []
     now(6.0)
-    assert desk.answers() == [InputCancelled("r", KV_INPUT_ID, 0), InputLost("r", KV_INPUT_ID)]
+    assert desk.answers() == [Grant("r", KV_INPUT_ID, 0, "cancelled"), InputNeeded("r", KV_INPUT_ID)]
     assert (desk.engine.stats()["kv_offers_expired_total"], desk.engine.stats()["kv_leases_expired_total"]) == (1, 0)
 
 
@@ -243,9 +229,10 @@ def test_an_offer_whose_deadline_passes_before_there_is_room_asks_again(
 def test_an_offer_that_does_not_fit_the_request_is_refused(desk: Desk, changes: dict[str, object], said: str) -> None:
     desk.add()
     [event] = desk.offer(**changes)
-    assert isinstance(event, InputRefused)
+    assert isinstance(event, Grant)
+    assert event.status == "refused"
     assert said in event.error.message
-    assert kinds(desk.offer()) == [InputGranted], "a good one may still come"
+    assert kinds(desk.offer()) == ["granted"], "a good one may still come"
 
 
 def test_layouts_are_checked_as_those_of_inputs(tiny_vision: ModelInfo) -> None:
@@ -254,7 +241,8 @@ def test_layouts_are_checked_as_those_of_inputs(tiny_vision: ModelInfo) -> None:
     [layout] = desk.metadata.layouts
     more = InputLayout(layout.num_encoder_tokens + 1, layout.expansion, layout.grid)
     [event] = desk.offer(layouts=[more])
-    assert isinstance(event, InputRefused)
+    assert isinstance(event, Grant)
+    assert event.status == "refused"
     assert "input 0: 8 placeholders in the expansion for 9 encoder tokens" in event.error.message
 
 
@@ -263,8 +251,9 @@ def test_what_can_never_fit_is_refused_with_both_numbers(tiny_vision: ModelInfo)
     desk = Desk(tiny_vision, job, num_blocks=3)
     desk.add()
     refused, failed = desk.offer()
-    assert isinstance(refused, InputRefused)
-    assert isinstance(failed, RequestFailed)
+    assert isinstance(refused, Grant)
+    assert refused.status == "refused"
+    assert isinstance(failed, Failed)
     assert refused.error == failed.error
     assert "for 17 tokens, the whole pool holds 12" in refused.error.message
     assert desk.engine.is_empty()
@@ -287,7 +276,7 @@ def test_a_part_that_is_not_what_was_granted_is_corrupt(
     desk.add()
     desk.offer()
     before = [cache.clone() for cache in desk.engine.runner.caches]
-    assert desk.deliver_raw(torch.ones(shape, dtype=dtype), first) == [InputRejected("r", KV_INPUT_ID, 0, "corrupt")]
+    assert desk.deliver_raw(torch.ones(shape, dtype=dtype), first) == [Receipt("r", KV_INPUT_ID, 0, "corrupt")]
     assert all(torch.equal(old, new) for old, new in zip(before, desk.engine.runner.caches, strict=True))
     desk.deliver(0, 13)
     assert desk.finish() == expected(tiny_llama)
@@ -297,9 +286,10 @@ def test_the_prefix_cache_of_the_receiver_is_not_overwritten(desk: Desk, tiny_ll
     run(desk.engine, [dataclasses.replace(JOB, name="before")], watch=False)
     desk.add()
     [grant] = desk.offer()
-    assert isinstance(grant, InputGranted)
+    assert isinstance(grant, Grant)
+    assert grant.status == "granted"
     assert grant.first_token == 12
-    assert desk.deliver(0, 13) == [InputRejected("r", KV_INPUT_ID, 0, "corrupt")]
+    assert desk.deliver(0, 13) == [Receipt("r", KV_INPUT_ID, 0, "corrupt")]
     desk.deliver(12, 13)
     assert desk.finish() == expected(tiny_llama)
 
@@ -389,7 +379,7 @@ def test_a_prompt_that_is_here_as_a_whole_is_not_sent_at_all(tiny_speech: ModelI
     tokens = pair.finish()
     assert tokens["two", 0] == tokens["one", 0]
     assert pair.sender.engine.stats()["kv_exported_bytes_total"] == sent
-    assert InputCached("two", KV_INPUT_ID, 0) in pair.receiver.events
+    assert Grant("two", KV_INPUT_ID, 0, "cached") in pair.receiver.events
 
 
 @pytest.mark.parametrize("block_size", [3, 64])
@@ -437,10 +427,10 @@ def test_a_sequence_may_stop_before_its_prompt_has_come(tiny_llama: ModelInfo, g
     tokens: dict[int, list[int]] = {}
     while not desk.engine.is_empty():
         for event in desk.engine.step():
-            if isinstance(event, TokensReady):
+            if isinstance(event, Tokens):
                 tokens.setdefault(event.index, []).extend(event.token_ids)
             else:
-                assert event == InputCancelled("r", KV_INPUT_ID, 0), "the end of the handoff, with its request"
+                assert event == Grant("r", KV_INPUT_ID, 0, "cancelled"), "the end of the handoff, with its request"
     assert tokens == {index: whole["r", index][2:] for index in (1, 2)}
 
 
@@ -464,7 +454,7 @@ def test_log_probabilities_of_the_prompt_are_waited_for(tiny_llama: ModelInfo) -
     driver.step()
     engine.end_prefill("r")
     driver.finish()
-    [ended] = [event for event in driver.events if isinstance(event, PrefillEnded)]
+    [ended] = [event for event in driver.events if isinstance(event, Prefilled)]
     assert len(ended.prompt_logprobs) == LENGTH
     assert all(one is not None for one in ended.prompt_logprobs[1:])
 

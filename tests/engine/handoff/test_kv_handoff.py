@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from common.messages import Tokens
 from common.model_info import ModelInfo
 from common.sampling_params import Grammar
 from engine.core.decoder_engine import DecoderEngine
-from engine.state.events import TokensReady
 from tests.engine.driving import Job, greedy, run, sampled, text, text_tokens
 from tests.engine.handoff.handing_over import Pair, quick_engine
 
@@ -88,7 +88,7 @@ def hand_over(prefill: DecoderEngine, decode: DecoderEngine, jobs: list[Job], pa
 
 def told(events: list[Any], name: str) -> list[tuple[Any, ...]]:
     """All that is said of a request's tokens, apart from times and the log-probabilities of its prompt."""
-    mine = [event for event in events if isinstance(event, TokensReady) and event.request_id == name]
+    mine = [event for event in events if isinstance(event, Tokens) and event.request_id == name]
     return [
         (
             e.index,
@@ -116,7 +116,7 @@ def test_two_engines_say_what_one_says(model: str, sizes: str, request: pytest.F
         known = next(
             event.prompt_logprobs
             for event in expected.events
-            if event.request_id == job.name and isinstance(event, TokensReady)
+            if event.request_id == job.name and isinstance(event, Tokens)
         )
         found = pair.sender.prompt_logprobs[job.name]
         assert [one and (one.token_id, one.rank) for one in found] == [

@@ -2,13 +2,13 @@
 
 import pytest
 
-from common.messages import KV_INPUT_ID
+from common.messages import KV_INPUT_ID, InputNeeded
 from common.model_info import ModelInfo
 from engine.core.decoder_engine import DecoderEngine
-from engine.state.events import InputLost, KvComputed
+from engine.state.events import KvComputed
 from engine.state.request import Request
 from tests.engine.cache.test_swapping import clips, pictures
-from tests.engine.driving import Driver, Job, Tokens, greedy, run, sampled, text, text_tokens
+from tests.engine.driving import Driver, Generated, Job, greedy, run, sampled, text, text_tokens
 from tests.engine.handoff.handing_over import Pair, quick_engine
 
 POLICIES = ("recompute", "swap", "auto")
@@ -35,7 +35,7 @@ LOADS = {"tiny_llama": (texts, 8, 10), "tiny_vision": (many_pictures, 9, 14), "t
 """Jobs, and pools of so many blocks of 4 tokens: each just holds its largest request."""
 
 
-def undisturbed(info: ModelInfo, jobs: list[Job]) -> Tokens:
+def undisturbed(info: ModelInfo, jobs: list[Job]) -> Generated:
     return run(quick_engine(info), jobs, watch=False).tokens
 
 
@@ -183,7 +183,7 @@ def test_a_decode_that_is_preempted_asks_for_media_only_if_it_must(
     engine.blocks.free(-1)
     engine.abort("somebody else")  # it looks again at what is in its caches
     assert pair.finish() == expected
-    asked = [event.input_id for event in pair.receiver.events if isinstance(event, InputLost)]
+    asked = [event.input_id for event in pair.receiver.events if isinstance(event, InputNeeded)]
     assert KV_INPUT_ID not in asked
     assert asked == ([] if policy == "swap" else list(range(len(job.media))))
     assert (engine.stats()["recomputed_tokens_total"] > 0) == (policy == "recompute")

@@ -14,7 +14,7 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from common.messages import InputLayout, InputSlot
+from common.messages import Grant, InputLayout, InputSlot, Receipt
 from common.sampling_params import SamplingParams
 from engine.cache.block_manager import BlockManager
 from engine.cache.block_pool import BlockPool
@@ -27,7 +27,7 @@ from engine.handoff.offer_check import OfferCheck
 from engine.runner.kv_transfer import read_tokens, write_tokens
 from engine.scheduler.cache_lookup import CacheLookup
 from engine.scheduler.decoder import DecoderScheduler
-from engine.state.events import Event, InputGranted, InputRejected, KvMetadata
+from engine.state.events import Event, KvMetadata
 from engine.state.request import Request
 
 BLOCK_SIZE = 4
@@ -54,7 +54,7 @@ class ReceiverMachine(RuleBasedStateMachine):
         super().__init__()
         self.now_s = 1000.0
         clock = SimpleNamespace(monotonic=lambda: self.now_s)
-        self.clocks = [mock.patch(f"engine.scheduler.{name}.time", clock) for name in ("kv_intake", "early_offers")]
+        self.clocks = [mock.patch(f"engine.handoff.{name}.time", clock) for name in ("kv_receiver", "early_offers")]
         for patched in self.clocks:
             patched.start()
         self.caches = [torch.zeros(2, NUM_BLOCKS + 1, BLOCK_SIZE, *SHAPE[2:]) for _ in range(SHAPE[0])]
@@ -141,7 +141,8 @@ class ReceiverMachine(RuleBasedStateMachine):
         last = data.draw(st.just(size) | st.integers(first, size))
         self._send(request, table, first, last, self.attempts[request.request_id] - old)
         if old:
-            assert isinstance(self.events[-1], InputRejected)
+            assert isinstance(self.events[-1], Receipt)
+            assert self.events[-1].status != "stored"
 
     def _send(self, request: Request, table: Table, first: int, last: int, attempt: int) -> None:
         tokens = self._truth(request, table)[first:last]
@@ -232,7 +233,7 @@ class ReceiverMachine(RuleBasedStateMachine):
         self.intake.grant()
         for request in list(self.scheduler.reserved):
             self._offer(request, newer=False)  # it is answered by what is wanted, once more
-        for event in [one for one in self.events if isinstance(one, InputGranted)]:
+        for event in [one for one in self.events if isinstance(one, Grant) and one.status == "granted"]:
             request = self.live[event.request_id]
             metadata = self.metadata(request)
             if not event.cross_cached:

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from common.config import EngineConfig
-from common.messages import InputLayout, InputSlot
+from common.messages import Grant, InputLayout, InputSlot, Tokens
 from common.model_info import ModelInfo, load_model_info
 from common.sampling_params import SamplingParams
 from engine.core.decoder_engine import DecoderEngine
-from engine.state.events import InputGranted, InputMetadata, TokensReady
+from engine.state.events import InputMetadata
 from tests import tiny_models
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -39,12 +39,12 @@ def run(engine: DecoderEngine, contents: dict[str, str]) -> tuple[dict[str, list
     while not engine.is_empty():
         for event in engine.step():
             engine.check_integrity()
-            if isinstance(event, InputGranted):
+            if isinstance(event, Grant) and event.status == "granted":
                 content = contents[event.request_id]
                 generator = torch.Generator().manual_seed(len(content))
                 shape = int(engine.info.config["max_source_positions"]), int(engine.info.config["d_model"])
                 engine.deliver(event.request_id, 0, event.attempt, torch.randn(shape, generator=generator))
-            elif isinstance(event, TokensReady):
+            elif isinstance(event, Tokens):
                 tokens.setdefault(event.request_id, []).extend(event.token_ids)
         peak = max(peak, int(engine.stats()["kv_blocks_used"]))
     return tokens, peak

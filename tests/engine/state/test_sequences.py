@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from common.messages import Resumed
+from common.messages import Failed, Resumed, Tokens
 from common.model_info import ModelInfo
 from engine.llm import LLM
-from engine.state.events import RequestFailed, TokensReady
 from tests.engine.conftest import AUDIO_FRAMES
-from tests.engine.driving import Driver, Job, Tokens, greedy, make_engine, run, sampled, text, text_tokens
+from tests.engine.driving import Driver, Generated, Job, greedy, make_engine, run, sampled, text, text_tokens
 
 
 def clip_job(info: ModelInfo, name: str, **fields: int) -> Job:
@@ -20,9 +19,9 @@ def clip_job(info: ModelInfo, name: str, **fields: int) -> Job:
     return Job(name, [start, *text_tokens(3, 5)], sampled(10, **fields), [("clip", AUDIO_FRAMES)])
 
 
-def singly(info: ModelInfo, job: Job) -> Tokens:
+def singly(info: ModelInfo, job: Job) -> Generated:
     """The sequences of a request, each as a request of its own: number i has the seed of the whole plus i."""
-    found: Tokens = {}
+    found: Generated = {}
     for index in range(job.params.n):
         seed = (job.params.seed or 0) + index
         alone = replace(job, params=job.params.__class__(**{**fields_of(job), "n": 1, "seed": seed}))
@@ -45,7 +44,7 @@ def test_n_sequences_are_n_requests_with_the_following_seeds(
     expected = singly(tiny_llama, job)
     assert {key: tokens for key, tokens in driver.tokens.items() if key[0] == "r"} == expected
     assert len(set(map(tuple, expected.values()))) == 4
-    last = [event for event in driver.events if isinstance(event, TokensReady) and event.done]
+    last = [event for event in driver.events if isinstance(event, Tokens) and event.done]
     assert [event.request_id for event in last].count("r") == 1
 
 
@@ -142,7 +141,7 @@ def test_resumed_sequences_go_on_as_if_nothing_had_happened(
     assert not driver.failures
     for index, tokens in known.items():
         assert tokens + driver.tokens["r", index] == whole["r", index]
-        first = next(event for event in driver.events if isinstance(event, TokensReady) and event.index == index)
+        first = next(event for event in driver.events if isinstance(event, Tokens) and event.index == index)
         assert first.offset == len(tokens) or first.request_id == "neighbour"
     assert {index for name, index in driver.tokens if name == "r"} == set(known)
 
@@ -179,7 +178,7 @@ def test_resumed_sequences_that_cannot_run_here_are_refused(
     job = text("r", 9, sampled(60, n=2), resumed=[Resumed(0, text_tokens(1, 25)), Resumed(1, text_tokens(2, 25))])
     driver = run(make_engine(tiny_llama, num_blocks, max_model_len=max_model_len), [job])
     assert driver.failures["r"].error.code == "context_length_exceeded"
-    assert driver.count(RequestFailed) == 1
+    assert driver.count(Failed) == 1
 
 
 @pytest.mark.parametrize("length", [3, 8, 9])
@@ -193,7 +192,7 @@ def test_the_log_probabilities_of_a_prompt_are_told_once_even_if_it_is_computed_
         driver.step()
     engine.scheduler.preempt(engine.scheduler.running[0])
     driver.finish()
-    told = [event.prompt_logprobs for event in driver.events if isinstance(event, TokensReady)]
+    told = [event.prompt_logprobs for event in driver.events if isinstance(event, Tokens)]
     assert [len(logprobs) for logprobs in told if logprobs] == [length]
 
 
@@ -264,6 +263,6 @@ def test_what_breaks_over_one_request_does_not_reach_the_others(
     driver.engine.add_request("beams", text_tokens(1, 6), [], greedy(8, beam_width=2))
     while not driver.engine.is_empty():
         driver.step()
-    failed = [event for event in driver.events if isinstance(event, RequestFailed)]
+    failed = [event for event in driver.events if isinstance(event, Failed)]
     assert [(event.request_id, event.error.code) for event in failed] == [("beams", "internal_error")]
     assert {key: tokens for key, tokens in driver.tokens.items() if key[0] == "neighbour"} == alone

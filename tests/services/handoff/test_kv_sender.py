@@ -18,6 +18,7 @@ from common.config import Settings
 from common.errors import ErrorInfo
 from common.messages import (
     KV_INPUT_ID,
+    Failed,
     Generate,
     Grant,
     HandoffMessage,
@@ -29,7 +30,7 @@ from common.messages import (
 )
 from common.sampling_params import SamplingParams
 from engine.device.copy_stream import AsyncCopy
-from engine.state.events import KvComputed, KvMetadata, KvReady, PrefillEnded, RequestFailed
+from engine.state.events import KvComputed, KvMetadata, KvReady
 from services.handoff.kv_messages import PART_BYTES, tokens_per_part
 from services.handoff.kv_sender import KvSender
 from services.worker_context import WorkerContext
@@ -152,7 +153,7 @@ class Setting:
 
     async def finish(self) -> Prefilled:
         await eventually(lambda: "end" in self.engine.calls)
-        self.sender.handle(PrefillEnded("r", [], []))
+        self.sender.handle(Prefilled("r", 0))
         await eventually(lambda: bool(self.links.replies))
         return self.links.replies[0]
 
@@ -228,7 +229,7 @@ async def test_what_the_engine_has_given_up_before_it_was_offered_is_not_offered
     async with setting() as one:
         one.sender.begin(Generate("r", [1] * (NUM_TOKENS + 1), [], SamplingParams(), prefill_for="d0"))
         one.sender.handle(KvReady("r", METADATA))
-        one.sender.handle(RequestFailed("r", ErrorInfo("internal_error", "the engine gave it up")))
+        one.sender.handle(Failed("r", ErrorInfo("internal_error", "the engine gave it up")))
         await eventually(lambda: bool(one.links.replies))
         assert one.links.replies[0].error == ErrorInfo("internal_error", "the engine gave it up")
         assert not one.links.offers

@@ -27,7 +27,6 @@ from common.messages import (
     Tokens,
 )
 from common.sampling_params import SamplingParams
-from engine.state.events import RequestFailed, TokensReady
 from services.handoff.kv_messages import part_fault
 from services.roles.decode import DecodeService
 from tests.eventually import eventually
@@ -224,7 +223,7 @@ async def test_a_newer_attempt_replaces_an_older_one_and_its_last_words_are_not_
     await eventually(lambda: setting.worker.tally("handoffs") == {"duplicate_request": 1})
     error = ErrorInfo("internal_error", "of the older one")
     setting.worker.role._handle_events(
-        [TokensReady("r", 0, [5], "length", done=True, attempt=1), RequestFailed("r", error, attempt=1)]
+        [Tokens("r", 0, [5], "length", done=True, attempt=1), Failed("r", error, attempt=1)]
     )
     offer = setting.offer("r", attempt=3, request_attempt=3)
     setting.peer.send("metadata", offer)

@@ -9,10 +9,10 @@ from typing import Final
 
 import torch
 
-from common.messages import InputLayout, InputSlot
+from common.messages import Grant, InputLayout, InputSlot
 from engine.core.decoder_engine import DecoderEngine
 from engine.device.gpu_memory import in_words
-from engine.state.events import InputGranted, InputMetadata
+from engine.state.events import InputMetadata
 from tools.bench.gpu.attention import of_decoder
 from tools.bench.gpu.decode import GOALS, token_bytes, weight_bytes
 from tools.bench.gpu.engines import DEADLINE_S, WARM_UP_TOKENS, Driver, endless, make_decoder
@@ -88,7 +88,9 @@ def add_clips(driver: Driver, batch: int, num_tokens: int) -> None:
         engine.offer(name, 0, 0, metadata, _FAR_S)
     waiting, deadline_s = set(outputs), time.monotonic() + DEADLINE_S
     while waiting:
-        waiting -= {event.request_id for event in driver.step() if isinstance(event, InputGranted)}
+        waiting -= {
+            event.request_id for event in driver.step() if isinstance(event, Grant) and event.status == "granted"
+        }
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"{len(waiting)} of {batch} clips are not granted after {DEADLINE_S:.0f} s")
     for name, output in outputs.items():

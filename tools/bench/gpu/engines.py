@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import Any, Final, Self
 
 from common.config import EngineConfig
+from common.messages import Failed, Tokens
 from common.model_info import ModelInfo, load_model_info
 from common.sampling_params import SamplingParams
 from engine.core.decoder_engine import DecoderEngine
-from engine.state.events import Event, RequestFailed, TokensReady
+from engine.state.events import Event
 from tools.bench.gpu.setup import Setup
 from tools.gpu_check.shapes import Shape
 
@@ -60,9 +61,9 @@ class Driver:
     def step(self) -> list[Event]:
         events = self.engine.step()
         for event in events:
-            if isinstance(event, RequestFailed):
+            if isinstance(event, Failed):
                 raise RuntimeError(f"request {event.request_id} failed: {event.error.message}")
-            if isinstance(event, TokensReady):
+            if isinstance(event, Tokens):
                 self.num_tokens[event.request_id] += len(event.token_ids)
         return events
 
