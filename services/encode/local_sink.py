@@ -1,7 +1,7 @@
 """The destination of encoder outputs within a worker: the decoder's engine in the same process.
 
-The reservation rules are those of every handoff, for the same engine decides; only channels and transports are left
-out, and the tensor is handed over as it is.
+Reservations follow the rules of every handoff, for the same engine decides. Channels and transports are left out, and
+the tensor is passed without a copy.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     KvReady -> offer -> grant -> part after part, as far as they are computed -> last receipt -> Prefilled
                   later chunks prefill meanwhile ^
 
-Ending the task, by whatever, frees what the request holds in the engine and in the handoffs.
+Any end of the task frees all memory of the request in the engine and in the handoffs.
 """
 
 from __future__ import annotations

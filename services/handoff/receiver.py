@@ -1,7 +1,6 @@
 """The receiver's side of the handoff: offers and tensors in, grants and receipts out.
 
-It takes encoder outputs, and keys and values, which have one input id of their own. It checks what can be checked
-without the request; every decision is the engine's.
+Receives encoder outputs, and KV under an input id of its own. Checks all that needs no request; the engine decides.
 """
 
 from __future__ import annotations

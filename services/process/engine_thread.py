@@ -181,5 +181,5 @@ class EngineThread(Generic[E, Event]):
             self.ended.set_result(error)
 
     def _post(self, callback: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to tell
+        with contextlib.suppress(RuntimeError):  # the loop has closed
             self._loop.call_soon_threadsafe(callback)
