@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import threading
 import time
 from typing import Any, TextIO, cast
 
@@ -53,6 +54,22 @@ def setup_logging(level: str, fmt: str, instance: str) -> None:
 
 def get_logger() -> Any:
     return structlog.get_logger()
+
+
+class Counter:
+    """A number that only grows; safe from any thread."""
+
+    def __init__(self) -> None:
+        self._value = 0
+        self._lock = threading.Lock()
+
+    def add(self, count: int = 1) -> None:
+        with self._lock:
+            self._value += count
+
+    @property
+    def value(self) -> int:
+        return self._value
 
 
 class SpanRecorder:

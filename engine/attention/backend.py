@@ -12,12 +12,13 @@ and `TorchBackend` for what is left over there).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from engine.attention.metadata import AttentionMetadata
-from engine.attention.page_tables import common_keys, num_blocks
+from engine.attention.metadata import AttentionMetadata, common_keys, num_blocks
+from engine.device.h2d import send
 from engine.state.inputs import IntArray
 from engine.state.spec import HeadSpec, PositionBias
 
@@ -110,3 +111,64 @@ class AttentionBackend(ABC):
         flat = cache.view(2, -1, *cache.shape[3:])
         flat[0].index_copy_(0, slot_mapping, key)
         flat[1].index_copy_(0, slot_mapping, value)
+
+
+@dataclass(frozen=True)
+class PagedAttentionContext:
+    """Plans of one step, shared by all layers. Implements `AttentionContext`.
+
+    Plans are the backend's: of `plan` for one step, or of `make_decode_plan` for a CUDA graph. `caches[layer]` serves
+    self- and cross-attention alike, each counting its own layers: a block belongs to one kind of attention, and its
+    number indexes the same tensor.
+    """
+
+    backend: AttentionBackend
+    caches: list[torch.Tensor]
+    slot_mapping: torch.Tensor
+    self_plan: Any
+    cross_plan: Any = None
+    after_input: torch.Tensor | None = None
+
+    @property
+    def has_cross(self) -> bool:
+        return self.cross_plan is not None
+
+    @classmethod
+    def of_step(
+        cls,
+        backend: AttentionBackend,
+        caches: list[torch.Tensor],
+        self_metadata: AttentionMetadata,
+        cross_metadata: AttentionMetadata | None = None,
+    ) -> PagedAttentionContext:
+        """Plans one step."""
+        block_size, dtype = caches[0].shape[2], caches[0].dtype
+        assert self_metadata.slot_mapping is not None
+        self_plan = backend.plan(self_metadata, block_size, dtype)
+        if cross_metadata is None:
+            return cls(backend, caches, self_metadata.slot_mapping, self_plan)
+        cross_plan = backend.plan(cross_metadata, block_size, dtype)
+        after_input = None
+        if cross_metadata.after_input is not None:
+            [after_input] = send(cross_metadata.block_table.device, cross_metadata.after_input)
+        return cls(backend, caches, self_metadata.slot_mapping, self_plan, cross_plan, after_input)
+
+    def self_attention(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float | None = None,
+        bias: PositionBias | None = None,
+        window: int | None = None,
+    ) -> torch.Tensor:
+        """Write this step's keys and values, then attend causally. Shapes: [num_tokens, heads, head_dim]."""
+        cache = self.caches[layer]
+        self.backend.write(cache, key, value, self.slot_mapping)
+        return self.backend.run(query, cache, self.self_plan, scale=scale, bias=bias, window=window)
+
+    def cross_attention(self, layer: int, query: torch.Tensor, *, scale: float | None = None) -> torch.Tensor:
+        """Attend to the encoder's keys that each token may see. Shape: [num_tokens, num_heads, head_dim]."""
+        return self.backend.run(query, self.caches[layer], self.cross_plan, scale=scale)

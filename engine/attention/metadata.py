@@ -8,9 +8,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from common.telemetry import Counter
 from engine.state.inputs import IntArray
 
 BoolArray = npt.NDArray[np.bool_]
+
+cross_plans_reused = Counter()
+"""Plans of cross-attention that served another step of the same batch; decodes and prefills count apart."""
 
 
 @dataclass(frozen=True)
@@ -77,3 +81,36 @@ class AttentionMetadata:
             after_input=None if self.after_input is None else self.after_input[first:last],
             host_table=None if self.host_table is None else self.host_table[begin:end],
         )
+
+
+def num_blocks(num_keys: IntArray, block_size: int) -> IntArray:
+    blocks: IntArray = -(-num_keys // block_size)
+    return blocks
+
+
+def common_keys(metadata: AttentionMetadata) -> IntArray | None:
+    """[num_requests]: each token of request i sees its first `common_keys[i]` keys (or, causal, those up to itself).
+
+    None where key ranges say otherwise: tokens of one request that see different keys, or not from the first one on.
+    """
+    if metadata.key_ranges is None:
+        return np.asarray(metadata.seq_lens, np.int64)
+    begins, ends = metadata.key_ranges[:, 0], metadata.key_ranges[:, 1]
+    seen = np.where(ends > begins, ends, 0)
+    starts = np.asarray(metadata.query_start_loc, np.int64)
+    common = seen[starts[:-1]]
+    if begins[seen > 0].any() or (seen != np.repeat(common, np.diff(starts))).any():
+        return None
+    return common
+
+
+def is_same_batch(one: AttentionMetadata | None, other: AttentionMetadata) -> bool:
+    """Whether two batches of cross-attention read the same keys for the same tokens."""
+    if one is None or one is other:
+        return one is other
+    if one.query_start_loc != other.query_start_loc or one.seq_lens != other.seq_lens:
+        return False
+    if (one.key_ranges is None) != (other.key_ranges is None):
+        return False
+    same_ranges = one.key_ranges is None or np.array_equal(one.key_ranges, other.key_ranges)  # type: ignore[arg-type]
+    return same_ranges and np.array_equal(one.table, other.table)

@@ -10,12 +10,11 @@ import torch
 from engine.attention.backend import AttentionBackend
 from engine.attention.metadata import AttentionMetadata
 from engine.native import ops
-from engine.state.inputs import IntArray
 from engine.state.spec import PositionBias
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _NativePlan:
     """`key_ranges` [num_tokens, 2] is what each token sees without a window; `windowed` the same for each window."""
 
     metadata: AttentionMetadata
@@ -34,7 +33,7 @@ class NativeBackend(AttentionBackend):
     def __init__(self) -> None:
         ops.enable()
 
-    def plan(self, metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> _Plan:
+    def plan(self, metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> _NativePlan:
         counts = np.diff(metadata.query_start_loc)
         tables = metadata.block_table
         if len(counts) < metadata.query_start_loc[-1]:
@@ -42,14 +41,18 @@ class NativeBackend(AttentionBackend):
         if metadata.key_ranges is not None:
             ranges = np.ascontiguousarray(metadata.key_ranges, np.int64)
         else:
-            ranges = _whole_ranges(metadata, counts)
-        return _Plan(metadata, tables.contiguous(), torch.from_numpy(ranges))
+            ends = np.repeat(np.asarray(metadata.seq_lens, np.int64), counts)
+            if metadata.causal:
+                request_ends = np.repeat(np.asarray(metadata.query_start_loc[1:], np.int64), counts)
+                ends -= request_ends - 1 - np.arange(len(ends))
+            ranges = np.stack((np.zeros_like(ends), ends), axis=1)
+        return _NativePlan(metadata, tables.contiguous(), torch.from_numpy(ranges))
 
     def run(
         self,
         query: torch.Tensor,
         cache: torch.Tensor,
-        plan: _Plan,
+        plan: _NativePlan,
         *,
         scale: float | None = None,
         bias: PositionBias | None = None,
@@ -64,21 +67,12 @@ class NativeBackend(AttentionBackend):
         ops.write_cache(cache, _dense_heads(key), _dense_heads(value), slot_mapping)
 
 
-def _whole_ranges(metadata: AttentionMetadata, counts: IntArray) -> IntArray:
-    """[num_tokens, 2]: all keys of a token's request or, where attention is causal, those up to itself."""
-    ends = np.repeat(np.asarray(metadata.seq_lens, np.int64), counts)
-    if metadata.causal:
-        request_ends = np.repeat(np.asarray(metadata.query_start_loc[1:], np.int64), counts)
-        ends -= request_ends - 1 - np.arange(len(ends))
-    return np.stack((np.zeros_like(ends), ends), axis=1)
-
-
 def _dense_heads(x: torch.Tensor) -> torch.Tensor:
     """x [n, heads, head_dim], copied unless the heads of a token lie side by side."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
-def _within(plan: _Plan, window: int) -> torch.Tensor:
+def _within(plan: _NativePlan, window: int) -> torch.Tensor:
     ranges = plan.windowed.get(window)
     if ranges is None:
         begins = (plan.key_ranges[:, 1] - window).clamp_(min=0)
@@ -86,7 +80,7 @@ def _within(plan: _Plan, window: int) -> torch.Tensor:
     return ranges
 
 
-def _evaluated(plan: _Plan, bias: PositionBias) -> torch.Tensor:
+def _evaluated(plan: _NativePlan, bias: PositionBias) -> torch.Tensor:
     """[num_heads, num_tokens, max_len] in float32; the tokens are the last of their sequences."""
     values = plan.biases.get(bias)
     if values is None:

@@ -7,19 +7,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
+import numpy as np
 import torch
 
 from common.errors import TriptychError
 from common.telemetry import get_logger
 from engine.attention.backend import AttentionBackend
+from engine.attention.metadata import AttentionMetadata
 from engine.attention.split_by_phase import PhasedBackend
-from engine.attention.trial import try_out
 from engine.native.build import KernelsUnavailableError, in_one_line
 from engine.state.spec import HeadSpec
 
 Phase = Literal["prefill", "decode"]
 PHASES: Final[tuple[Phase, ...]] = ("prefill", "decode")
 _SMALL_HEADS: Final = HeadSpec(num_heads=1, num_kv_heads=1, head_dim=64)
+
+_TRIAL_BLOCK: Final = 16
 
 log = get_logger()
 
@@ -57,6 +60,35 @@ def _flashinfer_backend(device: torch.device, dtype: torch.dtype, heads: HeadSpe
     except Exception as error:  # of compilers, of a loader or of a driver: what these raise is documented nowhere
         raise BackendUnavailableError(kernels_missing(error)) from error
     return backend
+
+
+def try_out(backend: AttentionBackend, device: torch.device, dtype: torch.dtype, heads: HeadSpec) -> None:
+    """Write, plan and run once with every kernel that a decoder with these heads takes of a backend.
+
+    Cross-attention takes those of self-attention without a window. Compiles what was not built ahead, which can take
+    minutes, and waits for the device. Raises whatever a compiler, a loader or the device has to say.
+    """
+    table = np.array([[0], [1]])
+    metadata = AttentionMetadata(
+        query_start_loc=[0, 1, 3],
+        seq_lens=[1, 2],
+        block_table=torch.from_numpy(table).to(device),
+        block_lists=[[0], [1]],
+        slot_mapping=torch.tensor([0, _TRIAL_BLOCK, _TRIAL_BLOCK + 1], dtype=backend.slot_dtype, device=device),
+        causal=True,
+        num_decodes=1,
+        host_table=table,
+    )
+    cache = torch.zeros(2, 2, _TRIAL_BLOCK, heads.num_kv_heads, heads.head_dim, dtype=dtype, device=device)
+    query = torch.zeros(3, heads.num_heads, heads.head_dim, dtype=dtype, device=device)
+    key = query[:, : heads.num_kv_heads]
+    assert metadata.slot_mapping is not None
+    backend.write(cache, key, key, metadata.slot_mapping)
+    plan = backend.plan(metadata, _TRIAL_BLOCK, dtype)
+    for window in heads.windows:
+        backend.run(query, cache, plan, window=window)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def kernels_missing(error: Exception) -> str:

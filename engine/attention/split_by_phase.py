@@ -23,7 +23,7 @@ SHORT_KEYS: Final = 256
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _PhasePlan:
     """Tokens before `num_decodes` are the decode backend's. Either part is None where it is empty."""
 
     num_decodes: int
@@ -41,19 +41,21 @@ class PhasedBackend(AttentionBackend):
         self.gathered_share = decode.gathered_share
         self.slot_dtype = decode.slot_dtype
 
-    def plan(self, metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> _Plan:
-        if _all_small(metadata):
-            return _Plan(metadata.query_start_loc[-1], self.decode.plan(metadata, block_size, dtype), None)
+    def plan(self, metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> _PhasePlan:
+        counts = (end - start for start, end in pairwise(metadata.query_start_loc))
+        short = SHORT_KEYS if metadata.causal else 0
+        if all(count <= FEW_TOKENS or keys <= short for count, keys in zip(counts, metadata.seq_lens, strict=True)):
+            return _PhasePlan(metadata.query_start_loc[-1], self.decode.plan(metadata, block_size, dtype), None)
         num_decodes, num_requests = metadata.num_decodes, metadata.num_requests
         decode = self.decode.plan(metadata.decodes(), block_size, dtype) if num_decodes else None
         prefill = self.prefill.plan(metadata.prefills(), block_size, dtype) if num_decodes < num_requests else None
-        return _Plan(num_decodes, decode, prefill)
+        return _PhasePlan(num_decodes, decode, prefill)
 
     def run(
         self,
         query: torch.Tensor,
         cache: torch.Tensor,
-        plan: _Plan | DecodePlan,
+        plan: _PhasePlan | DecodePlan,
         *,
         scale: float | None = None,
         bias: PositionBias | None = None,
@@ -80,9 +82,3 @@ class PhasedBackend(AttentionBackend):
 
     def write(self, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         self.decode.write(cache, key, value, slot_mapping)
-
-
-def _all_small(metadata: AttentionMetadata) -> bool:
-    counts = (end - start for start, end in pairwise(metadata.query_start_loc))
-    short = SHORT_KEYS if metadata.causal else 0
-    return all(count <= FEW_TOKENS or keys <= short for count, keys in zip(counts, metadata.seq_lens, strict=True))

@@ -28,7 +28,7 @@ GATHER_WASTE = 2.0
 
 
 @dataclass(frozen=True)
-class _Row:
+class _Single:
     """One request that runs alone: its tokens, which keys they see, and the blocks in which these lie."""
 
     start: int
@@ -44,11 +44,11 @@ class _Masked:
     """What depends on bias and window: made by the first layer that asks for it, shared by the others."""
 
     batched: torch.Tensor | None  # broadcasts to [num_batched, num_kv_heads, heads per group, max_len]
-    rows: list[_Row]
+    rows: list[_Single]
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _TorchPlan:
     metadata: AttentionMetadata
     block_size: int
     dtype: torch.dtype
@@ -82,19 +82,19 @@ class TorchBackend(AttentionBackend):
         self._device = device
         self._gathered: list[torch.Tensor] = []  # keys and values; kept, because fresh pages cost more than the copy
 
-    def plan(self, metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> _Plan:
+    def plan(self, metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> _TorchPlan:
         num_batched = _num_batched(metadata)
         blocks = None
         if num_batched:
             max_blocks = -(-max(metadata.seq_lens[:num_batched]) // block_size)
             blocks = metadata.block_table[:num_batched, :max_blocks].reshape(-1)
-        return _Plan(metadata, block_size, dtype, num_batched, blocks)
+        return _TorchPlan(metadata, block_size, dtype, num_batched, blocks)
 
     def run(
         self,
         query: torch.Tensor,
         cache: torch.Tensor,
-        plan: _Plan | DecodePlan,
+        plan: _TorchPlan | DecodePlan,
         *,
         scale: float | None = None,
         bias: PositionBias | None = None,
@@ -102,7 +102,7 @@ class TorchBackend(AttentionBackend):
     ) -> torch.Tensor:
         if isinstance(plan, TorchDecodePlan):
             return plan.run(query, cache, scale, bias, window)
-        assert isinstance(plan, _Plan)
+        assert isinstance(plan, _TorchPlan)
         masked = plan.masked.get((bias, window))
         if masked is None:
             masked = plan.masked[bias, window] = _mask(plan, bias, window, num_kv_heads=cache.shape[3])
@@ -210,7 +210,7 @@ def _num_batched(metadata: AttentionMetadata) -> int:
     return metadata.num_decodes if max(lens) * len(lens) <= GATHER_WASTE * sum(lens) + 1024 else 0
 
 
-def _mask(plan: _Plan, bias: PositionBias | None, window: int | None, num_kv_heads: int) -> _Masked:
+def _mask(plan: _TorchPlan, bias: PositionBias | None, window: int | None, num_kv_heads: int) -> _Masked:
     batched = None
     if plan.batched_blocks is not None:
         device = plan.metadata.block_table.device
@@ -225,7 +225,7 @@ def _mask(plan: _Plan, bias: PositionBias | None, window: int | None, num_kv_hea
 
 
 def _batched_mask(
-    lens: torch.Tensor, max_len: int, plan: _Plan, bias: PositionBias | None, window: int | None, num_kv_heads: int
+    lens: torch.Tensor, max_len: int, plan: _TorchPlan, bias: PositionBias | None, window: int | None, num_kv_heads: int
 ) -> torch.Tensor:
     """0 or the bias for keys that exist and are within the window, -inf for the others."""
     keys = torch.arange(max_len, device=lens.device)
@@ -240,7 +240,9 @@ def _batched_mask(
     return values.reshape(len(lens), num_kv_heads, -1, max_len)
 
 
-def _plan_row(plan: _Plan, index: int, bias: PositionBias | None, window: int | None, num_kv_heads: int) -> _Row:
+def _plan_row(
+    plan: _TorchPlan, index: int, bias: PositionBias | None, window: int | None, num_kv_heads: int
+) -> _Single:
     metadata, block_size = plan.metadata, plan.block_size
     start, end = metadata.query_start_loc[index], metadata.query_start_loc[index + 1]
     seq_len, device = metadata.seq_lens[index], metadata.block_table.device
@@ -262,10 +264,10 @@ def _plan_row(plan: _Plan, index: int, bias: PositionBias | None, window: int | 
         blocks: slice | torch.Tensor = slice(ids[0], ids[-1] + 1)
     else:
         [blocks] = send(device, np.asarray(ids, np.int64))
-    return _Row(start, end, visible, blocks, visible.first - first_block * block_size, mask)
+    return _Single(start, end, visible, blocks, visible.first - first_block * block_size, mask)
 
 
-def _run_row(query: torch.Tensor, cache: torch.Tensor, row: _Row, scale: float | None) -> torch.Tensor:
+def _run_row(query: torch.Tensor, cache: torch.Tensor, row: _Single, scale: float | None) -> torch.Tensor:
     num_queries, num_heads, head_dim = query.shape
     num_kv_heads, visible = cache.shape[3], row.visible
     if visible.num_keys == 0:

@@ -25,12 +25,16 @@ import torch
 from torch import Tensor
 
 from common.errors import ErrorInfo
+from common.telemetry import Counter
 from engine.cache.output_cache import in_memory_of_its_own
 from engine.models.base import EncoderModel
 from engine.processors import ProcessedInput
 
 EncoderKey: TypeAlias = tuple[str, int, int]
 """Identity of an item: request id, input id, attempt; or content hash, number, 0."""
+
+encoder_computations = Counter()
+"""Items encoded in this process. A prefill-decode worker exports the count, which must stay 0."""
 
 
 @dataclass
@@ -85,6 +89,7 @@ class BatchRunner:
         return [ErrorInfo("internal_error", f"the encoder failed on this item: {why}")]
 
     def _encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
+        encoder_computations.add(len(items))
         outputs = self._encoder.encode(items)
         for item, output in zip(items, outputs, strict=True):
             _check_promise(item, output)

@@ -12,10 +12,9 @@ from common.config import EngineConfig
 from common.errors import ErrorInfo
 from common.model_info import ModelInfo
 from common.telemetry import get_logger
-from engine.core.encoder_batches import BatchRunner, EncoderKey, LaunchedBatch
+from engine.core.encoder_batches import BatchRunner, EncoderKey, LaunchedBatch, encoder_computations
 from engine.core.encoder_profile import measure_batch
 from engine.device.choice import choose_device, choose_dtype
-from engine.device.counters import encoder_computations
 from engine.device.memory import MemoryReport, check_encoder_budget, memory_budget
 from engine.models.registry import load_encoder
 from engine.processors import ProcessedInput

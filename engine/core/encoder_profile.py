@@ -21,7 +21,6 @@ from PIL import Image
 
 from common.model_info import ModelInfo
 from common.text.prompts import encode_tokens
-from engine.device.counters import encoder_computations
 from engine.device.memory_profiler import PeakMemory, give_back_free_memory, one_layer_of_each_stack
 from engine.media.log_mel import LogMelSettings
 from engine.models.base import EncoderModel
@@ -68,8 +67,7 @@ def measure_batch(
 
     None where nothing can be measured. Raises what a processor raises whose settings do not fit the model.
     """
-    counted, start_s = encoder_computations.value, time.monotonic()
-    deadline_s = start_s + TIME_S if device.type == "cpu" else math.inf
+    deadline_s = time.monotonic() + TIME_S if device.type == "cpu" else math.inf
     build: Callable[[ModelInfo], Processor] = pkgutil.resolve_name(info.family.processor)
     processor, sizes = build(info), []
     item, took_s, whole = None, 0.0, info.media_kind != "image"
@@ -84,7 +82,6 @@ def measure_batch(
         item = larger
         sizes.append(_measure(encoder, item, device, deadline_s))
         took_s = time.monotonic() - began_s
-    encoder_computations.add(counted - encoder_computations.value)  # nobody has asked for these
     give_back_free_memory(device)
     known = [size for size in sizes if size is not None]
     if item is None or not known:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.device.counters import cross_plans_reused, encoder_computations
+from engine.attention.metadata import cross_plans_reused
+from engine.core.encoder_batches import encoder_computations
 
 if TYPE_CHECKING:
     from engine.core.decoder_engine import DecoderEngine

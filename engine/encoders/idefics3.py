@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from transformers.models.idefics3.modeling_idefics3 import Idefics3Connector, Idefics3VisionTransformer
 from transformers.models.smolvlm.modeling_smolvlm import SmolVLMConnector, SmolVLMVisionTransformer
 
-from engine.device.counters import encoder_computations
 from engine.device.h2d import send_tensor
-from engine.models.base import CheckpointLayout, EncoderModel, own_memory
+from engine.models.base import CheckpointLayout, EncoderModel
 from engine.processors import ProcessedInput
 
 _CLASSES: Final = {
@@ -39,12 +38,8 @@ class Idefics3Encoder(EncoderModel):
         self._patch_size, self._width = int(vision.patch_size), int(vision.intermediate_size)
         self.module: nn.Module = nn.ModuleDict({"vision_model": self._tower, "connector": self._connector})
 
-    def finish_loading(self, device: torch.device) -> None:
-        pass
-
     @torch.inference_mode()
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
-        encoder_computations.add(len(items))
         weight = next(self.module.parameters())
         pixels = torch.from_numpy(np.concatenate([item.arrays["pixel_values"] for item in items]))
         parts = torch.split(
@@ -52,7 +47,7 @@ class Idefics3Encoder(EncoderModel):
         )
         features = torch.cat([self._connector(self._tower(part).last_hidden_state) for part in parts])
         outputs = torch.split(features, [len(item.arrays["pixel_values"]) for item in items])
-        return own_memory([output.flatten(0, 1) for output in outputs])
+        return [output.flatten(0, 1) for output in outputs]
 
     def _pieces_at_once(self, piece_size: int, weight: Tensor) -> int:
         piece_bytes = (piece_size // self._patch_size) ** 2 * self._width * weight.itemsize

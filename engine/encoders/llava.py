@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from transformers import AutoModel
 from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
-from engine.device.counters import encoder_computations
 from engine.device.h2d import send_tensor
-from engine.models.base import CheckpointLayout, EncoderModel, own_memory
+from engine.models.base import CheckpointLayout, EncoderModel
 from engine.processors import ProcessedInput
 
 
@@ -38,13 +37,12 @@ class LlavaEncoder(EncoderModel):
 
     @torch.inference_mode()
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
-        encoder_computations.add(len(items))
         weight = next(self.module.parameters())
         pixels = torch.from_numpy(np.stack([item.arrays["pixel_values"] for item in items]))
         pixels = send_tensor(pixels, weight.device, weight.dtype)
         states = self._tower(pixels, output_hidden_states=True).hidden_states
         features = torch.cat([states[layer][:, self._first_row :] for layer in self._layers], dim=-1)
-        return own_memory(self._projector(features).unbind(0))
+        return list(self._projector(features).unbind(0))
 
 
 def _layout(inner: str) -> CheckpointLayout:

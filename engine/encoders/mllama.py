@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers.models.mllama.modeling_mllama import MllamaVisionModel
 
-from engine.device.counters import encoder_computations
 from engine.device.h2d import send_tensor
-from engine.models.base import CheckpointLayout, EncoderModel, own_memory
+from engine.models.base import CheckpointLayout, EncoderModel
 from engine.processors import ProcessedInput
 
 
@@ -36,12 +35,8 @@ class MllamaEncoder(EncoderModel):
         self._projector = nn.Linear(config.vision_config.vision_output_dim, config.text_config.hidden_size)
         self.module: nn.Module = nn.ModuleDict({"vision_model": self._vision, "multi_modal_projector": self._projector})
 
-    def finish_loading(self, device: torch.device) -> None:
-        pass
-
     @torch.inference_mode()
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
-        encoder_computations.add(len(items))
         weight = self._projector.weight
         tiles = [torch.from_numpy(item.arrays["pixel_values"]) for item in items]
         pixels = torch.zeros(len(items), 1, self._max_tiles, *tiles[0].shape[1:])
@@ -56,4 +51,4 @@ class MllamaEncoder(EncoderModel):
             aspect_ratio_mask=send_tensor(present, weight.device, present.dtype),
         ).last_hidden_state
         # [pictures, 1, tiles, rows per tile, features] -> [pictures, rows, hidden_size]
-        return own_memory(self._projector(states).flatten(1, 3).unbind(0))
+        return list(self._projector(states).flatten(1, 3).unbind(0))

@@ -13,7 +13,6 @@ from transformers.masking_utils import create_bidirectional_mask
 from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioEncoder as Qwen2AudioTower
 from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioMultiModalProjector
 
-from engine.device.counters import encoder_computations
 from engine.device.h2d import send_tensor
 from engine.models.base import CheckpointLayout, EncoderModel
 from engine.processors import ProcessedInput
@@ -41,18 +40,14 @@ class Qwen2AudioEncoder(EncoderModel):
         self._projector = Qwen2AudioMultiModalProjector(config)
         self.module: nn.Module = nn.ModuleDict({"audio_tower": self._tower, "projector": self._projector})
 
-    def finish_loading(self, device: torch.device) -> None:
-        pass
-
     @torch.inference_mode()
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
-        encoder_computations.add(len(items))
         num_frames = np.array([item.arrays["feature_attention_mask"].sum() for item in items])
         num_keys = torch.from_numpy((num_frames - 1) // 2 + 1)  # the second convolution makes one of every two frames
         needed = 2 * int(num_keys.max()) + 1  # key j is made of frames 2j - 2 to 2j + 2, be they silence
         features = torch.from_numpy(np.stack([item.arrays["input_features"][:, :needed] for item in items]))
         rows = self._projector(self._hear(features, num_keys))
-        return [clip[: item.shape[0]].clone() for clip, item in zip(rows, items, strict=True)]
+        return [row[: item.shape[0]] for row, item in zip(rows, items, strict=True)]
 
     def _hear(self, features: Tensor, num_keys: Tensor) -> Tensor:
         """The tower's forward pass: [n, mels, frames] -> [n, longest / 2, d_model]."""

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from transformers.models.whisper.modeling_whisper import WhisperEncoder as WhisperEncoderModule
 
-from engine.device.counters import encoder_computations
 from engine.device.h2d import send_tensor
 from engine.encoders.attention import with_encoder_attention
-from engine.models.base import CheckpointLayout, EncoderModel, own_memory
+from engine.models.base import CheckpointLayout, EncoderModel
 from engine.processors import ProcessedInput
 
 
@@ -25,13 +24,9 @@ class WhisperEncoder(EncoderModel):
     def __init__(self, config: Any) -> None:
         self.module = self.unmasked = WhisperEncoderModule(with_encoder_attention(config))
 
-    def finish_loading(self, device: torch.device) -> None:
-        pass
-
     @torch.inference_mode()
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
-        encoder_computations.add(len(items))
         weight = next(self.module.parameters())
         features = torch.from_numpy(np.stack([item.arrays["input_features"] for item in items]))
         output = self.module(send_tensor(features, weight.device, weight.dtype))
-        return own_memory(output.last_hidden_state.unbind(0))
+        return list(output.last_hidden_state.unbind(0))

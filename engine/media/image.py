@@ -1,14 +1,19 @@
-"""Pictures: bytes to RGB pixels, as a person sees them."""
+"""Images: bytes to upright RGB pixels, and pixels to the numbers that an encoder takes.
+
+The numbers are rescaled and normalised per channel, rounded where transformers rounds.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import warnings
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError, WebPImagePlugin  # noqa: F401  (the others load themselves)
+import numpy.typing as npt
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from common.errors import TriptychError
 
@@ -25,11 +30,14 @@ def decode_image(media: bytes) -> Image.Image:
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # `_check_size` decides
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # MAX_PIXELS decides
             image = Image.open(io.BytesIO(media), formats=FORMATS)
-        _check_size(image)
+        if image.width * image.height > MAX_PIXELS:
+            message = f"the picture has {image.width} x {image.height} pixels; at most {MAX_PIXELS} are accepted"
+            raise TriptychError("bad_media", message)
         image.load()
-        _turn_upright(image)
+        with contextlib.suppress(Exception):  # damaged EXIF fails in many ways, and the image is good without it
+            ImageOps.exif_transpose(image, in_place=True)
         return _to_rgb(image)
     except TriptychError:
         raise
@@ -42,17 +50,6 @@ def decode_image(media: bytes) -> Image.Image:
         raise TriptychError("bad_media", message) from error
 
 
-def _check_size(image: Image.Image) -> None:
-    if image.width * image.height > MAX_PIXELS:
-        message = f"the picture has {image.width} x {image.height} pixels; at most {MAX_PIXELS} are accepted"
-        raise TriptychError("bad_media", message)
-
-
-def _turn_upright(image: Image.Image) -> None:
-    with contextlib.suppress(Exception):  # damaged EXIF fails in many ways, and the picture is good without it
-        ImageOps.exif_transpose(image, in_place=True)
-
-
 def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):  # 16 bits per pixel, which `convert` would clip at 255
         image = Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).clip(0, 255).astype(np.uint8))
@@ -62,3 +59,29 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         canvas.paste(layer, mask=layer.getchannel("A"))
         return canvas
     return image if image.mode == "RGB" else image.convert("RGB")  # no copy: it may be hundreds of megabytes
+
+
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+HALVES = (0.5, 0.5, 0.5)
+"""SigLIP's mean and deviation."""
+
+
+def values_of_bytes(mean: Sequence[float], std: Sequence[float], rescale_factor: float) -> npt.NDArray[np.float32]:
+    """[3, 256]: what each of the 256 values of a channel becomes, rounded where transformers rounds."""
+    scaled = (np.arange(256, dtype=np.float64) * rescale_factor).astype(np.float32)
+    means, stds = (np.array(values, dtype=np.float32)[:, None] for values in (mean, std))
+    values: npt.NDArray[np.float32] = (scaled - means) / stds
+    return values
+
+
+def to_planes(image: Image.Image, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """An RGB picture as [3, height, width], through the table of `values_of_bytes`."""
+    pixels = np.asarray(image)
+    return np.stack([values[channel][pixels[..., channel]] for channel in range(3)])
+
+
+def require_steps(json: dict[str, Any], *steps: str) -> None:
+    """Raise ValueError for a preprocessor_config.json that turns off a step which is always done here."""
+    for step in steps:
+        if json.get(step, True) is False:
+            raise ValueError(f"a preprocessor with {step} = false is not supported")

@@ -160,18 +160,15 @@ class EncoderModel(ABC):
     layout: CheckpointLayout
     unmasked: nn.Module | None = None
 
-    @abstractmethod
-    def finish_loading(self, device: torch.device) -> None:
-        """Compute on `device` what no checkpoint holds; called once its weights are in place."""
+    def finish_loading(self, device: torch.device) -> None:  # noqa: B027  (most encoders have nothing to do)
+        """Compute on `device` the buffers that no checkpoint holds; called once the weights are in place."""
 
     @abstractmethod
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
-        """One output [num_encoder_tokens, hidden_size] per item, equal to what the item alone would give."""
+        """Return an output [num_encoder_tokens, hidden_size] per item, equal to the output of the item alone.
 
-
-def own_memory(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs that do not keep the whole batch alive as long as one of them is."""
-    return list(outputs) if len(outputs) == 1 else [output.clone() for output in outputs]
+        Outputs may be views of one batch: the caller copies an output that outlives the others.
+        """
 
 
 @dataclass(frozen=True)

@@ -45,13 +45,13 @@ class Processor(Protocol):
 
 
 @dataclass(frozen=True)
-class _Worker:
+class _ProcessorState:
     info: ModelInfo
     dtype: str
     processor: Processor
 
 
-_worker: _Worker | None = None
+_worker: _ProcessorState | None = None
 
 
 def init_worker(model: str, dtype: str) -> None:
@@ -67,7 +67,7 @@ def init_worker(model: str, dtype: str) -> None:
     if info.media_kind is None:
         raise TriptychError("invalid_request", f"{info.name} is a text model: it takes no media", "model")
     build: Callable[[ModelInfo], Processor] = pkgutil.resolve_name(info.family.processor)
-    _worker = _Worker(info, dtype, build(info))
+    _worker = _ProcessorState(info, dtype, build(info))
     if multiprocessing.parent_process() is not None and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)  # the pool is the parallelism; the engine beside it needs the cores
 

@@ -1,16 +1,126 @@
-"""Pictures of LLaVA-1.5 and its relatives: cropped to one square, as many tokens for every one."""
+"""Images of LLaVA-1.5 and its relatives: cropped to one square of fixed size, with one number of tokens.
+
+Equal bit for bit to transformers' CLIP, SigLIP and LLaVA image processors;
+transformers' own would cost every preprocessing process seconds of imports (torch among them).
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
+from common.errors import TriptychError
 from common.messages import InputLayout
 from common.model_info import ModelInfo
-from engine.media.crop import CropSettings, picture_to_square
-from engine.media.image import decode_image
+from engine.media.image import CLIP_MEAN, CLIP_STD, HALVES, decode_image, require_steps, to_planes, values_of_bytes
 from engine.processors import preprocessor_json
+
+MAX_RESIZED_PIXELS = 90_000_000
+"""The shortest edge is resized to a fixed length: a picture of one row would grow without bound."""
+
+
+@dataclass(frozen=True)
+class CropSettings:
+    """Sizes in pixels, (height, width). With `shortest_edge` the aspect is kept, else all is brought to `size`.
+
+    `square` lays the picture on a square of the mean colour first.
+    """
+
+    shortest_edge: int | None
+    size: tuple[int, int] | None
+    crop_size: tuple[int, int] | None
+    square: bool = False
+    image_mean: tuple[float, ...] = CLIP_MEAN
+    image_std: tuple[float, ...] = CLIP_STD
+    rescale_factor: float = 1 / 255
+    resample: int = Image.Resampling.BICUBIC
+
+    @classmethod
+    def from_json(cls, json: dict[str, Any]) -> CropSettings:
+        """From a preprocessor_config.json. Raises ValueError where it turns off a step that is always done here."""
+        require_steps(json, "do_resize", "do_rescale", "do_normalize")
+        kind = str(json.get("image_processor_type") or json.get("feature_extractor_type"))
+        siglip = kind.startswith("Siglip")
+        size = json.get("size") or ({"height": 224, "width": 224} if siglip else 224)
+        shortest = size if isinstance(size, int) else size.get("shortest_edge")
+        mean, std = (HALVES, HALVES) if siglip else (CLIP_MEAN, CLIP_STD)
+        return cls(
+            shortest_edge=shortest,
+            size=None if shortest else _pair(size),
+            crop_size=_pair(json.get("crop_size") or 224) if json.get("do_center_crop", not siglip) else None,
+            square=bool(json.get("do_pad", False)) and kind.startswith("Llava"),
+            image_mean=tuple(json.get("image_mean") or mean),
+            image_std=tuple(json.get("image_std") or std),
+            **{name: json[name] for name in ("rescale_factor", "resample") if json.get(name) is not None},
+        )
+
+    @property
+    def output_size(self) -> tuple[int, int]:
+        """Of every picture. Raises ValueError where it depends on the picture."""
+        fixed = self.crop_size or self.size
+        if fixed is None:
+            raise ValueError(
+                f"a preprocessor that resizes the shortest edge to {self.shortest_edge} and crops nothing makes "
+                "pictures of any size, the encoder takes one size: set do_center_crop and crop_size"
+            )
+        return fixed
+
+
+def image_to_square(image: Image.Image, settings: CropSettings) -> npt.NDArray[np.float32]:
+    """[3, height, width] of `settings.output_size`.
+
+    Raises TriptychError("bad_media") for a picture so long and narrow that resizing it would take all memory.
+    """
+    if settings.square:
+        image = _on_a_square(image, settings.image_mean)
+    height, width = settings.size or _scaled_size(image, settings.shortest_edge or 0)
+    if height * width > MAX_RESIZED_PIXELS:
+        message = f"a picture of {image.width} x {image.height} pixels is too narrow: resized it is {width} x {height}"
+        raise TriptychError("bad_media", message)
+    image = image.resize((width, height), settings.resample)
+    if settings.crop_size is not None:
+        image = _center_crop(image, settings.crop_size)
+    values = values_of_bytes(settings.image_mean, settings.image_std, settings.rescale_factor)
+    return to_planes(image, values)
+
+
+def _on_a_square(image: Image.Image, mean: tuple[float, ...]) -> Image.Image:
+    side = max(image.size)
+    if image.width == image.height:
+        return image
+    red, green, blue = (int(value * 255) for value in mean)
+    canvas = Image.new("RGB", (side, side), (red, green, blue))
+    canvas.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
+    return canvas
+
+
+def _scaled_size(image: Image.Image, shortest_edge: int) -> tuple[int, int]:
+    """(height, width) with the aspect kept, the longer edge rounded down."""
+    if image.width <= image.height:
+        return int(shortest_edge * image.height / image.width), shortest_edge
+    return shortest_edge, int(shortest_edge * image.width / image.height)
+
+
+def _center_crop(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """The middle; black where the picture is smaller."""
+    height, width = size
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    return image.crop((left, top, left + width, top + height))
+
+
+def _pair(size: int | dict[str, int]) -> tuple[int, int]:
+    if isinstance(size, int):
+        return size, size
+    if "height" not in size or "width" not in size:
+        raise ValueError(
+            f"a preprocessor size of {size} is not supported; supported: shortest_edge, or height and width"
+        )
+    return int(size["height"]), int(size["width"])
+
 
 CLASS_TOKENS: Final = {"clip_vision_model": 1, "siglip_vision_model": 0}
 """Vision towers, and the rows that each puts before those of the patches."""
@@ -40,5 +150,5 @@ class LlavaProcessor:
         self._shape = (num_tokens, int(info.text_config["hidden_size"]))
 
     def __call__(self, media: bytes) -> tuple[dict[str, npt.NDArray[Any]], InputLayout, tuple[int, ...]]:
-        pixels = picture_to_square(decode_image(media), self._settings)
+        pixels = image_to_square(decode_image(media), self._settings)
         return {"pixel_values": pixels}, self._layout, self._shape

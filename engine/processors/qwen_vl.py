@@ -1,18 +1,92 @@
-"""Pictures of the Qwen-VL models: any size, cut into patches."""
+"""Images of the Qwen-VL models: any size, cut into patches.
+
+Equal bit for bit to transformers' image processor of Qwen2-VL;
+transformers' own would cost every preprocessing process seconds of imports (torch among them).
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
+from common.errors import TriptychError
 from common.messages import InputLayout
 from common.model_info import ModelInfo
-from engine.media.image import decode_image
-from engine.media.patches import PatchSettings, picture_to_patches
+from engine.media.image import CLIP_MEAN, CLIP_STD, decode_image, require_steps, values_of_bytes
 from engine.processors import preprocessor_json
+
+_MAX_ASPECT_RATIO = 200
+
+
+@dataclass(frozen=True)
+class PatchSettings:
+    """Sizes in pixels, but `merge_size` in patches (per side, to one token) and `temporal_patch_size` in frames."""
+
+    patch_size: int = 14
+    temporal_patch_size: int = 2
+    merge_size: int = 2
+    min_pixels: int = 56 * 56
+    max_pixels: int = 28 * 28 * 1280
+    image_mean: tuple[float, ...] = CLIP_MEAN
+    image_std: tuple[float, ...] = CLIP_STD
+    rescale_factor: float = 1 / 255
+    resample: int = Image.Resampling.BICUBIC
+
+    @classmethod
+    def from_json(cls, json: dict[str, Any]) -> PatchSettings:
+        """From a preprocessor_config.json. Raises ValueError where it turns off a step that is always done here."""
+        require_steps(json, "do_resize", "do_rescale", "do_normalize")
+        size = json.get("size") or {}
+        known = {name: json[name] for name in cls.__dataclass_fields__ if json.get(name) is not None}
+        known.setdefault("min_pixels", size.get("shortest_edge", cls.min_pixels))
+        known.setdefault("max_pixels", size.get("longest_edge", cls.max_pixels))
+        return cls(**{**known, "image_mean": tuple(known.get("image_mean", CLIP_MEAN))})
+
+
+def image_to_patches(
+    image: Image.Image, settings: PatchSettings
+) -> tuple[npt.NDArray[np.float32], tuple[int, int, int]]:
+    """Patches [num_patches, channels * frames * patch_size^2], merged ones next to each other, and their grid
+    (time, height, width) before merging.
+
+    Raises TriptychError("bad_media") for a picture more than 200 times as long as wide.
+    """
+    width, height = target_size(image.width, image.height, settings)
+    resized = np.asarray(image.resize((width, height), settings.resample))
+    merge, patch = settings.merge_size, settings.patch_size
+    rows, columns = height // patch, width // patch
+    # [rows / m, m, patch, columns / m, m, patch, channel] -> [rows / m, columns / m, m, m, channel, patch, patch]
+    squares = resized.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
+    squares = squares.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3, patch * patch)
+    patches = np.empty((rows * columns, 3, settings.temporal_patch_size, patch * patch), dtype=np.float32)
+    tables = values_of_bytes(settings.image_mean, settings.image_std, settings.rescale_factor)
+    for channel, values in enumerate(tables):
+        patches[:, channel] = values[squares[:, channel]][:, None]  # a still picture fills every frame
+    return patches.reshape(rows * columns, -1), (1, rows, columns)
+
+
+def target_size(width: int, height: int, settings: PatchSettings) -> tuple[int, int]:
+    """The size that a picture is brought to: multiples of a token's side, pixels between the limits, the aspect kept
+    as well as can be (Qwen2-VL's `smart_resize`)."""
+    if max(width, height) > _MAX_ASPECT_RATIO * min(width, height):
+        message = f"a picture of {width} x {height} pixels: one side is more than {_MAX_ASPECT_RATIO} times the other"
+        raise TriptychError("bad_media", message)
+    side = settings.patch_size * settings.merge_size
+    new_height, new_width = round(height / side) * side, round(width / side) * side
+    if new_height * new_width > settings.max_pixels:
+        shrink = math.sqrt(height * width / settings.max_pixels)
+        new_height = max(side, math.floor(height / shrink / side) * side)
+        new_width = max(side, math.floor(width / shrink / side) * side)
+    elif new_height * new_width < settings.min_pixels:
+        grow = math.sqrt(settings.min_pixels / (height * width))
+        new_height = math.ceil(height * grow / side) * side
+        new_width = math.ceil(width * grow / side) * side
+    return new_width, new_height
 
 
 class QwenVLProcessor:
@@ -35,7 +109,7 @@ class QwenVLProcessor:
             )
 
     def __call__(self, media: bytes) -> tuple[dict[str, npt.NDArray[Any]], InputLayout, tuple[int, ...]]:
-        patches, (time, height, width) = picture_to_patches(decode_image(media), self._settings)
+        patches, (time, height, width) = image_to_patches(decode_image(media), self._settings)
         merge = self._settings.merge_size
         merged = (time, height // merge, width // merge)
         num_tokens = math.prod(merged)

@@ -11,7 +11,7 @@ import torch
 from common.config import EngineConfig
 from common.model_info import ModelInfo
 from common.telemetry import get_logger
-from engine.attention.context import PagedAttentionContext
+from engine.attention.backend import PagedAttentionContext
 from engine.attention.select import choose_backend
 from engine.cache.block_manager import BlockManager, BlockMove
 from engine.cache.encoder_cache import EncoderCacheManager

@@ -29,8 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend, DecodePlan
-from engine.attention.context import PagedAttentionContext
+from engine.attention.backend import AttentionBackend, DecodePlan, PagedAttentionContext
 from engine.attention.metadata import AttentionMetadata, BoolArray
 from engine.device.h2d import overwrite
 from engine.device.recorder import Recorder

@@ -36,7 +36,8 @@ def draw(scores: torch.Tensor, sampling: Sequence[SamplingParams], uniforms: Seq
         for row, token in zip(rows, drawn.tolist(), strict=True):
             tokens[row] = min(token, vocab_size - 1)  # NaN leads beyond the end
 
-    unordered = limits.rows_without_order()
+    # Rows without top-k and top-p need no sorted tokens.
+    unordered = [row for row, one in enumerate(sampling) if limits.top_k[row] == 0 and one.top_p >= 1.0]
     if unordered:
         kept = _keep(_select(weights, unordered), limits.select(unordered).min_ps)
         settle(unordered, invert(kept, _select(numbers, unordered)))
@@ -77,11 +78,6 @@ class _Limits:
         self.ks = torch.tensor(self.top_k, device=device).unsqueeze(1)
         self.ps = torch.tensor([[params.top_p] for params in sampling], dtype=torch.float64, device=device)
         self.min_ps = torch.tensor([[params.min_p] for params in sampling], dtype=torch.float32, device=device)
-
-    def rows_without_order(self) -> list[int]:
-        """Rows whose tokens need not be sorted: those without top-k and top-p."""
-        named = zip(self._sampling, self.top_k, strict=True)
-        return [row for row, (params, k) in enumerate(named) if k == 0 and params.top_p >= 1.0]
 
     def select(self, rows: Sequence[int]) -> _Limits:
         if len(rows) == len(self._sampling):

@@ -53,6 +53,7 @@ _READING_TOKENS: Final = (
     "grammar",
 )
 """Those of them that depend on which tokens came before; the others only on how many."""
+_PENALTIES: Final = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _NO_RULES: Final = SamplingParams()
 
 
@@ -72,13 +73,14 @@ class SequenceState:
         self.is_plain = not self.has_rules and params.logprobs is None
         self.can_run_ahead = not _has_any(params, _READING_TOKENS) and params.logprobs is None
         self.grammar = grammar
-        self.counts = TokenCounts(vocabulary.size) if _has_penalty(params) else None
+        self.counts = TokenCounts(vocabulary.size) if _has_any(params, _PENALTIES) else None
         self.ngrams = NGrams(params.no_repeat_ngram_size, vocabulary.size) if params.no_repeat_ngram_size else None
         self.bad_words = BadWords(params.bad_words_ids, vocabulary.eos_token_ids) if params.bad_words_ids else None
-        self.suppressed = _to_ids(params.suppress_tokens)
-        self.begin_suppressed = _to_ids(params.begin_suppress_tokens)
-        self.ends = _to_ids((*vocabulary.eos_token_ids, *params.stop_token_ids)) if params.min_tokens else _to_ids(())
-        self.biased = _to_ids(tuple(params.logit_bias))
+        self.suppressed = np.array(params.suppress_tokens, np.int64)
+        self.begin_suppressed = np.array(params.begin_suppress_tokens, np.int64)
+        ends = (*vocabulary.eos_token_ids, *params.stop_token_ids) if params.min_tokens else ()
+        self.ends = np.array(ends, np.int64)
+        self.biased = np.array(tuple(params.logit_bias), np.int64)
         self.biases = np.array(list(params.logit_bias.values()), np.float32)
         self._num_seen = 0
 
@@ -113,7 +115,7 @@ class SequenceState:
         return [part for part in parts if len(part)]
 
 
-class _Row(NamedTuple):
+class _RuledRow(NamedTuple):
     number: int
     sequence: SampledSequence
     state: SequenceState
@@ -130,7 +132,7 @@ def apply_rules(
     Scores are logits, or log-probabilities in beam search. A row may be left without any token above -inf.
     """
     rows = []
-    for row in map(_Row, range(len(sequences)), sequences, states):
+    for row in map(_RuledRow, range(len(sequences)), sequences, states):
         if not row.state.has_rules:
             continue
         forced = _forced_ids(row.sequence)
@@ -159,14 +161,6 @@ def _has_any(params: SamplingParams, names: Sequence[str]) -> bool:
     return any(getattr(params, name) != getattr(_NO_RULES, name) for name in names)
 
 
-def _has_penalty(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-
-
-def _to_ids(token_ids: Sequence[int]) -> IntArray:
-    return np.array(token_ids, np.int64)
-
-
 def _forced_ids(sequence: SampledSequence) -> tuple[int, ...]:
     """The only tokens that may come next, whatever else is said; empty where the choice is free."""
     params, position = sequence.sampling, sequence.num_output_tokens
@@ -177,7 +171,7 @@ def _forced_ids(sequence: SampledSequence) -> tuple[int, ...]:
 
 def _force(row: torch.Tensor, token_ids: Sequence[int]) -> None:
     """A choice of several keeps its scores; a single token gets 0, so that it costs a beam nothing."""
-    [index] = send(row.device, _to_ids(token_ids))
+    [index] = send(row.device, np.array(token_ids, np.int64))
     kept = row[index]
     nothing_is_left = (kept.amax() == -torch.inf) | (len(token_ids) == 1)
     row.fill_(-torch.inf)
@@ -185,7 +179,7 @@ def _force(row: torch.Tensor, token_ids: Sequence[int]) -> None:
 
 
 def _keep(row: torch.Tensor, token_ids: Sequence[int]) -> None:
-    [index] = send(row.device, _to_ids(token_ids))
+    [index] = send(row.device, np.array(token_ids, np.int64))
     kept = row[index]
     row.fill_(-torch.inf)
     row[index] = kept
@@ -202,14 +196,14 @@ def _follow(row: torch.Tensor, grammar: GrammarMatcher) -> None:
     row.masked_fill_(mask & (row.amax() == -torch.inf), 0.0)
 
 
-def _add_biases(scores: torch.Tensor, rows: Sequence[_Row]) -> None:
+def _add_biases(scores: torch.Tensor, rows: Sequence[_RuledRow]) -> None:
     named = [(row.number, row.state.biased, row.state.biases) for row in rows if len(row.state.biased)]
     if named:
         where = _locate(scores, [(index, ids) for index, ids, _ in named])
         scores[where] += _values(scores, [values for _, _, values in named])
 
 
-def _penalise_repetition(scores: torch.Tensor, rows: Sequence[_Row]) -> None:
+def _penalise_repetition(scores: torch.Tensor, rows: Sequence[_RuledRow]) -> None:
     """Keskar et al., 2019: what has occurred gets a positive score divided, a negative one multiplied."""
     named = []
     for index, sequence, state in rows:
@@ -222,7 +216,7 @@ def _penalise_repetition(scores: torch.Tensor, rows: Sequence[_Row]) -> None:
         scores[where] = torch.where(values < 0, values * penalties, values / penalties)
 
 
-def _penalise_output(scores: torch.Tensor, rows: Sequence[_Row]) -> None:
+def _penalise_output(scores: torch.Tensor, rows: Sequence[_RuledRow]) -> None:
     named = []
     for index, sequence, state in rows:
         params = sequence.sampling
@@ -234,7 +228,7 @@ def _penalise_output(scores: torch.Tensor, rows: Sequence[_Row]) -> None:
         scores[where] -= _values(scores, [values for _, _, values in named])
 
 
-def _forbid(scores: torch.Tensor, rows: Sequence[_Row]) -> None:
+def _forbid(scores: torch.Tensor, rows: Sequence[_RuledRow]) -> None:
     named = [(row.number, ids) for row in rows for ids in row.state.forbidden(row.sequence)]
     if named:
         scores[_locate(scores, named)] = -torch.inf

@@ -88,12 +88,24 @@ class Sampler:
 
     def check(self, sampling: SamplingParams) -> None:
         """Raise TriptychError("invalid_request") naming the field where a request's rules cannot be followed here."""
-        for name, token_ids in _named_tokens(sampling).items():
+        timestamps, forced = sampling.timestamps, sampling.forced_eos_token_id
+        named = {
+            "logit_bias": list(sampling.logit_bias),
+            "allowed_token_ids": list(sampling.allowed_token_ids),
+            "bad_words_ids": [token for sequence in sampling.bad_words_ids for token in sequence],
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "suppress_tokens": list(sampling.suppress_tokens),
+            "begin_suppress_tokens": list(sampling.begin_suppress_tokens),
+            "prefix_allowed": [token for allowed in sampling.prefix_allowed for token in allowed],
+            "forced_eos_token_id": [] if forced is None else [forced],
+            "timestamps": [timestamps.first_token_id, timestamps.no_timestamps_token_id] if timestamps else [],
+        }
+        for name, token_ids in named.items():
             bad = next((token for token in token_ids if not 0 <= token < self._vocabulary.size), None)
             if bad is not None:
                 message = f"token id {bad} in {name} is outside the vocabulary of {self._vocabulary.size}"
                 raise TriptychError("invalid_request", message, name)
-        if sampling.timestamps is not None and not self._vocabulary.eos_token_ids:
+        if timestamps is not None and not self._vocabulary.eos_token_ids:
             message = f"{self._info.name} has no end-of-sequence token: timestamps need one"
             raise TriptychError("invalid_request", message, "timestamps")
         if sampling.grammar is not None:
@@ -155,19 +167,3 @@ def choose_on_device(scores: torch.Tensor, sequences: Sequence[SampledSequence])
         return draw_on_device(scores, settings, uniforms)
     [rows] = send(scores.device, np.array(random, np.int64))
     return scores.argmax(dim=-1).index_copy_(0, rows, draw_on_device(scores[rows], settings, uniforms))
-
-
-def _named_tokens(sampling: SamplingParams) -> dict[str, list[int]]:
-    """Every token id that a rule names, by field."""
-    timestamps, forced = sampling.timestamps, sampling.forced_eos_token_id
-    return {
-        "logit_bias": list(sampling.logit_bias),
-        "allowed_token_ids": list(sampling.allowed_token_ids),
-        "bad_words_ids": [token for sequence in sampling.bad_words_ids for token in sequence],
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "suppress_tokens": list(sampling.suppress_tokens),
-        "begin_suppress_tokens": list(sampling.begin_suppress_tokens),
-        "prefix_allowed": [token for allowed in sampling.prefix_allowed for token in allowed],
-        "forced_eos_token_id": [] if forced is None else [forced],
-        "timestamps": [timestamps.first_token_id, timestamps.no_timestamps_token_id] if timestamps else [],
-    }

@@ -27,9 +27,8 @@ from engine.attention.flashinfer.wrappers import (
     fixed_decode_bytes,
     load_flashinfer,
 )
-from engine.attention.metadata import AttentionMetadata
+from engine.attention.metadata import AttentionMetadata, cross_plans_reused
 from engine.attention.torch_backend import TorchBackend
-from engine.device.counters import cross_plans_reused
 from engine.device.h2d import send
 from engine.state.spec import HeadSpec, PositionBias
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 
 from engine.attention.backend import DecodePlan
-from engine.attention.flashinfer.paged_batch import Pages
+from engine.attention.flashinfer.paged_batch import Pages, page_table
 from engine.attention.flashinfer.wrappers import Call, DecodeWrapper, FixedBuffers, Workspace
-from engine.attention.metadata import AttentionMetadata
-from engine.attention.page_tables import is_same_batch, page_table
-from engine.device.counters import cross_plans_reused
+from engine.attention.metadata import AttentionMetadata, cross_plans_reused, is_same_batch
 from engine.device.h2d import overwrite
 from engine.state.inputs import IntArray
 from engine.state.spec import HeadSpec

@@ -9,15 +9,51 @@ from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.attention.backend import AttentionBackend
-from engine.attention.metadata import AttentionMetadata
-from engine.attention.page_tables import PageTable, common_keys, is_same_batch, page_table
+from engine.attention.metadata import AttentionMetadata, common_keys, is_same_batch, num_blocks
 from engine.attention.torch_backend import TorchBackend
 from engine.device.h2d import pack, send, unpack
+from engine.state.inputs import IntArray
 
 Phase = Literal["decode", "prefill"]
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """The pages of n requests (compressed sparse rows, as FlashInfer takes them), on the host.
+
+    indptr         int32 [n + 1]: the pages of request i are indices[indptr[i] : indptr[i + 1]], one at least
+    indices        int32 [indptr[n]]
+    last_page_len  int32 [n]: keys in the last page, 1 .. block_size
+    num_keys       int32 [n]: keys in all of its pages
+    is_empty       bool [n]: requests without keys. They are given one, in block 0; what comes of it must be zeros
+    """
+
+    indptr: Int32Array
+    indices: Int32Array
+    last_page_len: Int32Array
+    num_keys: Int32Array
+    is_empty: npt.NDArray[np.bool_]
+
+
+def page_table(table: IntArray, num_keys: IntArray, block_size: int) -> PageTable:
+    """The first `num_keys` [n] keys of each row of a block table [n, max_blocks]."""
+    is_empty = num_keys == 0
+    num_keys = np.maximum(num_keys, 1)
+    counts = num_blocks(num_keys, block_size)
+    indptr = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=indptr[1:])
+    width = int(counts.max(initial=0))
+    blocks = np.zeros((len(counts), width), np.int32)  # where all rows are empty, a table has no columns
+    blocks[:, : table.shape[1]] = table[:, :width]
+    blocks[is_empty] = 0
+    indices = blocks[np.arange(width) < counts[:, None]]
+    last_page_len = (num_keys - (counts - 1) * block_size).astype(np.int32)
+    return PageTable(indptr, indices, last_page_len, num_keys.astype(np.int32), is_empty)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend
-from engine.attention.context import PagedAttentionContext
+from engine.attention.backend import AttentionBackend, PagedAttentionContext
 from engine.attention.metadata import AttentionMetadata
 from engine.cache.block_pool import BlockPool
 from engine.state.spec import PositionBias

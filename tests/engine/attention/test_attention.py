@@ -12,8 +12,7 @@ from torch import Tensor
 
 from common.errors import TriptychError
 from engine.attention import select
-from engine.attention.backend import AttentionBackend
-from engine.attention.context import PagedAttentionContext
+from engine.attention.backend import AttentionBackend, PagedAttentionContext
 from engine.attention.select import BACKENDS, choose_backend
 from engine.attention.split_by_phase import PhasedBackend
 from engine.attention.torch_backend import TorchBackend

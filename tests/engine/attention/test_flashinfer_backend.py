@@ -15,15 +15,13 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from common.errors import TriptychError
-from engine.attention.backend import AttentionBackend
-from engine.attention.context import PagedAttentionContext
+from engine.attention.backend import AttentionBackend, PagedAttentionContext
 from engine.attention.flashinfer.paged_batch import RaggedBatch
 from engine.attention.flashinfer.served import ReasonLog, needs_tensor_cores, unserved
 from engine.attention.flashinfer.wrappers import WORKSPACE_BYTES, fixed_decode_bytes
-from engine.attention.metadata import AttentionMetadata
+from engine.attention.metadata import AttentionMetadata, cross_plans_reused
 from engine.attention.select import choose_backend
 from engine.attention.torch_backend import TorchBackend
-from engine.device.counters import cross_plans_reused
 from engine.state.spec import HeadSpec
 from tests.engine.attention.paged import Paged, Shape, assert_equal, dense, distance_bias, shapes
 from tests.fake_flashinfer.dense import Wrapper

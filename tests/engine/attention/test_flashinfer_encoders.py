@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from common.model_info import load_model_info
 from engine import processors
 from engine.encoders.attention import use_flashinfer
-from engine.encoders.qwen_vision import QwenVisionEncoder
+from engine.encoders.qwen_vl import QwenVisionEncoder
 from engine.models.base import EncoderModel
 from engine.models.registry import load_encoder
 from tests import fake_flashinfer, tiny_models

@@ -14,7 +14,7 @@ from common.model_info import ModelInfo
 from engine.cache.block_manager import BlockManager
 from engine.cache.block_pool import BlockPool
 from engine.cache.prefix import extend_chain, root_hash
-from engine.device.counters import encoder_computations
+from engine.core.encoder_batches import encoder_computations
 from engine.llm import LLM
 from tests import tiny_models
 from tests.engine.conftest import AUDIO_FRAMES

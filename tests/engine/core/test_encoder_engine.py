@@ -64,6 +64,8 @@ def test_one_step_encodes_items_of_several_requests(folder: Path) -> None:
     for result in results:
         assert result.error is None
         assert result.tensor is not None
+        assert result.tensor.is_contiguous()
+        assert result.tensor.untyped_storage().nbytes() == result.tensor.nbytes  # no output keeps its batch alive
         alone = engine.encoder.encode([items[result.key]])[0]
         torch.testing.assert_close(result.tensor, alone, rtol=0, atol=1e-5)
         assert result.start_s <= result.end_s

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.sampling_params import SamplingParams
-from engine.device.counters import cross_plans_reused
+from engine.attention.metadata import cross_plans_reused
 from engine.llm import LLM
 from tests import tiny_models
 from tests.engine.models.media import sound_file, tone

@@ -37,15 +37,13 @@ from engine import processors
 from engine.encoders import idefics3
 from engine.encoders.idefics3 import Idefics3Encoder
 from engine.encoders.llava import LlavaEncoder
-from engine.media.crop import CropSettings, picture_to_square
-from engine.media.pieces import PieceSettings, picture_to_pieces, scaled_size, whole_pieces
 from engine.models.base import EncoderModel
 from engine.models.checkpoint import CheckpointError
 from engine.models.llama import MULTIMODAL_LAYOUT, build
 from engine.models.registry import load_decoder, load_encoder
 from engine.processors import ProcessedInput
-from engine.processors.idefics3 import Idefics3Processor
-from engine.processors.llava import LlavaProcessor
+from engine.processors.idefics3 import Idefics3Processor, PieceSettings, image_to_pieces, scaled_size, whole_pieces
+from engine.processors.llava import CropSettings, LlavaProcessor, image_to_square
 from tests.engine.models.dense import decoder_of, logits_of
 from tests.engine.models.media import encoded, noise
 from tests.equality.processors import expand, make_processor
@@ -110,7 +108,7 @@ PIECES: list[dict[str, Any]] = [
 def test_cropped_pixels_are_transformers(processor: type[Any], settings: dict[str, Any], size: tuple[int, int]) -> None:
     image, theirs = noise(*size), processor(**settings)
     json = {**settings, "image_processor_type": processor.__name__.removesuffix("Pil")}
-    ours = picture_to_square(image, CropSettings.from_json(json))
+    ours = image_to_square(image, CropSettings.from_json(json))
     assert np.array_equal(ours, theirs(images=image, return_tensors="np")["pixel_values"][0])
 
 
@@ -118,7 +116,7 @@ def test_cropped_pixels_are_transformers(processor: type[Any], settings: dict[st
 @pytest.mark.parametrize("size", [(42, 42), (84, 140), (28, 196), (3, 90), (333, 201)], ids=str)
 def test_pieces_are_transformers(settings: dict[str, Any], size: tuple[int, int]) -> None:
     image = noise(*size)
-    pieces, rows, columns = picture_to_pieces(image, PieceSettings.from_json(settings))
+    pieces, rows, columns = image_to_pieces(image, PieceSettings.from_json(settings))
     theirs = Idefics3ImageProcessorPil(**settings)(images=image, return_tensors="np", return_row_col_info=True)
     assert np.array_equal(pieces, theirs["pixel_values"][0])
     assert (rows, columns) == (theirs["rows"][0][0], theirs["cols"][0][0])
@@ -149,7 +147,7 @@ def test_a_skipped_step_is_refused(settings: Any, step: str) -> None:
 def test_a_hairline_is_refused_before_it_is_resized() -> None:
     settings = CropSettings.from_json({"size": 336, "crop_size": 336})
     with pytest.raises(TriptychError, match="a picture of 1 x 20000 pixels is too narrow: resized it is 336 x 6720000"):
-        picture_to_square(Image.new("RGB", (1, 20_000)), settings)
+        image_to_square(Image.new("RGB", (1, 20_000)), settings)
 
 
 # --- prompts
@@ -233,7 +231,7 @@ def test_outputs_equal_transformers_alone_and_together(
         torch.testing.assert_close(output, torch.cat(list(expected)), rtol=0, atol=1e-5)
         torch.testing.assert_close(output, encoder.encode([item])[0], rtol=0, atol=1e-5)
         assert tuple(output.shape) == item.shape
-        assert output.untyped_storage().nbytes() == item.size_bytes
+        assert output.nbytes == item.size_bytes
 
 
 @torch.inference_mode()

@@ -16,7 +16,7 @@ from tests import tiny_models
 _MEASURE = """
 import ctypes, json, re, sys
 import torch
-import engine.encoders.qwen2_5_vl
+import engine.encoders.qwen_vl
 import engine.encoders.whisper
 from common.model_info import load_model_info
 from engine.models.registry import load_decoder, load_encoder

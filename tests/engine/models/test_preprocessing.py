@@ -13,7 +13,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from common.errors import TriptychError
 from engine.media.log_mel import LogMel, LogMelSettings, mel_filters
-from engine.media.patches import PatchSettings, picture_to_patches, target_size
+from engine.processors.qwen_vl import PatchSettings, image_to_patches, target_size
 from tests.engine.models.media import noise, tone
 
 SETTINGS: list[dict[str, Any]] = [
@@ -31,7 +31,7 @@ sides = st.integers(1, 5000)
 @pytest.mark.parametrize("size", [(28, 28), (333, 201), (29, 900), (7, 7)], ids=str)
 def test_patches_are_transformers(settings: dict[str, Any], size: tuple[int, int]) -> None:
     image = noise(*size)
-    patches, grid = picture_to_patches(image, PatchSettings.from_json(settings))
+    patches, grid = image_to_patches(image, PatchSettings.from_json(settings))
     expected = Qwen2VLImageProcessorPil(**settings)(images=image, return_tensors="np")
     assert np.array_equal(patches, expected["pixel_values"])
     assert list(grid) == expected["image_grid_thw"][0].tolist()

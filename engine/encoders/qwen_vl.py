@@ -1,4 +1,4 @@
-"""What the vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL have in common: pictures of any sizes in one batch."""
+"""Vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: transformers' own modules, images of any sizes in one batch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
-from engine.device.counters import encoder_computations
 from engine.device.h2d import send_tensor
-from engine.models.base import CheckpointLayout, EncoderModel, own_memory
+from engine.models.base import CheckpointLayout, EncoderModel
 from engine.processors import ProcessedInput
 
 
@@ -36,7 +38,6 @@ class QwenVisionEncoder(EncoderModel):
 
     @torch.inference_mode()
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
-        encoder_computations.add(len(items))
         weight = next(self.module.parameters())
         pixels = np.concatenate([item.arrays["pixel_values"] for item in items])
         grids = np.stack([item.arrays["image_grid_thw"] for item in items])
@@ -46,7 +47,7 @@ class QwenVisionEncoder(EncoderModel):
             grid_thw=send_tensor(sizes, weight.device, sizes.dtype),
             **self.layout_of(sizes, weight.device),
         )
-        return own_memory(torch.split(self.rows_of(output), (grids.prod(-1) // self._merge_unit).tolist()))
+        return list(torch.split(self.rows_of(output), (grids.prod(-1) // self._merge_unit).tolist()))
 
     def layout_of(self, sizes: Tensor, device: torch.device) -> dict[str, Any]:
         """What the tower would work out of the sizes of pictures, [n, 3] on the host: from the device it would fetch
@@ -63,3 +64,30 @@ class QwenVisionEncoder(EncoderModel):
         """What the decoder gets of the tower's output, [num_tokens, encoder_width] over all pictures."""
         rows: Tensor = output.pooler_output
         return rows
+
+
+class Qwen2VLEncoder(QwenVisionEncoder):
+    tower = Qwen2VisionTransformerPretrainedModel
+
+
+class Qwen2_5_VLEncoder(QwenVisionEncoder):
+    tower = Qwen2_5_VisionTransformerPretrainedModel
+
+    def layout_of(self, sizes: Tensor, device: torch.device) -> dict[str, Any]:
+        config = self._config
+        order, starts = get_vision_window_index(sizes, config.spatial_merge_size, config.window_size, config.patch_size)
+        windows = {
+            "window_index": send_tensor(order, device, order.dtype),
+            "cu_window_seqlens": starts,
+            "max_window_seqlen": int(starts.diff().max()),
+        }
+        return super().layout_of(sizes, device) | windows
+
+
+class Qwen3VLEncoder(QwenVisionEncoder):
+    """A row is the tower's last output and, behind it, those of the layers in `deepstack_visual_indexes`."""
+
+    tower = Qwen3VLVisionModel
+
+    def rows_of(self, output: Any) -> Tensor:
+        return torch.cat((output.pooler_output, *output.deepstack_features), dim=-1)

@@ -1,0 +1,102 @@
+"""Encoders of token ids, T5's, BART's and mBART's: transformers' own modules, texts of many requests in one batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.models.bart.modeling_bart import BartEncoder as BartEncoderModule
+from transformers.models.mbart.modeling_mbart import MBartEncoder as MBartEncoderModule
+from transformers.models.t5.modeling_t5 import T5Stack
+
+from engine.device.h2d import send
+from engine.models.base import CheckpointLayout, EncoderModel
+from engine.processors import ProcessedInput
+
+MAX_PADDING: Final = 1.25
+"""Texts share a batch while the longest is at most so many times as long as the shortest: padding costs time."""
+
+
+@torch.inference_mode()
+def encode_texts(module: nn.Module, items: Sequence[ProcessedInput]) -> list[Tensor]:
+    """One output [num_tokens, hidden_size] per item, in their order; padding is masked, so company changes nothing."""
+    outputs: dict[int, Tensor] = {}
+    for batch in batches_by_length([len(item.arrays["input_ids"]) for item in items]):
+        outputs |= zip(batch, _encode(module, [items[index] for index in batch]), strict=True)
+    return [outputs[index] for index in range(len(items))]
+
+
+def batches_by_length(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Indices of texts that go through the encoder together."""
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if batch and lengths[index] > MAX_PADDING * lengths[batch[0]]:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def _encode(module: nn.Module, items: Sequence[ProcessedInput]) -> list[Tensor]:
+    lengths = [len(item.arrays["input_ids"]) for item in items]
+    input_ids = np.zeros((len(items), max(lengths)), np.int64)
+    mask = np.zeros_like(input_ids)
+    for row, (item, length) in enumerate(zip(items, lengths, strict=True)):
+        input_ids[row, :length], mask[row, :length] = item.arrays["input_ids"], 1
+    ids, attended = send(next(module.parameters()).device, input_ids, mask)
+    hidden = module(input_ids=ids, attention_mask=attended).last_hidden_state
+    if min(lengths) == max(lengths):
+        return list(hidden.unbind(0))
+    return [row[:length] for row, length in zip(hidden, lengths, strict=True)]
+
+
+class T5Encoder(EncoderModel):
+    """Token ids of T5's encoder prompts, padded where they share a batch."""
+
+    layout = CheckpointLayout(prefixes={"encoder.": "", "shared.": "embed_tokens."})
+
+    def __init__(self, config: Any) -> None:
+        stack = copy.deepcopy(config)
+        stack.is_decoder = stack.use_cache = False
+        self.module: nn.Module = T5Stack(stack)
+
+    def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
+        return encode_texts(self.module, items)
+
+
+class BartEncoder(EncoderModel):
+    """Token ids of BART's encoder prompts, padded where they share a batch."""
+
+    layout = CheckpointLayout(
+        prefixes={
+            "model.encoder.": "",
+            "encoder.": "",
+            "model.shared.": "embed_tokens.",
+            "shared.": "embed_tokens.",
+        },
+        ignored=("encoder.version",),  # written by the first converters
+    )
+
+    def __init__(self, config: Any) -> None:
+        self.module: nn.Module = self.make_module(config)
+
+    def make_module(self, config: Any) -> nn.Module:
+        """transformers' encoder, without weights."""
+        module: nn.Module = BartEncoderModule(config)
+        return module
+
+    def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
+        return encode_texts(self.module, items)
+
+
+class MBartEncoder(BartEncoder):
+    """The same for mBART."""
+
+    def make_module(self, config: Any) -> nn.Module:
+        module: nn.Module = MBartEncoderModule(config)
+        return module
