@@ -29,10 +29,10 @@ class Arena:
         self._lent: dict[int, int] = {}  # start: end
 
     @property
-    def num_lent(self) -> int:
+    def num_reserved(self) -> int:
         return len(self._lent)
 
-    def lend(self, num_bytes: int) -> int | None:
+    def reserve(self, num_bytes: int) -> int | None:
         """The offset of room for `num_bytes`; None where no hole is large enough at the moment."""
         needed = aligned(max(1, num_bytes))
         for index, (start, end) in enumerate(self._holes):
@@ -42,7 +42,7 @@ class Arena:
                 return start
         return None
 
-    def give_back(self, offset: int) -> None:
+    def release(self, offset: int) -> None:
         """The room at `offset` is free again. Raises KeyError where none was lent."""
         start, end = offset, self._lent.pop(offset)
         index = next((i for i, hole in enumerate(self._holes) if hole[0] > start), len(self._holes))

@@ -27,16 +27,15 @@ from broker.transports.cuda.runtime import CudaRuntime
 from broker.transports.cuda.sender import CudaConnection, CudaSender
 from broker.transports.nixl import agent as nixl_library
 from broker.transports.nixl.agent import NixlAgent
-from broker.transports.nixl.device_sender import SEND_BYTES, NixlCudaConnection, NixlCudaSender
-from broker.transports.nixl.receive_memory import (
-    MOST_BYTES,
+from broker.transports.nixl.memory import (
+    MAX_TENSOR_BYTES,
     RECEIVE_BYTES,
-    CudaReceiveMemory,
     HostReceiveMemory,
+    NixlArena,
     ReceiveMemory,
 )
 from broker.transports.nixl.receiver import NixlReceiver
-from broker.transports.nixl.sender import NixlConnection
+from broker.transports.nixl.sender import SEND_BYTES, NixlConnection, NixlCudaConnection, NixlCudaSender
 from broker.transports.redis.receiver import RedisReceiver
 from broker.transports.redis.sender import RedisConnection
 from broker.transports.shm import segment
@@ -91,8 +90,8 @@ def make_receivers(
         _start_nixl(means)
         receivers.append(_nixl_receiver(means, HostReceiveMemory(means.nixl_agent), on_arrival, max_bytes, stale_s))
     if means.cuda is not None and _takes_from_gpus(transport, means.host):
-        landing = CudaReceiveMemory(means.cuda, means.nixl_agent)
-        receivers.append(_nixl_receiver(means, landing, on_arrival, min(max_bytes, MOST_BYTES), stale_s))
+        arena = NixlArena(means.cuda, means.nixl_agent, RECEIVE_BYTES)
+        receivers.append(_nixl_receiver(means, arena, on_arrival, min(max_bytes, MAX_TENSOR_BYTES), stale_s))
     if transport == "redis":
         receivers.append(RedisReceiver(_redis_of(means), means.cluster, on_arrival, max_bytes=max_bytes))
     return receivers
@@ -147,10 +146,10 @@ def _of_the_host(transport: Transport) -> Transport:
 
 
 def _nixl_receiver(
-    means: TransportContext, landing: ReceiveMemory, on_arrival: Callable[[], None], max_bytes: int, read_s: float
+    means: TransportContext, memory: ReceiveMemory, on_arrival: Callable[[], None], max_bytes: int, read_s: float
 ) -> NixlReceiver:
     agent = means.nixl_agent
-    return NixlReceiver(means.context, means.host, agent, landing, on_arrival, max_bytes=max_bytes, read_s=read_s)
+    return NixlReceiver(means.context, means.host, agent, memory, on_arrival, max_bytes=max_bytes, read_s=read_s)
 
 
 def gpu_bytes_of_nixl(transport: Transport, host: str) -> int:

@@ -11,9 +11,8 @@ from broker.cluster.redis_client import SOCKET_TIMEOUT_S
 from broker.handoff.channels import STREAM_TTL_S, ChannelSender
 from broker.transports import routes
 from broker.transports.linked import sender as linked
-from broker.transports.nixl import link as nixl_link
-from broker.transports.nixl import reader as nixl_reader
-from broker.transports.nixl import receiver as nixl_receiver
+from broker.transports.nixl import sender as nixl_sender
+from broker.transports.nixl import wire as nixl_wire
 from broker.transports.redis import wire as redis_wire
 from common.config import Settings
 from engine.handoff import early_offers
@@ -40,9 +39,9 @@ def bounds(wait: str) -> str:
 @pytest.mark.parametrize(
     ("wait", "seconds"),
     [
-        ("the nonce of a sender", nixl_reader.NONCE_S),
-        ("a sender over NIXL that says nothing", nixl_receiver.FORGET_S),
-        ("a sender over NIXL that says nothing", nixl_link.GREETING_LASTS_S),
+        ("the nonce of a sender", nixl_wire.NONCE_S),
+        ("a sender over NIXL that says nothing", nixl_wire.FORGET_S),
+        ("a sender over NIXL that says nothing", nixl_sender.GREETING_LASTS_S),
         ("a handshake over shared memory", linked.HANDSHAKE_S),
         ("a transport that has led nowhere", routes.AVOID_S),
         ("an offer for a request that never came", early_offers.KEEP_S),

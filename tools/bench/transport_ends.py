@@ -24,7 +24,7 @@ from broker.transports.cuda.library import CudaLibrary
 from broker.transports.cuda.receiver import SCHEME as CUDA_SCHEME
 from broker.transports.cuda.runtime import CudaError
 from broker.transports.nixl.agent import module_name
-from broker.transports.nixl.receive_memory import CUDA_SCHEME as NIXL_CUDA_SCHEME
+from broker.transports.nixl.memory import CUDA_SCHEME as NIXL_CUDA_SCHEME
 from broker.transports.payload import DeviceBuffer
 from broker.transports.tensors import TensorReceiver, TensorSender, addresses_by_scheme
 from common.config import Transport

@@ -39,19 +39,19 @@ class DeviceArena:
             raise
 
     @property
-    def num_lent(self) -> int:
-        return self._rooms.num_lent
+    def num_reserved(self) -> int:
+        return self._rooms.num_reserved
 
-    def lend(self, num_bytes: int) -> int | None:
+    def reserve(self, num_bytes: int) -> int | None:
         """See Arena."""
-        return self._rooms.lend(num_bytes)
+        return self._rooms.reserve(num_bytes)
 
-    def give_back(self, offset: int) -> None:
+    def release(self, offset: int) -> None:
         """See Arena. Whoever waits for room looks again.
 
         No copy into it may be under way, or still to begin: which of two threads copies first is not known.
         """
-        self._rooms.give_back(offset)
+        self._rooms.release(offset)
         self.wake()
 
     async def next_change(self) -> None:

@@ -104,7 +104,7 @@ class CudaConnection(LinkedConnection["_Link"]):
                     await link.write(slot, data)
                     await link.announce(slot, data.nbytes, header)
                 except BaseException:
-                    link.give_back(slot)
+                    link.release(slot)
                     raise
         except TimeoutError as error:
             raise took_none(self._address, timeout_s) from error
@@ -160,7 +160,7 @@ class _Link:
             while self._max_bytes < 0:
                 await self._next_change()
         finally:
-            self.give_back(slot)
+            self.release(slot)
 
     async def room(self, num_bytes: int) -> int:
         """A slot with room for a tensor, as soon as there is some. Raises OSError where the receiver has gone.
@@ -186,7 +186,7 @@ class _Link:
         """Tell the receiver of a tensor that lies in its room. Raises OSError where it has gone."""
         await self._packets.send(encode(Announce(slot, self._offset(slot), num_bytes, header)))
 
-    def give_back(self, slot: int) -> None:
+    def release(self, slot: int) -> None:
         """The room is free, or will be when the copy to it is done. Nothing happens where it is already, since the link
         has been closed."""
         if (lent := self._lent.get(slot)) is None:
@@ -194,13 +194,13 @@ class _Link:
         lent.is_given_up = True
         if not lent.is_copied_to:
             del self._lent[slot]
-            self._arena.give_back(lent.offset)
+            self._arena.release(lent.offset)
 
     def close(self) -> None:
         """Let go of everything; whoever waits for something gets an OSError."""
         self._packets.close()
         for slot in list(self._lent):
-            self.give_back(slot)
+            self.release(slot)
         self._arena.wake()
 
     async def _lend(self, num_bytes: int) -> int:
@@ -216,7 +216,7 @@ class _Link:
             copying.exception()  # nobody else asks for it where the sender has given up
         self._lent[slot].is_copied_to = False
         if self._lent[slot].is_given_up:
-            self.give_back(slot)
+            self.release(slot)
 
     def _offset(self, slot: int) -> int:
         """Where a room is. Raises OSError where it was given back meanwhile: the connection has ended."""
@@ -232,7 +232,7 @@ class _Link:
         held = sum(lent.num_bytes for lent in self._lent.values())
         if len(self._lent) >= QUEUE_TENSORS or held + num_bytes > self._arena.size_bytes // LINK_SHARE:
             return None
-        return self._arena.lend(num_bytes)
+        return self._arena.reserve(num_bytes)
 
     async def _next_change(self) -> None:
         if not self.closed:
@@ -247,7 +247,7 @@ class _Link:
             for slot in message.slots:
                 if not self._is_lent(slot):
                     raise ValueError(f"slot {slot} is not lent")
-                self.give_back(slot)
+                self.release(slot)
             return
         if not self._nonce or message.nonce != self._nonce:
             raise ValueError("the receiver does not see this memory")

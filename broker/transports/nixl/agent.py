@@ -1,9 +1,9 @@
 """The NIXL library, an optional extra (`pip install triptych[nixl]`), as far as tensors need it.
 
 An agent moves bytes between registered memory of two processes: over InfiniBand, RoCE, shared memory or TCP, whatever
-UCX finds between the two (UCX_TLS narrows it down; tcp has to stay). https://github.com/ai-dynamo/nixl
+UCX finds between the two (UCX_TLS narrows the choice; tcp has to stay). https://github.com/ai-dynamo/nixl
 
-UCX listens on every network device of the host, unless it is told of one: UCX_NET_DEVICES.
+UCX listens on every network device of the host, unless UCX_NET_DEVICES names one.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib.util
 import os
 import secrets
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -21,7 +22,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from broker.transports.nixl.registered_buffer import HOST, RegisteredBuffer, Where
+from broker.transports.nixl.wire import HOST, Where
 
 MODULES: Final = ("nixl_cu13", "nixl_cu12")
 _RDMA_DEVICES: Final = Path("/dev/infiniband")
@@ -30,13 +31,15 @@ _POLL_S: Final = 0.0005
 
 
 def module_name() -> str | None:
-    """The installed library; None where there is none."""
+    """Return the installed library's module; None without one."""
     return next((name for name in MODULES if importlib.util.find_spec(name) is not None), None)
 
 
 def has_rdma(host: str) -> bool:
-    """Whether a process that listens on `host` may use a network device that reads memory by itself: without one, as
-    on loopback, UCX carries a GPU's memory through the host's in small pieces."""
+    """Return whether a process that listens on `host` may use RDMA.
+
+    Without RDMA, as on loopback, UCX carries a GPU's memory through the host's in small pieces.
+    """
     return not ip_address(host).is_loopback and any(_RDMA_DEVICES.glob("uverbs*"))
 
 
@@ -44,8 +47,30 @@ class NixlError(Exception):
     """The library has failed, or the other side has gone."""
 
 
-class Memory:
-    """Memory that agents of other processes may read, or this one may fill. Deregister it before it is freed."""
+class RegisteredBuffer:
+    """A reference-counted piece of registered memory, for one tensor.
+
+    The first holder is the owner; every transfer that may still write is another holder.
+    """
+
+    def __init__(self, where: Where, address: int, free: Callable[[], None]) -> None:
+        """Call `free` once, when the last holder releases the buffer."""
+        self.where = where
+        self.address = address
+        self._free = free
+        self._num_holders = 1
+
+    def acquire(self) -> None:
+        self._num_holders += 1
+
+    def release(self) -> None:
+        self._num_holders -= 1
+        if self._num_holders == 0:
+            self._free()
+
+
+class RegisteredMemory:
+    """Memory that agents of other processes may read, or this agent may fill. Deregister before freeing."""
 
     def __init__(self, agent: NixlAgent, address: int, num_bytes: int, where: Where = HOST) -> None:
         self.address = address
@@ -55,17 +80,17 @@ class Memory:
 
     @property
     def metadata(self) -> bytes:
-        """What another agent has to know to read this memory; less than a kilobyte."""
+        """The description that lets another agent read this memory; less than a kilobyte."""
         return bytes(self._agent.call("get_partial_agent_metadata", self._registration, True))
 
     def deregister(self) -> None:
-        """Nothing happens where the agent has been closed, and with it every registration."""
+        """Do nothing once the agent has been closed: closing ends every registration."""
         with suppress(NixlError):
             self._agent.call("deregister_memory", self._registration)
 
 
-class HostMemory(Memory):
-    """New memory of the host."""
+class HostMemory(RegisteredMemory):
+    """New memory of the host, as `array`."""
 
     def __init__(self, agent: NixlAgent, num_bytes: int) -> None:
         self.array = np.empty(num_bytes, np.uint8)
@@ -74,23 +99,23 @@ class HostMemory(Memory):
 
 @dataclass(eq=False)
 class _Transfer:
-    """One that may write into a room."""
+    """A read that may write into `buffer`."""
 
     name: str
     handle: Any
-    room: RegisteredBuffer
-    given_up: bool = False
+    buffer: RegisteredBuffer
+    abandoned: bool = False
 
 
 class NixlAgent:
-    """One agent: threads and connections of UCX, one per process and direction. They are made when they are first
-    needed, which takes half a second; from then on one of the threads keeps a core busy.
+    """An agent: threads and connections of UCX, one agent per process and direction.
 
-    Raises NixlError from all that it does, ImportError where the library is not installed. Belongs to one thread.
+    The threads start with the first use, which takes half a second; from then on one thread keeps a core busy.
+    Every method raises NixlError, and ImportError without the library. Belongs to one thread.
     """
 
     def __init__(self, host: str) -> None:
-        """Of a process that listens on `host`, a numeric address: on loopback, UCX is kept to that, too."""
+        """Serve a process that listens on `host`, a numeric address; on loopback UCX stays on loopback, too."""
         self._host = host
         self._agent: Any = None
         self._closed = False
@@ -99,7 +124,7 @@ class NixlAgent:
         self._transfers: list[_Transfer] = []
 
     def start(self) -> None:
-        """Make them now. What could not be made once is not tried again."""
+        """Start the threads now. A failed start is not tried again."""
         if self._closed or self._why_not:
             raise NixlError(self._why_not or "this agent has been closed")
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
@@ -116,68 +141,71 @@ class NixlAgent:
             self._why_not = f"no NIXL agent: {error}"
             raise NixlError(self._why_not) from error
 
-    def meet(self, metadata: bytes) -> str:
-        """Get to know another agent, or more of its memory; its name, for as many `part` as there were of these."""
+    def add_peer(self, metadata: bytes) -> str:
+        """Register another agent, or more memory of a known agent; return the agent's name.
+
+        Each call wants one `remove_peer`.
+        """
         name = self.call("add_remote_agent", metadata)
         text = name.decode() if isinstance(name, bytes) else str(name)
         self._known[text] += 1
         return text
 
-    def part(self, name: str) -> None:
-        """Forget another agent and close the connection: once nothing is read from it any more."""
+    def remove_peer(self, name: str) -> None:
+        """Forget another agent and close the connection, once no transfer from the agent is under way."""
         self._known[name] -= 1
         self.settle()
 
     async def read(
-        self, name: str, where: Where, address: int, room: RegisteredBuffer, start: int, num_bytes: int
+        self, name: str, where: Where, address: int, buffer: RegisteredBuffer, start: int, num_bytes: int
     ) -> None:
-        """Copy bytes of another agent's memory into a room of ours, from `start` on."""
+        """Copy `num_bytes` of another agent's memory into `buffer`, from `start` on."""
         self.settle()
-        kind, device = room.where
-        ours = self.call("get_xfer_descs", [(room.address + start, num_bytes, device)], kind)
+        kind, device = buffer.where
+        ours = self.call("get_xfer_descs", [(buffer.address + start, num_bytes, device)], kind)
         theirs = self.call("get_xfer_descs", [(address, num_bytes, where[1])], where[0])
-        transfer = _Transfer(name, self.call("initialize_xfer", "READ", ours, theirs, name), room)
+        transfer = _Transfer(name, self.call("initialize_xfer", "READ", ours, theirs, name), buffer)
         self._transfers.append(transfer)
-        room.hold()
-        polls, state = 0, "ERR"  # where the first call raises
+        buffer.acquire()
+        polls, state = 0, "ERR"  # if the first call raises
         try:
             state = self.call("transfer", transfer.handle)
             while state == "PROC":
                 await asyncio.sleep(0 if polls < _EAGER_POLLS else _POLL_S)
                 polls, state = polls + 1, self._state_of(transfer)
         finally:
-            transfer.given_up = state == "PROC"
-            if not transfer.given_up:
+            transfer.abandoned = state == "PROC"
+            if not transfer.abandoned:
                 self._end(transfer)
         if state != "DONE":
             raise NixlError(f"a transfer from {name} ended in state {state}")
 
     def settle(self) -> None:
-        """Let go of the rooms of transfers that were given up and have ended since, and of agents that have gone.
+        """Release the buffers of abandoned transfers that have ended since, and forget removed agents.
 
-        UCX goes on with a transfer until it is over, whatever it is told: it still writes when its handle has been
-        released, and even when the other agent has been forgotten. So both wait for that, and so does the room.
+        UCX cannot cancel a transfer: UCX still writes after the handle was released, and even after the other agent
+        was forgotten. So handle, agent and buffer all wait for the end of the transfer.
         """
-        for transfer in [transfer for transfer in self._transfers if transfer.given_up]:
+        for transfer in [transfer for transfer in self._transfers if transfer.abandoned]:
             if self._state_of(transfer) != "PROC":
                 self._end(transfer)
         busy = {transfer.name for transfer in self._transfers}
         for name in [name for name, count in self._known.items() if count <= 0 and name not in busy]:
             del self._known[name]
-            with suppress(NixlError):  # it has gone before, or our own agent has
+            with suppress(NixlError):  # that agent has gone before, or ours is closed
                 self.call("remove_remote_agent", name)
 
     def close(self) -> None:
-        """End the agent's threads and connections, and with them all transfers. Twice is fine."""
+        """End the agent's threads, connections and transfers. Idempotent."""
         transfers, self._transfers = self._transfers, []
         for transfer in transfers:
-            _release(transfer)
-        self._agent, self._closed = None, True  # nothing is written from now on
+            _release_handle(transfer)
+        self._agent, self._closed = None, True  # UCX writes nothing from now on
         for transfer in transfers:
-            transfer.room.let_go()
+            transfer.buffer.release()
 
     def call(self, function: str, *arguments: Any) -> Any:
-        """A function of the library, whose exceptions have no common ancestor but Exception."""
+        """Call the library, whose exceptions have no common ancestor but Exception."""
         if self._agent is None:
             self.start()
         try:
@@ -186,22 +214,21 @@ class NixlAgent:
             raise NixlError(f"NIXL {function}: {error}") from error
 
     def _state_of(self, transfer: _Transfer) -> str:
-        """PROC, DONE, or else why it has ended."""
+        """PROC, DONE, or the error that ended the transfer."""
         try:
             return str(self.call("check_xfer_state", transfer.handle))
         except NixlError as error:
             return str(error)
 
     def _end(self, transfer: _Transfer) -> None:
-        """Nothing happens where the agent has been closed meanwhile."""
-        if transfer in self._transfers:
+        if transfer in self._transfers:  # else the agent has been closed meanwhile
             self._transfers.remove(transfer)
-            _release(transfer)
-            transfer.room.let_go()
+            _release_handle(transfer)
+            transfer.buffer.release()
 
 
-def _release(transfer: _Transfer) -> None:
-    """The handle would keep the library's agent alive."""
+def _release_handle(transfer: _Transfer) -> None:
+    """A handle would keep the library's agent alive."""
     with suppress(Exception):
         transfer.handle.release()
     transfer.handle = None

@@ -1,10 +1,10 @@
-"""The receiving end of NIXL: reads tensors out of the senders' memory into its own."""
+"""The receiving end of NIXL: reads tensors out of the senders' memory into its own, piece by piece."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
-from functools import partial
 from typing import Final
 
 import zmq
@@ -12,73 +12,92 @@ import zmq.asyncio
 
 from broker.cluster.curve import secure_listener
 from broker.transports.base import ReceivedTensor
-from broker.transports.nixl.agent import NixlAgent, NixlError
-from broker.transports.nixl.reader import Reader
-from broker.transports.nixl.receive_memory import ReceiveMemory
+from broker.transports.nixl.agent import NixlAgent, NixlError, RegisteredBuffer
+from broker.transports.nixl.memory import ReceiveMemory
 from broker.transports.nixl.wire import (
+    FORGET_S,
+    HOST,
     MAX_MESSAGE_BYTES,
+    NONCE_BYTES,
+    NONCE_S,
     VERSION,
+    WINDOW,
+    Complete,
     Goodbye,
     Greeting,
     ReadablePiece,
+    ReceiverGreeting,
     Refusal,
     Taken,
     ToReceiver,
     ToSender,
+    Where,
     for_receiver,
     pack,
 )
 from common.telemetry import get_logger
 
-FORGET_S: Final = 60.0
-"""A sender that has said nothing for so long has to greet again; it is longer where pieces may take longer."""
 _READY_TENSORS: Final = 2
+_QUEUED_MESSAGES: Final = WINDOW + 2
+"""Of one sender: the pieces of one tensor, a greeting, and the word that the pieces are complete."""
 
 log = get_logger()
 
 
 class NixlReceiver:
-    """See broker.transports.base.Receiver. Its tensors lie where `landing` has them."""
+    """See broker.transports.base.Receiver. Its tensors lie in `memory`."""
 
     def __init__(
         self,
         context: zmq.asyncio.Context,
         host: str,
         agent: NixlAgent,
-        landing: ReceiveMemory,
+        memory: ReceiveMemory,
         on_arrival: Callable[[], None],
         *,
         max_bytes: int,
         read_s: float,
     ) -> None:
-        """Bind a free port for what is said beside the bytes. The agent is closed with this. A piece of a tensor that
-        is not read within `read_s` is given up."""
-        self._agent = agent
-        self._landing = landing
+        """Bind a free port for the messages beside the bytes; own `agent`, which `close` closes.
+
+        A piece that takes longer than `read_s` (seconds) is abandoned: most of UCX's transports notice the death of a
+        sender at once, but not all.
+        """
+        self.agent = agent
+        self.memory = memory
+        self.max_bytes = max_bytes
+        self.read_s = read_s
         self._on_arrival = on_arrival
-        self._max_bytes = max_bytes
-        self._read_s = read_s
-        self._forget_s = max(FORGET_S, 2 * read_s)  # a sender says nothing while it is read from
+        self._forget_s = max(FORGET_S, 2 * read_s)  # a sender is silent during a read
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         secure_listener(self._socket)
         self._socket.bind(f"tcp://{host}:*")
-        self.address = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT)).replace("tcp", landing.scheme, 1)
+        self.address = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT)).replace("tcp", memory.scheme, 1)
         self.num_invalid = self.num_unfinished = 0
         self._arrived: asyncio.Queue[ReceivedTensor] = asyncio.Queue(_READY_TENSORS)
-        self._senders: dict[bytes, Reader] = {}
-        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._look_after())]
+        self._readers: dict[bytes, _Reader] = {}
+        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._clean_up())]
 
     def take(self) -> ReceivedTensor | None:
         return None if self._arrived.empty() else self._arrived.get_nowait()
 
     def close(self) -> None:
-        for task in (*self._tasks, *(sender.task for sender in self._senders.values())):
+        for task in (*self._tasks, *(reader.task for reader in self._readers.values())):
             task.cancel()
-        self._landing.close()
-        self._agent.close()
+        self.memory.close()
+        self.agent.close()
         self._socket.close(linger=0)
+
+    async def send(self, identity: bytes, message: ToSender) -> None:
+        """Answer a sender; a sender that has gone is skipped."""
+        await self._socket.send_multipart([identity, pack(message)])
+
+    async def deliver(self, received: ReceivedTensor) -> None:
+        """Queue a whole tensor, as soon as the queue has space."""
+        await self._arrived.put(received)
+        self._on_arrival()
 
     async def _listen(self) -> None:
         while True:
@@ -86,68 +105,171 @@ class NixlReceiver:
             try:
                 if len(frames) != 2:
                     raise ValueError(f"{len(frames) - 1} frames instead of one")
-                await self._take(frames[0], for_receiver(frames[1]))
+                await self._handle(frames[0], for_receiver(frames[1]))
             except (ValueError, NixlError) as error:
                 self.num_invalid += 1
                 log.warning("dropped a message on the NIXL socket", error=str(error))
             await self._forget_the_silent()
 
-    async def _look_after(self) -> None:
-        """Also where nobody says anything, what has been given up is given back."""
+    async def _clean_up(self) -> None:
+        """Release what was abandoned, also while all senders are silent."""
         while True:
             await asyncio.sleep(FORGET_S / 4)
-            self._agent.settle()
+            self.agent.settle()
             await self._forget_the_silent()
 
-    async def _take(self, identity: bytes, message: ToReceiver) -> None:
-        sender = self._senders.get(identity)
+    async def _handle(self, identity: bytes, message: ToReceiver) -> None:
+        reader = self._readers.get(identity)
         if isinstance(message, Goodbye):
             await self._forget(identity)
         elif isinstance(message, Greeting):
-            await self._welcome(identity, message)
-        elif isinstance(message, ReadablePiece) and sender is None:
-            await self._say(identity, Taken(message.number, "greet first"))
-        elif isinstance(message, ReadablePiece) and not message.ends <= message.size_bytes <= self._max_bytes:
+            await self._greet(identity, message)
+        elif isinstance(message, ReadablePiece) and reader is None:
+            await self.send(identity, Taken(message.number, "greet first"))
+        elif isinstance(message, ReadablePiece) and not message.ends <= message.size_bytes <= self.max_bytes:
             self.num_invalid += 1
             fault = f"{message.size_bytes} bytes, a piece up to {message.ends}"
-            await self._say(identity, Taken(message.number, f"{fault}; at most {self._max_bytes} are taken"))
-        elif sender is not None:
-            sender.add(message)
+            await self.send(identity, Taken(message.number, f"{fault}; at most {self.max_bytes} are taken"))
+        elif reader is not None:
+            reader.add(message)
 
-    async def _welcome(self, identity: bytes, greeting: Greeting) -> None:
-        """Get to know a sender, whose reader answers once it has read from it."""
+    async def _greet(self, identity: bytes, greeting: Greeting) -> None:
+        """Register a sender, whose reader answers after reading the nonce."""
         if greeting.version != VERSION:
             raise ValueError(f"a greeting of version {greeting.version}, this is {VERSION}")
-        if identity not in self._senders:
+        if identity not in self._readers:
             try:
-                await self._landing.open()
+                await self.memory.open()
             except NixlError as error:
-                await self._say(identity, Refusal(str(error), for_good=True))
+                await self.send(identity, Refusal(str(error), for_good=True))
                 return
-            name = self._agent.meet(greeting.metadata)
-            say, deliver, unfinished = partial(self._say, identity), self._deliver, self._count_unfinished
-            self._senders[identity] = Reader(
-                name, self._agent, self._landing, say, deliver, unfinished, self._max_bytes, self._read_s
-            )
-        self._senders[identity].add(greeting)
-
-    async def _say(self, identity: bytes, message: ToSender) -> None:
-        """Answer a sender; nothing happens where it has gone."""
-        await self._socket.send_multipart([identity, pack(message)])
-
-    def _count_unfinished(self) -> None:
-        self.num_unfinished += 1
-
-    async def _deliver(self, received: ReceivedTensor) -> None:
-        await self._arrived.put(received)
-        self._on_arrival()
+            self._readers[identity] = _Reader(self, identity, self.agent.add_peer(greeting.metadata))
+        self._readers[identity].add(greeting)
 
     async def _forget_the_silent(self) -> None:
-        for identity in [identity for identity, sender in self._senders.items() if sender.idle_s > self._forget_s]:
+        for identity in [identity for identity, reader in self._readers.items() if reader.idle_s > self._forget_s]:
             await self._forget(identity)
 
     async def _forget(self, identity: bytes) -> None:
-        sender = self._senders.pop(identity, None)
-        if sender is not None:
-            sender.task.cancel()
-            await asyncio.wait([sender.task])
+        reader = self._readers.pop(identity, None)
+        if reader is not None:
+            reader.task.cancel()
+            await asyncio.wait([reader.task])
+
+
+class _Reader:
+    """Reads the announced pieces of one sender, one after the other, and answers."""
+
+    def __init__(self, receiver: NixlReceiver, identity: bytes, name: str) -> None:
+        """`name` is the sender's agent, which `add_peer` has registered; the end of this reader removes it."""
+        self._receiver = receiver
+        self._agent = receiver.agent
+        self._memory = receiver.memory
+        self._identity = identity
+        self._name = name
+        self._where: Where = HOST
+        self._messages: asyncio.Queue[Greeting | ReadablePiece | Complete] = asyncio.Queue(_QUEUED_MESSAGES)
+        self._newest = -1
+        self._buffer: RegisteredBuffer | None = None
+        self._last: ReadablePiece | None = None  # the last piece read; the next piece begins at its end
+        self._heard_s = time.monotonic()
+        self.task = asyncio.create_task(self._run())
+        """Runs until cancelled, and cleans up after the sender."""
+
+    @property
+    def idle_s(self) -> float:
+        return time.monotonic() - self._heard_s
+
+    def add(self, message: Greeting | ReadablePiece | Complete) -> None:
+        """Queue a message. Raises ValueError if the sender exceeds its window."""
+        self._heard_s = time.monotonic()
+        if isinstance(message, ReadablePiece) and message.number != self._newest:
+            self._newest = message.number
+            self._discard_queued_pieces()
+        try:
+            self._messages.put_nowait(message)
+        except asyncio.QueueFull:
+            raise ValueError(f"{self._name} has sent more than {WINDOW} pieces at once") from None
+
+    def _discard_queued_pieces(self) -> None:
+        """A sender sends one tensor at a time: pieces of an older tensor are abandoned."""
+        for message in [self._messages.get_nowait() for _ in range(self._messages.qsize())]:
+            if not isinstance(message, ReadablePiece):
+                self._messages.put_nowait(message)
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                message = await self._messages.get()
+                if isinstance(message, ReadablePiece):
+                    fault = await self._fault_of(message)
+                    await self._receiver.send(self._identity, Taken(message.number, fault))
+                elif isinstance(message, Greeting):
+                    await self._receiver.send(self._identity, await self._answer_to(message))
+                elif self._last is not None and message.number == self._last.number:
+                    await self._hand_out(self._last)
+        finally:
+            self._discard_tensor()
+            self._agent.remove_peer(self._name)
+
+    async def _answer_to(self, greeting: Greeting) -> ToSender:
+        self._where = greeting.kind, greeting.device
+        max_bytes = self._receiver.max_bytes
+        if greeting.nonce_address == 0:
+            return ReceiverGreeting(max_bytes)
+        try:
+            async with asyncio.timeout(NONCE_S):
+                return ReceiverGreeting(max_bytes, await self._nonce_at(greeting.nonce_address))
+        except (NixlError, TimeoutError) as error:
+            return Refusal(str(error) or f"its nonce was not read within {NONCE_S:g} s")
+
+    async def _nonce_at(self, address: int) -> bytes:
+        buffer = await self._memory.reserve(NONCE_BYTES)
+        try:
+            await self._agent.read(self._name, self._where, address, buffer, 0, NONCE_BYTES)
+            return await self._memory.read(buffer, NONCE_BYTES)
+        finally:
+            buffer.release()
+
+    async def _fault_of(self, piece: ReadablePiece) -> str:
+        """Read a piece; return the reason of a failure, or an empty string."""
+        try:
+            async with asyncio.timeout(self._receiver.read_s):
+                await self._read(piece)
+            return ""
+        except (NixlError, TimeoutError, ValueError) as error:
+            fault = str(error) or f"not read within {self._receiver.read_s:g} s"
+            log.warning("a tensor did not come to its end", sender=piece.header.sender, error=fault)
+            if self._buffer is None and piece.start == 0:  # there was no memory for it
+                self._receiver.num_unfinished += 1
+            self._discard_tensor()
+            return fault
+
+    async def _read(self, piece: ReadablePiece) -> None:
+        if piece.start == 0:
+            self._discard_tensor()
+            self._buffer = await self._memory.reserve(piece.size_bytes)
+        elif self._last is None or (piece.number, piece.size_bytes) != (self._last.number, self._last.size_bytes):
+            raise ValueError(f"tensor {piece.number} begins at byte {piece.start}")
+        elif piece.start != self._last.ends:
+            raise ValueError(f"tensor {piece.number} goes on at byte {piece.start}")
+        assert self._buffer is not None
+        if piece.num_bytes:
+            where, address = self._where, piece.address
+            await self._agent.read(self._name, where, address, self._buffer, piece.start, piece.num_bytes)
+        self._last = piece
+        if self._memory.has_checksums:
+            await self._hand_out(piece)
+
+    async def _hand_out(self, last: ReadablePiece) -> None:
+        """Deliver the tensor, if `last` was its last piece."""
+        if self._buffer is not None and last.ends == last.size_bytes:
+            buffer, self._buffer, self._last = self._buffer, None, None
+            await self._receiver.deliver(self._memory.hand_out(last.header, buffer, last.size_bytes))
+
+    def _discard_tensor(self) -> None:
+        """Abandon the current tensor, if there is any."""
+        buffer, self._buffer, self._last = self._buffer, None, None
+        if buffer is not None:
+            buffer.release()
+            self._receiver.num_unfinished += 1

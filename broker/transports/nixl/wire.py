@@ -1,25 +1,31 @@
-"""What the two ends of NIXL say to each other over ZMQ, beside the bytes.
+"""Messages between the two ends of NIXL, over ZMQ, beside the bytes.
 
 sender    Greeting, once                 -->   (reads the nonce)
           <--  Welcome                        receiver; or Refusal
           Piece, of at most PIECE_BYTES  -->   (reads it from the sender's memory)
           <--  Taken, one per Piece
-          Complete, per tensor of a GPU  -->   (hands it out)
+          Complete, per tensor of a GPU  -->   (hands the tensor out)
 
-The bytes of a GPU have no checksum. So the sender has the last word on them: while it has not given a tensor up, its
-pieces are what has been read. Whoever reads later, when their room has been given to another one, never gets that word.
+The bytes of a GPU have no checksum, so the sender has the last word on them. Until the sender abandons a tensor, its
+memory holds that tensor and no other. A receiver that reads too late, when the memory has another tensor, never gets
+`Complete` for the abandoned tensor, and so hands out nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Final, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 
-from broker.transports.nixl.registered_buffer import Kind
 from broker.transports.wire import make_decode
 from common.messages import Count, TensorHeader, encode
+
+Kind: TypeAlias = Literal["DRAM", "VRAM"]
+"""NIXL's names for memory of the host and of a GPU."""
+Where: TypeAlias = tuple[Kind, int]
+"""The kind of memory, and the number of the device."""
+HOST: Final[Where] = ("DRAM", 0)
 
 VERSION: Final = 1
 PIECE_BYTES: Final = 8 * 2**20
@@ -27,13 +33,17 @@ WINDOW: Final = 4
 """Pieces in the sender's memory at a time."""
 MAX_MESSAGE_BYTES: Final = 256 * 2**10
 NONCE_BYTES: Final = 16
+NONCE_S: Final = 5.0
+"""Longest wait for a nonce to be read; the sender chooses another transport then."""
+FORGET_S: Final = 60.0
+"""After so long a silence a sender has to greet again; longer where a piece may take longer."""
 _Address = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Greeting(msgspec.Struct, frozen=True, tag="greeting"):
-    """The metadata of the sender's agent, its memory among it: of the host, or of its GPU number `device`.
+    """Metadata of the sender's agent and of its memory: of the host, or of the sender's GPU number `device`.
 
-    A random nonce, which the receiver has to read, lies at `nonce_address`; none where that is 0.
+    A random nonce, which the receiver has to read, lies at `nonce_address`; 0 stands for no nonce.
     """
 
     metadata: bytes
@@ -51,14 +61,14 @@ class ReceiverGreeting(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
-    """The receiver has not read the nonce, for `fault`, or will not read anything from anybody, `for_good`."""
+    """The receiver has not read the nonce, for `fault`; `for_good` means that it reads from no sender at all."""
 
     fault: str
     for_good: bool = False
 
 
 class ReadablePiece(msgspec.Struct, frozen=True, tag="piece"):
-    """Bytes from `start` on of tensor `number`, which has `size_bytes`; they lie at `address` of the sender."""
+    """Bytes from `start` on of tensor `number`, a tensor of `size_bytes`; they lie at `address` of the sender."""
 
     number: Count
     header: TensorHeader
@@ -69,25 +79,25 @@ class ReadablePiece(msgspec.Struct, frozen=True, tag="piece"):
 
     @property
     def ends(self) -> int:
-        """The first byte of the tensor behind it."""
+        """The tensor's first byte behind the piece."""
         return self.start + self.num_bytes
 
 
 class Taken(msgspec.Struct, frozen=True, tag="taken"):
-    """The receiver has read a piece of tensor `number`; or `fault` says why it takes none of it."""
+    """The receiver has read a piece of tensor `number`; or `fault` says why it reads none of the tensor."""
 
     number: Count
     fault: str = ""
 
 
 class Complete(msgspec.Struct, frozen=True, tag="complete"):
-    """All pieces of tensor `number` have been taken, and were its own until then."""
+    """The receiver has read all pieces of tensor `number`, and their memory held no other tensor until then."""
 
     number: Count
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
-    """The sender will send nothing more."""
+    """The sender will send no further message."""
 
 
 ToReceiver: TypeAlias = Greeting | ReadablePiece | Complete | Goodbye

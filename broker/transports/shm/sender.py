@@ -64,7 +64,7 @@ class ShmConnection(LinkedConnection["_Link"]):
                     checksum = await checksums.copy(data, room.memory.data, hashed=data)
                     await link.announce(room, msgspec.structs.replace(header, checksum=checksum))
                 except BaseException:
-                    link.give_back(room)
+                    link.release(room)
                     raise
         except TimeoutError as error:
             raise took_none(self._address, timeout_s) from error
@@ -91,7 +91,7 @@ class ShmConnection(LinkedConnection["_Link"]):
             announced = link.announce_now(room, msgspec.structs.replace(header, checksum=checksum))
         finally:
             if not announced:
-                link.give_back(room)
+                link.release(room)
         return announced
 
     def give(self, header: TensorHeader) -> PushBuffer | None:
@@ -198,11 +198,11 @@ class _Link:
             self._next_slot += 1
         return given
 
-    def give_back(self, room: ArenaSlice) -> None:
+    def release(self, room: ArenaSlice) -> None:
         """The room is free. Nothing happens where it is already, since the link has been closed."""
         if self._lent.pop(room.slot, None) is not None:
             if room.fd is None:
-                self._arena.give_back(room.offset)
+                self._arena.release(room.offset)
                 self._trim_soon()
             else:
                 os.close(room.fd)
@@ -214,7 +214,7 @@ class _Link:
         self._packets.close()
         self._gifts.close()
         for room in list(self._lent.values()):
-            self.give_back(room)
+            self.release(room)
         if self._trimming is not None:
             self._trimming.cancel()
         self._memory = self._memory[:0].copy()
@@ -229,7 +229,7 @@ class _Link:
                 return None
             fd, memory = segment.create(num_bytes)
             return ArenaSlice(self._next_slot, memory, fd=fd)
-        offset = self._arena.lend(num_bytes)
+        offset = self._arena.reserve(num_bytes)
         if offset is None:
             return None
         end = offset + num_bytes
@@ -237,13 +237,13 @@ class _Link:
         return ArenaSlice(self._next_slot, self._memory[offset:end], offset)
 
     def _trim_soon(self) -> None:
-        if self._arena.num_lent == 0 and self._used_bytes > KEPT_BYTES and self._trimming is None:
+        if self._arena.num_reserved == 0 and self._used_bytes > KEPT_BYTES and self._trimming is None:
             self._trimming = asyncio.get_running_loop().call_later(IDLE_S, self._trim)
 
     def _trim(self) -> None:
         """Give the system back what a burst has taken; where the next one has begun, its end comes here again."""
         self._trimming = None
-        if self._arena.num_lent == 0:
+        if self._arena.num_reserved == 0:
             segment.discard(self._memory, KEPT_BYTES)
             self._used_bytes = KEPT_BYTES
 
@@ -268,7 +268,7 @@ class _Link:
             for slot in message.slots:
                 if slot not in self._lent:
                     raise ValueError(f"slot {slot} is not lent")
-                self.give_back(self._lent[slot])
+                self.release(self._lent[slot])
             return
         if message.nonce != self._nonce:
             raise ValueError("the receiver does not see this memory")

@@ -78,7 +78,7 @@ def damage_list(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def damage_registered_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    say, left = NixlConnection._say, [PLACE]
+    say, left = NixlConnection._send_message, [PLACE]
 
     async def damage_and_say(connection: NixlConnection, message: ToReceiver) -> None:
         if isinstance(message, ReadablePiece) and left:
@@ -86,7 +86,7 @@ def damage_registered_memory(monkeypatch: pytest.MonkeyPatch) -> None:
             connection._memory.array[left.pop()] ^= 0x10
         await say(connection, message)
 
-    monkeypatch.setattr(NixlConnection, "_say", damage_and_say)
+    monkeypatch.setattr(NixlConnection, "_send_message", damage_and_say)
 
 
 DAMAGES = {"shm": damage_arena, "redis": damage_list, "nixl": damage_registered_memory}

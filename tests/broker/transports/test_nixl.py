@@ -21,11 +21,10 @@ from structlog.testing import capture_logs
 from broker.transports import factory as choice
 from broker.transports.base import ReceivedTensor
 from broker.transports.nixl import agent as nixl_agent
-from broker.transports.nixl import device_sender as nixl_cuda
-from broker.transports.nixl import receive_memory as nixl_landing
-from broker.transports.nixl.agent import HostMemory, NixlAgent, NixlError
+from broker.transports.nixl import sender as nixl_sender
+from broker.transports.nixl.agent import HostMemory, NixlAgent, NixlError, RegisteredBuffer
+from broker.transports.nixl.memory import NixlArena
 from broker.transports.nixl.receiver import NixlReceiver
-from broker.transports.nixl.registered_buffer import RegisteredBuffer
 from broker.transports.payload import DeviceBuffer
 from broker.transports.tensors import TensorReceiver, TensorSender, addresses_by_scheme
 from common.config import Transport
@@ -71,13 +70,13 @@ class Ends:
         return self.takes.read(received.data)  # nothing is copied any more
 
     @property
-    def num_lent(self) -> int:
+    def num_reserved(self) -> int:
         """Rooms of the receiver's GPU."""
         (end,) = (e for e in self.receiver._receivers if isinstance(e, NixlReceiver) and DIRECT in e.address)
-        landing = end._landing
-        assert isinstance(landing, nixl_landing.CudaReceiveMemory)
-        made = landing._arena._made
-        return made[0].num_lent if made is not None else 0
+        arena = end.memory
+        assert isinstance(arena, NixlArena)
+        made = arena._made
+        return made[0].num_reserved if made is not None else 0
 
     def close(self) -> None:
         self.sender.close()
@@ -87,10 +86,10 @@ class Ends:
 @pytest.fixture(autouse=True)
 def _small_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, size in (
-        (nixl_landing, "RECEIVE_BYTES", 4 * MIB),
-        (choice, "MOST_BYTES", 2 * MIB),
-        (nixl_cuda, "MOST_BYTES", 2 * MIB),
-        (nixl_cuda, "SEND_BYTES", 4 * MIB),
+        (choice, "RECEIVE_BYTES", 4 * MIB),
+        (choice, "MAX_TENSOR_BYTES", 2 * MIB),
+        (nixl_sender, "MAX_TENSOR_BYTES", 2 * MIB),
+        (nixl_sender, "SEND_BYTES", 4 * MIB),
     ):
         monkeypatch.setattr(module, name, size)
 
@@ -130,7 +129,7 @@ async def test_tensors_go_from_gpu_to_gpu_and_nothing_is_left(both: Ends) -> Non
         assert (received.fault, received.header.checksum, both.bytes_of(received)) == (None, 0, data)
         received.release()
     assert both.sender.num_sent == {DIRECT: 4}
-    await eventually(lambda: both.num_lent == 0)
+    await eventually(lambda: both.num_reserved == 0)
     both.close()
     del received
     await eventually(lambda: both.sends.num_held == 0)
@@ -186,7 +185,7 @@ async def test_room_goes_back_by_release_or_with_the_buffer(both: Ends) -> None:
     assert both.bytes_of(third) == b"third"
     assert both.bytes_of(held[1]) == kept
     held.clear()
-    await eventually(lambda: both.num_lent == 1)
+    await eventually(lambda: both.num_reserved == 1)
 
 
 async def test_what_was_given_up_is_never_handed_out_though_its_room_has_other_bytes_now(
@@ -217,7 +216,7 @@ async def test_what_was_given_up_is_never_handed_out_though_its_room_has_other_b
     assert both.receiver._take() is None
     assert both.receiver.num_unfinished == 1
     received.release()
-    await eventually(lambda: both.num_lent == 0)
+    await eventually(lambda: both.num_reserved == 0)
 
 
 async def test_a_piece_that_is_not_read_in_time_is_given_up_and_the_tensor_goes_another_way(
@@ -242,7 +241,7 @@ async def test_a_piece_that_is_not_read_in_time_is_given_up_and_the_tensor_goes_
         assert both.bytes_of(received) == b"through the host"
         assert both.sender.num_sent == {DIRECT: 1, THROUGH_HOST: 1}
         assert both.receiver.num_unfinished == 1
-        await eventually(lambda: both.num_lent == 0)
+        await eventually(lambda: both.num_reserved == 0)
     finally:
         both.close()
 
@@ -265,7 +264,7 @@ async def test_sends_that_are_cancelled_leave_nothing_and_damage_nothing(both: E
     assert both.bytes_of(received) == data
     assert both.bytes_of(held) == b"kept" * 1000
     received.release()
-    await eventually(lambda: both.num_lent == 1)
+    await eventually(lambda: both.num_reserved == 1)
 
 
 async def test_a_tensor_outlives_both_ends_and_then_the_device_has_its_memory_back(both: Ends) -> None:
@@ -293,7 +292,7 @@ async def test_a_transfer_that_is_given_up_keeps_its_room_until_it_is_over(monke
     agent = NixlAgent("127.0.0.1")
     try:
         metadata, address = await exported(other)
-        name, memory, freed = agent.meet(metadata), HostMemory(agent, 16 * MIB), asyncio.Event()
+        name, memory, freed = agent.add_peer(metadata), HostMemory(agent, 16 * MIB), asyncio.Event()
         room = RegisteredBuffer(memory.where, memory.address, freed.set)
         memory.array[:] = 0
         await agent.read(name, memory.where, address, room, 0, MIB)
@@ -302,8 +301,8 @@ async def test_a_transfer_that_is_given_up_keeps_its_room_until_it_is_over(monke
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.5):
                 await agent.read(name, memory.where, address, room, 0, 16 * MIB)
-        room.let_go()
-        agent.part(name)
+        room.release()
+        agent.remove_peer(name)
         assert not freed.is_set()
         assert memory.array[-1] == 0
         other.send_signal(signal.SIGCONT)
@@ -331,7 +330,7 @@ async def test_a_closed_agent_lets_go_of_all_rooms_and_does_nothing_more() -> No
     memory, freed = HostMemory(agent, MIB), asyncio.Event()
     agent.close()
     agent.close()
-    RegisteredBuffer(memory.where, memory.address, freed.set).let_go()
+    RegisteredBuffer(memory.where, memory.address, freed.set).release()
     assert freed.is_set()
     with pytest.raises(NixlError, match="closed"):
         HostMemory(agent, MIB)

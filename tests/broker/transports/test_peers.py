@@ -13,8 +13,9 @@ from redis.asyncio import Redis
 
 from broker.transports.cuda import sender as cuda_transport
 from broker.transports.nixl.agent import NixlAgent
-from broker.transports.nixl.link import NixlLink
-from broker.transports.nixl.receiver import FORGET_S, NixlReceiver
+from broker.transports.nixl.receiver import NixlReceiver
+from broker.transports.nixl.sender import NixlLink
+from broker.transports.nixl.wire import FORGET_S
 from broker.transports.redis.receiver import RedisReceiver
 from broker.transports.redis.sender import RedisConnection
 from broker.transports.shm import sender as shm_transport
@@ -93,7 +94,7 @@ def num_collecting(receiver: TensorReceiver) -> int:
     if isinstance(end, RedisReceiver):
         return len(end._tasks) - 1  # one listens
     ends = [end for end in receiver._receivers if isinstance(end, NixlReceiver)]
-    return sum(sender._room is not None for end in ends for sender in end._senders.values())
+    return sum(reader._buffer is not None for end in ends for reader in end._readers.values())
 
 
 @pytest.mark.cluster
@@ -101,7 +102,7 @@ def num_collecting(receiver: TensorReceiver) -> int:
 async def test_a_receiver_killed_after_its_first_chunk_ends_the_send_by_its_deadline(
     kit: Kit, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner, name = (RedisConnection, "_go_on") if kit.transport == "redis" else (NixlLink, "_taken")
+    owner, name = (RedisConnection, "_go_on") if kit.transport == "redis" else (NixlLink, "_piece_read")
     peer, sender = await kit.peer("receive"), kit.sender()
     address = await peer.line()
     await sender.send(to(address), of_bytes(b"x"), memoryview(b"x"), timeout_s=30)  # it is connected

@@ -241,7 +241,7 @@ def test_rooms_never_overlap_and_all_of_the_arena_comes_back(plan: list[int | fl
     lent: dict[int, int] = {}
     for step in plan:
         if isinstance(step, int):
-            offset = arena.lend(step)
+            offset = arena.reserve(step)
             if offset is None:
                 continue
             assert offset % ALIGNMENT_BYTES == 0
@@ -250,9 +250,9 @@ def test_rooms_never_overlap_and_all_of_the_arena_comes_back(plan: list[int | fl
             lent[offset] = step
         elif lent:
             offset = sorted(lent)[int(step * len(lent))]
-            arena.give_back(offset)
+            arena.release(offset)
             del lent[offset]
-    assert arena.num_lent == len(lent)
+    assert arena.num_reserved == len(lent)
     for offset in lent:
-        arena.give_back(offset)
-    assert arena.lend(8192) == 0
+        arena.release(offset)
+    assert arena.reserve(8192) == 0
