@@ -92,7 +92,13 @@ def make_service(settings: Settings, info: ModelInfo, instance_id: str) -> Servi
         dispatcher=Dispatcher(settings, metrics, timelines),
         metrics=metrics,
         timelines=timelines,
-        admission=AdmissionController(settings.max_inflight, budget, settings.request_timeout_s, metrics),
+        admission=AdmissionController(
+            settings.max_inflight,
+            budget,
+            settings.request_timeout_s,
+            metrics,
+            model=settings.served_model_name or info.name,
+        ),
     )
 
 

@@ -164,7 +164,7 @@ class Service:
             self.dispatcher.run(self.pool, job, context.deadline_s),
             self.text,
             self.metrics,
-            context.arrival_s,
+            context,
             ticket,
             skip_special_tokens=skip_special_tokens,
         )

@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from common.messages import TokenLogprob, Tokens
+from common.telemetry import get_logger
 from common.text.processor import Detokenizer, TextProcessor
 from proxy.dispatch.jobs import Job
 from proxy.server.metrics import ProxyMetrics
 from proxy.server.queue_delay import Ticket
+from proxy.server.request_context import RequestContext
 
 Finish = Literal["stop", "length"]
+log = get_logger()
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class TextStream:
         tokens: AsyncGenerator[Tokens],
         text: TextProcessor,
         metrics: ProxyMetrics,
-        arrival_s: float,
+        context: RequestContext,
         ticket: Ticket,
         *,
         skip_special_tokens: bool = True,
@@ -97,7 +100,7 @@ class TextStream:
         ]
         self._tokens = tokens
         self._metrics = metrics
-        self._arrival_s = arrival_s
+        self._context = context
         self._first_s = 0.0
         self._ticket = ticket
         self._eos_token_ids = text.info.eos_token_ids
@@ -114,9 +117,7 @@ class TextStream:
             async with aclosing(self._tokens) as tokens:
                 async for batch in tokens:
                     if not self._first_s:
-                        self._first_s = time.monotonic()
-                        self._metrics.ttft.observe(self._first_s - self._arrival_s)
-                        self._ticket.begin()
+                        self._observe_first()
                     delta = self._delta(batch)
                     if delta is not None:
                         yield delta
@@ -165,9 +166,19 @@ class TextStream:
             ids = ids[:-1]
         return ids if timestamps is None else [token for token in ids if token < timestamps.first_token_id]
 
+    def _observe_first(self) -> None:
+        context, self._first_s = self._context, time.monotonic()
+        self._metrics.ttft.observe(self._first_s - context.arrival_s)
+        self._ticket.begin()
+        if context.first_token_s is None:
+            context.first_token_s = self._first_s
+        log.debug("first token", request=self.job.request_id)
+
     def _observe_end(self) -> None:
-        now_s = time.monotonic()
-        self._metrics.latency.observe(now_s - self._arrival_s)
+        context, now_s = self._context, time.monotonic()
+        context.prompt_tokens += self.usage.prompt_tokens
+        context.completion_tokens += self.usage.completion_tokens
+        self._metrics.latency.observe(now_s - context.arrival_s)
         self._metrics.prompt_tokens.inc(self.usage.prompt_tokens)
         self._metrics.generation_tokens.inc(self.usage.completion_tokens)
         longest = max(len(sequence.token_ids) for sequence in self.sequences)

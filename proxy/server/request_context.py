@@ -1,4 +1,4 @@
-"""One HTTP request that generates: admitted, read, answered once or as a stream, and cleaned up however it ends.
+"""One HTTP request that generates: admission, body, answer or stream, and cleanup after any end.
 
 An endpoint is an async generator of payloads. The first payload decides: `Json` or `Plain` is the whole answer, `Sse`
 starts a stream. Nothing is sent before the first payload, so an error gets its real status.
@@ -35,12 +35,12 @@ from proxy.server.metrics import ProxyMetrics
 from proxy.server.queue_delay import RequestTickets
 
 CLIENT_CLOSED_REQUEST: Final = 499
-"""Only seen in logs and metrics: there is nobody left to read it."""
+"""Seen in metrics only: the client has left."""
 REQUEST_ID_HEADER: Final = "x-request-id"
 _LINE_ENDS: Final = {character: f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
-"""End no line of an event, but many clients think so (httpx and all that splits lines as Python does): escaped."""
+"""Escaped: many clients (httpx, all that split lines as Python does) would end a line of an event here."""
 _DEADLINE_GRACE_S: Final = 2.0
-"""What runs under the deadline ends by itself with a better message; this is for what does not."""
+"""Jobs end at the deadline with a better message; this is for work without a deadline of its own."""
 
 T = TypeVar("T")
 log = get_logger()
@@ -72,7 +72,7 @@ Payload = Json | Plain | Sse
 
 @dataclass
 class RequestContext:
-    """What an endpoint knows of the HTTP request that it answers."""
+    """An HTTP request as the endpoint sees it, and the figures that are logged at the end."""
 
     request: Request
     id: str
@@ -82,21 +82,25 @@ class RequestContext:
     deadline_s: float
     max_body_bytes: int
     held: Reservation
-    """What this request takes of the memory for bodies and media."""
+    """Memory of this request for body and media."""
     body_read: asyncio.Event = field(default_factory=asyncio.Event)
     tickets: RequestTickets | None = None
     """Tickets of the request's jobs in a queue for first tokens, once the endpoint knows which queue."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    first_token_s: float | None = None
+    outcome: str = "client_left"
+    """"ok", the code of an error, or "client_left": neither answer nor error came before."""
 
     async def body(self) -> bytearray:
-        """The whole body. Raises TriptychError("item_too_large") over the limit, however the client counts, and
-        Overloaded where there is no room for it."""
+        """Return the whole body. Raises TriptychError("item_too_large") over the limit, Overloaded without memory."""
         chunks = bytearray()
         async for chunk in self.stream():
             chunks += chunk
         return chunks
 
     async def stream(self) -> AsyncGenerator[bytes]:
-        """The body as it comes; raises as `body` does, for what is declared before anything is read."""
+        """Yield the body as it comes. Raises as `body` does, for the declared size before any read."""
         declared = self.request.headers.get("content-length", "")
         reserved = self._reserve(0, int(declared)) if declared.isdecimal() else 0
         size = 0
@@ -121,13 +125,13 @@ Endpoint = Callable[[RequestContext], AsyncGenerator[Payload]]
 
 @dataclass
 class AdmissionController:
-    """How many requests are in the proxy at once, and how many bytes they hold; more are refused before their bodies
-    are read."""
+    """Limits of requests and their bytes in the proxy at once; more are refused before their bodies are read."""
 
     limit: int
     budget: ByteBudget
     timeout_s: float
     metrics: ProxyMetrics
+    model: str
     inflight: int = 0
     closing: bool = False
 
@@ -138,9 +142,9 @@ class AdmissionController:
         max_body_bytes: int,
         endpoint: Endpoint,
     ) -> Response:
-        """Answer one request by `endpoint`; its id begins with `prefix`.
+        """Answer one request by `endpoint`, under an id that begins with `prefix`.
 
-        Raises what `endpoint` raises before its first payload, and TriptychError("overloaded") over the limit.
+        Raises the errors of `endpoint` before the first payload, and TriptychError("overloaded") over the limit.
         """
         request_id = f"{prefix}-{uuid.uuid4().hex}"
         request.state.request_id = request_id
@@ -159,6 +163,7 @@ class AdmissionController:
             request, request_id, time.time(), now_s, deadline_s, max_body_bytes, self.budget.open()
         )
         headers = {REQUEST_ID_HEADER: request_id}
+        log.debug("request accepted", request=request_id, route=request.url.path)
         payloads = endpoint(context)
         stream: EventStream | None = None
         try:
@@ -166,17 +171,21 @@ class AdmissionController:
             if isinstance(first, Sse):
                 stream = EventStream(first, payloads, context, self._end, headers)
                 return stream
+            context.outcome = "ok"
             if isinstance(first, Plain):
                 return PlainTextResponse(first.text, headers=headers)
             return JSONResponse(first.value, headers=headers)
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
+        except Exception as error:
+            context.outcome = error.info.code if isinstance(error, TriptychError) else "internal_error"
+            raise
         finally:
             if stream is None:
                 await self._end(context, payloads)
 
     async def _end(self, context: RequestContext, payloads: AsyncGenerator[Payload]) -> None:
-        """Close the endpoint, which aborts unfinished jobs; then release everything that the request holds."""
+        """Close the endpoint, which aborts unfinished jobs; release everything that the request holds; log the end."""
         try:
             await payloads.aclose()
         finally:
@@ -185,6 +194,18 @@ class AdmissionController:
             context.held.release()
             self.inflight -= 1
             self.metrics.inflight.dec()
+            first_s, now_s = context.first_token_s, time.monotonic()
+            log.info(
+                "request ended",
+                request=context.id,
+                route=context.request.url.path,
+                model=self.model,
+                prompt_tokens=context.prompt_tokens,
+                completion_tokens=context.completion_tokens,
+                ttft_ms=None if first_s is None else round(1000 * (first_s - context.arrival_s)),
+                total_ms=round(1000 * (now_s - context.arrival_s)),
+                outcome=context.outcome,
+            )
 
 
 async def _unless_disconnected(context: RequestContext, work: Awaitable[T]) -> T:
@@ -242,7 +263,9 @@ class EventStream(Response):
         try:
             # A client that stops reading would hold its request forever: the deadline counts here, too.
             remaining_s = self._context.deadline_s + _DEADLINE_GRACE_S - time.monotonic()
-            await asyncio.wait({sender, watcher}, timeout=remaining_s, return_when=asyncio.FIRST_COMPLETED)
+            ended, _ = await asyncio.wait({sender, watcher}, timeout=remaining_s, return_when=asyncio.FIRST_COMPLETED)
+            if not ended:
+                self._context.outcome = "timeout"
         finally:
             sender.cancel()
             watcher.cancel()
@@ -256,10 +279,13 @@ class EventStream(Response):
             async for payload in self._payloads:
                 assert isinstance(payload, Sse)
                 await send(_event(payload))
+            self._context.outcome = "ok"
         except TriptychError as error:
+            self._context.outcome = error.info.code
             await send(_event(Sse(error_body(error.info))))
             await send(_event(Sse(None)))
         except Exception as error:  # a bug of ours: the client still gets a readable end
+            self._context.outcome = "internal_error"
             log.error("unexpected error in a stream", exc_info=error)
             await send(_event(Sse(error_body(ErrorInfo("internal_error", "an unexpected error in the proxy")))))
             await send(_event(Sse(None)))

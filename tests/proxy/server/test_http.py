@@ -9,6 +9,7 @@ import sys
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from structlog.testing import capture_logs
 
 from common.messages import Generate
 from tests.proxy.conftest import eventually
@@ -246,3 +247,28 @@ def test_the_proxy_never_imports_torch():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
+
+
+async def test_each_finished_request_is_one_line_of_the_log_without_its_content(serve):
+    with capture_logs() as logs:
+        async with serve() as rig:
+            answer = await rig.chat("a secret")
+            [chunk async for chunk in await rig.chat("a secret", stream=True)]
+            with pytest.raises(openai.BadRequestError):
+                await rig.chat("a secret", max_tokens=0)
+            rig.cluster.decoders[0].pause_after = 1
+            stream = await rig.chat("a secret", stream=True)
+            await anext(aiter(stream))
+            await stream.close()
+            await rig.assert_clean()
+    ended = [entry for entry in logs if entry["event"] == "request ended"]
+    assert [entry["outcome"] for entry in ended] == ["ok", "ok", "invalid_request", "client_left"]
+    assert ended[0]["request"] == answer.id
+    assert (ended[0]["route"], ended[0]["model"]) == ("/v1/chat/completions", "signpost")
+    told = answer.usage.prompt_tokens, answer.usage.completion_tokens
+    assert [(entry["prompt_tokens"], entry["completion_tokens"]) for entry in ended[:2]] == [told, told]
+    assert 0 <= ended[0]["ttft_ms"] <= ended[0]["total_ms"]
+    assert ended[2]["ttft_ms"] is None
+    walk = [entry["event"] for entry in logs if entry.get("request") == answer.id]
+    assert walk == ["request accepted", "job placed", "first token", "request ended"]
+    assert "secret" not in str(logs)
