@@ -1,11 +1,11 @@
-"""Which instance probably has the beginning of a prompt, or its media, in its caches: remembered by hashes.
+"""Cache affinity: which instance probably has the beginning of a prompt, or media, in its caches.
 
-The keys of a prompt, the most telling first, for CHUNK_TOKENS = 64 and a picture among tokens 64 to 127:
+The keys of a prompt, the longest first, for CHUNK_TOKENS = 64 and an image among tokens 64 to 127:
 
-    tokens   0 ........ 63 | 64 .. picture .. 127 | 128 ...
-    keys     |--- k1 ----|                                     what begins alike has the same k1, ...
-             |----------------- k2 ---------------|            ... k2 only with the same picture
-    list     [k2, k1, picture]
+    tokens   0 ........ 63 | 64 ... image ... 127 | 128 ...
+    keys     |--- k1 ----|                                     prompts with equal beginnings share k1, ...
+             |----------------- k2 ---------------|            ... and k2 only with the same image
+    list     [k2, k1, image]
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ from proxy.dispatch.jobs import Job
 
 CHUNK_TOKENS: Final = 64
 MAX_CHUNKS: Final = 256
-"""Of one prompt; what is longer than 16,384 tokens is told apart by them."""
+"""Of one prompt; longer prompts are compared by the first 16,384 tokens."""
 MAX_KEYS: Final = 20_000
-"""Remembered: a million tokens, in 0.3 MiB."""
+"""Remembered keys: a million tokens, in 0.3 MiB."""
 WAYS: Final = 8
 
 
 def cache_keys(job: Job) -> list[bytes]:
-    """Keys of what an instance has in its caches once it has computed this job, the most telling first.
+    """Return the cache keys of an instance that has computed this job, the longest prefix first.
 
-    A decoder's own blocks depend on what cross-attention reads, so where inputs are not in the prompt they begin every
-    chain.
+    With cross-attention a decoder's blocks depend on the inputs: inputs outside the prompt begin every chain.
     """
-    in_prompt = {slot.prompt_index: slot.content_hash for slot in job.slots if slot.prompt_index is not None}
-    chain = "".join(slot.content_hash for slot in job.slots if slot.prompt_index is None).encode()
+    in_prompt = {one.prompt_index: one.content_hash for one in job.slots if one.prompt_index is not None}
+    chain = "".join(one.content_hash for one in job.slots if one.prompt_index is None).encode()
     prefixes: list[bytes] = []
     tokens = job.prompt_token_ids
     for start in range(0, min(len(tokens) - CHUNK_TOKENS + 1, MAX_CHUNKS * CHUNK_TOKENS), CHUNK_TOKENS):
@@ -42,41 +41,43 @@ def cache_keys(job: Job) -> list[bytes]:
             digest.update(in_prompt[index].encode())
         chain = digest.digest()
         prefixes.append(chain)
-    return [*reversed(prefixes), *(slot.content_hash.encode() for slot in job.slots)]
+    return [*reversed(prefixes), *(one.content_hash.encode() for one in job.slots)]
 
 
 class AffinityMap:
-    """Which instance had what last: a table of fixed size, like a processor's cache. A key has WAYS places that it may
-    be in, and of the keys that share them the least recently used is forgotten first."""
+    """The last instance of each key, in a table of fixed size like a processor's cache.
+
+    A key has WAYS possible slots; of the keys that share those, the least recently used is evicted first.
+    """
 
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
         self._num_ways = min(WAYS, max_keys)
         self._num_sets = max_keys // self._num_ways
         size = self._num_sets * self._num_ways
         self._hashes = array("q", bytes(8 * size))
-        self._instances = [""] * size  # beside them; "" where nothing is known
+        self._instances = [""] * size  # of the hashes beside; "" without a key
 
     def remember(self, keys: Iterable[bytes], instance_id: str) -> None:
-        """The instance will have these in its caches."""
+        """Note that the caches of an instance will have these keys."""
         for key in keys:
-            first, place = self._look_up(key)
-            last = first + self._num_ways - 1 if place is None else place
+            first, slot = self._look_up(key)
+            last = first + self._num_ways - 1 if slot is None else slot
             self._hashes[first + 1 : last + 1] = self._hashes[first:last]
             self._instances[first + 1 : last + 1] = self._instances[first:last]
             self._hashes[first], self._instances[first] = hash(key), instance_id
 
     def find(self, keys: Sequence[bytes], alive: Iterable[str]) -> str | None:
-        """The instance of the first key that one of `alive` had; None where nothing is known."""
+        """Return the instance of the first key that one of `alive` had; None where no key is known."""
         known = set(alive)
-        places = (place for key in keys if (place := self._look_up(key)[1]) is not None)
-        return next((self._instances[place] for place in places if self._instances[place] in known), None)
+        slots = (slot for key in keys if (slot := self._look_up(key)[1]) is not None)
+        return next((self._instances[slot] for slot in slots if self._instances[slot] in known), None)
 
     def __len__(self) -> int:
         return sum(map(bool, self._instances))
 
     def _look_up(self, key: bytes) -> tuple[int, int | None]:
-        """The first of a key's places, where the one that was used last is, and its own place if it is in the table."""
+        """Return the first of a key's slots, which holds the latest key, and the key's own slot if in the table."""
         wanted = hash(key)
         first = wanted % self._num_sets * self._num_ways
-        places = self._hashes[first : first + self._num_ways]
-        return first, first + places.index(wanted) if wanted in places else None
+        slots = self._hashes[first : first + self._num_ways]
+        return first, first + slots.index(wanted) if wanted in slots else None

@@ -1,4 +1,4 @@
-"""Every job of this proxy that is under way, and the way of a worker's message to its job."""
+"""All jobs under way in this proxy, and the route of a worker's message to its job."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from proxy.server.metrics import ProxyMetrics
 from proxy.server.timeline import Timelines
 
 _REMEMBERED: Final = 1024
-"""Ended jobs that a worker has been told of, so that it is told once."""
+"""Ended jobs whose worker was told to stop, so that each is told once."""
 
 
 class Dispatcher:
-    """Starts jobs and listens to the workers on their behalf."""
+    """Starts jobs and routes the messages and events of workers to them."""
 
     def __init__(self, settings: Settings, metrics: ProxyMetrics, timelines: Timelines) -> None:
         self._settings = settings
@@ -46,7 +46,7 @@ class Dispatcher:
         return JobRunner(job, context, deadline_s, self._runners).tokens()
 
     async def on_message(self, worker: Worker, message: FromWorker) -> None:
-        if isinstance(message, Encoded | Prefilled):  # may come after the last token, and still belongs to the timeline
+        if isinstance(message, Encoded | Prefilled):  # also after the last token
             self._timelines.add(response_id(message.request_id), message.spans)
         runner = self._runners.get(message.request_id)
         if runner is not None:
@@ -56,7 +56,7 @@ class Dispatcher:
             await self._disown(worker, message)
 
     async def _disown(self, worker: Worker, message: Tokens | Prefilled | InputNeeded) -> None:
-        """Stop a worker that is still at a job that has ended here: its abort may have been lost with a connection."""
+        """Stop a worker that still runs an ended job: the abort may have been lost with a connection."""
         over = isinstance(message, Prefilled) or (isinstance(message, Tokens) and message.done)
         if over or message.request_id in self._disowned:
             return

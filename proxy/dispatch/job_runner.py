@@ -32,7 +32,7 @@ from proxy.dispatch.placement import WHOLE, absent_s, any_encodes, missing
 from proxy.dispatch.prefill_dispatcher import PrefillDispatcher
 from proxy.dispatch.progress import Progress
 from proxy.dispatch.retries import BACKOFF_S, Deadlines
-from proxy.dispatch.worker import Claim, Worker, WorkerEvent
+from proxy.dispatch.worker import Worker, WorkerEvent
 
 MAX_UNREAD: Final = 4096
 """Unread messages of a job; a client with more does not read."""
@@ -72,7 +72,7 @@ class JobRunner:
         self._encode = EncodeDispatcher(job, context, self._deadlines)
         self._prefill = PrefillDispatcher(job, self._cache_keys, context, self._encode, self._attempts, self._deadlines)
         self._decoder: Worker | None = None
-        self._claim: Claim | None = None  # on the decoder
+        self._claimed_tokens = 0  # of the decoder's load
         self._attempt = 0  # of the decoder
         self._begun = False  # the decoder has sent tokens: it has the prompt, unless it asks for it
         self._moves = 0
@@ -274,7 +274,9 @@ class JobRunner:
         decoder, prefilled = placement.decoder, placement.prefiller is not None
         sampling = job.sampling
         num_tokens = len(job.prompt_token_ids) + sampling.max_tokens * sampling.num_sequences
-        self._decoder, self._claim, self._attempt = decoder, Claim(decoder, num_tokens), next(self._attempts)
+        decoder.load.requests += 1
+        decoder.load.tokens += num_tokens
+        self._decoder, self._claimed_tokens, self._attempt = decoder, num_tokens, next(self._attempts)
         self._deadlines.clear("place")
         self._deadlines.set("inquiry", time.monotonic() + INQUIRY_S, self._inquire)
         self._progress.start(prefilled=prefilled)
@@ -314,9 +316,9 @@ class JobRunner:
     def _release_decoder(self) -> Worker | None:
         decoder, self._decoder, self._begun = self._decoder, None, False
         self._deadlines.clear("inquiry")
-        if self._claim is not None:
-            self._claim.release()
-            self._claim = None
+        if decoder is not None:
+            decoder.load.requests -= 1
+            decoder.load.tokens -= self._claimed_tokens
         return decoder
 
     async def _leave(self, *, abort: bool) -> None:

@@ -12,7 +12,7 @@ from common.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class MediaItem:
-    """One picture or clip. `param` is where it stood in the request, for error messages."""
+    """One image or audio input. `param` is the field of the request, for error messages."""
 
     kind: MediaKind
     data: bytes = field(repr=False)
@@ -26,12 +26,12 @@ class MediaItem:
 
 @dataclass(frozen=True)
 class Job:
-    """What a decoder generates from: a prompt with one placeholder per media item, the items, how to sample.
+    """Input of a generation: a prompt with one placeholder per media item, the items, the sampling.
 
-    `request_id` is the id on the wire: the response's own, or one by `part_id` where a response needs several jobs.
-    `fields` names the request's field for settings that are called otherwise in it, for error messages. `enough` holds
-    the sequences that nobody waits for any more, such as those that a stop string has ended: whoever reads fills it.
-    `num_encoder_prompt_tokens` are the tokens of a prompt that the encoder reads; they count as prompt, too.
+    `request_id` is the id on the wire: the response's own, or by `part_id` where a response needs several jobs.
+    `fields` maps settings to differently named fields of the request, for error messages. `enough` holds the sequences
+    that ended here, for example by a stop string; the reader of the tokens fills it.
+    `num_encoder_prompt_tokens` are the tokens of a prompt for the encoder, which count as prompt, too.
     """
 
     request_id: str
@@ -45,22 +45,22 @@ class Job:
     num_encoder_prompt_tokens: int = 0
 
     def field_of(self, param: str | None) -> str | None:
-        """The request's field for a setting that a worker names."""
+        """Return the request's field for a setting in a worker's error."""
         return None if param is None else self.fields.get(param, param)
 
 
 def part_id(response_id: str, part: int) -> str:
-    """The id of one of several jobs behind one response."""
+    """Return the id of one of several jobs of a response."""
     return f"{response_id}.{part}"
 
 
 def response_id(request_id: str) -> str:
-    """The response that a job belongs to."""
+    """Return the id of a job's response."""
     return request_id.partition(".")[0]
 
 
 def make_slots(media: list[MediaItem], prompt_indices: list[int] | None) -> list[InputSlot]:
-    """Input slots in order; `prompt_indices` are the placeholders, None where the prompt has none."""
+    """Return input slots in order; `prompt_indices` are the placeholders, None for a prompt without any."""
     return [
         InputSlot(index, item.kind, item.content_hash, None if prompt_indices is None else prompt_indices[index])
         for index, item in enumerate(media)

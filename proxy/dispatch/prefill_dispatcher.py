@@ -13,7 +13,7 @@ from proxy.dispatch.encode_dispatcher import EncodeDispatcher
 from proxy.dispatch.jobs import Job
 from proxy.dispatch.placement import Placement
 from proxy.dispatch.retries import Deadlines, Retries
-from proxy.dispatch.worker import Claim, Worker
+from proxy.dispatch.worker import Worker
 
 log = get_logger()
 
@@ -45,7 +45,6 @@ class PrefillDispatcher:
         self._decoder: Worker | None = None
         self._decoder_attempt = 0
         self._resumed: list[Resumed] = []
-        self._claim: Claim | None = None
         self._sent_s = 0.0  # to `worker`
         self._replaced = False  # by a newer attempt, so that one attempt may run for nothing
         self.worker: Worker | None = None
@@ -71,9 +70,10 @@ class PrefillDispatcher:
         """Stop until the next `start`; `abort` the worker, or only a worker whose attempt repeats a delivered one."""
         worker, self._decoder = self.worker, None
         self._deadlines.clear(self)
-        self._release()
-        if worker is not None and (abort or self._replaced):
-            await worker.notify(Abort(self._job.request_id))
+        if worker is not None:
+            self._release()
+            if abort or self._replaced:
+                await worker.notify(Abort(self._job.request_id))
 
     async def fail(self, error: ErrorInfo, reason: str) -> None:
         """Try again after the worker failed or is gone. Raises `error` where another attempt cannot do better."""
@@ -145,7 +145,9 @@ class PrefillDispatcher:
         assert decoder is not None
         self._deadlines.clear(self)
         self._sent_s = time.monotonic()
-        self.worker, self._claim = worker, Claim(worker, len(job.prompt_token_ids))
+        self.worker = worker
+        worker.load.requests += 1
+        worker.load.tokens += len(job.prompt_token_ids)
         log.debug("prompt sent", request=job.request_id, prefill=worker.instance_id, attempt=self.attempt)
         await worker.send(
             Generate(
@@ -163,6 +165,7 @@ class PrefillDispatcher:
         await self._encode.send_all(worker, self.attempt)
 
     def _release(self) -> None:
-        if self._claim is not None:
-            self._claim.release()
-        self.worker = self._claim = None
+        worker, self.worker = self.worker, None
+        if worker is not None:
+            worker.load.requests -= 1
+            worker.load.tokens -= len(self._job.prompt_token_ids)

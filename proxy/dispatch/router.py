@@ -1,4 +1,4 @@
-"""Which worker gets what. Pure functions over the workers' loads."""
+"""Choice of a worker by load and affinity: pure functions over the workers' loads."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ from common.hashing import rendezvous_score
 from proxy.dispatch.worker import Worker
 
 LOAD_FACTOR: Final = 1.25
-"""A worker may hold this much more than the mean before what it has cached goes elsewhere."""
+"""A worker may have this much more than the mean load before cached prompts go elsewhere."""
 FREE_ITEMS: Final = 4
-"""Items an encoder may always hold, and requests a decoder: affinity is worth a short queue."""
+"""Items an encoder may always have, and requests a decoder: affinity is worth a short queue."""
 
 Affinity = Literal["hit", "overloaded", "unknown"]
-"""Whether a request went where its prompt is cached: it did; that instance had too much to do; none is known to have
-it."""
+"""Placement of a prompt: on the instance that has it cached; elsewhere due to load; no such instance is known."""
 
 EncoderAffinity = Literal["hit", "overloaded", "avoided"]
-"""Whether an item went to the encoder that its content belongs to, which has its output if anybody has: it did; that
-one had too much to do; it has another item of the same request."""
+"""Placement of an item: on the home encoder of its content, where a cached output would be; elsewhere due to load;
+elsewhere because the home encoder has another item of the same request."""
 
 
 def pick_decoder(candidates: Sequence[Worker], cached_at: str | None = None) -> tuple[Worker, Affinity]:
-    """Who computes a prompt, or decodes: the instance `cached_at` unless it is overloaded, else the least loaded one.
+    """Choose a worker for a prompt: the instance `cached_at` unless overloaded, else the least loaded.
 
-    Overloaded is who has FREE_ITEMS requests and more outstanding tokens than LOAD_FACTOR times the mean, as with
-    encoders. `candidates` must not be empty.
+    A worker with FREE_ITEMS requests and more outstanding tokens than LOAD_FACTOR times the mean is overloaded.
+    `candidates` must not be empty.
     """
-    least = min(candidates, key=_decoder_load)
+    least = min(candidates, key=lambda one: (outstanding_tokens(one), outstanding_requests(one), one.instance_id))
     home = next((worker for worker in candidates if worker.instance_id == cached_at), None)
     if home is None:
         return least, "unknown"
@@ -41,7 +40,7 @@ def pick_decoder(candidates: Sequence[Worker], cached_at: str | None = None) -> 
 
 
 def prefer_pair(single: Worker, prefill: Worker, decode: Worker) -> bool:
-    """Whether a prefill and a decode instance should share a request that one instance could do alone.
+    """Whether a prefill and a decode instance should share a request that `single` could do alone.
 
     The busier of the two counts: the request waits for both.
     """
@@ -51,11 +50,10 @@ def prefer_pair(single: Worker, prefill: Worker, decode: Worker) -> bool:
 def pick_encoder(
     content_hash: str, candidates: Sequence[Worker], avoid: Collection[str] = ()
 ) -> tuple[Worker, EncoderAffinity]:
-    """The encoder of an item: by rendezvous hashing on its content, so that equal items meet, bounded by load.
+    """Choose the encoder of an item: by rendezvous hashing on the content, so that equal items meet, bounded by load.
 
-    Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, 2016): the best-scored encoder that is not
-    over its share of what all have, by `outstanding_items`. `avoid` are instances to pass over while there is another
-    one. `candidates` must not be empty.
+    Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, 2016): the best-scored encoder within its
+    share of all items, by `outstanding_items`. Instances in `avoid` are a last resort. `candidates` must not be empty.
     """
     scores = {worker: rendezvous_score(content_hash, worker.instance_id) for worker in candidates}
     ranked = sorted(candidates, key=scores.__getitem__, reverse=True)
@@ -69,31 +67,27 @@ def pick_encoder(
 
 
 def imbalance(workers: Sequence[Worker]) -> float:
-    """The load of the busiest worker of a role over the mean: 1 where all have the same, or nothing to do.
+    """Return the load of a role's busiest worker over the mean; 1 for equal loads, or none.
 
-    Of encoders the items count, of all others the tokens.
+    Items count for encoders, tokens for all others.
     """
     loads = [outstanding_items(one) if one.record.role == "encoder" else outstanding_tokens(one) for one in workers]
     return max(loads) / mean(loads) if any(loads) else 1.0
 
 
 def outstanding_tokens(worker: Worker) -> int:
-    """Tokens that a worker may still have to compute.
+    """Return the tokens that a worker may still have to compute.
 
-    Its own count includes other proxies' requests but is up to a heartbeat old; ours is exact but only ours.
+    The worker's count includes other proxies' requests but may be a heartbeat old; this proxy's count is exact.
     """
     return max(worker.load.tokens, worker.record.outstanding_tokens)
 
 
 def outstanding_items(worker: Worker) -> int:
-    """Items that an encoder has to encode, at least: of other proxies' work it counts the requests."""
+    """Return the least number of items at an encoder: its own count of other proxies' work is in requests."""
     return max(worker.load.items, worker.record.outstanding)
 
 
 def outstanding_requests(worker: Worker) -> int:
-    """Requests that a worker has, by the same two counts."""
+    """Return the requests at a worker, by the same two counts."""
     return max(worker.load.requests, worker.record.outstanding)
-
-
-def _decoder_load(worker: Worker) -> tuple[int, int, str]:
-    return outstanding_tokens(worker), outstanding_requests(worker), worker.instance_id

@@ -1,4 +1,4 @@
-"""One worker as this proxy sees it: its registry entry, the connection to it, what it has to do for us."""
+"""One worker as this proxy sees it: registry entry, connection, load."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from common.messages import InstanceRecord, ToWorker
 
 
 class WorkerEvent(Enum):
-    """What happens to a worker as a whole."""
+    """An event of a worker as a whole."""
 
     JOINED = "joined"
     GONE = "gone"
@@ -24,7 +24,7 @@ class WorkerEvent(Enum):
 
 @dataclass
 class Load:
-    """What this proxy has under way on one worker: requests, the tokens of these at most, and items to encode."""
+    """The work of this proxy on one worker: requests, their tokens at most, and items to encode."""
 
     requests: int = 0
     tokens: int = 0
@@ -33,16 +33,16 @@ class Load:
 
 @dataclass(eq=False)
 class Worker:
-    """One life of one worker process; a restarted worker is another `Worker`."""
+    """One life of a worker process; a restarted worker is another `Worker`."""
 
     record: InstanceRecord
     client: WatchedClient
     load: Load = field(default_factory=Load)
     admitted: bool = False
-    """Whether it may be given work: there has been a connection to it."""
+    """Whether the worker may get work: it has been connected."""
     gone: bool = False
     missing_since_s: float | None = None
-    """Since when (monotonic) it has not been in the registry."""
+    """Time (monotonic) since which the worker has been missing in the registry."""
 
     @property
     def instance_id(self) -> str:
@@ -50,54 +50,40 @@ class Worker:
 
     @property
     def life(self) -> tuple[str, int]:
-        """What tells this process from the one that will be started after it under the same id."""
+        """The identity of this process; a later process may have the same id."""
         return self.record.instance_id, self.record.epoch
 
     async def send(self, message: ToWorker) -> None:
-        """Send without waiting. Raises TriptychError: "unavailable" where the worker takes nothing any more, and as
-        WorkerClient.send does for what is too large, which ends the request and not the worker."""
+        """Send without waiting. Raises TriptychError("unavailable") for a worker that is gone or takes no messages.
+
+        Raises as WorkerClient.send does for too large a message, which ends the request and not the worker.
+        """
         if self.gone:
             raise TriptychError("unavailable", f"{self.instance_id} is gone")
         await self.client.send(message)
 
     async def notify(self, message: ToWorker) -> None:
-        """As `send`, where nothing is lost with a message: a worker that takes none is told by our silence."""
+        """Send a message that may be lost: a worker without connection learns from the silence of this proxy."""
         with contextlib.suppress(TriptychError):
             await self.send(message)
 
 
-class Claim:
-    """One request's part of a worker's load, from now until `release`."""
-
-    def __init__(self, worker: Worker, tokens: int) -> None:
-        self.worker = worker
-        self._tokens = tokens
-        self._held = True
-        worker.load.requests += 1
-        worker.load.tokens += tokens
-
-    def release(self) -> None:
-        """Give it back; once is enough."""
-        if self._held:
-            self._held = False
-            self.worker.load.requests -= 1
-            self.worker.load.tokens -= self._tokens
-
-
 class WatchedClient(WorkerClient):
-    """A connection that tells when it is made, and when it is lost: the operating system closes a dead process's
-    sockets at once, while its registry entry lives on for seconds."""
+    """A connection that reports connect and disconnect.
+
+    The operating system closes a dead process's sockets at once; the registry entry stays for seconds.
+    """
 
     connected = False
-    """Whether it has been made, as far as `opened` has seen."""
+    """Whether `opened` has seen the connection."""
 
     async def opened(self) -> bool:
-        """Return once it is made, or (False) a try to make it was broken off; where nobody answers, never."""
+        """Return once connected, or False after a refused try; never where no process answers."""
         self.connected = await self._next_event() == zmq.EVENT_HANDSHAKE_SUCCEEDED
         return self.connected
 
     async def lost(self) -> None:
-        """Return once it is lost."""
+        """Return once the connection is lost."""
         while await self._next_event() != zmq.EVENT_DISCONNECTED:
             pass
 
