@@ -13,7 +13,7 @@ deadline is by the `time.monotonic` of whoever has the message: on the wire it i
 
 from __future__ import annotations
 
-import math
+import sys
 import time
 from typing import Annotated, Final, Literal, TypeAlias, TypeVar, get_args
 
@@ -44,13 +44,8 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 """A number of something, or an index; sums and differences of two of them fit 64 bits."""
 Shape = Annotated[list[Count], msgspec.Meta(max_length=8)]
 Digest = Annotated[int, msgspec.Meta(ge=0)]
-
-
-def _finite(**times_s: float) -> None:
-    """Raises ValueError naming the time that is infinite or none at all: a timer set to it would upset all others."""
-    for name, time_s in times_s.items():
-        if not math.isfinite(time_s):
-            raise ValueError(f"{name} must be a finite number of seconds, not {time_s}")
+Seconds = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+"""A finite time: a timer set to an infinite one, or to NaN, would upset all others."""
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -58,11 +53,8 @@ class Span(msgspec.Struct, frozen=True):
 
     stage: str
     instance: str
-    start_s: float
-    end_s: float
-
-    def __post_init__(self) -> None:
-        _finite(start_s=self.start_s, end_s=self.end_s)
+    start_s: Seconds
+    end_s: Seconds
 
 
 class InputSlot(msgspec.Struct, frozen=True):
@@ -126,11 +118,8 @@ class Encode(msgspec.Struct, frozen=True, tag="encode"):
     content_hash: Id
     media: bytes
     destination: Id
-    deadline_s: float
+    deadline_s: Seconds
     request_attempt: Count = 0
-
-    def __post_init__(self) -> None:
-        _finite(deadline_s=self.deadline_s)
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -290,11 +279,8 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
     size_bytes: Count
     layout: InputLayout
     sender: Id
-    deadline_s: float
+    deadline_s: Seconds
     request_attempt: Count = 0
-
-    def __post_init__(self) -> None:
-        _finite(deadline_s=self.deadline_s)
 
 
 class KvOffer(msgspec.Struct, frozen=True, tag="kv_offer"):
@@ -319,11 +305,8 @@ class KvOffer(msgspec.Struct, frozen=True, tag="kv_offer"):
     seed: int
     num_cached_tokens: Count
     sender: Id
-    deadline_s: float
+    deadline_s: Seconds
     request_attempt: Count = 0
-
-    def __post_init__(self) -> None:
-        _finite(deadline_s=self.deadline_s)
 
     @property
     def input_id(self) -> int:

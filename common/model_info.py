@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -58,31 +59,31 @@ class ModelInfo:
     generation: dict[str, Any] = field(repr=False)
     preprocessor: dict[str, Any] = field(repr=False)
 
-    @property
+    @cached_property
     def text_config(self) -> dict[str, Any]:
         """The decoder's part of the config, defaults filled in; older checkpoints keep it at the top."""
         nested: dict[str, Any] = self.config.get("text_config") or {}
         return JsonObject({**text_defaults(self.config), **self.config, **nested})
 
-    @property
+    @cached_property
     def is_encoder_decoder(self) -> bool:
         return self.family.is_encoder_decoder
 
-    @property
+    @cached_property
     def has_cross_attention(self) -> bool:
         return self.family.cross_attention
 
-    @property
+    @cached_property
     def media_kind(self) -> MediaKind | None:
         """The kind of media that the encoder takes; None for a text-only model."""
         return self.family.media_kind
 
-    @property
+    @cached_property
     def max_model_len(self) -> int:
         config, key, default = self.text_config, self.family.decoder_length, self.family.default_length
         return default if default is not None and config.get(key) is None else int(config[key])
 
-    @property
+    @cached_property
     def max_encoder_tokens(self) -> int:
         """Rows of one input's encoder output at most."""
         if self.family.encoder_tiles:
@@ -92,16 +93,16 @@ class ModelInfo:
         key = self.family.encoder_length
         return int(self.config[key]) if key else self.max_model_len
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         return int(self.text_config["vocab_size"])
 
-    @property
+    @cached_property
     def placeholder_token_id(self) -> int | None:
         """The token that stands for one media item in a rendered prompt; None where the prompt has none."""
         return int(self.config[self.family.placeholder]) if self.family.placeholder else None
 
-    @property
+    @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
         value = self.generation.get("eos_token_id", self.text_config.get("eos_token_id"))
         if value is None:

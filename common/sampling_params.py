@@ -117,6 +117,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def validate(self) -> SamplingParams:
         """Return self, or raise TriptychError("invalid_request") naming the field and the value."""
         biases = self.logit_bias.values()
+        counts = (self.logprobs, self.prompt_logprobs)
+        are_counts = [count is None or 0 <= count <= MAX_LOGPROBS for count in counts]
         checks = (
             ("n", 1 <= self.n <= MAX_SEQUENCES, f"must be between 1 and {MAX_SEQUENCES}"),
             ("beam_width", 1 <= self.beam_width <= MAX_SEQUENCES, f"must be between 1 and {MAX_SEQUENCES}"),
@@ -140,8 +142,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ("bad_words", all(self.bad_words), "takes non-empty strings"),
             ("bad_words_ids", all(self.bad_words_ids), "takes non-empty token sequences"),
             ("prefix_allowed", all(self.prefix_allowed), "needs at least one token at every position"),
-            ("logprobs", _is_count(self.logprobs), f"must be between 0 and {MAX_LOGPROBS}"),
-            ("prompt_logprobs", _is_count(self.prompt_logprobs), f"must be between 0 and {MAX_LOGPROBS}"),
+            ("logprobs", are_counts[0], f"must be between 0 and {MAX_LOGPROBS}"),
+            ("prompt_logprobs", are_counts[1], f"must be between 0 and {MAX_LOGPROBS}"),
             ("seed", self.seed is None or -(2**63) <= self.seed < 2**64, "must fit into 64 bits"),
             (
                 "stop",
@@ -153,7 +155,3 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             if not good:
                 raise TriptychError("invalid_request", f"{name} {rule}, not {getattr(self, name)!r:.200}", name)
         return self
-
-
-def _is_count(count: int | None) -> bool:
-    return count is None or 0 <= count <= MAX_LOGPROBS

@@ -49,8 +49,8 @@ class RequireKey:
 def proxy_guard(settings: Settings) -> Guard:
     """Return the guard of the OpenAI API. Raises TriptychError("invalid_request") for a key file without keys."""
     keys = api_keys(settings)
-    open_paths = _open_paths(settings)
-    return lambda path, header, client: not keys or path in open_paths or keys.accepts(header)
+    is_open, open_paths = not keys, _open_paths(settings)
+    return lambda path, header, client: is_open or path in open_paths or keys.accepts(header)
 
 
 def worker_guard(settings: Settings) -> Guard:

@@ -163,7 +163,11 @@ class Detokenizer:
         if self.stopped:
             return ""
         self._ids.extend(token_ids)
-        self._pending += self._decode_new(final)
+        before = self._text.decode(self._ids[self._prefix : self._read], skip_special_tokens=self._skip)
+        now = self._text.decode(self._ids[self._prefix :], skip_special_tokens=self._skip)
+        if len(now) > len(before) and (final or not now.endswith("\ufffd")):  # else half a character
+            self._prefix, self._read = self._read, len(self._ids)
+            self._pending += now[len(before) :]
         stops = self._stop if len(self._ids) > self._min_tokens else ()
         for stop in stops:
             at = self._pending.find(stop)
@@ -173,14 +177,6 @@ class Detokenizer:
         cut = len(self._pending) - hold
         out, self._pending = self._pending[:cut], self._pending[cut:]
         return out
-
-    def _decode_new(self, final: bool) -> str:
-        before = self._text.decode(self._ids[self._prefix : self._read], skip_special_tokens=self._skip)
-        now = self._text.decode(self._ids[self._prefix :], skip_special_tokens=self._skip)
-        if len(now) <= len(before) or (now.endswith("\ufffd") and not final):
-            return ""
-        self._prefix, self._read = self._read, len(self._ids)
-        return now[len(before) :]
 
     def _possible_stop_suffix(self) -> int:
         """Length of the longest suffix of the pending text that could still become a stop string."""

@@ -179,7 +179,7 @@ class GenerationRequest(StructuredFields, ABC):
             logit_bias=_token_keys(self.logit_bias or {}),
             allowed_token_ids=allowed,
             bad_words=bad_words,
-            bad_words_ids=bad_words_ids(text, bad_words),
+            bad_words_ids=bad_words_ids(text, bad_words) if bad_words else (),
             logprobs=self._sampled_logprobs,
             prompt_logprobs=self.prompt_logprobs,
             stop=self.stop_strings,
