@@ -1,4 +1,4 @@
-"""Offers that came before their request, and the names of requests that have ended: both are normal."""
+"""Offers that came before their request, and ids of ended requests: both are normal."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class _Offer(Generic[M]):
 
 
 class EarlyOffers(Generic[M]):
-    """Keeps the newest offer of each input until its request comes, in the attempt that it is for, its sender withdraws
-    it, its deadline passes, or it has not been repeated for `lease_s`: a sender that lives repeats it.
+    """Keep the newest offer of each input until the request comes in the offer's attempt, the sender withdraws, the
+    deadline passes, or no repetition came for `lease_s`: a living sender repeats an offer.
 
     What is given up on the way is returned as answers to the senders, and counted.
     """
@@ -50,7 +50,7 @@ class EarlyOffers(Generic[M]):
     def keep(
         self, request_id: str, input_id: int, attempt: int, metadata: M, deadline_s: float, request_attempt: int = 0
     ) -> list[Grant]:
-        """An offer of a request that is not here, or not yet in the attempt that it is for."""
+        """Keep an offer for a request, or an attempt of a request, that has not come yet."""
         key = request_id, input_id
         known = self._offers.get(key)
         if request_attempt <= self._ended.get(request_id, -1) or (known is not None and attempt < known.attempt):
@@ -64,7 +64,7 @@ class EarlyOffers(Generic[M]):
         return cancelled
 
     def take(self, request_id: str, input_id: int, request_attempt: int = 0) -> tuple[int, M, float] | None:
-        """The request has come: attempt, metadata and deadline of what was offered for this input, if it was."""
+        """Remove the offer for an input of a request that has come; return attempt, metadata and deadline."""
         offer = self._offers.get((request_id, input_id))
         if offer is None or offer.request_attempt != request_attempt:
             return None
@@ -72,13 +72,13 @@ class EarlyOffers(Generic[M]):
         return offer.attempt, offer.metadata, offer.deadline_s
 
     def withdraw(self, request_id: str, input_id: int, attempt: int) -> None:
-        """The sender has given up what it had offered. Unknown offers, and other attempts, are fine."""
+        """Discard an offer that the sender has given up. Unknown offers and other attempts are fine."""
         offer = self._offers.get((request_id, input_id))
         if offer is not None and offer.attempt == attempt:
             del self._offers[request_id, input_id]
 
     def forget(self, request_id: str, request_attempt: int | None) -> list[Grant]:
-        """The request has ended in this attempt and all before it; None: in whichever it might come."""
+        """Record the end of a request in this attempt and all before; None: in every attempt."""
         last = math.inf if request_attempt is None else request_attempt
         self._ended[request_id] = max(last, self._ended.get(request_id, -1))
         while len(self._ended) > MAX_ENDED:
@@ -87,11 +87,11 @@ class EarlyOffers(Generic[M]):
         return [self._cancel(key) for key in ended]
 
     def next_deadline_s(self) -> float | None:
-        """When `expire` has something to do."""
+        """Return the time of the next `expire`."""
         return min((offer.kept_until_s for offer in self._offers.values()), default=None)
 
     def expire(self, now_s: float) -> list[Grant]:
-        """Give up what nobody has come for."""
+        """Cancel offers whose request did not come in time."""
         expired = [key for key, offer in self._offers.items() if offer.kept_until_s <= now_s]
         self.num_expired += len(expired)
         return [self._cancel(key) for key in expired]

@@ -27,12 +27,12 @@ from engine.state.request import InputState, Request, RequestInput
 
 
 class InputReceiver:
-    """Inputs of all requests of one engine. Events are appended to `events`; the engine hands them out."""
+    """Inputs of all requests of one engine. `events` collects answers; the engine returns them from `step`."""
 
     def __init__(
         self, cache: EncoderCacheManager, expectation: OfferCheck, coverage: CacheLookup, lease_s: float
     ) -> None:
-        """A grant lasts `lease_s`; offers that do not meet `expectation` are refused.
+        """A grant lasts `lease_s`; `expectation` refuses misfit offers.
 
         What `coverage` finds in the KV cache gets no room: it is answered as cached when its request begins.
         """
@@ -52,7 +52,7 @@ class InputReceiver:
     # --- requests come and go
 
     def add_request(self, request: Request) -> None:
-        """Take offers that came before their request."""
+        """Accept a request, and offers that came before."""
         self._requests[request.request_id] = request
         for item in request.inputs:
             early = self.early.take(request.request_id, item.slot.input_id, request.attempt)
@@ -60,7 +60,7 @@ class InputReceiver:
                 self.offer(request.request_id, item.slot.input_id, *early, request.attempt)
 
     def end_request(self, request: Request) -> None:
-        """Release whatever the request holds; later offers and tensors for it are cancelled."""
+        """Release everything held for the request; later offers and tensors are cancelled."""
         self.forget(request.request_id, request.attempt)
         if self._requests.pop(request.request_id, None) is None:
             return
@@ -71,7 +71,7 @@ class InputReceiver:
             self._drop(request, item)
 
     def forget(self, request_id: str, request_attempt: int | None) -> None:
-        """Remember that a request has ended (or never will come) in this attempt, or with None in any.
+        """Record the end of a request in this attempt; None: in every attempt.
 
         Offers that came early for it are cancelled.
         """
@@ -88,7 +88,7 @@ class InputReceiver:
         deadline_s: float,
         request_attempt: int = 0,
     ) -> None:
-        """An offer has arrived. A repeated one is answered again, as its sender may not have had the answer."""
+        """Handle an offer. A repeated offer is answered again: the sender may have missed the answer."""
         request = self._requests.get(request_id)
         if request is None or request.attempt < request_attempt:
             key = request_id, input_id, attempt
@@ -131,7 +131,7 @@ class InputReceiver:
         return None
 
     def _too_much(self, request: Request, item: RequestInput | None, metadata: InputMetadata) -> ErrorInfo | None:
-        """Cross-attention to several inputs needs all of them at once: room for one at a time is not enough."""
+        """Refuse inputs that exceed the cache together: cross-attention needs all inputs of a request at once."""
         if not request.cross_attention:
             return None
         known = [other.metadata for other in request.inputs if other is not item and other.metadata is not None]
@@ -157,7 +157,7 @@ class InputReceiver:
         request.expand_prompt()
 
     def ask(self, request: Request) -> None:
-        """The request needs its missing inputs, and nobody has been told so yet."""
+        """Ask for every missing input of a request."""
         for item in request.inputs:
             if item.state is InputState.MISSING:
                 self._ask_for(request, item)
@@ -167,8 +167,7 @@ class InputReceiver:
         self.events.append(InputNeeded(name, item.slot.input_id, attempt, request.attempt))
 
     def withdraw(self, request_id: str, input_id: int, attempt: int) -> None:
-        """A sender gives up what it has offered. Nothing is kept for exactly this attempt, and nobody is told: whoever
-        has the media hears of it from the sender, or has given it up itself."""
+        """Release the memory of exactly this attempt, silently: the owner of the media learns from the sender."""
         self.early.withdraw(request_id, input_id, attempt)
         request = self._requests.get(request_id)
         item = next((i for i in request.inputs if i.slot.input_id == input_id), None) if request else None
@@ -186,7 +185,7 @@ class InputReceiver:
     # --- grants
 
     def grant(self) -> None:
-        """Promise room to offers in order, as far as it goes. Content that is here already needs none."""
+        """Reserve memory for offers in order, as far as possible. Content in the cache needs no reservation."""
         self._wake_dormant()
         waiting: list[tuple[Request, RequestInput]] = []
         full = False
@@ -211,7 +210,7 @@ class InputReceiver:
         self._pending = waiting
 
     def _wake_dormant(self) -> None:
-        """Inputs whose keys and values have left the KV cache are needed again after all."""
+        """Ask again for inputs whose KV has left the cache."""
         dormant, self._dormant = self._dormant, []
         for request, item in dormant:
             if item.state is not InputState.DORMANT:
@@ -222,8 +221,8 @@ class InputReceiver:
                 self._lose(request, item)
 
     def cover(self, request: Request, num_cached: int) -> None:
-        """A request begins with `num_cached` tokens in the KV cache, or with its cross table there: the inputs behind
-        them are not needed, and whoever offers them is told that they are here."""
+        """Mark inputs as consumed that the first `num_cached` tokens, or a cross table in the cache, make unnecessary;
+        answer pending offers as cached."""
         for item in request.inputs:
             if item.usable or item.state is InputState.GRANTED or item.metadata is None:
                 continue
@@ -237,7 +236,7 @@ class InputReceiver:
 
     @property
     def num_pending(self) -> int:
-        """Offers whose requests are here, and that wait for room. Those that came before their request are `early`."""
+        """Offers of known requests that wait for memory. `early` has the offers of unknown requests."""
         return len(self._pending)
 
     @property
@@ -246,14 +245,14 @@ class InputReceiver:
 
     @property
     def is_stuck(self) -> bool:
-        """True if offers wait for room and nothing is on its way that would make some."""
+        """Return True if offers wait for memory and no granted tensor will free any."""
         return self._first_without_room() is not None and not self._granted
 
     def _first_without_room(self) -> tuple[Request, RequestInput] | None:
         return next((pair for pair in self._pending if not self._coverage.covers(*pair)), None)
 
     def take_back(self, *, only_blocked: bool) -> bool:
-        """The oldest offer found no room, and nothing is on its way: make room, at the cost of the youngest holders.
+        """Free memory for the oldest offer at the cost of the youngest holders, if no granted tensor is on the way.
 
         `only_blocked` spares inputs that the prefill will reach by itself, and takes those that stand behind a
         missing one of their request. Returns False where there was nothing to take back.
@@ -280,7 +279,7 @@ class InputReceiver:
     def _revocable(
         self, first: tuple[Request, RequestInput], *, only_blocked: bool
     ) -> tuple[list[tuple[Request, RequestInput]], int]:
-        """The inputs that may give their room back to `first`, youngest ones first, and how many bytes that makes.
+        """Return the inputs that may release memory for `first`, youngest first, and their bytes.
 
         Where an input that keeps its room has the same content, nothing would be gained.
         """
@@ -295,8 +294,8 @@ class InputReceiver:
         return holders, sum(sizes.values())
 
     def _rest_covered(self) -> bool:
-        """Inputs that the KV cache has, too, need no room: else a request whose next input finds none because of them
-        would wait for itself, with nothing to compute in between. Returns False where there were none."""
+        """Release inputs that the KV cache has too. Otherwise a request could wait for memory that the same request
+        holds. Return False where there were none."""
         covered = [pair for pair in self._ready_inputs() if self._coverage.covers(*pair)]
         for request, item in covered:
             self._drop(request, item)
@@ -311,7 +310,7 @@ class InputReceiver:
     # --- tensors
 
     def deliver(self, request_id: str, input_id: int, attempt: int, tensor: torch.Tensor) -> None:
-        """A tensor has arrived: into the cache if it is what was granted, else rejected."""
+        """Store a granted tensor in the cache; reject any other tensor."""
         request = self._requests.get(request_id)
         item = next((i for i in request.inputs if i.slot.input_id == input_id), None) if request else None
         if item is None:
@@ -334,7 +333,7 @@ class InputReceiver:
         self.events.append(Receipt(request_id, input_id, attempt, reason))  # type: ignore[arg-type]
 
     def consume(self, request: Request) -> None:
-        """Release the inputs that the prefill has passed: their values are in the KV cache now."""
+        """Release inputs that the prefill has passed: their values are in the KV cache."""
         for item in request.inputs:
             if item.state is not InputState.READY:
                 continue
@@ -344,7 +343,7 @@ class InputReceiver:
                 item.state = InputState.CONSUMED
 
     def rewind(self, request: Request) -> None:
-        """The request lost its KV blocks: consumed inputs are needed again, from the cache or from the encoder."""
+        """Reacquire consumed inputs of a request without KV blocks, from the cache or from the encoder."""
         for item in request.inputs:
             if item.state is not InputState.CONSUMED:
                 continue
@@ -367,7 +366,7 @@ class InputReceiver:
         return min(times if early_s is None else [*times, early_s], default=None)
 
     def expire(self, now_s: float) -> None:
-        """End leases and offers whose time is over; the owner of the media is asked again."""
+        """End leases and offers past their deadline; ask the owner of the media again."""
         for request_id, input_id in [key for key, item in self._granted.items() if item.deadline_s <= now_s]:
             self.counters["leases_expired"] += 1
             self._lose(self._requests[request_id], self._granted[request_id, input_id])
@@ -378,7 +377,7 @@ class InputReceiver:
         self.events += self.early.expire(now_s)
 
     def _cancel(self, request: Request, item: RequestInput) -> None:
-        """Tell the sender of an unfinished handoff that it need not go on."""
+        """Cancel an unfinished handoff at the sender."""
         if item.state in (InputState.OFFERED, InputState.GRANTED):
             self.events.append(Grant(request.request_id, item.slot.input_id, item.attempt, "cancelled"))
 
@@ -389,7 +388,7 @@ class InputReceiver:
         self._ask_for(request, item)
 
     def _drop(self, request: Request, item: RequestInput) -> None:
-        """Give up what the input holds in the cache, if anything."""
+        """Release the cache memory of an input."""
         reference = (request.request_id, item.slot.input_id)
         if item.state in (InputState.GRANTED, InputState.READY) and item.metadata is not None:
             self.cache.release(item.metadata.content_hash, reference)
@@ -404,12 +403,12 @@ def _grant_order(pair: tuple[Request, RequestInput]) -> tuple[tuple[int, int], i
 
 
 def _end(item: RequestInput) -> int | None:
-    """The first token of the prompt behind an input; None while an earlier one of unknown size is in front of it."""
+    """Return the first prompt token behind an input; None behind an input of unknown size."""
     return None if item.start is None else item.start + item.num_prompt_tokens
 
 
 def _is_blocked(request: Request, item: RequestInput) -> bool:
-    """True if the prefill cannot reach this input before another one has come."""
+    """Return True if the prefill cannot reach this input before another input has come."""
     return item.start is None or item.start >= request.num_computable_tokens(request.sequences[0])
 
 

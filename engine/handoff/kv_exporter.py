@@ -1,4 +1,4 @@
-"""The sender's half of the handoff between prefill and decode: what is computed here for somebody else.
+"""The sender's half of the handoff between prefill and decode.
 
 A prefill runs as any request does, up to its last token but one, and keeps its blocks until it is told to end. On the
 way it tells what a sender has to know: `KvReady` once nothing but computing is left, `KvComputed` as far as it is.
@@ -26,7 +26,7 @@ ReadTokens = Callable[[Table, list[int], int, int], AsyncCopy]
 
 
 class KvExporter:
-    """The prefills of one engine that others decode."""
+    """Prefills of one engine for decodes elsewhere."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class KvExporter:
         emit: Callable[[Event], None],
         end: Callable[[Request], None],
     ) -> None:
-        """`end` frees all that a request holds."""
+        """`end` frees everything a request holds."""
         self._blocks = blocks
         self._scheduler = scheduler
         self._expectation = expectation
@@ -62,7 +62,7 @@ class KvExporter:
             names.discard(request_id)
 
     def settle(self) -> None:
-        """Tell which prefills can be offered: they have begun, and lack no input."""
+        """Emit KvReady for prefills that have begun and lack no input."""
         for request in [one for one in self._unready.values() if self._is_ready(one)]:
             del self._unready[request.request_id]
             self._emit(KvReady(request.request_id, self._expectation.describe(request), request.attempt))
@@ -74,7 +74,7 @@ class KvExporter:
         return begun and request.is_prompt_known and request.next_missing_input is None
 
     def advance(self, step: ScheduledStep) -> None:
-        """A step is over, and tokens of its requests are computed, or back from the host."""
+        """Emit progress after a step, for tokens computed or back from the host."""
         if not self._requests:
             return
         for request in dict.fromkeys((*step.admitted, *(sequence.request for sequence in step.sequences))):
@@ -94,7 +94,7 @@ class KvExporter:
                 self._finish(request)
 
     def grant(self, request_id: str) -> None:
-        """The receiver has reserved room: this prefill goes before all that have not been granted."""
+        """Put a granted prefill before all prefills without a grant."""
         request = self._requests.get(request_id)
         if request is not None and request_id not in self._granted:
             self._granted.add(request_id)
@@ -102,8 +102,8 @@ class KvExporter:
             self._scheduler.reorder(request)
 
     def export(self, request_id: str, table: Table, first: int, last: int) -> AsyncCopy | None:
-        """Tokens `first` to `last` (not included) of the request's keys and values, [last - first, layers, 2,
-        num_kv_heads, head_dim]; None where they are not there at the moment."""
+        """Return the KV of tokens `first` to `last` (not included), [last - first, layers, 2, num_kv_heads, head_dim];
+        None while not in the cache."""
         request = self._requests.get(request_id)
         if request is None or not self._blocks.has_table(request.sequences[0].sequence_id):
             return None
@@ -120,7 +120,7 @@ class KvExporter:
         return tokens
 
     def end(self, request_id: str) -> None:
-        """Nothing more is wanted of a prefill, once its log-probabilities are known if they were asked for."""
+        """End a prefill, once requested prompt log-probabilities are complete."""
         request = self._requests.get(request_id)
         if request is None:
             return

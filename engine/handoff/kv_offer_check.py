@@ -1,4 +1,4 @@
-"""What offered keys and values have to look like, and what the two sides call their sizes."""
+"""Checks of offered KV, and the names of sizes that both sides share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Table: TypeAlias = Literal["self", "cross"]
 
 @dataclass(frozen=True)
 class KvPart:
-    """Keys and values of some tokens, as they came: those of `table` from token `first` on. `number` is the part's.
+    """KV of some tokens as received: of `table`, from token `first` on. `number` counts the parts.
 
     `tokens` is [num_tokens, layers, 2, num_kv_heads, head_dim] if it is what it should be, on the engine's device, and
     is only read.
@@ -35,7 +35,7 @@ class KvPart:
 
     @property
     def last(self) -> int:
-        """The token after the last one."""
+        """The first token behind the part."""
         return self.first + len(self.tokens)
 
 
@@ -60,7 +60,7 @@ class KvOfferCheck:
         return cls(inputs, (spec.num_layers, *shape), cross_shape, str(dtype).removeprefix("torch."))
 
     def describe(self, request: Request) -> KvMetadata:
-        """What a prefill has to offer once all of its inputs are known."""
+        """Return the offer of a prefill whose inputs are all known."""
         return KvMetadata(
             num_tokens=request.num_handoff_tokens,
             num_encoder_tokens=request.num_encoder_tokens,
@@ -73,7 +73,7 @@ class KvOfferCheck:
         )
 
     def fault(self, metadata: KvMetadata, request: Request) -> str | None:
-        """What is wrong with an offer for this request, with the value; None if nothing is."""
+        """Return the fault of an offer for this request, with the value; None without a fault."""
         sizes = metadata.token_shape, metadata.cross_shape, metadata.dtype
         expected = self.token_shape, self.cross_shape, self.dtype
         if sizes != expected:
@@ -98,13 +98,13 @@ class KvOfferCheck:
         return self.inputs.fault(self.input_metadata(item, layout))
 
     def input_metadata(self, item: RequestInput, layout: InputLayout) -> InputMetadata:
-        """What the encoder's output of an input is that somebody else has prefilled."""
+        """Return the metadata of an input that was prefilled elsewhere."""
         shape = layout.num_encoder_tokens, self.inputs.hidden_size
         size_bytes = math.prod(shape) * DTYPES[self.dtype].itemsize
         return InputMetadata(shape, self.dtype, size_bytes, layout, item.slot.content_hash)
 
     def part_fault(self, part: KvPart) -> str | None:
-        """What is wrong with a part's tensor; None if nothing is."""
+        """Return the fault of a part's tensor; None without a fault."""
         expected = self.token_shape if part.table == "self" else self.cross_shape
         dtype, shape = str(part.tokens.dtype).removeprefix("torch."), tuple(part.tokens.shape)
         if dtype != self.dtype or len(shape) < 1 or shape[1:] != expected:
@@ -113,7 +113,7 @@ class KvOfferCheck:
 
 
 def _num_handoff_tokens(request: Request, layouts: list[InputLayout]) -> int:
-    """`request.num_handoff_tokens` as it will be with these layouts, for a prompt that is not expanded yet."""
+    """`request.num_handoff_tokens` with these layouts, for a prompt not expanded yet."""
     grown = 0
     if not request.is_encoder_decoder:
         grown = sum(sum(count for _, count in layout.expansion) - 1 for layout in layouts)

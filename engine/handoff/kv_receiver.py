@@ -47,7 +47,7 @@ class KvHandoffState(enum.Enum):
 
 @dataclass(eq=False)
 class KvHandoff:
-    """The keys and values of one request. `tokens` and `cross` are the wanted ones of a reservation.
+    """The KV of one request. `tokens` and `cross` are the wanted ranges of a reservation.
 
     `num_parts` of their parts have come: a sender waits for the receipt of one before it sends the next.
     """
@@ -62,7 +62,7 @@ class KvHandoff:
 
 
 class KvReceiver:
-    """Handoffs of all requests of one engine that others prefill."""
+    """Handoffs of all requests of one engine with a prefill elsewhere."""
 
     def __init__(
         self,
@@ -74,7 +74,8 @@ class KvReceiver:
         emit: Callable[[Event], None],
         lease_s: float,
     ) -> None:
-        """A reservation lasts `lease_s` from its last sign of life; `never_fits` tells why a request cannot run."""
+        """A reservation lasts `lease_s` from the last sign of life; `never_fits` returns the error of an impossible
+        request."""
         self._blocks = blocks
         self._scheduler = scheduler
         self._expectation = expectation
@@ -93,15 +94,14 @@ class KvReceiver:
     # --- requests come and go
 
     def add_request(self, request: Request) -> None:
-        """A request has come that somebody else prefills; so may have the offer, before it."""
+        """Accept a request with a prefill elsewhere, and an offer that came before."""
         self._handoffs[request.request_id] = KvHandoff(request)
         early = self.early.take(request.request_id, KV_INPUT_ID, request.attempt)
         if early is not None:
             self.offer(request.request_id, *early, request.attempt)
 
     def end_request(self, request_id: str, request_attempt: int | None) -> None:
-        """The request has ended in this attempt (with None: in whichever it might come), and with it all that it held:
-        later offers and parts are cancelled."""
+        """End a request in this attempt (None: in every attempt); cancel later offers and parts."""
         for event in self.early.forget(request_id, request_attempt):
             self._emit(event)
         handoff = self._handoffs.pop(request_id, None)
@@ -113,7 +113,7 @@ class KvReceiver:
             self._give_up(handoff)
 
     def pass_on(self, request: Request, sequence: Sequence) -> None:
-        """A sequence of a request that waits for its keys and values ends: a sibling takes over its blocks."""
+        """Fork the blocks of an ending sequence to a sibling, while the request waits for KV."""
         sibling = next((one for one in request.sequences if one is not sequence), None)
         if sibling is not None and self._blocks.has_table(sequence.sequence_id):
             self._blocks.fork(sequence.sequence_id, sibling.sequence_id)
@@ -124,7 +124,7 @@ class KvReceiver:
     def offer(
         self, request_id: str, attempt: int, metadata: KvMetadata, deadline_s: float, request_attempt: int = 0
     ) -> None:
-        """Keys and values are offered. The same offer again is a sign of life of its sender."""
+        """Handle an offer of KV. A repeated offer is a sign of life of the sender."""
         handoff = self._handoffs.get(request_id)
         if handoff is None or handoff.request.attempt < request_attempt:
             key = request_id, KV_INPUT_ID, attempt
@@ -142,8 +142,7 @@ class KvReceiver:
             self._grant(handoff)
 
     def withdraw(self, request_id: str, attempt: int) -> None:
-        """A sender gives up what it has offered: nothing is kept for exactly this attempt. Whoever had the prompt
-        computed hears of it from the sender, or has given it up itself."""
+        """Release exactly this attempt, silently: the owner of the prompt learns from the sender."""
         self.early.withdraw(request_id, KV_INPUT_ID, attempt)
         handoff = self._handoffs.get(request_id)
         if handoff is not None and handoff.attempt == attempt:
@@ -167,7 +166,7 @@ class KvReceiver:
         self._pending.sort(key=lambda one: one.request.order)
 
     def _apply(self, request: Request, metadata: KvMetadata) -> None:
-        """What the sender knows of the request: the sizes of its inputs, and the seed that it would have drawn with."""
+        """Apply the sender's knowledge of the request: input sizes, and the seed for random draws."""
         for item, layout in zip(request.inputs, metadata.layouts, strict=True):
             if item.metadata is None:
                 item.metadata = self._expectation.input_metadata(item, layout)
@@ -179,7 +178,7 @@ class KvReceiver:
     # --- reservations
 
     def grant(self) -> None:
-        """Reserve room for offers in order, as far as it goes."""
+        """Reserve blocks for offers in order, as far as possible."""
         self._scheduler.line_end = None
         for handoff in list(self._pending):
             if self._is_on_its_way(handoff.request):
@@ -191,11 +190,12 @@ class KvReceiver:
             self._begin(handoff)
 
     def _is_on_its_way(self, request: Request) -> bool:
-        """Whether the same cross table is being written for somebody else: it is waited for, not sent again."""
+        """Return True while another request receives the same cross table: wait for the table, instead of a second
+        transfer."""
         return self._blocks.awaits_cross(request.encoder_content)
 
     def _begin(self, handoff: KvHandoff) -> None:
-        """Room is there: say what of it is wanted."""
+        """Start a reserved handoff: grant the missing ranges."""
         request, num_tokens = handoff.request, handoff.request.num_handoff_tokens
         num_cached = request.sequences[0].num_computed_tokens
         num_rows = request.num_encoder_tokens if self._blocks.needs_writing(request.request_id) else 0
@@ -213,7 +213,7 @@ class KvReceiver:
             self._grant(handoff)
 
     def _grant(self, handoff: KvHandoff) -> None:
-        """Tell the sender what is wanted, and for how long."""
+        """Emit the wanted ranges, and renew the lease."""
         handoff.deadline_s = time.monotonic() + self._lease_s
         request_id, first, cross_cached = handoff.request.request_id, handoff.tokens.first, handoff.cross.last == 0
         key = request_id, KV_INPUT_ID, handoff.attempt
@@ -221,7 +221,7 @@ class KvReceiver:
 
     @property
     def num_pending(self) -> int:
-        """Offers whose requests are here, and that wait for room. Those that came before their request are `early`."""
+        """Offers of known requests that wait for blocks. `early` has the offers of unknown requests."""
         return len(self._pending)
 
     @property
@@ -231,7 +231,7 @@ class KvReceiver:
     # --- parts
 
     def deliver(self, request_id: str, attempt: int, part: KvPart) -> None:
-        """Some tokens have come, in any order: into their blocks if they are what was granted, else rejected."""
+        """Write a granted part into the blocks, in any order; reject any other part."""
         handoff = self._handoffs.get(request_id)
         key = request_id, KV_INPUT_ID, attempt
         if handoff is None:
@@ -274,7 +274,7 @@ class KvReceiver:
             self._blocks.mark_written(request.request_id)
 
     def _start(self, handoff: KvHandoff) -> None:
-        """All is here: the request goes on as if it had been computed here."""
+        """Start a request with complete KV, as if computed here."""
         request = handoff.request
         handoff.state = KvHandoffState.STARTED
         self._reserved.remove(handoff)
@@ -293,7 +293,7 @@ class KvReceiver:
         return min(deadlines_s if early_s is None else [*deadlines_s, early_s], default=None)
 
     def expire(self, now_s: float) -> None:
-        """End leases and offers whose time is over: the prompt has to be computed again."""
+        """End leases and offers past their deadline: the prompt has to be computed again."""
         for event in self.early.expire(now_s):
             self._emit(event)
         for handoff in [one for one in (*self._pending, *self._reserved) if one.deadline_s <= now_s]:
@@ -304,7 +304,7 @@ class KvReceiver:
             self._emit(InputNeeded(request.request_id, KV_INPUT_ID, handoff.attempt, request.attempt))
 
     def _give_up(self, handoff: KvHandoff) -> None:
-        """End the attempt at hand, if there is one, and free what it holds."""
+        """End the current attempt, and free the blocks."""
         if handoff.state is KvHandoffState.OFFERED:
             self._pending.remove(handoff)
         elif handoff.state is KvHandoffState.RESERVED:
@@ -317,7 +317,7 @@ class KvReceiver:
         self._emit(Grant(handoff.request.request_id, KV_INPUT_ID, handoff.attempt, "cancelled"))
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless queues and states agree, and exactly what is reserved holds blocks."""
+        """Raise IntegrityError unless queues and states agree, and reservations match the blocks held."""
         for state, listed in (KvHandoffState.OFFERED, self._pending), (KvHandoffState.RESERVED, self._reserved):
             inside = [one for one in self._handoffs.values() if one.state is state]
             if set(map(id, inside)) != set(map(id, listed)) or len(inside) != len(listed):

@@ -1,4 +1,4 @@
-"""What an offered input has to look like: everything that a wrong offer could break is checked before it is taken."""
+"""Checks of an offered input, complete before the offer is accepted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.state.spec import DecoderSpec
 
 @dataclass(frozen=True)
 class OfferCheck:
-    """The sizes of the model that offers must fit. `placeholder` is None where inputs do not stand in the prompt.
+    """Sizes of the model for offers. `placeholder` is None for inputs outside the prompt.
 
     With `cross_attention` a placeholder stays one token, however many rows the encoder has for it.
     """
@@ -30,7 +30,7 @@ class OfferCheck:
         return cls(spec.encoder_width, spec.vocab_size, max_rows, info.placeholder_token_id, info.has_cross_attention)
 
     def fault(self, metadata: InputMetadata) -> str | None:
-        """What is wrong with an offer, with the value; None if nothing is."""
+        """Return the fault of an offer, with the value; None without a fault."""
         layout = metadata.layout
         rows, expansion = layout.num_encoder_tokens, layout.expansion
         if not 1 <= rows <= self.max_rows:

@@ -1,10 +1,10 @@
-"""Which tokens of a range have come, where they come in parts of any size and order."""
+"""Received tokens of a range; parts may have any size and order."""
 
 from __future__ import annotations
 
 
 class TokenRanges:
-    """The tokens of `first` to `last` (not included) that are still missing."""
+    """Missing tokens of `first` to `last` (not included)."""
 
     def __init__(self, first: int, last: int) -> None:
         self.first, self.last = first, last
@@ -15,15 +15,15 @@ class TokenRanges:
         return not self._missing
 
     def within(self, first: int, last: int) -> bool:
-        """Whether this is a part of the range: not empty, and nothing of it outside."""
+        """Return True for a nonempty part of the range."""
         return self.first <= first < last <= self.last
 
     def has(self, first: int, last: int) -> bool:
-        """Whether all of these tokens have come."""
+        """Return True if all of `first` to `last` have come."""
         return all(end <= first or last <= begin for begin, end in self._missing)
 
     def add(self, first: int, last: int) -> None:
-        """These tokens have come."""
+        """Mark `first` to `last` as received."""
         left = [(begin, min(end, first)) for begin, end in self._missing]
         right = [(max(begin, last), end) for begin, end in self._missing]
         self._missing = sorted({(begin, end) for begin, end in left + right if begin < end})
