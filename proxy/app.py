@@ -163,7 +163,7 @@ class ProxyServer(Server):
         metrics.connections.set_function(lambda: len(self.server_state.connections))
 
     def stop(self) -> None:
-        """Refuse what is new, give what runs GRACE_S, then end."""
+        """Refuse new requests, give running requests GRACE_S, then end."""
         self._admission.closing = True
         self.should_exit = True
 

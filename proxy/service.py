@@ -1,4 +1,4 @@
-"""What the endpoints share: the model, the workers, the limits."""
+"""Shared by all endpoints: the model, the workers, the limits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Problem:
-    """Why requests cannot be served: what everybody may know, and what names instances and what they serve."""
+    """Why requests cannot be served: a public reason, and details that name instances."""
 
     what: str
     details: tuple[str, ...] = ()

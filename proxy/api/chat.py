@@ -138,7 +138,7 @@ def collect_media(messages: list[Message], kind: MediaKind | None, model: str) -
 
 
 def template_messages(messages: list[Message], with_media: bool) -> list[dict[str, Any]]:
-    """Messages as chat templates know them: parts for a model that takes media, plain text for any other."""
+    """Return messages for chat templates: parts for a model with media, plain text for any other."""
     rendered = []
     for message in messages:
         role = "system" if message.role == "developer" else message.role
@@ -154,7 +154,7 @@ def template_messages(messages: list[Message], with_media: bool) -> list[dict[st
 
 
 def _template_part(part: TextPart | ImagePart | AudioPart | AudioUrlPart) -> dict[str, str]:
-    """One part as templates look for it: by its type, or by a key that is called like the kind of media."""
+    """Return a part for templates, which look for the type or for a key named like the media."""
     if isinstance(part, TextPart):
         return {"type": "text", "text": part.text}
     if isinstance(part, ImagePart):

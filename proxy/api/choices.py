@@ -10,7 +10,7 @@ from proxy.dispatch.text_stream import Delta, Finish
 
 @dataclass
 class Choice:
-    """Everything that one sequence came to."""
+    """The complete answer of a sequence."""
 
     text: str = ""
     finish_reason: Finish | None = None
@@ -32,8 +32,8 @@ class Choice:
 
 
 def best(choices: list[Choice], count: int) -> list[Choice]:
-    """The `count` choices with the highest log-probability per token, the best first; all of them in their order where
-    there are no more than that."""
+    """Return the `count` choices with the highest log-probability per token, best first; up to `count` choices keep
+    their order."""
     if len(choices) <= count:
         return choices
     return sorted(choices, key=lambda choice: choice.mean_logprob, reverse=True)[:count]

@@ -19,7 +19,7 @@ from proxy.service import LineName, Service
 
 
 async def completions(service: Service, context: RequestContext) -> AsyncGenerator[Payload]:
-    """Answer with `n` choices per prompt, whole or as one stream of all of them."""
+    """Answer with `n` choices per prompt, whole or as a stream."""
     line: LineName = "media" if service.info.is_encoder_decoder else "text"
     service.check_lines(line)
     body = await parse(CompletionRequest, context)
@@ -59,7 +59,7 @@ async def completions(service: Service, context: RequestContext) -> AsyncGenerat
 
 @dataclass
 class _Answer:
-    """The choices of one prompt. `echo` is the prompt's text where it is part of the answer."""
+    """The choices of a prompt. `echo` is the prompt's text, if part of the answer."""
 
     body: CompletionRequest
     shapes: LogprobShapes
@@ -77,7 +77,7 @@ class _Answer:
         return self.body.max_tokens == 0
 
     def told(self, delta: Delta) -> Delta:
-        """What the client is told of a delta: nothing but its end where only the prompt was asked for."""
+        """Return the delta for the client: only the end where the client asked for the prompt alone."""
         if not self._only_echo:
             return delta
         return Delta("", None if delta.finish_reason is None else "length", index=delta.index)

@@ -1,4 +1,4 @@
-"""Several token streams as one."""
+"""Several token streams merged."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ T = TypeVar("T")
 
 
 async def merge(generators: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
-    """What all of them yield, as it comes, with the index of the one it is from. They run side by side, MAX_AHEAD
-    items ahead of the reader.
+    """Yield the items of all generators as they come, with the generator's index, at most MAX_AHEAD ahead of the
+    reader.
 
     The first exception of any ends the whole; by whatever way this ends, all of them are closed.
     """

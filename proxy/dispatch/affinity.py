@@ -1,4 +1,4 @@
-"""Cache affinity: which instance probably has the beginning of a prompt, or media, in its caches.
+"""Cache affinity: the instance that probably has the beginning of a prompt, or media, in its caches.
 
 The keys of a prompt, the longest first, for CHUNK_TOKENS = 64 and an image among tokens 64 to 127:
 
@@ -58,7 +58,7 @@ class AffinityMap:
         self._instances = [""] * size  # of the hashes beside; "" without a key
 
     def remember(self, keys: Iterable[bytes], instance_id: str) -> None:
-        """Note that the caches of an instance will have these keys."""
+        """Record the instance as the last one of these keys."""
         for key in keys:
             first, slot = self._look_up(key)
             last = first + self._num_ways - 1 if slot is None else slot
@@ -67,7 +67,7 @@ class AffinityMap:
             self._hashes[first], self._instances[first] = hash(key), instance_id
 
     def find(self, keys: Sequence[bytes], alive: Iterable[str]) -> str | None:
-        """Return the instance of the first key that one of `alive` had; None where no key is known."""
+        """Return the instance in `alive` of the first known key; None without any."""
         known = set(alive)
         slots = (slot for key in keys if (slot := self._look_up(key)[1]) is not None)
         return next((self._instances[slot] for slot in slots if self._instances[slot] in known), None)

@@ -1,4 +1,4 @@
-"""Dispatch of one job's media items to encoders: which encoder has which item, and which one gets it next."""
+"""Dispatch of one job's media items to encoders, and again after failures."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class EncodeDispatcher:
         self._unanswered: set[tuple[Worker, int, int]] = set()  # replaced attempts that may still run
 
     async def send_all(self, destination: Worker, request_attempt: int) -> None:
-        """Send every item, again if need be, to `destination`, which has the job in that attempt.
+        """Send every item to `destination`, whose attempt at the job is `request_attempt`.
 
         Several encoders share the items; equal content goes to one. Raises TriptychError("unavailable") without any.
         """
@@ -79,7 +79,7 @@ class EncodeDispatcher:
             self._release(item, answered=False)
 
     def read(self, reader: Worker) -> None:
-        """Note that `reader` has read all its items, whatever their encoders still report."""
+        """Note that `reader` has read all items, whatever the encoders still report."""
         for item in list(self.pending):
             if item.destination is reader:  # a replaced item may have been read from an earlier attempt
                 self._succeeded(item, answered=not item.replaced)
@@ -92,7 +92,7 @@ class EncodeDispatcher:
             self._release(item)
 
     async def on_encoded(self, worker: Worker, reply: Encoded) -> None:
-        """Handle the reply of an encoder. Raises its error where another encoder cannot do better."""
+        """Handle an encoder's reply. Raises the error where another encoder cannot do better."""
         self._unanswered.discard((worker, reply.input_id, reply.attempt))
         item, error = self._items.get(reply.input_id), reply.error
         if item is None or item.encoder is not worker or item.attempt != reply.attempt:
@@ -131,13 +131,13 @@ class EncodeDispatcher:
             await self._again(item, "input_needed")
 
     async def on_gone(self, worker: Worker) -> None:
-        """Give the items of a lost encoder to others. Raises where there is none."""
+        """Resend the items of a lost encoder. Raises without encoders."""
         self.used.discard(worker)
         error = ErrorInfo("unavailable", f"{worker.instance_id} is gone")
         await self._retry_all(worker, error, "encoder_gone", answered=True)
 
     async def on_failed(self, worker: Worker, error: ErrorInfo) -> None:
-        """Resend the items of an encoder that lost this proxy for a while and dropped them. Raises without encoders."""
+        """Resend the items of an encoder that lost this proxy for a while. Raises without encoders."""
         await self._retry_all(worker, error, "encoder_error", answered=False)  # the last attempt may have come later
 
     async def on_joined(self) -> None:
@@ -192,7 +192,7 @@ class EncodeDispatcher:
         await self._place(item, at)
 
     async def _place(self, item: _Item, at: Worker | None = None) -> None:
-        """Send an item to an encoder, to `at` if it may stay there, or wait for one."""
+        """Send an item to an encoder, preferably to `at`, or wait for an encoder."""
         encoder = at if at is not None and self._stays(item, at) else self._choose(item)
         context, destination = self._context, item.destination
         assert destination is not None
@@ -234,7 +234,7 @@ class EncodeDispatcher:
         self._deadlines.set(item, until_s, partial(self._place, item))
 
     def _stays(self, item: _Item, encoder: Worker) -> bool:
-        """Whether an item stays with the encoder where it waits, and where it may be partly done.
+        """Whether a waiting item stays with an encoder, which may have done part of the work.
 
         It may leave once, for an encoder with much less to do. More often, an item that takes longer to compute than
         the deadline of an encoder would begin again and again.
@@ -249,7 +249,7 @@ class EncodeDispatcher:
         return False
 
     def _choose(self, item: _Item) -> Worker | None:
-        """Return the encoder with the same content of this job, else another encoder, else the destination itself.
+        """Return the encoder with the same content of this job, another encoder, or last the destination itself.
 
         None where no worker can encode.
         """
@@ -278,7 +278,7 @@ class EncodeDispatcher:
         item.replaced = False
 
     def _release(self, item: _Item, *, answered: bool = True) -> None:
-        """Take an item from its encoder, whose last attempt was `answered` or may still run for nothing."""
+        """Release an item's encoder, whose last attempt was `answered` or may still run for nothing."""
         self.pending.discard(item)
         self._deadlines.clear(item)
         if item.encoder is None:

@@ -1,4 +1,4 @@
-"""The life of one job in the cluster, from the first message to a worker until no worker has any of it."""
+"""The life of one job in the cluster, from the first message until all workers are released."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class JobRunner:
         self._ended = False
 
     def post(self, worker: Worker, event: Event) -> bool:
-        """Add a message of a worker, or what happened to it. Returns False where no client reads: call `abandon`."""
+        """Add a message or an event of a worker. Returns False with too many unread: call `abandon`."""
         if self._abandoned:
             return True
         self._events.put_nowait((worker, event))
@@ -97,11 +97,11 @@ class JobRunner:
         await self._end()
 
     def uses(self, worker: Worker) -> bool:
-        """Whether the job has something under way on that worker."""
+        """Whether that worker runs any part of the job."""
         return worker in (self._decoder, self._prefill.worker) or self._encode.uses(worker)
 
     async def tokens(self) -> AsyncGenerator[Tokens]:
-        """Run the job and yield its tokens as they come, each sequence's in order and without repeats.
+        """Run the job and yield the tokens as they come, each sequence in order and without repeats.
 
         Raises TriptychError for the client: unavailable, timeout, or a worker's own error.
         """
@@ -131,7 +131,7 @@ class JobRunner:
                 context.metrics.flights.dec()
 
     async def _step(self) -> None:
-        """Handle the next event, which may be a deadline that is due."""
+        """Handle the next event or due deadline."""
         if self._abandoned:
             text = f"more than {MAX_UNREAD} pieces of the answer were not read: it was ended"
             raise TriptychError("timeout", text)
@@ -219,14 +219,14 @@ class JobRunner:
         await self._encode.on_gone(worker)
 
     async def _on_joined(self) -> None:
-        """Place work that waits: there is a new worker."""
+        """Place waiting work on a new worker."""
         if "place" in self._deadlines:
             await self._place()
         await self._prefill.on_joined()
         await self._encode.on_joined()
 
     async def _on_prefill_lost(self, error: ErrorInfo, reason: str) -> None:
-        """Replace a lost prefill. The decoder may have all of it, wait for another one, or begin again, too."""
+        """Replace a lost prefill, unless the decoder has the whole prompt or must begin again, too."""
         pool, withholds = self._context.pool, self._progress.withholds
         final = not error.retryable and error.code != "internal_error"
         pairless = not pool.workers("prefill", matching=self._decoder) and bool(pool.workers(*WHOLE))
@@ -238,7 +238,7 @@ class JobRunner:
             await self._prefill.fail(error, reason)
 
     async def _move(self, reason: str, *, pause_s: float = 0.0, abort: bool = False) -> None:
-        """Continue on another decoder. Sequences that are complete without one end here."""
+        """Continue on another decoder. Sequences of full length end here."""
         self._news += self._progress.close(self._job.enough)
         await self._leave_and_place(reason, pause_s=pause_s, abort=abort)
 
@@ -300,7 +300,7 @@ class JobRunner:
             await self._encode.send_all(decoder, self._attempt)
 
     async def _inquire(self) -> None:
-        """Ask whether the job is still where it was placed: no other message tells of a request that was lost."""
+        """Ask the workers whether the job is still there: no other message tells of a lost request."""
         self._deadlines.set("inquiry", time.monotonic() + INQUIRY_S, self._inquire)
         if self._decoder is not None:
             await self._decoder.notify(Inquiry(self._job.request_id, self._attempt))
@@ -322,7 +322,7 @@ class JobRunner:
         return decoder
 
     async def _leave(self, *, abort: bool) -> None:
-        """Take the job from its decoder, with an `abort` unless the decoder has dropped it, and from the prefill."""
+        """Take the job from the decoder, with or without an `abort`, and from the prefill worker."""
         decoder = self._release_decoder()
         if decoder is not None and abort:
             await decoder.notify(Abort(self._job.request_id))

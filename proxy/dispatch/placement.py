@@ -1,4 +1,4 @@
-"""Placement of a job: on one instance that prefills and decodes, or on one of each; by load where both exist."""
+"""Placement of a job: on one instance for prefill and decode, or on a pair; by load where both exist."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Placer:
         self._decoded = AffinityMap()
 
     def choose(self, pool: WorkerPool, keys: list[bytes], *, media: bool) -> Placement | None:
-        """Return the workers for a job with these cache keys; None where no worker can run it at the moment.
+        """Return the workers for a job with these cache keys; None where no worker can run the job now.
 
         With `media`, workers whose inputs can be encoded come first: without encoders, workers that encode themselves.
         """
@@ -69,7 +69,7 @@ class Placer:
     def choose_prefiller(
         self, pool: WorkerPool, keys: list[bytes], decoder: Worker, failed_on: set[str], *, media: bool
     ) -> Worker | None:
-        """Return another prefill worker for a decoder that stays; one of `failed_on` only as a last resort.
+        """Return another prefill worker for a decoder that stays; instances in `failed_on` are a last resort.
 
         `media` is as in `choose`.
         """

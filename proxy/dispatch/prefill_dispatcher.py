@@ -1,4 +1,4 @@
-"""Dispatch of one job's prompt to a prefill worker apart from its decoder, again after failures."""
+"""Dispatch of one job's prompt to a prefill worker apart from the decoder, again after failures."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class PrefillDispatcher:
         self._replaced = False
 
     async def stop(self, *, abort: bool = True) -> None:
-        """Stop until the next `start`; `abort` the worker, or only a worker whose attempt repeats a delivered one."""
+        """Stop until the next `start`; `abort` the worker always, or only a superfluous repeat."""
         worker, self._decoder = self.worker, None
         self._deadlines.clear(self)
         if worker is not None:
@@ -101,7 +101,7 @@ class PrefillDispatcher:
         await self._again("prompt_needed")
 
     async def inquire(self) -> None:
-        """Ask the worker whether it still computes the prompt; a worker that lost the request answers so."""
+        """Ask the worker whether the prompt is still being computed; a worker without the request answers Failed."""
         if self.worker is not None:
             await self.worker.notify(Inquiry(self._job.request_id, self.attempt))
 

@@ -1,4 +1,4 @@
-"""The registry as a proxy follows it: its own entry is kept there, and changes are seen at once."""
+"""The registry as followed by a proxy: keeps the proxy's entry and reports changes at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits of repeated work: how often after which failures, how soon, and which deadlines are pending."""
+"""Limits of repeated work: failures, waits, pauses and deadlines."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Deadlines:
             self._timer = asyncio.get_running_loop().call_at(due_s, self._wake)
 
     def clear(self, key: Hashable) -> None:
-        """Forget the deadline of `key`, if there is one."""
+        """Forget the deadline of `key`, if any."""
         self._pending.pop(key, None)
 
     async def run_due(self, now_s: float) -> None:
-        """Forget the deadlines that are due and run their actions; then wait for the earliest of the rest."""
+        """Run the actions of due deadlines; then wait for the earliest of the rest."""
         try:
             for key, pending in list(self._pending.items()):
                 if pending[0] <= now_s and self._pending.get(key) is pending:  # no action before has changed it
@@ -69,7 +69,7 @@ class Deadlines:
 
 @dataclass
 class Retries:
-    """Failures and waits in a row of one piece of work. Errors name the work by `what`, its field by `param`."""
+    """Failures and waits in a row for a piece of work, named `what` in errors, with the field `param`."""
 
     what: str
     param: str | None = None

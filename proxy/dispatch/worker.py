@@ -1,4 +1,4 @@
-"""One worker as this proxy sees it: registry entry, connection, load."""
+"""A worker as seen by this proxy: registry entry, connection, load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The workers that this proxy talks to: found in the registry, one connection each, gone when the registry says so."""
+"""Connections of this proxy to workers: found in the registry, one connection each, closed with the registry entry."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ log = get_logger()
 
 
 class Listener(Protocol):
-    """Who is told what the workers say, that there is a new one, and that one is gone."""
+    """Receives worker messages and the arrival and loss of workers."""
 
     async def on_message(self, worker: Worker, message: FromWorker) -> None: ...
 
     def requests_at(self, worker: Worker) -> list[str]:
-        """What that worker has been asked to do and is not known to have done."""
+        """Return the requests under way on a worker."""
 
     def on_invalid(self) -> None:
-        """A worker has said something that is no message of the protocol; it was dropped."""
+        """Note a dropped message outside the protocol."""
 
     def on_joined(self, worker: Worker) -> None: ...
 
@@ -65,7 +65,7 @@ class WorkerPool:
         on_failure: Callable[[], None],
         context: zmq.asyncio.Context,
     ) -> None:
-        """`context` becomes the pool's own: it ends it."""
+        """Own `context`, and end it on `close`."""
         self.own = own
         self._on_failure = on_failure
         # New at every start and for every connection: were it the same, workers would take this one for the one before
@@ -115,7 +115,7 @@ class WorkerPool:
 
     @property
     def has_looked(self) -> bool:
-        """Whether the registry has been read since this pool was made; before, nobody knows who is there."""
+        """Whether this pool has read the registry; before, all workers are unknown."""
         return self._unknown_since_s == -math.inf
 
     @property
@@ -124,8 +124,7 @@ class WorkerPool:
         return dict(self._refused)
 
     def workers(self, *roles: Role, matching: Worker | None = None) -> list[Worker]:
-        """Live workers of these roles that may be given something new; with `matching`, only those that may work with
-        that one.
+        """Return live workers of these roles for new work; with `matching`, only workers compatible with that worker.
 
         Those that are draining are not among them, nor those to which there is no connection yet, for it may be cut, or
         that have only just been connected to while others are about to be.
@@ -142,8 +141,8 @@ class WorkerPool:
         return [worker for worker in found if worker.missing_since_s is None] or found
 
     def absent_s(self, *roles: Role, matching: Worker | None = None) -> float:
-        """For how long there has been no worker of these roles to give work to; infinity if never, and where those that
-        are there do not match: others like them will not either. A pool that has not looked yet does not say never."""
+        """Return for how long these roles had no usable worker; infinity if never, or where present workers do not
+        match. A pool before its first look never returns infinity."""
         if self.workers(*roles, matching=matching):
             return 0.0
         if self.workers(*roles):
@@ -157,7 +156,7 @@ class WorkerPool:
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _apply(self, found: dict[str, InstanceRecord]) -> None:
-        """Connect to what is new, drop what is gone or has been restarted."""
+        """Connect to new workers; remove workers that are gone or restarted."""
         for worker in list(self._workers.values()):
             record = found.get(worker.instance_id)
             if record is None:
@@ -182,8 +181,8 @@ class WorkerPool:
             self._last_usable_s[worker.record.role] = time.monotonic()
 
     async def _note_missing(self, worker: Worker) -> None:
-        """Believe an absence only after a while: where the broker lost its memory, the living enter themselves again
-        with their next heartbeat, and the dead are known by their connections anyway."""
+        """Believe an absence only after ABSENCE_S: after a broker lost its memory, live workers register with the next
+        heartbeat. Dead workers are known by their connections."""
         now_s = time.monotonic()
         if worker.missing_since_s is None:
             worker.missing_since_s = now_s
@@ -234,8 +233,8 @@ class WorkerPool:
             await asyncio.sleep(0)
 
     async def _watch_connection(self, worker: Worker) -> None:
-        """With a connection a worker is there. A lost one means a dead process, until its entry has outlived the
-        lifetime of a dead one's; so does one that was not made because somebody has broken it off."""
+        """Admit a worker once connected, and remove the worker when the connection is lost or refused. The process
+        counts as dead until a dead worker's registry entry would have expired."""
         if await worker.client.opened():
             self._background(self._admit())
             await worker.client.lost()
@@ -243,7 +242,7 @@ class WorkerPool:
         await self._drop(worker)
 
     async def _admit(self) -> None:
-        """Let those that have been connected to be given work, together with those that are found with them.
+        """Admit connected workers for work, together with workers found at the same time.
 
         After a restart of this proxy, say, the first connection is made some milliseconds before the others, and all
         requests that wait for a worker would go to that one.

@@ -1,4 +1,4 @@
-"""The expected wait of a new request for its first token, and refusal where that wait is too long.
+"""Expected wait of a new request for the first token, and refusal of too long a wait.
 
 A request waits in a queue from admission to its first token. A request of several jobs (a recording, a list of prompts)
 waits with each job that was sent off. The service rate is the rate at which waiting requests began while others waited;
@@ -73,7 +73,7 @@ class QueueDelayLimiter:
         return Ticket(self)
 
     def leave(self, *, begun: bool) -> None:
-        """Remove one waiting job: `begun` with its first token, else ended without one."""
+        """Remove a waiting job: `begun` with the first token, or ended without."""
         now_s = self._clock()
         if begun and self.num_waiting >= SHORT_LINE:
             self._intervals.append(now_s - self._counting_since_s)
@@ -98,7 +98,7 @@ class QueueDelayLimiter:
 
 @dataclass(eq=False)
 class Ticket:
-    """The slot of one job in a queue. A second `begin` or `release` does nothing."""
+    """The slot of a job in a queue. Repeated `begin` or `release` calls do nothing."""
 
     line: QueueDelayLimiter
     waits: bool = True
@@ -117,7 +117,7 @@ class Ticket:
 
 
 class RequestTickets:
-    """The tickets of one request: at first one for each known job, then one for each further job that waits."""
+    """Tickets of a request: at first for each known job, later for each further waiting job."""
 
     def __init__(self, line: QueueDelayLimiter, num_jobs: int = 1) -> None:
         self.line = line

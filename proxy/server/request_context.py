@@ -1,4 +1,4 @@
-"""One HTTP request that generates: admission, body, answer or stream, and cleanup after any end.
+"""HTTP requests that generate: admission, body, answer or stream, and cleanup after any end.
 
 An endpoint is an async generator of payloads. The first payload decides: `Json` or `Plain` is the whole answer, `Sse`
 starts a stream. Nothing is sent before the first payload, so an error gets its real status.
@@ -142,7 +142,7 @@ class AdmissionController:
         max_body_bytes: int,
         endpoint: Endpoint,
     ) -> Response:
-        """Answer one request by `endpoint`, under an id that begins with `prefix`.
+        """Answer a request by `endpoint`; the request id begins with `prefix`.
 
         Raises the errors of `endpoint` before the first payload, and TriptychError("overloaded") over the limit.
         """
@@ -185,7 +185,7 @@ class AdmissionController:
                 await self._end(context, payloads)
 
     async def _end(self, context: RequestContext, payloads: AsyncGenerator[Payload]) -> None:
-        """Close the endpoint, which aborts unfinished jobs; release everything that the request holds; log the end."""
+        """Close the endpoint, which aborts unfinished jobs; release all resources of the request; log the end."""
         try:
             await payloads.aclose()
         finally:
