@@ -1,4 +1,4 @@
-"""What every transport of tensors is: a receiver that others connect to, and one connection per pair of processes.
+"""The interface of every tensor transport: a receiver, and one connection per pair of processes.
 
 A transport moves a header and raw bytes. It knows no dtype and looks into no header; it writes one field of it, the
 checksum, for it makes the last pass over the bytes anyway. ZMQ, which divides what is large, asks the header whether
@@ -29,7 +29,7 @@ def _nothing() -> None: ...
 
 
 class ReceivedTensor(msgspec.Struct, frozen=True, eq=False):
-    """`data` holds the bytes that came with `header`; it may be read-only, at any address, in pieces, and on a GPU.
+    """A tensor's header and bytes. `data` may be read-only, at any address, in pieces, or on a GPU.
 
     `fault` says why the header does not agree with itself or with the number of bytes; None if it does. Whether the
     bytes are those that were sent is only known after one pass over them: either by `verify` or by `copy_into`.
@@ -42,7 +42,7 @@ class ReceivedTensor(msgspec.Struct, frozen=True, eq=False):
     _release: Callable[[], None] = _nothing
 
     async def verify(self) -> str | None:
-        """Why the bytes must not be used; None where they are undamaged, as they lie in `data`, or on a GPU."""
+        """Return the fault of the bytes; None for undamaged bytes and for a GPU's memory."""
         if self.fault is not None or isinstance(self.data, DeviceBuffer):
             return self.fault
         if isinstance(self.data, ChunkedBytes):
@@ -50,7 +50,7 @@ class ReceivedTensor(msgspec.Struct, frozen=True, eq=False):
         return self._fault_of(await checksums.checksum_of(self.data))
 
     async def copy_into(self, target: memoryview) -> str | None:
-        """Copy the bytes, and look at what has been written: None where it is undamaged.
+        """Copy the bytes and check the copy; None for an undamaged copy.
 
         Else the return value says why not, and nobody may look at `target`, which holds bytes of the same number.
         Raises TypeError for the memory of a GPU.
@@ -72,7 +72,7 @@ class ReceivedTensor(msgspec.Struct, frozen=True, eq=False):
         return "the checksum is not the one of these bytes: they were damaged on the way"
 
     def release(self) -> None:
-        """Say that the bytes have been used: call it once they are in the cache, or were refused.
+        """Give the memory back: call after the bytes are in the cache, or were refused.
 
         Where they lie in memory shared with the sender, their room goes back to it; until then the sender has that
         much less. `data` must not be used afterwards. An array made from it that is still alive keeps the room: it
@@ -87,14 +87,14 @@ class ReceivedTensor(msgspec.Struct, frozen=True, eq=False):
 
 
 class Unreachable(TriptychError):
-    """This transport cannot reach that receiver; another one may. Nothing was sent."""
+    """Raised before any byte was sent, if this transport cannot reach the receiver; another may."""
 
     def __init__(self, message: str) -> None:
         super().__init__("unavailable", message)
 
 
 def took_none(address: str, timeout_s: float) -> TriptychError:
-    """The error of a send whose deadline has passed."""
+    """Return the error of a send past its deadline."""
     return TriptychError("unavailable", f"the receiver of tensors at {address} took none within {timeout_s:g} s")
 
 
@@ -111,17 +111,17 @@ class Receiver(Protocol):
 
     @property
     def num_unfinished(self) -> int:
-        """Tensors that began to come and were dropped before their end: given up, too slow, unreadable. Those that were
-        broken are among `num_invalid`."""
+        """Tensors that began to arrive and were discarded before their end: abandoned, too slow, unreadable. Broken
+        tensors count in `num_invalid`."""
 
     def take(self) -> ReceivedTensor | None:
-        """The next tensor of any sender, unchecked; None where there is none at the moment.
+        """Return the next tensor of any sender, unchecked; None if no tensor waits.
 
         What is no tensor at all is counted and dropped. What is not taken waits, and its senders do when it is much.
         """
 
     def close(self) -> None:
-        """Let go of everything but the tensors received: they stay valid until released. Twice is fine."""
+        """Release everything but received tensors, which stay valid until their release. Idempotent."""
 
 
 Sent = TypeVar("Sent", contravariant=True)
@@ -129,13 +129,13 @@ Sent = TypeVar("Sent", contravariant=True)
 
 
 class Connection(Protocol[Sent]):
-    """The sending end of one pair of processes: connects at the first send, stays, and connects again when broken."""
+    """The sending end of one pair of processes: connects with the first send, and again after a break."""
 
     scheme: ClassVar[str]
     """The beginning of the addresses that it can connect to, up to `://`."""
 
     async def send(self, header: TensorHeader, data: Sent, timeout_s: float) -> None:
-        """Hand one tensor over, with its checksum in the header; one that never arrives shows by its missing receipt.
+        """Hand a tensor over, with its checksum in the header; a lost tensor shows by its missing receipt.
 
         `data` are bytes, in one piece, which must not change until the receipt has come. A tensor whose sending has
         failed or was cancelled leaves nothing behind.
@@ -145,5 +145,4 @@ class Connection(Protocol[Sent]):
         """
 
     def close(self) -> None:
-        """Close the connection and give its memory back; what is being sent fails, by its deadline at
-        the latest. Twice is fine."""
+        """Close the connection and free its memory; pending sends fail, by their deadline at the latest. Idempotent."""

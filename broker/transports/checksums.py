@@ -1,4 +1,4 @@
-"""Passes over the bytes of a tensor: its checksum, or its copy with the checksum made on the way.
+"""Passes over the bytes of a tensor: the checksum, or a copy with the checksum made on the fly.
 
 Memory is what is slow. A copy is made in pieces that stay in the processor's cache until the checksum has read them
 there, and so costs hardly more than the copy alone. Everything happens on the loop, others get their turn in between.
@@ -23,7 +23,7 @@ TURN_BYTES: Final = 8 * 2**20
 
 
 async def checksum_of(data: memoryview) -> int:
-    """The checksum of bytes where they are."""
+    """Return the checksum of `data`, without a copy."""
     if data.nbytes <= TURN_BYTES:
         return checksum(data)
     digest = Checksum()
@@ -34,7 +34,7 @@ async def checksum_of(data: memoryview) -> int:
 
 
 async def with_checksum(header: TensorHeader, data: memoryview) -> TensorHeader:
-    """The header of these bytes with their checksum."""
+    """Return `header` with the checksum of `data`."""
     return msgspec.structs.replace(header, checksum=await checksum_of(data))
 
 

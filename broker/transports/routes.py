@@ -1,4 +1,4 @@
-"""The ways from one process to another's tensors, and which of them is taken."""
+"""Routes from one process to a receiver's tensors, and the choice between them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def addresses_by_scheme(tensor_address: str) -> dict[str, str]:
 
 
 class Route:
-    """The ways to one receiver, the best first; connections are made when they are first used, and kept."""
+    """Connections to one receiver, the best transport first. The first use of a connection makes it; later uses keep
+    it."""
 
     def __init__(
         self,
@@ -66,28 +67,28 @@ class Route:
             raise TriptychError("unavailable", message + f"{_list(connectors)}: start both with the same --transport")
 
     async def send(self, header: TensorHeader, data: Payload, deadline_s: float) -> str:
-        """Send by the first way that leads there; returns its scheme."""
+        """Send by the first transport that reaches the receiver; return its scheme."""
         passed_over: dict[str, str] = {}
         scheme = await self._sent(header, data, deadline_s, passed_over)
         self._num_fallbacks.update(passed_over.keys())
         return scheme
 
     def sent_now(self, header: TensorHeader, data: Payload) -> str | None:
-        """Send by the best way if that can be done without waiting for anything: its scheme; else None."""
+        """Send by the best transport without waiting and return its scheme; None if sending would wait."""
         best = self._best_on_host()
         if isinstance(best, ShmConnection) and isinstance(data, memoryview) and best.send_now(header, data):
             return best.scheme
         return None
 
     def give(self, header: TensorHeader) -> EarlySend | None:
-        """Over the connection that the next tensor takes, if that can do it and is there."""
+        """Reserve memory at the receiver over the best connection, if that is shared memory in use."""
         if self._devices:
             return None
         best = self._best_on_host()
         return best.give(header) if isinstance(best, ShmConnection) else None
 
     def _best_on_host(self) -> Connection[memoryview] | None:
-        """The connection that the next tensor of host memory takes, if it has been used before."""
+        """Return the connection for the next tensor of host memory, once used before."""
         return self._connections.get(self._best_scheme)
 
     def close(self) -> None:
@@ -98,7 +99,8 @@ class Route:
             device.close()
 
     async def _sent(self, header: TensorHeader, data: Payload, deadline_s: float, passed_over: dict[str, str]) -> str:
-        """The scheme by which it has gone. To `passed_over` come the better ones, each with the reason."""
+        """Return the scheme that carried the tensor. `passed_over` collects the better schemes, each with the
+        reason."""
         if isinstance(data, DeviceBuffer):
             if (scheme := await self._sent_from_device(header, data, deadline_s, passed_over)) is not None:
                 return scheme
@@ -113,7 +115,7 @@ class Route:
     async def _sent_from_device(
         self, header: TensorHeader, data: DeviceBuffer, deadline_s: float, passed_over: dict[str, str]
     ) -> str | None:
-        """The scheme by which it has gone without passing through the host; None where no way does that."""
+        """Return the scheme that carried the tensor past the host; None if no transport does that."""
         for way in self._devices:
             if not way.carries(data.nbytes):
                 passed_over[way.scheme] = f"{way.scheme} does not take its {data.nbytes} bytes"
@@ -135,7 +137,7 @@ class Route:
             raise TriptychError("unavailable", message) from error
 
     def _usable(self, passed_over: dict[str, str]) -> Iterator[Connection[memoryview]]:
-        """All but those that have lately led nowhere; the last one in any case.
+        """Yield every connection but those avoided after a recent failure; the last connection always.
 
         Raises TriptychError("unavailable") once the route is closed: what were made now would be nobody's to close.
         """
@@ -160,7 +162,7 @@ class Route:
         deadline_s: float,
         passed_over: dict[str, str],
     ) -> bool:
-        """False, and why, where this way does not lead there."""
+        """Return False, and note the reason, if the connection does not reach the receiver."""
         try:
             await connection.send(header, data, max(0.0, deadline_s - time.monotonic()))
             return True

@@ -1,4 +1,4 @@
-"""Tensors from one process to another, by whichever transport suits the two.
+"""Tensors between processes, by the best transport of each pair.
 
     TensorSender --- one connection per receiver ---> TensorReceiver (one address per transport)
 
@@ -44,7 +44,7 @@ TURN_S: Final = 0.001
 
 
 def payload_fault(message: TensorHeader | Offer, num_bytes: int) -> str | None:
-    """Why what a message says of a tensor does not fit `num_bytes` of it, or itself; None if it does."""
+    """Return why a message contradicts itself or the `num_bytes` of its tensor; None if consistent."""
     item_bytes = ITEM_BYTES.get(message.dtype)
     if item_bytes is None:
         return f"dtype {message.dtype!r} is none of {', '.join(ITEM_BYTES)}"
@@ -58,13 +58,13 @@ def payload_fault(message: TensorHeader | Offer, num_bytes: int) -> str | None:
 
 
 def change_hosts(tensor_address: str, change: Callable[[str], str]) -> str:
-    """The same addresses after `change` of each that names a host and a port."""
+    """Return the same addresses, with `change` applied to each address of a host and port."""
     addresses = addresses_by_scheme(tensor_address)
     return " ".join(change(a) if scheme.endswith("tcp") else a for scheme, a in addresses.items())
 
 
 class TensorReceiver:
-    """Takes tensors from any number of senders, by every transport that `transport` stands for."""
+    """Receives tensors from any number of senders, by every transport of the setting `transport`."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class TensorReceiver:
         self._turn_began_s = 0.0
 
     def watch_given(self, on_given: Callable[[PushTarget], bool]) -> None:
-        """Call `on_given` with memory in which a tensor is about to come, where the transport knows of it beforehand.
+        """Call `on_given` with memory for a tensor about to arrive, where the transport announces tensors beforehand.
 
         It is given up where that returns False. The tensor goes to the room's `take`, or comes as all do.
         """
@@ -107,7 +107,7 @@ class TensorReceiver:
         return sum(receiver.num_unfinished for receiver in self._receivers)
 
     async def receive(self) -> ReceivedTensor:
-        """The next tensor with a valid header; call its `release` when it has been used or refused.
+        """Return the next tensor with a valid header; call its `release` after use or refusal.
 
         Nobody has looked at its bytes yet: see `ReceivedTensor`. Anything that is no tensor is counted and dropped.
         What waits to be received waits in the transports.
@@ -123,7 +123,7 @@ class TensorReceiver:
             await self._pause(self._arrival.wait())
 
     def _take(self) -> ReceivedTensor | None:
-        """From the transports in turn, so that none of them is kept waiting by another."""
+        """Ask the transports in turn, so that no transport waits for another."""
         for _ in range(len(self._receivers)):
             received = self._receivers[0].take()
             self._receivers.rotate(-1)
@@ -136,7 +136,7 @@ class TensorReceiver:
         self._turn_began_s = time.monotonic()
 
     def close(self) -> None:
-        """Take nothing more. What has been received stays valid until it is released."""
+        """Receive no further tensor. Received tensors stay valid until their release."""
         for receiver in self._receivers:
             receiver.close()
 
@@ -169,7 +169,7 @@ class TensorSender:
         that were brought from a GPU to the host though this side could have sent them from there."""
 
     async def send(self, receiver: InstanceRecord, header: TensorHeader, data: Payload, timeout_s: float) -> None:
-        """Hand one tensor to the best connection to `receiver`, which adds its checksum to the header.
+        """Send a tensor by the best connection to `receiver`, which adds the checksum to the header.
 
         What lies on a GPU goes by CUDA or NIXL where these lead there, else its bytes are brought to the host. `data`
         must not change until the receipt has come. Raises TriptychError("unavailable") where there is no connection,
@@ -189,7 +189,7 @@ class TensorSender:
         self.num_sent[scheme] += 1
 
     def give(self, receiver: InstanceRecord, header: TensorHeader) -> EarlySend | None:
-        """A way for another thread to send a tensor that it is about to make; None where there is none at the moment.
+        """Return a path for another thread to send a tensor about to be made; None if there is no such path now.
 
         `header` is without the checksum. Drop what is returned in the end.
         """
@@ -197,7 +197,7 @@ class TensorSender:
         return None if route is None else route.give(header)
 
     def keep_only(self, receivers: Iterable[InstanceRecord]) -> None:
-        """Close the connections to all other receivers: they are gone."""
+        """Close the connections to all other receivers."""
         for address in self._routes.keys() - {receiver.tensor_address for receiver in receivers}:
             self._routes.pop(address).close()
 

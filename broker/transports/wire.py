@@ -1,4 +1,4 @@
-"""Messages of the transports' own: small ones, between the two ends of one connection."""
+"""Small messages between the two ends of one transport connection."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ M = TypeVar("M")
 
 
 def make_decode(kind: type[M] | Any) -> Callable[[bytes | memoryview], M]:
-    """Decodes messages of `kind`, a type or a union of tagged ones. What it returns raises ValueError on anything
-    else, whatever is wrong with it."""
+    """Return a decoder of messages of `kind`, a type or a union of tagged types. The decoder raises ValueError on any
+    other input."""
     decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(kind)
 
     def decode(data: bytes | memoryview) -> M:

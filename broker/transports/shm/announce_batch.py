@@ -1,4 +1,4 @@
-"""Small tensors that are announced together, at the sender of shared memory.
+"""Small tensors announced together by the sender of shared memory.
 
     one turn of the loop sends a, b, c, ...
         a            announced at once
@@ -32,7 +32,7 @@ cache when it comes back."""
 
 
 class AnnounceBatch:
-    """All that one connection sends together. For the loop's thread."""
+    """The small tensors sent together over one connection. For the loop's thread."""
 
     def __init__(self, packets: PacketSocket, lend: Callable[[int], ArenaSlice | None]) -> None:
         """`lend` finds room for so many bytes at once, or returns None."""
