@@ -1,4 +1,4 @@
-"""The decoder's engine: requests, offers and tensors in, events out; one call of `step` is one forward pass.
+"""The decoder's engine: requests, offers and tensors in, events out; each call of `step` is a forward pass.
 
     add_request / offer / deliver / abort  ->  intake and scheduler  ->  runner  ->  events
 
@@ -46,7 +46,7 @@ warnings.filterwarnings("ignore", message="The given buffer is not writable", ca
 
 
 class DecoderEngine:
-    """Prefill and decode of one model on one device. Loads decoder weights only.
+    """Prefill and decode of a model on one device. Loads decoder weights only.
 
     Raises TriptychError where the model or the configuration cannot be served. After that, errors of a request come
     as `Failed` events, and its neighbours do not notice.
@@ -60,7 +60,7 @@ class DecoderEngine:
         lease_s: float = LEASE_S,
         beside_bytes: int = 0,
     ) -> None:
-        """`beside_bytes` of what this process may take are an encoder's, which runs beside it."""
+        """`beside_bytes` of the memory budget belong to an encoder in the same process."""
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         self.info, self.config = info, config
@@ -132,7 +132,7 @@ class DecoderEngine:
         prefill_only: bool = False,
         prefilled: bool = False,
     ) -> None:
-        """Take a request. What is wrong with it comes as a Failed event; a known id is ignored.
+        """Accept a request. Errors come as a Failed event; a known id is ignored.
 
         With `prefill_only` its keys and values are computed for another engine, up to the last token but one; it ends
         by `end_prefill`. With `prefilled` they come from another engine, by `offer_kv` and `deliver_kv`.
@@ -178,7 +178,7 @@ class DecoderEngine:
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
-        """Forget a request and free everything it holds. Unknown ids are remembered as ended."""
+        """Discard a request and free all memory. Unknown ids are remembered as ended."""
         self._dirty = True
         request = self._requests.get(request_id)
         if request is None:
@@ -192,7 +192,7 @@ class DecoderEngine:
         self.kv_intake.end_request(request_id, attempt)
 
     def stop_sequence(self, request_id: str, index: int) -> None:
-        """One sequence of a request goes no further (a stop string): with the last one the request ends, silently."""
+        """Stop a sequence of a request (a stop string); with the last sequence the request ends, silently."""
         request = self._requests.get(request_id)
         sequence = next((one for one in request.sequences if one.index == index), None) if request else None
         if request is None or sequence is None or request.sampling.uses_beams:
@@ -226,8 +226,8 @@ class DecoderEngine:
             self._fail_what_never_fits(request)
 
     def withdraw(self, request_id: str, input_id: int, attempt: int) -> None:
-        """Whoever has offered an input, or with KV_INPUT_ID keys and values, gives it up: what is kept for exactly this
-        attempt is free. Whatever else is said of it is fine: it may be lost, stored or replaced by now."""
+        """Release the memory of exactly this attempt, whose sender gives up an input, or KV with KV_INPUT_ID. Unknown
+        offers are fine: lost, stored or replaced meanwhile."""
         self._dirty = True
         if input_id == KV_INPUT_ID:
             self.kv_intake.withdraw(request_id, attempt)
@@ -245,22 +245,21 @@ class DecoderEngine:
     # --- keys and values, from and to another engine
 
     def export_kv(self, request_id: str, table: Table, first: int, last: int) -> AsyncCopy | None:
-        """Keys and values of a prefill's tokens `first` to `last` (not included), of its own tokens or of those that
-        cross-attention reads: [last - first, layers, 2, num_kv_heads, head_dim] for the CPU, contiguous. They are
-        waited for elsewhere: steps go on meanwhile.
+        """Return KV of a prefill's tokens `first` to `last` (not included), from the self or cross table: [last -
+        first, layers, 2, num_kv_heads, head_dim] for the CPU, contiguous. Steps go on meanwhile.
 
         None where they are not there at the moment: not computed yet, or given up for a while (preempted).
         """
         return self.kv_outlet.export(request_id, table, first, last)
 
     def grant_kv(self, request_id: str) -> None:
-        """The receiver has granted a prefill's offer: it goes before others, so that what is reserved gets used."""
+        """Put a granted prefill before others, because the receiver has reserved memory."""
         self._dirty = True
         self.kv_outlet.grant(request_id)
 
     def end_prefill(self, request_id: str) -> None:
-        """Nothing more is wanted of a prefill. A Prefilled event follows: at once, or where log-probabilities of the
-        prompt were asked for when all of it is computed."""
+        """End a prefill. A Prefilled event follows, at once, or after the requested prompt log-probabilities are
+        complete."""
         self._dirty = True
         self.kv_outlet.end(request_id)
 
@@ -279,7 +278,7 @@ class DecoderEngine:
             self._fail_what_never_fits(request)
 
     def deliver_kv(self, request_id: str, attempt: int, part: KvPart) -> None:
-        """A part of granted keys and values has come. Its bytes are copied before this returns."""
+        """Write a part of granted KV. The bytes are copied before the return."""
         self._dirty = True
         self.kv_intake.deliver(request_id, attempt, part)
 
@@ -290,21 +289,21 @@ class DecoderEngine:
     # --- one step
 
     def has_work(self) -> bool:
-        """True if `step` would do something now."""
+        """Return True if `step` has work now."""
         return self._dirty or bool(self.intake.events) or self.loop.in_flight or self.scheduler.has_work()
 
     def next_deadline_s(self) -> float | None:
-        """When `step` has to be called again even if nothing comes (by `time.monotonic`)."""
+        """Return the time of the next due `step` (by `time.monotonic`); None without a deadline."""
         deadlines_s = self.intake.next_deadline_s(), self.kv_intake.next_deadline_s()
         return min((deadline_s for deadline_s in deadlines_s if deadline_s is not None), default=None)
 
     def answer(self) -> list[Event]:
-        """What can be told without a forward pass: grants, receipts, ends of leases. Encoders wait for these."""
+        """Return events known without a forward pass: grants, receipts, ends of leases. Encoders wait for these."""
         self.loop.settle_inputs()
         return self._take_events()
 
     def step(self) -> list[Event]:
-        """Expire, grant, schedule, launch one forward pass, and return what has become known."""
+        """Expire, grant, schedule, launch one forward pass, and return new events."""
         self._dirty = False
         again = self.loop.step()
         self._dirty = self._dirty or again
@@ -315,7 +314,7 @@ class DecoderEngine:
         return events
 
     def _is_alive(self, sequence: Sequence) -> bool:
-        """Whether a sequence still grows: neither it nor its request has ended."""
+        """Return True while neither the sequence nor the request has ended."""
         request = sequence.request
         return self._requests.get(request.request_id) is request and sequence in request.sequences
 
@@ -337,7 +336,7 @@ class DecoderEngine:
         self._dirty = True
 
     def _drop(self, sequence: Sequence) -> None:
-        """A sequence goes no further: its blocks and its slot are free."""
+        """Free the blocks and the slot of an ended sequence."""
         self.blocks.free(sequence.sequence_id)
         self._free_slot(sequence)
 

@@ -38,7 +38,7 @@ _NO_HYPOTHESIS = ErrorInfo(
 
 @dataclass(frozen=True)
 class NewToken:
-    """The next token of a sequence, in its place already: the one at `position`."""
+    """The next token of a sequence, already at `position`."""
 
     sequence: Sequence
     position: int
@@ -48,7 +48,7 @@ class NewToken:
 
 @dataclass(frozen=True)
 class TokensInFlight:
-    """Tokens that the device chooses; each stands as UNKNOWN_TOKEN at its position in its sequence."""
+    """Tokens chosen on the device; UNKNOWN_TOKEN stands at each position."""
 
     sequences: list[Sequence]
     positions: list[int]
@@ -57,7 +57,7 @@ class TokensInFlight:
 
 @dataclass(frozen=True)
 class GenerationFailed:
-    """A request cannot go on: a rule of it has become impossible to follow."""
+    """The end of a request whose rules have become impossible."""
 
     request: Request
     error: ErrorInfo
@@ -65,7 +65,7 @@ class GenerationFailed:
 
 @dataclass(frozen=True)
 class BeamsEnded:
-    """A beam search is over; its hypotheses, best first."""
+    """The hypotheses of a finished beam search, best first."""
 
     request: Request
     hypotheses: list[Hypothesis]
@@ -75,7 +75,7 @@ Result: TypeAlias = NewToken | BeamsEnded | GenerationFailed
 
 
 class Decoding:
-    """Chooses tokens, and keeps the sequences of each request and their block tables in step with that."""
+    """Chooses tokens, and keeps sequences and block tables in step."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Decoding:
         drop: Callable[[Sequence], None],
         eos_token_ids: ListOf[int],
     ) -> None:
-        """`drop` frees what a sequence holds: it goes no further."""
+        """`drop` frees the memory of an ended sequence."""
         self._runner = runner
         self._blocks = blocks
         self._sampler = sampler
@@ -100,7 +100,7 @@ class Decoding:
 
     @torch.inference_mode()
     def advance(self, output: StepOutput) -> list[Result]:
-        """Give every sequence of a step's output its next token."""
+        """Append the next token to every sequence of a step's output."""
         results: list[Result] = []
         for rows in output.prompt_rows:
             with self._containing(rows.sequence.request, results):
@@ -122,15 +122,15 @@ class Decoding:
         return results
 
     def can_run_ahead(self, output: StepOutput) -> bool:
-        """Whether the host has no part in choosing the tokens of a step: no beams, no rules that read what is known by
-        then, nothing to report."""
+        """Return True if the host has no part in the choice of tokens: no beams, no rules on known tokens, no
+        reports."""
         return not output.prompt_rows and all(
             not sequence.sampling.uses_beams and self._sampler.can_run_ahead(sequence) for sequence in output.sequences
         )
 
     @torch.inference_mode()
     def launch(self, output: StepOutput) -> TokensInFlight:
-        """Have the device choose the next tokens of an output that can run ahead, and do not wait for them."""
+        """Choose the next tokens on the device, without waiting."""
         logits, sequences = self._fork_rows(output, list(range(len(output.sequences))))
         tokens = self._sampler.launch(logits, sequences)
         positions = [len(sequence.token_ids) for sequence in sequences]
@@ -139,7 +139,7 @@ class Decoding:
         return TokensInFlight(sequences, positions, tokens)
 
     def land(self, flight: TokensInFlight) -> list[NewToken]:
-        """Wait for tokens in flight and put them into their places, those of sequences that have ended too."""
+        """Wait for tokens in flight and put all into place, also for ended sequences."""
         results = [NewToken(*one) for one in zip(flight.sequences, flight.positions, flight.tokens.wait(), strict=True)]
         for new in results:
             new.sequence.token_ids[new.position] = new.token_id

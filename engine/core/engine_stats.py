@@ -1,4 +1,4 @@
-"""The numbers of a decoder engine at one moment."""
+"""Metrics of a decoder engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def gauges(engine: DecoderEngine) -> dict[str, float]:
-    """What goes up and down."""
+    """Return values that rise and fall."""
     blocks, cache, graphs = engine.blocks, engine.cache, engine.runner.graphs
     return {
         "requests_running": len(engine.scheduler.running),
@@ -44,7 +44,7 @@ def gauges(engine: DecoderEngine) -> dict[str, float]:
 
 
 def totals(engine: DecoderEngine) -> dict[str, float]:
-    """What only grows."""
+    """Return values that only grow."""
     counts = {
         **engine.counters,
         **engine.loop.counters,

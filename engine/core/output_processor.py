@@ -1,4 +1,4 @@
-"""What is told of a request's tokens, and when its sequences end."""
+"""Events of generated tokens, and the ends of sequences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.state.request import Request, Sequence
 
 
 class OutputProcessor:
-    """Turns what generation has chosen into events."""
+    """Turns chosen tokens into events."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class OutputProcessor:
         drop: Callable[[Sequence], None],
         end: Callable[[Request], None],
     ) -> None:
-        """`drop` frees what a sequence holds that goes no further, `end` all that a request holds."""
+        """`drop` frees the memory of an ended sequence, `end` the memory of a request."""
         self._info = info
         self._blocks = blocks
         self._max_model_len = max_model_len
@@ -36,7 +36,7 @@ class OutputProcessor:
         self.counters = {"prompt_tokens": 0, "generated_tokens": 0}
 
     def token(self, new: NewToken) -> None:
-        """One token of one sequence."""
+        """Emit a token of a sequence."""
         sequence, request = new.sequence, new.sequence.request
         self._count_tokens(request, 1)
         offset, reason = new.position - len(request.prompt), self._finish_reason(new)
@@ -58,7 +58,7 @@ class OutputProcessor:
         self._tell(request, event, done=not request.sequences)
 
     def beams(self, ended: BeamsEnded) -> None:
-        """All hypotheses of a beam search at once: nothing of one is certain before its end."""
+        """Emit all hypotheses of a beam search at once: none is certain before the end."""
         request = ended.request
         for index, one in enumerate(ended.hypotheses):
             self._count_tokens(request, len(one.token_ids))
@@ -110,16 +110,16 @@ class OutputProcessor:
         return None if self.fits_ever(request) or self._fits_by_now(request) else "length"
 
     def is_full(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether a sequence of so many tokens takes no other one."""
+        """Return True if a sequence of `num_tokens` takes no further token."""
         num_output_tokens = num_tokens - len(sequence.request.prompt)
         return num_output_tokens >= sequence.sampling.max_tokens or num_tokens >= self._max_model_len
 
     def fits_ever(self, request: Request) -> bool:
-        """Whether all sequences of a request can take one more step, with the whole pool to themselves."""
+        """Return True if the whole pool holds all sequences of a request after another step."""
         return self._fits(request, [len(sequence.token_ids) for sequence in request.sequences])
 
     def _fits_by_now(self, request: Request) -> bool:
-        """The same before the tokens that are not known yet: what comes of those is decided when they are."""
+        """Check without unknown tokens, whose effect is decided later."""
         return self._fits(request, [sequence.num_known_tokens for sequence in request.sequences])
 
     def _fits(self, request: Request, lengths: list[int]) -> bool:

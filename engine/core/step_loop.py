@@ -1,5 +1,4 @@
-"""What a call of `DecoderEngine.step` does: one step after the other, or the next one launched before it is known what
-the last one has given.
+"""The steps of `DecoderEngine.step`: plain, or with the next step launched before the last tokens are known.
 
     plain       host    schedule N · launch N · wait for N ............... · tell N · schedule N+1 · launch N+1 · ...
                 device                        ██ N ██ choose N ██                                  ██ N+1 ██ choose ...
@@ -45,7 +44,7 @@ log = get_logger()
 
 
 class StepLoop:
-    """Drives the parts of one engine; `ahead` chooses the overlapped loop."""
+    """Drives the parts of an engine; `ahead` chooses the overlapped loop."""
 
     def __init__(
         self,
@@ -81,11 +80,11 @@ class StepLoop:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a step has been launched whose tokens have not been told."""
+        """Return True while tokens of a launched step are unknown."""
         return self._flight is not None
 
     def step(self) -> bool:
-        """Expire, grant, schedule and launch one step, and tell what has become known.
+        """Expire, grant, schedule and launch a step, and emit new tokens.
 
         Returns whether there may be more to do even if nothing comes.
         """
@@ -126,7 +125,7 @@ class StepLoop:
     # --- what they are made of
 
     def settle_inputs(self) -> None:
-        """End what is over and grant what there is room for, of inputs and of keys and values."""
+        """End expired leases and grant free memory, for inputs and for KV."""
         now_s = time.monotonic()
         self._intake.expire(now_s)
         self._intake.grant()

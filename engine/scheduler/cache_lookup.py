@@ -1,4 +1,4 @@
-"""What of a waiting request is in the KV cache already: a prefix of its tokens, and what its cross-attention reads.
+"""Lookup of waiting requests in the KV cache: cached prefixes of tokens, and cached cross tables.
 
 An input that stands within the cached prefix, or whose cross keys and values are there, need not be encoded, sent or
 held. That holds only until the blocks are given up for somebody else, so nothing here is remembered between steps.
@@ -11,7 +11,7 @@ from engine.state.request import Request, RequestInput
 
 
 class CacheLookup:
-    """Looks requests up in the caches of `blocks`. With `enabled` False, nothing is ever covered by a prefix."""
+    """Looks requests up in the caches of `blocks`. With `enabled` False, no prefix is ever found."""
 
     def __init__(self, blocks: BlockManager, *, enabled: bool) -> None:
         self._blocks = blocks
@@ -19,7 +19,7 @@ class CacheLookup:
         self.counters = {"prefix_queried_tokens": 0, "prefix_hit_tokens": 0}
 
     def prefix(self, request: Request) -> list[bytes]:
-        """Hashes of the leading blocks of the first sequence that are cached. One token at least is left to compute."""
+        """Return hashes of the cached leading blocks of the first sequence. At least one token is left to compute."""
         if not self._applies_to(request):
             return []
         first = request.sequences[0]
@@ -30,7 +30,7 @@ class CacheLookup:
         return request.cross_attention and request.inputs_are_known and self._blocks.has_cross(request.encoder_content)
 
     def covers(self, request: Request, item: RequestInput) -> bool:
-        """Whether a request could do without this input if it began now. One that has begun could not."""
+        """Return True if a waiting request could begin now without this input."""
         first = request.sequences[0].sequence_id
         if self._blocks.has_table(first) or self._blocks.is_swapped(request.request_id):
             return False
@@ -41,18 +41,18 @@ class CacheLookup:
         return item.start + item.num_prompt_tokens <= len(self.prefix(request)) * self._blocks.block_size
 
     def has_all(self, request: Request) -> bool:
-        """Whether a request that waits has every input that it needs."""
+        """Return True if no needed input of a waiting request is missing."""
         return all(item.usable or self.covers(request, item) for item in request.inputs)
 
     def count(self, request: Request, num_cached: int) -> None:
-        """A request begins with so many cached tokens."""
+        """Count the cached tokens of a request at the start."""
         self.counters["prefix_queried_tokens"] += len(request.sequences[0].token_ids)
         self.counters["prefix_hit_tokens"] += num_cached
         if request.num_preemptions == 0:
             request.num_cached_tokens = num_cached
 
     def remember(self, request: Request) -> None:
-        """Blocks that a request has filled by now, with tokens that are known, can be found by others."""
+        """Enter full blocks of known tokens into the prefix cache."""
         if not self._enabled:
             return
         size = self._blocks.block_size

@@ -1,4 +1,4 @@
-"""Room for one request more: what it takes, who has it, and who would make way."""
+"""Capacity for another request: blocks and slots needed, held, and releasable."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine.state.request import InputState, Request
 
 
 class Capacity:
-    """Looks at the `running` and `reserved` requests of a scheduler, which hold blocks and slots."""
+    """Reads the `running` and `reserved` requests of a scheduler, the holders of blocks and slots."""
 
     def __init__(
         self,
@@ -18,7 +18,7 @@ class Capacity:
         reserved: list[Request],
         max_num_seqs: int,
     ) -> None:
-        """The lists are the scheduler's own: they change under this."""
+        """The lists belong to the scheduler and change between calls."""
         self._blocks = blocks
         self._coverage = coverage
         self._running = running
@@ -26,11 +26,11 @@ class Capacity:
         self._max_num_seqs = max_num_seqs
 
     def holds_the_line(self, request: Request) -> bool:
-        """True for a request that has all it needs but room."""
+        """Return True for a request that lacks only memory."""
         return request.awaits_kv or self._blocks.is_swapped(request.request_id) or self._coverage.has_all(request)
 
     def has_place(self, request: Request, wanted: int) -> bool:
-        """Whether slots and blocks are free for a waiting request and the next `wanted` tokens of it."""
+        """Return True if slots and blocks are free for a waiting request and the next `wanted` tokens."""
         slots = sum(other.num_slots for other in (*self._running, *self._reserved)) + request.num_slots
         return slots <= self._max_num_seqs and self._missing_blocks(request, wanted) <= self._blocks.num_free
 
@@ -46,7 +46,7 @@ class Capacity:
         )
 
     def _missing_to_go_on(self, request: Request, wanted: int) -> int:
-        """Blocks for what a swapped request has on the host and for its next step there, a copy on write included.
+        """Blocks for the swapped tokens of a request and the next step, a copy on write included.
 
         The whole pool is always enough, since what outgrows it has ended.
         """
@@ -57,20 +57,20 @@ class Capacity:
         return min(missing, blocks.pool.num_usable)
 
     def could_place(self, request: Request, wanted: int) -> bool:
-        """Whether there is a place, or would be one without those who would make way."""
+        """Return True if slots and blocks are free, or would be after the `givers` had made way."""
         if self.has_place(request, wanted):
             return True
         return self.holds_the_line(request) and self.has_place_without(self.givers(request), request, wanted)
 
     def has_place_without(self, givers: list[Request], request: Request, wanted: int) -> bool:
-        """Whether there would be a place if some running requests gave theirs."""
+        """Return True if slots and blocks would be free without the `givers`."""
         held = sum(self._blocks.releasable_blocks(other.request_id, other.sequence_ids) for other in givers)
         holders = [other for other in (*self._running, *self._reserved) if other not in givers]
         slots = sum(other.num_slots for other in holders) + request.num_slots
         return slots <= self._max_num_seqs and self._missing_blocks(request, wanted) <= self._blocks.num_free + held
 
     def givers(self, request: Request) -> list[Request]:
-        """Running requests that make way: of a lower priority, or waiting for their first input (they lose little)."""
+        """Running requests that make way: of a lower priority, or waiting for the first input (with little to lose)."""
         return [
             other
             for other in self._running
@@ -83,8 +83,7 @@ class Capacity:
         ]
 
     def would_make_way(self, request: Request) -> bool:
-        """Whether a waiting request would be among the givers again once it had what it can compute now: what stands in
-        front of its first input."""
+        """Return True if a waiting request would soon be a giver again, stopped in front of the first input."""
         if not request.inputs:
             return False
         first = request.inputs[0]

@@ -1,4 +1,4 @@
-"""The decoder's scheduler: which tokens of which sequences run in the next step.
+"""The decoder's scheduler: chooses the tokens of the next step.
 
 Running requests first, then waiting ones, by priority and arrival, under one token budget. Prefill and decode are the
 same thing here: a sequence wants the tokens between `num_computed_tokens` and what can be computed now, in chunks
@@ -24,7 +24,7 @@ from engine.state.request import InputState, Request, Sequence
 
 @dataclass
 class ScheduledStep:
-    """The batch of one step. `num_tokens[i]` tokens of `sequences[i]`; sequences with one token come first.
+    """The batch of one step: `num_tokens[i]` tokens of `sequences[i]`, sequences with a single token first.
 
     `admitted` are the requests that begin (again) in this step.
     """
@@ -43,9 +43,9 @@ Chosen = dict[str, list[tuple[Sequence, int]]]
 
 
 class DecoderScheduler:
-    """Queues of one engine. `waiting` is in order; `running` requests hold blocks and slots, and so do `reserved` ones,
-    whose keys and values are on their way. No waiting request behind `line_end`, if given, may begin: a request of
-    that order waits for a reservation.
+    """Queues of one engine. `waiting` is in order; `running` and `reserved` requests hold blocks and slots. The KV of
+    `reserved` requests is on the way. No waiting request behind `line_end` may begin: a request of this order waits for
+    a reservation.
 
     A request with tokens that are not known yet is not preempted: where one would have to be, `held_back` is set, and
     whoever knows the tokens in flight lets them come in, resets it and asks again.
@@ -77,7 +77,7 @@ class DecoderScheduler:
         self.counters = {"preemptions": 0, "preemptions_by_swap": 0}
 
     def add(self, request: Request) -> None:
-        """Put a request into the line, behind those that come before it."""
+        """Insert a request into `waiting`, by order."""
         if not self.waiting or self.waiting[-1].order < request.order:  # as usual; a batch may have thousands
             self.waiting.append(request)
             return
@@ -92,7 +92,7 @@ class DecoderScheduler:
         self.intake.reorder()
 
     def remove(self, request: Request) -> None:
-        """The request has ended: free its blocks, wherever they are."""
+        """Remove an ended request, and free all blocks."""
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
@@ -102,7 +102,7 @@ class DecoderScheduler:
         self._free_tables(request)
 
     def has_work(self) -> bool:
-        """True if some request could compute something now."""
+        """Return True if some request could compute now."""
         if any(request.num_remaining(one) > 0 for request in self.running for one in request.sequences):
             return True
         for request in self.waiting:  # the same order and the same end as in _admit: else the engine would spin
@@ -116,7 +116,7 @@ class DecoderScheduler:
         return False
 
     def schedule(self) -> ScheduledStep:
-        """The next step; empty where nothing can run. Blocks for it are allocated."""
+        """Return the next step, with blocks allocated; empty if no request can run."""
         chosen: Chosen = {}
         budget, preemptions = self.token_budget, self.counters["preemptions"]
         for request in sorted(self.running, key=lambda request: request.order):
@@ -133,7 +133,7 @@ class DecoderScheduler:
     # --- running requests
 
     def _continue(self, request: Request, chosen: Chosen, budget: int) -> None:
-        """Choose the next tokens of a running request, preempting whoever comes last to make room for them."""
+        """Choose the next tokens of a running request; preempt the last requests if blocks are missing."""
         for sequence, count in self._wanted(request, budget):
             if not self.blocks.has_table(sequence.sequence_id):
                 self._begin_sibling(request, sequence)
@@ -153,7 +153,7 @@ class DecoderScheduler:
             chosen.setdefault(request.request_id, []).append((sequence, count))
 
     def _wanted(self, request: Request, budget: int) -> list[tuple[Sequence, int]]:
-        """Tokens of each sequence that could run now, within the budget. Beams take their last step together."""
+        """Return the runnable tokens of each sequence within the budget. Beams take the last step together."""
         remaining = [(sequence, request.num_remaining(sequence)) for sequence in request.sequences]
         if request.sampling.uses_beams and request.forked:
             if all(count == 1 for _, count in remaining):
@@ -168,8 +168,8 @@ class DecoderScheduler:
         return wanted
 
     def _begin_sibling(self, request: Request, sequence: Sequence) -> None:
-        """Give a sequence that lost its blocks, or came from elsewhere, a table: it shares the prompt's full blocks
-        with a sibling, and waits while none has computed them."""
+        """Give a table to a sequence without blocks: share the prompt's full blocks with a sibling, or wait until a
+        sibling has computed the prompt."""
         shared = len(request.prompt) // self.blocks.block_size
         num_shared_tokens = shared * self.blocks.block_size
         siblings = [one for one in request.sequences if self.blocks.has_table(one.sequence_id)]
@@ -187,7 +187,7 @@ class DecoderScheduler:
     # --- waiting requests
 
     def _admit(self, chosen: Chosen, budget: int) -> list[Request]:
-        """Waiting requests that begin now. One whose inputs are all here goes before those that wait for theirs."""
+        """Start waiting requests. A request with complete inputs goes before requests with missing inputs."""
         admitted = []
         line, first = list(self.waiting), self._first
         self._first = None
@@ -213,13 +213,13 @@ class DecoderScheduler:
         return [request for request in admitted if request in self.running]
 
     def _begin(self, request: Request, wanted: int) -> None:
-        """Give the request its tables; inputs that the caches cover are not needed."""
+        """Give the request block tables; discard inputs that the caches cover."""
         num_cached = self._allocate(request, wanted)
         self.coverage.count(request, num_cached)
         self.intake.cover(request, num_cached)
 
     def _allocate(self, request: Request, wanted: int) -> int:
-        """Give the first sequence its table, with what the prefix cache has of it and room for the first chunk.
+        """Give the first sequence a table: the cached prefix, and blocks for the first chunk.
 
         Returns how many tokens the prefix cache has.
         """
@@ -233,7 +233,7 @@ class DecoderScheduler:
         return num_cached
 
     def _first_chunk(self, request: Request, budget: int) -> int:
-        """Tokens that a waiting request would compute in its first step; 0 while it waits for an input.
+        """Return the tokens of a waiting request's first step; 0 while an input is missing.
 
         A prefill with nothing left to compute is wanted back from the host as well: somebody waits for what it has.
         """
@@ -249,8 +249,8 @@ class DecoderScheduler:
         return self.line_end is not None and request.order > self.line_end
 
     def _find_place(self, request: Request, wanted: int, chosen: Chosen) -> bool:
-        """Slots and blocks for a waiting request; running ones that only wait for an input make way for it, and so
-        do those of a lower priority.
+        """Find slots and blocks for a waiting request. Requests of a lower priority make way, and running requests that
+        only wait for an input.
 
         They do so only where that is enough: giving way for nothing, again and again, would look like progress.
         """
@@ -268,7 +268,7 @@ class DecoderScheduler:
     # --- requests whose keys and values come from elsewhere
 
     def reserve(self, request: Request) -> bool:
-        """Slots and blocks for a request whose keys and values will be written from outside, and for its next token.
+        """Reserve slots and blocks for a request with KV from another engine, and for the next token.
 
         False where there is no place, or where somebody before it waits for one. What is reserved is not preempted:
         a sender counts on it, and has no need of anything else here to come to its end.
@@ -286,9 +286,8 @@ class DecoderScheduler:
         self._free_tables(request)
 
     def start(self, request: Request) -> None:
-        """The keys and values of a reserved request have come: it runs. Inputs are needed no more, but for one that the
-        last token of the prompt belongs to: all sequences have what has come, a block that it does not fill included.
-        """
+        """Run a reserved request whose KV is complete: all sequences share the KV, a partly filled block included. Only
+        an input that contains the last prompt token is still needed."""
         self.reserved.remove(request)
         self.running.append(request)
         self.coverage.remember(request)
@@ -300,7 +299,7 @@ class DecoderScheduler:
         self.intake.ask(request)
 
     def _is_held_up(self, request: Request) -> bool:
-        """Whether a waiting request before this one has all it needs but room."""
+        """Return True if an earlier waiting request lacks only memory."""
         earlier = itertools.takewhile(lambda other: other.order < request.order, self.waiting)
         return any(
             self._first_chunk(other, self.token_budget) > 0 and self._places.holds_the_line(other) for other in earlier
@@ -309,7 +308,8 @@ class DecoderScheduler:
     # --- preemption
 
     def preempt(self, request: Request) -> None:
-        """Take the blocks of a running request; it waits, first of its priority, and goes on from the same tokens."""
+        """Take the blocks of a running request. The request waits, first of equal priority, and resumes at the same
+        tokens."""
         self.running.remove(request)
         self._free_slots(request)
         if self._swaps(request):
@@ -342,7 +342,7 @@ class DecoderScheduler:
         self.blocks.free_cross(request.request_id)
 
     def yield_blocks(self) -> bool:
-        """Nothing can run: let the last running requests give their blocks to one before them that could compute.
+        """Let the last running requests release blocks for an earlier request, when no request can run.
 
         Only where that is enough for it, and where it would not make way for them again at once: blocks would go to and
         fro for nothing. It comes first in the next step, or others would take them. Returns False where there is no
