@@ -1,4 +1,4 @@
-"""Cache affinity: the instance that probably has the beginning of a prompt, or media, in its caches.
+"""Cache affinity: the instance with a prompt's beginning, or media, probably in the caches.
 
 The keys of a prompt, the longest first, for CHUNK_TOKENS = 64 and an image among tokens 64 to 127:
 
@@ -26,7 +26,7 @@ WAYS: Final = 8
 
 
 def cache_keys(job: Job) -> list[bytes]:
-    """Return the cache keys of an instance that has computed this job, the longest prefix first.
+    """Return the cache keys of an instance after this job, the longest prefix first.
 
     With cross-attention a decoder's blocks depend on the inputs: inputs outside the prompt begin every chain.
     """
@@ -76,7 +76,7 @@ class AffinityMap:
         return sum(map(bool, self._instances))
 
     def _look_up(self, key: bytes) -> tuple[int, int | None]:
-        """Return the first of a key's slots, which holds the latest key, and the key's own slot if in the table."""
+        """Return the first of a key's slots, with the latest key, and the key's own slot if in the table."""
         wanted = hash(key)
         first = wanted % self._num_sets * self._num_ways
         slots = self._hashes[first : first + self._num_ways]

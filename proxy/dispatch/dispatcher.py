@@ -1,4 +1,4 @@
-"""All jobs under way in this proxy, and the route of a worker's message to its job."""
+"""All jobs under way in this proxy, and the route of worker messages to jobs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REMEMBERED: Final = 1024
 
 
 class Dispatcher:
-    """Starts jobs and routes the messages and events of workers to them."""
+    """Starts jobs and routes worker messages and events to jobs."""
 
     def __init__(self, settings: Settings, metrics: ProxyMetrics, timelines: Timelines) -> None:
         self._settings = settings
@@ -37,7 +37,7 @@ class Dispatcher:
         return len(self._runners)
 
     def run(self, pool: WorkerPool, job: Job, deadline_s: float) -> AsyncGenerator[Tokens]:
-        """Return the tokens of a job, to the end or until the caller closes the generator, which aborts the job.
+        """Return the tokens of a job. Closing the generator early aborts the job.
 
         `deadline_s` is by `time.monotonic`. Nothing happens before the first step. Raises as `JobRunner.tokens` does.
         """
@@ -56,7 +56,7 @@ class Dispatcher:
             await self._disown(worker, message)
 
     async def _disown(self, worker: Worker, message: Tokens | Prefilled | InputNeeded) -> None:
-        """Stop a worker that still runs an ended job: the abort may have been lost with a connection."""
+        """Stop a worker on an ended job: the abort may have been lost with a connection."""
         over = isinstance(message, Prefilled) or (isinstance(message, Tokens) and message.done)
         if over or message.request_id in self._disowned:
             return

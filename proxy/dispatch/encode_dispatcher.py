@@ -25,7 +25,7 @@ log = get_logger()
 
 @dataclass(eq=False)
 class _Item:
-    """A media item. It is at `encoder`; or waits to be sent, with a deadline and no encoder; or is in place."""
+    """A media item: at `encoder`, waiting to be sent (a deadline and no encoder), or in place."""
 
     slot: InputSlot
     media: MediaItem
@@ -63,7 +63,7 @@ class EncodeDispatcher:
         self._unanswered: set[tuple[Worker, int, int]] = set()  # replaced attempts that may still run
 
     async def send_all(self, destination: Worker, request_attempt: int) -> None:
-        """Send every item to `destination`, whose attempt at the job is `request_attempt`.
+        """Send every item to `destination`, for the job's attempt `request_attempt`.
 
         Several encoders share the items; equal content goes to one. Raises TriptychError("unavailable") without any.
         """
@@ -85,7 +85,7 @@ class EncodeDispatcher:
                 self._succeeded(item, answered=not item.replaced)
 
     async def finish(self) -> None:
-        """Release all items of an answered job, and stop replaced attempts. A last reply that is late is harmless."""
+        """Release all items of an answered job, and stop replaced attempts. A late last reply is harmless."""
         for worker in {worker for worker, _, _ in self._unanswered}:
             await worker.notify(Abort(self._job.request_id))
         for item in list(self.pending):
@@ -111,7 +111,7 @@ class EncodeDispatcher:
             raise TriptychError(error.code, error.message, item.media.param)
 
     async def on_needed(self, destination: Worker, message: InputNeeded) -> None:
-        """Send an input that `destination` asks for (again). Raises after too many failures in a row."""
+        """Send an input on demand of `destination`, perhaps again. Raises after too many failures in a row."""
         request_attempt = message.request_attempt
         item = self._items.get(message.input_id)
         if item is None:
@@ -137,22 +137,22 @@ class EncodeDispatcher:
         await self._retry_all(worker, error, "encoder_gone", answered=True)
 
     async def on_failed(self, worker: Worker, error: ErrorInfo) -> None:
-        """Resend the items of an encoder that lost this proxy for a while. Raises without encoders."""
+        """Resend the items of an encoder after a lost connection. Raises without encoders."""
         await self._retry_all(worker, error, "encoder_error", answered=False)  # the last attempt may have come later
 
     async def on_joined(self) -> None:
-        """Send waiting items: there is a new worker."""
+        """Send waiting items to a new worker."""
         for item in self._items.values():
             if item.encoder is None and item in self.pending:
                 await self._place(item)
 
     @property
     def stranded(self) -> bool:
-        """Whether an item waits for an encoder while there is none."""
+        """Whether an item waits without any able encoder."""
         return any(item.encoder is None and not self._able(item) for item in self.pending)
 
     def uses(self, worker: Worker) -> bool:
-        """Whether an item is under way on that encoder."""
+        """Whether an item is under way on an encoder."""
         return any(item.encoder is worker for item in self.pending)
 
     async def _on_silent(self, item: _Item) -> None:
@@ -234,7 +234,7 @@ class EncodeDispatcher:
         self._deadlines.set(item, until_s, partial(self._place, item))
 
     def _stays(self, item: _Item, encoder: Worker) -> bool:
-        """Whether a waiting item stays with an encoder, which may have done part of the work.
+        """Whether a waiting item stays with an encoder, perhaps partly done.
 
         It may leave once, for an encoder with much less to do. More often, an item that takes longer to compute than
         the deadline of an encoder would begin again and again.
@@ -278,7 +278,7 @@ class EncodeDispatcher:
         item.replaced = False
 
     def _release(self, item: _Item, *, answered: bool = True) -> None:
-        """Release an item's encoder, whose last attempt was `answered` or may still run for nothing."""
+        """Release an item's encoder. The last attempt was `answered`, or may still run for nothing."""
         self.pending.discard(item)
         self._deadlines.clear(item)
         if item.encoder is None:

@@ -1,4 +1,4 @@
-"""One request for the cluster, after HTTP and before the wire."""
+"""A request for the cluster, after HTTP and before the wire."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from common.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class MediaItem:
-    """One image or audio input. `param` is the field of the request, for error messages."""
+    """An image or audio input. `param` is the field of the request, for error messages."""
 
     kind: MediaKind
     data: bytes = field(repr=False)
@@ -50,7 +50,7 @@ class Job:
 
 
 def part_id(response_id: str, part: int) -> str:
-    """Return the id of one of several jobs of a response."""
+    """Return the id of a response's job, where the response has several."""
     return f"{response_id}.{part}"
 
 

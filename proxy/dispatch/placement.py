@@ -85,7 +85,7 @@ class Placer:
         return worker
 
     def _options(self, pool: WorkerPool, keys: list[bytes], *, media: bool) -> list[_Option]:
-        """Return the best single worker and the best pair, as far as they exist."""
+        """Return the best single worker and the best pair, as far as available."""
         options: list[_Option] = []
         if whole := [worker for worker in pool.workers(*WHOLE) if not media or encodes_for(pool, worker)]:
             worker, affinity = self._pick(self._computed, whole, keys)
@@ -142,7 +142,7 @@ def absent_s(pool: WorkerPool) -> float:
 
 
 def _better(whole: _Option, pair: _Option) -> _Option:
-    """Return the option with the prompt cached, else the option with less load."""
+    """Return the option with the prompt cached, or the less loaded option."""
     if (whole.affinity == "hit") != (pair.affinity == "hit"):
         return whole if whole.affinity == "hit" else pair
     assert pair.placement.prefiller is not None

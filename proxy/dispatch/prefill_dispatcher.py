@@ -59,7 +59,7 @@ class PrefillDispatcher:
         await self._send(placement.prefiller)
 
     def finish(self) -> None:
-        """Release the worker: the prompt was delivered, and its inputs were read."""
+        """Release the worker after a delivered prompt."""
         if self.worker is not None:
             self._encode.read(self.worker)
         self._release()
@@ -106,7 +106,7 @@ class PrefillDispatcher:
             await self.worker.notify(Inquiry(self._job.request_id, self.attempt))
 
     async def on_joined(self) -> None:
-        """Place a waiting prefill: there is a new worker."""
+        """Place a waiting prefill on a new worker."""
         if self in self._deadlines:
             await self._place()
 

@@ -35,7 +35,7 @@ class Progress:
 
     @property
     def withholds(self) -> bool:
-        """Whether tokens have come that are not delivered yet."""
+        """Whether some tokens are not delivered yet."""
         return bool(self._withheld)
 
     def start(self, *, prefilled: bool) -> None:
@@ -44,14 +44,14 @@ class Progress:
         self._withheld = [] if prefilled and wanted else None
 
     def prefilled(self, logprobs: list[TokenLogprob | None]) -> list[Tokens]:
-        """Return the news in withheld messages: the prompt was computed, with these log-probabilities."""
+        """Return the news in withheld messages, with the log-probabilities of the computed prompt."""
         if self._withheld is None:
             return []
         messages, self._withheld, self._prompt_logprobs = self._withheld, None, logprobs
         return [news for message in messages if (news := self.accept(message)) is not None]
 
     def accept(self, message: Tokens) -> Tokens | None:
-        """Return the news in a message; None where all of it is old, or withheld.
+        """Return the news in a message; None for an old or withheld message.
 
         Raises TriptychError("internal_error") for an unknown sequence and for missing tokens.
         """
@@ -90,7 +90,7 @@ class Progress:
         )
 
     def close(self, enough: Set[int] = frozenset()) -> list[Tokens]:
-        """After a loss, end the sequences of full length and return their last messages.
+        """After a loss, end the sequences of full length and return the last messages.
 
         Sets `done` where no sequence is left but those in `enough`.
         """
@@ -105,11 +105,11 @@ class Progress:
         return [Tokens("-", len(self._sequences[index].token_ids), [], "length", index=index) for index in complete]
 
     def rest(self, enough: Set[int]) -> list[int]:
-        """The sequences that are not complete, without those in `enough`."""
+        """The incomplete sequences without those in `enough`."""
         return [i for i, sequence in enumerate(self._sequences) if not sequence.finished and i not in enough]
 
     def resumed(self, enough: Set[int]) -> list[Resumed]:
-        """Return the state from which another instance continues the rest. Empty: the whole request starts again.
+        """Return the state for another instance to continue the rest. Empty: the whole request starts again.
 
         Beam search starts again, because no token is delivered before the end.
         """
