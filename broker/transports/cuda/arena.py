@@ -1,4 +1,4 @@
-"""Memory of this process's GPU that other processes may read, or that comes from them: one allocation, lent in rooms.
+"""A GPU's memory shared between processes: one allocation, reserved in slices.
 
 It is allocated when it is first needed and lives as long as its owner, so that no receiver ever looks at memory that
 has been given to somebody else. Copies into it go over a stream of its own, which no step of an engine waits for.
@@ -21,7 +21,7 @@ ARENA_BYTES: Final = 128 * 2**20
 
 
 class DeviceArena:
-    """Rooms for tensors on their way. Belongs to the loop, but for the methods that block."""
+    """Slices for tensors on their way. Belongs to the loop, but for the blocking methods."""
 
     def __init__(self, runtime: CudaRuntime, size_bytes: int = ARENA_BYTES) -> None:
         """Blocks: call it in a thread. Raises CudaError where the device has no room for it."""
@@ -47,7 +47,7 @@ class DeviceArena:
         return self._rooms.reserve(num_bytes)
 
     def release(self, offset: int) -> None:
-        """See Arena. Whoever waits for room looks again.
+        """See Arena. Wakes callers that wait for memory.
 
         No copy into it may be under way, or still to begin: which of two threads copies first is not known.
         """
@@ -64,13 +64,13 @@ class DeviceArena:
             self._waiting.discard(changed)
 
     def wake(self) -> None:
-        """Let all who wait for room look around: there may be some, or their connection has ended."""
+        """Wake callers that wait for memory: memory may be free, or their connection closed."""
         for changed in self._waiting:
             if not changed.done():
                 changed.set_result(None)
 
     def write(self, offset: int, data: DeviceBuffer | bytes) -> None:
-        """Copy something into a room, and wait until it is there.
+        """Copy `data` into a slice, and wait for the copy.
 
         Blocks, but no stream of anybody else: call it in a thread. Raises CudaError.
         """
@@ -81,7 +81,7 @@ class DeviceArena:
             self._copy(self.pointer + offset, source.ctypes.data, source.nbytes)
 
     def read(self, offset: int, num_bytes: int) -> bytes:
-        """What lies in a room, brought to the host. Blocks and raises as `write`."""
+        """Bring the bytes of a slice to the host. Blocks and raises as `write`."""
         host = np.zeros(num_bytes, np.uint8)
         self._copy(host.ctypes.data, self.pointer + offset, num_bytes)
         return host.tobytes()
@@ -105,7 +105,7 @@ class DeviceArena:
 
 
 class ExportArena(DeviceArena):
-    """One that other processes of this host open by its handle."""
+    """A DeviceArena that other processes of this host open by its handle."""
 
     def __init__(self, runtime: CudaRuntime, size_bytes: int = ARENA_BYTES) -> None:
         """Blocks and raises as DeviceArena."""

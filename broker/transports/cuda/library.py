@@ -1,4 +1,4 @@
-"""CUDA's runtime library, by ctypes: the same one that torch has loaded, where it has.
+"""CUDA's runtime library, by ctypes: the library already loaded by torch, if any.
 
 Written by the reference of CUDA 12 and 13, whose functions used here have not changed. It has not run on a GPU yet.
 """
@@ -22,7 +22,7 @@ _BUS_ID_BYTES: Final = 32
 
 
 class _Handle(ctypes.Structure):
-    """cudaIpcMemHandle_t, which is passed by value."""
+    """cudaIpcMemHandle_t, passed by value."""
 
     _fields_ = [("reserved", ctypes.c_char * HANDLE_BYTES)]
 

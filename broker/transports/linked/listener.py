@@ -1,4 +1,4 @@
-"""A socket that only processes of the same user on the same host can connect to."""
+"""A socket for processes of the same user on the same host."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SameUserListener:
         self._loop.add_reader(self._socket, self._accept)
 
     def close(self) -> None:
-        """Take nobody more. Twice is fine."""
+        """Stop accepting. Idempotent."""
         if self._socket.fileno() >= 0:
             self._loop.remove_reader(self._socket)
             self._socket.close()

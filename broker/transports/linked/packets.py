@@ -36,7 +36,7 @@ def listen(name: str) -> socket.socket:
 
 
 def connect(name: str) -> socket.socket:
-    """Connect at once or not at all: OSError where nobody listens there, or too many are waiting."""
+    """Connect at once or raise OSError: no listener, or too many waiting clients."""
     client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:
         client.connect("\0" + name)
@@ -47,7 +47,7 @@ def connect(name: str) -> socket.socket:
 
 
 def peer_uid(connected: socket.socket) -> int:
-    """The user on the other side, as the kernel knows it."""
+    """Return the user on the other side, by the kernel's word."""
     credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     uid: int = struct.unpack("3i", credentials)[1]
     return uid
@@ -84,7 +84,8 @@ class PacketSocket:
         return self._socket.fileno() < 0
 
     def try_send(self, packet: bytes, fds: Sequence[int] = ()) -> bool:
-        """Send if it can be done now, from any thread. Raises OSError where the other side is gone."""
+        """Send without waiting, from any thread; False if the socket is full. Raises OSError if the other side has
+        gone."""
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             with self._open:
@@ -94,7 +95,7 @@ class PacketSocket:
         return True
 
     async def send(self, packet: bytes, fds: Sequence[int] = ()) -> None:
-        """Send as soon as there is room for it. Raises OSError where the other side is gone."""
+        """Send as soon as the socket has space. Raises OSError if the other side has gone."""
         async with self._sending:
             while not self.try_send(packet, fds):
                 self._writable = self._loop.create_future()
@@ -102,7 +103,7 @@ class PacketSocket:
                 await self._writable
 
     def read(self) -> None:
-        """Take what has come by now, without waiting for the loop to notice."""
+        """Read every packet that has arrived, without waiting for the loop."""
         try:
             while not self.closed and self._read_one():
                 pass
@@ -110,7 +111,7 @@ class PacketSocket:
             self._end(error)
 
     def close(self) -> None:
-        """Close the socket; a `send` that waits raises."""
+        """Close the socket; a waiting `send` raises."""
         if self.closed:
             return
         self._loop.remove_reader(self._socket)
@@ -126,7 +127,7 @@ class PacketSocket:
             self._writable.set_result(None)
 
     def _read_one(self) -> bool:
-        """One packet; False where there is none at the moment."""
+        """Read one packet; False if the socket is empty."""
         try:
             num_bytes, ancillary, flags, _ = self._socket.recvmsg_into([self._buffer], _FDS_BYTES, _CLOSE_ON_EXEC)
         except BlockingIOError:

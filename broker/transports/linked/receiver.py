@@ -1,4 +1,4 @@
-"""Links over a Unix socket, at the receiver: what shared memory and a GPU's memory have in common."""
+"""Links over a Unix socket, at the receiver: the common part of shm and cuda."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class LinkedReceiver(ABC):
 
     @abstractmethod
     def _make_peer(self, connected: socket.socket) -> LinkedPeer:
-        """For one sender that has connected; it tells `deliver` and `ended`."""
+        """Make the peer of a connected sender, which calls `deliver` and `ended`."""
 
     def deliver(self, received: ReceivedTensor) -> None:
         """A tensor has come."""
@@ -62,7 +62,7 @@ class LinkedReceiver(ABC):
         self._on_arrival()
 
     def ended(self, peer: LinkedPeer, error: Exception | None) -> None:
-        """A sender has gone, or is to go, for what it has done."""
+        """Remove a sender that has gone or has broken the protocol."""
         if error is not None:
             self.num_invalid += 1
             log.warning(f"dropped a sender of {self.memory}", error=str(error))
@@ -81,7 +81,7 @@ class LinkedReceiver(ABC):
 
 
 class LinkedPeer(ABC):
-    """One sender, from its connection to its end.
+    """A sender, from its connection to its end.
 
     `_held` are the slots of its tensors that are in use here, each with what tells of the end of that.
     """
@@ -97,13 +97,13 @@ class LinkedPeer(ABC):
         self._packets = packets.PacketSocket(connected, self._take, self._lost)
 
     def close(self) -> None:
-        """End the connection. What has been received stays valid until it is released."""
+        """End the connection. Received tensors stay valid until their release."""
         self._deadline.cancel()
         self._packets.close()
 
     @abstractmethod
     def _take(self, packet: memoryview, fds: list[int]) -> None:
-        """Raises ValueError for a packet that is none."""
+        """Handle a packet. Raises ValueError for an invalid packet."""
 
     def _end(self, error: Exception | None) -> None:
         self._receiver.ended(self, error)
@@ -122,7 +122,7 @@ class LinkedPeer(ABC):
             raise ValueError(f"slot {slot} again, or more than {QUEUE_TENSORS} on their way")
 
     def _unused(self, slot: int) -> None:
-        """Nothing looks at the slot any more. Called by whatever thread has let go of it."""
+        """Release a slot from any thread."""
         with suppress(RuntimeError):  # the loop is closed: so is the connection
             self._loop.call_soon_threadsafe(self._release, slot)
 

@@ -1,4 +1,4 @@
-"""A link over a Unix socket, at the sender: what shared memory and a GPU's memory have in common."""
+"""A link over a Unix socket, at the sender: the common part of shm and cuda."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HANDSHAKE_S: Final = 2.0
 
 
 def boot_id() -> str:
-    """Tells this running kernel from any other: two processes with the same one are on the same host."""
+    """Return the id of this running kernel: equal for two processes on the same host."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
 
@@ -31,7 +31,7 @@ L = TypeVar("L", bound=Link)
 
 
 class LinkedConnection(ABC, Generic[L]):
-    """Makes its link at the first send, and another one where it has broken, until it is closed.
+    """Makes a link with the first send, and another after a break, until closed.
 
     `refusals` are the errors of a receiver that there is not, `memory` is what is shared with one, in words.
     """
@@ -83,8 +83,8 @@ class LinkedConnection(ABC, Generic[L]):
 
     @abstractmethod
     async def _make_link(self, name: str) -> L:
-        """Raises one of `refusals` where nobody listens under the name."""
+        """Make a link. Raises a `refusals` error without a listener under `name`."""
 
     @abstractmethod
     async def _shake_hands(self, link: L) -> None:
-        """Give the other side the memory, and wait until it has read from it. Raises one of `refusals` if not."""
+        """Share the memory and wait until the receiver has read from it. Raises a `refusals` error on failure."""

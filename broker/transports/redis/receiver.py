@@ -80,7 +80,7 @@ class RedisReceiver:
         task.add_done_callback(self._tasks.discard)
 
     async def _take(self, passing: Passing) -> None:
-        """One tensor, from its announcement to its last byte."""
+        """Receive one tensor, from its announcement to its last byte."""
         try:
             async with asyncio.timeout(passing.timeout_s):
                 try:

@@ -1,4 +1,4 @@
-"""Tensors through the broker: where processes reach nothing but Redis. Everything else is faster.
+"""Tensors through the broker, for processes that reach only Redis. Every other transport is faster.
 
     sender                               broker                              receiver
     announce    -- Passing ------------> list of the receiver -------------> begins to take it
@@ -151,11 +151,11 @@ class _Chunks:
 
     @property
     def maybe_there(self) -> range:
-        """Those that may be in the broker."""
+        """Chunks that may be in the broker."""
         return range(self._waits_for, min(self._waits_for + WINDOW, self._num_chunks))
 
     def next(self) -> list[int]:
-        """Those that are to go now; they count as sent."""
+        """Chunks to send now; they count as sent."""
         again, self._again = self._again, []
         first, self._num_sent = self._num_sent, max(self._num_sent, self.maybe_there.stop)
         return [*again, *range(first, self._num_sent)]

@@ -1,4 +1,4 @@
-"""What tensors are in the broker: its keys, what is said under them, and the commands that all of it takes.
+"""Tensors in the broker: keys, messages and commands.
 
     {cluster}:tensors:{token}          a receiver's list of Passing: a tensor is about to come
     {list}:{sender}:{id}:lease         there for as long as its sender says every moment that it goes on
@@ -49,7 +49,7 @@ decode_passing: Final[Callable[[bytes], Passing]] = make_decode(Passing)
 
 
 def new_list(cluster: str) -> str:
-    """A new list for what comes to a receiver."""
+    """Return a new list name for a receiver."""
     return f"{cluster}:tensors:{secrets.token_hex(8)}"
 
 
@@ -97,7 +97,7 @@ async def is_leased(redis: Redis, list_key: str, passing: Passing) -> bool:
 
 
 async def remove(redis: Redis, list_key: str, passing: Passing, chunks: Iterable[int]) -> None:
-    """All that may be in the broker with these chunks."""
+    """Remove everything of these chunks from the broker."""
     keys = [chunk_key(list_key, passing, number) for number in chunks]
     async with redis.pipeline(transaction=False) as pipe:
         pipe.lrem(list_key, 0, cast(Any, encode(passing)))
@@ -113,7 +113,7 @@ async def push(redis: Redis, key: str, value: bytes | memoryview) -> None:
 
 
 async def pop(redis: Redis, key: str) -> bytes | None:
-    """The first value of a list, None if there is none for a second."""
+    """Return the first value of a list; None after a second without any."""
     popped: list[bytes] | None = await cast(Any, redis.blpop([key], timeout=_BLOCK_S))
     return None if popped is None else popped[1]
 

@@ -66,7 +66,7 @@ class AnnounceBatch:
         return True
 
     def announce(self) -> bool:
-        """Announce what has been added: it is not overtaken by what is announced next. False while that waits."""
+        """Announce the added tensors, ahead of any later announcement. Return False while the announcement waits."""
         bundle, self._bundle = self._bundle, None
         if bundle is not None:
             packet = bundle.packed()
@@ -76,7 +76,7 @@ class AnnounceBatch:
         return self._announcing is None
 
     async def announced(self) -> None:
-        """Announce what has been added, and wait until the receiver's socket has it."""
+        """Announce the added tensors, and wait until the receiver's socket has the packet."""
         while not self.announce():
             await asyncio.wait([self._announcing] if self._announcing is not None else [])
 
@@ -92,7 +92,7 @@ class AnnounceBatch:
 
 
 class _Bundle:
-    """Tensors one behind the other in one room."""
+    """Tensors one behind the other in one arena slice."""
 
     def __init__(self, room: ArenaSlice) -> None:
         self._slot = room.slot
@@ -105,7 +105,7 @@ class _Bundle:
         return self._end + num_bytes <= ROOM_BYTES
 
     def add(self, header: TensorHeader, data: memoryview) -> int:
-        """Copy a tensor behind the others; how many these are now."""
+        """Copy a tensor behind the others; return the new count."""
         start, end = self._end, self._end + data.nbytes
         checksum = checksums.copy_now(data, self._memory[start:end], hashed=data)
         self._headers.append(msgspec.structs.replace(header, checksum=checksum))
@@ -113,5 +113,5 @@ class _Bundle:
         return len(self._headers)
 
     def packed(self) -> bytes:
-        """The packet that announces them."""
+        """Return the packet that announces the tensors."""
         return pack(Bundle(self._slot, self._offset, self._headers))

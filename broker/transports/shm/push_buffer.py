@@ -1,4 +1,4 @@
-"""A tensor that leaves from the thread that makes it, into memory that its receiver has had since room was granted.
+"""Early sends: the computing thread writes a tensor into memory that the receiver mapped after the grant.
 
     loop                        the thread that makes it
     give --> touched, ready
@@ -49,7 +49,7 @@ def is_worth_it(num_bytes: int) -> bool:
 
 
 class EarlySend(Protocol):
-    """The way of one tensor's bytes out of the thread that makes them, ahead of the loop."""
+    """The path of one tensor out of the computing thread, ahead of the loop."""
 
     scheme: str
     left_s: float | None
@@ -59,11 +59,11 @@ class EarlySend(Protocol):
         """Copy the bytes and tell the receiver, at once or not at all. Blocks for as long as the copy takes."""
 
     def drop(self) -> None:
-        """It is not needed any more, whatever has become of it: for the loop. Twice is fine."""
+        """Free the memory after any outcome: for the loop. Idempotent."""
 
 
 class PushBuffer:
-    """Memory for one tensor, which the receiver has, too. See `EarlySend`; `touch` is for a thread of its own."""
+    """Memory for one tensor, shared with the receiver. See `EarlySend`; `touch` is for a thread of its own."""
 
     def __init__(self, scheme: str, slot: int, header: TensorHeader, memory: Bytes, gifts: PushBuffers) -> None:
         self.scheme = scheme
@@ -76,7 +76,7 @@ class PushBuffer:
         self._state: State = "untouched"
 
     def touch(self) -> None:
-        """Have the system find memory for it: until that is done, nothing is sent."""
+        """Let the system find pages; nothing is sent before."""
         memory = self._memory
         if self._change("untouched", "touching"):
             memory[:: mmap.PAGESIZE] = 0  # by NumPy, which lets other threads run meanwhile
@@ -110,7 +110,7 @@ class PushBuffer:
             self._gifts.take_back(self._slot)
 
     def _write(self, data: memoryview, target: memoryview) -> TensorHeader:
-        """Copy the bytes; the header with their checksum."""
+        """Copy the bytes; return the header with their checksum."""
         slot, digest = self._slot, Checksum()
         self._gifts.say(Written(slot, 0))  # wakes the receiver while there is something to do here
         for start in range(0, data.nbytes, PIECE_BYTES):
@@ -130,7 +130,7 @@ class PushBuffer:
 
 
 class PushBuffers:
-    """All that is given over one connection. Everything but `give` and `close` is for any thread."""
+    """The early sends over one connection. Every method but `give` and `close` is for any thread."""
 
     def __init__(self, scheme: str, say: Callable[[ToReceiver, Sequence[int]], bool]) -> None:
         """`say` sends a message with descriptors at once, or returns False; it may be called by any thread."""
@@ -142,7 +142,7 @@ class PushBuffers:
         self._touching = ThreadPoolExecutor(1, "gifts")  # not asyncio's, which others may keep waiting
 
     def give(self, slot: int, header: TensorHeader) -> PushBuffer | None:
-        """None where the receiver has enough of them, or takes nothing at the moment, or the system has no more."""
+        """Share memory for a tensor; None if the receiver has enough or the system has no more."""
         if not self._tell() or len(self._given) >= MAX_GIFTS:
             return None
         try:
@@ -164,24 +164,24 @@ class PushBuffers:
         return gift
 
     def say(self, message: Written | Announce) -> bool:
-        """Tell the receiver at once; False where that cannot be done."""
+        """Send a message at once; False if impossible."""
         return self._say(message, ())
 
     def announced(self, slot: int) -> None:
-        """What was given as `slot` is the receiver's."""
+        """Note that the memory of `slot` is now the receiver's."""
         self._given.discard(slot)
 
     def take_back(self, slot: int) -> None:
-        """Tell the receiver that nothing will come in `slot`: now, or before the next gift."""
+        """Tell the receiver that no tensor will arrive in `slot`: now, or before the next early send."""
         self._untold.append(slot)
         self._tell()
 
     def close(self) -> None:
-        """Let go of everything; gifts that are out are not announced any more."""
+        """Free everything; open early sends are not announced any more."""
         self._touching.shutdown(wait=False, cancel_futures=True)
 
     def _tell(self) -> bool:
-        """False where the receiver has not been told of all that was taken back."""
+        """Return False while the receiver has not heard of every withdrawn slot."""
         with self._telling:
             while self._untold:
                 slot = self._untold[0]

@@ -1,4 +1,4 @@
-"""Memory that a sender has given for a tensor that it is about to make, at the receiver. See gift for the other side.
+"""The receiver's side of an early send: memory shared by the sender before its tensor is computed. See push_buffer.
 
 The tensor stays where it has been written: it is not copied here, and its checksum is added up behind the sender, piece
 by piece. What nobody waits for any more is let go at once, whatever the sender does with it.
@@ -19,7 +19,7 @@ from common.messages import TensorHeader
 
 
 class PushedTensor(ReceivedTensor, frozen=True, eq=False):
-    """A tensor in `memory` that is the receiver's own: nobody else uses it, and `release` gives nothing back."""
+    """A tensor in `memory` of the receiver's own; `release` returns no memory to the sender."""
 
     memory: Bytes = msgspec.field(default_factory=lambda: np.zeros(0, np.uint8))
     read_checksum: int = 0
@@ -34,7 +34,7 @@ class PushedTensor(ReceivedTensor, frozen=True, eq=False):
 
 
 class PushTarget:
-    """Room for one tensor. All is for the loop, but `touch`."""
+    """Memory for one pushed tensor. Every method but `touch` is for the loop."""
 
     def __init__(self, header: TensorHeader, memory: Bytes | None) -> None:
         """Without `memory`, it is given up from the beginning."""
@@ -47,16 +47,16 @@ class PushTarget:
         self._num_read = 0
 
     def touch(self) -> None:
-        """Have the system find memory for it; any thread. It is read and not written: the tensor may be coming."""
+        """Let the system find pages; any thread. Only reads: the tensor may be arriving."""
         if (memory := self.memory) is not None:
             memory[:: mmap.PAGESIZE].max(initial=0)  # by NumPy, which lets other threads run meanwhile
 
     def discard(self) -> None:
-        """Nobody waits for the tensor any more: its memory is given up. Twice is fine."""
+        """Free the memory of an unwanted tensor. Idempotent."""
         self.memory = None
 
     def read_to(self, end: int) -> None:
-        """The sender has written so many bytes. Raises ValueError where that cannot be."""
+        """Hash the first `end` bytes, which the sender has written. Raises ValueError for an impossible `end`."""
         if not self._num_read <= end <= self.header.size_bytes:
             raise ValueError(f"{end} bytes of {self.header.size_bytes} are written, after {self._num_read}")
         if self.memory is not None:
@@ -64,7 +64,7 @@ class PushTarget:
         self._num_read = end
 
     def complete(self, header: TensorHeader) -> PushedTensor | None:
-        """The tensor, whose header has its checksum now; None where its memory has been given up.
+        """Return the tensor, with the checksum in `header`; None if its memory was discarded.
 
         Raises ValueError where it is another one than was announced.
         """

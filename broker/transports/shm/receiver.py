@@ -1,4 +1,4 @@
-"""The receiving end of shared memory: reads the senders' memory where it is.
+"""The receiving end of shared memory: reads tensors in the senders' memory.
 
 A tensor's bytes are a view of the sender's arena, mapped read-only. When the last view is gone, the sender is told that
 the room is its own again. Or they are in memory of their own, which was given beforehand and stays here. A sender that
@@ -55,7 +55,7 @@ class ShmReceiver(LinkedReceiver):
 
 
 class _Peer(LinkedPeer):
-    """One sender, whose arena is mapped here."""
+    """A sender, whose arena is mapped here."""
 
     def __init__(self, connected: socket.socket, receiver: ShmReceiver, max_bytes: int) -> None:
         super().__init__(connected, receiver, max_bytes)
@@ -149,7 +149,7 @@ class _Peer(LinkedPeer):
             self._receiver.deliver(ReceivedTensor(header, data[end - header.size_bytes : end]))
 
     def _lent(self, slot: int, memory: segment.Bytes, offset: int, size: int) -> memoryview:
-        """Part of a sender's memory, which it has back when the last view of it has gone."""
+        """Return part of a sender's memory, released when its last view is gone."""
         end = offset + size
         if end > memory.size:
             raise ValueError(f"a tensor ends at byte {end} of {memory.size}")

@@ -1,4 +1,4 @@
-"""Anonymous memory that two processes share: it has no name, so nothing is left of it when both are gone.
+"""Anonymous memory shared by two processes: without a name, and gone when both processes are.
 
 Made by memfd_create(2), passed on as a file descriptor, sealed against changes of its size: a reader can never run into
 pages that the writer has taken away.
@@ -26,7 +26,7 @@ _FIXED_SIZE: Final = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL
 
 @dataclass(frozen=True)
 class ArenaSlice:
-    """Where the tensors of one message lie: in an arena, or, behind a descriptor to pass on, in memory of their own."""
+    """The memory of one message's tensors: a slice of an arena, or memory of its own behind a descriptor."""
 
     slot: int
     memory: Bytes
@@ -47,14 +47,14 @@ def create(size_bytes: int) -> tuple[int, Bytes]:
 
 
 def discard(memory: Bytes, start: int) -> None:
-    """Give the system back what `create` has made, from byte `start` (of a page) on: it reads as zeros now."""
+    """Give memory of `create` back to the system, from byte `start` (of a page) on; later reads find zeros."""
     mapped: Any = memory.base
     mapped.obj.madvise(mmap.MADV_REMOVE, start, memory.size - start)
 
 
 def open_received(fd: int, size_bytes: int, *, writable: bool = False) -> Bytes:
-    """The memory behind a file descriptor from another process, to be read only unless `writable`. `fd` stays open, and
-    what is writable keeps none of its own.
+    """Map the memory behind another process's descriptor, read-only unless `writable`. `fd` stays open; a writable map
+    keeps no descriptor.
 
     Raises ValueError where it is not sealed memory of `size_bytes`; OSError where it cannot be mapped.
     """

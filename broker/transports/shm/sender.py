@@ -72,8 +72,8 @@ class ShmConnection(LinkedConnection["_Link"]):
             raise TriptychError("unavailable", f"the receiver of tensors at {self._address}: {error}") from error
 
     def send_now(self, header: TensorHeader, data: memoryview) -> bool:
-        """Send if nothing has to be waited for, nor others on the loop for the copy; else False. For small tensors
-        what can wait costs more than their bytes do.
+        """Send if that needs no wait and no turn for others during the copy; else return False. For small tensors,
+        awaiting costs more than copying.
 
         Raises as `send` does where the tensor is larger than the receiver takes.
         """
@@ -95,7 +95,7 @@ class ShmConnection(LinkedConnection["_Link"]):
         return announced
 
     def give(self, header: TensorHeader) -> PushBuffer | None:
-        """Memory for a tensor that is being made, at the receiver's already when it is; None where there can be none.
+        """Share memory with the receiver for a tensor still being computed; None if impossible now.
 
         Drop it in the end. Sending something else meanwhile is fine, the same tensor as well.
         """
@@ -112,7 +112,7 @@ class ShmConnection(LinkedConnection["_Link"]):
 
 
 class _Link:
-    """The sender's end of one connection. Ends when the other side does."""
+    """The sender's end of one connection. Ends with the other side."""
 
     def __init__(self, name: str) -> None:
         """Raises OSError where nobody listens under the name."""
@@ -137,7 +137,7 @@ class _Link:
         return self._packets.closed
 
     async def shake_hands(self) -> None:
-        """Give the other side the arena and wait until it has read from it. Raises OSError where it does not."""
+        """Pass the arena on and wait until the receiver has read from it. Raises OSError on failure."""
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._memory[:NONCE_BYTES] = np.frombuffer(self._nonce, np.uint8)
         try:
@@ -148,7 +148,8 @@ class _Link:
             os.close(self._fd)
 
     async def room(self, num_bytes: int) -> ArenaSlice:
-        """Room for a tensor, as soon as the receiver has given enough back. Raises OSError where it has gone.
+        """Reserve a slice for a tensor, as soon as the receiver has released enough. Raises OSError if the receiver has
+        gone.
 
         One at a time: callers take turns.
         """
@@ -157,17 +158,17 @@ class _Link:
         return room
 
     def room_now(self, num_bytes: int) -> ArenaSlice | None:
-        """Room for a tensor; None where there is too little at the moment, or the receiver has gone."""
+        """Reserve a slice for a tensor; None if memory is short now, or the receiver has gone."""
         if num_bytes > self._max_bytes:
             raise TriptychError("invalid_request", f"{num_bytes} bytes; the receiver takes {self._max_bytes} at most")
         return self._lend_now(num_bytes)
 
     def bundle(self, header: TensorHeader, data: memoryview) -> bool:
-        """Send a small tensor together with others of this turn of the loop; False where it has to go by itself."""
+        """Send a small tensor together with others of this turn of the loop; False if the tensor has to go alone."""
         return data.nbytes <= self._max_bytes and self._bundles.add(header, data)
 
     def _lend_now(self, num_bytes: int) -> ArenaSlice | None:
-        """None where there is too little at the moment, or the receiver has gone."""
+        """Return None if memory is short now, or the receiver has gone."""
         self._packets.read()  # room given back just now is in the processor's cache, other room is not
         room = None if self.closed else self._find_room(num_bytes)
         if room is not None:
@@ -176,13 +177,13 @@ class _Link:
         return room
 
     async def announce(self, room: ArenaSlice, header: TensorHeader) -> None:
-        """Tell the receiver of a tensor that lies in its room. Raises OSError where it has gone."""
+        """Announce a tensor that lies in its slice. Raises OSError if the receiver has gone."""
         await self._bundles.announced()
         message, fds = _announcement(room, header)
         await self._packets.send(message, fds)
 
     def announce_now(self, room: ArenaSlice, header: TensorHeader) -> bool:
-        """The same if it can be done at once; else False."""
+        """Announce a tensor without waiting; False if impossible."""
         message, fds = _announcement(room, header)
         try:
             return self._bundles.announce() and self._packets.try_send(message, fds)
@@ -190,7 +191,7 @@ class _Link:
             return False
 
     def give(self, header: TensorHeader) -> PushBuffer | None:
-        """None where the receiver has enough of them, or takes nothing at the moment."""
+        """Share memory for a tensor; None if the receiver has enough, or accepts nothing now."""
         if header.size_bytes > self._max_bytes:
             return None
         given = self._gifts.give(self._next_slot, header)
@@ -199,7 +200,7 @@ class _Link:
         return given
 
     def release(self, room: ArenaSlice) -> None:
-        """The room is free. Nothing happens where it is already, since the link has been closed."""
+        """Release a slice. A closed link has released all slices."""
         if self._lent.pop(room.slot, None) is not None:
             if room.fd is None:
                 self._arena.release(room.offset)
@@ -209,7 +210,7 @@ class _Link:
             self._changed.set()
 
     def close(self) -> None:
-        """Let go of everything; whoever waits for something gets an OSError."""
+        """Release everything; pending calls raise OSError."""
         self._bundles.announce()
         self._packets.close()
         self._gifts.close()
@@ -221,7 +222,7 @@ class _Link:
         self._changed.set()
 
     def _find_room(self, num_bytes: int) -> ArenaSlice | None:
-        """None where there is too little at the moment. Of tensors too large for the arena, one at a time."""
+        """Return None if memory is short now. Tensors larger than the arena go one at a time."""
         if len(self._lent) >= QUEUE_TENSORS:
             return None
         if num_bytes > ARENA_BYTES:
@@ -248,7 +249,7 @@ class _Link:
             self._used_bytes = KEPT_BYTES
 
     def _say(self, message: ToReceiver, fds: Sequence[int] = ()) -> bool:
-        """Tell the receiver at once, from any thread; False where it takes nothing, or has gone."""
+        """Send a message at once, from any thread; False if the socket is full, or the receiver has gone."""
         try:
             return self._packets.try_send(pack(message), fds)
         except OSError:

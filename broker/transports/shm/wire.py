@@ -1,4 +1,4 @@
-"""What the two ends of shared memory say to each other over their Unix socket.
+"""Messages between the two ends of shared memory, over their Unix socket.
 
 sender    Hello (with the arena's descriptor)  -->
           <--  Welcome                                 receiver
@@ -45,8 +45,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Announce(msgspec.Struct, frozen=True, tag="announce"):
-    """A tensor lies at `offset`, in the arena, or in the memory whose descriptor comes with this packet, or in the
-    memory that was given under this slot: that is the receiver's own now, and never released."""
+    """A tensor lies at `offset`: in the arena, or behind this packet's descriptor, or in the memory given under this
+    slot. Given memory is now the receiver's own, and never released."""
 
     slot: Count
     offset: Count
@@ -56,7 +56,7 @@ class Announce(msgspec.Struct, frozen=True, tag="announce"):
 
 class Bundle(msgspec.Struct, frozen=True, tag="bundle"):
     """Small tensors lie in the arena one behind the other: the first at `offset`, the others at multiples of
-    ALIGNMENT_BYTES. Their slot is released when all of them have been."""
+    ALIGNMENT_BYTES. The slot is released after all its tensors."""
 
     slot: Count
     offset: Count
@@ -70,23 +70,24 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 class Give(msgspec.Struct, frozen=True, tag="give"):
-    """Memory for a tensor that is being made, behind the descriptor that comes with this packet; nothing is in it yet.
+    """Memory for a tensor still being computed, behind this packet's descriptor; still empty.
 
-    The header is without its checksum."""
+    The header is without its checksum.
+    """
 
     slot: Count
     header: TensorHeader
 
 
 class Written(msgspec.Struct, frozen=True, tag="written"):
-    """The first `num_bytes` of the tensor are in the memory that was given; with 0, the first are about to be."""
+    """The first `num_bytes` of the tensor are in the given memory; 0 announces the first bytes."""
 
     slot: Count
     num_bytes: Count
 
 
 class TakeBack(msgspec.Struct, frozen=True, tag="take_back"):
-    """No tensor will come in the memory that was given."""
+    """No tensor will arrive in the given memory."""
 
     slot: Count
 

@@ -40,7 +40,7 @@ class _Partial:
 
 
 class Assembly:
-    """All tensors of one receiver that have begun. Made, used and closed on a running loop."""
+    """The unfinished tensors of one receiver. Made, used and closed on a running loop."""
 
     def __init__(self, max_bytes: int, stale_s: float, is_idle: Callable[[], bool]) -> None:
         """Takes tensors of at most `max_bytes`. One that has got no further for `stale_s` is dropped: its sender has
@@ -61,7 +61,7 @@ class Assembly:
         return len(self._partials)
 
     def add(self, sender: bytes, head: Head, data: memoryview) -> ReceivedTensor | None:
-        """The tensor that ends with this message; None if none does.
+        """Return the tensor completed by this message; None if incomplete.
 
         What has come of a tensor is dropped where another one begins, for its sender has given it up. Raises ValueError
         on a message that does not go on where the sender's last one has ended: call `drop`.
@@ -93,14 +93,14 @@ class Assembly:
         return None
 
     def drop(self, sender: bytes) -> None:
-        """This sender's tensor is broken: let go of what has come of it, and pass over the rest till another begins."""
+        """Discard a sender's broken tensor, and skip messages until another begins."""
         self._pop(sender)
         self._broken[sender] = None
         if len(self._broken) > MAX_BROKEN:
             del self._broken[next(iter(self._broken))]
 
     def close(self) -> None:
-        """Drop everything. Twice is fine."""
+        """Discard everything. Idempotent."""
         self._partials.clear()
         self._broken.clear()
         self.num_bytes = 0

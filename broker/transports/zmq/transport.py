@@ -1,4 +1,4 @@
-"""Tensors over ZMQ (TCP): between hosts, and wherever nothing better is to be had.
+"""Tensors over ZMQ (TCP): between hosts, and wherever no better transport works.
 
     sender: one DEALER per receiver  -->  receiver: ROUTER
 
@@ -84,7 +84,7 @@ class ZmqReceiver:
         self._socket.close(linger=0)
 
     def _next(self) -> ReceivedTensor | None:
-        """The next tensor; where there is none yet, `_go_on` is called once there may be."""
+        """Return the next tensor, or None; then `_go_on` is called once a tensor may be there."""
         turn_bytes = 0
         while turn_bytes < TURN_BYTES:
             try:
@@ -239,5 +239,5 @@ class _Wakeup:
 
 
 def _plain_socket(context: zmq.asyncio.Context, kind: int) -> zmq.Socket[bytes]:
-    """A socket that does not know of the loop, but is closed with the context as the others are."""
+    """Return a socket without asyncio, still closed with its context."""
     return cast("zmq.Socket[bytes]", context.socket(kind, socket_class=cast(Any, zmq.Socket)))

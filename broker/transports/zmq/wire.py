@@ -1,4 +1,4 @@
-"""What senders and receivers say over ZMQ beside the bytes: the first of the two frames of every message.
+"""The first of the two frames of every message over ZMQ; the second frame has the bytes.
 
     TensorHeader    a tensor that is not divided
     First, Next...  one that is, piece by piece; nothing else of this sender comes in between
@@ -50,7 +50,7 @@ def is_divided(header: TensorHeader, num_bytes: int) -> bool:
 
 
 def decode_head(data: bytes) -> Head:
-    """Raises ValueError on anything else."""
+    """Decode a first frame. Raises ValueError for invalid bytes."""
     if len(data) > MAX_HEAD_BYTES:
         raise ValueError(f"a head of {len(data)} bytes, {MAX_HEAD_BYTES} is the most")
     return _decode(data)
