@@ -1,4 +1,4 @@
-"""The seam between what attention computes and how: a backend plans once per step and runs once per layer.
+"""The seam between attention and its computation: a backend plans once per step and runs once per layer.
 
 Two kinds of attention, one interface:
 
@@ -24,7 +24,7 @@ from engine.state.spec import HeadSpec, PositionBias
 
 
 class DecodePlan(ABC):
-    """A plan at fixed addresses for `num_requests` requests with one query token each: what CUDA graphs capture.
+    """A plan at fixed addresses for `num_requests` requests with a query token each, as captured by CUDA graphs.
 
     A captured graph replays the same kernels over the same addresses, so what changes from step to step is written
     into buffers that this plan owns. `update`, on the host, comes before the replay; `run` of the backend that made
@@ -44,7 +44,7 @@ class DecodePlan(ABC):
         return single and int(num_blocks(num_keys, self.block_size).max(initial=0)) <= self.max_blocks
 
     def update(self, metadata: AttentionMetadata) -> None:
-        """Bring the buffers to a batch of exactly `num_requests` requests with one query token each.
+        """Fill the buffers for a batch of exactly `num_requests` requests with a query token each.
 
         Rows of padding have one key, in block 0, or, in cross-attention, none: these get zeros. Raises ValueError for a
         batch that the plan does not serve.
@@ -60,7 +60,7 @@ class DecodePlan(ABC):
 
     @abstractmethod
     def _update(self, metadata: AttentionMetadata, num_keys: IntArray) -> None:
-        """`update` to a batch that is served, whose requests see their first `num_keys` [num_requests] keys."""
+        """Fill the buffers for a served batch with the first `num_keys` [num_requests] keys visible."""
 
 
 class AttentionBackend(ABC):
@@ -80,7 +80,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def plan(self, metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> Any:
-        """Whatever `run` needs for this step; called once, used by every layer."""
+        """Make the plan of a step; called once, used by every layer in `run`."""
 
     @abstractmethod
     def run(
@@ -102,7 +102,7 @@ class AttentionBackend(ABC):
     def make_decode_plan(
         self, num_requests: int, max_blocks: int, block_size: int, dtype: torch.dtype, heads: HeadSpec, *, causal: bool
     ) -> DecodePlan | None:
-        """A plan at fixed addresses, for up to `max_blocks` blocks per request; None where there is none."""
+        """Return a plan at fixed addresses for up to `max_blocks` blocks per request; None if the backend has none."""
         return None
 
     def write(self, cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -115,7 +115,7 @@ class AttentionBackend(ABC):
 
 @dataclass(frozen=True)
 class PagedAttentionContext:
-    """Plans of one step, shared by all layers. Implements `AttentionContext`.
+    """Plans of a step, shared by all layers. Implements `AttentionContext`.
 
     Plans are the backend's: of `plan` for one step, or of `make_decode_plan` for a CUDA graph. `caches[layer]` serves
     self- and cross-attention alike, each counting its own layers: a block belongs to one kind of attention, and its
@@ -141,7 +141,7 @@ class PagedAttentionContext:
         self_metadata: AttentionMetadata,
         cross_metadata: AttentionMetadata | None = None,
     ) -> PagedAttentionContext:
-        """Plans one step."""
+        """Plan a step."""
         block_size, dtype = caches[0].shape[2], caches[0].dtype
         assert self_metadata.slot_mapping is not None
         self_plan = backend.plan(self_metadata, block_size, dtype)
@@ -170,5 +170,5 @@ class PagedAttentionContext:
         return self.backend.run(query, cache, self.self_plan, scale=scale, bias=bias, window=window)
 
     def cross_attention(self, layer: int, query: torch.Tensor, *, scale: float | None = None) -> torch.Tensor:
-        """Attend to the encoder's keys that each token may see. Shape: [num_tokens, num_heads, head_dim]."""
+        """Attend to the visible encoder keys of each token. Shape: [num_tokens, num_heads, head_dim]."""
         return self.backend.run(query, self.caches[layer], self.cross_plan, scale=scale)

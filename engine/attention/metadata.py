@@ -1,4 +1,4 @@
-"""What attention has to know about one step."""
+"""Attention metadata of a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ cross_plans_reused = Counter()
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """One attention kind (self or cross) for one forward pass.
+    """Metadata of self- or cross-attention for a forward pass.
 
     Requests with a single query token (decodes) come first, `num_decodes` of them.
 
@@ -53,7 +53,7 @@ class AttentionMetadata:
 
     @property
     def table(self) -> IntArray:
-        """[num_requests, max_blocks] on the host. Waits for the device if only that has it."""
+        """Return the block table [num_requests, max_blocks] on the host; waits for a table on the device."""
         if self.host_table is not None:
             return self.host_table
         table: IntArray = self.block_table.cpu().numpy()
@@ -89,7 +89,7 @@ def num_blocks(num_keys: IntArray, block_size: int) -> IntArray:
 
 
 def common_keys(metadata: AttentionMetadata) -> IntArray | None:
-    """[num_requests]: each token of request i sees its first `common_keys[i]` keys (or, causal, those up to itself).
+    """Return [num_requests]: each token of request i sees the first `common_keys[i]` keys (causal: up to the token).
 
     None where key ranges say otherwise: tokens of one request that see different keys, or not from the first one on.
     """

@@ -1,4 +1,4 @@
-"""Decode attention by our own CPU kernel: it reads the blocks where they lie, without gathering them."""
+"""Decode attention by a native CPU kernel, reading blocks in place without gathering."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.state.spec import PositionBias
 
 @dataclass(frozen=True)
 class _NativePlan:
-    """`key_ranges` [num_tokens, 2] is what each token sees without a window; `windowed` the same for each window."""
+    """`key_ranges` [num_tokens, 2] are the visible keys without a window; `windowed` the same for each window."""
 
     metadata: AttentionMetadata
     tables: torch.Tensor
@@ -25,8 +25,8 @@ class _NativePlan:
 
 
 class NativeBackend(AttentionBackend):
-    """Every query token by itself, which pays while a request has few. Raises KernelsUnavailableError where the kernels
-    cannot run."""
+    """Attend for every query token separately, efficient for few queries per request. Raises KernelsUnavailableError if
+    the kernels cannot run."""
 
     name = "native"
 
@@ -81,7 +81,7 @@ def _within(plan: _NativePlan, window: int) -> torch.Tensor:
 
 
 def _evaluated(plan: _NativePlan, bias: PositionBias) -> torch.Tensor:
-    """[num_heads, num_tokens, max_len] in float32; the tokens are the last of their sequences."""
+    """Return [num_heads, num_tokens, max_len] in float32; the tokens are the last of each sequence."""
     values = plan.biases.get(bias)
     if values is None:
         lens = plan.key_ranges[:, 1]

@@ -1,4 +1,4 @@
-"""Which backend serves a device, a dtype and a phase."""
+"""Select the attention backend for a device, a dtype and a phase."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ log = get_logger()
 
 
 class BackendUnavailableError(Exception):
-    """A backend that would fit cannot run here (a compiler or a package is missing); the message says what."""
+    """A fitting backend cannot run here; the message names the missing compiler or package."""
 
 
 @dataclass(frozen=True)
 class BackendEntry:
-    """A backend and what it serves. `make`, of a device, a dtype and the decoder's heads, raises
-    BackendUnavailableError where it cannot run."""
+    """A backend and the calls served. `make`, given a device, a dtype and the decoder's heads, raises
+    BackendUnavailableError if the backend cannot run."""
 
     make: Callable[[torch.device, torch.dtype, HeadSpec], AttentionBackend]
     devices: frozenset[str]
@@ -47,7 +47,7 @@ class BackendEntry:
 
 
 def _flashinfer_backend(device: torch.device, dtype: torch.dtype, heads: HeadSpec) -> AttentionBackend:
-    """Its kernels are tried: a machine may have the package without the means to compile them."""
+    """Make the backend after trying the kernels: a machine may lack the means to compile them."""
     from engine.attention.flashinfer.backend import FlashInferBackend
 
     try:
@@ -63,7 +63,7 @@ def _flashinfer_backend(device: torch.device, dtype: torch.dtype, heads: HeadSpe
 
 
 def try_out(backend: AttentionBackend, device: torch.device, dtype: torch.dtype, heads: HeadSpec) -> None:
-    """Write, plan and run once with every kernel that a decoder with these heads takes of a backend.
+    """Write, plan and run once with every kernel needed for a decoder with the given heads.
 
     Cross-attention takes those of self-attention without a window. Compiles what was not built ahead, which can take
     minutes, and waits for the device. Raises whatever a compiler, a loader or the device has to say.
@@ -92,7 +92,7 @@ def try_out(backend: AttentionBackend, device: torch.device, dtype: torch.dtype,
 
 
 def kernels_missing(error: Exception) -> str:
-    """Why FlashInfer's kernels do not run, and what to do."""
+    """Return why FlashInfer's kernels do not run, and the remedy."""
     return (
         f"FlashInfer's kernels do not run here ({in_one_line(error)}); install nvcc and ninja, which compile them at "
         "the first start, or bring kernels that were built ahead (docs/how-to/cuda.md)"
@@ -139,8 +139,8 @@ BACKENDS: Final[dict[str, BackendEntry]] = {
 def choose_backend(
     device: torch.device, dtype: torch.dtype = torch.float32, name: str = "auto", heads: HeadSpec = _SMALL_HEADS
 ) -> AttentionBackend:
-    """The backend for a device, a dtype and a decoder's heads, one for each phase where two are best; the choice is
-    logged.
+    """Return the backend for a device, a dtype and a decoder's heads, split by phase if two backends are best. Logs the
+    choice.
 
     With a `name` it serves every phase that it can, and the rest is chosen. What stands in for one that cannot run here
     `is_fallback`. Raises TriptychError("invalid_request") for a name that there is not, or that cannot run here or
@@ -185,7 +185,7 @@ def _choose(
     order: list[str],
     made: dict[str, AttentionBackend],
 ) -> AttentionBackend:
-    """The first backend in `order` that serves a phase; `made` keeps those that were made for another one."""
+    """Return the first backend in `order` for a phase; `made` keeps backends already made for the other phase."""
     is_fallback = False
     for name in order:
         entry = BACKENDS[name]

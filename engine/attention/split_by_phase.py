@@ -1,4 +1,4 @@
-"""Two backends for one batch: one for its decodes, one for its prefills.
+"""Two backends for a batch: one for decodes, one for prefills.
 
 What matters is how many tokens share the keys that are read: a decoder prompt of four tokens over 1500 encoder rows is
 no different from a decode.
@@ -24,7 +24,7 @@ SHORT_KEYS: Final = 256
 
 @dataclass(frozen=True)
 class _PhasePlan:
-    """Tokens before `num_decodes` are the decode backend's. Either part is None where it is empty."""
+    """Tokens before `num_decodes` belong to the decode backend. An empty part is None."""
 
     num_decodes: int
     decode: Any
@@ -32,8 +32,8 @@ class _PhasePlan:
 
 
 class PhasedBackend(AttentionBackend):
-    """A batch of small requests goes to `decode` as a whole. Otherwise requests with a single query token go there and
-    the others to `prefill`."""
+    """Send a batch of small requests to `decode` as a whole. Otherwise requests with a single query token go to
+    `decode`, the others to `prefill`."""
 
     def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
         self.prefill, self.decode = prefill, decode

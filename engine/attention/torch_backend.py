@@ -1,4 +1,4 @@
-"""Paged attention in plain PyTorch: the reference for the other backends, and what runs where they cannot.
+"""Paged attention in plain PyTorch: the reference for other backends, and the fallback.
 
 Decodes are one batch: their blocks are gathered into [num_decodes, max_len] keys, and the query heads of a group become
 the query length, so keys are never repeated. Prefills and cross-attention run request by request: there the scores
@@ -29,7 +29,7 @@ GATHER_WASTE = 2.0
 
 @dataclass(frozen=True)
 class _Single:
-    """One request that runs alone: its tokens, which keys they see, and the blocks in which these lie."""
+    """A request computed alone: its tokens, their visible keys, and the blocks of the keys."""
 
     start: int
     end: int
@@ -41,7 +41,7 @@ class _Single:
 
 @dataclass(frozen=True)
 class _Masked:
-    """What depends on bias and window: made by the first layer that asks for it, shared by the others."""
+    """Masks by bias and window: made by the first layer with the combination, shared by the others."""
 
     batched: torch.Tensor | None  # broadcasts to [num_batched, num_kv_heads, heads per group, max_len]
     rows: list[_Single]
@@ -59,7 +59,7 @@ class _TorchPlan:
 
 @dataclass(frozen=True)
 class _Alike:
-    """`count` sequences of `length` tokens each, whose tokens are `rows` of the batch."""
+    """`count` sequences of `length` tokens each; `rows` are the tokens' rows in the batch."""
 
     count: int
     length: int
@@ -73,7 +73,7 @@ class _RaggedPlan:
 
 
 class TorchBackend(AttentionBackend):
-    """Gather and F.scaled_dot_product_attention. `device` is where plans at fixed addresses have their buffers."""
+    """Gather blocks and call F.scaled_dot_product_attention. `device` holds the buffers of plans at fixed addresses."""
 
     name = "torch"
     gathered_share = 2 * GATHER_WASTE  # buffers are made twice as large as needed, to last
@@ -150,7 +150,7 @@ class TorchBackend(AttentionBackend):
         ]
 
     def plan_ragged(self, lengths: Sequence[int]) -> _RaggedPlan:
-        """What `run_ragged` needs for sequences of these lengths, laid end to end; called once, used by every layer.
+        """Plan `run_ragged` for sequences of the given lengths, laid end to end; called once, used by every layer.
 
         Those of one length are computed together: nearly all windows of a picture are.
         """
@@ -176,7 +176,7 @@ class TorchBackend(AttentionBackend):
         scale: float | None = None,
         bias: PositionBias | None = None,
     ) -> torch.Tensor:
-        """Encoder attention: every token sees all tokens of its own sequence.
+        """Compute encoder attention: every token sees all tokens of the same sequence.
 
         query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim] -> as query.
         """
@@ -203,7 +203,7 @@ class TorchBackend(AttentionBackend):
 
 
 def _num_batched(metadata: AttentionMetadata) -> int:
-    """Decodes to gather together: all of them, or none where slices are cheaper or padding would dominate."""
+    """Return the number of decodes to gather together: all, or none if slices are cheaper or padding would dominate."""
     if not metadata.causal or metadata.num_decodes < 2:
         return 0
     lens = metadata.seq_lens[: metadata.num_decodes]
@@ -227,7 +227,7 @@ def _mask(plan: _TorchPlan, bias: PositionBias | None, window: int | None, num_k
 def _batched_mask(
     lens: torch.Tensor, max_len: int, plan: _TorchPlan, bias: PositionBias | None, window: int | None, num_kv_heads: int
 ) -> torch.Tensor:
-    """0 or the bias for keys that exist and are within the window, -inf for the others."""
+    """Return 0 or the bias for existing keys within the window, -inf for all others."""
     keys = torch.arange(max_len, device=lens.device)
     hidden = keys[None] >= lens[:, None]
     if window is not None:

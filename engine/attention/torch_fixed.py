@@ -1,4 +1,4 @@
-"""Decodes at fixed addresses in plain PyTorch: every request reads as many blocks as one may have, whatever it has."""
+"""Decodes at fixed addresses in plain PyTorch: every request reads the largest possible number of blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_KEYS: Final = 2**18
 
 
 class TorchDecodePlan(DecodePlan):
-    """A block table and how many keys each request has; the mask is made of these on the device."""
+    """A block table and the number of keys per request; the device derives the mask."""
 
     def __init__(
         self, num_requests: int, max_blocks: int, block_size: int, device: torch.device, *, causal: bool
@@ -58,7 +58,7 @@ class TorchDecodePlan(DecodePlan):
         return attended if self.causal else attended.masked_fill((self._num_keys == 0)[:, None, None], 0)
 
     def _mask(self, max_keys: int, dtype: torch.dtype, bias: PositionBias | None, window: int | None) -> torch.Tensor:
-        """[num_requests, num_heads or 1, 1, max_keys]: 0 or the bias, -inf for keys that a request does not see.
+        """Return [num_requests, num_heads or 1, 1, max_keys]: 0 or the bias for visible keys, -inf for hidden keys.
 
         Requests without keys see the first one, for a softmax over nothing would be NaN.
         """

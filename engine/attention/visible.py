@@ -1,4 +1,4 @@
-"""Which keys the tokens of one request may see: causal, within a window, or each token its own range."""
+"""Visible keys of a request's tokens: causal, within a window, or a range per token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.state.spec import PositionBias
 
 @dataclass(frozen=True)
 class Visible:
-    """Keys `first` .. `last` are seen by some token; `hidden` [num_queries, num_keys] is True for pairs that are not.
+    """Keys `first` .. `last` are visible to some token; `hidden` [num_queries, num_keys] is True for hidden pairs.
 
     `hidden` is None where every token sees all of them. `triangular` says that it is a plain lower triangle. `blind`
     [num_queries] marks tokens that see nothing; None where there are none. Both are on the device of the attention.
@@ -31,7 +31,7 @@ class Visible:
         return self.last - self.first
 
     def additive_mask(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """[num_queries, num_keys]: 0 or -inf; None where nothing is hidden or the triangle is enough."""
+        """Return [num_queries, num_keys] of 0 or -inf; None if no key is hidden or the causal triangle is enough."""
         if self.hidden is None or self.triangular:
             return None
         mask = torch.zeros(self.hidden.shape, dtype=dtype, device=self.hidden.device)
@@ -45,7 +45,7 @@ class Visible:
 
 
 def causal_keys(num_queries: int, seq_len: int, window: int | None, device: torch.device) -> Visible:
-    """The queries are the last tokens of the keys; each sees itself and what came before, as far as the window goes.
+    """Return the keys of causal queries, the last tokens of the keys, within the window.
 
     keys     0 1 2 3 4 5      num_queries 2, seq_len 6, window 3
     query 4      x x x .
@@ -67,7 +67,7 @@ def causal_keys(num_queries: int, seq_len: int, window: int | None, device: torc
 
 
 def keys_in_ranges(num_queries: int, seq_len: int, ranges: IntArray | None, device: torch.device) -> Visible:
-    """Each token sees the keys of its range, [num_queries, 2]; without ranges all tokens see all keys."""
+    """Return the keys within each token's range [num_queries, 2]; without ranges, all keys."""
     if ranges is None:
         return Visible(0, seq_len)
     starts, ends = ranges[:, 0], ranges[:, 1]

@@ -1,4 +1,4 @@
-"""Which device and which dtype an engine uses."""
+"""Choose the device and dtype of an engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES: Final[dict[str, torch.dtype]] = {
 
 
 def choose_device(device: Device) -> torch.device:
-    """Raises TriptychError("invalid_request") where CUDA is asked for and there is none."""
+    """Return the device. Raises TriptychError("invalid_request") for CUDA without a CUDA device."""
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
         raise TriptychError("invalid_request", "device cuda is asked for, but torch finds no CUDA device", "device")
@@ -26,7 +26,7 @@ def choose_device(device: Device) -> torch.device:
 
 
 def choose_dtype(dtype: DType, device: torch.device, info: ModelInfo) -> torch.dtype:
-    """auto: float32 on a CPU; on CUDA the checkpoint's own, bfloat16 where it does not say or says float32."""
+    """Return the dtype. auto: float32 on a CPU; on CUDA the checkpoint's own, bfloat16 for none or float32."""
     if dtype != "auto":
         return DTYPES[dtype]
     if device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Copies from a GPU to pinned memory of the host on a stream of their own, beside the one that computes.
+"""Copies from a GPU to pinned host memory, on a stream beside the computing stream.
 
     computing   ██ step N ██ gather ██ step N+1 ██████
     copying                         └▶ to the host ▒▒▒
@@ -21,7 +21,7 @@ MAX_LEAVING: Final = 8
 
 
 class AsyncCopy:
-    """A tensor on its way to the host, complete once `wait` returns it."""
+    """A tensor under way to the host, complete after `wait`."""
 
     def __init__(self, tensor: Tensor, done: torch.cuda.Event | None = None) -> None:
         self._tensor = tensor
@@ -34,14 +34,14 @@ class AsyncCopy:
         return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> Tensor:
-        """The tensor, on any thread. Raises what CUDA has found wrong by then."""
+        """Return the tensor, on any thread. Raises CUDA's errors up to the copy."""
         if self._done is not None:
             self._done.synchronize()
         return self._tensor
 
 
 class CopyStream:
-    """Of the thread that computes on `device`. Without a `stream`, on a CPU, nothing is copied."""
+    """The copy stream of a thread computing on `device`. On a CPU, without a `stream`, tensors are not copied."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None) -> None:
         self._device = device
@@ -50,12 +50,12 @@ class CopyStream:
 
     @classmethod
     def beside(cls, device: torch.device) -> CopyStream:
-        """A new one, for a device of any kind."""
+        """Make a copy stream for a device of any kind."""
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         return cls(device, stream)
 
     def fetch(self, tensor: Tensor) -> AsyncCopy:
-        """The values that a tensor will have once all is done that is queued by now, on the host.
+        """Copy a tensor's values to the host after all work queued so far.
 
         Where MAX_LEAVING are on their way, the first of them is waited for.
         """
@@ -74,5 +74,5 @@ class CopyStream:
 
 
 def pinned(tensor: Tensor) -> Tensor:
-    """Room on the host for a tensor, which a GPU can read and write by itself."""
+    """Allocate host memory for a tensor, directly readable and writable by a GPU."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -1,4 +1,4 @@
-"""What a worker may take of a GPU that it shares with other processes.
+"""A worker's share of a GPU used by several processes.
 
     total = this process (torch's allocator + process_bytes) + other processes + free
             |<----------- at most memory_fraction x total ->|
@@ -20,7 +20,7 @@ from common.process.gpu_memory import GPU_FRACTION, process_bytes
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """Bytes of one GPU at one moment. `reserved` is what torch's allocator holds in this process."""
+    """Bytes of a GPU at a moment. `reserved` is held by torch's allocator in this process."""
 
     total: int
     free: int
@@ -28,13 +28,13 @@ class GpuMemory:
 
 
 def measure_gpu(device: torch.device) -> GpuMemory:
-    """The memory of a CUDA device as it is now; makes this process's context, where it has none yet."""
+    """Measure the memory of a CUDA device; creates this process's context if necessary."""
     free, total = torch.cuda.mem_get_info(device)
     return GpuMemory(total, free, torch.cuda.memory_reserved(device))
 
 
 def cuda_budget(config: EngineConfig, memory: GpuMemory) -> int:
-    """Bytes that this process may still take, within its share of the device.
+    """Return the bytes still available to this process, within its share of the device.
 
     Raises TriptychError("invalid_request") with the numbers where that much is not free.
     """

@@ -29,7 +29,7 @@ ALIGNMENT: Final = 16
 
 
 def send(device: torch.device, *arrays: Array) -> list[Tensor]:
-    """The arrays as tensors on `device`, all in one transfer. On a CPU they stay where they are."""
+    """Send arrays to `device` as tensors, in a single transfer. On a CPU arrays stay in place."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     packed = pack(arrays, pin=True).to(device, non_blocking=True)
@@ -37,7 +37,7 @@ def send(device: torch.device, *arrays: Array) -> list[Tensor]:
 
 
 def pack(arrays: Sequence[Array], *, pin: bool) -> Tensor:
-    """One buffer on the host, uint8, with the bytes of all arrays, each from a multiple of ALIGNMENT on."""
+    """Pack the bytes of all arrays into a host buffer, uint8, each at a multiple of ALIGNMENT."""
     *starts, size = _starts(arrays)
     buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pin)
     flat = buffer.numpy()
@@ -47,14 +47,14 @@ def pack(arrays: Sequence[Array], *, pin: bool) -> Tensor:
 
 
 def unpack(buffer: Tensor, arrays: Sequence[Array]) -> Iterator[Tensor]:
-    """Views of a copy of what `pack` has made of arrays: with their dtypes and shapes."""
+    """Return views of a copy of a packed buffer, with the arrays' dtypes and shapes."""
     for array, (start, _) in zip(arrays, pairwise(_starts(arrays)), strict=True):
         dtype = torch.from_numpy(array[:0]).dtype
         yield buffer[start : start + array.nbytes].view(dtype).view(array.shape)
 
 
 def overwrite(target: Tensor, array: Array) -> None:
-    """Put an array into a tensor of its shape and dtype that keeps its address, after all that the stream has to do."""
+    """Write an array into a tensor of equal shape and dtype at a fixed address, in stream order."""
     if target.device.type == "cpu":
         target.copy_(torch.from_numpy(array))
         return
@@ -64,14 +64,14 @@ def overwrite(target: Tensor, array: Array) -> None:
 
 
 def send_tensor(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A tensor in `dtype` on `device`, wherever it is now; itself where nothing is to be done."""
+    """Return a tensor in `dtype` on `device`; the same tensor if no change is needed."""
     if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
         tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
     return tensor.to(device, non_blocking=True).to(dtype)
 
 
 def select_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
-    """A copy of the rows of these numbers, in this order.
+    """Return a copy of the rows with the given numbers, in order.
 
     An index that is a list would be copied to the device from pageable memory, which the host waits for.
     """
@@ -80,7 +80,7 @@ def select_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def fetch(tensor: Tensor) -> Tensor:
-    """A tensor on the CPU with its values. Waits until the device has computed them, and for nothing queued later."""
+    """Return a tensor's values on the CPU. Waits for their computation, not for work queued later."""
     if tensor.device.type == "cpu":
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -90,5 +90,5 @@ def fetch(tensor: Tensor) -> Tensor:
 
 
 def _starts(arrays: Sequence[Array]) -> list[int]:
-    """Where each array begins, in bytes, and where the last one ends."""
+    """Return the beginning of each array, in bytes, and the end of the last."""
     return list(accumulate((math.ceil(array.nbytes / ALIGNMENT) * ALIGNMENT for array in arrays), initial=0))

@@ -1,4 +1,4 @@
-"""How a worker divides its memory: weights, what a step takes while it runs, and pools of what is left.
+"""Divide a worker's memory: weights, the peak of a step, and pools from the rest.
 
     CPU    what is available once the weights are loaded x memory_fraction      ┐
     CUDA   the device x memory_fraction - what this process has taken by then   ├─ budget = step + pools
@@ -42,7 +42,7 @@ HUGE_PAGES_FROM_BYTES: Final = 32 * 2**20
 
 
 def memory_budget(config: EngineConfig, device: torch.device) -> int:
-    """Bytes that a worker may take beside its weights, which are loaded.
+    """Return the bytes available to a worker beside its loaded weights.
 
     Raises TriptychError("invalid_request") where other processes have left it less of a GPU than its share.
     """
@@ -55,7 +55,7 @@ def memory_budget(config: EngineConfig, device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class DecoderNeeds:
-    """What the pools of a decoder are for, in bytes.
+    """Byte sizes that determine a decoder's pools.
 
     block               one block of the KV cache over all layers
     request             the KV cache of the shortest request that makes sense
@@ -75,7 +75,7 @@ class DecoderNeeds:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Where the memory of a worker goes, in bytes, and which of it was given by the user.
+    """Use of a worker's memory, in bytes, with marks for sizes given by the user.
 
     `budget` is for all but the weights; None where every size was given. `activation` is what a step takes at most;
     None where nothing had to be sized by it.
@@ -95,14 +95,14 @@ class MemoryReport:
     def of_encoder(
         cls, config: EngineConfig, weights: int, activation: int | None, budget: int, output_cache: int
     ) -> MemoryReport:
-        """An encoder's only pool are the outputs that it keeps, which `budget` is without. `activation` is its largest
-        batch's."""
+        """Report of an encoder. Its only pool keeps outputs, outside `budget`; `activation` belongs to the largest
+        batch."""
         known = ASSUMED_ACTIVATION_BYTES if activation is None else activation
         given = _given(config) & {"memory_budget", "encoder_output_cache"}
         return cls(weights, known, budget, activation is not None, output_cache=output_cache, given=given)
 
     def stats(self) -> dict[str, float]:
-        """Gauges. `..._given` is 1 for a size that the user has given, 0 for one that was worked out at start."""
+        """Return gauges. `..._given` is 1 for a size given by the user, 0 for a size worked out at start."""
         sizes = {
             "memory_weights_bytes": self.weights,
             "memory_activation_bytes": self.activation or 0,
@@ -132,7 +132,7 @@ class MemoryReport:
 
 
 def all_pools_given(config: EngineConfig) -> bool:
-    """Whether nothing is left to be measured."""
+    """Return whether no size is left to measure."""
     return None not in (config.kv_cache_bytes, config.encoder_cache_bytes, config.swap_bytes)
 
 
@@ -144,7 +144,7 @@ def size_decoder(
     activation: int | None,
     beside: int = 0,
 ) -> MemoryReport:
-    """Sizes of a decoder's pools. `activation` is what its largest step takes; None where that is not known.
+    """Size a decoder's pools. `activation` is the peak of the largest step; None if unknown.
 
     `beside` is what an encoder in the same process takes while it runs, its weights apart: both may run at once.
 
@@ -192,7 +192,7 @@ def _swap_bytes(device: torch.device, left: int) -> int:
 
 
 def _encoder_cache_bytes(needs: DecoderNeeds, left: int) -> int:
-    """A share of what is left, but room for the largest input where that is no more than half of it."""
+    """Return a share of the rest, or enough for the largest input if at most half of the rest."""
     at_least = min(needs.input, max(0, left) // 2)
     return min(needs.all_inputs, max(int(left * ENCODER_CACHE_SHARE), at_least))
 
@@ -204,7 +204,7 @@ def _check_kv_cache(kv_cache: int, needs: DecoderNeeds) -> None:
 
 
 def check_encoder_budget(config: EngineConfig, device: torch.device, weights: int, budget: int, smallest: int) -> None:
-    """Raise TriptychError("invalid_request") where an encoder has not even room for its smallest item."""
+    """Raise TriptychError("invalid_request") if an encoder lacks memory for its smallest item."""
     if smallest > budget:
         message = (
             f"too little memory: this encoder may take {in_words(budget)} beside its weights ({in_words(weights)}); "
@@ -215,12 +215,12 @@ def check_encoder_budget(config: EngineConfig, device: torch.device, weights: in
 
 
 def staging_budget(config: EngineConfig) -> int:
-    """Bytes of preprocessed media that an encoder worker holds on the host at most: a quarter of what it may take."""
+    """Return the limit of an encoder's preprocessed media on the host, in bytes: a quarter of its budget."""
     return min(MAX_STAGING_BYTES, memory_budget(config, torch.device("cpu")) // 4)
 
 
 def output_cache_bytes(config: EngineConfig, device: torch.device) -> int:
-    """Bytes of outputs that an encoder worker keeps on `device` at most, for instances that will need them."""
+    """Return the limit of outputs kept by an encoder worker on `device`, in bytes."""
     if config.encoder_output_cache_bytes is not None:
         return config.encoder_output_cache_bytes
     if device.type == "cuda":  # its budget is known once the weights are there, and this is a small part of any
@@ -263,8 +263,8 @@ def _kind(device: torch.device) -> str:
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of zeros that a CPU's memory holds only as far as it was written: the kernel fills pages when they are
-    first touched. `torch.zeros` touches all of them, which takes a second per few gigabytes at start."""
+    """Allocate zeros lazily: the kernel fills pages at the first write. `torch.zeros` touches all pages, a second per
+    few gigabytes at start."""
     size_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or size_bytes == 0 or not hasattr(mmap, "MAP_ANONYMOUS"):
         return torch.zeros(*shape, dtype=dtype, device=device)

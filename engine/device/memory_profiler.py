@@ -1,4 +1,4 @@
-"""The most memory that a piece of work takes, as the device's allocator or the kernel counts it."""
+"""Peak memory of a piece of work, as counted by the device's allocator or the kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RESET_PEAK: Final = "5"  # proc(5), clear_refs
 
 
 class PeakMemory:
-    """Measures the body of a `with` block: `size_bytes` is then what it took at its peak, beyond what was there before.
+    """Measure the body of a `with` block: `size_bytes` is the peak beyond the level before.
 
     On CUDA that is torch's own count; on a CPU it is resident memory by the kernel's, which includes what a library
     takes for itself and what malloc keeps. `size_bytes` is None where the kernel does not let a process ask (other
@@ -57,13 +57,13 @@ class PeakMemory:
 
 
 def reserved_memory(device: torch.device) -> int:
-    """Bytes that torch's allocator holds of a CUDA device, in use or not; pools of CUDA graphs among them, which count
-    as free while no graph runs. 0 on a CPU."""
+    """Return the bytes held by torch's allocator of a CUDA device, in use or not, pools of idle CUDA graphs included. 0
+    on a CPU."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
 def give_back_free_memory(device: torch.device) -> None:
-    """Return what the allocator of a device keeps for later; of malloc, glibc's only."""
+    """Return cached memory of a device's allocator to the system; of malloc, glibc's only."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     else:
@@ -76,8 +76,8 @@ class _EnoughError(Exception):
 
 @contextlib.contextmanager
 def one_layer_of_each_stack(module: nn.Module, deadline_s: float) -> Iterator[None]:
-    """Within the block, a forward pass ends early once `deadline_s` (time.monotonic) has passed and the first layer of
-    its stack is done: the layers behind it need the same memory again."""
+    """End a forward pass early within the block, after `deadline_s` (time.monotonic) and the first layer of each stack:
+    later layers need the same memory again."""
 
     def stop_if_late(*_: object) -> None:
         if time.monotonic() > deadline_s:

@@ -13,15 +13,15 @@ WARM_UP_RUNS: Final = 2
 
 
 class Recorder(Protocol):
-    """Makes work repeatable whose inputs and outputs stay at fixed addresses."""
+    """Make work with fixed input and output addresses repeatable."""
 
     def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """What does the work again, on whatever its inputs then hold, and returns its output; `work` is called here,
-        at least once. The output is valid until anything else that was recorded is done again."""
+        """Return a function that repeats `work` on the present inputs and returns its output. Calls `work` at least
+        once. An output is valid until another recording runs."""
 
 
 class PlainRecorder:
-    """Does the work again by calling it: the same path without a device that could record."""
+    """Repeat the work by calling the function: the same path on a device without recording."""
 
     def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         work()
@@ -29,7 +29,7 @@ class PlainRecorder:
 
 
 class CudaRecorder:
-    """CUDA graphs that share one pool of memory: only one of them runs at a time, so they use the same addresses.
+    """CUDA graphs with a shared memory pool: a single graph runs at a time, at the same addresses.
 
     Work is warmed up and captured on a stream of its own, as `torch.cuda.graph` asks for, and replayed on the current
     one. It must not wait for the device, nor copy from pageable memory: CUDA refuses to capture that.

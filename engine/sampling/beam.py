@@ -25,7 +25,7 @@ _NEVER: Final = -1e9
 
 @dataclass(frozen=True)
 class Beam:
-    """One running beam after a step: which beam it continues, and with what token."""
+    """A running beam after a step: its parent beam and new token."""
 
     parent: int
     token_id: int
@@ -33,14 +33,14 @@ class Beam:
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A sequence that has ended. `score` is its log-probability divided by length ** length_penalty."""
+    """An ended sequence. `score` is its log-probability divided by length ** length_penalty."""
 
     token_ids: list[int]
     score: float
 
 
 class BeamSearch:
-    """State of one search. `end_token_ids` end a beam, `max_tokens` bounds the generated ones."""
+    """State of a beam search. `end_token_ids` end a beam, `max_tokens` bounds the generated tokens."""
 
     def __init__(self, sampling: SamplingParams, end_token_ids: Sequence[int], max_tokens: int) -> None:
         self.sampling = sampling
@@ -56,7 +56,7 @@ class BeamSearch:
         self._generated = sampling.num_forced_tokens
 
     def advance(self, log_probs: Tensor, outputs: Sequence[Sequence[int]]) -> list[Beam] | None:
-        """One step: log_probs [beams, vocab] (after all rules) of beams that have generated `outputs`.
+        """Advance by log_probs [beams, vocab] (after all rules) of the beams with tokens `outputs`.
 
         The first step takes the single sequence of the prompt. Returns the next beams, best first, or None at the end.
         """
@@ -84,7 +84,7 @@ class BeamSearch:
     def _keep_ended(
         self, scores: Tensor, ends: Tensor, beams: Sequence[Beam], outputs: Sequence[Sequence[int]]
     ) -> None:
-        """Merge what has just ended into what had ended before; only the best `beam_width` candidates may."""
+        """Merge newly ended beams into the ended hypotheses; only the best `beam_width` candidates count."""
         width = self.sampling.beam_width
         just_ended = ends.clone()
         just_ended[width:] = False
@@ -109,6 +109,6 @@ class BeamSearch:
         return all(tokens is not None for tokens in self._ended)
 
     def best(self) -> list[Hypothesis]:
-        """The ended sequences, best first, `n` at most; none where the rules left no token that could come next."""
+        """Return the ended sequences, best first, at most `n`; none if the rules left no next token."""
         pairs = zip(self._ended, self._ended_scores.tolist(), strict=True)
         return [Hypothesis(tokens, score) for tokens, score in pairs if tokens is not None][: self.sampling.n]

@@ -1,4 +1,4 @@
-"""Calls of native code that goes as deep as its input says: on an ordinary thread that ends the whole process."""
+"""Call native code with input-dependent recursion: on an ordinary thread a deep input would end the process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _sizing = threading.Lock()
 
 
 def call_deep(function: Callable[[], T]) -> T:
-    """What `function` returns or raises, called on a thread of its own with a stack of STACK_BYTES.
+    """Call `function` on a separate thread with a stack of STACK_BYTES; return its result or raise its error.
 
     Raises TriptychError("overloaded") where the system has no such thread to give.
     """

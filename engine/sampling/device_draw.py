@@ -1,4 +1,4 @@
-"""`draw` without waiting for the device: the same tokens, by passes that do not depend on what is found on the way.
+"""`draw` without waiting for the device: the same tokens, by passes without data-dependent control flow.
 
     weights ── what top-k leaves ── what top-p leaves of that ── min-p ── inversion of the sum at uniforms[i]
 
@@ -32,7 +32,8 @@ Nucleus: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 def draw_on_device(
     scores: Tensor, sampling: Sequence[SamplingParams], uniforms: Sequence[float], nucleus: Nucleus | None = None
 ) -> Tensor:
-    """One token id per row of scores [num_rows, vocab_size], int64 [num_rows] on their device: what `draw` gives.
+    """Return one token id per row of scores [num_rows, vocab_size], int64 [num_rows] on the same device, equal to
+    `draw`.
 
     `nucleus` finds what top-p leaves; if not given, FlashInfer on CUDA where it is installed and runs, else sorting.
     """
@@ -64,7 +65,7 @@ def nucleus_by_sorting(weights: Tensor, ps: Tensor) -> Tensor:
 
 
 def nucleus_by_flashinfer(weights: Tensor, ps: Tensor) -> Tensor:
-    """See Nucleus. The same tokens but for one at the very edge, where the sums differ in their last bit."""
+    """Compute a nucleus (see Nucleus), equal but for a token at the very edge with sums different in the last bit."""
     from flashinfer.sampling import top_p_renorm_probs
 
     probabilities = weights / weights.sum(dim=-1, keepdim=True)
@@ -73,8 +74,8 @@ def nucleus_by_flashinfer(weights: Tensor, ps: Tensor) -> Tensor:
 
 
 def prepare(device: torch.device) -> None:
-    """Have what draws on this device ready: FlashInfer compiles its kernels when they are first used, which takes as
-    long as a minute and may fail. That is no matter for the first request."""
+    """Compile FlashInfer's sampling kernels ahead: compilation takes up to a minute and may fail, which must not hit
+    the first request."""
     if device.type == "cuda":
         _nucleus_for(torch.empty(0, device=device).device)  # with its number, as tensors have it
 
@@ -87,7 +88,7 @@ def _nucleus_for(device: torch.device) -> Nucleus:
 
 
 def unless_it_fails(nucleus: Nucleus, device: torch.device) -> Nucleus:
-    """`nucleus`, if it runs on this device, or else the one that sorts."""
+    """Return `nucleus` if the function runs on this device, else the sorting version."""
     try:
         found = nucleus(torch.ones((1, 32), device=device), torch.full((1, 1), 0.5, dtype=torch.float64, device=device))
         found.cpu()  # an error on the device is raised here

@@ -1,4 +1,4 @@
-"""Random choice: top-k, top-p and min-p, and one draw per row that depends on (seed, position) alone."""
+"""Random choice: top-k, top-p and min-p, and a draw per row that depends on (seed, position) alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MASK: Final = (1 << 64) - 1
 
 
 def draw(scores: torch.Tensor, sampling: Sequence[SamplingParams], uniforms: Sequence[float]) -> list[int]:
-    """One token id per row of scores [num_rows, vocab_size], which is left as it was.
+    """Return one token id per row of scores [num_rows, vocab_size]. The scores stay unchanged.
 
     Row i is drawn from softmax(scores / temperature), restricted by its top-k, top-p and min-p in this order, by
     inverting the cumulative distribution at uniforms[i]. A row's outcome does not depend on its neighbours.
@@ -54,7 +54,7 @@ def draw(scores: torch.Tensor, sampling: Sequence[SamplingParams], uniforms: Seq
 
 
 def uniform(seed: int, position: int) -> float:
-    """The number in [0, 1) that a sequence draws at `position`.
+    """Return the random number in [0, 1) of a sequence at `position`.
 
     SplitMix64 (Steele, Lea and Flood, 2014), a generator whose n-th number is a function of n: nothing has to be
     remembered, so another instance goes on with the same draws. 52 bits, so that uniform * total < total always.
@@ -86,7 +86,7 @@ class _Limits:
 
 
 def _select(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """Rows of a tensor; not copied where they are all of them."""
+    """Return rows of a tensor, without a copy if all rows are selected."""
     return tensor if len(rows) == len(tensor) else tensor[rows]
 
 
@@ -103,7 +103,7 @@ def _keep(weights: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
 
 
 def _draw_among(size: int, weights: torch.Tensor, limits: _Limits, numbers: torch.Tensor) -> torch.Tensor:
-    """Draw from the `size` likeliest tokens of each row; [num_rows], -1 where others might have to be among them.
+    """Draw from the `size` likeliest tokens of each row; [num_rows], -1 if further tokens might be needed.
 
     The candidates are taken in the order of the vocabulary, as a draw from the whole row takes them.
     """
@@ -119,7 +119,7 @@ def _draw_among(size: int, weights: torch.Tensor, limits: _Limits, numbers: torc
 
 
 def _least_weight(ordered: torch.Tensor, weights: torch.Tensor, limits: _Limits) -> torch.Tensor:
-    """The least weight that a token of each row may have, [num_rows, 1]; ordered are the largest weights, sorted.
+    """Return the least admissible weight of each row, [num_rows, 1]; ordered are the largest weights, sorted.
 
     Tokens that weigh exactly as much as the last one kept are kept too, so that ties, which are common where logits
     come from bfloat16, are not decided by the order of a sort.
@@ -136,15 +136,15 @@ def top_k_weight(ordered: torch.Tensor, ks: torch.Tensor) -> torch.Tensor:
 
 
 def nucleus_weight(head: torch.Tensor, total: torch.Tensor, ps: torch.Tensor) -> torch.Tensor:
-    """The least weight in the nucleus of each row (Holtzman et al., 2020): the shortest head that holds at least ps of
-    what top-k has left, the `total`; 0 where ps is 1. All but head, which is sorted, are [num_rows, 1]."""
+    """Return the least weight in the nucleus of each row (Holtzman et al., 2020): the shortest head with at least ps of
+    the `total` left by top-k; 0 for ps of 1. All arguments but head, sorted, are [num_rows, 1]."""
     cumulative = head.cumsum(dim=-1, dtype=torch.float64)
     index = torch.searchsorted(cumulative, ps * total).clamp_(max=head.shape[-1] - 1)
     return head.gather(1, index).masked_fill(ps >= 1.0, 0.0)
 
 
 def invert(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """The token at which each row's running sum passes numbers [num_rows, 1] of the whole, [num_rows].
+    """Return the token at which each row's running sum passes numbers [num_rows, 1] of the whole, [num_rows].
 
     In two steps, first the block and then the token in it, and in double precision: single precision would add most
     tokens of an unlikely tail to a sum near 1 without a trace.

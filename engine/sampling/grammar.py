@@ -1,4 +1,4 @@
-"""Constrained output: which tokens may follow, by a JSON schema, a regular expression, a grammar or a list of choices.
+"""Constrained output: tokens allowed by a JSON schema, a regular expression, a grammar or a list of choices.
 
 The grammars are those of llguidance, which computes each step's mask when it is needed. Loaded at the first
 constrained request; the tokenizer is read without transformers.
@@ -29,19 +29,19 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class GrammarMatcher:
-    """Where one sequence stands in its grammar."""
+    """State of a sequence in its grammar."""
 
     def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
 
     def advance(self, token_id: int) -> None:
-        """Take a token that was generated. After the end of the grammar, tokens no longer count."""
+        """Accept a generated token. Tokens after the end of the grammar are ignored."""
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token_id)
 
     def allowed(self) -> BoolArray:
-        """Which tokens may come next, [vocab_size]; end-of-sequence tokens where the grammar may end."""
+        """Return the mask of allowed next tokens, [vocab_size]; end-of-sequence tokens if the grammar may end."""
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         # A model may have more logits than its tokenizer has tokens, or fewer: unpackbits pads and cuts.
         return np.unpackbits(mask, count=self._vocab_size, bitorder="little").view(np.bool_)
@@ -59,7 +59,7 @@ class GrammarMatcher:
 
 
 class PieceTokenizer:
-    """A SentencePiece vocabulary as llguidance wants it: the bytes of every token. "▁" in a piece is a space."""
+    """A SentencePiece vocabulary for llguidance: the bytes of every token. "▁" in a piece is a space."""
 
     def __init__(self, tokenizer: Tokenizer, eos_token_id: int) -> None:
         vocab = tokenizer.get_vocab()
@@ -75,7 +75,7 @@ class PieceTokenizer:
         self._longest = max(map(len, self.tokens))
 
     def __call__(self, text: bytes) -> list[int]:
-        """Tokens of text that a grammar leaves no choice about: the longest that fit, byte for byte.
+        """Return the tokens of forced text: the longest matches, byte for byte.
 
         The tokenizer itself would put a space before the text and normalise it.
         """
@@ -91,7 +91,7 @@ class PieceTokenizer:
 
 
 class GrammarCompiler:
-    """Grammars of one model's tokenizer.
+    """Compile grammars for a model's tokenizer.
 
     What a hostile grammar can cost is bounded: its text by MAX_TEXT_BYTES, the depth to which its rules refer to each
     other by the stack that they have for it (`call_deep`), and by llguidance its nesting, its size

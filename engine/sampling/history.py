@@ -1,4 +1,4 @@
-"""What a sequence has said so far, kept up token by token, for the rules that look back."""
+"""Generated tokens of a sequence, maintained token by token, for rules over the past."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FloatArray = npt.NDArray[np.float32]
 
 
 class TokenCounts:
-    """Which tokens occurred, and how often among the generated ones. One append is O(1)."""
+    """Occurring tokens, and counts of generated tokens. An append is O(1)."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -39,14 +39,14 @@ class TokenCounts:
 
     @property
     def generated(self) -> tuple[IntArray, FloatArray]:
-        """Ids of the output, each once, and how often they occur."""
+        """Return the distinct ids of the output and their counts."""
         counts = self._counts[: len(self._index)]
         occurring = counts > 0
         return self.seen[occurring], counts[occurring]
 
 
 class NGrams:
-    """The n-grams of a sequence: which tokens followed its last n - 1 tokens earlier (Paulus et al., 2017)."""
+    """The n-grams of a sequence: earlier successors of the last n - 1 tokens (Paulus et al., 2017)."""
 
     def __init__(self, size: int, vocab_size: int) -> None:
         self._size, self._vocab_size = size, vocab_size
@@ -59,12 +59,12 @@ class NGrams:
         self._tail.append(token_id)
 
     def completing(self) -> list[int]:
-        """The tokens that would complete an n-gram for the second time."""
+        """Return the tokens that would repeat an n-gram."""
         return self._followers.get(tuple(self._tail), [])
 
 
 class BadWords:
-    """Token sequences that must not appear: the last token of each is forbidden wherever the others stand before it."""
+    """Forbidden token sequences: the last token of each is forbidden after the preceding tokens."""
 
     def __init__(self, sequences: Iterable[Sequence[int]], eos_token_ids: Sequence[int]) -> None:
         self._single: list[int] = []

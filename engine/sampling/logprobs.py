@@ -1,4 +1,4 @@
-"""Log-probabilities as they are reported: of the model's own logits, before temperature, penalties and masks."""
+"""Reported log-probabilities: of the model's own logits, before temperature, penalties and masks."""
 
 from __future__ import annotations
 

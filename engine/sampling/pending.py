@@ -1,4 +1,4 @@
-"""Tokens that the device may still be choosing."""
+"""Tokens still being chosen by the device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class PendingTokens:
-    """Chosen tokens, `on_device` int64 [num_tokens], and their copy on the host, which comes when it comes.
+    """Chosen tokens, `on_device` int64 [num_tokens], and an asynchronous copy on the host.
 
     The copy goes to pinned memory, on the stream that computes the tokens: nobody waits until `wait` is called. Made
     under the stream that computes them. On a CPU there is nothing to wait for.
@@ -25,7 +25,7 @@ class PendingTokens:
             self._on_host = tokens
 
     def wait(self) -> list[int]:
-        """The tokens, once all work queued before them is done. Raises what CUDA has found wrong on the way."""
+        """Return the tokens after all work queued before them. Raises CUDA's errors of that work."""
         if self._copied is not None:
             self._copied.synchronize()
         token_ids: list[int] = self._on_host.tolist()

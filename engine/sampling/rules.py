@@ -1,4 +1,4 @@
-"""What changes a model's scores before a token is chosen: biases, penalties, forbidden, allowed and forced tokens.
+"""Rules on a model's scores before the choice of a token: biases, penalties, forbidden, allowed and forced tokens.
 
 The order is that of transformers' `generate`, where it has the rule:
 
@@ -59,14 +59,14 @@ _NO_RULES: Final = SamplingParams()
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What the rules have to know of a model's tokens."""
+    """Facts about a model's tokens, for the rules."""
 
     size: int
     eos_token_ids: tuple[int, ...]
 
 
 class SequenceState:
-    """The rules of one sequence and what they remember of its tokens: all of it follows from the sequence."""
+    """The rules of a sequence and their memory of its tokens, derived from the sequence alone."""
 
     def __init__(self, params: SamplingParams, vocabulary: Vocabulary, grammar: GrammarMatcher | None = None) -> None:
         self.has_rules = _has_any(params, _RULES)
@@ -85,7 +85,7 @@ class SequenceState:
         self._num_seen = 0
 
     def catch_up(self, sequence: SampledSequence) -> None:
-        """Take note of the tokens that came since the last call."""
+        """Record the tokens added since the last call."""
         begin, self._num_seen = self._num_seen, len(sequence.token_ids)
         if self.counts is None and self.ngrams is None and self.grammar is None:
             return
@@ -101,7 +101,7 @@ class SequenceState:
                 self.grammar.advance(token_id)
 
     def forbidden(self, sequence: SampledSequence) -> list[IntArray]:
-        """Ids of the tokens that must not come next."""
+        """Return the ids of forbidden next tokens."""
         params, position = sequence.sampling, sequence.num_output_tokens
         parts = [self.suppressed]
         if position == len(params.prefix_allowed):
@@ -162,7 +162,7 @@ def _has_any(params: SamplingParams, names: Sequence[str]) -> bool:
 
 
 def _forced_ids(sequence: SampledSequence) -> tuple[int, ...]:
-    """The only tokens that may come next, whatever else is said; empty where the choice is free."""
+    """Return the only allowed next tokens, regardless of other rules; empty for a free choice."""
     params, position = sequence.sampling, sequence.num_output_tokens
     if params.forced_eos_token_id is not None and position == params.max_tokens - 1:
         return (params.forced_eos_token_id,)
@@ -170,7 +170,7 @@ def _forced_ids(sequence: SampledSequence) -> tuple[int, ...]:
 
 
 def _force(row: torch.Tensor, token_ids: Sequence[int]) -> None:
-    """A choice of several keeps its scores; a single token gets 0, so that it costs a beam nothing."""
+    """Keep the scores of several allowed tokens; give a single token 0, at no cost to a beam."""
     [index] = send(row.device, np.array(token_ids, np.int64))
     kept = row[index]
     nothing_is_left = (kept.amax() == -torch.inf) | (len(token_ids) == 1)
@@ -186,7 +186,7 @@ def _keep(row: torch.Tensor, token_ids: Sequence[int]) -> None:
 
 
 def _follow(row: torch.Tensor, grammar: GrammarMatcher) -> None:
-    """Leave what the grammar allows; where other rules forbid all of that, the grammar wins."""
+    """Keep tokens allowed by the grammar; the grammar wins against rules that forbid all of them."""
     allowed = grammar.allowed()
     if grammar.error is not None:
         row.fill_(-torch.inf)
@@ -204,7 +204,7 @@ def _add_biases(scores: torch.Tensor, rows: Sequence[_RuledRow]) -> None:
 
 
 def _penalise_repetition(scores: torch.Tensor, rows: Sequence[_RuledRow]) -> None:
-    """Keskar et al., 2019: what has occurred gets a positive score divided, a negative one multiplied."""
+    """Divide positive and multiply negative scores of past tokens (Keskar et al., 2019)."""
     named = []
     for index, sequence, state in rows:
         penalty = sequence.sampling.repetition_penalty

@@ -57,13 +57,13 @@ class Sampler:
         return sampled
 
     def can_run_ahead(self, sequence: SampledSequence) -> bool:
-        """Whether its next token can be chosen while those before it are unknown, and nothing is to be told of it: no
-        rules that read tokens, no log-probabilities."""
+        """Return whether the next token can be chosen before earlier tokens are known: no rules over tokens, no
+        log-probabilities."""
         return self._state(sequence).can_run_ahead
 
     def launch(self, logits: torch.Tensor, sequences: Sequence[SampledSequence]) -> PendingTokens:
-        """logits [num_sequences, vocab_size], float32 (may be changed in place) -> the tokens that `sample` would give,
-        without waiting for the device, of sequences that can run ahead."""
+        """Choose the same tokens as `sample` for sequences that can run ahead, without waiting for the device. logits
+        [num_sequences, vocab_size], float32, may change in place."""
         self._restrict(logits, sequences, [self._state(sequence) for sequence in sequences])
         if logits.device.type == "cpu":
             return PendingTokens(torch.tensor(self._choose(logits, sequences), dtype=torch.int64))
@@ -78,12 +78,12 @@ class Sampler:
         rules.apply_rules(scores, sequences, states, self._vocabulary)
 
     def error(self, sequence: SampledSequence) -> ErrorInfo | None:
-        """Why a sequence cannot go on, as its last step found; None if it can."""
+        """Return why a sequence cannot go on after its last step; None if the sequence can."""
         grammar = self._state(sequence).grammar
         return grammar.error if grammar is not None else None
 
     def prompt_logprobs(self, logits: torch.Tensor, next_token_ids: Sequence[int], count: int) -> list[TokenLogprob]:
-        """What the model thought of a prompt: logits [num_tokens, vocab_size] and the token that followed each."""
+        """Return log-probabilities of a prompt, from logits [num_tokens, vocab_size] and the following tokens."""
         return describe_tokens(logits, next_token_ids, [count] * len(next_token_ids))
 
     def check(self, sampling: SamplingParams) -> None:
@@ -131,8 +131,8 @@ class Sampler:
     def _restrict(
         self, scores: torch.Tensor, sequences: Sequence[SampledSequence], states: Sequence[rules.SequenceState]
     ) -> None:
-        """Apply the rules in place. A sequence whose rules contradict each other ends, if it can; token 0 would mean
-        nothing."""
+        """Apply the rules in place. A sequence with contradictory rules ends if possible; token 0 would be
+        meaningless."""
         if any(state.has_rules for state in states):
             rules.apply_rules(scores, sequences, states, self._vocabulary)
             ends = self._vocabulary.eos_token_ids
@@ -156,7 +156,7 @@ class Sampler:
 
 
 def choose_on_device(scores: torch.Tensor, sequences: Sequence[SampledSequence]) -> torch.Tensor:
-    """The next token of each sequence, int64 [num_sequences], by what is queued on the device of the scores."""
+    """Choose the next token of each sequence, int64 [num_sequences], by work queued on the scores' device."""
     random = [row for row, sequence in enumerate(sequences) if not sequence.sampling.greedy]
     if not random:
         return scores.argmax(dim=-1)

@@ -1,4 +1,4 @@
-"""What the sampler needs to know of a sequence."""
+"""The sampler's view of a sequence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from common.sampling_params import SamplingParams
 
 
 class SampledSequence(Protocol):
-    """One sequence that gets its next token.
+    """A sequence waiting for its next token.
 
     token_ids          the decoder's prompt and what was generated so far
     seed               of this sequence alone: two sequences of a request have different ones
@@ -34,7 +34,7 @@ class SampledSequence(Protocol):
 
 
 class Sampled(NamedTuple):
-    """The next token of one sequence.
+    """The next token of a sequence.
 
     `error` says why its request cannot go on: a grammar that has become too complex. `token_id` then means nothing.
     """

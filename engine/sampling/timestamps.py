@@ -8,7 +8,7 @@ from common.sampling_params import TimestampRules
 
 
 def apply_timestamp_rules(row: torch.Tensor, generated: list[int], rules: TimestampRules, eos_token_id: int) -> None:
-    """Forbid in row [vocab_size], in place, what cannot follow `generated`, the tokens after the forced prefix.
+    """Forbid impossible successors of `generated`, the tokens after the forced prefix, in row [vocab_size], in place.
 
     Timestamps come in pairs (an end, then a start), except before the end of the text; they never go back; the first
     token is one of them; and where all of them together are likelier than the likeliest text token, it is one of them.

@@ -64,7 +64,7 @@ class FlashInferBackend(AttentionBackend):
         return batches
 
     def _batch(self, phase: Phase, start: int, metadata: AttentionMetadata, block_size: int) -> PagedBatch:
-        """One phase of a step; for cross-attention the one before, with its plan, while its requests are the same."""
+        """Return a phase of a step; for cross-attention the previous batch and plan while the requests are the same."""
         batch = None if metadata.causal else self._cross.get(phase)
         if batch is not None and batch.is_same(start, metadata):
             cross_plans_reused.add()
@@ -143,7 +143,7 @@ class FlashInferBackend(AttentionBackend):
     def _fixed_plan(
         self, num_requests: int, max_blocks: int, block_size: int, dtype: torch.dtype, heads: HeadSpec, *, causal: bool
     ) -> DecodePlan | None:
-        """None where partial results of so many requests do not fit: then these decodes run eagerly."""
+        """Return None if partial results of all requests do not fit: the decodes run eagerly then."""
         needed, there = fixed_decode_bytes(num_requests, heads, self._device), self._workspace.buffer.numel()
         if needed <= there:
             return FlashInferDecodePlan(
@@ -171,7 +171,7 @@ class FlashInferBackend(AttentionBackend):
 
 
 class _Appender:
-    """Keys and values into their slots by `append_paged_kv_cache`, both in one launch.
+    """Write keys and values by `append_paged_kv_cache`, in a single launch.
 
     It finds a token's slot by a request, a position and the request's pages. To it the whole cache is one request whose
     pages are in order, so that positions are slots.

@@ -14,7 +14,7 @@ from engine.state.spec import HeadSpec
 
 
 class FlashInferDecodePlan(DecodePlan):
-    """Buffers, and for each scale and window that a layer has asked for a wrapper that is planned into them.
+    """Buffers, and a wrapper planned into the buffers for each scale and window requested by a layer.
 
     FlashInfer launches the same kernels for every batch of `num_requests`: how it divides the work among them is data,
     in the small workspace of each wrapper. The plan of cross-attention stands while the batch does.

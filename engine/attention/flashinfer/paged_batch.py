@@ -1,4 +1,4 @@
-"""Batches as FlashInfer's wrappers are planned for them; a plan belongs to one such object."""
+"""Batches for the plans of FlashInfer's wrappers; a plan belongs to a single batch object."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class PageTable:
-    """The pages of n requests (compressed sparse rows, as FlashInfer takes them), on the host.
+    """The pages of n requests on the host, in compressed sparse rows as expected by FlashInfer.
 
     indptr         int32 [n + 1]: the pages of request i are indices[indptr[i] : indptr[i + 1]], one at least
     indices        int32 [indptr[n]]
@@ -58,7 +58,7 @@ def page_table(table: IntArray, num_keys: IntArray, block_size: int) -> PageTabl
 
 @dataclass(frozen=True)
 class Pages:
-    """A page table where FlashInfer wants it: the indices on the device, what it plans by on the host (pinned).
+    """A page table for FlashInfer: the indices on the device, planning data on the host (pinned).
 
     `num_keys` int32 [n] are those of each request.
     """
@@ -70,7 +70,7 @@ class Pages:
 
     @classmethod
     def send(cls, table: PageTable, device: torch.device) -> Pages:
-        """Starts the copy of the indices, and waits for nothing."""
+        """Start the copy of the indices, without waiting."""
         arrays = table.indptr, table.last_page_len, table.num_keys, table.indices
         packed = pack(arrays, pin=device.type == "cuda")
         indptr, last_page_len, num_keys, indices = unpack(packed, arrays)
@@ -78,7 +78,7 @@ class Pages:
 
 
 class PagedBatch:
-    """One phase of the requests of a step: all decodes or all prefills. What is read of it is made when it is needed.
+    """One phase of a step: all decodes or all prefills. Derived tensors are made on first use.
 
     Its tokens are `start` .. `end` of the step's.
     """
@@ -94,7 +94,7 @@ class PagedBatch:
         self._other_plan: Any = None
 
     def is_same(self, start: int, metadata: AttentionMetadata) -> bool:
-        """Whether these are other words for this batch, of cross-attention."""
+        """Return whether the given metadata describe this batch, for cross-attention."""
         return self.start == start and is_same_batch(self.metadata, metadata)
 
     def plan_of(self, backend: AttentionBackend, dtype: torch.dtype) -> Any:
@@ -110,17 +110,17 @@ class PagedBatch:
 
     @property
     def max_queries(self) -> int:
-        """Of one request."""
+        """Largest number of queries in a request."""
         return int(np.diff(self.metadata.query_start_loc).max())
 
     @cached_property
     def pages(self) -> Pages:
-        """Only for a batch whose tokens see common keys."""
+        """Pages of a batch whose tokens share visible keys."""
         return Pages.send(self._table, self._device)
 
     @cached_property
     def blind(self) -> torch.Tensor | None:
-        """[num_tokens, 1, 1], bool, on the device: tokens that see no key. None where all see one."""
+        """Mask of tokens without visible keys, bool [num_tokens, 1, 1] on the device; None if every token has keys."""
         if not self._table.is_empty.any():
             return None
         counts = np.diff(self.metadata.query_start_loc)
@@ -134,8 +134,8 @@ class PagedBatch:
 
 
 class RaggedBatch:
-    """Sequences laid end to end. `starts` int32 [n + 1], on the host (pinned): where each begins, and the last one
-    ends."""
+    """Sequences laid end to end. `starts` int32 [n + 1], on the host (pinned), holds the beginnings and the last
+    end."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self.lengths = tuple(lengths)
@@ -143,12 +143,12 @@ class RaggedBatch:
         self._other_plan: Any = None
 
     def plan_of(self, backend: TorchBackend) -> Any:
-        """PyTorch's plan for these sequences."""
+        """Return PyTorch's plan for the sequences."""
         if self._other_plan is None:
             self._other_plan = backend.plan_ragged(self.lengths)
         return self._other_plan
 
 
 def _pinned(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int32 on the host, where a copy to the device does not wait for it."""
+    """Return int32 in pinned host memory: a copy to the device does not wait."""
     return torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")

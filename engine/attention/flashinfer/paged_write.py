@@ -1,4 +1,4 @@
-"""Keys and values into their slots by a Triton kernel, for head sizes that FlashInfer's does not know."""
+"""Write keys and values by a Triton kernel, for head sizes unknown to FlashInfer's append."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def write_paged(cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slo
 def _write_slots(  # type: ignore[no-untyped-def]  # Triton reads annotations, and takes none but its own
     cache, key, value, slot_mapping, side_stride, key_stride, value_stride, slot_size, SIZE: tl.constexpr
 ):
-    """One program for each token and side: `slot_size` elements that lie together, here and there."""
+    """Copy `slot_size` contiguous elements, in one program per token and side."""
     token, side = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     offsets = tl.arange(0, SIZE)
     inside = offsets < slot_size

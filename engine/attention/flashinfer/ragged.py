@@ -21,7 +21,7 @@ KEPT_PLANS: Final = 2
 
 
 class FlashInferRagged:
-    """Encoder attention: every token sees all tokens of its own sequence."""
+    """Encoder attention: every token sees all tokens of the same sequence."""
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
@@ -52,7 +52,7 @@ class FlashInferRagged:
         return self._planned(call, batch).run(query, key, value)
 
     def _planned(self, call: RaggedCall, batch: RaggedBatch) -> RaggedWrapper:
-        """A wrapper with the plan of a batch: one that has it, a new one, or that which was used longest ago."""
+        """Return a wrapper planned for the batch: an existing plan, a new wrapper, or the least recently used."""
         wrappers = self._wrappers.setdefault(call, [])
         index = next((index for index, wrapper in enumerate(wrappers) if wrapper.is_planned_for(batch)), None)
         if index is not None:

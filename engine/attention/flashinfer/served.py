@@ -1,4 +1,4 @@
-"""What FlashInfer computes, and computes right; the rest goes to PyTorch's attention.
+"""Calls computed correctly by FlashInfer; PyTorch's attention serves all others.
 
 Found in its sources (0.6.13) and trackers: kernels are made for float16 and bfloat16; the head size is a template
 parameter that FA2 does not check, and with other than multiples of 64 it can return wrong numbers (flashinfer#4299);
@@ -31,7 +31,7 @@ workspace."""
 
 
 def unserved(heads: HeadSpec, dtype: torch.dtype, *, has_ranges: bool = False) -> str | None:
-    """Why FlashInfer does not serve a call; None if it does.
+    """Return why FlashInfer does not serve a call; None for a served call.
 
     `has_ranges`: tokens of one request see different ranges of its keys, other than a causal mask and a window say.
     """
@@ -53,7 +53,7 @@ def unserved(heads: HeadSpec, dtype: torch.dtype, *, has_ranges: bool = False) -
 
 
 def is_appended(num_kv_heads: int, head_dim: int) -> bool:
-    """Whether `append_paged_kv_cache` writes keys and values of these sizes, in half precision."""
+    """Return whether `append_paged_kv_cache` writes keys and values of the given sizes, in half precision."""
     if head_dim not in APPENDED_HEAD_DIMS:
         return False
     return num_kv_heads * head_dim // max(8, head_dim // 32) <= MAX_BLOCK_THREADS
@@ -70,12 +70,12 @@ def _listed(values: Iterable[object]) -> str:
 
 
 def needs_tensor_cores(num_heads: int, num_kv_heads: int) -> bool:
-    """Whether decodes of such heads are computed on tensor cores, by the kernel for prefills."""
+    """Return whether decodes with the given heads run on tensor cores, by the prefill kernel."""
     return num_heads // num_kv_heads not in SMALL_GROUPS
 
 
 class ReasonLog:
-    """Says once of each reason that something is not FlashInfer's to compute."""
+    """Log each reason against FlashInfer once."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()

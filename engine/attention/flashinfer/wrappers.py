@@ -1,4 +1,4 @@
-"""FlashInfer's wrappers (Ye et al., 2025), each with the batch that it is planned for.
+"""FlashInfer's wrappers (Ye et al., 2025), each with the batch of its plan.
 
 A wrapper is planned on the host for one batch, and then runs for every layer. Planning writes into a pinned buffer of
 the wrapper's own, from which it is copied to the device in the order of the stream: an event behind each plan keeps the
@@ -41,12 +41,12 @@ _TILE_ROWS: Final = 16
 
 
 def load_flashinfer() -> Any:
-    """The package. Raises ImportError where it, or something that it needs, is not installed."""
+    """Import FlashInfer. Raises ImportError if the package or a dependency is missing."""
     return importlib.import_module("flashinfer")
 
 
 class Workspace:
-    """What all wrappers of a process share: FlashInfer itself, the device, and its memory for partial results.
+    """Shared state of a process's wrappers: FlashInfer, the device, and memory for partial results.
 
     They run one after the other, in the order of one stream, so that one buffer is enough.
     """
@@ -58,7 +58,7 @@ class Workspace:
 
 @dataclass(frozen=True)
 class Call:
-    """What a wrapper over pages is planned for, beside the batch. `scale` None is 1 / sqrt(head_dim)."""
+    """Parameters of a plan over pages, beside the batch. `scale` None is 1 / sqrt(head_dim)."""
 
     phase: Phase
     causal: bool
@@ -72,13 +72,13 @@ class Call:
 
     @property
     def window_left(self) -> int:
-        """How many keys before its own a query sees; -1 for all of them."""
+        """Number of visible keys before the query's own; -1 for all."""
         return -1 if self.window is None else self.window - 1
 
 
 def fixed_decode_bytes(num_requests: int, heads: HeadSpec, device: torch.device) -> int:
-    """What the plan of a graph's decodes takes of the workspace for partial results, as `PrefillPlan` of FlashInfer's
-    scheduler.cuh counts it for groups of up to a tile's rows; plans on the vector units take some MiB at most."""
+    """Return the workspace bytes of a graph's decode plan for partial results, counted as by `PrefillPlan` in
+    FlashInfer's scheduler.cuh for groups of up to a tile's rows. Plans on vector units need some MiB at most."""
     if not needs_tensor_cores(heads.num_heads, heads.num_kv_heads):
         return 0
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
@@ -89,7 +89,7 @@ def fixed_decode_bytes(num_requests: int, heads: HeadSpec, device: torch.device)
 
 
 class _Planned(ABC):
-    """A wrapper that is planned anew when another batch comes."""
+    """A wrapper, planned anew for each new batch."""
 
     def __init__(self, workspace: Workspace) -> None:
         self._device = workspace.device
@@ -100,7 +100,7 @@ class _Planned(ABC):
         return self._batch is batch
 
     def bring_to(self, batch: object) -> None:
-        """Plan for a batch, unless that is what was planned for last.
+        """Plan for a batch unless the last plan was for the same batch.
 
         Raises RuntimeError while a CUDA graph is captured, which cannot hold the host's part of a plan.
         """
@@ -137,7 +137,7 @@ class FixedBuffers:
 
 
 class PagedWrapper(_Planned):
-    """A wrapper over the pages of a cache, planned for one kind of call."""
+    """A wrapper over the pages of a cache, planned for a single kind of call."""
 
     def __init__(self, workspace: Workspace, call: Call, wrapper: Any) -> None:
         super().__init__(workspace)
@@ -149,7 +149,7 @@ class PagedWrapper(_Planned):
 
 
 class DecodeWrapper(PagedWrapper):
-    """One query token for each request. With `fixed` buffers it can be captured in a CUDA graph."""
+    """A query token per request. With `fixed` buffers, CUDA graphs can capture the wrapper."""
 
     def __init__(self, workspace: Workspace, call: Call, fixed: FixedBuffers | None = None) -> None:
         wrapper = workspace.flashinfer.BatchDecodeWithPagedKVCacheWrapper(
@@ -186,7 +186,7 @@ class DecodeWrapper(PagedWrapper):
 
 
 class PrefillWrapper(PagedWrapper):
-    """Any number of query tokens for each request: the last ones of its keys, if causal."""
+    """Any number of query tokens per request: the last tokens of the keys, if causal."""
 
     def __init__(self, workspace: Workspace, call: Call) -> None:
         wrapper = workspace.flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace.buffer, LAYOUT, backend=KERNELS)
@@ -215,7 +215,7 @@ class PrefillWrapper(PagedWrapper):
 
 @dataclass(frozen=True)
 class RaggedCall:
-    """What a wrapper over sequences laid end to end is planned for, beside their lengths."""
+    """Parameters of a plan over sequences laid end to end, beside their lengths."""
 
     num_heads: int
     num_kv_heads: int
@@ -225,7 +225,7 @@ class RaggedCall:
 
 
 class RaggedWrapper(_Planned):
-    """Sequences laid end to end, each of which sees itself in both directions.
+    """Attention within sequences laid end to end, in both directions.
 
     None is computed in parts, so that an output does not depend on what else is in the batch.
     """
