@@ -12,8 +12,8 @@ import torch
 
 _GIB = 2**30
 _SHOWN = ("torch", "torchvision", "transformers", "triton", "flashinfer-python", "numpy")
-_REQUIRED = ("transformers", "torchvision", "flashinfer-python")
-"""Packages of the check beside torch. Without torchvision transformers makes no image processors."""
+_REQUIRED = ("transformers", "flashinfer-python")
+"""Packages of the check beside torch."""
 
 
 def main() -> None:

@@ -109,7 +109,7 @@ def test_the_environment_is_told_with_what_is_missing(monkeypatch: pytest.Monkey
     assert f"torch {torch.__version__}" in environment.in_words()
     monkeypatch.setattr(environment, "_version", {"transformers": "5.17.0"}.get)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert [absent.split(" ")[0] for absent in environment.missing()] == ["torchvision", "flashinfer-python", "a"]
+    assert [absent.split(" ")[0] for absent in environment.missing()] == ["flashinfer-python", "a"]
 
 
 def test_the_share_of_a_limit_is_one_at_the_limit() -> None:
