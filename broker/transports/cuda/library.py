@@ -100,7 +100,7 @@ class CudaLibrary:
         self._call("cudaStreamSynchronize", c_void_p(stream))
 
     def _call(self, function: str, *arguments: Any) -> None:
-        """The current device is a property of the thread, so it is set before every call: it costs next to nothing."""
+        """Set the thread's current device, then call: setting the device costs next to nothing."""
         for name, given in (("cudaSetDevice", (c_int(self._device),)), (function, arguments)):
             status = getattr(self._library, name)(*given)
             if status != 0:

@@ -1,4 +1,4 @@
-"""The receiving end of a GPU's memory: opens each sender's arena once and hands out buffers within it.
+"""The receiving end of a GPU's memory: opens each sender's arena once and hands out buffers within the arena.
 
 Whoever uses a buffer copies it to where it belongs, on a stream of its own, and releases it when that stream is done
 with it: then the sender is told that the room is its own again. A sender that ends takes nothing with it: its arena
@@ -31,7 +31,7 @@ log = get_logger()
 
 
 class CudaReceiver(LinkedReceiver):
-    """See broker.transports.base.Receiver. Its tensors lie in memory of a GPU."""
+    """CUDA's broker.transports.base.Receiver, for tensors in memory of a GPU."""
 
     link_scheme = SCHEME
     memory = "a GPU's memory"
@@ -56,7 +56,7 @@ class _Peer(LinkedPeer):
         self._arena_bytes = 0
 
     def close(self) -> None:
-        """End the connection; the arena stays open as long as something of it is held."""
+        """End the connection; the arena stays open until the last buffer is released."""
         super().close()
         self._let_go()
 
@@ -71,7 +71,7 @@ class _Peer(LinkedPeer):
             self._receive(message)
 
     async def _greet(self, hello: ArenaHello) -> None:
-        """Open the arena and say back what is read there."""
+        """Open the arena and answer with the nonce read from the arena."""
         try:
             self._arena, nonce = await asyncio.to_thread(self._open, hello)
             self._arena_bytes = hello.arena_bytes
@@ -84,7 +84,7 @@ class _Peer(LinkedPeer):
             self._let_go()
 
     def _open(self, hello: ArenaHello) -> tuple[int, bytes]:
-        """Another process's arena, and the nonce that is read there. Blocks. Raises CudaError, ValueError."""
+        """Return another process's arena, and the nonce read from the arena. Blocks. Raises CudaError, ValueError."""
         if not self._runtime.can_read(hello.device_id):
             raise ValueError(f"GPU {self._runtime.device_id} cannot read the memory of GPU {hello.device_id}")
         if hello.nonce_offset + NONCE_BYTES > hello.arena_bytes:
@@ -124,7 +124,7 @@ class _Peer(LinkedPeer):
             self._let_go()
 
     def _let_go(self) -> None:
-        """Close the arena if nothing of it is held."""
+        """Close the arena unless buffers are in use."""
         if self._arena is not None and not self._held:
             arena, self._arena = self._arena, None
             self._loop.run_in_executor(None, self._close_arena, arena)

@@ -1,4 +1,4 @@
-"""The handful of calls of CUDA that tensors between processes need, and what stands for them in tests.
+"""The few CUDA calls needed for tensors between processes, behind an interface that tests can replace.
 
 Memory of one process is exported once, as a handle of 64 bytes; another process opens it and copies out of it, over
 NVLink, PCIe or within the device. Copies are asynchronous: what a stream has been told is done when the stream has been
@@ -14,7 +14,7 @@ HANDLE_BYTES: Final = 64
 
 
 class CudaError(Exception):
-    """A call of CUDA has failed; the message names it and has CUDA's own words."""
+    """A call of CUDA has failed; the message has the call's name and CUDA's own words."""
 
 
 class CudaRuntime(Protocol):
@@ -22,35 +22,35 @@ class CudaRuntime(Protocol):
 
     @property
     def device_id(self) -> str:
-        """Tells this GPU from every other one of the host, whatever processes number it: its PCI bus id."""
+        """PCI bus id of this GPU: unique on the host, however processes number the devices."""
 
     @property
     def nixl_memory(self) -> tuple[Literal["DRAM", "VRAM"], int]:
-        """What NIXL calls memory of this device: its kind, and the device as this process counts them."""
+        """NIXL's name for memory of this device: the kind, and the device number in this process."""
 
     def make_current(self) -> None:
-        """Let other libraries that the calling thread uses find the device: it is a property of the thread."""
+        """Make the device current in the calling thread, for other libraries."""
 
     def can_read(self, device_id: str) -> bool:
-        """Whether this device can read the memory of that one: it is the same one, or a peer that this process sees."""
+        """Whether this device can read the memory of another: the same device, or a peer visible to this process."""
 
     def allocate(self, num_bytes: int) -> int:
         """A pointer to new device memory."""
 
     def free(self, pointer: int) -> None:
-        """Give back what `allocate` has made; waits for the device."""
+        """Free memory made by `allocate`; waits for the device."""
 
     def export(self, pointer: int) -> bytes:
-        """The handle of what `allocate` has made, for other processes."""
+        """Return the handle of memory made by `allocate`, for other processes."""
 
     def open(self, handle: bytes) -> int:
         """A pointer to another process's memory."""
 
     def close(self, pointer: int) -> None:
-        """Let go of what `open` has made."""
+        """Close memory opened by `open`."""
 
     def make_stream(self) -> int:
-        """A stream that waits for no other one, the default stream included."""
+        """Make a stream without waits for other streams, the default stream included."""
 
     def destroy_stream(self, stream: int) -> None: ...
 
@@ -58,4 +58,4 @@ class CudaRuntime(Protocol):
         """Begin to copy, between devices or a device and the host."""
 
     def synchronize(self, stream: int) -> None:
-        """Wait until a stream has done all that it was told; blocks the caller, and no other stream."""
+        """Wait until a stream has done all work queued so far; blocks the caller, and no other stream."""

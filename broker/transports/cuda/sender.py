@@ -43,7 +43,7 @@ log = get_logger()
 
 
 class CudaSender:
-    """Makes the connections of one process, which share its arena."""
+    """Makes the connections of one process, all with the same arena."""
 
     scheme: ClassVar[str] = SCHEME
 
@@ -53,7 +53,7 @@ class CudaSender:
         self._closed = False
 
     def connect(self, address: str) -> CudaConnection:
-        """The connection to an address; it does not connect yet."""
+        """Return the connection to an address, without connecting yet."""
         return CudaConnection(self, address)
 
     @property
@@ -61,7 +61,7 @@ class CudaSender:
         return self._runtime.device_id
 
     async def arena(self) -> ExportArena:
-        """The process's arena, made when it is first needed. Raises CudaError where the device has no room for it."""
+        """Return the process's arena, made at the first call. Raises CudaError if the device is out of memory."""
         if self._closed:
             raise CudaError("this sender has been closed")
         if self._arena is None or (self._arena.done() and self._arena.exception() is not None):
@@ -83,7 +83,7 @@ def _close_arena(made: asyncio.Task[ExportArena]) -> None:
 
 
 class CudaConnection(LinkedConnection["_Link"]):
-    """See broker.transports.base.Connection: this one takes the memory of a GPU."""
+    """CUDA's broker.transports.base.Connection, for memory of a GPU."""
 
     scheme: ClassVar[str] = SCHEME
     refusals = (OSError, CudaError)
@@ -136,7 +136,7 @@ class _Link:
     """The sender's end of one connection. Ends when the other side does."""
 
     def __init__(self, name: str, arena: ExportArena) -> None:
-        """Raises OSError where nobody listens under the name."""
+        """Raises OSError without a listener under the name."""
         self._arena = arena
         self._lent: dict[int, _Lent] = {}  # by slot
         self._next_slot = 0
@@ -173,7 +173,7 @@ class _Link:
         return await self._lend(num_bytes)
 
     async def write(self, slot: int, data: DeviceBuffer | bytes) -> None:
-        """Copy a tensor to its room; it is there when this returns. Raises CudaError.
+        """Copy a tensor to the reserved slice, and wait for the end of the copy. Raises CudaError.
 
         A thread copies, which may still have to begin when nobody waits for it any more: the room is not free before.
         """
@@ -197,7 +197,7 @@ class _Link:
             self._arena.release(lent.offset)
 
     def close(self) -> None:
-        """Let go of everything; whoever waits for something gets an OSError."""
+        """Release all slices; pending calls raise OSError."""
         self._packets.close()
         for slot in list(self._lent):
             self.release(slot)

@@ -69,7 +69,8 @@ class RedisReceiver:
                 await asyncio.sleep(_RETRY_S)
 
     def _hear(self, passing: Passing) -> None:
-        """A tensor begins, in a task of its own, for its sender may be slow; or the sender asks how far it is."""
+        """Begin a tensor, in a task per tensor since senders may be slow; or answer a sender's question for
+        progress."""
         is_new = passing.id not in self._said
         if is_new:
             self._said[passing.id] = b"0"
@@ -80,7 +81,7 @@ class RedisReceiver:
         task.add_done_callback(self._tasks.discard)
 
     async def _take(self, passing: Passing) -> None:
-        """Receive one tensor, from its announcement to its last byte."""
+        """Receive one tensor, from the announcement to the last byte."""
         try:
             async with asyncio.timeout(passing.timeout_s):
                 try:
@@ -98,7 +99,8 @@ class RedisReceiver:
             log.warning("a tensor did not come to its end", sender=passing.header.sender, error=str(error))
 
     async def _collect(self, passing: Passing) -> bytearray:
-        """Raises ValueError for a tensor or chunks that are too large, TimeoutError where the sender is gone."""
+        """Collect the chunks. Raises ValueError for a tensor or chunks above the limits, TimeoutError for a dead
+        sender."""
         if passing.size_bytes > self._max_bytes:
             raise ValueError(f"a tensor of {passing.size_bytes} bytes, at most {self._max_bytes} are taken")
         data, filled, number, was_leased = bytearray(passing.size_bytes), 0, 0, True
@@ -122,7 +124,7 @@ class RedisReceiver:
         await self._answer(passing, self._said[passing.id])
 
     async def _answer(self, passing: Passing, answer: bytes) -> None:
-        """Where it does not come the sender asks for it."""
+        """Answer the sender; after a lost answer, the sender asks again."""
         self._said[passing.id] = answer
         try:
             await push(self._redis, answers_key(self._list, passing), answer)

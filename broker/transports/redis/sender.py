@@ -1,4 +1,4 @@
-"""Tensors through the broker, for processes that reach only Redis. Every other transport is faster.
+"""Tensors through the broker, for processes that reach only Redis. All other transports are faster.
 
     sender                               broker                              receiver
     announce    -- Passing ------------> list of the receiver -------------> begins to take it
@@ -56,7 +56,8 @@ _NUMBER: Final = re.compile(rb"\d{1,9}")
 
 
 class RedisConnection:
-    """See broker.transports.base.Connection. Returns when the receiver has all of a tensor; one goes at a time."""
+    """Redis's broker.transports.base.Connection. `send` returns once the receiver has all of a tensor, one at a
+    time."""
 
     scheme: ClassVar[str] = SCHEME
 
@@ -80,7 +81,7 @@ class RedisConnection:
             raise TriptychError("unavailable", f"the broker does not take a tensor: {error}") from error
 
     def close(self) -> None:
-        """The receiver is gone, or nobody sends any more: what is being sent fails within a second."""
+        """Close the connection, after the receiver's end or the last send: a running send fails within a second."""
         self._closed = True
 
     async def _pass(self, passing: Passing, chunks: _Chunks) -> None:
@@ -99,7 +100,7 @@ class RedisConnection:
             task.add_done_callback(self._removing.discard)
 
     async def _go_on(self, passing: Passing, chunks: _Chunks) -> bool:
-        """Send what the receiver has room for, and hear what it says; True if it has everything.
+        """Send as much as the receiver has room for, and process answers; return True once the receiver has all chunks.
 
         Raises TriptychError where it does not take the tensor.
         """
@@ -122,7 +123,7 @@ class RedisConnection:
             raise TriptychError("unavailable", f"the connection to {self._address} is closed")
 
     async def _renew(self, passing: Passing, chunks: _Chunks) -> None:
-        """For as long as it is sent. A lease that is over, as where the broker stood still, begins anew."""
+        """Renew the lease during a send. An expired lease, as after a stopped broker, begins anew."""
         while True:
             await asyncio.sleep(RENEWAL_S)
             with contextlib.suppress(RedisError):  # away for a moment; or for longer, which shows when it is back
@@ -151,25 +152,25 @@ class _Chunks:
 
     @property
     def maybe_there(self) -> range:
-        """Chunks that may be in the broker."""
+        """Chunks possibly in the broker."""
         return range(self._waits_for, min(self._waits_for + WINDOW, self._num_chunks))
 
     def next(self) -> list[int]:
-        """Chunks to send now; they count as sent."""
+        """Return the chunks to send now, counted as sent from now on."""
         again, self._again = self._again, []
         first, self._num_sent = self._num_sent, max(self._num_sent, self.maybe_there.stop)
         return [*again, *range(first, self._num_sent)]
 
     def send_again(self) -> None:
-        """All that may have been in the broker is gone."""
+        """Count all chunks possibly in the broker as lost."""
         self._num_sent = self._waits_for
 
     def ask(self) -> None:
-        """The receiver is going to say which chunk it waits for: one that has been sent has to be sent again."""
+        """Expect the receiver to name the chunk awaited: if sent already, the chunk has to be sent again."""
         self._asked = True
 
     def note_waits_for(self, answer: bytes) -> None:
-        """The receiver has said so, asked or not. Raises TriptychError for what is no number of a chunk."""
+        """Note the chunk awaited by the receiver, asked or not. Raises TriptychError for an invalid chunk number."""
         if not _NUMBER.fullmatch(answer) or int(answer) > self._num_chunks:
             raise TriptychError("unavailable", f"the receiver of a tensor says {answer[:40]!r}")
         number = int(answer)

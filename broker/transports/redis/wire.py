@@ -36,8 +36,8 @@ _BLOCK_S: Final = 1.0
 
 
 class Passing(msgspec.Struct, frozen=True):
-    """The beginning of a tensor of `size_bytes`, whose sender gives up after `timeout_s`. Said again, it asks the
-    receiver how far it is."""
+    """The beginning of a tensor of `size_bytes`; the sender gives up after `timeout_s`. A repeated message asks the
+    receiver for progress."""
 
     id: Id
     size_bytes: Count
@@ -70,7 +70,7 @@ def _key(list_key: str, passing: Passing, what: str) -> str:
 
 
 async def announce(redis: Redis, list_key: str, passing: Passing) -> None:
-    """Say that a tensor is about to come, which begins its lease."""
+    """Announce a coming tensor, and begin the lease."""
     async with redis.pipeline(transaction=True) as pipe:
         pipe.set(lease_key(list_key, passing), b"", px=_milliseconds())
         _append(pipe, list_key, encode(passing))
@@ -78,12 +78,12 @@ async def announce(redis: Redis, list_key: str, passing: Passing) -> None:
 
 
 async def ask(redis: Redis, list_key: str, passing: Passing) -> None:
-    """Say it once more: the receiver answers how far it is."""
+    """Repeat the announcement: the receiver answers with the progress."""
     await push(redis, list_key, encode(passing))
 
 
 async def renew(redis: Redis, list_key: str, passing: Passing, chunks: Iterable[int]) -> bool:
-    """Let the lease, and all that may be in the broker with these chunks, last on. False where the lease is over."""
+    """Extend the lease, and all content of the broker for these chunks. Return False for an expired lease."""
     keys = [list_key, answers_key(list_key, passing), *(chunk_key(list_key, passing, number) for number in chunks)]
     async with redis.pipeline(transaction=True) as pipe:
         pipe.set(lease_key(list_key, passing), b"", px=_milliseconds(), xx=True)
@@ -97,7 +97,7 @@ async def is_leased(redis: Redis, list_key: str, passing: Passing) -> bool:
 
 
 async def remove(redis: Redis, list_key: str, passing: Passing, chunks: Iterable[int]) -> None:
-    """Remove everything of these chunks from the broker."""
+    """Remove all content of the broker for these chunks."""
     keys = [chunk_key(list_key, passing, number) for number in chunks]
     async with redis.pipeline(transaction=False) as pipe:
         pipe.lrem(list_key, 0, cast(Any, encode(passing)))
@@ -106,7 +106,7 @@ async def remove(redis: Redis, list_key: str, passing: Passing, chunks: Iterable
 
 
 async def push(redis: Redis, key: str, value: bytes | memoryview) -> None:
-    """Append to a list, which lasts for LEASE_S from now. Never the one without the other, whoever dies meanwhile."""
+    """Append to a list, and let the list expire LEASE_S from now: atomic, even if a process dies meanwhile."""
     async with redis.pipeline(transaction=True) as pipe:
         _append(pipe, key, value)
         await pipe.execute()

@@ -1,5 +1,5 @@
-"""Tensors that come over ZMQ in pieces, put together by sender. Nothing is copied: a tensor stays in its pieces. Only
-keys and values are joined, which are hardly ever divided: a single token would have to be larger than WHOLE_BYTES.
+"""Assembly of tensors from the pieces sent over ZMQ, by sender. Tensors stay in pieces without a copy. Only KV is
+joined, which hardly ever has several pieces: a single token would have to exceed WHOLE_BYTES.
 
 What has begun is bounded, whoever sends: one tensor per sender, TOTAL times the largest of all senders together, and
 `stale_s` without a new piece. A broken tensor is found once: what still comes of it is passed over.
@@ -40,11 +40,11 @@ class _Partial:
 
 
 class Assembly:
-    """The unfinished tensors of one receiver. Made, used and closed on a running loop."""
+    """All unfinished tensors of one receiver. Made, used and closed on a running loop."""
 
     def __init__(self, max_bytes: int, stale_s: float, is_idle: Callable[[], bool]) -> None:
-        """Takes tensors of at most `max_bytes`. One that has got no further for `stale_s` is dropped: its sender has
-        died, or given it up. Nothing goes stale unless `is_idle`, that is, all that has come so far has been taken."""
+        """Accept tensors of at most `max_bytes`. A tensor without progress for `stale_s` seconds is dropped: the sender
+        has died or given up. Tensors only go stale while `is_idle`, with all arrived messages processed."""
         self._max_bytes = max_bytes
         self._stale_s = stale_s
         self._is_idle = is_idle
@@ -100,7 +100,7 @@ class Assembly:
             del self._broken[next(iter(self._broken))]
 
     def close(self) -> None:
-        """Discard everything. Idempotent."""
+        """Discard all unfinished tensors. Idempotent."""
         self._partials.clear()
         self._broken.clear()
         self.num_bytes = 0

@@ -48,7 +48,7 @@ class ZmqReceiver:
     def __init__(
         self, context: zmq.asyncio.Context, host: str, on_arrival: Callable[[], None], *, max_bytes: int, stale_s: float
     ) -> None:
-        """Bind a free port. Who sends a larger message than there are is cut off before it is in memory.
+        """Bind a free port. Senders of messages above the size limit are cut off before the message is in memory.
 
         What has come of a tensor is dropped after `stale_s` without more.
         """
@@ -84,7 +84,7 @@ class ZmqReceiver:
         self._socket.close(linger=0)
 
     def _next(self) -> ReceivedTensor | None:
-        """Return the next tensor, or None; then `_go_on` is called once a tensor may be there."""
+        """Return the next tensor; without a tensor yet, call `_go_on` once one may have come."""
         turn_bytes = 0
         while turn_bytes < TURN_BYTES:
             try:
@@ -112,8 +112,8 @@ class ZmqReceiver:
         return None
 
     def _receive_frames(self) -> tuple[bytes, memoryview]:
-        """What follows the sender's identity, in half the time that `recv_multipart` takes: for tensors of 64 KiB that
-        tells. Raises ValueError where it is not two frames."""
+        """Return the frames after the sender's identity, in half the time of `recv_multipart`: noticeable for tensors
+        of 64 KiB. Raises ValueError for any number of frames but two."""
         head = self._socket.recv()  # a message has come with all its frames
         if not self._socket.getsockopt(zmq.RCVMORE):
             raise ValueError("a message of one frame, not of two")
@@ -125,13 +125,13 @@ class ZmqReceiver:
         return head, frame.buffer  # which keeps the frame
 
     def _end_turn(self) -> None:
-        """One turn at a time is waited for, whoever asks."""
+        """Cancel the scheduled next turn: at most one is pending, for all callers."""
         if self._next_turn is not None:
             self._next_turn.cancel()
             self._next_turn = None
 
     def _go_on(self) -> None:
-        """Put together what comes, until it is a tensor: nothing else is taken before that is."""
+        """Assemble incoming pieces until a tensor is complete; take no further message before."""
         if self._ready is not None:
             self._wakeup.cancel()
         elif not self._socket.closed and (received := self._next()) is not None:
@@ -140,7 +140,7 @@ class ZmqReceiver:
 
 
 class ZmqConnection:
-    """See broker.transports.base.Connection. `data` must not change until the receipt has come: ZMQ reads it late."""
+    """ZMQ's broker.transports.base.Connection. `data` must not change until the receipt has come: ZMQ reads late."""
 
     scheme: ClassVar[str] = "tcp"
 
@@ -176,7 +176,8 @@ class ZmqConnection:
         self._room.set()
 
     async def _send_pieces(self, header: TensorHeader, data: memoryview) -> None:
-        """Each is hashed just before it goes, and so is in the processor's cache when ZMQ's thread reads it."""
+        """Send the pieces, each hashed just before, and so in the processor's cache when ZMQ's thread reads the
+        bytes."""
         digest = Checksum()
         for start in range(0, data.nbytes, PIECE_BYTES):
             if start and start % TURN_BYTES == 0:
@@ -207,7 +208,7 @@ class ZmqConnection:
         self._room.set()
 
     async def _next_change(self) -> None:
-        """Wait until there may be room, or the connection is closed."""
+        """Wait until the socket may have room, or the connection is closed."""
         self._room.clear()
         if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:  # this has to be asked, or no wakeup follows
             self._wakeup.set()
@@ -215,7 +216,7 @@ class ZmqConnection:
 
 
 class _Wakeup:
-    """Calls `on_event`, from the loop, when something has happened to a socket since it was last tried.
+    """Calls `on_event`, from the loop, after an event on a socket since the last try.
 
     A socket's descriptor (zmq_getsockopt(3), ZMQ_FD) stays readable until it is tried again: `on_event` has to do that,
     or to cancel.
@@ -239,5 +240,5 @@ class _Wakeup:
 
 
 def _plain_socket(context: zmq.asyncio.Context, kind: int) -> zmq.Socket[bytes]:
-    """Return a socket without asyncio, still closed with its context."""
+    """Return a socket unknown to the loop, but closed with the context like all others."""
     return cast("zmq.Socket[bytes]", context.socket(kind, socket_class=cast(Any, zmq.Socket)))

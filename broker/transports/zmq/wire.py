@@ -27,14 +27,14 @@ MAX_HEAD_BYTES: Final = 64 * 2**10
 
 
 class First(msgspec.Struct, frozen=True, tag="first"):
-    """The first piece of a tensor of `size_bytes`. The checksum in `header` means nothing yet."""
+    """The first piece of a tensor of `size_bytes`. The checksum in `header` has no meaning yet."""
 
     header: TensorHeader
     size_bytes: Count
 
 
 class Next(msgspec.Struct, frozen=True, tag="next"):
-    """The piece from byte `start` on. `checksum`, with the last one, is that of the whole tensor."""
+    """The piece from byte `start` on. The last piece carries the `checksum` of the whole tensor."""
 
     start: Count
     checksum: Digest = 0
