@@ -1,4 +1,4 @@
-"""What an encoder's largest batch takes while it runs, measured at start with media made for it.
+"""Memory of an encoder's largest batch, measured at start with synthetic media.
 
 Pictures are tried larger and larger until the preprocessor makes no more of them, clips are one window of silence,
 texts as long as they may be. What would take long is cut short: layers use the same memory one after the other, and

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt: what the model thought of each token, computed as the prompt is."""
+"""Log-probabilities of prompt tokens, computed with the prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests as they come in: checked, and cut down to what this engine has to do with them."""
+"""Requests as received: checked, and reduced to the part of this engine."""
 
 from __future__ import annotations
 

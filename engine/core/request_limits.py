@@ -1,4 +1,4 @@
-"""What a request must be for the engine to take it: everything is checked before anything is allocated."""
+"""Limits of a request, checked before any allocation."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RequestLimits:
                 raise TriptychError("invalid_request", message, "resumed")
 
     def never_fits(self, request: Request, blocks: BlockManager) -> ErrorInfo | None:
-        """Why a request, as far as its prompt is known, can never run here; None if it can."""
+        """Return the error of a request that can never run here; None if the request fits."""
         length = request.num_known_tokens
         if length >= self.max_model_len:
             return ErrorInfo("context_length_exceeded", self._too_long(length), "messages")

@@ -1,4 +1,4 @@
-"""Which rows of the encoder outputs each token reads where inputs stand in the prompt and are read by cross-attention.
+"""Rows of encoder outputs that each token reads by cross-attention, for inputs inside the prompt.
 
 Mllama's rules, as transformers has them. Inputs with no text between them form a group; text reads the group before it,
 and of each input only the rows that are visible (those of real tiles). Text before the first input reads all rows of

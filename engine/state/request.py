@@ -33,7 +33,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 class InputState(enum.Enum):
-    """Where an input of a request is on its way into the prompt."""
+    """State of an input on the way into the prompt."""
 
     MISSING = "missing"  # nobody has offered it yet
     OFFERED = "offered"  # offered, waiting for room
@@ -194,11 +194,11 @@ class Request:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Who goes first: lower priority, then earlier arrival."""
+        """Return the order of requests: lower priority, then earlier arrival."""
         return self.priority, self.arrival
 
     def go_first(self) -> None:
-        """From now on this request goes before all that have not been told so, whatever their priority."""
+        """Put this request before all others, whatever their priority."""
         self.priority -= _FIRST
 
     @property

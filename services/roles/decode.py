@@ -1,4 +1,4 @@
-"""The worker that decodes what others have prefilled."""
+"""The decode worker: decodes prompts prefilled elsewhere."""
 
 from __future__ import annotations
 

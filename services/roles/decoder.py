@@ -1,4 +1,4 @@
-"""What workers with a decoder have in common: requests and handed-over inputs in, what the engine says out.
+"""Common parts of workers with a decoder: requests and handed-over inputs in, events of the engine out.
 
 It translates between messages and the engine's commands and events; every decision is the engine's. The roles are
 subclasses that say which requests they take.
@@ -39,7 +39,7 @@ from services.worker_context import WorkerContext
 
 
 class DecoderService(ABC):
-    """See services.worker_context.RoleService. A subclass says in `_refusal` which requests it takes."""
+    """A `RoleService`; subclasses refuse requests in `_refusal`."""
 
     role: ClassVar[Role]
     channels: ClassVar[tuple[ChannelName, ...]] = ("metadata",)
@@ -116,7 +116,7 @@ class DecoderService(ABC):
 
     @abstractmethod
     def _refusal(self, message: Generate) -> str | None:
-        """Why this role does not take such a request; None if it does."""
+        """Return the reason to refuse a request; None to accept."""
 
     def _refuse(self, proxy: bytes, message: Generate, error: ErrorInfo) -> None:
         self._links.send(proxy, Failed(message.request_id, error, message.attempt))
@@ -176,7 +176,7 @@ class DecoderService(ABC):
                 self._handle_event(event)
 
     def _is_stale(self, event: Tokens | Failed | PrefillEvent) -> bool:
-        """Whether it was told before the engine had heard that the request was aborted: it may be here again since."""
+        """Return True for events of an aborted attempt: the request may be here again."""
         return event.attempt != self._links.proxies.attempt(event.request_id)
 
     def _handle_event(self, event: Event) -> None:

@@ -1,4 +1,4 @@
-"""The encoder worker: media in, encoder outputs to the instances that need them."""
+"""The encoder worker: media in, encoder outputs to other instances."""
 
 from __future__ import annotations
 

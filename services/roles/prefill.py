@@ -1,4 +1,4 @@
-"""The worker that prefills for others."""
+"""The prefill worker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from services.worker_context import WorkerContext
 
 
 class PrefillService(DecoderService):
-    """Takes inputs from encoders, and hands keys and values to decode workers. It samples nothing."""
+    """Takes inputs from encoders, and hands KV to decode workers. Samples no tokens."""
 
     role: ClassVar[Role] = "prefill"
     channels: ClassVar[tuple[ChannelName, ...]] = ("metadata", "allocated", "injected")
