@@ -51,7 +51,7 @@ class KeyPair:
 
 
 class ClusterContext(zmq.asyncio.Context):
-    """A ZMQ context with the keys of its cluster. Belongs to one event loop; end the context with `destroy`."""
+    """A ZMQ context with the keys of its cluster. Belongs to a single event loop; `destroy` ends the context."""
 
     server: KeyPair | None = None
     client: KeyPair | None = None

@@ -1,4 +1,4 @@
-"""Child processes that never outlive their parent, however the parent dies.
+"""Child processes that never outlive their parent, for any death of the parent.
 
 Linux sends a chosen signal to a child when the *thread* that started it ends (PR_SET_PDEATHSIG). Whoever uses this
 starts the child from a thread that lives as long as the child should. Elsewhere than on Linux it does nothing.

@@ -65,7 +65,7 @@ class _Entry:
 
 
 class ChannelSender:
-    """Send messages to other instances, in order, from one queue by one task: no caller waits.
+    """Sends messages to other instances, in order, from one queue by one task: no caller waits.
 
     A message whose stream does not exist, or that Redis does not take, is tried again for `timeout_s` and then
     dropped and counted, half a second later where a try or a pause has to end first: every wait of the handoff has a

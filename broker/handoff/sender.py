@@ -147,8 +147,8 @@ class HandoffSender:
             raise
 
     def give(self, handoff: Handoff) -> EarlySend | None:
-        """A way for the thread that makes the only tensor of a granted handoff to send it at once; None where there is
-        none. Give it to `deliver`, whether the tensor has left or not, and drop it in the end."""
+        """Return a path for the computing thread to send the only tensor of a granted handoff at once; None without a
+        path. Pass the path to `deliver` in any case, and drop the path in the end."""
         offer = handoff.offer
         if not isinstance(offer, Offer) or handoff.state != "granted":
             return None

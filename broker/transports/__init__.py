@@ -1,4 +1,4 @@
-"""The ways of a tensor from one process to another, all behind the interface of `broker.transports.base`.
+"""Transports of tensors between processes, all behind the interface of `broker.transports.base`.
 
 broker.transports.tensors chooses between them.
 """

@@ -21,7 +21,7 @@ def aligned(num_bytes: int) -> int:
 
 
 class Arena:
-    """Bookkeeping of `size_bytes` bytes; knows nothing of the memory itself."""
+    """Bookkeeping of `size_bytes` bytes, without the memory."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes

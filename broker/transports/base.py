@@ -121,7 +121,7 @@ class Receiver(Protocol):
         """
 
     def close(self) -> None:
-        """Release everything but received tensors, which stay valid until their release. Idempotent."""
+        """Release everything but received tensors, valid until their release. Idempotent."""
 
 
 Sent = TypeVar("Sent", contravariant=True)
@@ -145,4 +145,4 @@ class Connection(Protocol[Sent]):
         """
 
     def close(self) -> None:
-        """Close the connection and free its memory; pending sends fail, by their deadline at the latest. Idempotent."""
+        """Close the connection and free the memory; pending sends fail, by their deadline at the latest. Idempotent."""

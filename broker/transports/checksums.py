@@ -39,7 +39,7 @@ async def with_checksum(header: TensorHeader, data: memoryview) -> TensorHeader:
 
 
 async def copy(source: memoryview, target: memoryview, hashed: memoryview) -> int:
-    """Copy all of `source` to `target`; both are bytes and of one size.
+    """Copy all of `source` to `target`; both are bytes of equal size.
 
     Returns the checksum of `hashed`, which is one of the two: of what was read, or of what was written.
     """
@@ -72,7 +72,7 @@ def _copy_turn(source: memoryview, target: memoryview, hashed: memoryview, diges
 
 
 async def join(pieces: Iterable[memoryview], target: memoryview) -> None:
-    """Copy pieces of at most TURN_BYTES to `target`, one after the other."""
+    """Copy pieces of at most TURN_BYTES to `target`, in order."""
     start = 0
     for piece in pieces:
         if start and start % TURN_BYTES == 0:

@@ -1,4 +1,4 @@
-"""Bytes that arrive one piece after the other, and stay where each of them has arrived."""
+"""Bytes that arrive in pieces, and stay at the pieces' addresses."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class ChunkedBytes:
         return iter(self._pieces)
 
     def add(self, piece: memoryview) -> None:
-        """The next bytes, which must not change any more."""
+        """Add the next bytes, immutable from now on."""
         self._digest.update(piece)
         self._pieces.append(piece)
         self.nbytes += piece.nbytes
 
     @property
     def checksum(self) -> int:
-        """That of all bytes, as they were when they came."""
+        """The checksum of all bytes, as added."""
         return self._digest.value
 
     def joined(self) -> memoryview:
-        """A copy in one piece."""
+        """Return a contiguous copy."""
         return memoryview(b"".join(self._pieces))
 
     def release(self) -> None:

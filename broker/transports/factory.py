@@ -1,4 +1,4 @@
-"""Which transports a setting stands for, and how each is made.
+"""The transports of each setting, and how to make them.
 
     setting   a receiver offers                                 a sender can take
     auto      shm (Linux), zmq; on a GPU cuda, and NIXL         whatever is offered
@@ -54,8 +54,8 @@ DeviceSender: TypeAlias = CudaSender | NixlCudaSender
 
 @dataclass(frozen=True)
 class TransportContext:
-    """What transports need of the process. It listens on `host`, a numeric address, and nowhere else; `cluster` begins
-    all keys in Redis; `cuda` is there if its engine computes on a GPU."""
+    """The process's means for transports. `host` is the numeric address to listen on; `cluster` begins all keys in
+    Redis; `cuda` is set if the engine computes on a GPU."""
 
     context: zmq.asyncio.Context
     host: str = "127.0.0.1"
@@ -65,14 +65,14 @@ class TransportContext:
 
     @cached_property
     def nixl_agent(self) -> NixlAgent:
-        """One for all of NIXL in this direction, sending or receiving."""
+        """The agent for all of NIXL in this direction, sending or receiving."""
         return NixlAgent(self.host)
 
 
 def make_receivers(
     means: TransportContext, transport: Transport, max_bytes: int, stale_s: float, on_arrival: Callable[[], None]
 ) -> list[Receiver]:
-    """The receiving ends that a setting stands for, made on the running loop. See TensorReceiver for the bounds.
+    """Make the receiving ends of a setting on the running loop. See TensorReceiver for the bounds.
 
     Raises TriptychError("invalid_request") where one that was asked for is not to be had here.
     """
@@ -120,8 +120,7 @@ def make_connectors(means: TransportContext, transport: Transport) -> dict[str, 
 
 
 def make_device_senders(means: TransportContext, transport: Transport) -> list[DeviceSender]:
-    """What connects for the memory of a GPU, the best first; nothing where the setting does not stand for it, or there
-    is no GPU.
+    """Make the senders for a GPU's memory, the best first; none without a GPU or if the setting excludes GPUs.
 
     Raises TriptychError("invalid_request") as `make_receivers`.
     """
@@ -141,7 +140,7 @@ def _cuda_of(means: TransportContext, transport: Transport) -> CudaRuntime | Non
 
 
 def _of_the_host(transport: Transport) -> Transport:
-    """The setting for what does not lie on a GPU."""
+    """Return the setting for tensors in host memory."""
     return "auto" if transport == "cuda" else transport
 
 
@@ -153,8 +152,9 @@ def _nixl_receiver(
 
 
 def gpu_bytes_of_nixl(transport: Transport, host: str) -> int:
-    """Bytes of a GPU that NIXL takes at most in a process that computes on one and listens on `host`, a numeric
-    address: an arena for tensors that leave, wherever one may be sent so, another where it takes such."""
+    """Return the most bytes of a GPU that NIXL takes in a process on a GPU and listening on `host`, a numeric address:
+    an arena for outgoing tensors, where NIXL may send from a GPU, and another for incoming tensors, where NIXL may
+    receive."""
     if nixl_library.module_name() is None:
         return 0
     takes = _takes_from_gpus(_of_the_host(transport), host)
@@ -162,8 +162,8 @@ def gpu_bytes_of_nixl(transport: Transport, host: str) -> int:
 
 
 def _takes_from_gpus(transport: Transport, host: str) -> bool:
-    """Whether NIXL brings what lies on other GPUs. Without RDMA, UCX takes longer for that than other transports
-    through the host."""
+    """Return whether NIXL carries tensors from other GPUs. Without RDMA, UCX is slower than other transports through
+    the host."""
     if transport == "nixl":
         return True
     return transport == "auto" and nixl_library.module_name() is not None and nixl_library.has_rdma(host)

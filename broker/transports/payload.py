@@ -1,4 +1,4 @@
-"""What a transport is given to carry: bytes in host memory, or memory of a GPU."""
+"""Payloads of transports: bytes in host memory, or memory of a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 @dataclass(frozen=True, eq=False)
 class DeviceBuffer:
-    """`nbytes` of a GPU's memory at `pointer`, for copies and nothing else: this package knows no tensor library.
+    """`nbytes` of a GPU's memory at `pointer`, for copies only: this package knows no tensor library.
 
     They are written: no stream has anything to do with them any more. `owner` keeps the memory, for as long as the
     buffer is referred to.
@@ -21,14 +21,14 @@ class DeviceBuffer:
     _to_host: Callable[[], memoryview] | None = field(default=None, repr=False)
 
     def to_host(self) -> memoryview:
-        """The same bytes in host memory, for transports that know no GPU. Blocks until they are there: call it in a
-        thread. Raises NotImplementedError for a buffer that was received: it is here already."""
+        """Return the bytes in host memory, for transports without GPU support. Blocks until the copy ends: call in a
+        thread. Raises NotImplementedError for a received buffer."""
         if self._to_host is None:
             raise NotImplementedError("a received buffer is not sent on")
         return self._to_host()
 
     def release(self) -> None:
-        """As memoryview has it: nothing here counts who looks at the memory."""
+        """Do nothing, for symmetry with memoryview: this buffer counts no views."""
 
 
 Payload: TypeAlias = memoryview | DeviceBuffer

@@ -32,8 +32,8 @@ def addresses_by_scheme(tensor_address: str) -> dict[str, str]:
 
 
 class Route:
-    """Connections to one receiver, the best transport first. The first use of a connection makes it; later uses keep
-    it."""
+    """Connections to a receiver, the best transport first. The first use makes a connection; later uses keep the
+    connection."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ class Route:
         only_cuda: bool,
         num_fallbacks: Counter[str],
     ) -> None:
-        """With `only_cuda`, what lies on a GPU takes no other way. Ways that were not taken count in
-        `num_fallbacks`, which TensorSender describes.
+        """With `only_cuda`, tensors on a GPU go by CUDA alone. Skipped transports count in `num_fallbacks`: see
+        TensorSender.
 
         Raises TriptychError("unavailable") where no transport is common to both.
         """
@@ -81,7 +81,7 @@ class Route:
         return None
 
     def give(self, header: TensorHeader) -> EarlySend | None:
-        """Reserve memory at the receiver over the best connection, if that is shared memory in use."""
+        """Reserve memory at the receiver over the best connection, for shared memory in use only."""
         if self._devices:
             return None
         best = self._best_on_host()
@@ -115,7 +115,7 @@ class Route:
     async def _sent_from_device(
         self, header: TensorHeader, data: DeviceBuffer, deadline_s: float, passed_over: dict[str, str]
     ) -> str | None:
-        """Return the scheme that carried the tensor past the host; None if no transport does that."""
+        """Return the scheme that carried the tensor past the host; None if no transport can."""
         for way in self._devices:
             if not way.carries(data.nbytes):
                 passed_over[way.scheme] = f"{way.scheme} does not take its {data.nbytes} bytes"

@@ -78,8 +78,8 @@ class TensorReceiver:
         cluster: str = "triptych",
         cuda: CudaRuntime | None = None,
     ) -> None:
-        """Bind what has to be bound; wants a running loop. No tensor of more than `max_bytes` gets into memory. What
-        has come of one is dropped after `stale_s` (seconds) without more of it, over ZMQ and NIXL.
+        """Bind the addresses; wants a running loop. No tensor of more than `max_bytes` is read into memory. Over ZMQ
+        and NIXL, an unfinished tensor is discarded after `stale_s` (seconds) without progress.
 
         Raises TriptychError("invalid_request") where this host does not have the transport.
         """
@@ -153,7 +153,7 @@ class TensorSender:
         redis: Redis | None = None,
         cuda: CudaRuntime | None = None,
     ) -> None:
-        """What listens for answers does so on `host`.
+        """Listen for answers on `host`.
 
         Raises TriptychError("invalid_request") where this host does not have the transport.
         """
@@ -189,7 +189,7 @@ class TensorSender:
         self.num_sent[scheme] += 1
 
     def give(self, receiver: InstanceRecord, header: TensorHeader) -> EarlySend | None:
-        """Return a path for another thread to send a tensor about to be made; None if there is no such path now.
+        """Return a path for another thread to send a tensor ahead of the loop; None without such a path now.
 
         `header` is without the checksum. Drop what is returned in the end.
         """

@@ -1,4 +1,4 @@
-"""Tensors between GPUs of one host, by CUDA IPC.
+"""Tensors between GPUs of a host, by CUDA IPC.
 
 The choice between transports belongs to `broker.transports.factory` and `routes`.
 """

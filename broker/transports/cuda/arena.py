@@ -1,4 +1,4 @@
-"""A GPU's memory shared between processes: one allocation, reserved in slices.
+"""A GPU's memory shared between processes: a single allocation, reserved in slices.
 
 It is allocated when it is first needed and lives as long as its owner, so that no receiver ever looks at memory that
 has been given to somebody else. Copies into it go over a stream of its own, which no step of an engine waits for.
@@ -24,7 +24,7 @@ class DeviceArena:
     """Slices for tensors on their way. Belongs to the loop, but for the blocking methods."""
 
     def __init__(self, runtime: CudaRuntime, size_bytes: int = ARENA_BYTES) -> None:
-        """Blocks: call it in a thread. Raises CudaError where the device has no room for it."""
+        """Allocate; blocks, so call in a thread. Raises CudaError if the device has no memory left."""
         self._runtime = runtime
         self._rooms = Arena(size_bytes)
         self._waiting: set[asyncio.Future[None]] = set()
@@ -105,7 +105,7 @@ class DeviceArena:
 
 
 class ExportArena(DeviceArena):
-    """A DeviceArena that other processes of this host open by its handle."""
+    """A DeviceArena for other processes of this host, which open the arena by its handle."""
 
     def __init__(self, runtime: CudaRuntime, size_bytes: int = ARENA_BYTES) -> None:
         """Blocks and raises as DeviceArena."""

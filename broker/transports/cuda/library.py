@@ -31,7 +31,7 @@ class CudaLibrary:
     """See broker.transports.cuda.runtime.CudaRuntime."""
 
     def __init__(self, device: int = 0) -> None:
-        """Device `device` as this process counts them. Raises CudaError without a library, or such a device."""
+        """Use device `device`, in this process's numbering. Raises CudaError without a library or such a device."""
         self._device = device
         self._library = _load()
         self._library.cudaGetErrorString.restype = c_char_p
@@ -125,7 +125,7 @@ def _load() -> ctypes.CDLL:
 
 
 def _candidates() -> Iterator[str]:
-    """By name, which finds the one that is loaded, or the system's; then those of NVIDIA's packages."""
+    """Yield the loaded or the system's library by name, then the libraries in NVIDIA's packages."""
     yield from _SONAMES
     found = importlib.util.find_spec("nvidia")
     for folder in found.submodule_search_locations or () if found is not None else ():

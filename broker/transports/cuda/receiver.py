@@ -46,7 +46,7 @@ class CudaReceiver(LinkedReceiver):
 
 
 class _Peer(LinkedPeer):
-    """A sender, until the last of its buffers is released."""
+    """A sender, until the release of the last buffer."""
 
     def __init__(self, connected: socket.socket, receiver: CudaReceiver, runtime: CudaRuntime, max_bytes: int) -> None:
         super().__init__(connected, receiver, max_bytes)

@@ -18,7 +18,7 @@ class CudaError(Exception):
 
 
 class CudaRuntime(Protocol):
-    """One device of this process. Every method raises CudaError; all are safe from any thread."""
+    """A device of this process. Every method raises CudaError, and is safe from any thread."""
 
     @property
     def device_id(self) -> str:

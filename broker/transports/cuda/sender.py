@@ -1,4 +1,4 @@
-"""Tensors between GPUs of one host, or within one, by CUDA's own way of sharing memory between processes (CUDA IPC).
+"""Tensors between GPUs of a host, or within a GPU, by CUDA's sharing of memory between processes (CUDA IPC).
 
     sender                                                   receiver
     +------------ arena, in the GPU's memory ------------+
@@ -112,7 +112,7 @@ class CudaConnection(LinkedConnection["_Link"]):
             raise TriptychError("unavailable", f"the receiver of tensors at {self._address}: {error}") from error
 
     def carries(self, num_bytes: int) -> bool:
-        """Whether a tensor is small enough for this way: one receiver never holds more of the arena."""
+        """Return whether a tensor is small enough: no receiver holds more of the arena."""
         return num_bytes <= ARENA_BYTES // LINK_SHARE
 
     async def _make_link(self, name: str) -> _Link:
@@ -124,7 +124,7 @@ class CudaConnection(LinkedConnection["_Link"]):
 
 @dataclass
 class _Lent:
-    """Room that a tensor has. What was given up is free once nothing is copied there any more."""
+    """The slice of a tensor. An abandoned slice is free once no copy writes to the slice."""
 
     offset: int
     num_bytes: int
@@ -133,7 +133,7 @@ class _Lent:
 
 
 class _Link:
-    """The sender's end of one connection. Ends when the other side does."""
+    """The sender's end of a connection. Ends with the other side."""
 
     def __init__(self, name: str, arena: ExportArena) -> None:
         """Raises OSError without a listener under the name."""
@@ -149,7 +149,7 @@ class _Link:
         return self._packets.closed
 
     async def shake_hands(self, device_id: str) -> None:
-        """Give the other side the arena's handle and wait until it has read from it. Raises OSError, CudaError."""
+        """Pass the arena's handle on and wait until the receiver has read from the arena. Raises OSError, CudaError."""
         nonce = secrets.token_bytes(NONCE_BYTES)
         slot = await self._lend(NONCE_BYTES)
         try:
@@ -163,7 +163,7 @@ class _Link:
             self.release(slot)
 
     async def room(self, num_bytes: int) -> int:
-        """A slot with room for a tensor, as soon as there is some. Raises OSError where the receiver has gone.
+        """Reserve a slot with memory for a tensor, as soon as memory is free. Raises OSError if the receiver has gone.
 
         One at a time: callers take turns.
         """
@@ -183,12 +183,11 @@ class _Link:
         await asyncio.shield(copying)
 
     async def announce(self, slot: int, num_bytes: int, header: TensorHeader) -> None:
-        """Tell the receiver of a tensor that lies in its room. Raises OSError where it has gone."""
+        """Announce a tensor that lies in its slice. Raises OSError if the receiver has gone."""
         await self._packets.send(encode(Announce(slot, self._offset(slot), num_bytes, header)))
 
     def release(self, slot: int) -> None:
-        """The room is free, or will be when the copy to it is done. Nothing happens where it is already, since the link
-        has been closed."""
+        """Release a slice, now or after the pending copy. A closed link has released all slices."""
         if (lent := self._lent.get(slot)) is None:
             return
         lent.is_given_up = True
@@ -219,7 +218,7 @@ class _Link:
             self.release(slot)
 
     def _offset(self, slot: int) -> int:
-        """Where a room is. Raises OSError where it was given back meanwhile: the connection has ended."""
+        """Return the offset of a slice. Raises OSError if the connection has ended meanwhile."""
         if not self._is_lent(slot):
             raise ConnectionResetError("it has closed the connection")
         return self._lent[slot].offset
@@ -228,7 +227,7 @@ class _Link:
         return slot in self._lent and not self._lent[slot].is_given_up
 
     def _find(self, num_bytes: int) -> int | None:
-        """None where there is too little at the moment, or this receiver holds its part."""
+        """Return None if memory is short now, or this receiver holds its share."""
         held = sum(lent.num_bytes for lent in self._lent.values())
         if len(self._lent) >= QUEUE_TENSORS or held + num_bytes > self._arena.size_bytes // LINK_SHARE:
             return None

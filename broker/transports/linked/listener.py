@@ -12,11 +12,11 @@ from broker.transports.linked import packets
 
 
 class SameUserListener:
-    """Listens under a new abstract name until it is closed. Made, used and closed on a running loop."""
+    """Listens under a new abstract name until closed. Made, used and closed on a running loop."""
 
     def __init__(self, on_peer: Callable[[socket.socket], None], on_refused: Callable[[], None]) -> None:
-        """`on_peer` owns the connected sockets that it gets, `on_refused` is told of other users. Raises OSError where
-        this system has no such sockets."""
+        """Listen. `on_peer` owns each connected socket, `on_refused` hears of other users. Raises OSError if the system
+        has no abstract sockets."""
         self.name = f"triptych-{secrets.token_hex(16)}"
         self._on_peer = on_peer
         self._on_refused = on_refused

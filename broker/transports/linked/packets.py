@@ -54,8 +54,8 @@ def peer_uid(connected: socket.socket) -> int:
 
 
 class PacketSocket:
-    """One connected socket. Every packet goes to `on_packet`, which owns the descriptors that came with it; its bytes
-    are there for the length of the call.
+    """A connected socket. Every packet goes to `on_packet`, which owns the packet's descriptors; the bytes are valid
+    during the call.
 
     `on_end` is called once, when the other side has gone, has sent too much, or `on_packet` has raised ValueError or
     OSError; not after `close`. Everything happens on the loop, but `try_send`, which any thread may call.
@@ -103,7 +103,7 @@ class PacketSocket:
                 await self._writable
 
     def read(self) -> None:
-        """Read every packet that has arrived, without waiting for the loop."""
+        """Read every waiting packet, ahead of the loop."""
         try:
             while not self.closed and self._read_one():
                 pass

@@ -54,7 +54,7 @@ class LinkedReceiver(ABC):
 
     @abstractmethod
     def _make_peer(self, connected: socket.socket) -> LinkedPeer:
-        """Make the peer of a connected sender, which calls `deliver` and `ended`."""
+        """Make the peer of a connected sender; the peer calls `deliver` and `ended`."""
 
     def deliver(self, received: ReceivedTensor) -> None:
         """A tensor has come."""
@@ -62,7 +62,7 @@ class LinkedReceiver(ABC):
         self._on_arrival()
 
     def ended(self, peer: LinkedPeer, error: Exception | None) -> None:
-        """Remove a sender that has gone or has broken the protocol."""
+        """Remove a sender after its end or a violation of the protocol."""
         if error is not None:
             self.num_invalid += 1
             log.warning(f"dropped a sender of {self.memory}", error=str(error))
@@ -115,7 +115,7 @@ class LinkedPeer(ABC):
         self._end(TimeoutError(f"a connection said nothing for {HANDSHAKE_S:g} s"))
 
     def _check(self, slot: int, size: int, *, greeted: bool) -> None:
-        """Raise ValueError for what must not be announced now; `size` is that of the largest tensor, in bytes."""
+        """Raise ValueError for a forbidden announcement; `size` is the largest tensor's, in bytes."""
         if not greeted or size > self._max_bytes:
             raise ValueError(f"a tensor of {size} bytes; greeted: {greeted}, at most {self._max_bytes}")
         if slot in self._held or len(self._held) >= QUEUE_TENSORS:
@@ -127,8 +127,8 @@ class LinkedPeer(ABC):
             self._loop.call_soon_threadsafe(self._release, slot)
 
     def _release(self, slot: int) -> None:
-        """The sender is told at once, but of those that follow in the same turn of the loop together: to tell it of
-        each takes as long as to check a tensor of 100 KiB."""
+        """Report a first release at once, and later releases of the same turn of the loop together: a report takes as
+        long as checking a tensor of 100 KiB."""
         self._held.pop(slot, None)
         if self._packets.closed:
             return

@@ -53,7 +53,8 @@ class LinkedConnection(ABC, Generic[L]):
             self._link.close()
 
     async def _connected(self, refused_before: int) -> L:
-        """`refused_before` is what `_num_refused` was when the caller began to wait for its turn.
+        """Return the link, new if needed. `refused_before` is `_num_refused` from before the caller's wait for its
+        turn.
 
         Raises Unreachable where the receiver is another host's or does not see what is shared with it, and
         TriptychError("unavailable") once the connection is closed.
@@ -87,4 +88,5 @@ class LinkedConnection(ABC, Generic[L]):
 
     @abstractmethod
     async def _shake_hands(self, link: L) -> None:
-        """Share the memory and wait until the receiver has read from it. Raises a `refusals` error on failure."""
+        """Share the memory and wait until the receiver has read from the memory. Raises a `refusals` error on
+        failure."""

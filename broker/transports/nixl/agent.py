@@ -1,4 +1,4 @@
-"""The NIXL library, an optional extra (`pip install triptych[nixl]`), as far as tensors need it.
+"""The part of the NIXL library that tensors need. An optional extra: `pip install triptych[nixl]`.
 
 An agent moves bytes between registered memory of two processes: over InfiniBand, RoCE, shared memory or TCP, whatever
 UCX finds between the two (UCX_TLS narrows the choice; tcp has to stay). https://github.com/ai-dynamo/nixl

@@ -35,7 +35,7 @@ log = get_logger()
 
 
 class HostReceiveMemory:
-    """New memory of the host for each tensor. Belongs to the loop, as CudaReceiveMemory."""
+    """New memory of the host for each tensor. Belongs to the loop, as NixlArena."""
 
     scheme: ClassVar[str] = HOST_SCHEME
     has_checksums: ClassVar[bool] = True

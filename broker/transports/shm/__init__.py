@@ -1,4 +1,4 @@
-"""Tensors through shared memory, on one host.
+"""Tensors through shared memory of a host.
 
 The choice between transports belongs to `broker.transports.factory` and `routes`.
 """

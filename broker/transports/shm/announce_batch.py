@@ -35,7 +35,7 @@ class AnnounceBatch:
     """The small tensors sent together over one connection. For the loop's thread."""
 
     def __init__(self, packets: PacketSocket, lend: Callable[[int], ArenaSlice | None]) -> None:
-        """`lend` finds room for so many bytes at once, or returns None."""
+        """Reserve memory by `lend`, which returns None if memory is short now."""
         self._packets = packets
         self._lend = lend
         self._loop = asyncio.get_running_loop()

@@ -133,7 +133,7 @@ class PushBuffers:
     """The early sends over one connection. Every method but `give` and `close` is for any thread."""
 
     def __init__(self, scheme: str, say: Callable[[ToReceiver, Sequence[int]], bool]) -> None:
-        """`say` sends a message with descriptors at once, or returns False; it may be called by any thread."""
+        """Send by `say`: messages with descriptors, at once or False, from any thread."""
         self._scheme = scheme
         self._say = say
         self._given: set[int] = set()

@@ -37,7 +37,7 @@ class PushTarget:
     """Memory for one pushed tensor. Every method but `touch` is for the loop."""
 
     def __init__(self, header: TensorHeader, memory: Bytes | None) -> None:
-        """Without `memory`, it is given up from the beginning."""
+        """Hold `memory`; None stands for discarded memory."""
         self.header = header
         self.take: Callable[[PushedTensor], bool] = _take_nothing
         """Called with the tensor when it is there; where it returns False, the tensor is received as all others."""

@@ -158,7 +158,7 @@ class _Peer(LinkedPeer):
         return room.data
 
     def _unused(self, slot: int) -> None:
-        """Nothing looks at the slot any more. Called by whatever thread has let go of it."""
+        """Release a slot from any thread."""
         if threading.get_ident() == self._thread_id:
             self._release(slot)
             return

@@ -71,7 +71,7 @@ def open_received(fd: int, size_bytes: int, *, writable: bool = False) -> Bytes:
 
 
 def _map(fd: int, size_bytes: int) -> mmap.mmap:
-    """Map shared memory without a descriptor of its own, which Python's mmap would keep: of these there may be many.
+    """Map shared memory without a descriptor, which Python's mmap would keep: there may be many mappings.
 
     It takes the place of anonymous memory, so that Python unmaps it in the end. Raises OSError.
     """

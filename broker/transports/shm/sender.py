@@ -1,4 +1,4 @@
-"""Tensors through shared memory: between processes of one user on one host, without a system call per byte.
+"""Tensors through shared memory: between processes of a user on a host, without a system call per byte.
 
     sender                                             receiver
     +---------------- arena (memfd) ---------------+
@@ -115,7 +115,7 @@ class _Link:
     """The sender's end of one connection. Ends with the other side."""
 
     def __init__(self, name: str) -> None:
-        """Raises OSError where nobody listens under the name."""
+        """Connect. Raises OSError without a listener under `name`."""
         self._lent: dict[int, ArenaSlice] = {}
         self._next_slot = 0
         self._max_bytes = -1  # unknown before the Welcome
@@ -242,7 +242,7 @@ class _Link:
             self._trimming = asyncio.get_running_loop().call_later(IDLE_S, self._trim)
 
     def _trim(self) -> None:
-        """Give the system back what a burst has taken; where the next one has begun, its end comes here again."""
+        """Give a burst's memory back to the system; a newer burst ends here again."""
         self._trimming = None
         if self._arena.num_reserved == 0:
             segment.discard(self._memory, KEPT_BYTES)

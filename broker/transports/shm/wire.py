@@ -31,7 +31,7 @@ MAX_BUNDLED: Final = 16
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The first packet. The arena begins with a random nonce, which the receiver has to read there."""
+    """The first packet. The arena begins with a random nonce, for the receiver to read."""
 
     arena_bytes: Annotated[int, msgspec.Meta(ge=NONCE_BYTES)]
     version: int = VERSION
