@@ -3,8 +3,7 @@
     0                                                        size
     | lent |  hole  | lent | lent |           hole             |
 
-Always the first hole that fits: what is used again soon is what the processor's cache still has, and pages that were
-never needed are never touched.
+Always the first hole that fits: the processor's cache still has memory used lately, and unneeded pages stay untouched.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The interface of every tensor transport: a receiver, and one connection per pair of processes.
 
-A transport moves a header and raw bytes. It knows no dtype and looks into no header; it writes one field of it, the
-checksum, for it makes the last pass over the bytes anyway. ZMQ, which divides what is large, asks the header whether
-that is keys and values. What is common to all of them is in broker.transports.tensors.
+A transport moves a header and raw bytes, without a notion of dtype. A transport writes only the header's checksum,
+since its last pass over the bytes is the cheapest place for that. ZMQ, which divides large tensors, also asks the
+header for KV. The common part of all transports is in broker.transports.tensors.
 
-One of them moves the memory of a GPU (`cuda`). No processor sees those bytes: they have no checksum, and are copied by
-whoever knows the device.
+The `cuda` transport moves the memory of a GPU. No processor sees those bytes: they have no checksum, and the owner of
+the device copies them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ def _nothing() -> None: ...
 class ReceivedTensor(msgspec.Struct, frozen=True, eq=False):
     """A tensor's header and bytes. `data` may be read-only, at any address, in pieces, or on a GPU.
 
-    `fault` says why the header does not agree with itself or with the number of bytes; None if it does. Whether the
-    bytes are those that were sent is only known after one pass over them: either by `verify` or by `copy_into`.
-    Over pieces it has been made when they came.
+    `fault` says why the header contradicts itself or the number of bytes; None if consistent. Damage shows only after a
+    pass over the bytes: by `verify` or by `copy_into`. For pieces, arrival includes that pass.
     """
 
     header: TensorHeader
@@ -52,8 +51,8 @@ class ReceivedTensor(msgspec.Struct, frozen=True, eq=False):
     async def copy_into(self, target: memoryview) -> str | None:
         """Copy the bytes and check the copy; None for an undamaged copy.
 
-        Else the return value says why not, and nobody may look at `target`, which holds bytes of the same number.
-        Raises TypeError for the memory of a GPU.
+        Otherwise return the fault; then nobody may read `target`, which has as many bytes as the tensor. Raises
+        TypeError for the memory of a GPU.
         """
         if self.fault is not None:
             return self.fault
@@ -74,10 +73,9 @@ class ReceivedTensor(msgspec.Struct, frozen=True, eq=False):
     def release(self) -> None:
         """Give the memory back: call after the bytes are in the cache, or were refused.
 
-        Where they lie in memory shared with the sender, their room goes back to it; until then the sender has that
-        much less. `data` must not be used afterwards. An array made from it that is still alive keeps the room: it
-        goes back when the array does. The same happens, later, where nobody calls this. Safe from any thread, and
-        twice.
+        Memory shared with the sender goes back to the sender; until then the sender has less to reserve. `data` must
+        not be used afterwards. An array made from `data` keeps the memory until the array's end. Without this call,
+        garbage collection has the same effect, later. Safe from any thread, and idempotent.
         """
         try:
             self.data.release()
@@ -101,7 +99,7 @@ def took_none(address: str, timeout_s: float) -> TriptychError:
 class Receiver(Protocol):
     """The receiving end: one per process and transport. Made, used and closed on a running loop.
 
-    It calls the `on_arrival` that it was made with when there may be a tensor again after `take` has found none.
+    After `take` has returned None, the `on_arrival` of the constructor is called when a tensor may be there again.
     """
 
     address: str
@@ -117,7 +115,7 @@ class Receiver(Protocol):
     def take(self) -> ReceivedTensor | None:
         """Return the next tensor of any sender, unchecked; None if no tensor waits.
 
-        What is no tensor at all is counted and dropped. What is not taken waits, and its senders do when it is much.
+        Invalid messages are counted and dropped. Unread tensors wait, and beyond a bound their senders wait, too.
         """
 
     def close(self) -> None:
@@ -137,11 +135,10 @@ class Connection(Protocol[Sent]):
     async def send(self, header: TensorHeader, data: Sent, timeout_s: float) -> None:
         """Hand a tensor over, with its checksum in the header; a lost tensor shows by its missing receipt.
 
-        `data` are bytes, in one piece, which must not change until the receipt has come. A tensor whose sending has
-        failed or was cancelled leaves nothing behind.
+        `data` must not change until the receipt has come. A failed or cancelled send leaves nothing behind.
 
-        Raises TriptychError("unavailable") where there is no receiver, or no room, within `timeout_s`; Unreachable
-        where this transport is the wrong one.
+        Raises TriptychError("unavailable") without a receiver, or without memory there, within `timeout_s`; Unreachable
+        if this transport is the wrong one.
         """
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Passes over the bytes of a tensor: the checksum, or a copy with the checksum made on the fly.
 
-Memory is what is slow. A copy is made in pieces that stay in the processor's cache until the checksum has read them
-there, and so costs hardly more than the copy alone. Everything happens on the loop, others get their turn in between.
+Memory is the bottleneck. A copied piece stays in the processor's cache until the checksum has read the piece, so the
+checksum costs hardly more than the copy alone. Everything happens on the loop, with turns for other tasks in between.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ async def with_checksum(header: TensorHeader, data: memoryview) -> TensorHeader:
 async def copy(source: memoryview, target: memoryview, hashed: memoryview) -> int:
     """Copy all of `source` to `target`; both are bytes of equal size.
 
-    Returns the checksum of `hashed`, which is one of the two: of what was read, or of what was written.
+    Returns the checksum of `hashed`, either `source` or `target`.
     """
     if source.nbytes <= TURN_BYTES:
         return copy_now(source, target, hashed)

@@ -10,7 +10,7 @@ from common.hashing import Checksum
 class ChunkedBytes:
     """Bytes in host memory, in several places. Iterates over the pieces, in order.
 
-    Each is hashed as it is added, while it is in the processor's cache.
+    Adding a piece hashes the piece, still in the processor's cache.
     """
 
     def __init__(self) -> None:

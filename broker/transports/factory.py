@@ -7,8 +7,8 @@
     nixl      NIXL; on a GPU, also for what lies on others      NIXL
     another   that one                                          that one
 
-Senders take the first that both have and that works between them: for what lies on a GPU cuda, then NIXL from GPU to
-GPU; then, and for everything else, shared memory, NIXL, ZMQ and Redis.
+Senders choose the first transport that both ends have and that works between them. For a GPU's memory: cuda, then NIXL
+from GPU to GPU. After these, and for host memory: shared memory, NIXL, ZMQ and Redis.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def make_receivers(
 ) -> list[Receiver]:
     """Make the receiving ends of a setting on the running loop. See TensorReceiver for the bounds.
 
-    Raises TriptychError("invalid_request") where one that was asked for is not to be had here.
+    Raises TriptychError("invalid_request") if this host lacks the wanted transport.
     """
     receivers: list[Receiver] = []
     if (cuda := _cuda_of(means, transport)) is not None:

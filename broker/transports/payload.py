@@ -11,8 +11,7 @@ from typing import Any, TypeAlias
 class DeviceBuffer:
     """`nbytes` of a GPU's memory at `pointer`, for copies only: this package knows no tensor library.
 
-    They are written: no stream has anything to do with them any more. `owner` keeps the memory, for as long as the
-    buffer is referred to.
+    The bytes are written: no stream still works on the memory. `owner` keeps the memory for the buffer's lifetime.
     """
 
     pointer: int

@@ -139,7 +139,7 @@ class Route:
     def _usable(self, passed_over: dict[str, str]) -> Iterator[Connection[memoryview]]:
         """Yield every connection but those avoided after a recent failure; the last connection always.
 
-        Raises TriptychError("unavailable") once the route is closed: what were made now would be nobody's to close.
+        Raises TriptychError("unavailable") once the route is closed: no owner would close a new connection.
         """
         for number, (scheme, make) in enumerate(self._makers.items(), 1):
             if self._closed:

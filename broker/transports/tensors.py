@@ -2,9 +2,9 @@
 
     TensorSender --- one connection per receiver ---> TensorReceiver (one address per transport)
 
-`InstanceRecord.tensor_address` holds the receiver's addresses, separated by spaces; the sender takes the best that it
-can speak (see `Transport` in common.config). dtypes are names and the payload is bytes, so bf16 travels as it is.
-Nothing here knows torch.
+`InstanceRecord.tensor_address` holds the receiver's addresses, separated by spaces; the sender chooses the best common
+transport (see `Transport` in common.config). dtypes are names and the payload is bytes, so bf16 travels unchanged. No
+module here knows torch.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class TensorReceiver:
     def watch_given(self, on_given: Callable[[PushTarget], bool]) -> None:
         """Call `on_given` with memory for a tensor about to arrive, where the transport announces tensors beforehand.
 
-        It is given up where that returns False. The tensor goes to the room's `take`, or comes as all do.
+        False discards the memory. The tensor goes to the target's `take`, or arrives in the ordinary way.
         """
         for receiver in self._receivers:
             if isinstance(receiver, ShmReceiver):
@@ -109,8 +109,8 @@ class TensorReceiver:
     async def receive(self) -> ReceivedTensor:
         """Return the next tensor with a valid header; call its `release` after use or refusal.
 
-        Nobody has looked at its bytes yet: see `ReceivedTensor`. Anything that is no tensor is counted and dropped.
-        What waits to be received waits in the transports.
+        The bytes are unchecked: see `ReceivedTensor`. Invalid messages are counted and dropped. Unread tensors wait in
+        the transports.
         """
         if time.monotonic() - self._turn_began_s > TURN_S:
             await self._pause(asyncio.sleep(0))
@@ -171,9 +171,9 @@ class TensorSender:
     async def send(self, receiver: InstanceRecord, header: TensorHeader, data: Payload, timeout_s: float) -> None:
         """Send a tensor by the best connection to `receiver`, which adds the checksum to the header.
 
-        What lies on a GPU goes by CUDA or NIXL where these lead there, else its bytes are brought to the host. `data`
-        must not change until the receipt has come. Raises TriptychError("unavailable") where there is no connection,
-        or no room in it, within `timeout_s`.
+        A GPU's memory goes by CUDA or NIXL if either reaches the receiver, else through the host. `data` must not
+        change until the receipt has come. Raises TriptychError("unavailable") without a connection, or without memory,
+        within `timeout_s`.
         """
         route = self._routes.get(receiver.tensor_address)
         if route is None:

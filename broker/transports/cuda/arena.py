@@ -1,7 +1,7 @@
 """A GPU's memory shared between processes: a single allocation, reserved in slices.
 
-It is allocated when it is first needed and lives as long as its owner, so that no receiver ever looks at memory that
-has been given to somebody else. Copies into it go over a stream of its own, which no step of an engine waits for.
+The arena is allocated with the first use and lives as long as its owner, so that no receiver ever reads memory of
+another owner. Copies into the arena go over a stream of its own; no step of an engine waits for that stream.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class DeviceArena:
     def release(self, offset: int) -> None:
         """See Arena. Wakes callers that wait for memory.
 
-        No copy into it may be under way, or still to begin: which of two threads copies first is not known.
+        No copy into the slice may be under way or still pending: the order of two threads' copies is unknown.
         """
         self._rooms.release(offset)
         self.wake()
@@ -72,7 +72,7 @@ class DeviceArena:
     def write(self, offset: int, data: DeviceBuffer | bytes) -> None:
         """Copy `data` into a slice, and wait for the copy.
 
-        Blocks, but no stream of anybody else: call it in a thread. Raises CudaError.
+        Blocks the caller, and no other stream: call in a thread. Raises CudaError.
         """
         if isinstance(data, DeviceBuffer):
             self._copy(self.pointer + offset, data.pointer, data.nbytes)

@@ -1,6 +1,6 @@
 """CUDA's runtime library, by ctypes: the library already loaded by torch, if any.
 
-Written by the reference of CUDA 12 and 13, whose functions used here have not changed. It has not run on a GPU yet.
+Written by the reference of CUDA 12 and 13, equal for all functions used here. Not run on a GPU yet.
 """
 
 from __future__ import annotations

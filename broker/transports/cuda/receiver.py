@@ -1,8 +1,8 @@
 """The receiving end of a GPU's memory: opens each sender's arena once and hands out buffers within the arena.
 
-Whoever uses a buffer copies it to where it belongs, on a stream of its own, and releases it when that stream is done
-with it: then the sender is told that the room is its own again. A sender that ends takes nothing with it: its arena
-stays open here until the last buffer is released.
+The user of a buffer copies the bytes on a stream of its own, and releases the buffer when that stream is done; then the
+sender may reserve the slice again. The death of a sender loses nothing: its arena stays open here until the last buffer
+is released.
 """
 
 from __future__ import annotations

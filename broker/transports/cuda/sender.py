@@ -7,12 +7,12 @@
        Unix socket: announce -->   <-- release
 
 The sender copies an output into its arena, on a stream of its own, waits for that stream in a thread, and only then
-announces it: so an announcement says that the bytes are there, and no event has to live in two processes. What that
-costs is one wake-up of a thread for each tensor; an engine's stream waits for nothing. Nothing passes through the host.
+announces the output. So an announcement says that the bytes are there, and no event is shared between processes. The
+cost is one wake-up of a thread per tensor; an engine's stream waits for nothing. No byte passes through the host.
 
-Both must be the same user on one host, as for shared memory, the receiver's GPU must be able to read the sender's, and
-it proves that it does. Otherwise another transport is taken. It has not run on a GPU yet: tests run it between two
-processes over memory of the host (tests/broker/transports/fake_cuda.py).
+Both processes must belong to one user on one host, as for shared memory, and the receiver must prove that its GPU reads
+the sender's memory. Otherwise another transport is chosen. Not run on a GPU yet: tests run two processes over memory of
+the host (tests/broker/transports/fake_cuda.py).
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class _Link:
     async def write(self, slot: int, data: DeviceBuffer | bytes) -> None:
         """Copy a tensor to the reserved slice, and wait for the end of the copy. Raises CudaError.
 
-        A thread copies, which may still have to begin when nobody waits for it any more: the room is not free before.
+        A thread copies, perhaps after the caller was cancelled: the slice stays reserved until then.
         """
         copying = asyncio.get_running_loop().run_in_executor(None, self._arena.write, self._offset(slot), data)
         self._lent[slot].is_copied_to = True

@@ -1,7 +1,7 @@
 """Whole messages with file descriptors over a Unix socket (SOCK_SEQPACKET) on an asyncio loop.
 
-The sockets are abstract (unix(7)): a name without a file, which is gone with the process, and which is only seen from
-the same network namespace of the same host.
+The sockets are abstract (unix(7)): a name without a file, gone with the process, and visible only in the same network
+namespace of the same host.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ log = get_logger()
 class LinkedReceiver(ABC):
     """See broker.transports.base.Receiver. Serves processes of the same user on the same host only.
 
-    `memory` is what is shared with it, in words.
+    `memory` names the shared memory in messages.
     """
 
     link_scheme: ClassVar[str]
@@ -83,7 +83,7 @@ class LinkedReceiver(ABC):
 class LinkedPeer(ABC):
     """A sender, from its connection to its end.
 
-    `_held` are the slots of its tensors that are in use here, each with what tells of the end of that.
+    `_held` has the slots of tensors in use here, each with the object that reports the end of use.
     """
 
     def __init__(self, connected: socket.socket, receiver: LinkedReceiver, max_bytes: int) -> None:

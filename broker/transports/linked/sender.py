@@ -33,7 +33,7 @@ L = TypeVar("L", bound=Link)
 class LinkedConnection(ABC, Generic[L]):
     """Makes a link with the first send, and another after a break, until closed.
 
-    `refusals` are the errors of a receiver that there is not, `memory` is what is shared with one, in words.
+    `refusals` are the errors of an absent receiver, `memory` names the shared memory in messages.
     """
 
     refusals: ClassVar[tuple[type[Exception], ...]] = (OSError,)
@@ -56,7 +56,7 @@ class LinkedConnection(ABC, Generic[L]):
         """Return the link, new if needed. `refused_before` is `_num_refused` from before the caller's wait for its
         turn.
 
-        Raises Unreachable where the receiver is another host's or does not see what is shared with it, and
+        Raises Unreachable if the receiver is on another host or does not see the shared memory, and
         TriptychError("unavailable") once the connection is closed.
         """
         if self._closed:  # others may have waited for their turn meanwhile: a new link would be nobody's to close

@@ -1,7 +1,7 @@
 """Registered memory for tensors on their way: of the host, new for each tensor, or one arena of a GPU.
 
-To register a GPU's memory takes far longer than to copy a tensor. So each end registers one arena, with the first use.
-A received tensor is copied on from the arena, as with `cuda`, and its slice is released.
+Registering a GPU's memory takes far longer than copying a tensor. So each end registers a single arena, with the first
+use. A received tensor is copied on from the arena, as with `cuda`, and its slice is released.
 """
 
 from __future__ import annotations

@@ -6,14 +6,14 @@
                 <- number, at last done -- a list of answers <-------------- says which it waits for
     renew       -- now and then -------> all these keys
 
-The broker so holds no more than a few chunks per pair, and what has been taken is gone at once. It may lose anything:
-an answer, or a chunk, in a reply that did not arrive. A sender that hears nothing for a second announces the tensor
-again, is told which chunk the receiver waits for, and sends that one again. A command whose reply was lost is repeated,
-and may have been carried out: so each chunk has a key of its own, and a tensor that begins twice is taken once.
+The broker so holds no more than a few chunks per pair, and read chunks are gone at once. The broker may lose any answer
+or chunk, in a reply that did not arrive. After a silent second the sender announces the tensor again, learns the number
+of the chunk that the receiver waits for, and sends that chunk again. A command with a lost reply is repeated, and may
+have been executed before: so each chunk has a key of its own, and a tensor announced twice is received once.
 
-Nothing has to know who has died, and nothing stays of the dead: keys are a lease, which ends by itself where the sender
-does not renew it. One whose lease has ended although it goes on, for it or the broker stood still or the broker was
-emptied, begins a new one, and goes on where the receiver is; one that was away for longer has been given up. The keys
+No side has to notice a death, and the dead leave nothing: keys are a lease, which ends unless the sender renews the
+lease. A sender whose lease ended too early, because sender or broker stood still or the broker was emptied, begins a
+new lease and goes on at the receiver's chunk; after a longer absence the receiver has abandoned the tensor. The keys
 stand in broker.transports.redis.wire.
 """
 

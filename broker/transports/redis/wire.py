@@ -5,7 +5,7 @@
     {list}:{sender}:{id}:{n}           its bytes, chunk after chunk, at most WINDOW of them at a time
     {list}:{sender}:{id}:taken         what the receiver says of them
 
-Every key lasts for LEASE_S and is renewed by the sender: whoever dies, whatever is lost, nothing stays for longer.
+Every key lasts for LEASE_S and is renewed by the sender: after any death or loss, no key stays longer.
 """
 
 from __future__ import annotations

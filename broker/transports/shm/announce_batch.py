@@ -4,8 +4,8 @@
         a            announced at once
         b, c, ...    copied into one room, one behind the other; announced when it is full, or when the turn ends
 
-To announce a tensor, to hear of it and to give its room back takes either process as long as to copy 200 KiB. So what
-is sent one after the other shares that; what is alone waits for nobody.
+Announcing, hearing of and releasing a tensor takes either process as long as copying 200 KiB. So consecutive tensors
+share that cost; a single tensor waits for no other.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class AnnounceBatch:
     def add(self, header: TensorHeader, data: memoryview) -> bool:
         """Copy a tensor of at most MAX_BYTES, to be announced together with others of this turn.
 
-        False where it should go by itself: it is the first of the turn, or there is no room at the moment, or the
-        receiver has still to hear of others.
+        False if the tensor should go alone: as the first of the turn, or for lack of memory, or while the receiver has
+        still to hear of others.
         """
         if not self._has_sent:
             self._has_sent = True

@@ -5,9 +5,9 @@
                                 send: Written, pieces ..., Announce
     drop, at the latest when the handoff ends
 
-Nothing is awaited between the end of the computation and the announcement: no loop wakes up, nothing is copied twice.
-Each gift has memory of its own, used for one tensor and never for another: a sender that was stopped while it wrote may
-go on whenever it likes, and hits nothing. See given for the other side.
+Nothing is awaited between the end of the computation and the announcement: no loop wakes up, no byte is copied twice.
+Each buffer serves a single tensor: a sender that was stopped during the write may go on at any time without harm. See
+push_target for the other side.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The receiver's side of an early send: memory shared by the sender before its tensor is computed. See push_buffer.
 
-The tensor stays where it has been written: it is not copied here, and its checksum is added up behind the sender, piece
-by piece. What nobody waits for any more is let go at once, whatever the sender does with it.
+The tensor stays in the shared memory, without a copy here; the receiver hashes the pieces behind the sender. Memory for
+an unwanted tensor is freed at once, while the sender may still write.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class PushTarget:
     def complete(self, header: TensorHeader) -> PushedTensor | None:
         """Return the tensor, with the checksum in `header`; None if its memory was discarded.
 
-        Raises ValueError where it is another one than was announced.
+        Raises ValueError for another tensor than announced.
         """
         if msgspec.structs.replace(header, checksum=self.header.checksum) != self.header:
             raise ValueError(f"{header} in memory given for {self.header}")

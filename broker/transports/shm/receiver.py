@@ -1,8 +1,8 @@
 """The receiving end of shared memory: reads tensors in the senders' memory.
 
-A tensor's bytes are a view of the sender's arena, mapped read-only. When the last view is gone, the sender is told that
-the room is its own again. Or they are in memory of their own, which was given beforehand and stays here. A sender that
-dies takes nothing with it: what has arrived stays mapped until it is released.
+A tensor's bytes are a view of the sender's arena, mapped read-only; the end of the last view releases the slice to the
+sender. A pushed tensor has memory of its own, which stays here. The death of a sender loses nothing: received tensors
+stay mapped until their release.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Anonymous memory shared by two processes: without a name, and gone when both processes are.
 
-Made by memfd_create(2), passed on as a file descriptor, sealed against changes of its size: a reader can never run into
-pages that the writer has taken away.
+Made by memfd_create(2), passed on as a file descriptor, sealed against changes of size: a reader never runs into pages
+that the writer has removed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def open_received(fd: int, size_bytes: int, *, writable: bool = False) -> Bytes:
     """Map the memory behind another process's descriptor, read-only unless `writable`. `fd` stays open; a writable map
     keeps no descriptor.
 
-    Raises ValueError where it is not sealed memory of `size_bytes`; OSError where it cannot be mapped.
+    Raises ValueError unless the descriptor is sealed memory of `size_bytes`; OSError if the mapping fails.
     """
     try:
         sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _FIXED_SIZE == _FIXED_SIZE
@@ -73,7 +73,7 @@ def open_received(fd: int, size_bytes: int, *, writable: bool = False) -> Bytes:
 def _map(fd: int, size_bytes: int) -> mmap.mmap:
     """Map shared memory without a descriptor, which Python's mmap would keep: there may be many mappings.
 
-    It takes the place of anonymous memory, so that Python unmaps it in the end. Raises OSError.
+    The mapping replaces anonymous memory, so that Python unmaps the pages in the end. Raises OSError.
     """
     mapped = mmap.mmap(-1, size_bytes)
     start = ctypes.addressof(ctypes.c_char.from_buffer(mapped))

@@ -6,10 +6,10 @@
     +----------------------------------------------+
        Unix socket: announce -->   <-- release
 
-One copy into the arena, none out of it; or, for a tensor that is announced before it is made, one copy into memory that
-stays the receiver's (see push_buffer). No memory has a name, and neither has the socket (see packets), so that the
-death of either side leaves nothing behind. Whether it works at all is found out by doing it: the receiver proves that
-it reads what the sender wrote. Containers with a network or a user of their own cannot connect; they take ZMQ.
+One copy into the arena, none out of it; or, for an early send, one copy into memory that stays the receiver's (see
+push_buffer). Neither memory nor socket has a name (see packets), so the death of either side leaves nothing behind. A
+handshake finds out whether the transport works: the receiver proves that it reads the sender's bytes. Containers with a
+network or a user of their own cannot connect; they use ZMQ.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class ShmConnection(LinkedConnection["_Link"]):
     def give(self, header: TensorHeader) -> PushBuffer | None:
         """Share memory with the receiver for a tensor still being computed; None if impossible now.
 
-        Drop it in the end. Sending something else meanwhile is fine, the same tensor as well.
+        Drop the buffer in the end. Other sends meanwhile are fine, of the same tensor as well.
         """
         link = self._link
         if self._closed or link is None or link.closed or not push_buffer.is_worth_it(header.size_bytes):

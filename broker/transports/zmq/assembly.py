@@ -1,8 +1,8 @@
 """Assembly of tensors from the pieces sent over ZMQ, by sender. Tensors stay in pieces without a copy. Only KV is
 joined, which hardly ever has several pieces: a single token would have to exceed WHOLE_BYTES.
 
-What has begun is bounded, whoever sends: one tensor per sender, TOTAL times the largest of all senders together, and
-`stale_s` without a new piece. A broken tensor is found once: what still comes of it is passed over.
+Unfinished tensors are bounded, for any sender: one tensor per sender, TOTAL times the largest of all senders together,
+and `stale_s` without a new piece. A broken tensor counts once: its later pieces are skipped.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Assembly:
     def add(self, sender: bytes, head: Head, data: memoryview) -> ReceivedTensor | None:
         """Return the tensor completed by this message; None if incomplete.
 
-        What has come of a tensor is dropped where another one begins, for its sender has given it up. Raises ValueError
-        on a message that does not go on where the sender's last one has ended: call `drop`.
+        The beginning of another tensor discards the sender's unfinished tensor, which the sender has abandoned. Raises
+        ValueError for a message that does not continue at the end of the sender's last message: call `drop`.
         """
         partial = self._pop(sender)
         if not isinstance(head, Next):

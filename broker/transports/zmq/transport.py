@@ -2,10 +2,10 @@
 
     sender: one DEALER per receiver  -->  receiver: ROUTER
 
-A message is two frames, of which the second has the raw bytes, copied nowhere on our side. A large tensor is several
-messages (zmq_wire says why), which the receiver puts together. The sockets are plain ones: what can be done at once is
-done at once, and only what cannot waits on the loop. zmq.asyncio makes several objects per message for this, which for
-small tensors costs more than the message does.
+A message is two frames; the second frame has the raw bytes, without a copy on this side. A large tensor is several
+messages (see zmq.wire), put together by the receiver. The sockets are plain: immediate calls need no loop, and only
+blocked calls wait on the loop. zmq.asyncio makes several objects per message for waiting, at a higher cost than a small
+tensor's message.
 """
 
 from __future__ import annotations
@@ -218,8 +218,8 @@ class ZmqConnection:
 class _Wakeup:
     """Calls `on_event`, from the loop, after an event on a socket since the last try.
 
-    A socket's descriptor (zmq_getsockopt(3), ZMQ_FD) stays readable until it is tried again: `on_event` has to do that,
-    or to cancel.
+    A socket's descriptor (zmq_getsockopt(3), ZMQ_FD) stays readable until the next try on the socket: `on_event` has to
+    try again, or to cancel.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], on_event: Callable[[], None]) -> None:
