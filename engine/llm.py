@@ -1,4 +1,4 @@
-"""`LLM`: the whole engine in one process, offline. The reference that every cluster is compared with.
+"""`LLM`: the whole engine in a single process, offline, and the reference for every cluster.
 
 llm = LLM("signpost")
 [out] = llm.chat([{"role": "user", "content": [{"type": "image", "image": "sign.png"},
@@ -60,7 +60,7 @@ FAR_FUTURE_S = 1e12
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One generated sequence. `logprobs` are per token where asked for; `score` is that of a beam."""
+    """A generated sequence. `logprobs` are per token if requested; `score` is a beam's."""
 
     index: int
     text: str
@@ -72,7 +72,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A finished request, its sequences in the order of their index.
+    """A finished request with its sequences in index order.
 
     `num_prompt_tokens` counts the media too, `num_cached_tokens` those found in the prefix cache; `prompt_token_ids`
     has one placeholder per media item. Of an encoder-decoder model it is the decoder prompt as it was processed, and
@@ -93,7 +93,7 @@ class RequestOutput:
 
 @dataclass
 class _LiveSequence:
-    """A sequence that grows. After a stop string, tokens of the step that was running are dropped."""
+    """A growing sequence. After a stop string, tokens of the running step are discarded."""
 
     detokenizer: Detokenizer
     text: str = ""
@@ -114,7 +114,7 @@ class _Live:
 
 
 class LLM:
-    """One model, offline. Options are those of `EngineConfig`, such as `kv_cache_bytes` or `dtype`.
+    """A model, offline. Options are the fields of `EngineConfig`, such as `kv_cache_bytes` or `dtype`.
 
     Raises TriptychError where the model cannot be served.
     """
@@ -146,7 +146,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Complete prompts; outputs are in their order. Raises the TriptychError of the first that fails."""
+        """Complete prompts; return outputs in prompt order. Raises the TriptychError of the first failure."""
         many = [cast(Prompt, prompts)] if is_single(prompts) else cast(list[Prompt], list(prompts))
         return self._run(self._add_all(many, self._params_for(sampling_params, len(many))))
 
@@ -155,7 +155,7 @@ class LLM:
         conversations: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of messages) or several.
+        """Answer a conversation (a list of messages) or several.
 
         Parts {"type": "image", "image": ...} and {"type": "audio", "audio": ...} are media.
         """
@@ -168,7 +168,7 @@ class LLM:
     def transcribe(
         self, audio: Any, *, language: str | None = None, prompt: str | None = None, timestamps: bool = False
     ) -> RequestOutput:
-        """Speech to text with a Whisper model; a clip of at most one window (30 s).
+        """Transcribe audio of at most a window (30 s) with a Whisper model.
 
         With `timestamps`, `token_ids` have a timestamp at both ends of each segment.
         """
@@ -182,7 +182,7 @@ class LLM:
         return self._run([request_id])[0]
 
     def _add_all(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[str]:
-        """All of them, or none."""
+        """Queue all prompts, or none."""
         request_ids: list[str] = []
         try:
             for prompt, one in zip(prompts, params, strict=True):
@@ -225,7 +225,7 @@ class LLM:
     # --- one at a time
 
     def add(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> str:
-        """Queue one prompt, return its request id; lower `priority` goes first.
+        """Queue a prompt and return its request id; lower `priority` goes first.
 
         Raises TriptychError for what is wrong with its media.
         """
@@ -265,7 +265,7 @@ class LLM:
                 self.encoder.cancel((request_id, input_id, attempt))
 
     def step(self) -> list[RequestOutput]:
-        """One step of each engine; returns the requests that have finished.
+        """Run a step of each engine; return finished requests.
 
         Raises the TriptychError of a request that failed; it is gone then, the others go on with the next step.
         """
@@ -301,7 +301,7 @@ class LLM:
         return parsed, media
 
     def _offer(self, request_id: str, input_id: int) -> None:
-        """Preprocess an input and offer it to the decoder, as an encoder of a cluster would."""
+        """Preprocess an input and offer the result to the decoder, as an encoder worker would."""
         live = self._live[request_id]
         kind, data = live.media[input_id]
         attempt = live.attempts[input_id] = live.attempts.get(input_id, -1) + 1

@@ -1,4 +1,4 @@
-"""Memory of an encoder's largest batch, measured at start with synthetic media.
+"""Peak memory of an encoder's largest batch, measured at start with synthetic media.
 
 Pictures are tried larger and larger until the preprocessor makes no more of them, clips are one window of silence,
 texts as long as they may be. What would take long is cut short: layers use the same memory one after the other, and
@@ -36,7 +36,7 @@ GROWTH: Final = 4
 
 @dataclass(frozen=True)
 class BatchProfile:
-    """Bytes that a batch takes at its peak, beside the weights: the smallest item alone, and the largest batch.
+    """Peak bytes of a batch beside the weights: the smallest item alone, and the largest batch.
 
     `num_items` and `item_bytes` (of output) are of the largest batch.
     """
@@ -47,11 +47,11 @@ class BatchProfile:
     item_bytes: int
 
     def with_outputs_of_another(self) -> BatchProfile:
-        """The same while the outputs of the batch before are still there."""
+        """Return the profile with the outputs of the previous batch still in memory."""
         return replace(self, largest=self.largest + self.num_items * self.item_bytes)
 
     def bytes_of(self, num_items: int) -> int:
-        """What a batch of so many of the largest items takes."""
+        """Return the bytes of a batch with the given number of largest items."""
         return self.largest * min(num_items, self.num_items) // self.num_items
 
     def items_within(self, budget: int) -> int:
@@ -63,7 +63,7 @@ class BatchProfile:
 def measure_batch(
     encoder: EncoderModel, info: ModelInfo, dtype: torch.dtype, device: torch.device, max_items: int, max_bytes: int
 ) -> BatchProfile | None:
-    """Run the encoder on its largest item; a batch has up to `max_items` of them within `max_bytes` of output.
+    """Run the encoder on its largest item; a batch has up to `max_items` items within `max_bytes` of output.
 
     None where nothing can be measured. Raises what a processor raises whose settings do not fit the model.
     """
@@ -125,7 +125,7 @@ def _picture(side: int) -> bytes:
 
 
 def _silence(settings: LogMelSettings) -> bytes:
-    """One window."""
+    """Return a window of silence."""
     file = io.BytesIO()
     with wave.open(file, "wb") as sound:
         sound.setnchannels(1)

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens, computed with the prompt."""
+"""Log-probabilities of a prompt's tokens, computed along with the prompt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PromptLogprobs:
         self._sampler = sampler
 
     def add(self, rows: PromptRows) -> None:
-        """Log-probabilities of the tokens after those computed now; media tokens have none."""
+        """Add log-probabilities of the tokens after the present step's tokens; media tokens have none."""
         request = rows.sequence.request
         known, count = request.prompt_logprobs, request.sampling.prompt_logprobs
         assert count is not None

@@ -1,4 +1,4 @@
-"""Requests as received: checked, and reduced to the part of this engine."""
+"""Make requests of incoming messages: checked, and reduced to this engine's share of the work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.state.spec import DecoderSpec
 
 
 class RequestFactory:
-    """Makes the requests of one engine; `instance` names their spans."""
+    """Make the requests of an engine; `instance` names their spans."""
 
     def __init__(
         self, info: ModelInfo, spec: DecoderSpec, check: RequestLimits, sampler: Sampler, instance: str
@@ -72,10 +72,10 @@ class RequestFactory:
 
 
 def _known_to_all(resumed: ListOf[Resumed]) -> list[Resumed]:
-    """What a prefill computes beyond the prompt: the tokens of the only sequence that goes on, whichever it was."""
+    """Return the tokens beyond the prompt to prefill: the output of the only resumed sequence."""
     return [msgspec.structs.replace(resumed[0], index=0)] if len(resumed) == 1 else []
 
 
 def _before_the_last_token(sampling: SamplingParams) -> SamplingParams:
-    """A prefill for another engine has one sequence, and leaves the rules of the output to that engine."""
+    """Reduce sampling for a prefill-only request: a single sequence, without output rules."""
     return msgspec.structs.replace(sampling, n=1, beam_width=1, grammar=None)

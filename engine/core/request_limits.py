@@ -1,4 +1,4 @@
-"""Limits of a request, checked before any allocation."""
+"""Check requests before any memory is allocated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.state.request import Request
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """The limits of one engine. Lengths are in tokens, the expanded media included."""
+    """The limits of an engine. Lengths are in tokens, expanded media included."""
 
     info: ModelInfo
     vocab_size: int
@@ -40,7 +40,7 @@ class RequestLimits:
         self._check_inputs(prompt, inputs)
 
     def check_resumed(self, resumed: Sequence[Resumed], sampling: SamplingParams, num_prompt_tokens: int) -> None:
-        """Raise TriptychError where sequences cannot be what another engine had generated of such a request."""
+        """Raise TriptychError for resumed sequences impossible under the request's sampling."""
         if len({one.index for one in resumed if one.index < sampling.num_sequences}) != len(resumed):
             indices = [one.index for one in resumed]
             message = f"sequences {indices} of a request of {sampling.num_sequences} cannot be resumed"
@@ -55,7 +55,7 @@ class RequestLimits:
                 raise TriptychError("invalid_request", message, "resumed")
 
     def never_fits(self, request: Request, blocks: BlockManager) -> ErrorInfo | None:
-        """Return the error of a request that can never run here; None if the request fits."""
+        """Return why a request, as far as the prompt is known, can never run here; None if the request can."""
         length = request.num_known_tokens
         if length >= self.max_model_len:
             return ErrorInfo("context_length_exceeded", self._too_long(length), "messages")
@@ -90,7 +90,7 @@ class RequestLimits:
 
 
 def _least_lengths(request: Request) -> list[int]:
-    """Of its sequences, before another token: those that come from elsewhere have some already."""
+    """Return the lengths of the sequences before a further token; resumed sequences have output already."""
     least = len(request.prompt) + 1
     if request.resumed:
         return [max(least, len(sequence.token_ids)) for sequence in request.sequences]

@@ -140,7 +140,7 @@ class StepLoop:
         return step
 
     def _run(self, step: ScheduledStep) -> StepOutput:
-        """Launch the forward pass, and count its tokens as computed: whatever is launched later finds them so."""
+        """Launch the forward pass and count the tokens as computed, for every later launch."""
         for request in step.admitted:
             request.recorder.end("queue")
             if request.num_preemptions == 0:
@@ -175,7 +175,7 @@ class StepLoop:
                 self._emission.token(result)
 
     def _make_room(self, step: ScheduledStep) -> bool:
-        """For what waits. Where nothing could run, somebody may have to give something up."""
+        """Make room for waiting requests. If no request could run, a request may have to yield."""
         if not step.sequences:
             return self._intake.take_back(only_blocked=False) or (
                 self._intake.num_granted == 0 and self._scheduler.yield_blocks()
@@ -189,7 +189,7 @@ class StepLoop:
     # --- tokens in flight
 
     def _launch(self, output: StepOutput) -> TokensInFlight:
-        """Have the tokens of a step chosen, to be read by the next step where they are."""
+        """Choose the tokens of a step on the device, for the next step to read in place."""
         flight = self._generation.launch(output)
         self._give_slots(flight.sequences)
         slots = [sequence.slot_index for sequence in flight.sequences]
@@ -199,7 +199,7 @@ class StepLoop:
         return flight
 
     def _land(self, launched: TokensInFlight | None = None) -> None:
-        """Tell the tokens in flight once they are known; what has just been `launched` is in flight then."""
+        """Emit the tokens in flight once known; the step just `launched` is in flight afterwards."""
         flight, self._flight = self._flight, launched
         if launched is None:
             self._scheduler.held_back = False
@@ -214,7 +214,7 @@ class StepLoop:
             self._coverage.remember(request)
 
     def _without_ended(self, output: StepOutput) -> StepOutput:
-        """The rows of sequences that go on: others may have ended by the tokens of the step before."""
+        """Keep the rows of live sequences: the previous step's tokens may have ended others."""
         rows = [row for row, sequence in enumerate(output.sequences) if self._is_alive(sequence)]
         self.counters["surplus_tokens"] += len(output.sequences) - len(rows)
         if len(rows) == len(output.sequences):
@@ -228,5 +228,5 @@ class StepLoop:
 
 
 def _requests_of(sequences: Iterable[Sequence]) -> Iterable[Request]:
-    """Each once, in their order."""
+    """Return the distinct requests in order."""
     return dict.fromkeys(sequence.request for sequence in sequences)

@@ -1,1 +1,2 @@
-"""The encoders, one file per family: transformers' own modules, run in encoder workers only."""
+"""Encoders, a file per family: transformers' own modules, run in workers that encode. May import engine.models and
+below."""

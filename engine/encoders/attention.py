@@ -51,7 +51,7 @@ def use_kernels(encoder: EncoderModel, device: torch.device, dtype: torch.dtype,
 
 
 def with_encoder_attention(config: Any) -> Any:
-    """A copy of an encoder's configuration that makes its layers call `attend`."""
+    """Copy an encoder's configuration, with layers calling `attend`."""
     AttentionInterface.register(CPU_NAME, attend)
     own = copy.deepcopy(config)
     own._attn_implementation = CPU_NAME
@@ -81,7 +81,7 @@ def attend(
 
 
 def use_flashinfer(module: PreTrainedModel, device: torch.device) -> bool:
-    """Make a module of transformers, whose attention has no masks, compute it by FlashInfer; whether it does.
+    """Let FlashInfer compute the attention of a transformers module without masks; return whether FlashInfer serves.
 
     Its kernels are tried; a warning where they do not run, or where FlashInfer is not installed.
     """
@@ -103,7 +103,7 @@ def use_flashinfer(module: PreTrainedModel, device: torch.device) -> bool:
 
 
 def head_sizes(module: nn.Module) -> set[tuple[int, int]]:
-    """Heads and their size in each kind of layer, as transformers' attention modules say it."""
+    """Return the heads and head size of each kind of layer, from transformers' attention modules."""
     layers: list[Any] = [one for one in module.modules() if hasattr(one, "num_heads") and hasattr(one, "head_dim")]
     return {(layer.num_heads, layer.head_dim) for layer in layers}
 
@@ -113,7 +113,7 @@ def _tell(reason: str) -> None:
 
 
 def _try(ragged: FlashInferRagged, module: PreTrainedModel, device: torch.device) -> None:
-    """One sequence of two tokens for each kind of heads that layers have."""
+    """Run a sequence of two tokens for each kind of heads."""
     for num_heads, head_dim in head_sizes(module):
         tokens = torch.zeros(2, num_heads, head_dim, dtype=module.dtype, device=device)
         ragged.run(tokens, tokens, tokens, RaggedBatch([2], device), scale=head_dim**-0.5)
@@ -122,7 +122,7 @@ def _try(ragged: FlashInferRagged, module: PreTrainedModel, device: torch.device
 
 
 class EncoderAttention:
-    """What transformers calls for each layer. Sequences of one forward pass are planned once for all of its layers."""
+    """The attention function for transformers' layers. Sequences of a forward pass are planned once for all layers."""
 
     def __init__(self, ragged: FlashInferRagged, device: torch.device) -> None:
         self._ragged, self._device = ragged, device
@@ -162,7 +162,8 @@ class EncoderAttention:
         return self._whole[1]
 
     def _between(self, starts: Tensor) -> RaggedBatch:
-        """Layers pass the same tensors: pictures and, in Qwen2.5-VL, windows. Its values are fetched once for each."""
+        """Return the boundaries of images or, in Qwen2.5-VL, windows. Layers pass the same tensors: values are fetched
+        once for each."""
         for known, sequences in self._parts:
             if known is starts:
                 return sequences

@@ -25,7 +25,7 @@ a CPU is no faster for it."""
 
 
 class Idefics3Encoder(EncoderModel):
-    """Pieces of all pictures, stacked. Every piece is a full square, so that there is nothing to mask."""
+    """Pieces of all images, stacked. Every piece is a full square, without a mask."""
 
     layout = CheckpointLayout(prefixes={"model.vision_model.": "vision_model.", "model.connector.": "connector."})
 

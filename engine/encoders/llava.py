@@ -17,7 +17,7 @@ from engine.processors import ProcessedInput
 
 
 class LlavaEncoder(EncoderModel):
-    """Pictures of one size, stacked: CLIP or SigLIP, then the projection of some of its layers' hidden states."""
+    """Images of equal size, stacked: CLIP or SigLIP, then the projection of selected hidden states."""
 
     def __init__(self, config: Any) -> None:
         layers = config.vision_feature_layer
@@ -46,7 +46,8 @@ class LlavaEncoder(EncoderModel):
 
 
 def _layout(inner: str) -> CheckpointLayout:
-    """`inner` is the level between tower and layers that checkpoints have, and modules in some versions."""
+    """Return the layout. `inner` is a level between tower and layers, present in checkpoints and in modules of some
+    versions."""
     prefixes = {}
     for outer in ("", "model."):
         prefixes[f"{outer}vision_tower."] = f"tower.{inner}"

@@ -15,7 +15,7 @@ from engine.processors import ProcessedInput
 
 
 class MllamaEncoder(EncoderModel):
-    """Pictures of up to `max_num_tiles` tiles, filled up with black ones.
+    """Images of up to `max_num_tiles` tiles, padded with black tiles.
 
     The tiles that a picture does not have are computed and sent too: the vision model lets real tiles look at them, and
     the decoder lets the text before the first picture do so.

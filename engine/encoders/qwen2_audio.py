@@ -19,7 +19,7 @@ from engine.processors import ProcessedInput
 
 
 class Qwen2AudioEncoder(EncoderModel):
-    """Clips, stacked as far as the longest of them reaches.
+    """Audio, stacked to the longest item.
 
     transformers runs the whole window (30 s) and masks what is behind the clip. Masked rows are read by nobody and
     dropped at the end: here they are not computed, which for a clip of 3 s is nine tenths of the work.

@@ -19,7 +19,7 @@ from engine.processors import ProcessedInput
 
 
 class QwenVisionEncoder(EncoderModel):
-    """Pictures laid end to end; the tower attends within each (and within its windows, where it has some) by itself."""
+    """Images laid end to end; the tower attends within each image, and within windows if the model has windows."""
 
     layout = CheckpointLayout(prefixes={"visual.": "", "model.visual.": ""})
     tower: type[nn.Module]
@@ -50,8 +50,8 @@ class QwenVisionEncoder(EncoderModel):
         return list(torch.split(self.rows_of(output), (grids.prod(-1) // self._merge_unit).tolist()))
 
     def layout_of(self, sizes: Tensor, device: torch.device) -> dict[str, Any]:
-        """What the tower would work out of the sizes of pictures, [n, 3] on the host: from the device it would fetch
-        them one by one, and wait for it each time. Attention reads where pictures begin on the host, too."""
+        """Compute the tower's layout from image sizes, [n, 3] on the host. From the device the tower would fetch sizes
+        separately, waiting each time; attention reads the boundaries on the host, too."""
         positions = get_vision_position_ids(sizes, self._config.spatial_merge_size)
         starts = get_vision_cu_seqlens(sizes)
         return {
@@ -61,7 +61,7 @@ class QwenVisionEncoder(EncoderModel):
         }
 
     def rows_of(self, output: Any) -> Tensor:
-        """What the decoder gets of the tower's output, [num_tokens, encoder_width] over all pictures."""
+        """Return the decoder's rows from the tower's output, [num_tokens, encoder_width] over all images."""
         rows: Tensor = output.pooler_output
         return rows
 
@@ -85,7 +85,7 @@ class Qwen2_5_VLEncoder(QwenVisionEncoder):
 
 
 class Qwen3VLEncoder(QwenVisionEncoder):
-    """A row is the tower's last output and, behind it, those of the layers in `deepstack_visual_indexes`."""
+    """Each row holds the tower's last output, followed by outputs of the layers in `deepstack_visual_indexes`."""
 
     tower = Qwen3VLVisionModel
 

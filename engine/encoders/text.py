@@ -23,7 +23,7 @@ MAX_PADDING: Final = 1.25
 
 @torch.inference_mode()
 def encode_texts(module: nn.Module, items: Sequence[ProcessedInput]) -> list[Tensor]:
-    """One output [num_tokens, hidden_size] per item, in their order; padding is masked, so company changes nothing."""
+    """Return an output [num_tokens, hidden_size] per item, in order. Padding is masked and changes no result."""
     outputs: dict[int, Tensor] = {}
     for batch in batches_by_length([len(item.arrays["input_ids"]) for item in items]):
         outputs |= zip(batch, _encode(module, [items[index] for index in batch]), strict=True)
@@ -31,7 +31,7 @@ def encode_texts(module: nn.Module, items: Sequence[ProcessedInput]) -> list[Ten
 
 
 def batches_by_length(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Indices of texts that go through the encoder together."""
+    """Return indices of texts to encode together."""
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
         if batch and lengths[index] > MAX_PADDING * lengths[batch[0]]:
@@ -56,7 +56,7 @@ def _encode(module: nn.Module, items: Sequence[ProcessedInput]) -> list[Tensor]:
 
 
 class T5Encoder(EncoderModel):
-    """Token ids of T5's encoder prompts, padded where they share a batch."""
+    """Token ids of T5's encoder prompts, padded within a batch."""
 
     layout = CheckpointLayout(prefixes={"encoder.": "", "shared.": "embed_tokens."})
 
@@ -70,7 +70,7 @@ class T5Encoder(EncoderModel):
 
 
 class BartEncoder(EncoderModel):
-    """Token ids of BART's encoder prompts, padded where they share a batch."""
+    """Token ids of BART's encoder prompts, padded within a batch."""
 
     layout = CheckpointLayout(
         prefixes={

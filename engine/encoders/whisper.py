@@ -17,7 +17,7 @@ from engine.processors import ProcessedInput
 
 
 class WhisperEncoder(EncoderModel):
-    """Clips, each padded to one window, stacked."""
+    """Audio, each item padded to a window, stacked."""
 
     layout = CheckpointLayout(prefixes={"model.encoder.": "", "encoder.": ""})
 

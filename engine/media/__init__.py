@@ -1,1 +1,1 @@
-"""Untrusted media bytes to pixels and samples. What is wrong with them is said in a TriptychError("bad_media")."""
+"""Untrusted media bytes to pixels and samples. Damage is reported by TriptychError("bad_media"). Knows no model."""

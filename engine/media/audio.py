@@ -1,4 +1,4 @@
-"""Sounds: bytes to mono samples at the rate that a model was trained on."""
+"""Audio: bytes to mono samples at a model's training rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images: bytes to upright RGB pixels, and pixels to the numbers that an encoder takes.
+"""Images: bytes to upright RGB pixels, and pixels to an encoder's input values.
 
 The numbers are rescaled and normalised per channel, rounded where transformers rounds.
 """
@@ -23,7 +23,7 @@ MAX_PIXELS: Final = 90_000_000
 
 
 def decode_image(media: bytes) -> Image.Image:
-    """The (first) picture in `media`: turned as its EXIF says, transparency laid on white, RGB.
+    """Decode the (first) image in `media`: turned by EXIF, transparency laid on white, RGB.
 
     Raises TriptychError("bad_media") for other formats, damaged files, and pictures of more than `MAX_PIXELS` pixels,
     which are refused by their header, before anything is decoded.
@@ -67,7 +67,7 @@ HALVES = (0.5, 0.5, 0.5)
 
 
 def values_of_bytes(mean: Sequence[float], std: Sequence[float], rescale_factor: float) -> npt.NDArray[np.float32]:
-    """[3, 256]: what each of the 256 values of a channel becomes, rounded where transformers rounds."""
+    """Return [3, 256]: the result of each of the 256 values of a channel, rounded as in transformers."""
     scaled = (np.arange(256, dtype=np.float64) * rescale_factor).astype(np.float32)
     means, stds = (np.array(values, dtype=np.float32)[:, None] for values in (mean, std))
     values: npt.NDArray[np.float32] = (scaled - means) / stds
@@ -81,7 +81,7 @@ def to_planes(image: Image.Image, values: npt.NDArray[np.float32]) -> npt.NDArra
 
 
 def require_steps(json: dict[str, Any], *steps: str) -> None:
-    """Raise ValueError for a preprocessor_config.json that turns off a step which is always done here."""
+    """Raise ValueError for a preprocessor_config.json that turns off a required step."""
     for step in steps:
         if json.get(step, True) is False:
             raise ValueError(f"a preprocessor with {step} = false is not supported")

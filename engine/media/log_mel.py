@@ -1,4 +1,4 @@
-"""Sounds to Whisper's log-mel spectrogram, bit for bit as transformers' feature extractor makes it.
+"""Audio to Whisper's log-mel spectrogram, bit for bit as by transformers' feature extractor.
 
 Written here because transformers' own costs seconds of imports in every preprocessing process; torch stays, because
 another Fourier transform rounds otherwise.
@@ -47,7 +47,7 @@ class LogMelSettings:
 
 
 class LogMel:
-    """Mono samples of at most one chunk to [feature_size, num_frames], padded with silence."""
+    """Mono samples of at most a chunk to [feature_size, num_frames], padded with silence."""
 
     def __init__(self, settings: LogMelSettings) -> None:
         import torch

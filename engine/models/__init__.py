@@ -1,1 +1,2 @@
-"""The decoders, written for flattened batches; the encoders, which are transformers' own modules; and their loader."""
+"""Decoders, written for flattened batches, and the loader of weights. Encoders are transformers' own modules
+(engine.encoders)."""

@@ -49,7 +49,7 @@ CHECKPOINT_PARTS = {
 
 
 def build(info: ModelInfo) -> BartDecoder:
-    """The decoder of a model folder. Raises ValueError for an activation that is not computed here."""
+    """Make the decoder of a model folder. Raises ValueError for an unsupported activation."""
     with Checkpoint(info.folder) as checkpoint:
         has_bias = "final_logits_bias" in checkpoint.entries
     return BartDecoder(info, pre_norm=info.family.name == "mbart", has_logits_bias=has_bias)

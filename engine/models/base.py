@@ -1,4 +1,4 @@
-"""What the engine asks of a model. Batches are flattened: one row per token, whatever sequence it belongs to."""
+"""Interfaces between the engine and models. Batches are flattened: a row per token, of any sequence."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from engine.state.spec import DecoderSpec, PositionBias
 
 @dataclass(frozen=True)
 class EncoderRows:
-    """The encoder outputs of one step: `outputs` [k, encoder_width] belong to rows `rows` [k] of the batch."""
+    """The encoder outputs of a step: `outputs` [k, encoder_width] belong to rows `rows` [k] of the batch."""
 
     rows: Tensor
     outputs: Tensor
 
 
 class AttentionContext(Protocol):
-    """Attention as a model sees it during one forward pass: where keys and values live is not its business.
+    """A model's view of attention during a forward pass, without the location of KV.
 
     `has_cross` is False where no token of the step has encoder rows to read. `after_input` [num_tokens], bool, tells
     which tokens are placeholders of inputs or stand behind one; None where all do.
@@ -54,7 +54,7 @@ class AttentionContext(Protocol):
         """
 
     def cross_attention(self, layer: int, query: Tensor, *, scale: float | None = None) -> Tensor:
-        """Attend to the encoder rows that each token may see, by default all of its request.
+        """Attend to the visible encoder rows of each token, by default all rows of the request.
 
         query [num_tokens, num_heads, head_dim] -> the same. `layer` counts cross-attention layers. A token that sees
         no row gets zeros.
@@ -63,7 +63,7 @@ class AttentionContext(Protocol):
 
 @dataclass(frozen=True)
 class CheckpointLayout:
-    """Which tensors of a checkpoint are a module's, under any of the names that they had over the years.
+    """The tensors of a module in a checkpoint, under any historical name.
 
     `prefixes` maps each prefix of ours to what replaces it. `others` are prefixes of other modules that one of ours
     is a prefix of: the longest match decides. `ignored` are endings of tensors that are computed, not loaded.
@@ -74,7 +74,7 @@ class CheckpointLayout:
     ignored: tuple[str, ...] = ()
 
     def local_name(self, name: str) -> str | None:
-        """The name within the module, or None for a tensor that is not the module's to load."""
+        """Return the name within the module, or None for a tensor of another module."""
         matches = [prefix for prefix in (*self.prefixes, *self.others) if name.startswith(prefix)]
         prefix = max(matches, key=len, default="")
         if prefix not in self.prefixes or name.endswith(self.ignored):
@@ -84,7 +84,7 @@ class CheckpointLayout:
 
 @dataclass(frozen=True)
 class Zeros:
-    """Rows of a fused tensor that no checkpoint tensor fills."""
+    """Rows of a fused tensor without a source in the checkpoint."""
 
     rows: int
 
@@ -94,8 +94,8 @@ Sources = dict[str, tuple[str | Zeros, ...]]
 
 
 def fused_sources(module: nn.Module, parts: Mapping[str, tuple[str, ...]]) -> Sources:
-    """Sources of all parameters of a module: those of a leaf that `parts` names, `qkv_proj` for instance, are made of
-    the checkpoint's leaves there, and every other one is its own."""
+    """Return the sources of all parameters of a module. A leaf in `parts`, for instance `qkv_proj`, is made of the
+    checkpoint's leaves listed there; every other leaf is its own source."""
     sources: Sources = {}
     for name, _ in module.named_parameters():
         leaf = name.split(".")[-2] if "." in name else name
@@ -104,20 +104,20 @@ def fused_sources(module: nn.Module, parts: Mapping[str, tuple[str, ...]]) -> So
 
 
 def split_key_value(key_value: Tensor, spec: DecoderSpec) -> tuple[Tensor, Tensor]:
-    """What one linear layer makes of both: [m, 2 * num_kv_heads * head_dim] -> 2 x [m, num_kv_heads, head_dim]."""
+    """Split the output of a fused linear layer: [m, 2 * num_kv_heads * head_dim] -> 2 x [m, num_kv_heads, head_dim]."""
     key, value = key_value.view(len(key_value), 2, spec.num_kv_heads, spec.head_dim).unbind(1)
     return key, value
 
 
 class DecoderModel(nn.Module, ABC):
-    """A decoder. `forward` runs between `embed` and `logits`, so that encoder outputs can replace embeddings."""
+    """A decoder. `forward` runs between `embed` and `logits`: encoder outputs can replace embeddings in between."""
 
     spec: DecoderSpec
     layout: CheckpointLayout
 
     @abstractmethod
     def sources(self) -> Sources:
-        """Which checkpoint tensors each parameter is made of."""
+        """Return the checkpoint tensors of each parameter."""
 
     @abstractmethod
     def embed(self, input_ids: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class DecoderModel(nn.Module, ABC):
         """[k, hidden_size] -> [k, vocab_size]"""
 
     def project_cross(self, layer: int, encoder_output: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer's cross-attention: [m, encoder_hidden] -> 2 x [m, num_kv_heads, head_dim].
+        """Return keys and values of a layer's cross-attention: [m, encoder_hidden] -> 2 x [m, num_kv_heads, head_dim].
 
         Raises TypeError for a model without cross-attention.
         """
@@ -151,7 +151,7 @@ class DecoderModel(nn.Module, ABC):
 
 
 class EncoderModel(ABC):
-    """An encoder that takes items of many requests in one batch. `module` is transformers' own.
+    """An encoder for items of many requests in a batch. `module` is transformers' own.
 
     `unmasked` is the part of it whose attention never has a mask, so that a kernel for whole sequences serves it.
     """
@@ -161,7 +161,7 @@ class EncoderModel(ABC):
     unmasked: nn.Module | None = None
 
     def finish_loading(self, device: torch.device) -> None:  # noqa: B027  (most encoders have nothing to do)
-        """Compute on `device` the buffers that no checkpoint holds; called once the weights are in place."""
+        """Compute buffers missing in checkpoints on `device`; called once after loading the weights."""
 
     @abstractmethod
     def encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
@@ -173,7 +173,7 @@ class EncoderModel(ABC):
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a load took: checkpoint tensors by name, bytes read and bytes held, seconds."""
+    """Figures of a load: checkpoint tensors by name, bytes read and bytes held, seconds."""
 
     names: tuple[str, ...]
     read_bytes: int

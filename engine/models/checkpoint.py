@@ -25,7 +25,7 @@ _MAX_HEADER_BYTES: Final = 100 * 2**20
 
 
 class CheckpointError(TriptychError):
-    """The weights of a model folder are missing, damaged or not those of its configuration."""
+    """The weights of a model folder are missing, damaged or do not fit the configuration."""
 
     def __init__(self, message: str) -> None:
         super().__init__("model_not_found", message, "model")
@@ -33,7 +33,7 @@ class CheckpointError(TriptychError):
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies: `offset` and `size_bytes` are in the file at `path`. `dtype` is safetensors' name."""
+    """Location of a tensor: `offset` and `size_bytes` refer to the file at `path`. `dtype` is safetensors' name."""
 
     path: Path
     dtype: str
@@ -43,7 +43,7 @@ class TensorEntry:
 
 
 class Checkpoint:
-    """The tensors of a model folder: one `model.safetensors`, or the shards that its index names.
+    """The tensors of a model folder: `model.safetensors`, or the shards named by the index.
 
     A context manager: the files are closed on leaving. Raises CheckpointError for missing or damaged files.
     """
@@ -110,7 +110,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _read_header(path: Path) -> Iterator[tuple[str, TensorEntry]]:
-    """The entries of one file. The format: u64 header size, JSON header, data; offsets count from the data."""
+    """Return the entries of a file. The format: u64 header size, JSON header, data; offsets count from the data."""
     size = path.stat().st_size
     with path.open("rb") as file:
         header_size = int.from_bytes(file.read(8), "little")

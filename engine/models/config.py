@@ -1,4 +1,4 @@
-"""What a text decoder is built from, read from config.json: names of today and of older checkpoints.
+"""Configuration of a text decoder from config.json, by present names and by names in older checkpoints.
 
 Read here and not by transformers' configuration classes, which import half of torch: a decoder worker starts in half
 the time without them. Their defaults are kept.
@@ -47,7 +47,7 @@ class TextConfig:
 
 
 def read_text_config(info: ModelInfo) -> TextConfig:
-    """Raises ValueError for what is not computed here: other activations, partial rotation."""
+    """Read the configuration. Raises ValueError for unsupported features: other activations, partial rotation."""
     json = info.text_config
     activation = json.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
@@ -92,7 +92,7 @@ def is_tied(info: ModelInfo, *, default: bool) -> bool:
 
 
 def _rope(json: dict[str, Any]) -> dict[str, Any]:
-    """`rope_parameters`, or what stood in `rope_theta` and `rope_scaling` before there was that."""
+    """Return `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
     given: dict[str, Any] = json.get("rope_parameters") or json.get("rope_scaling") or {}
     rope_type = given.get("rope_type") or given.get("type") or "default"
     partial = given.get("partial_rotary_factor") or json.get("partial_rotary_factor") or 1.0
@@ -107,7 +107,7 @@ def _rope(json: dict[str, Any]) -> dict[str, Any]:
 
 
 def _windows(json: dict[str, Any], kind: str, max_model_len: int) -> tuple[int | None, ...]:
-    """How many tokens each layer sees, its own included; None for all."""
+    """Return the number of visible tokens for each layer, the own token included; None for all."""
     num_layers = int(json["num_hidden_layers"])
     if kind.startswith("mistral"):
         sliding = [True] * num_layers

@@ -1,4 +1,4 @@
-"""Random weights made where they are used: sizes and speed of a model without its checkpoint (vLLM's `dummy`)."""
+"""Random weights made in place: sizes and speed of a model without its checkpoint (vLLM's `dummy`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _VECTOR_SPREAD: Final = 0.02
 
 @torch.no_grad()
 def draw_weights(module: nn.Module, device: torch.device, dtype: torch.dtype) -> LoadReport:
-    """Replace the module's parameters (on the meta device) by random ones in `dtype` on `device`.
+    """Replace the module's parameters (on the meta device) by random values in `dtype` on `device`.
 
     Matrices keep the size of what goes through them, norms begin at 1, so that nothing overflows in float16. Equal in
     all processes with the same kind of device and the same torch.

@@ -1,4 +1,4 @@
-"""Layers that decoders share, computed by PyTorch or, where one serves, by a kernel of `engine.native`.
+"""Layers shared by decoders, computed by PyTorch or by a kernel of `engine.native`.
 
 C++ kernels serve bfloat16 on a CPU, Triton kernels serve CUDA. Neither is used before it is enabled.
 """
@@ -44,7 +44,7 @@ def activation(name: str) -> Activation:
 
 
 class LayerKernels(Protocol):
-    """The kernels that `native.ops` and `native.fused` share. A caller asks `serves_...` first."""
+    """The kernels shared by `native.ops` and `native.fused`. Ask `serves_...` first."""
 
     def serves_norm(self, hidden: Tensor) -> bool: ...
 
@@ -149,7 +149,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 class Rotary:
-    """Rotary positions (Su et al., 2021), of one axis or of M-RoPE's three (Qwen2-VL, 2024).
+    """Rotary positions (Su et al., 2021), with a single axis or M-RoPE's three (Qwen2-VL, 2024).
 
     Cosines and sines are computed in float32 once per step and shared by all layers. Raises ValueError for unknown
     variants and for frequencies that change with the sequence length: cached keys would have to be rotated again.
@@ -207,7 +207,7 @@ def _frequencies(config: TextConfig) -> tuple[Tensor, float]:
 
 
 def _axis_of_frequency(config: TextConfig) -> Tensor | None:
-    """Return for each frequency the axis, of (time, height, width), that turns it; None where positions have one axis.
+    """Return the axis (time, height or width) of each frequency; None for positions with a single axis.
 
     (4, 2, 2) in sections: t t t t h h w w; interleaved (Qwen3-VL), with time in the rest: t h w t h w t t.
     """

@@ -1,5 +1,5 @@
-"""Llama, Mistral, Qwen2, Qwen3 and the text decoder of Qwen2.5-VL: one architecture, with and without biases, norms of
-queries and keys, and M-RoPE."""
+"""Llama, Mistral, Qwen2, Qwen3 and the text decoder of Qwen2.5-VL: a shared architecture, with and without biases,
+norms of queries and keys, and M-RoPE."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CHECKPOINT_PARTS = {
 
 
 def build(info: ModelInfo) -> LlamaDecoder:
-    """The decoder of a model folder. Raises ValueError for a configuration with something that is not computed here."""
+    """Make the decoder of a model folder. Raises ValueError for an unsupported configuration."""
     layout = MULTIMODAL_LAYOUT if info.media_kind else LLAMA_LAYOUT
     return LlamaDecoder(read_text_config(info), max_model_len=info.max_model_len, layout=layout)
 

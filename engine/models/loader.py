@@ -1,4 +1,4 @@
-"""Puts a checkpoint's tensors into a module that was built without memory: each weight is allocated once, in place."""
+"""Load a checkpoint's tensors into a module built without memory: each weight is allocated once, in place."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def load_weights(
 
 
 def _local_names(checkpoint: Checkpoint, layout: CheckpointLayout) -> dict[str, str]:
-    """The checkpoint's name of each tensor of the module, by local name; of several that of the earlier prefix."""
+    """Return the checkpoint's name of each tensor of the module, by local name; the earlier prefix wins."""
     prefixes = tuple(layout.prefixes)
 
     def rank(name: str) -> int:
@@ -78,7 +78,7 @@ def _load_parameter(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Tensor:
-    """One parameter, its parts read one below the other."""
+    """Load a parameter, reading its parts below each other."""
     out = torch.empty(shape, dtype=dtype, device=device)
     row = 0
     for part in parts:

@@ -1,4 +1,4 @@
-"""Mllama's text decoder (Llama 3.2 Vision): Llama with gated layers of cross-attention to pictures between its own."""
+"""Mllama's text decoder (Llama 3.2 Vision): Llama with gated cross-attention layers to images in between."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CROSS_PARTS = {
 
 
 def build(info: ModelInfo) -> MllamaDecoder:
-    """The decoder of a model folder. Raises ValueError for a configuration with something that is not computed here."""
+    """Make the decoder of a model folder. Raises ValueError for an unsupported configuration."""
     config = read_text_config(info)
     cross_layers = frozenset(int(index) for index in info.text_config["cross_attention_layers"])
     outside = sorted(index for index in cross_layers if not 0 <= index < config.num_layers)
@@ -45,7 +45,7 @@ def build(info: ModelInfo) -> MllamaDecoder:
 
 
 class MllamaDecoder(DecoderModel):
-    """Layers stand in one list, as in the checkpoint; caches count those of either kind from 0."""
+    """Layers stand in a single list, as in the checkpoint; caches count the layers of each kind from 0."""
 
     layout = _LAYOUT
 

@@ -1,4 +1,4 @@
-"""The text decoder of Qwen3-VL: Qwen3, whose first layers are told once more what stands in the pictures.
+"""The text decoder of Qwen3-VL: Qwen3, with image features added again after the first layers.
 
 An encoder output has 1 + k times the hidden size of columns: the first part replaces embeddings, part k is added to
 the hidden states of the same tokens behind layer k (DeepStack, Meng et al., 2024).
@@ -17,13 +17,13 @@ from engine.models.llama import MULTIMODAL_LAYOUT, LlamaDecoder
 
 
 def build(info: ModelInfo) -> Qwen3VLDecoder:
-    """The decoder of a model folder. Raises ValueError for a configuration with something that is not computed here."""
+    """Make the decoder of a model folder. Raises ValueError for an unsupported configuration."""
     num_deepstack = len(info.config["vision_config"]["deepstack_visual_indexes"])
     return Qwen3VLDecoder(info, num_deepstack)
 
 
 class Qwen3VLDecoder(LlamaDecoder):
-    """Qwen3's layers with interleaved M-RoPE; the first `num_deepstack` of them add to the tokens of pictures."""
+    """Qwen3's layers with interleaved M-RoPE; the first `num_deepstack` layers add features to image tokens."""
 
     def __init__(self, info: ModelInfo, num_deepstack: int) -> None:
         config = read_text_config(info)

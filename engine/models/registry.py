@@ -18,7 +18,7 @@ from engine.models.skeleton import without_memory
 
 
 def make_decoder(info: ModelInfo) -> DecoderModel:
-    """The decoder of a model without memory for its weights. Raises ValueError for what is not supported, by name."""
+    """Make the decoder of a model without memory for its weights. Raises ValueError naming an unsupported feature."""
     with without_memory():
         model: DecoderModel = pkgutil.resolve_name(info.family.decoder)(info)
     return model
@@ -27,7 +27,7 @@ def make_decoder(info: ModelInfo) -> DecoderModel:
 def load_decoder(
     info: ModelInfo, device: torch.device, dtype: torch.dtype, load_format: LoadFormat = "auto"
 ) -> tuple[DecoderModel, LoadReport]:
-    """The decoder of a model, and no weight of its encoder; random weights with the load format "dummy".
+    """Load the decoder of a model, without encoder weights; random weights with the load format "dummy".
 
     Raises CheckpointError where the weights do not fit the configuration, ValueError for a configuration with
     something that is not supported (both name it).
@@ -41,7 +41,7 @@ def load_decoder(
 
 
 def make_encoder(info: ModelInfo) -> EncoderModel:
-    """The encoder of a model that takes media or texts, without memory for its weights."""
+    """Make the encoder of a model for media or texts, without memory for its weights."""
     # Resolved here: only encoders need transformers, which is slow to import.
     from transformers import AutoConfig
 
@@ -54,7 +54,7 @@ def make_encoder(info: ModelInfo) -> EncoderModel:
 def load_encoder(
     info: ModelInfo, device: torch.device, dtype: torch.dtype, load_format: LoadFormat = "auto"
 ) -> tuple[EncoderModel, LoadReport]:
-    """The encoder of a model, and no weight of its decoder; random weights with the load format "dummy".
+    """Load the encoder of a model, without decoder weights; random weights with the load format "dummy".
 
     Raises TriptychError("invalid_request") for a text model, CheckpointError where the weights do not fit.
     """

@@ -16,7 +16,7 @@ _FILLING: Final = frozenset((*_RANDOM, "xavier_normal_", "constant_", "zeros_", 
 
 @contextlib.contextmanager
 def without_memory() -> Iterator[None]:
-    """Modules made within the block have parameters on the meta device, and nothing initialises them.
+    """Create modules within the block on the meta device, without initialisation.
 
     There is nothing to initialise, and the attempt would cost a worker a second and 70 MB: drawing random numbers on
     the meta device makes torch import its compiler.
@@ -26,7 +26,7 @@ def without_memory() -> Iterator[None]:
 
 
 class _WithoutFilling(TorchFunctionMode):
-    """Filling a tensor that has no memory does nothing."""
+    """Skip the filling of tensors without memory."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

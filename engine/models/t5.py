@@ -1,5 +1,5 @@
-"""T5's decoder (Raffel et al., 2019), and that of T5 v1.1 and Flan-T5 (Chung et al., 2022): positions are a learned
-bias on the attention scores, which are not scaled, and norms neither shift nor subtract the mean."""
+"""T5's decoder (Raffel et al., 2019), and the decoder of T5 v1.1 and Flan-T5 (Chung et al., 2022): positions are a
+learned bias on unscaled attention scores, and norms neither shift nor subtract the mean."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _CHECKPOINT_PARTS = {
 
 
 def build(info: ModelInfo) -> T5Decoder:
-    """The decoder of a model folder. Raises ValueError for an activation that is not computed here.
+    """Make the decoder of a model folder. Raises ValueError for an unsupported activation.
 
     Whether the output head is the embedding is what the checkpoint holds: transformers has written
     `tie_word_embeddings: true` into configurations of checkpoints with a head of their own.
@@ -55,7 +55,7 @@ def build(info: ModelInfo) -> T5Decoder:
 
 
 class T5Decoder(DecoderModel):
-    """A pre-norm decoder without biases in its linear layers; `positions` count through the attention context alone.
+    """A pre-norm decoder without biases in linear layers; `positions` count through the attention context alone.
 
     The original scales what goes into its output head by 1 / sqrt(d_model), v1.1 and its descendants do not.
     """

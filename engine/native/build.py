@@ -1,4 +1,4 @@
-"""Compiles the kernels with the C++ compiler of this machine and loads them; four seconds, once per machine.
+"""Compile the kernels with this machine's C++ compiler and load the library; four seconds, once per machine.
 
 The kernels use AVX-512 with bfloat16 products (x86 servers from Cooper Lake, Zen 4 on). Whoever lacks these, or a
 compiler, computes with PyTorch alone.
@@ -29,7 +29,7 @@ class KernelsUnavailableError(Exception):
 
 
 def in_one_line(error: BaseException) -> str:
-    """What an error is and where its message ends, which is where compilers say what was wrong."""
+    """Return an error's type and the end of its message, the place of a compiler's reason."""
     words = " ".join(str(error).split())
     return f"{type(error).__name__}: {words[-_SHOWN_CHARACTERS:]}" if words else type(error).__name__
 
@@ -58,7 +58,8 @@ def _cpu_flags() -> frozenset[str]:
 
 
 def compiled_kernels() -> Path:
-    """Path of the library, compiled if it is not there yet; named by source and flags, good for any such processor.
+    """Return the path of the library, compiled if missing. The name contains source and flags, and fits any equal
+    processor.
 
     An image whose workers have no compiler can call this while it is built.
     """
@@ -81,7 +82,7 @@ def compiled_kernels() -> Path:
 
 
 def _cache_folder() -> Path:
-    """The user's; a new one for this process where there is no home."""
+    """Return the user's cache folder; without a home, a new folder for this process."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "triptych"
     except RuntimeError:
@@ -89,7 +90,7 @@ def _cache_folder() -> Path:
 
 
 def _compile(compiler: str, path: Path) -> None:
-    """Several workers may compile at once: each writes a file of its own, and the last rename wins."""
+    """Compile into a temporary file and rename: several workers may compile at once, and the last rename wins."""
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".so", delete=False) as file:
         temporary = Path(file.name)
     try:

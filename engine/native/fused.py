@@ -1,4 +1,4 @@
-"""The small kernels of a decoder layer on CUDA, by Triton: what PyTorch does in two or three launches, in one.
+"""Small kernels of a decoder layer on CUDA, by Triton: two or three launches of PyTorch in a single launch.
 
 A decode step reads a weight matrix in tens of microseconds, and a launch that moves a few kilobytes takes two: with
 sixteen of them a layer, a small model would spend a third of its time on them. Everything is computed in float32 and
@@ -24,7 +24,7 @@ ROTATED_HEADS: Final = 16
 
 
 def serves_norm(hidden: Tensor) -> bool:
-    """Rows, or heads of wider rows, whose elements lie together."""
+    """Return whether rows, or heads of wider rows, have contiguous elements."""
     return hidden.dtype in DTYPES and hidden.stride(-1) == 1 and (hidden.ndim == 3 or hidden.is_contiguous())
 
 
@@ -100,7 +100,7 @@ def rotate(x: Tensor, cosines: Tensor, signed_sines: Tensor) -> None:
 
 
 def _warps(num_elements: int) -> int:
-    """Of one program; both are powers of two."""
+    """Return the warps of a program; both numbers are powers of two."""
     return min(max(num_elements // COLUMNS_PER_WARP, 1), MAX_WARPS)
 
 
@@ -118,7 +118,7 @@ def _add_rms_norm(  # type: ignore[no-untyped-def]  # Triton reads annotations, 
     HAS_ADDED: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """One program for each row. `rows_together` rows are `inner_stride` apart, the next such group `outer_stride`."""
+    """Run a program per row. `rows_together` rows are `inner_stride` apart, groups `outer_stride`."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, SIZE)
     inside = columns < size
@@ -136,7 +136,7 @@ def _add_rms_norm(  # type: ignore[no-untyped-def]  # Triton reads annotations, 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _silu_mul(gate_up, out, row_stride, size, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program for SIZE columns of a row."""
+    """Run a program for SIZE columns of a row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = columns < size
@@ -158,7 +158,7 @@ def _rotate(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """One program for HEADS heads of a token.
+    """Run a program for HEADS heads of a token.
 
     x       first half · second half  ->  first * cos + second * sin · second * cos' + first * sin'
     tables  cos · cos', sin · sin'

@@ -1,4 +1,4 @@
-"""The kernels as functions of tensors. Nothing here is used before `enable`; PyTorch computes the same until then.
+"""The kernels as functions of tensors, unused before `enable`: PyTorch computes the same until then.
 
 Callers ask `serves` first: the tensors must be bfloat16, on a CPU, with rows that are contiguous.
 """
@@ -50,7 +50,7 @@ def is_enabled() -> bool:
 
 
 def disable() -> None:
-    """PyTorch alone from now on, but for attention backends that have been made already."""
+    """Use PyTorch alone from now on, except in existing attention backends."""
     global _enabled
     _enabled = False
 
@@ -137,7 +137,7 @@ def write_cache(cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> Non
 def paged_attention(
     query: Tensor, cache: Tensor, tables: Tensor, key_ranges: Tensor, scale: float, bias: Tensor | None
 ) -> Tensor:
-    """One token of a sequence each, against keys key_ranges[t, 0] .. [t, 1] of it; zeros for an empty range.
+    """Attend with a token per sequence to keys key_ranges[t, 0] .. [t, 1]; zeros for an empty range.
 
     query [n, num_heads, head_dim], heads contiguous within a token, float32 or bfloat16 as the cache; tables [n, m] and
     key_ranges [n, 2] contiguous int64; bias None or contiguous float32 [num_heads, n, max_len] -> as query.

@@ -1,4 +1,4 @@
-"""Media in, encoder inputs out: what runs in the process pool of an encoder worker, and in `LLM`.
+"""Media to encoder inputs, in the process pool of an encoder worker and in `LLM`. May import engine.media and below.
 
 `init_worker` once per process, then `process` per item. What an item will be as encoder output (its tokens, its
 bytes) is known here, before the encoder has run: that is what an encoder offers.
@@ -26,8 +26,8 @@ ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass
 class ProcessedInput:
-    """One media item, ready for the encoder. `shape` [num_encoder_tokens, hidden_size], `dtype` and `size_bytes` are
-    those of the encoder's output; `arrays` are its inputs by transformers' names, without a batch dimension."""
+    """A media item, ready for the encoder. `shape` [num_encoder_tokens, hidden_size], `dtype` and `size_bytes` describe
+    the encoder's output; `arrays` are the inputs by transformers' names, without a batch dimension."""
 
     arrays: dict[str, npt.NDArray[Any]]
     layout: InputLayout
@@ -37,7 +37,7 @@ class ProcessedInput:
 
 
 class Processor(Protocol):
-    """Media of one model: bytes to the encoder's inputs, their layout and the output's shape."""
+    """Media of a model: bytes to the encoder's inputs, the layout and the output's shape."""
 
     kind: str
 
@@ -55,7 +55,7 @@ _worker: _ProcessorState | None = None
 
 
 def init_worker(model: str, dtype: str) -> None:
-    """Load a model's processor into this process; `dtype` is that of the encoder's output, such as "float32".
+    """Load a model's processor into this process; `dtype` is the encoder output's, such as "float32".
 
     Raises TriptychError where the model takes no media, ValueError where the dtype is unknown or the preprocessor's
     settings do not fit the model.
@@ -73,7 +73,7 @@ def init_worker(model: str, dtype: str) -> None:
 
 
 def process(kind: str, media: bytes) -> ProcessedInput:
-    """Decode and preprocess one media item.
+    """Decode and preprocess a media item.
 
     Raises TriptychError: "bad_media" saying what is wrong with it, "invalid_request" for a kind that the model does not
     take.
@@ -89,7 +89,7 @@ def process(kind: str, media: bytes) -> ProcessedInput:
 
 
 def preprocessor_json(info: ModelInfo, part: str) -> dict[str, Any]:
-    """preprocessor_config.json, or the part of processor_config.json where a checkpoint keeps it there."""
+    """Return preprocessor_config.json, or the equivalent part of processor_config.json."""
     path = info.folder / "processor_config.json"
     if info.preprocessor or not path.is_file():
         return info.preprocessor

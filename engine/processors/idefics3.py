@@ -1,4 +1,4 @@
-"""Images of Idefics3 and SmolVLM: square pieces that the prompt names by row and column, and a small whole.
+"""Images of Idefics3 and SmolVLM: square pieces, named in the prompt by row and column, and a small whole image.
 
 Equal bit for bit to transformers' processors of both;
 transformers' own would cost every preprocessing process seconds of imports (torch among them).
@@ -40,7 +40,7 @@ class PieceSettings:
 
     @classmethod
     def from_json(cls, json: dict[str, Any]) -> PieceSettings:
-        """From a preprocessor_config.json. Raises ValueError where it turns off a step that is always done here."""
+        """Read a preprocessor_config.json. Raises ValueError if the file turns off a required step."""
         require_steps(json, "do_resize", "do_rescale", "do_normalize")
         size = json.get("size") or {"longest_edge": cls.longest_edge}
         longest = size.get("longest_edge")
@@ -83,7 +83,7 @@ def image_to_pieces(image: Image.Image, settings: PieceSettings) -> tuple[npt.ND
 
 
 def scaled_size(height: int, width: int, longest_edge: int) -> tuple[int, int]:
-    """(height, width) with the longer edge as given, the shorter one even, and neither above 4096."""
+    """Return (height, width) with the longer edge as given, the shorter edge even, and neither above 4096."""
     aspect = width / height
     if width >= height:
         width, height = longest_edge, _even(int(longest_edge / aspect))
@@ -99,8 +99,8 @@ def scaled_size(height: int, width: int, longest_edge: int) -> tuple[int, int]:
 
 
 def whole_pieces(height: int, width: int, side: int) -> tuple[int, int]:
-    """(height, width) of as many whole pieces as the picture needs: the longer edge is rounded up, and the shorter
-    one after it has grown along."""
+    """Return (height, width) of as many whole pieces as the image needs: round up the longer edge, then the shorter
+    edge after scaling along."""
     aspect = width / height
     if width >= height:
         width = math.ceil(width / side) * side
@@ -119,9 +119,8 @@ _FAKE, _GLOBAL = "<fake_token_around_image>", "<global-img>"
 
 
 class Idefics3Processor:
-    """Pictures to pieces of one size. The placeholder becomes what the models were trained on: each piece's tokens
-    behind its row and column, rows ended by a line break, the whole picture last.
-    """
+    """Images to pieces of equal size. The placeholder becomes the trained pattern: each piece's tokens behind a row and
+    column, rows ended by a line break, the whole image last."""
 
     kind = "image"
 
@@ -148,7 +147,8 @@ class Idefics3Processor:
         return {"pixel_values": pieces}, layout, (num_tokens, self._hidden_size)
 
     def _expand(self, rows: int, columns: int) -> list[tuple[int, int]]:
-        """Runs of (token id, count). Tokenised as one text: a tokenizer may join the two line breaks at the end."""
+        """Return runs of (token id, count), tokenised as a single text: a tokenizer may join the two line breaks at the
+        end."""
         lines = [
             "".join(f"{_FAKE}<row_{row + 1}_col_{column + 1}>{self._image_token}" for column in range(columns))
             for row in range(rows)
@@ -160,7 +160,7 @@ class Idefics3Processor:
 
 
 def _tokens_per_piece(info: ModelInfo, piece_size: int) -> int:
-    """Rows that the connector leaves of one piece.
+    """Return the number of rows per piece after the connector.
 
     Raises ValueError where they are not what the checkpoint's own processor puts into prompts.
     """

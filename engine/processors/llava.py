@@ -1,4 +1,4 @@
-"""Images of LLaVA-1.5 and its relatives: cropped to one square of fixed size, with one number of tokens.
+"""Images of LLaVA-1.5 and relatives: cropped to a square of fixed size, with a fixed number of tokens.
 
 Equal bit for bit to transformers' CLIP, SigLIP and LLaVA image processors;
 transformers' own would cost every preprocessing process seconds of imports (torch among them).
@@ -25,7 +25,7 @@ MAX_RESIZED_PIXELS = 90_000_000
 
 @dataclass(frozen=True)
 class CropSettings:
-    """Sizes in pixels, (height, width). With `shortest_edge` the aspect is kept, else all is brought to `size`.
+    """Sizes in pixels, (height, width). With `shortest_edge` the aspect is kept, else images are scaled to `size`.
 
     `square` lays the picture on a square of the mean colour first.
     """
@@ -41,7 +41,7 @@ class CropSettings:
 
     @classmethod
     def from_json(cls, json: dict[str, Any]) -> CropSettings:
-        """From a preprocessor_config.json. Raises ValueError where it turns off a step that is always done here."""
+        """Read a preprocessor_config.json. Raises ValueError if the file turns off a required step."""
         require_steps(json, "do_resize", "do_rescale", "do_normalize")
         kind = str(json.get("image_processor_type") or json.get("feature_extractor_type"))
         siglip = kind.startswith("Siglip")
@@ -60,7 +60,7 @@ class CropSettings:
 
     @property
     def output_size(self) -> tuple[int, int]:
-        """Of every picture. Raises ValueError where it depends on the picture."""
+        """Size of every image. Raises ValueError if the size depends on the image."""
         fixed = self.crop_size or self.size
         if fixed is None:
             raise ValueError(
@@ -127,7 +127,7 @@ CLASS_TOKENS: Final = {"clip_vision_model": 1, "siglip_vision_model": 0}
 
 
 class LlavaProcessor:
-    """Pictures to pixels of one size; the placeholder becomes one token per row of the projected features."""
+    """Images to pixels of equal size; the placeholder becomes a token per row of the projected features."""
 
     kind = "image"
 

@@ -1,4 +1,4 @@
-"""Images of Mllama (Llama 3.2 Vision): up to four tiles of one size, and one token in the prompt for each image.
+"""Images of Mllama (Llama 3.2 Vision): up to four tiles of equal size, and a single prompt token per image.
 
 Equal bit for bit to transformers' image processor of Mllama;
 transformers' own would cost every preprocessing process seconds of imports (torch among them).
@@ -33,7 +33,7 @@ class TileSettings:
 
     @classmethod
     def from_json(cls, json: dict[str, Any]) -> TileSettings:
-        """From a preprocessor_config.json. Raises ValueError where it turns off a step that is always done here."""
+        """Read a preprocessor_config.json. Raises ValueError if the file turns off a required step."""
         require_steps(json, "do_resize", "do_pad", "do_rescale", "do_normalize")
         size = json.get("size") or {"height": cls.tile_size, "width": cls.tile_size}
         if size.get("height") is None or size["height"] != size.get("width"):
@@ -49,13 +49,13 @@ class TileSettings:
 
     @property
     def arrangements(self) -> list[tuple[int, int]]:
-        """(rows, columns) of tiles that a picture may have; an aspect ratio id is the place in this list, from 1."""
+        """Possible (rows, columns) of tiles; an aspect ratio id is the index in this list, from 1."""
         counts = range(1, self.max_tiles + 1)
         return [(rows, columns) for rows in counts for columns in counts if rows * columns <= self.max_tiles]
 
 
 def image_to_tiles(image: Image.Image, settings: TileSettings) -> tuple[npt.NDArray[np.float32], tuple[int, int]]:
-    """Tiles [rows * columns, 3, tile_size, tile_size], row by row, and (rows, columns). What is left over is black."""
+    """Return tiles [rows * columns, 3, tile_size, tile_size], row by row, and (rows, columns). Unused area is black."""
     rows, columns = arrangement(image.width, image.height, settings)
     side = settings.tile_size
     canvas = Image.new("RGB", (columns * side, rows * side))
@@ -68,8 +68,8 @@ def image_to_tiles(image: Image.Image, settings: TileSettings) -> tuple[npt.NDAr
 
 
 def arrangement(width: int, height: int, settings: TileSettings) -> tuple[int, int]:
-    """(rows, columns) of the canvas on which a picture needs the least enlarging, else the least shrinking; the
-    smallest of several."""
+    """Return (rows, columns) of the canvas with the least enlarging, else the least shrinking; of several the
+    smallest."""
     side = settings.tile_size
     scales = {
         (rows, columns): min(rows * side / height, columns * side / width) for rows, columns in settings.arrangements
@@ -80,7 +80,8 @@ def arrangement(width: int, height: int, settings: TileSettings) -> tuple[int, i
 
 
 def fitting_size(width: int, height: int, canvas_width: int, canvas_height: int, side: int) -> tuple[int, int]:
-    """(width, height) of a picture on its canvas, the aspect kept: as large as it is, but at least a tile."""
+    """Return (width, height) of an image on the canvas, with the aspect kept: the original size, but at least a
+    tile."""
     target_width = min(max(width, side), canvas_width)
     target_height = min(max(height, side), canvas_height)
     scale_width, scale_height = target_width / width, target_height / height
@@ -90,8 +91,8 @@ def fitting_size(width: int, height: int, canvas_width: int, canvas_height: int,
 
 
 class MllamaProcessor:
-    """Pictures to tiles. The encoder puts out rows for the greatest number of tiles; those of the tiles that the
-    picture has come first and are all that text behind it sees."""
+    """Images to tiles. The encoder outputs rows for the greatest number of tiles; rows of real tiles come first, the
+    only rows visible to later text."""
 
     kind = "image"
 

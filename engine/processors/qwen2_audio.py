@@ -1,4 +1,4 @@
-"""Clips for Qwen2-Audio: log-mel spectrograms of one window, and how much of it is the clip."""
+"""Audio for Qwen2-Audio: log-mel spectrograms of a window, and the length of the audio within."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.processors import preprocessor_json
 
 
 class Qwen2AudioProcessor:
-    """Clips of at most one window (30 s); a placeholder becomes a token per four frames (40 ms) of the clip."""
+    """Audio of at most a window (30 s); a placeholder becomes a token per four frames (40 ms)."""
 
     kind = "audio"
 
@@ -50,7 +50,7 @@ class Qwen2AudioProcessor:
 
 
 def num_output_tokens(num_frames: int) -> int:
-    """Rows that the encoder makes of so many frames: a convolution takes every second, pooling every second of those.
+    """Return the encoder rows for a number of frames: convolution and pooling halve the number, each.
 
     0 for a clip of less than three frames.
     """

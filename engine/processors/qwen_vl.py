@@ -25,7 +25,7 @@ _MAX_ASPECT_RATIO = 200
 
 @dataclass(frozen=True)
 class PatchSettings:
-    """Sizes in pixels, but `merge_size` in patches (per side, to one token) and `temporal_patch_size` in frames."""
+    """Sizes in pixels; `merge_size` in patches (per side, to a token) and `temporal_patch_size` in frames."""
 
     patch_size: int = 14
     temporal_patch_size: int = 2
@@ -39,7 +39,7 @@ class PatchSettings:
 
     @classmethod
     def from_json(cls, json: dict[str, Any]) -> PatchSettings:
-        """From a preprocessor_config.json. Raises ValueError where it turns off a step that is always done here."""
+        """Read a preprocessor_config.json. Raises ValueError if the file turns off a required step."""
         require_steps(json, "do_resize", "do_rescale", "do_normalize")
         size = json.get("size") or {}
         known = {name: json[name] for name in cls.__dataclass_fields__ if json.get(name) is not None}
@@ -51,8 +51,8 @@ class PatchSettings:
 def image_to_patches(
     image: Image.Image, settings: PatchSettings
 ) -> tuple[npt.NDArray[np.float32], tuple[int, int, int]]:
-    """Patches [num_patches, channels * frames * patch_size^2], merged ones next to each other, and their grid
-    (time, height, width) before merging.
+    """Return patches [num_patches, channels * frames * patch_size^2], merged patches adjacent, and the grid (time,
+    height, width) before merging.
 
     Raises TriptychError("bad_media") for a picture more than 200 times as long as wide.
     """
@@ -71,8 +71,8 @@ def image_to_patches(
 
 
 def target_size(width: int, height: int, settings: PatchSettings) -> tuple[int, int]:
-    """The size that a picture is brought to: multiples of a token's side, pixels between the limits, the aspect kept
-    as well as can be (Qwen2-VL's `smart_resize`)."""
+    """Return the scaled size: multiples of a token's side, pixels between the limits, the aspect kept as far as
+    possible (Qwen2-VL's `smart_resize`)."""
     if max(width, height) > _MAX_ASPECT_RATIO * min(width, height):
         message = f"a picture of {width} x {height} pixels: one side is more than {_MAX_ASPECT_RATIO} times the other"
         raise TriptychError("bad_media", message)
@@ -90,7 +90,7 @@ def target_size(width: int, height: int, settings: PatchSettings) -> tuple[int, 
 
 
 class QwenVLProcessor:
-    """Pictures of any size to patches, merged squares together; the layout's grid is that of the merged patches."""
+    """Images of any size to patches, merged squares together; the layout's grid counts merged patches."""
 
     kind = "image"
 

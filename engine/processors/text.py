@@ -13,7 +13,8 @@ from common.text.prompts import check_encoder_prompt, decode_tokens
 
 
 class TextTokensProcessor:
-    """The token ids of an encoder prompt as little-endian uint32. Raises TriptychError for what the encoder refuses."""
+    """The token ids of an encoder prompt as little-endian uint32. Raises TriptychError for ids refused by the
+    encoder."""
 
     kind = "text"
 

@@ -1,4 +1,4 @@
-"""Clips for Whisper: log-mel spectrograms of one window."""
+"""Audio for Whisper: log-mel spectrograms of a window."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.processors import preprocessor_json
 
 
 class WhisperProcessor:
-    """Clips of at most one window (30 s) to a log-mel spectrogram, padded to the window."""
+    """Audio of at most a window (30 s) to a log-mel spectrogram, padded to the window."""
 
     kind = "audio"
 

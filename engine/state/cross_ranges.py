@@ -1,4 +1,4 @@
-"""Rows of encoder outputs that each token reads by cross-attention, for inputs inside the prompt.
+"""Visible encoder rows of each token, for cross-attention to inputs within the prompt.
 
 Mllama's rules, as transformers has them. Inputs with no text between them form a group; text reads the group before it,
 and of each input only the rows that are visible (those of real tiles). Text before the first input reads all rows of
@@ -28,7 +28,7 @@ from engine.state.inputs import IntArray
 
 @dataclass(frozen=True)
 class CrossInput:
-    """An input of a request: where its placeholder stands in the prompt, and the rows of its encoder output."""
+    """An input of a request: the placeholder's place in the prompt, and the rows of the encoder output."""
 
     position: int
     num_rows: int
@@ -36,7 +36,7 @@ class CrossInput:
 
 
 def table_rows(outputs: Sequence[torch.Tensor], inputs: Sequence[CrossInput]) -> torch.Tensor:
-    """The encoder outputs of one request, [num_rows, hidden] each, as the rows of its table."""
+    """Concatenate the encoder outputs of a request, [num_rows, hidden] each, as rows of its table."""
     order = [index for group in _last_group_first(inputs) for index in group]
     visible = [outputs[index][: inputs[index].num_visible] for index in order]
     hidden = [outputs[index][inputs[index].num_visible :] for index in order]
@@ -44,7 +44,7 @@ def table_rows(outputs: Sequence[torch.Tensor], inputs: Sequence[CrossInput]) ->
 
 
 def key_ranges(inputs: Sequence[CrossInput], positions: IntArray) -> IntArray:
-    """[n, 2]: the tokens at `positions` [n] of a sequence read rows [i, 0] .. [i, 1] of its request's table.
+    """Return [n, 2]: tokens at `positions` [n] of a sequence read rows [i, 0] .. [i, 1] of the request's table.
 
     `inputs` stand in the order of the prompt. Without any, all ranges are empty.
     """
@@ -65,7 +65,7 @@ def key_ranges(inputs: Sequence[CrossInput], positions: IntArray) -> IntArray:
 
 
 def groups_of(positions: Sequence[int | None]) -> list[list[int]]:
-    """The numbers of the inputs that stand at these places of a prompt, by groups. None: in no prompt, by itself."""
+    """Group input numbers by adjacent places in a prompt. None, outside of a prompt, is a group alone."""
     groups: list[list[int]] = []
     end = None
     for index, position in enumerate(positions):
@@ -81,5 +81,5 @@ def _last_group_first(inputs: Sequence[CrossInput]) -> list[list[int]]:
 
 
 def after_input(inputs: Sequence[CrossInput], positions: IntArray) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """[n]: whether the tokens at `positions` are placeholders or stand behind one."""
+    """Return [n]: whether the tokens at `positions` are placeholders or follow a placeholder."""
     return positions >= inputs[0].position if inputs else np.zeros(len(positions), np.bool_)

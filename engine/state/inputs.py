@@ -1,4 +1,4 @@
-"""Inputs of one forward pass, prepared without a loop over tokens (the document "Prepare inputs for model forwarding").
+"""Inputs of a forward pass, prepared without a loop over tokens (the document "Prepare inputs for model forwarding").
 
 Two tables hold what is known of every running request, a row (slot) each:
 
@@ -29,7 +29,7 @@ _LAST = itemgetter(-1)
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Arrays of one step; token-level ones have one entry per scheduled token, in the order of the requests."""
+    """Arrays of a step; token-level arrays have an entry per scheduled token, in request order."""
 
     request_indices: IntArray
     positions: IntArray
@@ -44,7 +44,7 @@ class StepInputs:
 
 
 class InputBuffers:
-    """The two tables and the arithmetic over them. A slot is a row; requests hold one while they run."""
+    """The two tables and the arithmetic over them. A running request holds a slot, a row of each table."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         self.max_model_len = max_model_len
@@ -72,7 +72,7 @@ class InputBuffers:
         self._free_slots.append(slot)
 
     def update(self, slot: int, token_ids: Sequence[int], blocks: Sequence[int], num_computed_tokens: int) -> None:
-        """Bring a row up to date; only what is new since the last call is copied."""
+        """Update a row by copying only values new since the last call."""
         known = int(self._num_tokens[slot])
         # The block that is written next may have become another one: a shared block is copied on write.
         known_blocks = min(int(self._num_blocks[slot]), num_computed_tokens // self.block_size)
@@ -91,7 +91,7 @@ class InputBuffers:
         blocks: Sequence[Sequence[int]],
         num_computed_tokens: Sequence[int],
     ) -> None:
-        """`update` for a whole step. Rows with one new token, which decodes are, are written all at once.
+        """Update all rows of a step. Rows with a single new token, usual for decodes, are written together.
 
         A token that is not known yet (below 0) stays so in the table after it has become known: it is read in the step
         right behind, and again only after `take_slot`, which writes the whole row anew.

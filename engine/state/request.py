@@ -1,4 +1,4 @@
-"""A request inside the engine: its prompt as far as it is known, its inputs, and its sequences of tokens.
+"""A request inside the engine: the known part of its prompt, its inputs, and its sequences of tokens.
 
 The prompt arrives with one placeholder token per input. Placeholders are expanded in order, as soon as the sizes of
 the inputs are known; what stands after an input of unknown size is not known yet:
@@ -33,7 +33,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 class InputState(enum.Enum):
-    """State of an input on the way into the prompt."""
+    """Progress of a request's input into the prompt."""
 
     MISSING = "missing"  # nobody has offered it yet
     OFFERED = "offered"  # offered, waiting for room
@@ -45,7 +45,7 @@ class InputState(enum.Enum):
 
 @dataclass(eq=False)
 class RequestInput:
-    """One input of one request. `start` is where its expansion begins in the expanded prompt."""
+    """An input of a request. `start` is the beginning of its expansion in the expanded prompt."""
 
     slot: InputSlot
     state: InputState = InputState.MISSING
@@ -60,7 +60,7 @@ class RequestInput:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens that the placeholder became."""
+        """Number of tokens in place of the placeholder."""
         assert self.metadata is not None
         return sum(count for _, count in self.metadata.layout.expansion)
 
@@ -76,7 +76,7 @@ _sequence_ids = itertools.count()
 
 @dataclass(eq=False)
 class Sequence:
-    """One decoder sequence: the prompt and what has been generated after it.
+    """A decoder sequence: the prompt and the generated tokens.
 
     `index` is its number within the request. `sampler_state` belongs to the sampler; `hashes` are those of its full
     blocks, of which the first `num_remembered` are in the prefix cache. Its first `num_lost_tokens` were computed once,
@@ -108,12 +108,12 @@ class Sequence:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Length of the prompt, as far as it is known."""
+        """Length of the known prompt."""
         return len(self.request.prompt)
 
     @property
     def num_known_tokens(self) -> int:
-        """Length without the tokens at its end that only the device knows yet."""
+        """Length without trailing tokens known to the device alone."""
         count = len(self.token_ids)
         while count and self.token_ids[count - 1] == UNKNOWN_TOKEN:
             count -= 1
@@ -128,7 +128,7 @@ class Sequence:
         return self.token_ids[len(self.request.prompt) :]
 
     def fork(self, index: int) -> Sequence:
-        """A sequence with the same tokens, as far computed; it has no blocks and no slot yet."""
+        """Make a sequence with the same tokens and computed length, without blocks and slot."""
         return Sequence(
             self.request,
             index,
@@ -194,11 +194,11 @@ class Request:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Return the order of requests: lower priority, then earlier arrival."""
+        """Sort key of scheduling: lower priority, then earlier arrival."""
         return self.priority, self.arrival
 
     def go_first(self) -> None:
-        """Put this request before all others, whatever their priority."""
+        """Put this request before all requests without this call, whatever their priority."""
         self.priority -= _FIRST
 
     @property
@@ -207,13 +207,13 @@ class Request:
 
     @property
     def num_slots(self) -> int:
-        """Sequences that the request has, or will have once its prompt is computed."""
+        """Number of sequences, now or after the prompt is computed."""
         return len(self.sequences) if self.forked else self.sampling.num_sequences
 
     # --- the prompt
 
     def expand_prompt(self) -> None:
-        """Append every part of the prompt that is known by now to `prompt` and to the sequences."""
+        """Append every newly known part of the prompt to `prompt` and to the sequences."""
         if self.is_prompt_known:
             return
         while self._next_input < len(self.inputs) and not self.is_encoder_decoder:
@@ -269,7 +269,7 @@ class Request:
         return self.mrope_positions[0] if self.mrope_positions else np.zeros((3, 0), np.int64)
 
     def extend_hashes(self, sequence: Sequence, num_tokens: int, block_size: int) -> list[bytes]:
-        """The hashes of the blocks that the first `num_tokens` of a sequence fill (the sequence keeps them)."""
+        """Return the hashes of the blocks filled by the first `num_tokens` of a sequence (kept by the sequence)."""
         if self._root is None:
             self._root = root_hash(self.encoder_content, uses_mrope=self.uses_mrope)
         if len(sequence.hashes) < num_tokens // block_size:
@@ -285,7 +285,7 @@ class Request:
 
     @property
     def num_known_tokens(self) -> int:
-        """Length of the longest sequence, as far as it is known."""
+        """Known length of the longest sequence."""
         return max((sequence.num_known_tokens for sequence in self.sequences), default=len(self.prompt))
 
     @property
@@ -294,15 +294,15 @@ class Request:
 
     @property
     def num_encoder_tokens(self) -> int:
-        """Length of the cross-attention table; 0 for a model without one, or while unknown."""
+        """Length of the cross-attention table; 0 for a model without cross-attention, or while unknown."""
         if not self.cross_attention:
             return 0
         return sum(item.metadata.layout.num_encoder_tokens for item in self.inputs if item.metadata is not None)
 
     @property
     def encoder_content(self) -> str:
-        """What the cross-attention reads: contents, in groups without text between them, and length; empty where there
-        is none. Whoever has the same can share a table, whose order is that of the groups (cross_ranges)."""
+        """Key of the cross-attention table: contents, in groups without text in between, and length; empty without
+        cross-attention. Requests with equal keys share a table in the order of the groups (cross_ranges)."""
         if not self.cross_attention or not self.inputs:
             return ""
         groups = groups_of([item.start for item in self.inputs])
@@ -315,12 +315,12 @@ class Request:
 
     @property
     def num_handoff_tokens(self) -> int:
-        """Tokens that a prefill computes for a decode elsewhere: all that the sequences share but the last one."""
+        """Number of tokens to prefill for a decode worker: all tokens shared by the sequences but the last."""
         return len(self.prompt if len(self.resumed) > 1 else self.sequences[0].token_ids) - 1
 
     @property
     def num_reusable_tokens(self) -> int:
-        """Tokens of the first sequence that may come from the prefix cache: one at least is left to compute here.
+        """Number of tokens of the first sequence allowed from the prefix cache; at least a token is left to compute.
 
         Of several sequences only the prompt: each computes what stands in the block after its last full one, so that an
         input there is needed, though the first sequence were found to have it.
@@ -334,11 +334,11 @@ class Request:
 
     @property
     def is_prefilled_here(self) -> bool:
-        """Whether this is a prefill for somebody else, and complete."""
+        """Whether this is a complete prefill for another instance."""
         return self.prefill_only and self.next_missing_input is None and self.num_remaining(self.sequences[0]) <= 0
 
     def num_computable_tokens(self, sequence: Sequence, num_covered: int = 0, *, cross_covered: bool = False) -> int:
-        """How far a sequence can be computed now: up to the first input that is still missing.
+        """Number of tokens of a sequence computable now: up to the first missing input.
 
         Inputs within the first `num_covered` tokens are not needed, nor are those of a cross table that is there,
         unless they are on their way.
@@ -359,7 +359,7 @@ class Request:
         return len(sequence.token_ids)
 
     def num_remaining(self, sequence: Sequence) -> int:
-        """Tokens of a running sequence that could be computed now."""
+        """Number of tokens of a running sequence left to compute now."""
         if sequence.is_full:
             return 0
         return self.num_computable_tokens(sequence) - sequence.num_computed_tokens

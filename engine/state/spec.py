@@ -17,7 +17,7 @@ every layer."""
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """The sizes by which the engine lays out caches and checks requests. `max_model_len` is in tokens.
+    """The sizes that determine cache layout and request checks. `max_model_len` is in tokens.
 
     Layers of self-attention and of cross-attention are counted apart: a block of the KV cache belongs to one kind, and
     both kinds use the first of `num_caches` tensors. `encoder_width` is the row width of encoder outputs.
