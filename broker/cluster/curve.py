@@ -30,9 +30,9 @@ from zmq.utils import z85
 from common.keys import ClusterKey
 
 HANDSHAKE_MS: Final = 5000
-"""A connection that has not proved itself by then is closed."""
+"""An unproven connection is closed after so long."""
 OVERHEAD_BYTES: Final = 64
-"""What encryption adds to one frame at most."""
+"""Most bytes that encryption adds to a frame."""
 _DOMAIN: Final = b"triptych"
 _ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
 

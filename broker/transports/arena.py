@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Final
 
 ALIGNMENT_BYTES: Final = 64
-"""Every room begins at a multiple of it: a cache line, and enough for any dtype."""
+"""Every slice begins at a multiple: a cache line, and enough for any dtype."""
 
 
 def aligned(num_bytes: int) -> int:

@@ -22,7 +22,7 @@ from common.errors import TriptychError
 from common.messages import TensorHeader
 
 QUEUE_TENSORS: Final = 64
-"""Tensors on their way over one connection; the next one waits for room."""
+"""Tensors on their way over one connection; the next tensor waits for a slot."""
 
 
 def _nothing() -> None: ...
@@ -105,7 +105,7 @@ class Receiver(Protocol):
     address: str
     """A URL under which senders find it."""
     num_invalid: int
-    """Messages that were none, and connections dropped for them."""
+    """Invalid messages, and connections dropped for such messages."""
 
     @property
     def num_unfinished(self) -> int:
@@ -130,7 +130,7 @@ class Connection(Protocol[Sent]):
     """The sending end of one pair of processes: connects with the first send, and again after a break."""
 
     scheme: ClassVar[str]
-    """The beginning of the addresses that it can connect to, up to `://`."""
+    """The beginning of reachable addresses, up to `://`."""
 
     async def send(self, header: TensorHeader, data: Sent, timeout_s: float) -> None:
         """Hand a tensor over, with its checksum in the header; a lost tensor shows by its missing receipt.

@@ -19,9 +19,9 @@ from common.messages import InstanceRecord, TensorHeader
 from common.telemetry import get_logger
 
 AVOID_S: Final = 10.0
-"""A transport that cannot reach a receiver is not tried again for so long, if there is another."""
+"""After a failure to reach a receiver, a transport is avoided for so long, if there is another."""
 FROM_DEVICE: Final = "gpu"
-"""Counts with the schemes that were not taken: what lay on a GPU was brought to the host."""
+"""Counted with the skipped schemes: a tensor on a GPU was brought to the host."""
 
 log = get_logger()
 

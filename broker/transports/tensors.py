@@ -40,7 +40,7 @@ from common.messages import InstanceRecord, Offer, TensorHeader
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int32": 4, "uint8": 1}
 """Bytes per element of every dtype that may travel."""
 TURN_S: Final = 0.001
-"""After so long others have their turn on the loop, however many tensors wait."""
+"""Longest turn on the loop, for any number of waiting tensors."""
 
 
 def payload_fault(message: TensorHeader | Offer, num_bytes: int) -> str | None:
@@ -163,7 +163,7 @@ class TensorSender:
         self._only_cuda = transport == "cuda"
         self._routes: dict[str, Route] = {}
         self.num_sent: Counter[str] = Counter()
-        """Tensors by the scheme that took them."""
+        """Tensors by the scheme that carried them."""
         self.num_fallbacks: Counter[str] = Counter()
         """Tensors that have gone another way than the best: by each better scheme that led nowhere, and as `gpu` those
         that were brought from a GPU to the host though this side could have sent them from there."""

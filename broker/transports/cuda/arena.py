@@ -17,7 +17,7 @@ from broker.transports.cuda.runtime import CudaError, CudaRuntime
 from broker.transports.payload import DeviceBuffer
 
 ARENA_BYTES: Final = 128 * 2**20
-"""Of the device, for each process that sends; common.process.gpu_memory leaves it out of what pools share."""
+"""Of the device, for each process that sends; common.process.gpu_memory subtracts these bytes from the pools' share."""
 
 
 class DeviceArena:

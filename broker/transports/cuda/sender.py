@@ -37,7 +37,7 @@ from common.messages import TensorHeader, encode
 from common.telemetry import get_logger
 
 LINK_SHARE: Final = 2
-"""One receiver holds at most this part (a half) of the arena: one that is stopped leaves the others room."""
+"""A receiver holds at most this part (a half) of the arena: a stopped receiver leaves memory to the others."""
 
 log = get_logger()
 

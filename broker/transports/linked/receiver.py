@@ -19,7 +19,7 @@ from common.messages import encode
 from common.telemetry import get_logger
 
 RELEASED_AT_ONCE: Final = 8
-"""The sender of so many tensors may wait for the room of one."""
+"""The sender of so many tensors may wait for the memory of one."""
 
 log = get_logger()
 

@@ -26,7 +26,7 @@ CHUNK_BYTES: Final = 4 * 2**20
 WINDOW: Final = 4
 """Chunks that may wait in the broker."""
 LEASE_S: Final = 1.5
-"""What a sender has put there is gone after so long where it is stopped, or cut off, or the broker stands still."""
+"""The chunks of a stopped or cut-off sender are gone after so long, also while the broker stands still."""
 RENEWAL_S: Final = 0.4
 MAX_TIMEOUT_S: Final = 3600.0
 DONE, REFUSED, LOST = b"done", b"refused", b"lost"

@@ -35,7 +35,7 @@ State: TypeAlias = Literal["untouched", "touching", "ready", "leaving", "left", 
 MIN_BYTES: Final = 2**18
 """A smaller tensor is copied in less time than all of this takes; and a process may have 65,530 mappings."""
 MAX_BYTES: Final = 32 * 2**20
-"""For a larger one, the thread that makes it would be held up for too long."""
+"""A larger tensor would hold up the computing thread for too long."""
 TELL_BYTES: Final = 2 * PIECE_BYTES
 """The receiver is told after so many bytes each, and reads them while the next ones are copied. Each time may wake it,
 which costs the sender as much as a quarter of them."""
@@ -53,7 +53,7 @@ class EarlySend(Protocol):
 
     scheme: str
     left_s: float | None
-    """When it began to leave (Unix time); None if it has not left, and has to be sent."""
+    """Unix time of the start of the early send; None if the tensor still has to be sent."""
 
     def send(self, data: memoryview) -> None:
         """Copy the bytes and tell the receiver, at once or not at all. Blocks for as long as the copy takes."""

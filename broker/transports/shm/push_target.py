@@ -40,7 +40,7 @@ class PushTarget:
         """Hold `memory`; None stands for discarded memory."""
         self.header = header
         self.take: Callable[[PushedTensor], bool] = _take_nothing
-        """Called with the tensor when it is there; where it returns False, the tensor is received as all others."""
+        """Called with the whole tensor; after False the tensor is received in the ordinary way."""
         self.memory = memory
         """None once it has been given up."""
         self._digest = Checksum()

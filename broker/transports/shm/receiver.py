@@ -48,7 +48,7 @@ class ShmReceiver(LinkedReceiver):
     def __init__(self, on_arrival: Callable[[], None], *, max_bytes: int) -> None:
         super().__init__(on_arrival, max_bytes=max_bytes)
         self.on_given: Callable[[PushTarget], bool] = _keep
-        """Hears of memory for a tensor that is about to come; it is given up where this returns False."""
+        """Called with memory for a tensor about to arrive; False discards the memory."""
 
     def _make_peer(self, connected: socket.socket) -> LinkedPeer:
         return _Peer(connected, self, self._max_bytes)

@@ -39,10 +39,10 @@ from common.messages import TensorHeader
 from common.telemetry import get_logger
 
 ARENA_BYTES: Final = 128 * 2**20
-"""Address space of one pair; memory is taken as far as it is used at once. Larger tensors get memory of their own."""
+"""Address space of one pair; only used pages take memory. Larger tensors get memory of their own."""
 KEPT_BYTES: Final = 16 * 2**20
 IDLE_S: Final = 1.0
-"""Of an arena that has been empty for so long, no more than the beginning keeps its memory."""
+"""An arena empty for so long keeps only the memory of its beginning."""
 
 log = get_logger()
 

@@ -55,7 +55,7 @@ class Assembly:
         self.num_bytes = 0
         """Of all pieces that are kept."""
         self.num_unfinished = 0
-        """Tensors that did not come to their end; not those that are broken."""
+        """Tensors without an end, broken tensors excluded."""
 
     def __len__(self) -> int:
         return len(self._partials)

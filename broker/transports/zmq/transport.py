@@ -39,7 +39,7 @@ from common.telemetry import get_logger
 log = get_logger()
 _AT_ONCE, _MORE_AT_ONCE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 MESSAGE_COSTS_BYTES: Final = 64 * 2**10
-"""What a message counts for in a turn beside its bytes: one without any takes its time, too."""
+"""Cost of a message in a turn beside its bytes: an empty message takes time, too."""
 
 
 class ZmqReceiver:

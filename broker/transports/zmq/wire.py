@@ -18,9 +18,9 @@ from broker.transports.wire import make_decode
 from common.messages import Count, Digest, TensorHeader
 
 PIECE_BYTES: Final = 2 * 2**20
-"""With 1 MiB what a message costs by itself shows; with 4 and more, one thread waits for another one's pass."""
+"""With 1 MiB the cost per message shows; with 4 MiB and more, a thread waits for another thread's pass."""
 WHOLE_BYTES: Final = 8 * 2**20
-"""Keys and values are not divided up to here: they are wanted in one piece, and to join them would be one more copy."""
+"""KV up to this size is not divided: KV is wanted in one piece, and joining pieces would be one more copy."""
 MAX_HEAD_BYTES: Final = 64 * 2**10
 """Of a first frame."""
 
