@@ -1,4 +1,4 @@
-"""The ground floor: types and helpers that every process needs.
+"""The ground floor: types and helpers for every process.
 
 Belongs here: settings, keys, messages, errors, logs, facts about models, and the rooms http, process and text.
 Does not: anything that only one process uses, sockets to other processes, computation. Imports nothing of Triptych

@@ -1,4 +1,4 @@
-"""What the header of a sound may claim, wherever it is decoded."""
+"""Limits on the header of a sound, wherever the sound is decoded."""
 
 from __future__ import annotations
 

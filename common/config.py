@@ -43,7 +43,7 @@ else:
 def _setting(
     default: Any, meaning: str, panel: str | None = None, *, shown: str = "", metavar: str = "", **rules: Any
 ) -> Any:
-    """Describe one setting.
+    """Describe a setting.
 
     `panel` groups flags in the help; without a panel there is no flag. `shown` is the default for a person where the
     value None says too little.
@@ -53,7 +53,7 @@ def _setting(
 
 
 class EngineConfig(BaseModel):
-    """Sizes of one worker's engine, in bytes and tokens, never in blocks of unknown size."""
+    """Sizes of a worker's engine, in bytes and tokens, never in blocks of unknown size."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -236,7 +236,7 @@ class Settings(BaseSettings):
     @field_validator("instance_id", mode="before")
     @classmethod
     def _none_if_empty(cls, given: object) -> object:
-        """Read an empty variable as none: Compose passes on unset variables so."""
+        """Read an empty variable as none: Compose passes on unset variables as empty."""
         return given or None
 
     @field_validator("cluster", "instance_id")
@@ -266,7 +266,7 @@ class Settings(BaseSettings):
 
 @dataclass(frozen=True)
 class SettingInfo:
-    """One setting for a person: in the help and on the reference page."""
+    """A setting as shown to a person: in the help and on the reference page."""
 
     name: str
     """Dotted, such as `engine.max_num_seqs`."""
@@ -292,7 +292,7 @@ class SettingInfo:
 
 
 def describe_settings(model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[SettingInfo]:
-    """Yield every setting in the order of the definition, those of the engine last."""
+    """Yield every setting in the order of the definition, the engine's last."""
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from describe_settings(field.annotation, f"{name}.")

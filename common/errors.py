@@ -1,4 +1,4 @@
-"""The errors that cross a process boundary: one code per outcome that a client can act on."""
+"""Errors that cross a process boundary: a code per outcome on which a client can act."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HTTP_STATUS: Final[dict[str, int]] = {
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):
-    """An error as it travels between processes.
+    """An error in its form between processes.
 
     `message` says what was wrong, with the offending value, and what to do; `param` names the request field.
     """
@@ -56,12 +56,12 @@ class ErrorInfo(msgspec.Struct, frozen=True):
 
 
 class TriptychError(Exception):
-    """An error with a code that reaches the client unchanged."""
+    """An error whose code reaches the client unchanged."""
 
     def __init__(self, code: ErrorCode, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.info = ErrorInfo(code, message, param)
 
     def __reduce__(self) -> tuple[type[TriptychError], tuple[ErrorCode, str, str | None]]:
-        """Survives a process pool, whose results travel pickled between a parent and its own children."""
+        """Pickle the error, for the way from a helper process to its parent."""
         return type(self), (self.info.code, self.info.message, self.info.param)

@@ -1,4 +1,4 @@
-"""The table of supported model families: what every process has to know of one, without importing torch.
+"""The table of supported model families, for every process, without importing torch.
 
 A family names the classes of its three panels by path, so that each process imports only its own:
 
@@ -20,7 +20,7 @@ MediaKind = Literal["image", "audio", "text"]
 
 @dataclass(frozen=True)
 class Family:
-    """One family. Paths are `module:attribute`; keys are names in config.json.
+    """A family of models. Paths are `module:attribute`; keys are names in config.json.
 
     media_kind          what the encoder takes; None for a text-only model
     is_encoder_decoder  exactly one input per request, which the decoder reaches by cross-attention alone

@@ -1,4 +1,4 @@
-"""Content hashes: media are known by their bytes, never by their URL. And checksums of what travels."""
+"""Content hashes of media, by their bytes and never by their URL, and checksums of tensors in transit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import xxhash
 
 
 def content_hash(kind: str, media: bytes) -> str:
-    """Hash of one media item: 32 hex digits of BLAKE2b over its kind and its bytes.
+    """Return the hash of a media item: 32 hex digits of BLAKE2b over kind and bytes.
 
     The kind is part of it because the same bytes mean different inputs to different encoders.
     """
@@ -23,7 +23,7 @@ def rendezvous_score(key: str, instance_id: str) -> int:
 
 
 def checksum(data: bytes | memoryview) -> int:
-    """XXH3 (64 bits) of the bytes of a tensor: finds what memory or a network has damaged, at the speed of memory.
+    """Return XXH3 (64 bits) of a tensor's bytes. The hash finds damage by memory or network, at the speed of memory.
 
     No protection against somebody who means harm: that is what keys are for.
     """
@@ -31,7 +31,7 @@ def checksum(data: bytes | memoryview) -> int:
 
 
 class Checksum:
-    """The same of bytes that come one piece after the other."""
+    """`checksum` of bytes that come piece by piece."""
 
     def __init__(self) -> None:
         self._digest = xxhash.xxh3_64()
@@ -41,5 +41,5 @@ class Checksum:
 
     @property
     def value(self) -> int:
-        """Of all bytes so far."""
+        """The checksum of all bytes so far."""
         return self._digest.intdigest()

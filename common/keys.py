@@ -1,4 +1,4 @@
-"""Secrets: the key that makes processes one cluster, the keys of the API's users, and how a header is checked.
+"""Secrets: the key of a cluster, the keys of the API's users, and the check of a header.
 
 A cluster key is 32 random bytes, written as 64 hexadecimal digits (`openssl rand -hex 32`). What each purpose needs is
 derived from it, so that nothing which is sent anywhere tells the key itself:
@@ -27,7 +27,7 @@ _HEX_KEY: Final = re.compile(rf"[0-9a-fA-F]{{{2 * KEY_BYTES}}}")
 
 
 class ClusterKey:
-    """The secret that the processes of one cluster share. Its text appears in no `repr` and no message."""
+    """The secret shared by the processes of a cluster. No `repr` and no message shows the text."""
 
     def __init__(self, text: str, source: str = "cluster_key") -> None:
         """Read 64 hexadecimal digits. Raises TriptychError("invalid_request") naming `source`, not the value."""
@@ -43,7 +43,7 @@ class ClusterKey:
 
     @classmethod
     def of(cls, settings: Settings) -> ClusterKey | None:
-        """The key that the settings name, by value or by file; None where they name none.
+        """Return the key named by the settings, by value or by file; None without a key.
 
         Raises TriptychError("invalid_request") for a file that cannot be read, or a key that is none.
         """
@@ -54,12 +54,12 @@ class ClusterKey:
         return None
 
     def derive(self, purpose: str) -> bytes:
-        """32 bytes for one purpose: HMAC-SHA256, as in the expansion of HKDF (RFC 5869)."""
+        """Return 32 bytes for a purpose: HMAC-SHA256, as in the expansion of HKDF (RFC 5869)."""
         return hmac.new(self._key, b"triptych " + purpose.encode(), hashlib.sha256).digest()
 
     @property
     def key_id(self) -> str:
-        """Tells keys apart without telling them."""
+        """A name of the key that reveals no bit of the key."""
         return self.derive("id").hex()[:12]
 
     @property
@@ -68,12 +68,12 @@ class ClusterKey:
         return self.derive("http").hex()
 
     def reveal(self) -> str:
-        """The key as it is written in a file or handed to a child process."""
+        """Return the key in the form for files and child processes."""
         return self._key.hex()
 
 
 def cluster_token(settings: Settings) -> str | None:
-    """The bearer token that members of the cluster send to a worker's HTTP endpoints; None without a cluster key.
+    """Return the bearer token for a worker's HTTP endpoints; None without a cluster key.
 
     A client sends `bearer(token)` as its `Authorization` header; a worker decides with `may_control`.
     """
@@ -82,7 +82,7 @@ def cluster_token(settings: Settings) -> str | None:
 
 
 def key_id(settings: Settings) -> str:
-    """What the registry says of this process's cluster key; empty where it has none."""
+    """Return the `key_id` of this process's cluster key; empty without a key."""
     key = ClusterKey.of(settings)
     return "" if key is None else key.key_id
 
@@ -93,8 +93,8 @@ def bearer(token: str) -> str:
 
 
 def may_control(token: str | None, authorization: str | None, client_host: str | None) -> bool:
-    """Whether a caller may drain or switch a worker: it sends the cluster's token, or, in a cluster without a key,
-    calls from this very machine.
+    """Return whether a caller may drain or switch a worker. The caller needs the cluster's token, or, in a cluster
+    without a key, a call from this very machine.
 
     `token` is `cluster_token(settings)`, `authorization` the request's header, `client_host` its `request.client.host`.
     """
@@ -107,7 +107,7 @@ def may_control(token: str | None, authorization: str | None, client_host: str |
 
 
 class TokenSet:
-    """Bearer tokens of which any one opens the door. Only their digests are kept."""
+    """Bearer tokens, each of which opens the door. Only digests are kept."""
 
     def __init__(self, tokens: Iterable[str]) -> None:
         self._digests = [_digest(token) for token in tokens]
@@ -116,9 +116,8 @@ class TokenSet:
         return bool(self._digests)
 
     def accepts(self, authorization: str | None) -> bool:
-        """Whether an `Authorization` header holds one of the tokens. Takes as long for a wrong one as for a right one:
-        all are compared, each in constant time, over digests of one length.
-        """
+        """Return whether an `Authorization` header holds a token of the set. The time is the same for wrong and right
+        tokens: all are compared, each in constant time, over digests of equal length."""
         scheme, _, token = (authorization or "").partition(" ")
         given = _digest(token.strip())
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
@@ -126,7 +125,7 @@ class TokenSet:
 
 
 def api_keys(settings: Settings) -> TokenSet:
-    """The keys of the API's users: the one of the environment and those of the file, one per line, `#` for comments.
+    """Return the keys of the API's users, from environment and file; the file has a key per line, and `#` for comments.
 
     Raises TriptychError("invalid_request") for a file that cannot be read or has no key.
     """
@@ -134,7 +133,7 @@ def api_keys(settings: Settings) -> TokenSet:
 
 
 def own_api_key(settings: Settings) -> str | None:
-    """The key that this program's own clients send; None where the API wants none. Raises as `api_keys` does."""
+    """Return the key for this program's own clients; None if the API needs no key. Raises as `api_keys` does."""
     return next(iter(_list_api_keys(settings)), None)
 
 

@@ -1,4 +1,4 @@
-"""Every message between processes, typed and validated: the wire is MessagePack, there is no pickle on it.
+"""All messages between processes, typed and validated. The wire is MessagePack, without any pickle.
 
 Two conversations use them:
 
@@ -49,7 +49,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_inf
 
 
 class Span(msgspec.Struct, frozen=True):
-    """One stage of one request on one instance: a bar of the timeline."""
+    """A stage of a request on an instance: a bar of the timeline."""
 
     stage: str
     instance: str
@@ -58,7 +58,7 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class InputSlot(msgspec.Struct, frozen=True):
-    """One media item as the prompt sees it, before its size is known.
+    """A media item as seen by the prompt, before the size is known.
 
     `prompt_index` is where its single placeholder token stands in `prompt_token_ids`;
     None for an encoder-decoder model, whose decoder reaches the input by cross-attention.
@@ -74,14 +74,14 @@ class InputSlot(msgspec.Struct, frozen=True):
 
 
 class Resumed(msgspec.Struct, frozen=True):
-    """One sequence of a request that another instance had begun: its number, and the tokens it had generated."""
+    """A sequence of a request begun by another instance: the number, and the tokens generated there."""
 
     index: Count
     token_ids: list[Count]
 
 
 class Generate(msgspec.Struct, frozen=True, tag="generate"):
-    """A request for a worker with a decoder. Its inputs arrive separately, by handoff.
+    """A request for a worker with a decoder. The inputs arrive separately, by handoff.
 
     Lower `priority` goes first. With `resumed`, only these sequences are generated, each from where it stood:
     offsets, limits, penalties and random draws go on as if the request had never moved.
@@ -108,8 +108,8 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
 
 
 class Encode(msgspec.Struct, frozen=True, tag="encode"):
-    """One media item for an encoder; its output goes to instance `destination`, which has the request in its attempt
-    `request_attempt`. `attempt` is the item's own."""
+    """A media item for an encoder. The output goes to instance `destination`, in attempt `request_attempt` of the
+    request; `attempt` counts the item's own attempts."""
 
     request_id: Id
     input_id: Count
@@ -123,13 +123,13 @@ class Encode(msgspec.Struct, frozen=True, tag="encode"):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Forget the request and free everything it holds. Unknown ids are fine: it may have ended already."""
+    """Forget the request and free all its memory. Unknown ids are fine: the request may have ended already."""
 
     request_id: Id
 
 
 class StopSequence(msgspec.Struct, frozen=True, tag="stop_sequence"):
-    """Go no further with one sequence of a request, which a stop string has ended; the others go on.
+    """Stop a sequence of a request after a stop string; the other sequences go on.
 
     Nothing more is said of it. Unknown requests and sequences are fine: they may have ended already.
     """
@@ -139,7 +139,8 @@ class StopSequence(msgspec.Struct, frozen=True, tag="stop_sequence"):
 
 
 class Inquiry(msgspec.Struct, frozen=True, tag="inquiry"):
-    """Asks a worker whether it still has this attempt of a request: one that has says nothing, else it is `Failed`.
+    """Ask a worker for an attempt of a request. A worker that still has the attempt stays silent, any other sends
+    `Failed`.
 
     It comes after the request, on the same connection; so does the answer after the last that was told of the request.
     """
@@ -149,7 +150,7 @@ class Inquiry(msgspec.Struct, frozen=True, tag="inquiry"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """Sent by a proxy once a second; a worker frees the requests of a proxy that has been silent too long.
+    """A sign of life, sent by a proxy once a second. A worker frees the requests of a proxy after too long a silence.
 
     A worker sends them as well: one that cannot be sent tells it that the proxy is gone.
     """
@@ -159,7 +160,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """Log-probability of one token (natural logarithm, before temperature, after nothing else).
+    """Log-probability of a token: natural logarithm, taken before the temperature and before any other change.
 
     `rank` counts from 1, the likeliest token; `top` are the likeliest tokens with theirs, the likeliest first.
     """
@@ -196,7 +197,7 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
 
 
 class Encoded(msgspec.Struct, frozen=True, tag="encoded"):
-    """The encoder's empty reply: the input is in place (`error` is None), or why it never will be.
+    """The encoder's reply, without the output: the input is in place (`error` is None), or the reason of the failure.
 
     `undelivered`: its output has been on the way to the destination for most of an attempt's time. Somebody else may
     have a way there that works.
@@ -224,8 +225,8 @@ class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
 
 
 class InputNeeded(msgspec.Struct, frozen=True, tag="input_needed"):
-    """The worker needs this input (again): its lease ran out, or it was taken back. The proxy sends another Encode,
-    unless one that is newer than `attempt`, the last one that the worker knows of, is under way.
+    """Ask the proxy for an input (again): the lease ran out, or the memory was taken back. The proxy sends another
+    Encode, unless an item newer than `attempt`, the last attempt known to the worker, is under way.
 
     Where `input_id` is KV_INPUT_ID it needs the keys and values, those of `attempt` did not come: the proxy has them
     computed again. `request_attempt` is that of Generate.
@@ -238,7 +239,7 @@ class InputNeeded(msgspec.Struct, frozen=True, tag="input_needed"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The request has ended with an error; nothing of it is left on the worker. `attempt` is that of Generate."""
+    """The request has ended with an error, and the worker has freed all its memory. `attempt` is that of Generate."""
 
     request_id: Id
     error: ErrorInfo
@@ -249,7 +250,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class InputLayout(msgspec.Struct, frozen=True):
-    """How one input sits in the prompt and in memory, known after preprocessing and before the encoder has run.
+    """Layout of an input in the prompt and in memory, known after preprocessing and before encoding.
 
     `num_encoder_tokens` rows come out of the encoder; `expansion` (runs of token id, count) replaces the placeholder
     token in the prompt. The two counts are separate facts: a model may put separator tokens into the expansion.
@@ -264,7 +265,7 @@ class InputLayout(msgspec.Struct, frozen=True):
 
 
 class Offer(msgspec.Struct, frozen=True, tag="offer"):
-    """Channel `metadata`, sender to receiver: what could be sent. Leaves before anything is computed.
+    """Channel `metadata`, sender to receiver: announcement of an encoder output, sent before any computation.
 
     It is for the request in its attempt `request_attempt` at the receiver, and for no other.
     """
@@ -284,7 +285,7 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
 
 
 class KvOffer(msgspec.Struct, frozen=True, tag="kv_offer"):
-    """Channel `metadata`, prefill to decode: keys and values of a prompt. Leaves once nothing but computing is left.
+    """Channel `metadata`, prefill to decode: announcement of a prompt's KV, sent once only the computation is left.
 
     The self-attention keys and values are those of the first `num_tokens` tokens; the last known token is left to the
     receiver, which samples from its logits. They travel as tensors of shape [num_tokens of the part, *token_shape],
@@ -314,7 +315,7 @@ class KvOffer(msgspec.Struct, frozen=True, tag="kv_offer"):
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
-    """Channel `metadata`, after an Offer or KvOffer: its sender will not send it. Nobody answers.
+    """Channel `metadata`, after an Offer or KvOffer: the sender takes the offer back. No answer follows.
 
     Where it is lost, what the receiver keeps for the offer ends by itself, some seconds later.
     """
@@ -345,7 +346,7 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
 
 
 class TensorHeader(msgspec.Struct, frozen=True, tag="tensor"):
-    """Channel `tensor`: the frame before the raw bytes. It must agree with the grant.
+    """Channel `tensor`: the frame before the raw bytes. The header must agree with the grant.
 
     `checksum` is that of the bytes (`common.hashing.checksum`). Keys and values come in parts, numbered from 0: `table`
     says whose they are, `first` is the first token of the part.
@@ -366,7 +367,7 @@ class TensorHeader(msgspec.Struct, frozen=True, tag="tensor"):
 
 
 class Receipt(msgspec.Struct, frozen=True, tag="receipt"):
-    """Channel `injected`, receiver to sender: part `part` is in the cache, or why it is not.
+    """Channel `injected`, receiver to sender: part `part` is in the cache, or the reason why not.
 
     After `corrupt` the sender sends it again; the grant still stands.
     """
@@ -382,7 +383,7 @@ class Receipt(msgspec.Struct, frozen=True, tag="receipt"):
 
 
 class InstanceRecord(msgspec.Struct, frozen=True):
-    """What an instance says of itself in the registry. `epoch` is new at every start.
+    """An instance's own entry in the registry. `epoch` is new at every start.
 
     Instances work together only when `fingerprint` (configuration and weights), `dtype` and `protocol` are equal.
     `tensor_address` has one address per transport that the instance receives by, in one string. An instance that is
@@ -424,12 +425,12 @@ T = TypeVar("T")
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """A message as it travels."""
+    """Return the wire form of a message."""
     return _encoder.encode(_with_deadline(message, -time.monotonic()))
 
 
 def _with_deadline(message: T, by_s: float) -> T:
-    """The message, its deadline, if it has one, `by_s` later."""
+    """Return the message with any deadline `by_s` later."""
     if not isinstance(message, Encode | Offer | KvOffer):
         return message
     return msgspec.structs.replace(message, deadline_s=message.deadline_s + by_s)
@@ -445,25 +446,25 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview, cap: 
 
 
 def decode_to_worker(data: bytes | memoryview) -> ToWorker:
-    """A message from a proxy. Raises TriptychError("invalid_request") on anything else."""
+    """Return a message from a proxy. Raises TriptychError("invalid_request") on any other bytes."""
     return _decode(_to_worker, data, MAX_MEDIA_BYTES + MAX_CONTROL_BYTES)
 
 
 def decode_from_worker(data: bytes | memoryview) -> FromWorker | Heartbeat:
-    """A message from a worker. Raises TriptychError("invalid_request") on anything else."""
+    """Return a message from a worker. Raises TriptychError("invalid_request") on any other bytes."""
     return _decode(_from_worker, data, MAX_CONTROL_BYTES)
 
 
 def decode_handoff(data: bytes | memoryview) -> HandoffMessage:
-    """An offer, grant or receipt. Raises TriptychError("invalid_request") on anything else."""
+    """Return an offer, grant or receipt. Raises TriptychError("invalid_request") on any other bytes."""
     return _decode(_handoff, data, MAX_CONTROL_BYTES)
 
 
 def decode_tensor_header(data: bytes | memoryview) -> TensorHeader:
-    """The header of a tensor. Raises TriptychError("invalid_request") on anything else."""
+    """Return the header of a tensor. Raises TriptychError("invalid_request") on any other bytes."""
     return _decode(_tensor_header, data, 64 * 2**10)
 
 
 def decode_record(data: bytes | memoryview) -> InstanceRecord:
-    """A registry entry. Raises TriptychError("invalid_request") on anything else."""
+    """Return a registry entry. Raises TriptychError("invalid_request") on any other bytes."""
     return _decode(_record, data, 64 * 2**10)

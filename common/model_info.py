@@ -1,4 +1,4 @@
-"""What a model folder says about itself in plain JSON: read without torch, by every process."""
+"""Facts from the plain JSON files of a model folder, read by every process without torch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def resolve_model(model: str) -> Path:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A model folder, read once. `config` and `generation` are its JSON files as they are."""
+    """A model folder, read once. `config` and `generation` are the unchanged JSON files."""
 
     folder: Path
     name: str
@@ -61,7 +61,7 @@ class ModelInfo:
 
     @cached_property
     def text_config(self) -> dict[str, Any]:
-        """The decoder's part of the config, defaults filled in; older checkpoints keep it at the top."""
+        """The decoder's part of the config with defaults filled in; older checkpoints keep this part at the top."""
         nested: dict[str, Any] = self.config.get("text_config") or {}
         return JsonObject({**text_defaults(self.config), **self.config, **nested})
 
@@ -75,7 +75,7 @@ class ModelInfo:
 
     @cached_property
     def media_kind(self) -> MediaKind | None:
-        """The kind of media that the encoder takes; None for a text-only model."""
+        """The kind of media for the encoder; None for a text-only model."""
         return self.family.media_kind
 
     @cached_property
@@ -85,7 +85,7 @@ class ModelInfo:
 
     @cached_property
     def max_encoder_tokens(self) -> int:
-        """Rows of one input's encoder output at most."""
+        """Most rows in the encoder output of an input."""
         if self.family.encoder_tiles:
             vision = self.config["vision_config"]
             side = int(vision.get("image_size", 448)) // int(vision.get("patch_size", 14))
@@ -99,7 +99,7 @@ class ModelInfo:
 
     @cached_property
     def placeholder_token_id(self) -> int | None:
-        """The token that stands for one media item in a rendered prompt; None where the prompt has none."""
+        """The token in place of each media item of a rendered prompt; None for models without placeholders."""
         return int(self.config[self.family.placeholder]) if self.family.placeholder else None
 
     @cached_property
@@ -144,14 +144,14 @@ def load_model_info(model: str) -> ModelInfo:
 
 
 class JsonObject(dict[str, Any]):
-    """An object of a model's JSON file: what it lacks is a sentence, not a traceback."""
+    """An object of a model's JSON file. A missing key raises TriptychError with a sentence."""
 
     def __missing__(self, key: str) -> Any:
         raise TriptychError("model_not_found", f"the configuration of the model has no {key!r}", "model")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object of a JSON file, empty where there is no file.
+    """Return the object of a JSON file, empty if the file does not exist.
 
     Raises TriptychError("model_not_found") for a file that holds no JSON object.
     """
@@ -165,7 +165,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _hash_samples(path: Path, digest: hashlib.blake2b) -> None:
-    """Head (where the tensors are named), tail, and blocks evenly spread between them; a small file as a whole."""
+    """Hash head (with the names of the tensors), tail, and blocks evenly spread between both; a small file as a
+    whole."""
     size = path.stat().st_size
     with path.open("rb") as file:
         if size <= 2 * _END_BYTES + _NUM_SAMPLES * _SAMPLE_BYTES:

@@ -1,4 +1,4 @@
-"""How the next token is chosen: the settings of one request."""
+"""Settings of a request: the choice of the next token."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ MAX_LENGTH_PENALTY: Final = 5.0
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """What the output has to match: a JSON schema, a regular expression, a context-free grammar (Lark or GBNF), one of
-    some strings (`choice`, a JSON list), or any JSON object (`json_object`, no text)."""
+    """A constraint on the output: a JSON schema, a regular expression, a context-free grammar (Lark or GBNF), a choice
+    of strings (`choice`, a JSON list), or any JSON object (`json_object`, no text)."""
 
     kind: Literal["json_schema", "json_object", "regex", "grammar", "choice"]
     text: str = ""
 
 
 class TimestampRules(msgspec.Struct, frozen=True):
-    """Whisper's rules for timestamps (Radford et al., 2022, decoding.py): they come in pairs and never go back.
+    """Whisper's rules for timestamps (Radford et al., 2022, decoding.py): timestamps come in pairs and never go back.
 
     Ids from `first_token_id` on are timestamps; `no_timestamps_token_id` never appears. `max_initial_index` bounds the
     first timestamp, in steps of 20 ms.
@@ -42,7 +42,7 @@ class TimestampRules(msgspec.Struct, frozen=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of one request; the names and meanings are those of vLLM and OpenAI.
+    """Settings of a request; names and meanings follow vLLM and OpenAI.
 
     `stop` strings and `bad_words` are handled by whoever faces the user (`LLM`, the proxy; the latter become
     `bad_words_ids`); everything else by the worker.
@@ -111,7 +111,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that run at once."""
+        """The number of sequences in parallel."""
         return max(self.n, self.beam_width)
 
     def validate(self) -> SamplingParams:

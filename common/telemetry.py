@@ -15,7 +15,7 @@ from common.messages import Span
 
 
 class _Unfailing:
-    """A stream whose lines may get lost: no process goes down because its log cannot be written, as on a full disk."""
+    """A stream that may lose lines: no process fails because its log cannot be written, as on a full disk."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -57,7 +57,7 @@ def get_logger() -> Any:
 
 
 class Counter:
-    """A number that only grows; safe from any thread."""
+    """A growing number, safe from any thread."""
 
     def __init__(self) -> None:
         self._value = 0
@@ -73,7 +73,7 @@ class Counter:
 
 
 class SpanRecorder:
-    """The spans of one request on one instance. Wall clock, so that instances can be drawn on one line."""
+    """Spans of a request on an instance, by the wall clock, for a common timeline of several instances."""
 
     def __init__(self, instance: str) -> None:
         self.instance = instance
@@ -84,7 +84,7 @@ class SpanRecorder:
         self._open.setdefault(stage, (time.time(), time.monotonic()))
 
     def open_s(self, stage: str) -> float:
-        """For how long a stage has been going on; 0 where it is not."""
+        """Return the seconds since a stage began; 0 for a stage that is not open."""
         return time.monotonic() - self._open[stage][1] if stage in self._open else 0.0
 
     def end(self, stage: str) -> None:

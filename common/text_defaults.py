@@ -1,4 +1,4 @@
-"""What transformers' configuration classes assume of a decoder where its config.json says nothing.
+"""Defaults of transformers' configuration classes for decoders, for keys missing in config.json.
 
 Published folders leave out what equals these: LLaVA-1.5 and Qwen2-Audio do not even say how many layers they have.
 Kept here because transformers is slow to import; a test compares them with its classes.
@@ -73,7 +73,7 @@ TEXT_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 def text_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The defaults for a config.json, nested or flat; empty for a decoder that is not in the table."""
+    """Return the defaults for a config.json, nested or flat; empty for a decoder outside of the table."""
     nested = config.get("text_config") or {}
     kind = nested.get("model_type") or config.get("model_type") or ""
     return TEXT_DEFAULTS.get(kind) or TEXT_DEFAULTS.get(f"{kind}_text") or {}

@@ -24,7 +24,8 @@ except PackageNotFoundError:  # a checkout that is not installed
 
 
 def _check_folders() -> None:
-    """Raise ImportError where a user's folder hides one of ours: they are top-level packages of common names."""
+    """Raise ImportError where a user's folder hides a package of Triptych: our packages are top-level, with common
+    names."""
     for name in ("broker", "common", "engine", "launch", "proxy", "services"):
         spec = find_spec(name)
         found = [*(spec.submodule_search_locations or [spec.origin or ""])] if spec is not None else []

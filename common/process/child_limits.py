@@ -1,4 +1,4 @@
-"""What a helper process of `common.process.child_pool` does besides its work. Imports little: every helper does."""
+"""Limits of a helper process of `common.process.child_pool`. Imports little: every helper loads this module."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ T = TypeVar("T")
 
 
 def begin(memory_bytes: int, initialize: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    """The first thing that a helper does."""
+    """Initialize a new helper, then limit its resources."""
     initialize(*arguments)
     limit_resources(memory_bytes)
 
 
 def work(call: Callable[[], T]) -> T:
-    """What `call` returns or raises; free memory goes back to the system, however large the item was."""
+    """Return the result of `call`; afterwards free memory goes back to the system, however large the item was."""
     try:
         return call()
     finally:
@@ -29,7 +29,8 @@ def work(call: Callable[[], T]) -> T:
 
 
 def limit_resources(memory_bytes: int) -> None:
-    """Let this process take so much more address space than it has now; what goes beyond is a MemoryError, or an end.
+    """Let this process take `memory_bytes` of address space beyond the present size. Beyond that limit follows a
+    MemoryError or the end.
 
     Elsewhere than on Linux, only core dumps are turned off.
     """

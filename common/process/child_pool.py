@@ -1,4 +1,4 @@
-"""Work on what strangers sent, in processes of its own: a bad item can take down a helper, never the service.
+"""Work on data of untrusted clients in separate processes: a bad item can end a helper, never the service.
 
 A helper has a memory limit and a time limit, comes first when the system runs out of memory, and writes no core dump.
 With one that dies all of them end. What they were doing is tried once more, each item alone, so that a crash is blamed
@@ -27,7 +27,8 @@ log = get_logger()
 
 
 class ChildPool:
-    """`num_workers` spawned processes. Items wait here, not inside the pool, so that one can still be cancelled."""
+    """A pool of `num_workers` spawned processes. Waiting items stay outside of the executor, where they can still be
+    cancelled."""
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class ChildPool:
         memory_bytes: int,
         on_crash: Callable[[], object] = lambda: None,
     ) -> None:
-        """Each process begins with `initialize(*arguments)`; `work` is what messages call all this.
+        """Start the processes. Each begins with `initialize(*arguments)`; `work` names the pool's task in messages.
 
         `timeout_s` bounds one item once it has begun, `memory_bytes` what it takes beyond an idle process. `on_crash`
         is called on the loop when one has died, or has taken too long.
@@ -69,7 +70,7 @@ class ChildPool:
             raise TriptychError("unavailable", message) from error
 
     async def run(self, item: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `function` returns for one item, which messages call `item`.
+        """Return the result of `function` for an item; messages name the item `item`.
 
         Raises what `function` raises, and TriptychError("bad_media") where the item takes down its process twice, or
         takes more time or memory than it may.
@@ -94,7 +95,7 @@ class ChildPool:
             child.kill()
 
     async def _take(self, num_slots: int) -> None:
-        """Wait for so many slots; no caller waits for several while another one does."""
+        """Wait for `num_slots` slots; only a single caller at a time may wait for several."""
         taken = 0
         self.num_waiting += 1
         try:

@@ -1,4 +1,4 @@
-"""Time as a process has lived it, to judge the silence of others by."""
+"""Time as lived by this process, to judge the silence of other processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class AwakeClock:
-    """Counts the seconds in which this process runs, as far as somebody looks at it often enough.
+    """A count of the seconds in which this process runs, given frequent looks.
 
     A process that was stopped (SIGSTOP, a machine that sleeps) or found no core must not take its own absence for
     somebody else's: of the time between two looks no more than `max_gap_s` counts.
@@ -20,7 +20,7 @@ class AwakeClock:
         self._awake_s = 0.0
 
     def look(self) -> float:
-        """The seconds so far."""
+        """Return the seconds so far."""
         now_s = self._clock()
         self._awake_s += min(now_s - self._looked_s, self._max_gap_s)
         self._looked_s = now_s

@@ -1,4 +1,4 @@
-"""How much memory a GPU has, and what is not for tensors: for those that share it out, and those that take it."""
+"""Memory of a GPU, and the part not available to tensors: for planners and for workers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ NIXL takes beside that comes on top: EngineConfig.process_bytes."""
 
 
 def process_bytes(engine: EngineConfig) -> int:
-    """What a worker's process takes of a GPU outside torch's allocator: as the settings say, else as is usual."""
+    """Return a worker's GPU memory outside of torch's allocator: by the settings, or the usual amount."""
     return PROCESS_BYTES if engine.process_bytes is None else engine.process_bytes
 
 
 def total_gpu_memory(library: str = "libcuda.so.1") -> int | None:
-    """Bytes of the first GPU that this process sees; None where there is none. Takes nothing of the GPU: no context is
-    made, by the driver's own library (https://docs.nvidia.com/cuda/cuda-driver-api)."""
+    """Return the bytes of the first visible GPU; None without a GPU. The call makes no context: the number comes from
+    the driver's own library (https://docs.nvidia.com/cuda/cuda-driver-api)."""
     try:
         cuda = ctypes.CDLL(library)
         device, size = ctypes.c_int(), ctypes.c_size_t()

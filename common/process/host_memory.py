@@ -1,4 +1,4 @@
-"""How much of this machine's memory is left for a process: what the kernel says, within what its containers allow."""
+"""Memory of this machine left for a process: the kernel's figure, within the limits of containers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _V1 = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file
 
 
 def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that this process can still take before something has to be swapped out or killed.
+    """Return the bytes available to this process before any page is swapped out or any process killed.
 
     The least of MemAvailable and of what every control group around the process (v1 and v2) has left, where pages of
     files that nobody uses count as free. Where the kernel tells neither: all of the machine's memory.
@@ -45,7 +45,8 @@ def _left_in_groups(proc: Path, cgroups: Path) -> Iterator[int]:
 
 
 def _left_along(root: Path, path: str, limits: tuple[str, ...], usage: str, reclaimable: str) -> Iterator[int]:
-    """What is left in a group and in those around it. In a container the path may be the host's: its root counts."""
+    """Yield the memory left in a group and in all groups around the group. In a container the path may be the host's:
+    then the root counts."""
     group = root / path.lstrip("/")
     for folder in (group, *group.parents):
         if not folder.is_relative_to(root):

@@ -1,5 +1,5 @@
-"""How glibc's malloc keeps memory. Settings have to be told before a process has threads. Where the C library is
-another one (musl, macOS), nothing is done."""
+"""Settings of glibc's malloc. Set them before a process has threads. With another C library (musl, macOS) all calls do
+nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEPT_BYTES: Final = 2 * LARGEST_BYTES
 
 
 def use_one_arena() -> None:
-    """Let all threads take from one heap. By default each gets its own, and what it has freed stays in it.
+    """Let all threads share a single heap. By default each thread gets a heap, and keeps memory freed there.
 
     Python's threads take turns: nothing waits longer.
     """
@@ -29,7 +29,7 @@ def use_one_arena() -> None:
 
 
 def map_large_blocks() -> None:
-    """Map every block of LARGE_BYTES and more by itself, so that it goes back to the system when it is freed.
+    """Map every block of LARGE_BYTES and more separately; freed blocks go back to the system.
 
     By default the threshold grows with the blocks that are freed, up to 32 MiB: after that they lie in the heap,
     between small ones that live on. New pages cost a microsecond or less for each 4 KiB: this is for processes that do
@@ -39,7 +39,7 @@ def map_large_blocks() -> None:
 
 
 def reuse_large_blocks() -> None:
-    """Take blocks of less than LARGEST_BYTES from the heap, and keep KEPT_BYTES of what is free at its end.
+    """Take blocks of less than LARGEST_BYTES from the heap, and keep KEPT_BYTES of free memory at the heap's end.
 
     For processes that receive tensors: ZMQ takes a block for each message. By default both limits grow with the largest
     block that was freed so far. Larger ones go back to the system each time, as does all of the heap's free end once it
@@ -52,8 +52,8 @@ def reuse_large_blocks() -> None:
 
 
 def give_back(keep_bytes: int = 0) -> None:
-    """Let the system have every page of the heaps that is free, but `keep_bytes` at the end of the main one, and the
-    ends of those that other threads have (`use_one_arena`).
+    """Return every free page of the heaps to the system, except `keep_bytes` at the end of the main heap and the ends
+    of other threads' heaps (`use_one_arena`).
 
     By itself malloc gives back the end of a heap only: one small block behind a burst keeps all of it. Takes a fraction
     of a millisecond for a heap of some hundred MiB; who allocates meanwhile waits, other threads of Python do not.
@@ -68,5 +68,5 @@ def _set(parameter: int, value: int) -> None:
 
 
 def _function(name: str) -> Callable[..., int] | None:
-    """A function of glibc's; None where the C library is another one."""
+    """Return a function of glibc; None with another C library."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

@@ -1,4 +1,4 @@
-"""What a process that runs for weeks does about its memory, beside its work."""
+"""Upkeep of memory in a process that runs for weeks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = get_logger()
 
 
 def begin(keep_bytes: int = 0, is_idle: Callable[[], bool] | None = None) -> None:
-    """`settle` now, and `tidy_up` for as long as the running loop lives. Should it fail, the log says so."""
+    """Call `settle` now, and run `tidy_up` as long as the running loop lives. A failure is logged."""
     settle()
     task = asyncio.get_running_loop().create_task(tidy_up(keep_bytes, is_idle=is_idle))
     _running.add(task)
@@ -35,7 +35,7 @@ def _note_end(task: asyncio.Task[NoReturn]) -> None:
 
 
 def settle() -> None:
-    """To be called once everything is loaded that lives as long as the process: spare the collector to look at it.
+    """Spare the garbage collector all present objects. Call this once all long-lived objects are loaded.
 
     Modules of PyTorch and transformers are some 200,000 objects. A full collection over them stops every thread for 0.1
     to 0.4 s. (`gc.freeze` was made for servers, if for other ends.)
@@ -45,8 +45,8 @@ def settle() -> None:
 
 
 async def tidy_up(keep_bytes: int = 0, every_s: float = TIDY_S, is_idle: Callable[[], bool] | None = None) -> NoReturn:
-    """Again and again, let go of what hangs together in circles, and give free memory back, but `keep_bytes` at the end
-    of each heap (malloc.give_back). Give back, too, once `is_idle` has been true for IDLE_S after work.
+    """Collect circular garbage at intervals, and return free memory, but `keep_bytes` at the end of each heap
+    (malloc.give_back). Do so, too, once `is_idle` has been true for IDLE_S after work.
 
     A full collection comes by itself only after some 80,000 more objects than before, whatever those in circles hold;
     in a process that has settled it takes a few milliseconds. And what a heap has once needed, it would keep: that may

@@ -12,6 +12,6 @@ the other, and waking up two hundred times a step cost a quarter of a decode ste
 
 
 def set_defaults(environment: MutableMapping[str, str]) -> None:
-    """Fill in what the user's environment does not say."""
+    """Set the variables missing in the user's environment."""
     for name, value in DEFAULTS.items():
         environment.setdefault(name, value)

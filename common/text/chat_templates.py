@@ -1,4 +1,4 @@
-"""Chat templates of models that are published without one, by family: what they were trained on all the same."""
+"""Chat templates, by family, for models published without a template but trained on a format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The languages that Whisper knows: their codes in its tokens, and their English names as OpenAI's API gives them."""
+"""Languages of Whisper: codes as in tokens, and English names as in OpenAI's API."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _CODES: Final = {name: code for code, name in NAMES.items()}
 
 
 def language_code(language: str) -> str:
-    """The code of a language given by its code or its English name, however written; unknown ones as they are."""
+    """Return the code of a language from code or English name, in any case; an unknown text unchanged."""
     lower = language.strip().lower()
     return lower if lower in NAMES else _CODES.get(lower, lower)
 
 
 def language_name(code: str) -> str:
-    """The English name of a language, in lower case; an unknown code as it is."""
+    """Return the English name of a language, in lower case; an unknown code unchanged."""
     return NAMES.get(code, code)

@@ -29,7 +29,7 @@ _PIECE_CHARS: Final = 2**16
 
 
 class TextProcessor:
-    """The tokenizer and the chat template of one model.
+    """Tokenizer and chat template of a model.
 
     Uses the `tokenizers` package directly: transformers would import torch, which the proxy does not have.
     Raises TriptychError("model_not_found") where the folder has no tokenizer.json.
@@ -50,11 +50,12 @@ class TextProcessor:
         self._most_tokens = 2 * max(info.max_model_len, encoder_tokens)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of any text. Other threads run meanwhile: of a batch, `tokenizers` lets them."""
+        """Return the token ids of any text. Other threads run meanwhile: the batch call of `tokenizers` releases the
+        lock."""
         return list(self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def encode_prompt(self, text: str, param: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt, for a model whose context it may well be too long for.
+        """Return the token ids of a prompt that may be too long for the model's context.
 
         Raises TriptychError("context_length_exceeded") naming `param` where it has more than twice as many tokens as
         any prompt may have: each of them takes hundreds of bytes while a text is tokenised.
@@ -111,7 +112,7 @@ class TextProcessor:
         return str(self._template.render(messages=messages, add_generation_prompt=True, **self._specials))
 
     def _shows_plain_strings(self) -> bool:
-        """Whether a message that is one string comes out of the template: some loop over parts and find none in it."""
+        """Return whether the template renders a message given as a string: some templates only loop over parts."""
         self._takes_parts_only = False
         try:
             return _PROBE in self._render([{"role": "user", "content": _PROBE}])
@@ -135,7 +136,7 @@ class TextProcessor:
 
 
 class Detokenizer:
-    """Incremental text of one growing token sequence; holds back half characters and possible stop strings.
+    """Incremental text of a growing token sequence; holds back half characters and possible stop strings.
 
     Stop strings count after the first `min_tokens` tokens only.
     """
@@ -159,7 +160,7 @@ class Detokenizer:
         self.stopped = False
 
     def push(self, token_ids: Sequence[int], *, final: bool = False) -> str:
-        """Add tokens, return the new text. After a stop string `stopped` is True and nothing more comes."""
+        """Add tokens, return the new text. After a stop string `stopped` is True and further calls return no text."""
         if self.stopped:
             return ""
         self._ids.extend(token_ids)
@@ -179,7 +180,7 @@ class Detokenizer:
         return out
 
     def _possible_stop_suffix(self) -> int:
-        """Length of the longest suffix of the pending text that could still become a stop string."""
+        """Return the length of the longest suffix of the pending text that may begin a stop string."""
         longest = max((len(stop) - 1 for stop in self._stop), default=0)
         for size in range(min(longest, len(self._pending)), 0, -1):
             if any(stop.startswith(self._pending[-size:]) for stop in self._stop):
@@ -188,7 +189,7 @@ class Detokenizer:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's words for training; here they are words like any other."""
+    """Support for `{% generation %}`: a mark for training, without effect on the text here."""
 
     tags = {"generation"}
 
@@ -198,7 +199,7 @@ class _GenerationBlock(Extension):
 
 
 def _load_chat_template(info: ModelInfo) -> tuple[Any, dict[str, str]]:
-    """The compiled chat template (None if the model has none) and the special tokens that templates refer to."""
+    """Return the compiled chat template, None if missing, and the special tokens used by templates."""
     config = read_json(info.folder / "tokenizer_config.json")
     template_path = info.folder / "chat_template.jinja"
     # Models with media used to keep it in a file beside the tokenizer's.

@@ -1,4 +1,4 @@
-"""The prompt formats: what a user may write, and what the encoder and the decoder get of it.
+"""Prompt formats for users, and the parts for encoder and decoder.
 
 The formats and the rules of encoder-decoder models are those of the document "vLLM encoder/decoder infrastructure
 overview": a single prompt is the encoder's, and the decoder begins with its start token.
@@ -28,14 +28,14 @@ from common.text.processor import TextProcessor
 
 
 class TextPrompt(TypedDict, total=False):
-    """`prompt` text; `multi_modal_data` like {"image": [...]} or {"audio": ...}, one item per placeholder."""
+    """`prompt` text; `multi_modal_data` like {"image": [...]} or {"audio": ...}, an item per placeholder."""
 
     prompt: str
     multi_modal_data: dict[str, Any]
 
 
 class TokensPrompt(TypedDict, total=False):
-    """The same with token ids, under either name; each media item has one placeholder token in them."""
+    """A prompt of token ids, under either name; the ids hold a placeholder for each media item."""
 
     prompt_token_ids: list[int]
     prompt_tokens: list[int]
@@ -46,7 +46,7 @@ SingletonPrompt: TypeAlias = str | list[int] | TextPrompt | TokensPrompt
 
 
 class ExplicitEncoderDecoderPrompt(TypedDict, total=False):
-    """A prompt for each half of an encoder-decoder model. Without `decoder_prompt` the decoder gets its default.
+    """A prompt for each half of an encoder-decoder model. Without `decoder_prompt` the decoder gets the default.
 
     A text becomes what the tokenizer makes of it, with the special tokens that it adds at both ends; whoever wants the
     decoder to go on in the middle of a sentence gives it token ids.
@@ -78,7 +78,7 @@ class ParsedPrompt:
 
 @dataclass(frozen=True)
 class _Singleton:
-    """One prompt, tokenised; `token_ids` is None for a prompt of media alone."""
+    """A tokenised prompt; `token_ids` is None for a prompt of media alone."""
 
     token_ids: list[int] | None
     text: str | None
@@ -86,14 +86,14 @@ class _Singleton:
 
 
 def is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
-    """Whether this is one prompt and not several: a list of numbers is a prompt, any other list is of prompts."""
+    """Return whether the value is a single prompt: a list of numbers is a prompt, any other list holds several."""
     if isinstance(prompts, str | dict):
         return True
     return len(prompts) > 0 and all(isinstance(token, int) for token in prompts)
 
 
 def parse_prompt(prompt: Prompt, info: ModelInfo, text: TextProcessor) -> ParsedPrompt:
-    """What a prompt in any of the formats means to a model.
+    """Return the meaning of a prompt, in any of the formats, for a model.
 
     Raises TriptychError: "invalid_request" for another format, for an encoder prompt where the model has no encoder
     or none where it has one, and for token ids outside the vocabulary; "context_length_exceeded" for an encoder prompt
@@ -121,7 +121,7 @@ def parse_prompt(prompt: Prompt, info: ModelInfo, text: TextProcessor) -> Parsed
 
 
 def decoder_start_token_id(info: ModelInfo) -> int:
-    """The token that every decoder prompt begins with, <DEC>.
+    """Return <DEC>, the first token of every decoder prompt.
 
     Raises TriptychError("invalid_request") where neither generation_config.json nor config.json names one.
     """
@@ -134,7 +134,7 @@ def decoder_start_token_id(info: ModelInfo) -> int:
 
 
 def default_decoder_prompt(info: ModelInfo) -> list[int]:
-    """What the decoder begins with where the user says nothing: <DEC>, and the first token that it must go on with.
+    """Return the decoder prompt for users who give none: <DEC>, and any forced first token.
 
     That is the forced one of generation_config.json (mBART's target language), else <BOS> for BART; T5 has none.
     """
@@ -145,7 +145,7 @@ def default_decoder_prompt(info: ModelInfo) -> list[int]:
 
 
 def preprocess_decoder_prompt(info: ModelInfo, token_ids: Sequence[int] | None) -> list[int]:
-    """A decoder prompt as the decoder gets it: the default one for None, else with <DEC> before it unless it is there.
+    """Return the decoder prompt for the decoder: the default for None, otherwise with a leading <DEC>.
 
     Whisper's begins with earlier text at times (<|startofprev|>), so that its start token counts wherever it stands.
     """
@@ -157,8 +157,8 @@ def preprocess_decoder_prompt(info: ModelInfo, token_ids: Sequence[int] | None) 
 
 
 def with_checkpoint_rules(info: ModelInfo, params: SamplingParams, num_forced_tokens: int = 0) -> SamplingParams:
-    """The parameters, with the checkpoint's own rules of generation where they say nothing: the token that a sequence
-    of full length ends with, and how long a repetition may be. `transformers` applies both by default, and counts the
+    """Return the parameters with gaps filled by the checkpoint's own rules of generation: the last token of a sequence
+    of full length, and the longest repetition. `transformers` applies both by default, and counts the
     `num_forced_tokens` at the end of a default prompt as generated."""
     rules: dict[str, Any] = {"num_forced_tokens": num_forced_tokens} if num_forced_tokens else {}
     forced_eos, ngram_size = _rule(info, "forced_eos_token_id"), _rule(info, "no_repeat_ngram_size")
@@ -170,7 +170,7 @@ def with_checkpoint_rules(info: ModelInfo, params: SamplingParams, num_forced_to
 
 
 def check_encoder_prompt(info: ModelInfo, token_ids: Sequence[int]) -> None:
-    """Raise TriptychError for token ids that the encoder cannot take: none, too many, or outside the vocabulary."""
+    """Raise TriptychError for token ids unfit for the encoder: none, too many, or outside the vocabulary."""
     if not token_ids:
         raise TriptychError("invalid_request", "the encoder prompt is empty", "encoder_prompt")
     bad = next((token for token in token_ids if not 0 <= token < info.vocab_size), None)
@@ -186,12 +186,12 @@ def check_encoder_prompt(info: ModelInfo, token_ids: Sequence[int]) -> None:
 
 
 def encode_tokens(token_ids: Sequence[int]) -> bytes:
-    """Token ids as an input of kind "text": little-endian uint32. They must have been checked."""
+    """Return checked token ids as an input of kind "text": little-endian uint32."""
     return np.asarray(token_ids, "<u4").tobytes()
 
 
 def decode_tokens(media: bytes) -> list[int]:
-    """The token ids of an input of kind "text". Raises TriptychError("bad_media") for a size that cannot be."""
+    """Return the token ids of an input of kind "text". Raises TriptychError("bad_media") for an impossible size."""
     if len(media) % 4:
         raise TriptychError("bad_media", f"{len(media)} bytes are no token ids: they have four bytes each")
     token_ids: list[int] = np.frombuffer(media, "<u4").tolist()
@@ -225,7 +225,7 @@ def _parse_media_pair(
     *,
     is_pair: bool,
 ) -> ParsedPrompt:
-    """The encoder gets a clip, beside which a single prompt's text is the decoder's."""
+    """Parse a prompt whose media go to the encoder; the text beside them in a single prompt is the decoder's."""
     source = None if encoder is None else _parse_singleton(encoder, text, "encoder_prompt", special_tokens=False)
     if source is None or not source.media:
         message = f"{info.name} needs {info.media_kind} as its encoder prompt: give it as multi_modal_data"
@@ -275,7 +275,7 @@ def _token_ids(value: Any, param: str) -> list[int]:
 
 
 def _rule(info: ModelInfo, key: str) -> Any:
-    """A rule of generation; config.json is where it stood before there was generation_config.json."""
+    """Return a rule of generation, from config.json for folders older than generation_config.json."""
     return (info.generation or info.config).get(key)
 
 

@@ -1,4 +1,4 @@
-"""Single tokens as text and as bytes, and words as the tokens that write them.
+"""Single tokens as text and as bytes, and the token sequences of words.
 
 A token need not be whole characters: its bytes are what it adds to the text, its string is what can be shown of it.
 Never imports torch.
@@ -20,7 +20,7 @@ _METASPACE: Final = "\u2581"
 
 
 class TokenTexts:
-    """The text of each token of one tokenizer, worked out when it is asked for and kept."""
+    """The text of each token of a tokenizer, computed on demand and kept."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -29,14 +29,14 @@ class TokenTexts:
         self._bytes: dict[int, bytes] = {}
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes that a token adds to the text; nothing for ids that the tokenizer does not know."""
+        """Return the bytes a token adds to the text; none for unknown ids."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._find_bytes(token_id)
         return known
 
     def string_of(self, token_id: int) -> str:
-        """The same as text, with U+FFFD for the bytes of a character that the token holds in part."""
+        """Return the text of a token, with U+FFFD for the bytes of a partial character."""
         return self.bytes_of(token_id).decode("utf-8", errors="replace")
 
     def _find_bytes(self, token_id: int) -> bytes:
@@ -56,7 +56,7 @@ class TokenTexts:
 
 
 def bad_words_ids(text: TextProcessor, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """The token sequences that write some words: at the beginning of a text, and after a space where that differs."""
+    """Return the token sequences of words: at the beginning of a text, and after a space if different."""
     found: dict[tuple[int, ...], None] = {}
     for word in words:
         bare = tuple(text.encode(word.lstrip(), add_special_tokens=False))
@@ -73,8 +73,8 @@ def _decoder_types(decoder: Any) -> set[str]:
 
 
 def _byte_alphabet() -> dict[str, bytes]:
-    """The characters that byte-level tokenizers write bytes with: printable ones stand for themselves, the others
-    follow from U+0100 on, in order (Radford et al., 2019)."""
+    """Return the characters for bytes in byte-level tokenizers: printable characters unchanged, all others from U+0100
+    on, in order (Radford et al., 2019)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): bytes([byte]) for byte in printable}

@@ -1,4 +1,4 @@
-"""Whisper's decoder prompts, as transformers' WhisperForConditionalGeneration.generate makes them.
+"""Whisper's decoder prompts, equal to those of transformers' WhisperForConditionalGeneration.generate.
 
     [<|startofprev|> earlier text] <|startoftranscript|> [<|en|> <|transcribe|>] <|notimestamps|>
 
@@ -39,7 +39,7 @@ def build(
     prompt: str | None = None,
     timestamps: bool = False,
 ) -> tuple[list[int], dict[str, Any]]:
-    """The decoder prompt of one audio window, and the SamplingParams fields that belong to it.
+    """Return the decoder prompt of an audio window, and the matching SamplingParams fields.
 
     `language` is a code such as "en" or an English name (None: detected, or English for an English-only checkpoint);
     `prompt` is text that may come before the window, a hint for names and style, of which the last tokens are kept.
@@ -77,12 +77,13 @@ def build(
 
 
 def start_token_id(info: ModelInfo) -> int:
-    """<|startoftranscript|>: the token whose successor says whether anybody speaks at all, and in which language."""
+    """Return <|startoftranscript|>: the next token shows whether there is speech at all, and the language."""
     return int({**info.config, **info.generation}["decoder_start_token_id"])
 
 
 def timestamp_rules(info: ModelInfo, text: TextProcessor) -> TimestampRules | None:
-    """Which tokens are timestamps; None where the checkpoint has none. They follow <|notimestamps|>, 20 ms apart."""
+    """Return the rules for timestamp tokens, which follow <|notimestamps|> 20 ms apart; None if the checkpoint has
+    none."""
     no_timestamps = _no_timestamps(info, text)
     if not no_timestamps:
         return None
@@ -97,13 +98,13 @@ def no_speech_token_id(info: ModelInfo, text: TextProcessor) -> int | None:
 
 
 def detected_language(info: ModelInfo, token_ids: list[int]) -> str | None:
-    """The language code that a generation under `prefix_allowed` began with; None if it began with none."""
+    """Return the language code at the begin of a generation under `prefix_allowed`; None without a code."""
     codes = {token: name.strip("<|>") for name, token in info.generation.get("lang_to_id", {}).items()}
     return codes.get(token_ids[0]) if token_ids else None
 
 
 def _language_and_task(info: ModelInfo, language: str | None, task: Task) -> list[tuple[int, ...]]:
-    """Allowed ids of the language and the task token; nothing for an English-only checkpoint."""
+    """Return allowed ids of the language and the task token; none for an English-only checkpoint."""
     if not is_multilingual(info):
         if task != "transcribe":
             raise TriptychError("invalid_request", f"{info.name} is English-only and cannot {task}", "task")
@@ -133,7 +134,7 @@ def _no_timestamps(info: ModelInfo, text: TextProcessor) -> list[int]:
 
 
 def _previous_text(info: ModelInfo, text: TextProcessor, prompt: str | None, max_tokens: int) -> list[int]:
-    """<|startofprev|> and the last `max_tokens` tokens of the prompt; nothing without a prompt."""
+    """Return <|startofprev|> and the last `max_tokens` tokens of the prompt; an empty list without a prompt."""
     if not prompt or not prompt.strip():
         return []
     start = info.generation.get("prev_sot_token_id", text.tokenizer.token_to_id("<|startofprev|>"))

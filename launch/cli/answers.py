@@ -1,4 +1,4 @@
-"""Answers on the terminal: the ones in progress with a bar at the bottom, the finished ones above it."""
+"""Answers on the terminal: finished answers above, answers in progress and a bar below."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class AnswerView:
             self._growing[key] = (job, self._growing.get(key, (job, ""))[1] + text)
 
     def finish(self, key: int, outcome: ClientResult) -> None:
-        """The whole answer, or why there is none."""
+        """Show the whole answer, or the error."""
         self._growing.pop(key, None)
         self._done += 1
         self._progress.advance(self._task)

@@ -233,7 +233,7 @@ def _follow_parent(wanted: bool) -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """End a process that has closed everything, at once: taking the interpreter down takes seconds with torch in it."""
+    """End a process with everything closed, at once: the interpreter takes seconds to shut down with torch loaded."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -241,7 +241,7 @@ def _leave(code: int) -> NoReturn:
 
 
 def main() -> None:
-    """Run the command line and exit: 0 well, 1 failed, 2 wrong usage, 130 interrupted. Errors take one line."""
+    """Run the command line and exit: 0 well, 1 failed, 2 wrong usage, 130 interrupted. An error takes a single line."""
     try:
         code = app(standalone_mode=False)
     except typer.TyperException as error:

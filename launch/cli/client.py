@@ -1,4 +1,4 @@
-"""A client of the OpenAI API that measures: one call per request, with times and token counts."""
+"""A measuring client of the OpenAI API: a call per request, with times and token counts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from launch.cli.media import Media
 
 @dataclass(frozen=True)
 class ClientOptions:
-    """Where to send requests, and how long their answers may be and take."""
+    """Address for requests, and limits of length and time for answers."""
 
     url: str
     model: str | None
@@ -31,7 +31,7 @@ class ClientOptions:
 
 @dataclass(frozen=True)
 class ClientRequest:
-    """One request: a prompt with pictures, or a clip to transcribe."""
+    """A prompt with images, or an audio file to transcribe."""
 
     name: str
     prompt: str
@@ -44,7 +44,7 @@ class ClientRequest:
 
 @dataclass
 class ClientResult:
-    """What came of a job. Times in seconds from the moment it was sent; `error` is None if it went well."""
+    """The outcome of a job. Times in seconds since the job was sent; `error` is None after success."""
 
     job: ClientRequest
     text: str = ""
@@ -64,7 +64,7 @@ OnText = Callable[[str], None]
 
 
 class ApiClient:
-    """Sends jobs. What goes wrong with one request is its outcome, never an exception."""
+    """Sender of jobs. The failure of a request becomes the outcome, never an exception."""
 
     def __init__(self, options: ClientOptions) -> None:
         local = urlsplit(options.url).hostname in ("localhost", "127.0.0.1", "::1")
@@ -87,7 +87,7 @@ class ApiClient:
         await self._http.aclose()
 
     async def connect(self) -> str:
-        """The model that will answer: the one asked for, or the first one served.
+        """Return the answering model: the model asked for, or the first served.
 
         Raises TriptychError("unavailable") where nobody answers at the URL, "invalid_api_key" for a key that is missing
         or wrong.
@@ -116,7 +116,7 @@ class ApiClient:
         return TriptychError("invalid_api_key", f"{self._options.url} {why}")
 
     async def timeline(self, request_id: str) -> list[dict[str, Any]]:
-        """The spans of a finished request: stage, instance, start_s, end_s; empty where there are none."""
+        """Return the spans of a finished request: stage, instance, start_s, end_s; an empty list if unknown."""
         try:
             response = await self._http.get(f"/v1/requests/{request_id}/timeline")
             return list(response.json()["spans"]) if response.is_success else []
@@ -124,7 +124,7 @@ class ApiClient:
             return []
 
     async def send(self, job: ClientRequest, on_text: OnText = lambda _: None) -> ClientResult:
-        """Send one job and wait for its end; `on_text` gets the pieces of the answer as they come."""
+        """Send a job and wait for the end; `on_text` gets the pieces of the answer at once."""
         outcome = ClientResult(job)
         try:
             call = self._transcribe if job.is_transcription else self._chat
@@ -137,7 +137,7 @@ class ApiClient:
         return outcome
 
     async def _chat(self, job: ClientRequest, outcome: ClientResult, on_text: OnText) -> None:
-        """Always streamed: only so the time to the first token can be measured."""
+        """Stream the answer: otherwise the time to the first token could not be measured."""
         parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": m.data_url}} for m in job.media]
         content = [*parts, {"type": "text", "text": job.prompt}] if parts else job.prompt
         body = {
@@ -157,7 +157,7 @@ class ApiClient:
                 _take_event(event, outcome, on_text)
 
     async def _transcribe(self, job: ClientRequest, outcome: ClientResult, on_text: OnText) -> None:
-        """Streamed where the server can; one that cannot answers in one piece."""
+        """Stream the transcript; servers without streaming answer in a single piece."""
         clip = job.media[0]
         form = {"model": self._model, "temperature": str(self._options.temperature), "stream": "true"}
         if job.prompt:
@@ -225,7 +225,7 @@ async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
 
 
 def _describe(response: httpx.Response, body: bytes) -> str:
-    """`HTTP 400: message`, the message out of OpenAI's error shape where it has one."""
+    """Return `HTTP 400: message`, with the message of OpenAI's error shape if present."""
     try:
         message = json.loads(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):

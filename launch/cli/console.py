@@ -1,4 +1,4 @@
-"""What `triptych serve` shows: progress while it starts, the table of instances, and what dies and comes back."""
+"""Output of `triptych serve`: progress of the start, the table of instances, deaths and returns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FILE_WIDTH = 160
 
 
 def make_console(file: TextIO | None = None) -> Console:
-    """The terminal; or a file or pipe, with lines as long as they need to be, for a tool that reads them."""
+    """Return a console for the terminal, or for a file or pipe, with lines of any length for tools."""
     console = Console(file=file)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = FILE_WIDTH
@@ -124,7 +124,7 @@ class ConsoleReporter(Reporter):
 
 
 def instance_table(instances: Sequence[Instance], title: str) -> Table:
-    """One row per instance: id, role, process, addresses, state."""
+    """Return a table with a row per instance: id, role, process, addresses, state."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for column in ("id", "role", "pid", "http", "requests", "tensors", "state"):
         table.add_column(column, overflow="fold", header_style="dim")

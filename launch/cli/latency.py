@@ -1,4 +1,4 @@
-"""Times and rates of many requests in one small table."""
+"""Times and rates of many requests in a small table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PERCENTILES = (50, 90, 99)
 
 
 def latency_table(outcomes: Sequence[ClientResult]) -> Table:
-    """TTFT, latency and tokens/s of the requests that went well, at p50, p90 and p99.
+    """Return TTFT, latency and tokens/s of the successful requests, at p50, p90 and p99.
 
     The p99 of tokens/s is the rate that 99 % of the requests reach or exceed: a slow tail shows in every row.
     """
@@ -31,7 +31,7 @@ def latency_table(outcomes: Sequence[ClientResult]) -> Table:
 
 
 def summary(outcomes: Sequence[ClientResult], wall_s: float) -> str:
-    """One line: how many, how fast all together."""
+    """Return a line with the number of answers and the total rate."""
     good = [outcome for outcome in outcomes if outcome.error is None]
     tokens = sum(outcome.completion_tokens or 0 for outcome in good)
     return (

@@ -1,4 +1,4 @@
-"""Pictures and audio files, as a client sends them."""
+"""Images and audio files in the form sent by clients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MEDIA_TYPES = {
 
 @dataclass(frozen=True)
 class Media:
-    """A picture or a clip, as it goes on the wire."""
+    """An image or audio file for the wire."""
 
     name: str
     type: str
@@ -37,7 +37,7 @@ class Media:
 
 
 def load_media(path: Path) -> Media:
-    """A picture or audio file, known by its suffix.
+    """Return an image or audio file, known by the suffix.
 
     Raises TriptychError("invalid_request") where it is neither, or cannot be read.
     """

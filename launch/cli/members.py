@@ -1,4 +1,4 @@
-"""The workers of a running cluster, seen and told from outside: who is there, leave, become something else."""
+"""The workers of a running cluster, seen and controlled from outside: list, drain, switch."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ Done = Callable[[InstanceRecord, InstanceRecord | None], Awaitable[bool]]
 
 
 class Members:
-    """The registry of one cluster, and its workers' own endpoints. An asynchronous context manager."""
+    """The registry of a cluster and the endpoints of its workers, as an asynchronous context manager."""
 
     def __init__(self, settings: Settings) -> None:
-        """`settings` name the broker, the cluster and its key. Raises TriptychError where the key cannot be read."""
+        """Connect to the broker of `settings`, with the cluster's key. Raises TriptychError for an unreadable key."""
         assert settings.broker is not None
         token = cluster_token(settings)
         headers = {} if token is None else {"Authorization": bearer(token)}
@@ -55,14 +55,15 @@ class Members:
         await self._redis.aclose()
 
     async def records(self) -> dict[str, InstanceRecord]:
-        """What the registry says of every instance, by id. Raises TriptychError("unavailable") without the broker."""
+        """Return the registry's entry of every instance, by id. Raises TriptychError("unavailable") without the
+        broker."""
         try:
             return await self._registry.instances()
         except RedisError as error:
             raise TriptychError("unavailable", f"the broker does not answer: {error}") from error
 
     async def find(self, instance_id: str) -> InstanceRecord:
-        """One worker's record. Raises TriptychError("invalid_request") with the ids that there are."""
+        """Return a worker's record. Raises TriptychError("invalid_request") with the known ids."""
         workers = {name: record for name, record in (await self.records()).items() if record.role != "proxy"}
         if instance_id in workers:
             return workers[instance_id]
@@ -71,7 +72,7 @@ class Members:
         raise TriptychError("invalid_request", message, "id")
 
     async def drain(self, instance_id: str, timeout_s: float, tell: Tell) -> None:
-        """Let a worker finish what it has and leave; return when it is gone.
+        """Let a worker finish all work and leave; return after the worker is gone.
 
         Raises TriptychError: no such worker, it refuses, it still has requests after `timeout_s` seconds, or it has
         died instead, and another process has taken its place.
@@ -82,7 +83,7 @@ class Members:
         tell(f"{instance_id} has left")
 
     async def switch(self, instance_id: str, role: Role, timeout_s: float, tell: Tell) -> None:
-        """Let a worker finish what it has and come back in another role; return when it is ready in it.
+        """Let a worker finish all work and come back in another role; return when the worker is ready.
 
         Raises TriptychError as `drain` does, and where the worker cannot have that role.
         """
@@ -113,7 +114,7 @@ class Members:
             raise TriptychError("invalid_request", f"{record.instance_id}: {_reason(response)}", "role")
 
     async def _watch(self, record: InstanceRecord, timeout_s: float, tell: Tell, done: Done) -> None:
-        """Tell how many requests are left, each time that this changes, until `done(record, its record now)`."""
+        """Tell each change in the number of requests left, until `done(record, its record now)`."""
         deadline_s, told = time.monotonic() + timeout_s, None
         while True:
             now = (await self.records()).get(record.instance_id)
@@ -129,7 +130,7 @@ class Members:
             await asyncio.sleep(_POLL_S)
 
     async def _has_left(self, before: InstanceRecord, now: InstanceRecord | None) -> bool:
-        """Gone from the registry and deaf: a broker that has forgotten it is not enough."""
+        """Return whether the worker is gone from the registry and deaf: a broker may have forgotten a living worker."""
         if now is not None and now.epoch != before.epoch:
             raise _started_again(now, "drain")
         return now is None and not await self._answers(before)

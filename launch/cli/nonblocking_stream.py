@@ -1,4 +1,4 @@
-"""Output that holds nobody up: one who does not read, or has gone, or has no room for it, misses it."""
+"""Output that never blocks the writer: a slow or missing reader, or a full disk, loses text."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MAX_PIECES: Final = 1000
 
 
 class NonblockingStream:
-    """Writes to the file behind a stream, on a thread of its own; never raises."""
+    """A writer to the file behind a stream, on a separate thread; never raises."""
 
     def __init__(self, stream: TextIO) -> None:
-        """Raises io.UnsupportedOperation where there is no file behind it."""
+        """Start the thread. Raises io.UnsupportedOperation for a stream without a file."""
         self._stream = stream
         self._descriptor = stream.fileno()
         self.encoding = stream.encoding or "utf-8"
@@ -30,7 +30,7 @@ class NonblockingStream:
         return len(text)
 
     def flush(self) -> None:
-        """Nothing: `close` waits."""
+        """Do nothing: `close` waits."""
 
     def isatty(self) -> bool:
         return self._stream.isatty()
@@ -39,7 +39,7 @@ class NonblockingStream:
         return self._descriptor
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Wait for what has not been written yet, but not for long."""
+        """Wait shortly for unwritten text."""
         with contextlib.suppress(queue.Full):
             self._pieces.put_nowait(None)
             self._thread.join(timeout_s)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def takes_settings(*wanted: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that adds options for settings to a command, passed on as the argument `flags`.
+    """Return a decorator that adds options for settings to a command, passed on in the argument `flags`.
 
     `wanted` are names of settings (`broker`, `engine.dtype`) and of panels with all their settings (`Keys`).
     """
@@ -27,7 +27,7 @@ def takes_settings(*wanted: str) -> Callable[[Callable[..., None]], Callable[...
 
 
 class SettingsCommand:
-    """A command with options for settings, derived when typer asks for them: pydantic is slow to import."""
+    """A command with options for settings, derived on typer's request: pydantic is slow to import."""
 
     def __init__(self, command: Callable[..., None], wanted: tuple[str, ...]) -> None:
         self._command = command
@@ -65,7 +65,7 @@ class SettingsCommand:
 
 
 def _option(setting: SettingInfo) -> Any:
-    """The annotation of one option. Values are checked with all others, by `load_settings`."""
+    """Return the annotation of an option. `load_settings` checks all values together."""
     kind = setting.kind if setting.kind in (bool, int, float, Path) else str
     # A switch that is off by default can only be turned on; one that depends on the machine, both.
     names = [setting.flag] if kind is bool and setting.default == "no" else []

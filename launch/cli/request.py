@@ -1,4 +1,4 @@
-"""`triptych request`: sends requests in parallel, shows the answers and how long they took."""
+"""`triptych request`: sends requests in parallel, shows answers and times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXIT_INTERRUPTED = 130
 
 
 def make_jobs(files: list[Path], prompt: str, *, together: bool) -> list[ClientRequest]:
-    """One job for each file, one for all (`together`), or one for the prompt alone.
+    """Return a job for each file, a single job for all (`together`), or a job for the prompt alone.
 
     Raises TriptychError("invalid_request") where files and prompt make no request.
     """
@@ -47,7 +47,7 @@ def run_requests(
     live: bool,
     together: bool,
 ) -> int:
-    """Send everything, print everything; 1 if a request failed, 130 after Ctrl-C, else 0.
+    """Send and print all requests; return 1 if a request failed, 130 after Ctrl-C, 0 otherwise.
 
     Raises TriptychError where nothing could be sent at all.
     """
@@ -76,7 +76,7 @@ async def _run(jobs: list[ClientRequest], options: ClientOptions, parallel: int,
 async def _send_all(
     client: ApiClient, jobs: list[ClientRequest], parallel: int, view: AnswerView, outcomes: list[ClientResult]
 ) -> None:
-    """Send the jobs in order, never more than `parallel` at once; outcomes are added as they come."""
+    """Send the jobs in order, at most `parallel` at once; outcomes are added in order of their end."""
     queue = iter(enumerate(jobs))
 
     async def send_next() -> None:

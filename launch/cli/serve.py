@@ -39,7 +39,7 @@ _OPEN_PORT = "warning: anybody who reaches this port is served: give --api-key-f
 
 
 def serve(settings: Settings, start_timeout_s: float) -> int:
-    """Run a cluster until SIGINT or SIGTERM; 0 after a stop that was asked for.
+    """Run a cluster until SIGINT or SIGTERM; return 0 after a requested stop.
 
     Raises TriptychError where it cannot start, or cannot go on.
     """
@@ -55,7 +55,7 @@ def serve(settings: Settings, start_timeout_s: float) -> int:
 
 @contextlib.contextmanager
 def _stdout() -> Iterator[TextIO | None]:
-    """A cluster goes on where nobody reads what is said of it any more, or where the disk is full."""
+    """Yield an output stream that a cluster survives: the reader may go away, and the disk may be full."""
     if sys.stdout is None or sys.stdout.closed:
         with open(os.devnull, "w") as nowhere:
             yield nowhere
@@ -78,7 +78,7 @@ def _announce(plan: Plan) -> str:
 
 
 def _example(plan: Plan) -> str:
-    """A command that asks the cluster something its model can answer."""
+    """Return a command with a question that the cluster's model can answer."""
     kind, base_url = plan.info.media_kind, plan.base_url
     if kind == "text":  # it holds no conversations
         body = json.dumps({"model": plan.settings.served_model_name, "prompt": "The rain in Spain"})
@@ -113,7 +113,7 @@ async def _start_and_watch(supervisor: Supervisor, console: Console) -> None:
 
 @contextlib.contextmanager
 def _announced(supervisor: Supervisor, console: Console) -> Iterator[None]:
-    """Let `triptych status` and its like find this cluster by its name; it runs as well where they cannot."""
+    """Let `triptych status` and similar commands find this cluster by name. The cluster runs even if that fails."""
     plan, key = supervisor.plan, ClusterKey.of(supervisor.plan.settings)
     assert supervisor.broker_url is not None
     entry = LocalEntry(
@@ -132,7 +132,7 @@ def _announced(supervisor: Supervisor, console: Console) -> Iterator[None]:
 
 
 def _stop_on_signals(supervisor: Supervisor, work: asyncio.Future[None]) -> asyncio.Event:
-    """The first signal cancels the work, which then stops the cluster; the second one kills what is left."""
+    """Cancel the work on the first signal, which stops the cluster; on the second, kill all processes left."""
     asked, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def on_signal() -> None:

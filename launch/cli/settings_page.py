@@ -21,7 +21,7 @@ below `[engine]`. Sizes are `512MiB`, `2GiB` or a number of bytes, in all three.
 
 
 def settings_page() -> str:
-    """Return the page as Markdown, one row per setting."""
+    """Return the page in Markdown, a row per setting."""
     return _HEAD + "".join(_rows())
 
 

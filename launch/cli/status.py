@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def show_status(settings: Settings, *, as_json: bool) -> None:
-    """Print it. Raises TriptychError("unavailable") where the broker does not answer."""
+    """Print the status. Raises TriptychError("unavailable") without an answer of the broker."""
     records = asyncio.run(_records(settings))
     if as_json:
         print(json.dumps([msgspec.to_builtins(record) for record in records], indent=2))
@@ -43,7 +43,7 @@ async def _records(settings: Settings) -> list[InstanceRecord]:
 
 
 def refusals(records: Collection[InstanceRecord]) -> dict[str, str]:
-    """The workers that a proxy of the cluster does not use, each with the reason."""
+    """Return the workers not used by a proxy of the cluster, each with the reason."""
     proxies = [record for record in records if record.role == "proxy"]
     return {
         worker.instance_id: why
@@ -54,8 +54,8 @@ def refusals(records: Collection[InstanceRecord]) -> dict[str, str]:
 
 
 def status_table(records: Iterable[InstanceRecord], title: str, now_s: float, refused: Collection[str] = ()) -> Table:
-    """One row per instance; `now_s` is Unix time, `refused` are ids. The epoch of an instance is the moment of its
-    start."""
+    """Return a table with a row per instance; `now_s` is Unix time, `refused` are ids. An instance's epoch is the
+    moment of the start."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for column in ("id", "role", "epoch", "up", "requests", "tokens", "http", "state"):
         table.add_column(column, overflow="fold", header_style="dim")

@@ -9,7 +9,8 @@ from rich.text import Text
 
 
 def thumbnail(image: Image.Image, columns: int) -> Text:
-    """The picture over `columns` cells, each an upper half block: its ink is the upper pixel, its ground the lower."""
+    """Return the image over `columns` cells, each an upper half block: foreground for the upper pixel, background for
+    the lower."""
     rows = max(1, round(columns * image.height / image.width / 2))
     small = image.convert("RGB").resize((columns, 2 * rows), Image.Resampling.LANCZOS)
     pixels = small.tobytes()

@@ -1,4 +1,4 @@
-"""The timeline of one request as bars in the terminal: which stage ran on which instance, when, for how long."""
+"""The timeline of a request in bars on the terminal: stage, instance, begin and length."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def timeline_table(spans: Sequence[dict[str, Any]], width: int = 40) -> Table:
-    """One row per span (`stage`, `instance`, `start_s`, `end_s`), drawn over `width` cells from first to last."""
+    """Return a table with a row per span (`stage`, `instance`, `start_s`, `end_s`), drawn over `width` cells."""
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 1))
     for justify in ("left", "left", "right", "right", "left"):
         table.add_column(justify=justify, no_wrap=True)
@@ -42,7 +42,7 @@ def timeline_table(spans: Sequence[dict[str, Any]], width: int = 40) -> Table:
 
 
 def draw_bar(start: float, length: float) -> str:
-    """A bar from cell `start` over `length` cells, its end to an eighth of a cell; never invisible.
+    """Return a bar from cell `start` over `length` cells, precise to an eighth of a cell; never invisible.
 
     Cells have no glyphs that begin in the middle, so the start is rounded down and the length keeps its value.
     """

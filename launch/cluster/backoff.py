@@ -1,4 +1,4 @@
-"""How long to wait before a process that died is started again."""
+"""Delays before dead processes are started again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Backoff:
     _next_s: float = 0.0
 
     def after_life_of(self, lived_s: float) -> float:
-        """Seconds to wait after a process that lived this long."""
+        """Return the seconds to wait after a process with a life of `lived_s`."""
         early = self._next_s > 0.0 and lived_s < self.healthy_after_s
         delay_s = self._next_s if early else self.first_s
         self._next_s = min(2 * delay_s, self.longest_s)

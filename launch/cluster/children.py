@@ -1,4 +1,4 @@
-"""Child processes: each with its own process group, log file and lifeline to this process."""
+"""Child processes, each with a process group, a log file and a lifeline to this process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True)
 class Command:
-    """How to start a child: its arguments, its whole environment and the file that gets its output."""
+    """The start of a child: arguments, whole environment and the file for all output."""
 
     argv: list[str]
     environment: dict[str, str]
@@ -27,7 +27,7 @@ class Command:
 
 
 class Child:
-    """One running child process. Terminal signals do not reach it: this process decides when it stops."""
+    """A running child process. Terminal signals do not reach the child: this process decides about the stop."""
 
     def __init__(self, command: Command, process: asyncio.subprocess.Process) -> None:
         self._command = command
@@ -35,7 +35,7 @@ class Child:
 
     @classmethod
     async def start(cls, command: Command) -> Child:
-        """Start the process; its output is appended to the log.
+        """Start the process; all output is appended to the log.
 
         Raises TriptychError("internal_error") where the operating system refuses.
         """
@@ -66,7 +66,7 @@ class Child:
         return self._process.returncode == 0
 
     async def wait(self) -> str:
-        """Wait for the end; give how it ended in words. What the process itself had started is ended, too."""
+        """Wait for the end and return the manner in words. Processes started by the child are ended, too."""
         code = await self._process.wait()
         await end_group(self.pid)
         return describe_exit(code)
@@ -76,23 +76,23 @@ class Child:
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End the process at once; `wait` ends what it had started."""
+        """End the process at once; `wait` ends the processes started by the child."""
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
-        """Not by the process object, which looks first whether the process has ended, and would take how it ended away
-        from the thread that waits for it."""
+        """Send a signal by process id. The process object would first collect the exit status, and take the status away
+        from the waiting thread."""
         if self.running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def log_tail(self, lines: int = 15) -> str:
-        """The last lines that the process wrote."""
+        """Return the last lines written by the process."""
         return tail(self._command.log, lines)
 
 
 async def end_group(group: int, grace_s: float = 1.5) -> None:
-    """End what is left of a process group whose leader is gone: SIGTERM, then SIGKILL after a moment.
+    """End the rest of a process group without leader: SIGTERM, then SIGKILL after a moment.
 
     Not SIGKILL at once: Python's resource tracker lives in the group, ignores SIGTERM, and removes the semaphores
     of a killed process from /dev/shm before it ends by itself.
@@ -108,7 +108,7 @@ async def end_group(group: int, grace_s: float = 1.5) -> None:
 
 
 def _has_living(group: int) -> bool:
-    """Whether a process of the group still runs. Raises ProcessLookupError where there is none at all.
+    """Return whether a process of the group still runs. Raises ProcessLookupError for an empty group.
 
     Signal 0 counts zombies, too, which a container's first process may never collect: those are collected here where
     they are ours (`adopt_orphans`), and not counted where /proc tells.
@@ -132,7 +132,7 @@ def _is_living_member(pid: str, group: int) -> bool:
 
 
 def adopt_orphans() -> None:
-    """Let what a killed child leaves behind become children of this process, so that it can collect their ends.
+    """Adopt the orphans of a killed child, to collect their exit statuses.
 
     Only where the whole process is ours, as in `triptych serve`. Does nothing elsewhere than on Linux.
     """
@@ -151,7 +151,7 @@ def describe_exit(code: int) -> str:
 
 
 def tail(path: Path, lines: int, max_bytes: int = 16384) -> str:
-    """The last lines of a text file, reading no more than its last bytes; empty if there is no such file."""
+    """Return the last lines of a text file, reading only the last bytes; an empty text without a file."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - max_bytes))

@@ -1,4 +1,4 @@
-"""Flags to settings, settings to the environment of a child process, and errors in one line."""
+"""From flags to settings, from settings to the environment of a child process, errors in a single line."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def load_settings(flags: Flags) -> Settings:
 
 
 def child_environment(settings: Settings, threads: int) -> dict[str, str]:
-    """The environment of a child process: exactly these settings, whatever the parent's environment or file says.
+    """Return the environment of a child process: exactly these settings, whatever the parent's environment or file
+    says.
 
     `threads` is the CPU share of its numeric libraries.
     """
@@ -88,7 +89,7 @@ def _nest(flags: Flags) -> dict[str, Any]:
 
 
 def _check_variables() -> None:
-    """Refuse misspelt variables: pydantic passes over those that it does not know."""
+    """Refuse misspelt variables: pydantic ignores unknown names."""
     from common.config import ENV_PREFIX, describe_settings
 
     known = {setting.variable for setting in describe_settings()} | {f"{ENV_PREFIX}ENGINE"}
@@ -105,7 +106,7 @@ def _closest(name: str, known: Iterable[str]) -> str:
 
 
 def _describe(error: ValidationError, flags: Flags) -> str:
-    """Name all that is wrong in one line: name, value, rule."""
+    """Name all errors in a single line: name, value, rule."""
     from common.config import describe_settings
 
     found = []

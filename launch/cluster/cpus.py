@@ -1,4 +1,4 @@
-"""How many CPU cores there are for us, and how the workers of one host share them."""
+"""CPU cores of this process, and the shares of a host's workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHARE: Final[dict[Role, int]] = {
 
 
 def available_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Cores this process may use: its affinity, lowered by a container's CPU quota."""
+    """Return the usable cores: the process's affinity, lowered by a container's CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     try:
         quota, period = cgroup.read_text().split()
@@ -31,7 +31,8 @@ def available_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
 
 def split_threads(topology: Topology, cores: int) -> dict[Role, int]:
-    """CPU threads of each worker of a role: decoders work all the time, so each gets two shares to an encoder's one.
+    """Return the CPU threads of a worker of each role. Decoders work all the time and get two shares, encoders a single
+    share.
 
     At least one each; together no more than the cores, where there are enough.
     """

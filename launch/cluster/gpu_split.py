@@ -1,4 +1,4 @@
-"""How the workers of one GPU share its memory: an encoder gets what it needs, decoders what is left.
+"""Shares of a GPU's memory: an encoder gets the needed amount, decoders the rest.
 
     memory_fraction (0.9) x the GPU
     | encoder: weights + largest batch + context | ... | decoder: weights + step + context + KV cache          |
@@ -34,7 +34,7 @@ MAX_ENCODERS: Final = 0.5
 def split_gpu(
     engine: EngineConfig, topology: Topology, info: ModelInfo, total: int | None = None
 ) -> dict[Role, dict[str, float | int]]:
-    """The fraction of the GPU that each worker of a role may take; together no more than `memory_fraction`.
+    """Return the GPU fraction of a worker of each role; all workers together stay within `memory_fraction`.
 
     `total` is the GPU's memory in bytes, looked up if not given. Raises TriptychError("invalid_request") with the
     numbers where a worker's weights do not fit its share.

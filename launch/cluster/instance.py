@@ -1,4 +1,4 @@
-"""One instance of a local cluster as its supervisor sees it, and who tells a person about it."""
+"""An instance of a local cluster in the supervisor's view, and the listener that informs a person."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ State = Literal["starting", "ready", "draining", "switching", "restarting", "lef
 
 @dataclass
 class Instance:
-    """A worker or the proxy: how it is started, where it is reached, and how it is doing."""
+    """A worker or the proxy: command, addresses and present state."""
 
     id: str
     role: Role
@@ -42,7 +42,7 @@ class Instance:
     backoff: Backoff = field(default_factory=Backoff)
 
     def take_role(self, role: Role) -> None:
-        """The process has changed its role by itself: what starts it again has to know."""
+        """Record a role change made by the process, for any later start."""
         self.role, self.next_role, self.past_epoch, self.started_s = role, None, self.epoch, time.monotonic()
         self.command = replace(self.command, argv=with_role(self.command.argv, role))
 
@@ -52,12 +52,12 @@ class Instance:
 
     @property
     def joined(self) -> bool:
-        """Whether the present process, in its present role, has been seen in the registry."""
+        """Whether the registry has shown the present process in the present role."""
         return self.epoch != self.past_epoch
 
     @property
     def awaited(self) -> bool:
-        """Whether a cluster that starts waits for this one: not if somebody has told it to leave meanwhile."""
+        """Whether a starting cluster waits for this instance; false after a request to leave."""
         return self.state not in ("ready", "draining", "left")
 
     @property
@@ -70,7 +70,7 @@ class Reporter:
     """Listener to a cluster's supervisor; this base class is silent."""
 
     def starting(self, instances: Sequence[Instance], logs: Path) -> None:
-        """All instances are about to start; `logs` is the folder of their logs."""
+        """All instances are about to start; `logs` is the folder of log files."""
 
     def waiting(self, instances: Sequence[Instance], elapsed_s: float) -> None:
         """How far the instances are; called several times a second while the cluster starts."""
@@ -79,31 +79,31 @@ class Reporter:
         """The cluster answers requests."""
 
     def died(self, instance: Instance, how: str, log_tail: str, retry_in_s: float) -> None:
-        """A process ended that should not have; it is started again in a moment."""
+        """A process ended unexpectedly; a new process starts in a moment."""
 
     def recovered(self, instance: Instance) -> None:
-        """A process that had been started again is ready."""
+        """A restarted process is ready."""
 
     def draining(self, instance: Instance) -> None:
-        """Somebody has told an instance to finish what it has, and to leave or to change its role."""
+        """An instance was told to finish all work, and to leave or to change role."""
 
     def left(self, instance: Instance, how: str | None) -> None:
-        """It has ended; nothing takes its place. `how`, where that was before it had finished what it had."""
+        """The instance has ended for good. `how` is set if the end came before all work was finished."""
 
     def switched(self, instance: Instance) -> None:
-        """It is ready again, in the role that it has now."""
+        """The instance is ready again, in the new role."""
 
     def broker_died(self, log_tail: str) -> None:
-        """The broker that the cluster runs for itself has ended; an empty one takes its place at once."""
+        """The cluster's own broker has ended; an empty broker is started at once."""
 
     def broker_failed(self, why: str, retry_in_s: float) -> None:
-        """It could not be started again; that is tried once more in a moment."""
+        """The broker could not be started again; the next try follows in a moment."""
 
     def broker_recovered(self) -> None:
-        """It runs again, after tries that failed."""
+        """The broker runs again, after failed tries."""
 
     def stopping(self, instances: Sequence[Instance]) -> None:
-        """The cluster is being taken down, with these instances; none where nothing was started."""
+        """The cluster is being taken down, with these instances; none if nothing was started."""
 
     def stopped(self, killed: Sequence[str], kept_logs: str | None) -> None:
-        """Nothing runs any more. Which instances had to be killed, and the folder of logs if it was kept."""
+        """All processes have ended. `killed` names instances ended by force, `kept_logs` the folder of kept logs."""

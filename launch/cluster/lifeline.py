@@ -1,4 +1,4 @@
-"""A child process that ends with its parent, however the parent ends."""
+"""The end of a child process together with the parent, whatever ends the parent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CLEAN_STOP_S = 3.0
 
 
 def follow_parent(fd: int = 0, on_gone: Callable[[], None] | None = None) -> threading.Thread:
-    """Stop this process when the pipe at `fd` ends, which its parent holds open as long as it lives.
+    """Stop this process when the pipe at `fd` ends; the living parent holds the pipe open.
 
     A pipe works after SIGKILL of the parent too, on every Unix, and whichever thread of the parent started us.
     """
@@ -29,7 +29,7 @@ def follow_parent(fd: int = 0, on_gone: Callable[[], None] | None = None) -> thr
 
 
 def _stop_self() -> None:
-    """Ask for a clean stop; end it by force, helpers included, where that takes too long."""
+    """Ask for a clean stop; after too long a time end the process by force, helpers included."""
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(CLEAN_STOP_S)  # not a synchronisation: if the clean stop works, this thread ends with the process
     if os.getpgrp() == os.getpid():

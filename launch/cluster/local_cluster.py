@@ -1,4 +1,4 @@
-"""A whole cluster on this machine, for programs that are not asynchronous: tests, the demo, notebooks."""
+"""A whole cluster on this machine, for synchronous programs: tests, the demo, notebooks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LocalCluster:
         reporter: Reporter | None = None,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
-        """Settle what will run. Raises TriptychError as `make_plan` does."""
+        """Plan the cluster. Raises TriptychError as `make_plan` does."""
         self.supervisor = Supervisor(make_plan(settings, topology), reporter, start_timeout_s)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="cluster", daemon=True)
@@ -49,19 +49,19 @@ class LocalCluster:
 
     @property
     def instances(self) -> dict[str, Instance]:
-        """The instances by id, with their present state, process and addresses."""
+        """The instances by id, with present state, process and addresses."""
         return {instance.id: instance for instance in self.supervisor.instances}
 
     @property
     def broker_url(self) -> str:
-        """The redis:// URL of the broker. Raises TriptychError("unavailable") before `start` has found one."""
+        """The redis:// URL of the broker. Raises TriptychError("unavailable") before `start` has set the URL."""
         url = self.supervisor.broker_url
         if url is None:
             raise TriptychError("unavailable", "the cluster's broker has not been started yet: call start() first")
         return url
 
     def start(self) -> None:
-        """Return once every instance is ready. Raises TriptychError with nothing left running."""
+        """Return once every instance is ready. On TriptychError no process is left running."""
         self._thread.start()
         try:
             self._run(self.supervisor.start(), asyncio.Task.cancel)
@@ -70,7 +70,7 @@ class LocalCluster:
             raise
 
     def stop(self) -> None:
-        """End everything within five seconds."""
+        """End all processes within five seconds."""
         try:
             self._run(self.supervisor.stop(), lambda _: self.supervisor.kill_now())
         finally:
@@ -86,7 +86,7 @@ class LocalCluster:
         self.stop()
 
     def _run(self, work: Coroutine[Any, Any, None], interrupt: Callable[[asyncio.Task[None]], object]) -> None:
-        """Run in the supervisor's loop. Ctrl-C here becomes `interrupt` there; its cleaning up is waited for."""
+        """Run `work` in the supervisor's loop. Ctrl-C here becomes `interrupt` there; the clean-up is awaited."""
         finished = threading.Event()
         tasks: list[asyncio.Task[None]] = []
 

@@ -1,4 +1,4 @@
-"""What a running `triptych serve` tells the other commands of the same user: a file for each cluster.
+"""Entries of running clusters, written by `triptych serve` for other commands of the same user: a file per cluster.
 
     $XDG_RUNTIME_DIR/triptych/<cluster>-<pid>.json        (the temporary folder's triptych-<uid>/ where that is not set)
 
@@ -25,7 +25,7 @@ from common.keys import ClusterKey
 
 
 class LocalEntry(msgspec.Struct, frozen=True):
-    """How to reach one cluster of this machine."""
+    """Addresses and key of a cluster on this machine."""
 
     cluster: str
     base_url: str
@@ -59,7 +59,7 @@ def announced(entry: LocalEntry) -> Iterator[None]:
 
 
 def find_local(cluster: str) -> LocalEntry:
-    """The cluster of that name that this user's `serve` runs here.
+    """Return the cluster of the name among this user's clusters on this machine.
 
     Raises TriptychError("invalid_request") where there is none, or more than one.
     """
@@ -76,7 +76,7 @@ def find_local(cluster: str) -> LocalEntry:
 
 
 def local_url() -> str:
-    """Return the URL of this user's only cluster on this machine, or that of the default port where none runs.
+    """Return the URL of this user's only cluster on this machine; without any cluster, the URL of the default port.
 
     Raises TriptychError("invalid_request") where several run.
     """
@@ -87,7 +87,8 @@ def local_url() -> str:
 
 
 def reach(settings: Settings) -> Settings:
-    """Settings with a broker and its cluster's key: as given, else those of this machine's cluster of that name.
+    """Return settings with a broker and the cluster's key: the given ones, or those of this machine's cluster of the
+    name.
 
     A model that nobody has named becomes that cluster's. Raises as `find_local` does.
     """
@@ -108,14 +109,14 @@ def _folder() -> Path:
 
 
 def _check_owner(folder: Path) -> None:
-    """The temporary folder is everybody's: what is there already may be somebody else's trap."""
+    """Refuse a folder of another user: anybody can set a trap in the temporary folder."""
     status = folder.lstat()
     if not folder.is_dir() or folder.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise TriptychError("unavailable", f"{folder} is not a folder that belongs to this user alone: remove it")
 
 
 def _living() -> Iterator[LocalEntry]:
-    """The entries of clusters that run; those of dead ones are removed here."""
+    """Yield the entries of running clusters; remove the entries of dead clusters."""
     folder = _folder()
     if not folder.is_dir():
         return

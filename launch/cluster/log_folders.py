@@ -1,4 +1,4 @@
-"""The folders in which supervisors keep their processes' logs: one each, and only the newest of those left behind.
+"""Folders with the logs of supervised processes: a folder per supervisor, and only the newest of the abandoned folders.
 
 A supervisor removes its own folder after a good end, and leaves it where something went wrong, for a person to read;
 one that is killed leaves its folder, too. Whichever supervisor starts next removes all but the newest few.
@@ -30,14 +30,14 @@ class LogFolder:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def close(self, *, keep: bool) -> None:
-        """Give it up; it stays only where somebody should read it."""
+        """Release the folder, and remove the files unless `keep` is set."""
         os.close(self._lock)
         if not keep:
             shutil.rmtree(self.path, ignore_errors=True)
 
 
 def _remove_old(folder: Path) -> None:
-    """Remove what dead supervisors of this user have left, but for the newest."""
+    """Remove the folders of this user's dead supervisors, except the newest."""
     found = []
     for path in folder.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # another supervisor has just removed it
@@ -49,7 +49,7 @@ def _remove_old(folder: Path) -> None:
 
 
 def _is_used(path: Path) -> bool:
-    """Whether a living supervisor has locked it. Raises OSError where it is not there."""
+    """Return whether a living supervisor holds the lock. Raises OSError for a missing folder."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

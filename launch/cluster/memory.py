@@ -1,4 +1,4 @@
-"""How the workers of one host share its memory, or that of its GPU (launch.cluster.gpu_split).
+"""Shares of a host's memory, or of the GPU's (launch.cluster.gpu_split), for the workers.
 
 What is available is looked up once, before any worker has taken some, so that shares do not depend on who starts first
 and a worker that is started again gets what it had.
@@ -42,7 +42,7 @@ def split_memory(
     *,
     encoder_fallback: bool = False,
 ) -> dict[Role, dict[str, float | int]]:
-    """Engine settings of each role: its share of the machine's memory, or of the GPU that all workers are on.
+    """Return engine settings for each role: the share of the machine's memory, or of a GPU common to all workers.
 
     Nothing where the user has said what a worker may take. `available` is the machine's free memory in bytes. With
     `encoder_fallback`, workers that prefill have an encoder, too. Raises TriptychError("invalid_request") where the
@@ -77,11 +77,11 @@ def _copies(topology: Topology, encoder_fallback: bool) -> tuple[int, int]:
 
 
 def weight_bytes(info: ModelInfo, engine: EngineConfig) -> int:
-    """What all weights of a model take once they are loaded on a CPU; an encoder and a decoder have one part each."""
+    """Return the bytes of all weights of a model loaded on a CPU; encoder and decoder hold a part each."""
     item_bytes = _FLOAT32_BYTES if engine.dtype in ("auto", "float32") else _HALF_BYTES
     return item_bytes * sum(count_parameters(info, engine.load_format))
 
 
 def runs_on_gpu(engine: EngineConfig) -> bool:
-    """As the workers will find, without importing torch here: a wrong guess costs the even split, nothing else."""
+    """Return whether the workers likely run on a GPU, without importing torch: a wrong guess costs the even split."""
     return engine.device == "cuda" or (engine.device == "auto" and Path("/proc/driver/nvidia/gpus").is_dir())

@@ -1,4 +1,4 @@
-"""What a local cluster will consist of, decided and checked before anything starts."""
+"""The plan of a local cluster, decided and checked before any process starts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROXY_ID = "proxy"
 
 @dataclass(frozen=True)
 class Plan:
-    """Settings whose model is a folder and whose port is a number, and the instances to run."""
+    """Settings with the model's folder and the port's number, and the instances to run."""
 
     settings: Settings
     info: ModelInfo
@@ -49,7 +49,7 @@ class Plan:
         return f"http://{wildcard.get(host, f'[{host}]' if ':' in host else host)}:{self.settings.port}"
 
     def instances(self, broker_url: str, logs: Path) -> list[Instance]:
-        """All instances with their command lines; logs go to `<logs>/<instance id>.log`."""
+        """Return all instances with their command lines; logs go to `<logs>/<instance id>.log`."""
         threads = self.threads()
         memory = split_memory(self._engine(), self.topology, self.info, encoder_fallback=self.settings.encoder_fallback)
         instances = [
@@ -59,7 +59,7 @@ class Plan:
         return [*instances, self._instance(PROXY_ID, "proxy", broker_url, logs, threads["proxy"], {})]
 
     def _engine(self) -> EngineConfig:
-        """What a worker's engine will be told; on a GPU, with what its transports take there."""
+        """Return a worker's engine settings; on a GPU, including the memory of the transports."""
         settings = self.settings
         if not runs_on_gpu(settings.engine):
             return settings.engine
@@ -69,7 +69,7 @@ class Plan:
         return engine_on_gpu(settings, resolve_host(settings.host))
 
     def threads(self) -> dict[Role, int]:
-        """CPU threads of one instance of each role."""
+        """Return the CPU threads of an instance of each role."""
         given = self.settings.engine.num_threads
         shared = split_threads(self.topology, available_cores())
         return {**{role: given or count for role, count in shared.items()}, "proxy": 1}
@@ -108,7 +108,7 @@ class Plan:
 
 
 def make_plan(settings: Settings, topology: str | Topology | None = None) -> Plan:
-    """Settle model, topology, port, and the key that makes the processes one cluster.
+    """Decide model, topology, port, and the key that makes the processes a cluster.
 
     Raises TriptychError: no such model, a topology that does not fit it, a port that is taken, or a key that is none.
     """
@@ -130,7 +130,7 @@ def make_plan(settings: Settings, topology: str | Topology | None = None) -> Pla
 
 
 def reserve_port(host: str, port: int) -> int:
-    """The port, or a free one for 0, after a look whether it can be bound.
+    """Return the port, or a free port for 0, after a check that the address can be bound.
 
     Raises TriptychError("invalid_request") where it cannot.
     """

@@ -1,4 +1,4 @@
-"""What the supervisor asks the broker and the instances: who is there, who is ready, what was left behind."""
+"""The supervisor's questions to broker and instances: presence, readiness, leftovers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BROKER_TIMEOUT_S = 3.0
 
 
 class ReadinessProbe:
-    """Looks up in the registry where instances are and who leaves on purpose, and asks their /ready endpoints."""
+    """A reader of the registry, for addresses and planned departures, and of the /ready endpoints."""
 
     def __init__(self, broker_url: str, cluster: str) -> None:
         self._redis = connect(broker_url)
@@ -42,7 +42,7 @@ class ReadinessProbe:
         await self._redis.aclose()
 
     async def changes(self, instances: Sequence[Instance]) -> list[tuple[Instance, State]]:
-        """Instances that have reached another state by themselves, and which; addresses and roles are filled in.
+        """Return the instances that changed state by themselves, with the new state; fill in addresses and roles.
 
         A worker that came back counts once the proxy can serve again, too: it may not have found the new one yet.
         """
@@ -71,13 +71,14 @@ class ReadinessProbe:
         return [(one, "ready") for one in ready if one.id in lives]
 
     async def heard(self, instances: Sequence[Instance]) -> set[str]:
-        """Who gives a sign of life: by an entry in the registry, as `changes` has just found it, else over HTTP."""
+        """Return the ids of instances with a sign of life: an entry in the registry, just read by `changes`, or an HTTP
+        answer."""
         asked = [one for one in instances if one.id not in self._present and one.pid is not None and one.http_address]
         answers = await asyncio.gather(*map(self._answers, asked))
         return self._present | {one.id for one, answered in zip(asked, answers, strict=True) if answered}
 
     async def _answers(self, instance: Instance) -> bool:
-        """Whether it says anything at all."""
+        """Return whether the instance answers at all."""
         try:
             await self._http.get(f"{instance.http_address}/health")
         except httpx.HTTPError:
@@ -94,7 +95,7 @@ class ReadinessProbe:
 
 
 def _departure(instance: Instance, record: InstanceRecord | None) -> State | None:
-    """Whether a worker that was told to leave has begun to, or is coming back in another role.
+    """Return the new state of a worker that has begun to leave, or is coming back in another role; None otherwise.
 
     It may be told before it counts as ready here: an entry in the registry is enough.
     """
@@ -121,7 +122,7 @@ def _note_addresses(instance: Instance, record: InstanceRecord | None) -> None:
 
 
 async def check_broker(broker_url: str, plan: Plan) -> None:
-    """Look at somebody else's broker before anything starts.
+    """Check a foreign broker before any process starts.
 
     Raises TriptychError("unavailable") where it does not answer, and "invalid_request" where instances of the same
     names already run under this cluster's prefix.
@@ -142,7 +143,7 @@ async def check_broker(broker_url: str, plan: Plan) -> None:
 
 
 async def forget_instances(broker_url: str, cluster: str, instances: Sequence[Instance]) -> None:
-    """Remove what instances that did not stop cleanly left in the broker; nothing is left of those that did."""
+    """Remove the entries of instances that did not stop cleanly; a clean stop leaves no entries."""
     redis = connect(broker_url, retries=0)
     ids = [instance.id for instance in instances]
     keys = [stream_key(cluster, instance_id, channel) for instance_id in ids for channel in get_args(ChannelName)]

@@ -1,4 +1,4 @@
-"""Instances that take too long: to join the cluster, or to give any sign of life."""
+"""Deadlines for instances: to join the cluster, and to give a sign of life."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STARTING: Final[tuple[State, ...]] = ("starting", "switching")
 
 
 class StartupDeadlines:
-    """Finds them among the instances of a cluster, once that runs: nobody else would ever end them.
+    """The check for overdue instances in a running cluster: no other process would ever end them.
 
     An engine that hangs is noticed by its own process. One that holds the interpreter's lock meanwhile, and a process
     that somebody has stopped, say nothing at all: they are given `silence_s` from their last sign of life. That has to
@@ -37,8 +37,8 @@ class StartupDeadlines:
     def look(
         self, instances: Sequence[Instance], heard: Collection[str], *, broker_away: bool
     ) -> Iterator[tuple[Instance, str]]:
-        """Who is, and why. `heard` are the ids of those that have just given a sign of life; `broker_away`, whether the
-        registry could not be read."""
+        """Yield overdue instances with the reason. `heard` are the ids of instances with a recent sign of life;
+        `broker_away` says whether the registry was unreadable."""
         now_s, began, before = self._awake.look(), self._began_s, self._heard_s
         if broker_away:
             self._away_s += now_s - self._looked_s

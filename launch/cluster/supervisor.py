@@ -1,4 +1,4 @@
-"""Runs the processes of one local cluster: starts them together, waits for them, replaces the dead, ends them all."""
+"""The supervisor of a local cluster: starts all processes, waits for them, replaces the dead, ends all."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _WATCH_S = 1.0
 
 
 class Supervisor:
-    """The processes of one `Plan`; everything here runs in one event loop.
+    """The processes of a `Plan`, all handled in a single event loop.
 
     `start`, then `watch` until something ends it, then `stop`; `kill_now` cuts a stop short.
     """
@@ -57,16 +57,16 @@ class Supervisor:
 
     @property
     def broker_pid(self) -> int | None:
-        """The process of the embedded broker; None where somebody else's is used."""
+        """The process of the embedded broker; None with a foreign broker."""
         return self._broker.pid if self._broker is not None else None
 
     @property
     def stopping(self) -> bool:
-        """Whether the end has begun: from then on only `kill_now` makes it come sooner."""
+        """Whether the stop has begun: afterwards only `kill_now` hastens the end."""
         return self._stop.is_set()
 
     async def start(self) -> None:
-        """Start everything and return once all instances are ready.
+        """Start all processes and return once all instances are ready.
 
         Raises TriptychError, with nothing left running, where one ends before it is ready or the deadline passes.
         """
@@ -92,7 +92,7 @@ class Supervisor:
                 raise TriptychError("unavailable", f"the processes are looked after no more: {error!r}") from error
 
     async def stop(self) -> None:
-        """End every process within five seconds; remove what the cluster had in files and in the broker."""
+        """End every process within five seconds; remove the cluster's files and broker entries."""
         self._reporter.stopping([instance for instance in self.instances if instance.state != "left"])
         self._stop.set()
         killed = await self._end_processes()
@@ -114,7 +114,8 @@ class Supervisor:
                 instance.child.kill()
 
     async def _prepare(self) -> str:
-        """The broker's URL (started here unless one was given), the folder of logs, and what is going to run."""
+        """Start the broker unless its URL was given, make the folder of logs, plan the instances; return the broker's
+        URL."""
         from launch.cluster.readiness import check_broker
 
         broker_url = self.plan.settings.broker
@@ -132,9 +133,8 @@ class Supervisor:
         return broker_url
 
     async def _keep(self, instance: Instance) -> None:
-        """Run one instance until the cluster stops or somebody has told the instance to leave; every other end is
-        followed by another start, in the role that it was to have.
-        """
+        """Run an instance until the cluster stops or the instance is told to leave. After every other end start the
+        process again, in the role planned next."""
         while not self._stop.is_set():
             how = await self._run_once(instance)
             if (why := self._verdicts.pop(instance.id, None)) is not None:
@@ -162,7 +162,7 @@ class Supervisor:
             instance.restarts += 1
 
     async def _keep_broker(self, broker: EmbeddedBroker) -> None:
-        """Start the broker again, empty, after every end that nobody asked for: the instances enter themselves again.
+        """Start the broker again, empty, after every unexpected end: the instances register themselves anew.
 
         Raises TriptychError("unavailable") where it does not come back.
         """
@@ -176,8 +176,8 @@ class Supervisor:
             began_s = time.monotonic()
 
     async def _bring_back(self, broker: EmbeddedBroker, backoff: Backoff, lived_s: float) -> None:
-        """Try to start the broker again until it runs or the cluster stops. What is in the way may go: its port is some
-        connection's for a moment, or the machine has too much to do.
+        """Try to start the broker until the broker runs or the cluster stops. Obstacles may pass: another connection on
+        the port, or a loaded machine.
 
         Raises TriptychError("unavailable"), that of the last try, which begins before a start has taken too long.
         """
@@ -200,13 +200,13 @@ class Supervisor:
                 return
 
     async def _stopped_within(self, delay_s: float) -> bool:
-        """Wait so long, but no longer than until the cluster stops; whether it does."""
+        """Wait until the cluster stops, at most `delay_s`; return whether the cluster stops."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stop.wait(), delay_s)
         return self._stop.is_set()
 
     async def _run_once(self, instance: Instance) -> str:
-        """Run the process of an instance from start to end; how it ended."""
+        """Run the process of an instance from start to end; return the manner of the end."""
         instance.started_s = time.monotonic()
         instance.note.remove()
         try:
@@ -219,7 +219,7 @@ class Supervisor:
         return await instance.child.wait()
 
     async def _watch_readiness(self, broker_url: str) -> None:
-        """Follow instances as they become ready, at the start and later, or leave because somebody wants them to."""
+        """Follow the instances, at the start and later, as they become ready or leave on request."""
         from launch.cluster.readiness import ReadinessProbe
 
         async with ReadinessProbe(broker_url, self.plan.settings.cluster) as probe:
@@ -231,7 +231,7 @@ class Supervisor:
                 await asyncio.sleep(_POLL_S if not self._up else 5 * _POLL_S)
 
     def _end_overdue(self, heard: Collection[str], *, broker_away: bool) -> None:
-        """Kill who takes too long to start, or says nothing; another process takes its place."""
+        """Kill instances that start too slowly or stay silent; new processes replace them."""
         for instance, why in self._overdue.look(self.instances, heard, broker_away=broker_away):
             assert instance.child is not None
             self._verdicts[instance.id] = why
@@ -259,20 +259,20 @@ class Supervisor:
             await asyncio.sleep(_POLL_S)
 
     def _failure(self) -> BaseException | None:
-        """What has ended one of the tasks that keep the cluster up: a mistake of ours, and nothing runs it again."""
+        """Return the exception of an ended keeper task: a bug, and no other task takes over."""
         tasks = (self._readiness, self._broker_keeper, *self._keepers)
         ended = [task for task in tasks if task is not None and task.done() and not task.cancelled()]
         return next(filter(None, (task.exception() for task in ended)), None)
 
     def _describe_delay(self) -> str:
-        """Which instances were not ready in time, with the last lines of their logs."""
+        """Name the instances not ready in time, with the last lines of each log."""
         late = [instance for instance in self.instances if instance.awaited]
         names = ", ".join(instance.id for instance in late)
         logs = [f"{i.id}:\n{_indent(i.child.log_tail())}" for i in late if i.child is not None]
         return f"not ready within {self._start_timeout_s:g} s: {names}\n" + "\n".join(logs)
 
     async def _end_processes(self) -> list[str]:
-        """SIGTERM to all at once, SIGKILL to those that take too long; the ids of these."""
+        """Send SIGTERM to all processes at once, and SIGKILL to the late; return the ids of the late."""
         keepers = [task for task in self._keepers if not task.done()]
         for instance in self.instances:
             if instance.child is not None:

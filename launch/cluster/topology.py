@@ -26,7 +26,7 @@ MAX_INSTANCES: Final = 64
 
 @dataclass(frozen=True)
 class Topology:
-    """How many workers of each role a cluster has; the text form names those that there are."""
+    """Numbers of workers of each role; the text form names roles with workers only."""
 
     encoder: int = 0
     prefill: int = 0
@@ -38,16 +38,16 @@ class Topology:
         return "".join(f"{self.count(role)}{letters}" for role, letters in LETTERS.items() if self.count(role))
 
     def count(self, role: Role) -> int:
-        """Workers of that role."""
+        """Return the number of workers of a role."""
         return int(getattr(self, role))
 
     def workers(self) -> list[tuple[str, Role]]:
-        """Instance ids (`e0`, `pd1`) and roles, those with a decoder first: they are the slowest to start."""
+        """Return instance ids (`e0`, `pd1`) and roles, decoders first: decoders are the slowest to start."""
         return [(f"{LETTERS[role]}{i}", role) for role in reversed(LETTERS) for i in range(self.count(role))]
 
 
 def parse_topology(text: str) -> Topology:
-    """Read a count before each role, such as `1e1pd`, `2e2p2d` or `1epd`.
+    """Parse a count before each role, for example `1e1pd`, `2e2p2d` or `1epd`.
 
     Raises TriptychError("invalid_request") saying which part is wrong and what would be right.
     """
@@ -74,7 +74,7 @@ def _check_part(text: str, count: int, letters: str, seen: dict[Role, int]) -> N
 
 
 def _check_whole(text: str, topology: Topology) -> None:
-    """Whether every request finds its way, and every worker gets work."""
+    """Refuse topologies in which a request finds no route, or a worker gets no work."""
     if topology.prefill and not topology.decode:
         raise _invalid(text, "a prefill worker (p) hands its keys and values to a decode worker: add 1d, or write pd")
     if topology.decode and not topology.prefill:
@@ -101,7 +101,7 @@ def choose_topology(text: str, info: ModelInfo, encoder_fallback: bool = False) 
 
 
 def usual_topology(info: ModelInfo, cores: int | None) -> tuple[Topology, str]:
-    """What a model gets where nobody has chosen, and why, for a person; `cores` is None where a GPU computes.
+    """Return a model's topology for users who choose none, and the reason, for a person; `cores` is None on a GPU.
 
     Speech is mostly encoding, one window of 30 s after the other, and an encoder's weights are small. On two cores,
     with 8 clips in flight, Whisper base answered 1.2 times as many requests with two encoders as with one.

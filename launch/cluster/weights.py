@@ -1,4 +1,4 @@
-"""How many parameters a model has: by the headers of its checkpoint's files alone, or by its configuration."""
+"""Parameter counts of a model, from the headers of the checkpoint's files alone, or from the configuration."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _OF_AN_ENCODER: Final = re.compile(
 
 
 def count_parameters(info: ModelInfo, load_format: LoadFormat = "auto") -> tuple[int, int]:
-    """Parameters of the encoder, by their names, and of all the rest. Damaged files count nothing: the workers report
-    them. With the load format "dummy" no file is looked at, and there may be none."""
+    """Return the parameters of the encoder, by name, and of the rest. Damaged files count as empty: the workers report
+    damage. With the load format "dummy" no file is read, and none has to exist."""
     if load_format == "dummy":
         return _configured(info)
     encoder = rest = 0
@@ -35,7 +35,8 @@ def count_parameters(info: ModelInfo, load_format: LoadFormat = "auto") -> tuple
 
 
 def _configured(info: ModelInfo) -> tuple[int, int]:
-    """Of the models that the configuration describes, built without memory; imports torch, which takes seconds."""
+    """Count the parameters of models built from the configuration, without memory; imports torch, which takes
+    seconds."""
     from engine.models.registry import make_decoder, make_encoder
 
     encoder = make_encoder(info).module.parameters() if info.media_kind is not None else ()

@@ -1,4 +1,4 @@
-"""`triptych demo`: a real cluster, fresh pictures, true answers, and what each stage did meanwhile."""
+"""`triptych demo`: a real cluster, fresh images, true answers, and the work of each stage."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _TIMELINE_S = 3.0
 
 @dataclass
 class Question:
-    """A picture, what is asked about it and what is right; then what came back."""
+    """An image, a question and the right answer; later the outcome."""
 
     image: Image.Image
     text: str
@@ -52,7 +52,8 @@ class Question:
 
 
 def run_demo(settings: Settings, pictures: int, seed: int) -> int:
-    """Run it; 1 if a request failed or too many answers are wrong, else 0. Raises TriptychError as a cluster does."""
+    """Run the demo; return 1 if a request failed or too many answers are wrong, 0 otherwise. Raises TriptychError as a
+    cluster does."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: the cluster is taken down
     adopt_orphans()
     console = make_console()
@@ -69,7 +70,7 @@ def run_demo(settings: Settings, pictures: int, seed: int) -> int:
 
 
 def draw_questions(rng: random.Random, pictures: int) -> list[Question]:
-    """Pictures of several sizes with texts that the model never saw, and one question about each."""
+    """Return images of several sizes with texts new to the model, and a question about each."""
     questions = []
     for index in range(pictures):
         scene = render(rng, rng.choice(SIZES), "test")
@@ -79,7 +80,7 @@ def draw_questions(rng: random.Random, pictures: int) -> list[Question]:
 
 
 async def ask_all(base_url: str, questions: list[Question], api_key: str | None) -> None:
-    """Ask everything at once through the OpenAI API, then fetch the timelines."""
+    """Ask all questions at once through the OpenAI API, then fetch the timelines."""
     options = ClientOptions(base_url, None, max_tokens=16, temperature=0.0, timeout_s=90.0, api_key=api_key)
     async with ApiClient(options) as client:
         await client.connect()
@@ -91,9 +92,8 @@ async def ask_all(base_url: str, questions: list[Question], api_key: str | None)
 
 
 async def _timeline(client: ApiClient, request_id: str) -> list[dict[str, Any]]:
-    """All spans of a request: those of its encoder come when the handoff is confirmed, which is no part of the answer
-    and may follow it.
-    """
+    """Return all spans of a request. The encoder's spans come with the confirmation of the handoff, which may follow
+    the answer."""
     ends_s = time.monotonic() + _TIMELINE_S
     while True:
         spans = await client.timeline(request_id)

@@ -1,4 +1,4 @@
-"""Synthetic pictures: one sign with a short text on a coloured shape, among circles and other things.
+"""Synthetic images: a sign with a short text on a coloured shape, among circles and other shapes.
 
 `render` draws one picture and gives the right answers to the questions about it. Only Pillow and NumPy are needed.
 
@@ -85,7 +85,7 @@ _VOWELS, _CONSONANTS = "AEIOU", "BCDFGHJKLMNPRSTVWXZ"
 
 @dataclass(frozen=True)
 class Face:
-    """A bold typeface; a regular one is made bold by a stroke in proportion to its size."""
+    """A bold typeface; a stroke in proportion to the size makes a regular face bold."""
 
     name: str
     path: str | None
@@ -110,7 +110,7 @@ _FONT_FOLDERS = ("/usr/share/fonts/truetype/dejavu", "/usr/share/fonts/dejavu", 
 
 
 def find_faces() -> tuple[Face, ...]:
-    """Pillow's built-in face, and the DejaVu faces that matplotlib's data or the system's font folders hold."""
+    """Return Pillow's built-in face, and the DejaVu faces of matplotlib's data or the system's font folders."""
     folders = [Path(folder) for folder in _FONT_FOLDERS]
     spec = importlib.util.find_spec("matplotlib")
     if spec is not None and spec.origin is not None:
@@ -142,7 +142,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class _Sign:
-    """A sign's layer after rotation, and the centres of its characters from the layer's centre."""
+    """A sign's layer after rotation, and the characters' centres relative to the layer's centre."""
 
     layer: Image.Image
     characters: tuple[tuple[str, float, float], ...]
@@ -156,7 +156,7 @@ def is_held_out(text: str) -> bool:
 
 
 def pick_text(rng: random.Random, split: Split) -> tuple[str, str]:
-    """A text of the split, of two to four characters, and its kind."""
+    """Return a text of the split, of two to four characters, and the kind."""
     while True:
         kind = rng.choices(TEXT_KINDS, (40, 25, 20, 15))[0]
         text = _draw_text(rng, kind)
@@ -173,13 +173,13 @@ def _draw_text(rng: random.Random, kind: str) -> str:
 
 
 def _invent_word(rng: random.Random, length: int) -> str:
-    """A pronounceable string, so that reading a word does not turn into guessing one of a list."""
+    """Return a pronounceable string: a reader of words must not learn to guess from a list."""
     start = rng.randrange(2)
     return "".join(rng.choice(_VOWELS if (start + i) % 2 else _CONSONANTS) for i in range(length))
 
 
 def jitter(rng: random.Random, colour: Rgb, amount: int = 12) -> Rgb:
-    """A colour near another one."""
+    """Return a colour near the given colour."""
     red, green, blue = (max(0, min(255, value + rng.randint(-amount, amount))) for value in colour)
     return red, green, blue
 
@@ -190,7 +190,7 @@ def ink(rng: random.Random, colour: str) -> Rgb:
 
 
 def text_width(face: Face, size: int, text: str, spacing: float) -> float:
-    """The width of a text set with extra spacing between its characters."""
+    """Return the width of a text with extra spacing between characters."""
     font = face.font(size)
     return sum(font.getlength(char) for char in text) + spacing * (len(text) - 1)
 
@@ -198,7 +198,7 @@ def text_width(face: Face, size: int, text: str, spacing: float) -> float:
 def draw_text(
     draw: ImageDraw.ImageDraw, start: Point, text: str, face: Face, size: int, spacing: float, fill: Rgb
 ) -> list[tuple[str, float, float]]:
-    """Draw a text from the left end of its baseline; give each character with its centre."""
+    """Draw a text from the left end of the baseline; return each character with the centre."""
     font, (x, y) = face.font(size), start
     height = -font.getbbox("H", anchor="ls")[1]
     centres = []
@@ -272,7 +272,7 @@ def _fit_sign(
     faces: tuple[Face, ...],
     max_type: int,
 ) -> tuple[str, str, _Sign]:
-    """Draw signs until one fits the picture."""
+    """Draw signs until a sign fits the image."""
     while True:
         text, kind = pick_text(rng, split)
         face, type_size = rng.choice(faces), rng.randint(MIN_TYPE, max_type)
@@ -284,7 +284,7 @@ def _fit_sign(
 
 
 def _draw_sign(rng: random.Random, text: str, colour: str, shape: str, face: Face, size: int) -> _Sign:
-    """Draw a sign on a layer of its own and rotate it."""
+    """Draw a sign on a separate layer and rotate the layer."""
     spacing = rng.uniform(1.0, 2.5)
     inner = text_width(face, size, text, spacing)
     tall = -face.font(size).getbbox("H", anchor="ls")[1]
@@ -307,13 +307,13 @@ def _draw_sign(rng: random.Random, text: str, colour: str, shape: str, face: Fac
 
 
 def rotate_point(point: Point, angle: float) -> Point:
-    """Where a point ends up when a picture is turned by an angle in degrees about the origin, as Pillow turns it."""
+    """Return a point after rotation by an angle in degrees about the origin, in Pillow's direction."""
     (x, y), turn = point, math.radians(angle)
     return x * math.cos(turn) + y * math.sin(turn), y * math.cos(turn) - x * math.sin(turn)
 
 
 def _padding(shape: str, width: float, height: float) -> Point:
-    """The room between a text and the edge of its shape."""
+    """Return the space between a text and the edge of the shape."""
     return {
         "rectangle": (6.0, 5.0),
         "oval": (6 + 0.16 * width, 4 + 0.25 * height),
@@ -341,7 +341,7 @@ def _draw_shape(draw: ImageDraw.ImageDraw, shape: str, size: tuple[int, int], fi
 def _place_sign(
     rng: random.Random, size: tuple[int, int], sign: tuple[int, int]
 ) -> tuple[Point, tuple[float, float, float, float]]:
-    """Put a sign somewhere in the upper or in the lower part of a picture: its centre and its box."""
+    """Place a sign in the upper or lower part of an image; return centre and box."""
     left = rng.randint(1, size[0] - sign[0] - 1)
     slack = max(0, int(size[1] * 0.66) - sign[1] - 1)
     top = 1 + rng.randint(0, slack)
@@ -353,7 +353,7 @@ def _place_sign(
 def _scatter(
     rng: random.Random, image: Image.Image, box: tuple[float, float, float, float], max_circles: int, max_others: int
 ) -> tuple[Point, ...]:
-    """Draw circles, then squares and triangles, where there is room; give the centres of the circles."""
+    """Draw circles, then squares and triangles, in free space; return the circles' centres."""
     draw = ImageDraw.Draw(image)
     circles, others = rng.randint(0, max_circles), rng.randint(0, max_others)
     taken: list[tuple[float, float, int]] = []
