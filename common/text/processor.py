@@ -120,7 +120,7 @@ class TextProcessor:
             return True
 
     def placeholder_indices(self, token_ids: Sequence[int], num_inputs: int) -> list[int]:
-        """Where the media items stand in a prompt.
+        """Return the places of media items in a prompt.
 
         Raises TriptychError("invalid_request") where placeholders and items differ in number.
         """

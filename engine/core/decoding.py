@@ -159,7 +159,7 @@ class Decoding:
 
     @contextlib.contextmanager
     def _containing(self, request: Request, results: list[Result]) -> Iterator[None]:
-        """What goes wrong within is the end of one request, not of all that share its step."""
+        """Confine an error to a single request of a shared step."""
         try:
             yield
         except Exception as error:  # whatever it is, the others have nothing to do with it

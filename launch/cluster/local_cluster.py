@@ -44,7 +44,7 @@ class LocalCluster:
 
     @property
     def base_url(self) -> str:
-        """Where the OpenAI API answers, without `/v1`."""
+        """Base URL of the OpenAI API, without `/v1`."""
         return self.supervisor.plan.base_url
 
     @property

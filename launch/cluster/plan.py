@@ -43,7 +43,7 @@ class Plan:
 
     @property
     def base_url(self) -> str:
-        """Where the OpenAI API will answer, without `/v1`."""
+        """Future base URL of the OpenAI API, without `/v1`."""
         host = self.settings.host
         wildcard = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
         return f"http://{wildcard.get(host, f'[{host}]' if ':' in host else host)}:{self.settings.port}"

@@ -122,7 +122,7 @@ class _Planned(ABC):
 
 @dataclass(frozen=True)
 class FixedBuffers:
-    """Where a graph's kernels find the pages of `num_requests` decodes: int32, on the device, always the same."""
+    """Page buffers of a graph's `num_requests` decodes: int32, on the device, at fixed addresses."""
 
     indptr: torch.Tensor
     indices: torch.Tensor

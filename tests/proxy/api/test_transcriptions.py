@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 
 import numpy as np
@@ -226,9 +227,8 @@ def test_windows_cover_a_recording_without_gaps_in_any_container():
 
 
 def test_english_only_checkpoints_have_no_language(whisper_model):
-    english = type(whisper_model)(
-        **{**vars(whisper_model), "generation": {**whisper_model.generation, "is_multilingual": False}}
-    )
+    generation = {**whisper_model.generation, "is_multilingual": False}
+    english = dataclasses.replace(whisper_model, generation=generation)
     text = TextProcessor(english)
     ids, fields = whisper_prompt.build(english, text, language=None)
     assert ids == [english.generation["decoder_start_token_id"], english.generation["no_timestamps_token_id"]]
