@@ -41,8 +41,7 @@ from proxy.routes import make_router
 from proxy.server import errors
 from proxy.server.auth import refusal
 from proxy.server.held_bytes import ByteBudget
-from proxy.server.metrics import ProxyMetrics
-from proxy.server.middleware import CountRequests
+from proxy.server.metrics import CountRequests, ProxyMetrics
 from proxy.server.request_context import AdmissionController
 from proxy.server.timeline import Timelines
 from proxy.service import Service

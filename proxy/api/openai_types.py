@@ -43,7 +43,7 @@ async def parse(model: type[R], exchange: RequestContext) -> R:
             if num_values > MAX_VALUES:
                 message = f"the body has {num_values} commas, at most {MAX_VALUES} are allowed"
                 raise TriptychError("item_too_large", message)
-            exchange.held.grow(_VALUE_BYTES * num_values)
+            exchange.held.reserve(_VALUE_BYTES * num_values)
             return await asyncio.to_thread(model.model_validate_json, body)
         return model.model_validate_json(body)
     except ValidationError as error:

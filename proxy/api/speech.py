@@ -123,16 +123,16 @@ class Speech:
         Raises TriptychError as Recordings.split and Flight do.
         """
         with ExitStack() as held:
-            self._exchange.held.grow(len(self._item.data))
+            self._exchange.held.reserve(len(self._item.data))
             path = held.enter_context(shared(self._item.data))
             window_s = float(self._service.info.preprocessor.get("chunk_length", 30))
             windows = await self._service.recordings.split(path, window_s, self._item.param)
             if len(windows) == 1:
                 held.close()  # it goes to the encoder as it is
-                self._exchange.held.shrink(len(self._item.data))
+                self._exchange.held.release(len(self._item.data))
             else:
                 largest = sorted(window.size_bytes for window in windows)[-PARALLEL_WINDOWS:]
-                self._exchange.held.grow(sum(largest))
+                self._exchange.held.reserve(sum(largest))
             async with aclosing(self._heard(windows, path)) as heard:
                 async for delta in heard:
                     yield delta

@@ -148,11 +148,11 @@ async def _read_form(exchange: RequestContext) -> tuple[TranscriptionForm, bytes
         file = raw.get("file")
         if not isinstance(file, UploadFile):
             raise TriptychError("invalid_request", "the form has no file", "file")
-        exchange.held.grow(file.size or 0)
+        exchange.held.reserve(file.size or 0)
         form, data = _validate(raw), await file.read()
     finally:
         await raw.close()
-    exchange.held.shrink(len(data))  # the parser's copy; what the body took stays for the file and the fields
+    exchange.held.release(len(data))  # the parser's copy; what the body took stays for the file and the fields
     return form, data
 
 

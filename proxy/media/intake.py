@@ -104,17 +104,17 @@ class MediaIntake:
             raise TriptychError("invalid_request", message, source.param)
         if source.data or scheme == "data":
             text = source.data or source.url
-            held.grow(min(len(text), self._max_bytes))
+            held.reserve(min(len(text), self._max_bytes))
             big = len(text) > _OFF_LOOP_BYTES
             decode = self._decode_base64 if source.data else self._decode_data_url
             data = await asyncio.to_thread(decode, text, source.param) if big else decode(text, source.param)
         elif scheme == "file":
             folder = self._settings.allowed_media_folder
-            held.grow(self._max_bytes)
+            held.reserve(self._max_bytes)
             data = await asyncio.to_thread(read_local, source.url, folder, source.param, self._max_bytes)
-            held.shrink(self._max_bytes - len(data))
+            held.release(self._max_bytes - len(data))
         else:
-            data = await self._fetcher.fetch(source.url, source.param, self._max_bytes, held.grow, share)
+            data = await self._fetcher.fetch(source.url, source.param, self._max_bytes, held.reserve, share)
         return await self.of_bytes(source.kind, data, source.param)
 
     def _decode_data_url(self, url: str, param: str) -> bytes:

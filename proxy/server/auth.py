@@ -1,5 +1,4 @@
-"""What a caller without a valid API key is told, and what is told to the others only. Who needs one:
-`common.http.auth`."""
+"""Answers to callers with and without API keys. The rules of access are in `common.http.auth`."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from proxy.server.errors import error_response
 
 
 async def refusal(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer with 401, as OpenAI's clients know it; the given key, right or wrong, appears nowhere."""
+    """Answer with OpenAI's 401; the given key appears nowhere."""
     given = "authorization" in Request(scope).headers
     message = "the API key is not one of this server's" if given else "this server wants an API key"
     info = ErrorInfo("invalid_api_key", f"{message}: send it as `Authorization: Bearer KEY`")
@@ -23,7 +22,7 @@ async def refusal(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def key_check(settings: Settings) -> Callable[[Request], bool]:
-    """Tells whether a caller of an open path has a key, or nobody needs one: it may be told who is in the cluster."""
+    """Return a check whether the caller of an open path may see details of the cluster: a key, or no keys at all."""
     keys = api_keys(settings)
 
     def has_key(request: Request) -> bool:

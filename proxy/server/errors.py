@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients know them: {"error": {"message", "type", "param", "code"}}, everywhere."""
+"""Errors in OpenAI's shape, on every route: {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = get_logger()
 
 
 class Overloaded(TriptychError):
-    """There is too much to do; it makes sense to come back after `retry_after_s` whole seconds."""
+    """Refusal of a request under load, worth repeating after `retry_after_s` whole seconds."""
 
     def __init__(self, message: str, retry_after_s: int = RETRY_AFTER_S) -> None:
         super().__init__("overloaded", message)
@@ -28,17 +28,17 @@ class Overloaded(TriptychError):
 
 
 class _FirstError(FailFast):
-    """pydantic's own cannot be part of a union, for want of a hash."""
+    """FailFast with a hash: pydantic's own cannot be part of a union."""
 
     __hash__ = object.__hash__
 
 
 FIRST_ERROR: Final = _FirstError()
-"""Of a list: of a million wrong values only the first is told. To tell all takes seconds of the loop."""
+"""Marks lists that report only the first wrong value: a million errors take seconds of the loop."""
 
 
 def error_body(info: ErrorInfo, status: int | None = None) -> dict[str, Any]:
-    """The JSON of an error; also the payload of an error event in a stream."""
+    """Return an error as JSON, for an answer or for an event of a stream."""
     status = status or info.http_status
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return {"error": {"message": info.message, "type": kind, "param": info.param, "code": info.code}}
@@ -54,7 +54,7 @@ def error_response(info: ErrorInfo, status: int | None = None, headers: dict[str
 
 
 def from_validation(error: ValidationError) -> TriptychError:
-    """The first thing that pydantic found wrong, with its place and its value."""
+    """Return the first error of pydantic, with path and value of the field."""
     first = error.errors(include_url=False)[0]
     param = field_path(first["loc"]) or None
     if first["type"] == "json_invalid":
@@ -66,7 +66,7 @@ def from_validation(error: ValidationError) -> TriptychError:
 
 
 def field_path(loc: Sequence[int | str]) -> str:
-    """("messages", 0, "content") as messages[0].content; names of union members (in capitals) are left out."""
+    """Write ("messages", 0, "content") as messages[0].content, without names of union members (in capitals)."""
     path = ""
     for part in loc:
         if isinstance(part, int):
@@ -77,7 +77,7 @@ def field_path(loc: Sequence[int | str]) -> str:
 
 
 def install(app: FastAPI) -> None:
-    """Make every error of `app` an OpenAI error, unknown routes and our own bugs included."""
+    """Install handlers for every error of `app`, unknown routes and bugs included."""
 
     @app.exception_handler(TriptychError)
     async def on_known(request: Request, error: TriptychError) -> JSONResponse:

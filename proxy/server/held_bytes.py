@@ -1,11 +1,13 @@
-"""The bytes of request bodies and media that the proxy holds at once, of all requests together, within a budget.
+"""Memory budget for request bodies and media, shared by all requests of the proxy.
 
-The number of requests bounds nothing: a thousand of them may be a thousand times the largest body. So each takes what
-it is about to hold out of one budget, before it reads, decodes or fetches it, and is refused while that is not there;
-nobody waits, so nobody can wait for each other. What it has taken goes back when the request ends, however it does.
+A limit on the number of requests bounds no memory: a thousand requests may be a thousand times the largest body. Each
+request therefore reserves bytes before it reads, decodes or fetches them. A reservation that does not fit is refused at
+once: waiting requests could wait for each other. All bytes are released when the request ends.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from common.errors import TriptychError
 from proxy.server.errors import Overloaded
@@ -13,56 +15,43 @@ from proxy.server.metrics import ProxyMetrics
 
 
 class ByteBudget:
-    """The bytes of all requests."""
+    """Limit and sum of all reservations."""
 
     def __init__(self, limit_bytes: int, metrics: ProxyMetrics) -> None:
         self.limit_bytes = limit_bytes
         self.held_bytes = 0
-        self._metrics = metrics
-
-    def open(self) -> Reservation:
-        """The share of one request, empty at first. Release it."""
-        return Reservation(self)
-
-    def take(self, num_bytes: int, by_one: int) -> None:
-        """Raises as `Reservation.grow` does; `by_one` are the bytes that one request would hold then."""
-        if by_one > self.limit_bytes:
-            message = f"the request with its media takes {by_one} bytes or more in memory, the server has room for"
-            raise TriptychError("item_too_large", f"{message} {self.limit_bytes} in all (max_inflight_bytes)")
-        if self.held_bytes + num_bytes > self.limit_bytes:
-            self._metrics.refused.labels("bytes").inc()
-            message = f"{self.held_bytes} bytes of requests are under way, {num_bytes} more would be over the limit of"
-            raise Overloaded(f"{message} {self.limit_bytes} (max_inflight_bytes); try again shortly")
-        self._set(self.held_bytes + num_bytes)
-
-    def give_back(self, num_bytes: int) -> None:
-        self._set(self.held_bytes - num_bytes)
-
-    def _set(self, held_bytes: int) -> None:
-        self.held_bytes = held_bytes
-        self._metrics.held_bytes.set(held_bytes)
+        self.metrics = metrics
+        metrics.held_bytes.set_function(lambda: self.held_bytes)
 
 
+@dataclass
 class Reservation:
-    """What one request holds of the budget."""
+    """Bytes of one request. Release them."""
 
-    def __init__(self, budget: ByteBudget) -> None:
-        self._budget = budget
-        self.num_bytes = 0
+    budget: ByteBudget
+    num_bytes: int = 0
 
-    def grow(self, num_bytes: int) -> None:
-        """Call before so many bytes more are held.
+    def reserve(self, num_bytes: int) -> None:
+        """Reserve more bytes, before they are held.
 
-        Raises Overloaded where others hold too much, TriptychError("item_too_large") for what could never be held.
+        Raises Overloaded where other requests hold too much, TriptychError("item_too_large") for a request that could
+        never fit.
         """
-        self._budget.take(num_bytes, self.num_bytes + num_bytes)
-        self.num_bytes += num_bytes
+        budget, wanted = self.budget, self.num_bytes + num_bytes
+        if wanted > budget.limit_bytes:
+            message = f"the request with its media takes {wanted} bytes or more in memory, the server has room for"
+            raise TriptychError("item_too_large", f"{message} {budget.limit_bytes} in all (max_inflight_bytes)")
+        if budget.held_bytes + num_bytes > budget.limit_bytes:
+            budget.metrics.refused.labels("bytes").inc()
+            message = (
+                f"{budget.held_bytes} bytes of requests are under way, {num_bytes} more would be over the limit of"
+            )
+            raise Overloaded(f"{message} {budget.limit_bytes} (max_inflight_bytes); try again shortly")
+        budget.held_bytes += num_bytes
+        self.num_bytes = wanted
 
-    def shrink(self, num_bytes: int) -> None:
-        """So many of them are gone."""
-        self._budget.give_back(num_bytes)
-        self.num_bytes -= num_bytes
-
-    def release(self) -> None:
-        """The request has ended."""
-        self.shrink(self.num_bytes)
+    def release(self, num_bytes: int | None = None) -> None:
+        """Release some bytes, or all."""
+        freed = self.num_bytes if num_bytes is None else num_bytes
+        self.budget.held_bytes -= freed
+        self.num_bytes -= freed

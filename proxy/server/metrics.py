@@ -1,15 +1,16 @@
-"""What the proxy counts and measures, as Prometheus sees it."""
+"""Metrics of the proxy, for Prometheus."""
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 
 
 class ProxyMetrics:
-    """One set per application, with its own registry, so that two proxies in one process do not collide."""
+    """All metrics of one application, in a registry of their own: two proxies in one process do not collide."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -98,3 +99,29 @@ class ProxyMetrics:
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
+
+
+class CountRequests:
+    """Middleware that counts requests by route and status. Plain ASGI: streams and disconnects pass untouched."""
+
+    def __init__(self, app: ASGIApp, metrics: ProxyMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = 500
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watch)
+        finally:
+            route = scope.get("route")  # unknown paths share a label: untrusted clients choose them
+            self._metrics.requests.labels(getattr(route, "path", "other"), status).inc()

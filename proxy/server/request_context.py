@@ -116,7 +116,7 @@ class RequestContext:
             message = f"the request body has {size} bytes or more, at most {self.max_body_bytes} are allowed"
             raise TriptychError("item_too_large", message)
         if size > reserved:
-            self.held.grow(size - reserved)
+            self.held.reserve(size - reserved)
         return max(size, reserved)
 
 
@@ -160,7 +160,7 @@ class AdmissionController:
         now_s = time.monotonic()
         deadline_s = now_s + self.timeout_s
         context = RequestContext(
-            request, request_id, time.time(), now_s, deadline_s, max_body_bytes, self.budget.open()
+            request, request_id, time.time(), now_s, deadline_s, max_body_bytes, Reservation(self.budget)
         )
         headers = {REQUEST_ID_HEADER: request_id}
         log.debug("request accepted", request=request_id, route=request.url.path)

@@ -1,4 +1,4 @@
-"""The timelines of the last requests: which stage ran where, from when to when."""
+"""Timelines of recent requests: when and where each stage ran."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from common.messages import Span
 
 KEPT_REQUESTS: Final = 1000
 MAX_SPANS: Final = 512
-"""Kept per request; a request with more (an hour of audio) keeps its first ones."""
+"""Limit per request. Later spans of a longer request (an hour of audio) are discarded."""
 
 
 class Timelines:
-    """Spans by request id; the oldest request is forgotten first."""
+    """Spans by request id; the oldest request is discarded first."""
 
     def __init__(self, kept: int = KEPT_REQUESTS) -> None:
         self._kept = kept
         self._spans: OrderedDict[str, list[Span]] = OrderedDict()
 
     def open(self, request_id: str) -> bool:
-        """Start the timeline of a request; False if it has one. Spans of requests never opened are dropped."""
+        """Start the timeline of a request; return False if already started. Spans of other requests are discarded."""
         if request_id in self._spans:
             return False
         self._spans[request_id] = []
@@ -37,7 +37,7 @@ class Timelines:
             known.extend(list(spans)[: MAX_SPANS - len(known)])
 
     def get(self, request_id: str) -> dict[str, Any] | None:
-        """The timeline as JSON, in order of start; None for an unknown or forgotten request."""
+        """Return a timeline as JSON, in order of start; None for an unknown or discarded request."""
         spans = self._spans.get(request_id)
         if spans is None:
             return None

@@ -21,7 +21,7 @@ from proxy.app import make_app, make_service
 from proxy.media import addresses, fetch
 from proxy.media.fetch import Fetcher
 from proxy.media.intake import MediaIntake, MediaSource
-from proxy.server.held_bytes import ByteBudget
+from proxy.server.held_bytes import ByteBudget, Reservation
 from proxy.server.metrics import ProxyMetrics
 from tests.security.fuzz import examples
 
@@ -58,7 +58,7 @@ def test_drawn_urls_are_refused_wherever_they_come_from(
     monkeypatch.setattr(addresses.socket, "getaddrinfo", look_up)
     monkeypatch.setattr(fetch.httpcore, "AnyIOBackend", network)
     settings, metrics = Settings(allowed_media_folder=tmp_path), ProxyMetrics()
-    fetcher, held = Fetcher(settings), ByteBudget(2**40, metrics).open()
+    fetcher, held = Fetcher(settings), Reservation(ByteBudget(2**40, metrics))
     intake = MediaIntake(settings, fetcher, metrics)
 
     @examples(200)

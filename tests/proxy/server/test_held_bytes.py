@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from proxy.server.held_bytes import ByteBudget
+from proxy.server.held_bytes import Reservation
 from tests.proxy.conftest import Rig, eventually
 from tests.proxy.media.test_media import web_server
 from tests.proxy.sample_media import audio_part, image_part, picture, speech
@@ -29,15 +29,15 @@ async def post(rig: Rig, body: bytes | AsyncIterator[bytes], path: str = "/v1/ch
 
 @pytest.fixture
 def peaks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What has been held, every time that it changed."""
+    """The bytes held in all, after every reservation."""
     seen: list[int] = []
-    change = ByteBudget._set
+    reserve = Reservation.reserve
 
-    def note(budget: ByteBudget, held_bytes: int) -> None:
-        seen.append(held_bytes)
-        change(budget, held_bytes)
+    def note(reservation: Reservation, num_bytes: int) -> None:
+        reserve(reservation, num_bytes)
+        seen.append(reservation.budget.held_bytes)
 
-    monkeypatch.setattr(ByteBudget, "_set", note)
+    monkeypatch.setattr(Reservation, "reserve", note)
     return seen
 
 
