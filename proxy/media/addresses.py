@@ -105,7 +105,7 @@ def _is_metadata(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
 
 
 def _innermost(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Return the IPv4 address inside an IPv6 address, else the address itself."""
+    """Return the IPv4 address inside an IPv6 address, or the given address."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv4Address):
         return ip

@@ -1,6 +1,6 @@
-"""Long recordings, cut where it is quiet into windows that a speech encoder takes. Numpy only, no resampling.
+"""Long recordings, cut at quiet points into windows for a speech encoder. Numpy only, no resampling.
 
-Runs in processes of its own (`proxy.media.audio_windows`): what is decoded here came from a stranger.
+Runs in helper processes (`proxy.media.audio_windows`), since the decoded data are untrusted.
 
 |----------- window, at most 30 s -----------|
 |                              |== searched ==|
@@ -10,6 +10,7 @@ Runs in processes of its own (`proxy.media.audio_windows`): what is decoded here
 from __future__ import annotations
 
 import io
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,21 +20,23 @@ import numpy as np
 import numpy.typing as npt
 import soundfile
 
+from broker.cluster.lifetime import die_with_parent
 from common.audio_limits import MAX_CHANNELS, SAMPLING_RATES
 from common.errors import TriptychError
+from common.process import malloc
 
 MAX_AUDIO_S: Final = 2 * 3600.0
 SEARCH_S: Final = 5.0
 _HOPS_PER_S: Final = 50
 _QUIET_HOPS: Final = 5
 _UNKNOWN: Final = 2**62
-"""libsndfile says so many frames, or more, where the header does not tell."""
+"""Number of frames, or more, by which libsndfile reports an unknown length."""
 FloatArray = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class Window:
-    """A part of a recording, in frames of its own sample rate."""
+    """Part of a recording, in frames of the recording's sample rate."""
 
     start: int
     end: int
@@ -49,14 +52,21 @@ class Window:
 
     @property
     def size_bytes(self) -> int:
-        """As `cut` writes it, but for a header."""
+        """Size written by `cut`, without the header."""
         return 2 * (self.end - self.start)
 
 
-def split(path: str, window_s: float, param: str) -> list[Window]:
-    """The windows of a recording: one if it is not longer than `window_s`.
+def initialize(parent_pid: int) -> None:
+    """Prepare a helper process: end with the parent, ignore the terminal's Ctrl-C, return large blocks of memory."""
+    malloc.map_large_blocks()
+    die_with_parent(parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    Raises TriptychError("bad_media") for what cannot be decoded or is empty, ("item_too_large") over MAX_AUDIO_S.
+
+def split(path: str, window_s: float, param: str) -> list[Window]:
+    """Return the windows of a recording; a recording of at most `window_s` is a single window.
+
+    Raises TriptychError("bad_media") for undecodable or empty data, ("item_too_large") over MAX_AUDIO_S.
     """
     with _open(path, param) as file:
         rate, frames = file.samplerate, file.frames
@@ -74,7 +84,7 @@ def split(path: str, window_s: float, param: str) -> list[Window]:
 
 
 def cut(path: str, window: Window, param: str) -> bytes:
-    """One window as a 16-bit mono WAV file. Raises TriptychError("bad_media") for what cannot be decoded."""
+    """Return a window as a 16-bit mono WAV file. Raises TriptychError("bad_media") for undecodable data."""
     with _open(path, param) as file:
         file.seek(window.start)
         blocks = file.blocks(
@@ -87,7 +97,7 @@ def cut(path: str, window: Window, param: str) -> bytes:
 
 
 def _cut_after(start: int, energies: FloatArray, hop: int, rate: int, window_s: float) -> int:
-    """The frame of the quietest point in the last SEARCH_S seconds of the window that begins at `start`."""
+    """Return the frame of the quietest point in the last SEARCH_S seconds of the window from `start`."""
     last = (start + int(window_s * rate)) // hop
     first = max(start // hop + 1, last - int(SEARCH_S * _HOPS_PER_S))
     quiet = np.convolve(energies[first:last], np.ones(_QUIET_HOPS), mode="valid")
@@ -95,7 +105,7 @@ def _cut_after(start: int, energies: FloatArray, hop: int, rate: int, window_s: 
 
 
 def _energies(file: soundfile.SoundFile, param: str) -> tuple[FloatArray, int]:
-    """Mean square of every hop (a fiftieth of a second), and the frames that there really are."""
+    """Return the mean square of every hop (a fiftieth of a second), and the number of decoded frames."""
     hop = file.samplerate // _HOPS_PER_S
     parts: list[FloatArray] = []
     total = 0
@@ -109,7 +119,7 @@ def _energies(file: soundfile.SoundFile, param: str) -> tuple[FloatArray, int]:
 
 
 def _check_header(file: soundfile.SoundFile, param: str) -> None:
-    """Some seconds of sound are decoded at once: a header could make them gigabytes."""
+    """Refuse headers by which a decoded block of some seconds would take gigabytes."""
     lowest, highest = SAMPLING_RATES
     if not lowest <= file.samplerate <= highest:
         message = f"{param} has a sampling rate of {file.samplerate} Hz; {lowest} to {highest} are accepted"

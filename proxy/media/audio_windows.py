@@ -1,4 +1,4 @@
-"""Recordings of strangers, looked into and cut by processes that may die without taking the proxy along."""
+"""Helper processes that cut untrusted recordings: a crash there does not end the proxy."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from common.errors import TriptychError
 from common.process.child_pool import ChildPool
 from proxy.media import audio
 from proxy.media.audio import Window
-from proxy.media.audio_decoder_process import initialize
 
 NUM_PROCESSES: Final = 2
 TIMEOUT_S: Final = 120.0
-"""Two hours of sound are decoded in a fraction of this."""
+"""Two hours of audio are decoded in a fraction of this."""
 MEMORY_BYTES: Final = 512 * 2**20
-"""Sound is decoded in blocks of seconds."""
+"""Enough for blocks of seconds."""
 
 
 class AudioWindows(ChildPool):
-    """Helpers that decode sound."""
+    """Pool of helper processes that decode audio."""
 
     def __init__(self, on_crash: Callable[[], object] = lambda: None) -> None:
-        """`on_crash` is called on the loop when one has died, or has taken longer than TIMEOUT_S."""
+        """`on_crash` is called on the loop when a helper has died or exceeded TIMEOUT_S."""
         super().__init__(
-            initialize,
+            audio.initialize,
             (os.getpid(),),
             work="decoding",
             num_workers=NUM_PROCESSES,
@@ -36,19 +35,19 @@ class AudioWindows(ChildPool):
         )
 
     async def split(self, path: str, window_s: float, param: str) -> list[Window]:
-        """As `audio.split`; raises as `run` does, too, naming `param`."""
+        """Run `audio.split`; also raises as `run` does, naming `param`."""
         with _naming(param):
             return await self.run(param, audio.split, path, window_s, param)
 
     async def cut(self, path: str, window: Window, param: str) -> bytes:
-        """As `audio.cut`; raises as `run` does, too, naming `param`."""
+        """Run `audio.cut`; also raises as `run` does, naming `param`."""
         with _naming(param):
             return await self.run(param, audio.cut, path, window, param)
 
 
 @contextmanager
 def _naming(param: str) -> Iterator[None]:
-    """What goes wrong within names the field of the request."""
+    """Name the field of the request in errors without a field."""
     try:
         yield
     except TriptychError as error:
@@ -57,7 +56,7 @@ def _naming(param: str) -> Iterator[None]:
 
 @contextmanager
 def shared(data: bytes) -> Iterator[str]:
-    """A path under which the helpers read `data` for the length of the block, without a file on any disk."""
+    """Yield a path under which helpers read `data` within the block, without a file on disk."""
     descriptor = os.memfd_create("recording")
     with open(descriptor, "wb", buffering=0) as file:
         view = memoryview(data)

@@ -1,4 +1,4 @@
-"""Slots for a limited number of tasks, shared out fairly among the requests that want some.
+"""Slots for a limited number of tasks, shared out fairly among requests.
 
 A request may have another slot while it has fewer than a quarter as many as are free. A single request gets many, each
 of many gets few, and some stay free for newcomers, as in the memory that the ports of a switch share (Choudhury and
@@ -49,7 +49,7 @@ class FairSemaphore:
 
 @dataclass(eq=False)
 class Share:
-    """Slots of one request, and the turns of its tasks that wait for more."""
+    """Slots of a request, and the turns of waiting tasks."""
 
     slots: FairSemaphore
     num_held: int = 0
@@ -70,7 +70,7 @@ class Share:
             self._release()
 
     def keep_for(self, work: asyncio.Future[Any]) -> None:
-        """Hold one slot more until `work` ends: the caller leaves its own slot, and cannot stop the work."""
+        """Hold an additional slot until `work` ends: the caller is cancelled and cannot stop the work."""
         self.num_held += 1
         self.slots.num_free -= 1
         work.add_done_callback(lambda _: self._release())

@@ -31,7 +31,7 @@ _SLOT_GRACE_S: Final = 1.0
 are still being looked up."""
 _FIRST_READ_BYTES: Final = 2 * 2**10
 _MAX_READ_BYTES: Final = 32 * 2**10
-"""Limits of one read, growing with the data received: endless heads cost more to parse than data."""
+"""Limits of a read, growing with the data received: endless heads cost more to parse than data."""
 _FRAMING_BYTES: Final = 32 * 2**10
 """Allowance for heads, chunk sizes and trailers; an eighth of the data is allowed on top."""
 _CHUNKS_PER_TURN: Final = 16
@@ -139,7 +139,7 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
 
 
 class _BoundedStream(httpcore.AsyncNetworkStream):
-    """One connection to a media server, which may send little beside the data.
+    """Connection to a media server, with a bound on bytes beside the data.
 
     httpcore parses all received bytes in one go, and skips informational heads ("103 Early Hints") without end.
     """
@@ -175,7 +175,7 @@ class _BoundedStream(httpcore.AsyncNetworkStream):
         return data
 
     async def count(self, chunk: bytes) -> None:
-        """Count a part of the body, as large as its HTTP chunk or its read; other tasks run now and then."""
+        """Count a part of the body (an HTTP chunk or a read); other tasks run now and then."""
         self._num_data += len(chunk)
         if self._guard.are_too_many(len(chunk)):
             raise httpcore.RemoteProtocolError("it sends its data in too many tiny pieces")
@@ -237,6 +237,6 @@ def _over(param: str, size: str, limit_bytes: int) -> TriptychError:
 
 
 def _shown(url: str) -> str:
-    """Return a URL without its query, which may hold a secret."""
+    """Return a URL without the query: a query may hold a secret."""
     shown = url.partition("?")[0]
     return shown if len(shown) <= 120 else shown[:117] + "..."

@@ -1,7 +1,6 @@
-"""Media out of a request: data URLs, base64 and downloads become bytes of a known kind, or a 400 naming the field.
+"""Media of a request: data URLs, base64, files and downloads become bytes of a known kind, or a 400 naming the field.
 
-Nothing is decoded here. The first bytes tell a picture or a clip from anything else; whether it is whole, the encoder
-finds out.
+The first bytes tell images and audio from other data. Decoding, and with it the check for damage, is the encoder's.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ _EXPECTED: Final = {
 }
 _WHITESPACE: Final = b" \t\n\r\f\v"
 _OFF_LOOP_BYTES: Final = 256 * 2**10
-"""Above this, decoding and hashing run in a thread: 32 MiB take some 60 ms."""
+"""Size above which base64 and hashes are computed in a thread: 32 MiB take some 60 ms."""
 
 
 @dataclass(frozen=True)
 class MediaSource:
-    """One item as the request named it: `url` is data:, http:, https: or file:; `data` is base64. One is given."""
+    """Item as named by the request: either `url` (data:, http:, https: or file:) or `data` (base64) is given."""
 
     kind: MediaKind
     param: str
@@ -53,7 +52,7 @@ class MediaSource:
 
 
 class MediaIntake:
-    """Turns sources into items, all of a request at once, within the limits of the settings."""
+    """Loader of media items, all items of a request at once, within the limits of the settings."""
 
     def __init__(self, settings: Settings, fetcher: Fetcher, metrics: ProxyMetrics) -> None:
         self._settings = settings
@@ -64,10 +63,10 @@ class MediaIntake:
         self._schemes = (*settings.allowed_media_schemes, *local)
 
     async def load(self, sources: list[MediaSource], held: Reservation) -> list[MediaItem]:
-        """The items, in order; `held` takes their bytes before they are there.
+        """Return the items in order; `held` reserves the bytes beforehand.
 
         Raises TriptychError("bad_media"), ("item_too_large") or ("invalid_request"), each naming the field, and
-        Overloaded where there is no room, in memory or among the fetches.
+        Overloaded where memory or slots for fetches are taken.
         """
         limit = self._settings.max_media_items
         if len(sources) > limit:
@@ -87,7 +86,7 @@ class MediaIntake:
         return [task.result() for task in tasks]
 
     async def of_bytes(self, kind: MediaKind, data: bytes, param: str) -> MediaItem:
-        """An item whose bytes came with the request. Checks its size and its first bytes."""
+        """Return an item of bytes from the request, after checking size and first bytes."""
         if len(data) > _OFF_LOOP_BYTES:
             item = await asyncio.to_thread(self._check, kind, data, param)
         else:
@@ -148,7 +147,7 @@ class MediaIntake:
 
 
 def sniff(data: bytes) -> tuple[MediaKind, str] | None:
-    """Kind and format by the first bytes; None for anything unknown."""
+    """Return kind and format by the first bytes; None if unknown."""
     for magic, name in _IMAGE_MAGIC:
         if data.startswith(magic):
             return "image", name

@@ -1,4 +1,4 @@
-"""file: URLs, for media that lie beside the server: only below one folder, and only plain files."""
+"""file: URLs of media on the server: plain files below a configured folder only."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from common.errors import TriptychError
 
 
 def read_local(url: str, folder: Path | None, param: str, max_bytes: int) -> bytes:
-    """The bytes of the file that a file: URL names. Blocks: call it in a thread.
+    """Return the bytes of the file named by a file: URL. Blocks: call in a thread.
 
-    `..` and symbolic links are resolved before the look whether it lies below `folder`: whoever may write there may
-    not lead out of it. Raises TriptychError naming `param`: "invalid_request" for what is not allowed or not there,
-    without telling these two apart, "item_too_large" for more than `max_bytes`.
+    `..` and symbolic links are resolved before the check against `folder`: links in the folder cannot lead out.
+    Raises TriptychError naming `param`: "invalid_request" for a forbidden or missing file, without telling the two
+    apart, "item_too_large" for more than `max_bytes`.
     """
     try:
         parts = urlsplit(url)
@@ -26,7 +26,7 @@ def read_local(url: str, folder: Path | None, param: str, max_bytes: int) -> byt
         if not path.is_relative_to(root):
             raise _refused(param)
         return _read(root, path, param, max_bytes)
-    except (OSError, ValueError, RuntimeError) as error:  # no URL, not there, a zero byte in it, a loop of links
+    except (OSError, ValueError, RuntimeError) as error:  # no URL, a missing file, a zero byte, a loop of links
         raise _refused(param) from error
 
 
@@ -42,7 +42,7 @@ def _read(root: Path, path: Path, param: str, max_bytes: int) -> bytes:
 
 
 def _open_below(root: Path, path: Path) -> int:
-    """A descriptor of a resolved path, opened part by part: any of them may have become a link meanwhile."""
+    """Open a resolved path part by part: any part may have become a link meanwhile."""
     *folders, name = path.relative_to(root).parts
     folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -1,4 +1,4 @@
-"""Percent-encoded bytes of any number: `urllib.parse.unquote_to_bytes` makes two objects of every one of them."""
+"""Percent decoding for megabytes: `urllib.parse.unquote_to_bytes` makes two objects per encoded byte."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import numpy as np
 _PIECE: Final = 2**20
 _NONE: Final = 16
 _DIGITS: Final = np.full(256, _NONE, np.uint8)
-"""The value of each character as a hexadecimal digit; _NONE for what is none."""
+"""Value of each character as a hexadecimal digit; _NONE for other characters."""
 for _digit in "0123456789abcdefABCDEF":
     _DIGITS[ord(_digit)] = int(_digit, 16)
 
 
 def least_bytes(text: str) -> int:
-    """How many bytes `unquote` makes of a text at least."""
+    """Return a lower bound on the length of `unquote(text)`."""
     return len(text) - 2 * text.count("%")
 
 
 def unquote(text: str) -> bytes:
-    """The bytes of a text, those written as %XX decoded; any other % stays as it is."""
+    """Return the bytes of a text with %XX decoded; any other % stays."""
     data, pieces, begin = text.encode(), [], 0
     while begin < len(data):
         end = begin + _PIECE
         if end < len(data) and (split := data.find(b"%", end - 2, end)) >= 0:
-            end = split  # its digits belong to it
+            end = split  # keep a % and its digits together
         pieces.append(_unquote_piece(np.frombuffer(data[begin:end], np.uint8)))
         begin = end
     return b"".join(pieces)
