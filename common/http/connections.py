@@ -64,7 +64,7 @@ class Phase(Enum):
 
 @dataclass
 class Connections:
-    """Limits of one server's connections, and its idle connections, oldest first.
+    """Limits and idle connections (oldest first) of a server.
 
     `on_ended` receives the reason of every connection that is ended here.
     """

@@ -1,4 +1,4 @@
-"""OpenAI's API: request types, endpoints, and the shapes of answers, one module per endpoint.
+"""OpenAI's API: request types, endpoints, and the shapes of answers, a module per endpoint.
 
 Placing work on workers belongs to `proxy.dispatch`, limits and transport to `proxy.server`. Imports `common` and all of
 `proxy` except `proxy.app` and `proxy.routes`.

@@ -12,8 +12,7 @@ from common.errors import TriptychError
 from common.messages import MediaKind
 from proxy.api.choices import Choice, best
 from proxy.api.logprobs import LogprobShapes, check_prompt_logprobs
-from proxy.api.messages import AudioPart, AudioUrlPart, ImagePart, Message, TextPart
-from proxy.api.openai_types import ChatRequest, parse
+from proxy.api.openai_types import AudioPart, AudioUrlPart, ChatRequest, ImagePart, Message, TextPart, parse
 from proxy.api.speech import Speech, SpeechOptions
 from proxy.dispatch.jobs import Job, MediaItem, make_slots
 from proxy.dispatch.text_stream import Delta, TextStream, Usage

@@ -13,15 +13,17 @@ from common.messages import TokenLogprob, encode
 from common.text.token_text import TokenTexts
 
 MIN_LOGPROB: Final = -9999.0
-"""What impossible tokens are given: JSON knows no infinity."""
+"""Log-probability of impossible tokens: JSON has no infinity."""
 _REST_BYTES: Final = 256 * 2**10
 """Memory for the rest of a message with log-probabilities of a prompt: a token, spans."""
 
 
 @dataclass(frozen=True)
 class LogprobShapes:
-    """Log-probabilities as JSON. `num_top` likeliest tokens are told at each place; with `as_ids`, tokens are named
-    `token_id:N` instead of by their text."""
+    """Log-probabilities as JSON, with the `num_top` likeliest tokens per position.
+
+    With `as_ids`, tokens are named `token_id:N` instead of by text.
+    """
 
     texts: TokenTexts
     num_top: int
@@ -31,7 +33,7 @@ class LogprobShapes:
         return f"token_id:{token_id}" if self.as_ids else self.texts.string_of(token_id)
 
     def chat(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """`logprobs` of a choice of /v1/chat/completions: one entry per generated token."""
+        """Return `logprobs` of a choice of /v1/chat/completions: an entry per generated token."""
         content = []
         for entry in entries:
             top = [self._chat_token(token, logprob) for token, logprob in entry.top[: self.num_top]]
@@ -42,7 +44,7 @@ class LogprobShapes:
         return {"token": self.name(token_id), "logprob": _finite(logprob), "bytes": [*self.texts.bytes_of(token_id)]}
 
     def prompt(self, entries: Sequence[TokenLogprob | None]) -> list[dict[str, Any] | None]:
-        """`prompt_logprobs`: for each token of the prompt, it and the likeliest ones by id; None for the first one."""
+        """Return `prompt_logprobs`: per token of the prompt, log-probabilities by token id; None for the first."""
         return [None if entry is None else self._by_id(entry) for entry in entries]
 
     def _by_id(self, entry: TokenLogprob) -> dict[str, Any]:
@@ -56,7 +58,7 @@ class LogprobShapes:
 
 @dataclass
 class CompletionLogprobs:
-    """`logprobs` of one choice of /v1/completions, piece by piece: `text_offset` counts characters from its start."""
+    """`logprobs` of a choice of /v1/completions, in parts: `text_offset` counts characters from the choice's start."""
 
     shapes: LogprobShapes
     _offset: int = 0
@@ -65,11 +67,11 @@ class CompletionLogprobs:
     )
 
     def add(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """The fields for the next tokens of the choice."""
+        """Return the fields for the next tokens of the choice."""
         return self.add_prompt([entry.token_id for entry in entries], entries)
 
     def add_prompt(self, token_ids: Sequence[int], entries: Sequence[TokenLogprob | None]) -> dict[str, Any]:
-        """The same where tokens may have no entry, as the first one of a prompt has none."""
+        """Return the fields for tokens of the prompt, the first of which has no entry."""
         offsets = []
         for token_id in token_ids:
             offsets.append(self._offset)
@@ -82,7 +84,7 @@ class CompletionLogprobs:
         }
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
-        """The likeliest tokens, and the one that is there. Different tokens may look the same: the likelier is told."""
+        """Return the likeliest tokens and the chosen token. Of tokens with equal text, the likelier counts."""
         told: dict[str, float] = {}
         for token_id, logprob in [*entry.top[: self.shapes.num_top], (entry.token_id, entry.logprob)]:
             told.setdefault(self.shapes.name(token_id), _finite(logprob))
@@ -90,7 +92,7 @@ class CompletionLogprobs:
 
 
 def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Pieces of CompletionLogprobs as one."""
+    """Join parts of CompletionLogprobs."""
     names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
     return {name: [value for part in parts for value in part[name]] for name in names}
 

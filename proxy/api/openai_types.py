@@ -1,16 +1,26 @@
-"""The requests of OpenAI's API that generate text, as typed models."""
+"""Requests of OpenAI's API that generate text, as typed models: messages and parts, chat, completion."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError, WithJsonSchema, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StrictStr,
+    Tag,
+    ValidationError,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from common.errors import TriptychError
 from common.sampling_params import MAX_LOGPROBS
-from proxy.api.messages import Message
 from proxy.api.sampling_fields import GenerationRequest
 from proxy.server.errors import FIRST_ERROR, from_validation
 from proxy.server.request_context import RequestContext
@@ -19,23 +29,25 @@ _TOKENS: Final = {"type": "array", "items": {"type": "integer", "minimum": 0, "m
 _TEXT: Final = {"type": "string", "minLength": 1}
 _SEVERAL: Final = {"type": "array", "items": {"anyOf": [_TEXT, _TOKENS]}, "minItems": 1}
 PromptField = Annotated[Any, WithJsonSchema({"anyOf": [_TEXT, _TOKENS, _SEVERAL, {"type": "null"}]})]
-"""Checked by hand: a list of a hundred thousand token ids is looked at once, not once for every alternative."""
+"""Validated by hand: a list of a hundred thousand token ids is scanned once, not once per alternative."""
 _OFF_LOOP_BYTES: Final = 256 * 2**10
-"""Bodies above this are parsed in a thread."""
+"""Size above which bodies are parsed in a thread."""
 _VALUE_BYTES: Final = 320
-"""What a value of JSON may become: two characters of a list are an object of Python's. There are as many as commas."""
+"""Memory of a parsed JSON value. The number of values is estimated by the commas."""
 MAX_VALUES: Final = 2**20
-"""Of one body: they become objects in one go, in which nothing else runs. More token ids than any context has."""
+"""Limit per body: values become objects in a single step that blocks all else. More than any context has tokens."""
 MAX_MESSAGES: Final = 2**14
-"""Of one conversation, and so many parts of them together: each is an object of some kilobytes, whatever it says."""
+"""Limit per conversation on messages, and on their parts in all: each is an object of some kilobytes."""
 
 
 R = TypeVar("R", bound=BaseModel)
 
 
 async def parse(model: type[R], exchange: RequestContext) -> R:
-    """The body of a request as `model`. Raises TriptychError("invalid_request") naming the field that is wrong, and as
-    `RequestContext.body` does."""
+    """Return the body of a request as `model`.
+
+    Raises TriptychError("invalid_request") naming the wrong field, and as `RequestContext.body` does.
+    """
     body = await exchange.body()
     try:
         if len(body) > _OFF_LOOP_BYTES:
@@ -50,8 +62,93 @@ async def parse(model: type[R], exchange: RequestContext) -> R:
         raise from_validation(error) from error
 
 
+class TextPart(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class ImageUrl(BaseModel):
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class ImagePart(BaseModel):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+class InputAudio(BaseModel):
+    """Audio in base64; the format is recognised by the bytes."""
+
+    data: str
+    format: str | None = None
+
+
+class AudioPart(BaseModel):
+    type: Literal["input_audio"]
+    input_audio: InputAudio
+
+
+class AudioUrl(BaseModel):
+    url: str
+
+
+class AudioUrlPart(BaseModel):
+    """vLLM's audio part: a data: or http(s): URL."""
+
+    type: Literal["audio_url"]
+    audio_url: AudioUrl
+
+
+def _part_tag(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return str(kind).upper()  # capitals: left out of the field names in error messages
+
+
+ContentPart = Annotated[
+    Annotated[TextPart, Tag("TEXT")]
+    | Annotated[ImagePart, Tag("IMAGE_URL")]
+    | Annotated[AudioPart, Tag("INPUT_AUDIO")]
+    | Annotated[AudioUrlPart, Tag("AUDIO_URL")],
+    Discriminator(
+        _part_tag,
+        custom_error_type="content_part",
+        custom_error_message="a content part has the type text, image_url, input_audio or audio_url",
+    ),
+]
+
+
+def _content_tag(value: Any) -> str:
+    return "PARTS" if isinstance(value, list) else "PLAIN"
+
+
+Content = Annotated[
+    Annotated[StrictStr | None, Tag("PLAIN")] | Annotated[list[ContentPart], FIRST_ERROR, Tag("PARTS")],
+    Discriminator(_content_tag),
+]
+
+
+class Message(BaseModel):
+    """Turn of a conversation. Only an assistant's turn may lack `content`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content = None
+    name: str | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Message:
+        if self.content is None and self.role != "assistant":
+            raise ValueError("content is missing")
+        for name, value in (self.model_extra or {}).items():
+            if value not in (None, [], {}):
+                raise TriptychError("invalid_request", f"{name} in a message is not supported", f"messages.{name}")
+        return self
+
+
 class ChatRequest(GenerationRequest):
-    """POST /v1/chat/completions. `language` is for speech models: what is spoken, detected if not given."""
+    """POST /v1/chat/completions. `language` is the spoken language, for speech models; detected by default."""
 
     messages: Annotated[list[Message], FIRST_ERROR] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -60,15 +157,11 @@ class ChatRequest(GenerationRequest):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     @model_validator(mode="after")
-    def _has_not_too_many_parts(self) -> ChatRequest:
+    def _check(self) -> ChatRequest:
         num_parts = sum(len(one.content) for one in self.messages if isinstance(one.content, list))
         if num_parts > MAX_MESSAGES:
             message = f"the messages have {num_parts} parts, at most {MAX_MESSAGES} are allowed"
             raise TriptychError("invalid_request", message, "messages")
-        return self
-
-    @model_validator(mode="after")
-    def _top_logprobs_are_logprobs(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             message = f"top_logprobs is {self.top_logprobs}, which needs logprobs to be true"
             raise TriptychError("invalid_request", message, "top_logprobs")
@@ -86,8 +179,8 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions. A prompt is text or token ids; a list of prompts gives `n` choices each.
 
-    For an encoder-decoder model of text it is the encoder's prompt, also under the name `encoder_prompt`; the decoder's
-    is `decoder_prompt`, one for all of them or one each, by default what the model begins with.
+    For an encoder-decoder model of text, `prompt` (or `encoder_prompt`) is the encoder's prompt. `decoder_prompt`
+    holds for all prompts, or is a list with an entry per prompt; the default is the model's own start.
     """
 
     prompt: PromptField = None
@@ -129,7 +222,7 @@ class CompletionRequest(GenerationRequest):
 
     @functools.cached_property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, one or several. A list of integers is one prompt."""
+        """Prompts as a list. A list of integers is a single prompt."""
         return as_prompts(self.prompt if self.encoder_prompt is None else self.encoder_prompt)
 
     @property
@@ -141,7 +234,7 @@ Prompt = str | list[int]
 
 
 def as_prompts(value: Any) -> list[str | list[int]]:
-    """One prompt or several, as several."""
+    """Return a list of prompts for a prompt or a list."""
     return [value] if isinstance(value, str) or _is_token_ids(value) else value
 
 

@@ -18,11 +18,11 @@ from proxy.service import Service
 
 MAX_PROMPTS: Final = 128
 MAX_SEQUENCES: Final = 1024
-"""Of all prompts of one request together."""
+"""Limit over all prompts of a request."""
 
 
 def check_number(body: CompletionRequest) -> None:
-    """Raises TriptychError("invalid_request") for more prompts, or sequences of them, than a request may have."""
+    """Raise TriptychError("invalid_request") for too many prompts or sequences."""
     prompts = body.prompts
     if not 1 <= len(prompts) <= MAX_PROMPTS:
         raise TriptychError("invalid_request", f"prompt takes 1 to {MAX_PROMPTS} prompts, not {len(prompts)}", "prompt")
@@ -32,7 +32,7 @@ def check_number(body: CompletionRequest) -> None:
 
 
 async def make_jobs(service: Service, exchange: RequestContext, body: CompletionRequest) -> list[Job]:
-    """One job per prompt. Raises TriptychError("invalid_request") naming the field for what this model cannot take."""
+    """Return a job per prompt. Raises TriptychError("invalid_request") naming a field that the model cannot take."""
     info, prompts = service.info, body.prompts
     if service.transcribes:
         message = f"{service.model_name} needs audio: use /v1/audio/transcriptions or /v1/chat/completions"
@@ -54,7 +54,7 @@ async def _decoder_job(service: Service, body: CompletionRequest, request_id: st
     ids = await _encode(service, body, prompt)
     if not ids:
         raise TriptychError("invalid_request", "the prompt is empty", "prompt")
-    service.token_limit(len(ids), None, "prompt")  # before so many are looked at, on the loop that serves everybody
+    service.token_limit(len(ids), None, "prompt")  # before a scan of all tokens on the event loop
     wrong = next((token for token in ids if not 0 <= token < service.info.vocab_size), None)
     if wrong is not None:
         message = f"token id {wrong} is not in the vocabulary of {service.info.vocab_size}"
@@ -68,7 +68,7 @@ async def _decoder_job(service: Service, body: CompletionRequest, request_id: st
 async def _encoder_decoder_job(
     service: Service, body: CompletionRequest, request_id: str, prompt: Prompt, decoder_prompt: Prompt | None
 ) -> Job:
-    """The encoder's prompt travels as an input of kind "text": its media bytes are the token ids."""
+    """Make a job with the encoder's prompt as an input of kind "text", with token ids as media bytes."""
     if body.echo:
         message = f"echo is for decoder-only models: the answer of {service.model_name} does not continue its prompt"
         raise TriptychError("invalid_request", message, "echo")
@@ -105,7 +105,7 @@ def _parse_pair(
 
 
 def _decoder_prompts(body: CompletionRequest) -> list[Prompt] | list[None]:
-    """One for each prompt; a single one is for all of them."""
+    """Return a decoder prompt for each prompt; a single decoder prompt counts for all."""
     given, wanted = body.decoder_prompts, len(body.prompts)
     if given is None:
         return [None] * wanted
@@ -116,7 +116,7 @@ def _decoder_prompts(body: CompletionRequest) -> list[Prompt] | list[None]:
 
 
 def _sampling(service: Service, body: CompletionRequest, num_prompt_tokens: int) -> SamplingParams:
-    """The sampling of one prompt. Where nothing may be generated, one token is, and not told: prompts are scored so."""
+    """Return the sampling for a prompt. With max_tokens=0 a hidden token is generated, to score the prompt."""
     wanted = None if body.max_tokens is None else max(1, body.max_tokens)
     limit = service.token_limit(num_prompt_tokens, wanted, "prompt")
     sampling = body.sampling(service.text, limit)

@@ -1,8 +1,8 @@
-"""The fields that chat and text completion share, and the sampling that they mean.
+"""Common fields of chat and text completion, and their conversion to sampling parameters.
 
-What we do not support is refused by name rather than ignored: a client that asks for tools must not get an answer
-without. Fields that change nothing about the answer (`user`, `metadata`, ...) are accepted, and so are unsupported
-fields with the value that means "off".
+Unsupported fields are refused by name rather than ignored: a client that asks for tools must not get an answer without
+tools. Accepted are fields without influence on the answer (`user`, `metadata`, ...), and unsupported fields with a
+value that means "off".
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ IGNORED: Final = frozenset(
         "guided_decoding_backend",
     ]
 )
-"""They say nothing about the answer itself."""
+"""Fields without influence on the answer."""
 ACCEPTED_OFF: Final[dict[str, tuple[Any, ...]]] = {
     "suffix": (None, ""),
     "echo": (None, False),
@@ -66,9 +66,9 @@ ACCEPTED_OFF: Final[dict[str, tuple[Any, ...]]] = {
     "continue_final_message": (None, False),
     "add_special_tokens": (None, False),
 }
-"""Unsupported fields and the values that mean that they are not used."""
+"""Unsupported fields, and the values accepted as "off"."""
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""What fits the wire: bigger integers are refused here, where the field can be named."""
+"""Integers that fit the wire: larger values are refused here, where the field can be named."""
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 MAX_BIASES: Final = 1024
@@ -78,7 +78,7 @@ StopStrings = Annotated[list[StopString], FIRST_ERROR, Field(max_length=MAX_STOP
 
 
 def _few(biases: object) -> object:
-    """Before each is looked at: of a million that are wrong pydantic would tell a million errors."""
+    """Limit the number before values are validated: pydantic would report a million errors for a million values."""
     if isinstance(biases, dict) and len(biases) > MAX_BIASES:
         raise ValueError(f"has {len(biases)} entries, at most {MAX_BIASES} are taken")
     return biases
@@ -100,12 +100,11 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(StructuredFields, ABC):
-    """What chat and text completion share. Fields that are null are as good as not given.
+    """Common fields of chat and text completion. Null means absent.
 
-    The names are OpenAI's and, beyond those, vLLM's. `best_of` is how many sequences are sampled, of which the `n`
-    with the highest mean log-probability are returned; with `use_beam_search` it is the width of the beam.
-    `return_token_ids`: every choice, or every choice of a streamed chunk, has its generated tokens in `token_ids`, the
-    end of sequence or other token that stopped it included.
+    The names are OpenAI's, or vLLM's. `best_of` sequences are sampled, and the `n` with the highest mean
+    log-probability returned; with `use_beam_search`, `best_of` is the width of the beam. With `return_token_ids`, every
+    choice, whole or of a streamed chunk, has the generated tokens in `token_ids`, the stopping token included.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -155,9 +154,9 @@ class GenerationRequest(StructuredFields, ABC):
         return self
 
     def sampling(self, text: TextProcessor, max_tokens: int, default_temperature: float = 1.0) -> SamplingParams:
-        """The sampling of this request, for at most `max_tokens` tokens of each sequence.
+        """Return the sampling parameters, for at most `max_tokens` tokens of each sequence.
 
-        Raises TriptychError("invalid_request") naming the field for what does not go together.
+        Raises TriptychError("invalid_request") naming the field for combinations without meaning.
         """
         constraint = self.constraint()
         if self.prompt_logprobs is not None and self.stream:
@@ -168,6 +167,8 @@ class GenerationRequest(StructuredFields, ABC):
         if len(allowed) > vocab_size:
             raise _wrong("allowed_token_ids", f"has {len(allowed)} token ids, the vocabulary has only {vocab_size}")
         bad_words = tuple(self.bad_words or ())
+        # The best sequences are found by their log-probabilities.
+        logprobs = 0 if self.num_logprobs is None and self.picks_best else self.num_logprobs
         return SamplingParams(
             **self._search(default_temperature),
             max_tokens=max_tokens,
@@ -180,16 +181,16 @@ class GenerationRequest(StructuredFields, ABC):
             allowed_token_ids=allowed,
             bad_words=bad_words,
             bad_words_ids=bad_words_ids(text, bad_words) if bad_words else (),
-            logprobs=self._sampled_logprobs,
+            logprobs=logprobs,
             prompt_logprobs=self.prompt_logprobs,
-            stop=self.stop_strings,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             grammar=None if constraint is None else constraint.grammar,
         ).validate()
 
     def _search(self, default_temperature: float) -> dict[str, Any]:
-        """How sequences are found: so many sampled ones, or beams."""
+        """Return the parameters of the search: by sampling, or by beams."""
         if self.use_beam_search:
             refuse_sampling(self)
             if self.num_logprobs is not None:
@@ -225,27 +226,22 @@ class GenerationRequest(StructuredFields, ABC):
 
     @property
     def width(self) -> int:
-        """Sequences that run at once."""
+        """Number of sequences that run at once."""
         return self.num_choices if self.best_of is None else self.best_of
 
     @property
     def picks_best(self) -> bool:
-        """Whether more sequences are sampled than returned."""
+        """Return whether more sequences are sampled than returned."""
         return not self.use_beam_search and self.width > self.num_choices
 
     @property
     @abstractmethod
     def num_logprobs(self) -> int | None:
-        """How many of the likeliest tokens the answer tells at each token; None: no log-probabilities at all."""
-
-    @property
-    def _sampled_logprobs(self) -> int | None:
-        """The same for the worker: the best sequences are found by their log-probabilities."""
-        return 0 if self.num_logprobs is None and self.picks_best else self.num_logprobs
+        """Number of likeliest tokens per position in the answer; None for no log-probabilities."""
 
     @property
     def fields(self) -> dict[str, str]:
-        """The request's own names of sampling settings, for error messages."""
+        """Map sampling settings to the request's field names, for error messages."""
         constraint = self.constraint()
         return {
             "bad_words_ids": "bad_words",
@@ -253,14 +249,8 @@ class GenerationRequest(StructuredFields, ABC):
             **({"grammar": constraint.field} if constraint is not None else {}),
         }
 
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        if self.stop is None:
-            return ()
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
     def told(self, token_ids: Sequence[int]) -> dict[str, Any]:
-        """The field of a choice that tells its tokens, if they were asked for."""
+        """Return `token_ids` of a choice, if requested."""
         return {"token_ids": list(token_ids)} if self.return_token_ids else {}
 
     @property
@@ -268,14 +258,14 @@ class GenerationRequest(StructuredFields, ABC):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def chunk_usage(self, usage: Usage) -> dict[str, Any]:
-        """The usage field of one chunk: null where it comes at the end, the count so far where that was asked for."""
+        """Return `usage` of a chunk: null before a usage event, the count so far with `continuous_usage_stats`."""
         if self.stream_options is not None and self.stream_options.continuous_usage_stats:
             return {"usage": usage.to_json()}
         return {"usage": None} if self.wants_usage_event else {}
 
 
 def _token_keys(bias: dict[str, float]) -> dict[int, float]:
-    """OpenAI writes the keys as strings, as JSON must."""
+    """Convert the keys, strings in JSON, to token ids."""
     for key in bias:
         if not (key.isascii() and key.isdecimal() and len(key) <= 9):
             raise _wrong("logit_bias", f"has the key {key[:40]!r}, which is no token id")
@@ -283,7 +273,7 @@ def _token_keys(bias: dict[str, float]) -> dict[int, float]:
 
 
 def refuse_sampling(fields: BaseModel) -> None:
-    """Beam search draws nothing. Raises TriptychError("invalid_request") naming the first field that says how to."""
+    """Raise TriptychError("invalid_request") naming the first sampling field of a request for beam search."""
     for name, off in (("temperature", 0), ("top_p", 1), ("top_k", -1), ("min_p", 0)):
         if getattr(fields, name) not in (None, off, 0):
             raise _wrong(name, f"must be {off} with use_beam_search, which does not sample")

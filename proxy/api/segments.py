@@ -1,4 +1,4 @@
-"""What was said when: segments out of Whisper's timestamp tokens, and subtitles out of segments.
+"""Segments from Whisper's timestamp tokens, and subtitles from segments.
 
 <|0.00|> Hello there. <|2.40|><|2.80|> How are you? <|5.00|>      one window of at most 30 s
 |--- segment 0 -------------||--- segment 1 -------------|        times count from the start of the window
@@ -15,13 +15,12 @@ from typing import Any, Final
 from common.sampling_params import TimestampRules
 
 TIMESTAMP_S: Final = 0.02
-"""Between one timestamp token and the next."""
+"""Seconds between consecutive timestamp tokens."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of a transcript. `token_ids` are the text's, its timestamps included; `seek_s` is where the window
-    begins that it was heard in."""
+    """Part of a transcript. `token_ids` include timestamps; `seek_s` is the start of the window."""
 
     start_s: float
     end_s: float
@@ -32,7 +31,7 @@ class Segment:
     no_speech_prob: float | None = None
 
     def to_json(self, index: int, temperature: float) -> dict[str, Any]:
-        """As in OpenAI's `verbose_json`; times are in seconds, `seek` is in hundredths."""
+        """Return OpenAI's `verbose_json`: times in seconds, `seek` in hundredths."""
         encoded = self.text.encode()
         told = {"avg_logprob": self.avg_logprob, "no_speech_prob": self.no_speech_prob}
         return {
@@ -54,9 +53,9 @@ def split_at_timestamps(
     window_s: tuple[float, float],
     decode: Callable[[Sequence[int]], str],
 ) -> list[Segment]:
-    """The segments of one window, which lasts from `window_s[0]` to `window_s[1]` of the recording.
+    """Return the segments of a window, from `window_s[0]` to `window_s[1]` of the recording.
 
-    What has no timestamp begins and ends with the window; nothing ends after it. Segments without text are left out.
+    Text without timestamps begins and ends with the window; no segment ends later. Empty segments are left out.
     """
     begin_s, end_s = window_s
     segments: list[Segment] = []
@@ -94,13 +93,13 @@ def as_srt(segments: Iterable[Segment]) -> str:
 
 
 def as_vtt(segments: Iterable[Segment]) -> str:
-    """WebVTT: hours only where there are any."""
+    """WebVTT: hours only from the first hour on."""
     cues = [f"{_clock(one.start_s, '.')} --> {_clock(one.end_s, '.')}\n{_cue(one)}\n" for one in segments]
     return "\n".join(["WEBVTT\n", *cues])
 
 
 def _cue(segment: Segment) -> str:
-    """The text of a cue: an arrow would begin another one."""
+    """Return the text of a cue, without arrows: an arrow would start a new cue."""
     return segment.text.strip().replace("-->", "->")
 
 

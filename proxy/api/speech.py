@@ -1,4 +1,4 @@
-"""Speech to text for a recording of any length: its windows run side by side, their texts are joined in order."""
+"""Speech to text for recordings of any length: windows run in parallel, texts are joined in order."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ from proxy.server.request_context import RequestContext
 from proxy.service import Service
 
 PARALLEL_WINDOWS: Final = 8
-"""Windows of one request under way at once: an hour of speech must not crowd out everybody else."""
+"""Windows of a request under way at once: an hour of speech must not crowd out other requests."""
 
 
 @dataclass(frozen=True)
 class SpeechOptions:
-    """What is wanted of a recording. `language` is detected if not given; `prompt` is a hint for the first window;
-    `token_limit` holds for each window, on top of what the model's decoder can hold; `timestamps` divide the windows
-    into segments, of which `details` tell how sure the model is."""
+    """Options of a transcription.
+
+    `language` is detected by default; `prompt` is a hint for the first window; `token_limit` counts per window, beside
+    the limit of the decoder; `timestamps` divide windows into segments; `details` add the model's confidence.
+    """
 
     language: str | None = None
     prompt: str | None = None
@@ -46,7 +48,7 @@ class SpeechOptions:
 
 @dataclass
 class _Window:
-    """What was heard in one window."""
+    """Result of a window."""
 
     start_s: float
     end_s: float
@@ -57,14 +59,14 @@ class _Window:
 
     @property
     def avg_logprob(self) -> float | None:
-        """Log-probability per token, the end included; as in Whisper, one figure for all segments of the window."""
+        """Log-probability per token, the end included; as in Whisper, the same for all segments of the window."""
         if not self.logprobs:
             return None
         return sum(entry.logprob for entry in self.logprobs) / len(self.logprobs)
 
 
 class Speech:
-    """Transcribes one clip. After `deltas` has ended, everything else about it is complete."""
+    """Transcription of a recording. After the end of `deltas`, all other results are complete."""
 
     def __init__(
         self,
@@ -105,7 +107,7 @@ class Speech:
         return [entry for window in self._windows for entry in window.logprobs]
 
     def segments(self) -> list[Segment]:
-        """What was said when: by timestamps, or one segment per window."""
+        """Return segments by timestamps, or a segment per window."""
         found: list[Segment] = []
         rules = self._rules
         for window in self._windows:
@@ -117,10 +119,10 @@ class Speech:
         return found
 
     async def deltas(self) -> AsyncGenerator[Delta]:
-        """The text in order; the finish reason is on the last delta only: "length" if any window was cut short.
+        """Yield the text in order; only the last delta has a finish reason, "length" if any window was cut short.
 
-        Where the language is not given, the first window decides for all.
-        Raises TriptychError as Recordings.split and Flight do.
+        Without a given language the first window decides for all.
+        Raises TriptychError as AudioWindows.split and JobRunner do.
         """
         with ExitStack() as held:
             self._exchange.held.reserve(len(self._item.data))
@@ -128,7 +130,7 @@ class Speech:
             window_s = float(self._service.info.preprocessor.get("chunk_length", 30))
             windows = await self._service.recordings.split(path, window_s, self._item.param)
             if len(windows) == 1:
-                held.close()  # it goes to the encoder as it is
+                held.close()  # the recording goes to the encoder unchanged
                 self._exchange.held.release(len(self._item.data))
             else:
                 largest = sorted(window.size_bytes for window in windows)[-PARALLEL_WINDOWS:]
@@ -178,8 +180,7 @@ class Speech:
                 self._keep(self._windows[index], generation)
 
     async def _turn(self) -> Ticket:
-        """The place of the next window in the line, where one of each recording may always wait, and more of them where
-        others hardly wait for it."""
+        """Return the ticket of the next window: one may always wait, more only while the queue is short."""
         line = self._tickets.line
         async with self._next:
             while self._tickets.num_waiting and not line.has_room:
@@ -210,9 +211,10 @@ class Speech:
         return self._service.generate(job, self._exchange, ticket)
 
     def _measured(self, prompt_ids: list[int]) -> dict[str, Any]:
-        """Log-probabilities of the text, and of what may follow <|startoftranscript|>: whether anybody speaks.
+        """Return the log-probabilities to ask for: of the text, and of the token after <|startoftranscript|>.
 
-        That is a token of the prompt where the language is known, else the first one that is generated.
+        The latter tells speech from silence. With a known language it is a token of the prompt, else the first
+        generated token.
         """
         if prompt_ids[-1] == whisper_prompt.start_token_id(self._service.info):
             return {"logprobs": MAX_LOGPROBS}
@@ -225,7 +227,7 @@ class Speech:
             window.no_speech_prob = self._no_speech_prob(generation)
 
     def _no_speech_prob(self, generation: TextStream) -> float | None:
-        """The probability that nobody speaks; 0 where it is not among the likeliest MAX_LOGPROBS tokens."""
+        """Return the probability of silence; 0 outside of the likeliest MAX_LOGPROBS tokens."""
         info, text = self._service.info, self._service.text
         prompt = generation.job.prompt_token_ids
         place = prompt.index(whisper_prompt.start_token_id(info)) + 1
@@ -250,7 +252,7 @@ class Speech:
 
 
 async def _in_order(merged: AsyncGenerator[tuple[int, Delta]], num_parts: int) -> AsyncGenerator[tuple[int, Delta]]:
-    """Deltas of part 0 as they come, those of later parts once everything before them is complete."""
+    """Yield deltas of part 0 at once, and deltas of later parts after the end of all earlier parts."""
     waiting: list[list[Delta]] = [[] for _ in range(num_parts)]
     current = 0
     async with aclosing(merged):

@@ -1,4 +1,4 @@
-"""Constrained output: the several ways in which a request may say what its answer has to look like."""
+"""Constrained output: fields of OpenAI and vLLM that prescribe the form of an answer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from common.sampling_params import Grammar
 from proxy.server.errors import FIRST_ERROR
 
 MAX_GRAMMAR_CHARS = 256 * 2**10
-"""Of a schema, as JSON, and of every other text that constrains."""
-
-
+"""Limit of a schema, as JSON, or of another constraint."""
 MAX_FIELDS = 64
-"""More than any object of a request has: of a million unknown ones pydantic would tell a million errors."""
+"""Limit per object: pydantic would report a million errors for a million unknown fields."""
 
 
 class _FewFields(BaseModel):
@@ -30,7 +28,7 @@ class _FewFields(BaseModel):
 
 
 class JsonSchemaFormat(BaseModel):
-    """OpenAI's `json_schema`: a name for the schema, and the schema. Every schema is enforced, as with `strict`."""
+    """OpenAI's `json_schema`: name and schema. Every schema is enforced, as with `strict`."""
 
     model_config = ConfigDict(extra="ignore")
     name: str | None = None
@@ -56,7 +54,7 @@ class ResponseFormat(_FewFields):
 
 
 class StructuredOutputs(_FewFields):
-    """vLLM's `structured_outputs`; exactly one of the fields is given."""
+    """vLLM's `structured_outputs`, with exactly one field."""
 
     model_config = ConfigDict(extra="forbid")
     json_: str | dict[str, Any] | None = Field(None, alias="json")
@@ -67,9 +65,9 @@ class StructuredOutputs(_FewFields):
 
 
 class StructuredFields(BaseModel):
-    """The fields of a request that constrain its output. At most one of them may be used.
+    """Fields that constrain the output. At most a single field may be used.
 
-    `guided_*` are vLLM's older names of the fields of `structured_outputs`.
+    `guided_*` are older names of vLLM for the fields of `structured_outputs`.
     """
 
     response_format: ResponseFormat | None = None
@@ -81,9 +79,9 @@ class StructuredFields(BaseModel):
     guided_json_object: bool | None = None
 
     def constraint(self) -> Constraint | None:
-        """What the output has to match, if anything.
+        """Return the constraint of the output, if any.
 
-        Raises TriptychError("invalid_request") naming the field where there are two, or one cannot be.
+        Raises TriptychError("invalid_request") naming a second or an impossible constraint.
         """
         found = [Constraint(field, grammar) for field, grammar in self._given() if grammar is not None]
         if len(found) > 1:
@@ -108,7 +106,7 @@ class StructuredFields(BaseModel):
 
 @dataclass(frozen=True)
 class Constraint:
-    """A grammar, and the field of the request that it comes from."""
+    """Grammar, and the request's field of origin."""
 
     field: str
     grammar: Grammar

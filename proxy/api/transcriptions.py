@@ -1,4 +1,4 @@
-"""POST /v1/audio/transcriptions and /v1/audio/translations: an uploaded recording as text."""
+"""POST /v1/audio/transcriptions and /v1/audio/translations: uploaded recordings as text."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from proxy.service import Service
 
 _MAX_FIELDS: Final = 32
 _CHARSETS: Final = ("utf-8", "utf8", "us-ascii", "ascii", "iso-8859-1", "latin-1", "latin1")
-"""What a form may be written in. Python knows others, some of which raise, take minutes, or make what is no text."""
+"""Accepted charsets of forms. Python has codecs that raise, take minutes, or return no text."""
 
 
 class TranscriptionForm(BaseModel):
-    """The fields beside the file. Those that we do not support are refused by name.
+    """Fields beside the file. Unsupported fields are refused by name.
 
     Beyond OpenAI's: how tokens are drawn (`top_p`, `top_k`, `min_p`, `seed`) and repetition is kept down, as in a chat,
     `max_completion_tokens` (for each window of 30 s), `return_token_ids`, `priority`, and beam search, whose width is
@@ -67,7 +67,7 @@ class TranscriptionForm(BaseModel):
         return self.response_format in ("verbose_json", "srt", "vtt")
 
     def check(self) -> None:
-        """Raises TriptychError("invalid_request") naming the field for what does not go together."""
+        """Raise TriptychError("invalid_request") naming the field for combinations without meaning."""
         if self.stream and self.has_segments:
             raise _wrong("response_format", f"{self.response_format} cannot be streamed: use json or text")
         if self.timestamp_granularities and self.response_format != "verbose_json":
@@ -98,7 +98,7 @@ class TranscriptionForm(BaseModel):
 async def transcriptions(
     service: Service, exchange: RequestContext, task: Task = "transcribe"
 ) -> AsyncGenerator[Payload]:
-    """The text of a recording as JSON, plain text, JSON with segments, subtitles, or a stream."""
+    """Answer with the text of a recording: JSON, plain text, JSON with segments, subtitles, or a stream."""
     service.check_lines("media")
     form, data = await _read_form(exchange)
     service.check_model(form.model)
@@ -136,7 +136,7 @@ def _check_model_hears(service: Service) -> None:
 
 
 async def _read_form(exchange: RequestContext) -> tuple[TranscriptionForm, bytes]:
-    """The form and the bytes of its file, all in memory: a proxy may have no writable disk."""
+    """Return the form and the bytes of the file, in memory: a proxy may have no writable disk."""
     _check_content_type(exchange.request.headers.get("content-type", ""))
     parser = MultiPartParser(exchange.request.headers, exchange.stream(), max_files=1, max_fields=_MAX_FIELDS)
     parser.spool_max_size = exchange.max_body_bytes
@@ -152,12 +152,12 @@ async def _read_form(exchange: RequestContext) -> tuple[TranscriptionForm, bytes
         form, data = _validate(raw), await file.read()
     finally:
         await raw.close()
-    exchange.held.release(len(data))  # the parser's copy; what the body took stays for the file and the fields
+    exchange.held.release(len(data))  # the parser's copy; the body's reservation stays for file and fields
     return form, data
 
 
 def _check_content_type(text: str) -> None:
-    """Refuse a body that is no form, or of a character set that is read as no other program would, or for minutes."""
+    """Refuse bodies other than forms, and unaccepted charsets."""
     media_type, options = parse_options_header(text)
     if media_type != b"multipart/form-data":
         message = f"the body must be multipart/form-data, not {text or 'without a content type'}"

@@ -26,7 +26,7 @@ class ByteBudget:
 
 @dataclass
 class Reservation:
-    """Bytes of one request. Release them."""
+    """Bytes of a request. Call `release` at the end."""
 
     budget: ByteBudget
     num_bytes: int = 0

@@ -10,7 +10,7 @@ _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25
 
 
 class ProxyMetrics:
-    """All metrics of one application, in a registry of their own: two proxies in one process do not collide."""
+    """Metrics of an application, in a separate registry: two proxies in a process do not collide."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
