@@ -22,6 +22,8 @@ from tests.proxy.conftest import Rig, eventually, serve
 from tests.proxy.media.test_media import web_server
 from tests.proxy.sample_media import picture
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["serve"]
 
 GET_ADDRESSES = socket.getaddrinfo

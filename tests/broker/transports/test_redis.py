@@ -25,6 +25,8 @@ from common.errors import TriptychError
 from tests.broker.transports.transport_kit import Kit, kit_of, of_bytes, receive, to
 from tests.eventually import eventually
 
+pytestmark = pytest.mark.slow
+
 MIB = 2**20
 
 

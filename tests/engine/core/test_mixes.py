@@ -21,6 +21,8 @@ from tests.engine.conftest import AUDIO_FRAMES
 from tests.engine.driving import Driver, Job, greedy, make_engine, run, sampled, text_tokens
 from tests.equality.runs import kv_bytes
 
+pytestmark = pytest.mark.slow
+
 PICTURE_ROWS = {"cat": 4, "dog": 7, "sign": 3}
 CLIPS = ("one", "two", "three")
 _alone: dict[str, DecoderEngine] = {}

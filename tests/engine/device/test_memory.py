@@ -326,6 +326,7 @@ def run_alone(program: str, folder: Path, **config: object) -> tuple[dict[str, f
 
 
 @linux_only
+@pytest.mark.slow
 def test_a_decoder_process_stays_within_weights_pools_and_300_mb(tmp_path: Path) -> None:
     """SmolLM2's layers, two of them, and 32 prompts of 400 tokens at once: more than the pool holds."""
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 2, "vocab_size": 32768}
@@ -339,6 +340,7 @@ def test_a_decoder_process_stays_within_weights_pools_and_300_mb(tmp_path: Path)
 
 
 @linux_only
+@pytest.mark.slow
 def test_an_encoder_process_stays_within_weights_batch_and_300_mb(tmp_path: Path) -> None:
     """Whisper tiny's encoder with four full windows waiting. Importing transformers' modules takes 108 MB of it, which
     a decoder does not need."""

@@ -16,6 +16,8 @@ from proxy.api.structured import MAX_GRAMMAR_CHARS
 from proxy.api.transcriptions import TranscriptionForm
 from tests.proxy.sample_media import speech
 
+pytestmark = pytest.mark.slow
+
 WEIRD = (
     True, 0, -1, 1.5, 2**31, 2**63, 2**70, 1e308, -0.0, "", "x", "\ud83d", "\x00", [], [[]], [None], [""], [0],
     {}, {"": None}, {"a": 1}, {"1": 1e308}, {"type": "text"}, {"type": "json_schema", "json_schema": {}},

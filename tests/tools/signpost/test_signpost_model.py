@@ -25,6 +25,8 @@ from tools.signpost.evaluate import (
     evaluate_single,
 )
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).parents[3] / "common" / "bundled" / "signpost"
 PICTURES = 60
 

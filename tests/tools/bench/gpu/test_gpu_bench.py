@@ -45,6 +45,8 @@ from tools.bench.gpu.setup import Limits, Setup, attempted, checkpoints_in, meas
 from tools.gpu_check import environment
 from tools.gpu_check.shapes import Shape, qwen2_3b, qwen2_5_vl_3b, whisper_large_v3
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 LIMITS = Limits(copy_bytes_per_s=1e10, matmul_flops_per_s=1e11)
 CASES = {
