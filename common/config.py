@@ -40,6 +40,11 @@ else:
 """Bytes, written `512MiB`, `2GiB` or as a number; an int for its readers."""
 
 
+def _plain_int(value: object) -> object:
+    """Turn a parsed size into a plain int: the wire and MessagePack take no subclass of int."""
+    return int(value) if isinstance(value, ByteSize) else value
+
+
 def _setting(
     default: Any, meaning: str, panel: str | None = None, *, shown: str = "", metavar: str = "", **rules: Any
 ) -> Any:
@@ -56,6 +61,7 @@ class EngineConfig(BaseModel):
     """Sizes of a worker's engine, in bytes and tokens, never in blocks of unknown size."""
 
     model_config = ConfigDict(extra="forbid")
+    _plain_sizes = field_validator("*")(_plain_int)
 
     device: Device = _setting("auto", "Device of the engine.", "Engine")
     dtype: DType = _setting("auto", "Precision; auto: the checkpoint's own on CUDA, float32 on a CPU.", "Engine")
@@ -136,6 +142,7 @@ class Settings(BaseSettings):
     """All settings of a Triptych process. Nested values: TRIPTYCH_ENGINE__MAX_NUM_SEQS=32."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_nested_delimiter="__", extra="forbid")
+    _plain_sizes = field_validator("*")(_plain_int)
 
     model: str = _setting("signpost", "Hub id, folder, or name of a bundled model.")
     topology: str | None = _setting(

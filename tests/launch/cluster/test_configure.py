@@ -103,3 +103,11 @@ def test_a_child_gets_exactly_the_parents_settings(monkeypatch: pytest.MonkeyPat
     assert Settings() == settings
     assert environment["OMP_NUM_THREADS"] == "3"
     assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
+
+
+def test_sizes_are_plain_integers_whatever_they_were_written_as(monkeypatch: pytest.MonkeyPatch) -> None:
+    """msgspec encodes no subclass of int: a receiver that told its largest tensor so would never be reached."""
+    monkeypatch.setenv("TRIPTYCH_ENGINE__KV_CACHE_BYTES", "2GiB")
+    settings = load_settings({"max_body_bytes": "1MiB"})
+    sizes = settings.engine.kv_cache_bytes, settings.max_body_bytes, settings.max_media_bytes
+    assert [(type(size), size) for size in sizes] == [(int, 2**31), (int, 2**20), (int, 2**25)]
