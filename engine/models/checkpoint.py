@@ -6,54 +6,30 @@ model runs from 4 KiB pages.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from common.errors import TriptychError
+from engine.models.checkpoint_index import CheckpointError, TensorEntry, read_index
 
 _DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _STAGING_BYTES: Final = 16 * 2**20
-_MAX_HEADER_BYTES: Final = 100 * 2**20
-
-
-class CheckpointError(TriptychError):
-    """The weights of a model folder are missing, damaged or do not fit the configuration."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__("model_not_found", message, "model")
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """Location of a tensor: `offset` and `size_bytes` refer to the file at `path`. `dtype` is safetensors' name."""
-
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    size_bytes: int
 
 
 class Checkpoint:
-    """The tensors of a model folder: `model.safetensors`, or the shards named by the index.
+    """The tensors of a model folder, open for reading.
 
     A context manager: the files are closed on leaving. Raises CheckpointError for missing or damaged files.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.entries: dict[str, TensorEntry] = {}
+        self.entries = read_index(folder)
         self.read_bytes = 0
         self._files: dict[Path, FileIO] = {}
-        for path in _weight_files(folder):
-            self.entries.update(_read_header(path))
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -92,41 +68,6 @@ class Checkpoint:
         if path not in self._files:
             self._files[path] = FileIO(path)
         return self._files[path]
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        found = ", ".join(sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".gguf", ".pt")))
-        message = f"{folder} has neither {single.name} nor {index.name}: save the model as unquantised safetensors"
-        raise CheckpointError(f"{message}; it has {found}" if found else message)
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
-    if missing:
-        raise CheckpointError(f"{index} names shards that are not in its folder: {', '.join(missing)}")
-    return [folder / name for name in names]
-
-
-def _read_header(path: Path) -> Iterator[tuple[str, TensorEntry]]:
-    """Return the entries of a file. The format: u64 header size, JSON header, data; offsets count from the data."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        header_size = int.from_bytes(file.read(8), "little")
-        if size < 8 or header_size > min(size - 8, _MAX_HEADER_BYTES):
-            raise CheckpointError(f"{path} ({size} bytes) is not a safetensors file: header of {header_size} bytes")
-        try:
-            header: dict[str, Any] = json.loads(file.read(header_size))
-        except ValueError as error:
-            raise CheckpointError(f"{path} is not a safetensors file: its header is not JSON ({error})") from error
-    header.pop("__metadata__", None)
-    data = 8 + header_size
-    for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        if not 0 <= begin <= end <= size - data:
-            raise CheckpointError(f"{path} is cut off: {name} ends at byte {data + end} of {size}")
-        yield name, TensorEntry(path, entry["dtype"], tuple(entry["shape"]), data + begin, end - begin)
 
 
 def _read_exactly(file: FileIO, out: Tensor, entry: TensorEntry) -> None:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from common.model_info import ModelInfo
 from engine.models.base import CheckpointLayout, LoadReport, Sources, Zeros
-from engine.models.checkpoint import Checkpoint, CheckpointError
+from engine.models.checkpoint import Checkpoint
+from engine.models.checkpoint_index import CheckpointError
 
 
 def load_weights(

@@ -16,6 +16,7 @@ from pydantic import SecretStr
 from common.errors import TriptychError
 from common.keys import ClusterKey, own_api_key
 from common.messages import Role
+from engine.models.checkpoint_index import read_index
 from launch.cluster.children import Command
 from launch.cluster.configure import child_environment
 from launch.cluster.cpus import available_cores, split_threads
@@ -110,11 +111,14 @@ class Plan:
 def make_plan(settings: Settings, topology: str | Topology | None = None) -> Plan:
     """Decide model, topology, port, and the key that makes the processes a cluster.
 
-    Raises TriptychError: no such model, a topology that does not fit it, a port that is taken, or a key that is none.
+    Raises TriptychError: no such model, weights that are missing, damaged or cut, a topology that does not fit it, a
+    port that is taken, or a key that is none.
     """
     from common.model_info import load_model_info
 
     info = load_model_info(settings.model)
+    if settings.engine.load_format != "dummy":
+        read_index(info.folder)
     reason, asked = "", topology or settings.topology
     if asked is None:
         asked, reason = usual_topology(info, None if runs_on_gpu(settings.engine) else available_cores())

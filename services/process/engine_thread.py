@@ -128,7 +128,7 @@ class EngineThread(Generic[E, Event]):
                 pass
         except BaseException as caught:
             error = caught
-            log.error("the engine thread has died", exc_info=True)
+            log.error("the engine thread has died", exc_info=not isinstance(caught, TriptychError))
         self._post(lambda: self._set_ended(error))
 
     def _turn(self, engine: E) -> bool:

@@ -38,7 +38,7 @@ from engine.encoders import idefics3
 from engine.encoders.idefics3 import Idefics3Encoder
 from engine.encoders.llava import LlavaEncoder
 from engine.models.base import EncoderModel
-from engine.models.checkpoint import CheckpointError
+from engine.models.checkpoint_index import CheckpointError
 from engine.models.llama import MULTIMODAL_LAYOUT, build
 from engine.models.registry import load_decoder, load_encoder
 from engine.processors import ProcessedInput

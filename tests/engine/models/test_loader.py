@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from common.errors import TriptychError
 from common.model_info import load_model_info
 from engine.models.base import LoadReport
-from engine.models.checkpoint import CheckpointError
+from engine.models.checkpoint_index import CheckpointError
 from engine.models.registry import load_decoder, load_encoder
 from tests.engine.models.dense import decoder_of, logits_of
 

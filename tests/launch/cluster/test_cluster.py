@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -139,13 +140,24 @@ def test_an_interrupt_during_the_start_leaves_nothing(serve: Serve, tiny_llama: 
     assert list(serving.temporary.iterdir()) == []
 
 
-def test_a_worker_that_cannot_start_fails_the_start_with_its_last_lines(serve: Serve, tmp_path: Path) -> None:
+def test_damaged_weights_are_refused_before_a_process_starts(serve: Serve, tmp_path: Path) -> None:
     broken = make_llama(tmp_path / "broken")
     (broken / "model.safetensors").write_bytes(b"no weights")
     serving = serve(str(broken))
+    assert serving.process.wait(120) == 2
+    assert "model.safetensors (10 bytes) is not a safetensors file" in serving.output
+    assert list(serving.temporary.iterdir()) == []
+
+
+def test_a_worker_that_cannot_start_fails_the_start_with_its_last_lines(serve: Serve, tmp_path: Path) -> None:
+    broken = make_llama(tmp_path / "broken")
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**config, "intermediate_size": config["intermediate_size"] + 1}))
+    serving = serve(str(broken))
     assert serving.process.wait(120) == 1
     assert "error: pd0 ended before it was ready (exit code 1)" in serving.output
-    assert "safetensors" in serving.output
+    assert "the model needs" in serving.output
+    assert "Traceback" not in serving.output
     (kept,) = serving.temporary.iterdir()
     assert f"logs are kept in {kept}" in serving.output
     assert sorted(path.name for path in kept.iterdir()) == ["pd0.log", "proxy.log"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,23 +11,17 @@ from common.config import EngineConfig, Settings
 from common.errors import TriptychError
 from common.model_info import ModelInfo, load_model_info
 from common.process.gpu_memory import PROCESS_BYTES, total_gpu_memory
+from engine.models.checkpoint_index import CheckpointError
 from launch.cluster.gpu_split import BATCH_BYTES, split_gpu
 from launch.cluster.memory import split_memory
 from launch.cluster.plan import Plan
 from launch.cluster.topology import parse_topology
 from launch.cluster.weights import count_parameters
+from tests.launch.cluster.weight_files import model_of
 from tools.gpu_check.shapes import Shape, qwen2_5_vl_3b, whisper_large_v3
 
 CUDA = EngineConfig(device="cuda")
 GIB = 2**30
-
-
-def model_of(folder: Path, **tensors: int) -> ModelInfo:
-    """Signpost's configuration over a weight file that claims tensors of so many parameters; `__` stands for a dot."""
-    header = {name.replace("__", "."): {"dtype": "BF16", "shape": [size]} for name, size in tensors.items()}
-    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
-    return dataclasses.replace(load_model_info("signpost"), folder=folder)
 
 
 @pytest.fixture
@@ -107,7 +99,8 @@ def test_random_weights_count_although_there_are_no_files(
 ) -> None:
     info = load_model_info(str(shape().write(tmp_path)))
     assert count_parameters(info, "dummy") == (pytest.approx(encoder, rel=0.02), pytest.approx(decoder, rel=0.02))
-    assert count_parameters(info) == (0, 0)
+    with pytest.raises(CheckpointError, match=r"has neither model\.safetensors"):
+        count_parameters(info)
     dummy = CUDA.model_copy(update={"load_format": "dummy"})
     topology = parse_topology("1e1pd")
     with pytest.raises(TriptychError, match=r"weights of .* take"):

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from pathlib import Path
 
 import pytest
 
 from common.config import EngineConfig, Settings
 from common.errors import TriptychError
-from common.model_info import ModelInfo, load_model_info
 from launch.cluster.memory import split_memory, weight_bytes
 from launch.cluster.plan import make_plan
 from launch.cluster.topology import Topology, parse_topology
+from tests.launch.cluster.weight_files import model_of
 
 CPU = EngineConfig(device="cpu")
 GIB = 2**30
 
 
-def model_of(folder: Path, num_parameters: int) -> ModelInfo:
-    """Signpost's configuration over a weight file that claims so many parameters."""
-    header = {"__metadata__": {"format": "pt"}, "w": {"dtype": "F32", "shape": [num_parameters // 4, 4]}}
-    text = json.dumps(header).encode()
-    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
-    return dataclasses.replace(load_model_info("signpost"), folder=folder)
-
-
 @pytest.mark.parametrize("text", ["1e1pd", "2e3pd", "1pd", "1epd", "2e1p3d"])
 def test_all_shares_and_weights_together_are_within_the_fraction(tmp_path: Path, text: str) -> None:
-    info, topology = model_of(tmp_path, 4 * 2**20), parse_topology(text)
+    info, topology = model_of(tmp_path, w=4 * 2**20), parse_topology(text)
     split = split_memory(CPU.model_copy(update={"memory_fraction": 0.6}), topology, info, available=GIB)
     total = sum(topology.count(role) * share["memory_bytes"] for role, share in split.items())
     decoders = topology.prefill + topology.decode + topology.prefill_decode + topology.encode_prefill_decode
@@ -40,7 +30,7 @@ def test_all_shares_and_weights_together_are_within_the_fraction(tmp_path: Path,
 
 def test_an_encoder_to_fall_back_on_has_weights_too(tmp_path: Path) -> None:
     """Both parts of the weights, whose sizes are not known here, are then where only the decoder's was."""
-    info = model_of(tmp_path, 2**20)
+    info = model_of(tmp_path, w=2**20)
     room = 4 * 2**20 + 2**10
     assert split_memory(CPU, parse_topology("1e2pd"), info, available=room)
     with pytest.raises(TriptychError, match=r"take 0\.00781 GiB as 1e2pd"):
@@ -48,7 +38,7 @@ def test_an_encoder_to_fall_back_on_has_weights_too(tmp_path: Path) -> None:
 
 
 def test_weights_are_counted_as_they_are_loaded(tmp_path: Path) -> None:
-    info = model_of(tmp_path, 1000)
+    info = model_of(tmp_path, w=1000)
     assert weight_bytes(info, CPU) == 4000
     assert weight_bytes(info, EngineConfig(dtype="bfloat16")) == 2000
     (tmp_path / "other.safetensors").write_bytes(b"damaged")
@@ -56,7 +46,7 @@ def test_weights_are_counted_as_they_are_loaded(tmp_path: Path) -> None:
 
 
 def test_weights_that_are_more_than_the_memory_are_an_error_that_names_both(tmp_path: Path) -> None:
-    info = model_of(tmp_path, 2**30)
+    info = model_of(tmp_path, w=2**30)
     with pytest.raises(TriptychError, match=r"take 4 GiB as 1e1pd, this machine has 3 GiB free"):
         split_memory(CPU, Topology(encoder=1, prefill_decode=1), info, available=3 * GIB)
 
@@ -64,7 +54,7 @@ def test_weights_that_are_more_than_the_memory_are_an_error_that_names_both(tmp_
 def test_what_a_user_gives_each_worker_is_left_alone(tmp_path: Path) -> None:
     given = CPU.model_copy(update={"memory_bytes": 5})
     assert not any(
-        split_memory(given, Topology(encoder=1, prefill_decode=1), model_of(tmp_path, 8), available=GIB).values()
+        split_memory(given, Topology(encoder=1, prefill_decode=1), model_of(tmp_path, w=8), available=GIB).values()
     )
 
 
