@@ -1,6 +1,6 @@
 """Ask every instance in the registry for /health, /ready and /metrics, and print what each answered.
 
-Usage: python -m tools.compose.endpoints encoder=2 prefill_decode=1 proxy=1
+Usage: python tools/compose/endpoints.py encoder=2 prefill_decode=1 proxy=1
 Broker and keys come from the environment, as for any process of the cluster. Exits with 1 if an instance is missing or
 one of its answers is wrong, or if a worker beside the encoders has computed an encoder.
 """

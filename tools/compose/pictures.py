@@ -1,6 +1,6 @@
 """Draw signs into a folder, each file named after the colour of its sign and what it says: `red-STOP.png`.
 
-Usage: python -m tools.compose.pictures FOLDER [COUNT]
+Usage: python tools/compose/pictures.py FOLDER [COUNT]
 """
 
 from __future__ import annotations

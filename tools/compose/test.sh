@@ -57,7 +57,8 @@ up() { # returns once all are healthy
 }
 
 inside() { # run a program of the proxy's image in the cluster's network
-    compose --progress quiet run --rm --no-deps --no-TTY --entrypoint "$1" proxy "${@:2}"
+    compose --progress quiet run --rm --no-deps --no-TTY --volume "$PWD/tools/compose:/checks:ro" --entrypoint "$1" proxy \
+        "${@:2}"
 }
 
 kill_encoder() { # its processes, not the container: that is what a restart policy is for
@@ -105,7 +106,7 @@ compose exec -T encoder sh -c 'echo "an encoder runs as user $(id -u) with capab
     ! touch /app/x 2>/dev/null && echo "and cannot write to its image"'
 
 step "health endpoints"
-inside python -m tools.compose.endpoints "${expected[@]}"
+inside python /checks/endpoints.py "${expected[@]}"
 published=$(compose port proxy 8000)
 from_host python3 - "http://$published" <<'PYTHON'
 import os, sys, urllib.error, urllib.request
@@ -124,8 +125,8 @@ PYTHON
 
 step "parallel client: two questions about each of $pictures pictures, 8 in flight"
 install --directory --mode 777 "$scratch/signs"
-compose --progress quiet run --rm --no-deps --no-TTY --volume "$scratch/signs:/signs" --entrypoint python proxy \
-    -m tools.compose.pictures /signs "$pictures"
+compose --progress quiet run --rm --no-deps --no-TTY --volume "$scratch/signs:/signs" \
+    --volume "$PWD/tools/compose:/checks:ro" --entrypoint python proxy /checks/pictures.py /signs "$pictures"
 signs=("$scratch"/signs/*.png)
 for question in "What does the sign say?" "What colour is the sign?"; do
     echo "$question"
@@ -142,4 +143,4 @@ echo "$right of $((2 * pictures)) answers right, $colours of $pictures colours"
 step "an encoder dies and is started again"
 kill_encoder
 up
-inside python -m tools.compose.endpoints "${expected[@]}"
+inside python /checks/endpoints.py "${expected[@]}"
