@@ -19,8 +19,7 @@ import torch
 
 from engine.attention.metadata import AttentionMetadata, common_keys, num_blocks
 from engine.device.h2d import send
-from engine.state.inputs import IntArray
-from engine.state.spec import HeadSpec, PositionBias
+from engine.state.spec import HeadSpec, IntArray, PositionBias
 
 
 class DecodePlan(ABC):

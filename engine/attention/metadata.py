@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from common.telemetry import Counter
-from engine.state.inputs import IntArray
+from engine.state.spec import IntArray
 
 BoolArray = npt.NDArray[np.bool_]
 

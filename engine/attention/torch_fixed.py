@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from engine.attention.backend import DecodePlan
 from engine.attention.metadata import AttentionMetadata
 from engine.device.h2d import overwrite
-from engine.state.inputs import IntArray
-from engine.state.spec import PositionBias
+from engine.state.spec import IntArray, PositionBias
 
 MAX_KEYS: Final = 2**18
 """Of a batch, padding included: with more, a replayed step would take longer than the kernels of an eager one."""

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from engine.device.h2d import send
-from engine.state.inputs import IntArray
-from engine.state.spec import PositionBias
+from engine.state.spec import IntArray, PositionBias
 
 
 @dataclass(frozen=True)

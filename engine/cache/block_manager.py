@@ -319,7 +319,7 @@ class BlockManager:
         self._moves += [BlockMove("in", source, target) for source, target in zip(host, device, strict=True)]
         self.counters["blocks_swapped_in"] += len(host)
 
-    def take_moves(self) -> list[BlockMove]:
+    def pop_moves(self) -> list[BlockMove]:
         """Return the copies to make before the next forward pass, in order, and forget them."""
         moves, self._moves = self._moves, []
         return moves

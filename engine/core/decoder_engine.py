@@ -13,7 +13,7 @@ from collections.abc import Sequence as ListOf
 import torch
 
 from common.config import EngineConfig
-from common.errors import ErrorInfo, TriptychError
+from common.errors import TriptychError
 from common.messages import KV_INPUT_ID, Failed, InputSlot, Resumed
 from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
@@ -21,23 +21,23 @@ from engine.cache.block_manager import BlockManager
 from engine.cache.block_pool import BlockPool, IntegrityError
 from engine.cache.encoder_cache import EncoderCacheManager
 from engine.core import engine_stats
-from engine.core.decoding import Decoding, GenerationFailed
+from engine.core.decoding import Decoding
 from engine.core.output_processor import OutputProcessor
-from engine.core.request_factory import RequestFactory
-from engine.core.request_limits import RequestLimits
+from engine.core.request_factory import RequestFactory, RequestLimits
 from engine.core.step_loop import StepLoop
 from engine.device.copy_stream import AsyncCopy
 from engine.handoff.input_receiver import InputReceiver
 from engine.handoff.kv_exporter import KvExporter
-from engine.handoff.kv_offer_check import KvOfferCheck, KvPart, Table
+from engine.handoff.kv_offer_check import KvOfferCheck, KvPart
 from engine.handoff.kv_receiver import KvReceiver
-from engine.runner.decoder import DecoderRunner
+from engine.runner.profile import load_runner
 from engine.sampling import device_draw
 from engine.sampling.sampler import Sampler
 from engine.scheduler.cache_lookup import CacheLookup
 from engine.scheduler.decoder import DecoderScheduler
+from engine.state.engine_state import EngineState
 from engine.state.events import Event, InputMetadata, KvMetadata
-from engine.state.request import Request, Sequence
+from engine.state.spec import Table
 
 LEASE_S = 30.0
 
@@ -64,58 +64,48 @@ class DecoderEngine:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         self.info, self.config = info, config
-        self.runner = DecoderRunner(info, config, beside_bytes)
+        self.runner = load_runner(info, config, beside_bytes)
         self.cache = EncoderCacheManager(self.runner.memory.encoder_cache)
         host_pool = BlockPool(self.runner.num_host_blocks + 1) if self.runner.num_host_blocks else None
         self.blocks = BlockManager(BlockPool(self.runner.num_blocks), config.block_size, host_pool)
         self.coverage = CacheLookup(self.blocks, enabled=config.prefix_caching)
         expectation = KvOfferCheck.of(info, self.runner.spec, self.runner.max_model_len, self.runner.dtype)
-        self.intake = InputReceiver(self.cache, expectation.inputs, self.coverage, lease_s)
+        self.state = EngineState()
         self.scheduler = DecoderScheduler(
             self.blocks,
-            self.intake,
             self.coverage,
-            self._free_slots,
+            self.runner.buffers,
             config.max_num_seqs,
+            self.runner.max_model_len,
             config.max_num_batched_tokens,
             config.preemption,
         )
+        self.intake = InputReceiver(self.state, self.cache, expectation.inputs, self.coverage, lease_s)
         self.sampler = Sampler(info, self.runner.spec.vocab_size)
         device_draw.prepare(self.runner.device)
-        self.kv_outlet = KvExporter(
-            self.blocks, self.scheduler, expectation, self.runner.read_tokens, self._tell, self._end
-        )
-        self.kv_intake = KvReceiver(
-            self.blocks, self.scheduler, expectation, self._never_fits, self._write_tokens, self._tell, lease_s
-        )
-        self.generation = Decoding(self.runner, self.blocks, self.sampler, self._drop, info.eos_token_ids)
-        self.emission = OutputProcessor(info, self.blocks, self.runner.max_model_len, self._tell, self._drop, self._end)
-        self._limits = RequestLimits(
+        self.kv_outlet = KvExporter(self.state, self.scheduler, expectation, self.runner)
+        self.kv_intake = KvReceiver(self.state, self.scheduler, self.intake, expectation, self.runner, lease_s)
+        self.generation = Decoding(self.runner, self.scheduler, self.sampler, info.eos_token_ids)
+        self.emission = OutputProcessor(info, self.scheduler, self.runner.max_model_len)
+        limits = RequestLimits(
             info,
             self.runner.spec.vocab_size,
             self.runner.max_model_len,
             min(config.max_num_seqs, config.max_num_batched_tokens),
         )
-        self._admission = RequestFactory(info, self.runner.spec, self._limits, self.sampler, instance)
+        self._factory = RequestFactory(info, self.runner.spec, limits, self.sampler, instance)
         self.loop = StepLoop(
+            self.state,
             self.runner,
-            self.cache,
             self.scheduler,
+            self.intake,
             self.kv_intake,
             self.kv_outlet,
             self.generation,
             self.emission,
-            self._is_alive,
-            self._fail,
-            ahead=self._runs_ahead(),
+            ahead=self.runner.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling,
         )
-        self.counters = {"requests": 0, "requests_failed": 0}
-        self._requests: dict[str, Request] = {}
-        self._dirty = False
-
-    def _runs_ahead(self) -> bool:
-        chosen = self.config.async_scheduling
-        return self.runner.device.type == "cuda" if chosen is None else chosen
+        self.counters = {"requests": 0}
 
     # --- in
 
@@ -139,13 +129,15 @@ class DecoderEngine:
         `attempt` comes back in the request's events: those of an aborted request may be read when its id is in use
         again.
         """
-        if request_id in self._requests:
+        if request_id in self.state.requests:
             return
-        self._dirty = True
+        self.state.has_changed = True
         self.counters["requests"] += 1
         try:
-            self._check_load()
-            request = self._admission.create(
+            if len(self.state.requests) >= self.config.max_waiting + self.config.max_num_seqs:
+                what = f"{len(self.state.requests)} requests are waiting or running"
+                raise TriptychError("overloaded", f"{what}: try again later")
+            request = self._factory.create(
                 request_id,
                 prompt_token_ids,
                 inputs,
@@ -159,32 +151,30 @@ class DecoderEngine:
             )
         except TriptychError as error:
             self._forget(request_id, attempt)
-            self._emit_failure(request_id, attempt, error.info)
+            self.loop.counters["requests_failed"] += 1
+            self.state.emit(Failed(request_id, error.info, attempt))
             return
         request.recorder.start("queue")
-        self._requests[request_id] = request
-        self._queue(request)
-        self.intake.add_request(request)
-        self._fail_what_never_fits(request)
-
-    def _queue(self, request: Request) -> None:
-        if request.prefilled:
+        self.state.requests[request_id] = request
+        if prefilled:
             self.kv_intake.add_request(request)
-            return
-        if request.next_missing_input is not None:
-            request.recorder.start("inputs")
-        if request.prefill_only:
-            self.kv_outlet.add_request(request)
-        self.scheduler.add(request)
+        else:
+            if request.next_missing_input is not None:
+                request.recorder.start("inputs")
+            if prefill_only:
+                self.kv_outlet.add_request(request)
+            self.scheduler.add(request)
+        self.intake.add_request(request)
+        self._fail_what_never_fits(request_id)
 
     def abort(self, request_id: str) -> None:
         """Discard a request and free all memory. Unknown ids are remembered as ended."""
-        self._dirty = True
-        request = self._requests.get(request_id)
+        self.state.has_changed = True
+        request = self.state.requests.get(request_id)
         if request is None:
             self._forget(request_id, None)
         else:
-            self._end(request)
+            self.loop.end(request)
 
     def _forget(self, request_id: str, attempt: int | None) -> None:
         """Offers for this request in this attempt (with None: in any), early or late, are cancelled."""
@@ -193,17 +183,17 @@ class DecoderEngine:
 
     def stop_sequence(self, request_id: str, index: int) -> None:
         """Stop a sequence of a request (a stop string); with the last sequence the request ends, silently."""
-        request = self._requests.get(request_id)
+        request = self.state.requests.get(request_id)
         sequence = next((one for one in request.sequences if one.index == index), None) if request else None
         if request is None or sequence is None or request.sampling.uses_beams:
             return
         if len(request.sequences) == 1:
             self.abort(request_id)
             return
-        self._dirty = True
+        self.state.has_changed = True
         if request.awaits_kv:
             self.kv_intake.pass_on(request, sequence)
-        self._drop(sequence)
+        self.scheduler.remove_sequence(sequence)
         request.sequences.remove(sequence)
 
     def offer(
@@ -219,16 +209,14 @@ class DecoderEngine:
 
         It is for the request that was added with `request_attempt`, or will be.
         """
-        self._dirty = True
+        self.state.has_changed = True
         self.intake.offer(request_id, input_id, attempt, metadata, deadline_s, request_attempt)
-        request = self._requests.get(request_id)
-        if request is not None:
-            self._fail_what_never_fits(request)
+        self._fail_what_never_fits(request_id)
 
     def withdraw(self, request_id: str, input_id: int, attempt: int) -> None:
         """Release the memory of exactly this attempt, whose sender gives up an input, or KV with KV_INPUT_ID. Unknown
         offers are fine: lost, stored or replaced meanwhile."""
-        self._dirty = True
+        self.state.has_changed = True
         if input_id == KV_INPUT_ID:
             self.kv_intake.withdraw(request_id, attempt)
         else:
@@ -236,9 +224,9 @@ class DecoderEngine:
 
     def deliver(self, request_id: str, input_id: int, attempt: int, tensor: torch.Tensor) -> None:
         """A granted tensor has come: [num_encoder_tokens, hidden_size]."""
-        self._dirty = True
+        self.state.has_changed = True
         self.intake.deliver(request_id, input_id, attempt, tensor)
-        request = self._requests.get(request_id)
+        request = self.state.requests.get(request_id)
         if request is not None and request.next_missing_input is None:
             request.recorder.end("inputs")
 
@@ -254,14 +242,14 @@ class DecoderEngine:
 
     def grant_kv(self, request_id: str) -> None:
         """Put a granted prefill before others, because the receiver has reserved memory."""
-        self._dirty = True
+        self.state.has_changed = True
         self.kv_outlet.grant(request_id)
 
     def end_prefill(self, request_id: str) -> None:
         """End a prefill. A Prefilled event follows, at once, or after the requested prompt log-probabilities are
         complete."""
-        self._dirty = True
-        self.kv_outlet.end(request_id)
+        self.state.has_changed = True
+        self.loop.end(*self.kv_outlet.end(request_id))
 
     def offer_kv(
         self, request_id: str, attempt: int, metadata: KvMetadata, deadline_s: float, request_attempt: int = 0
@@ -271,26 +259,20 @@ class DecoderEngine:
         The same offer again, while they are on their way, is a sign of life that prolongs the lease. They are for the
         request that was added with `request_attempt`, or will be.
         """
-        self._dirty = True
+        self.state.has_changed = True
         self.kv_intake.offer(request_id, attempt, metadata, deadline_s, request_attempt)
-        request = self._requests.get(request_id)
-        if request is not None:
-            self._fail_what_never_fits(request)
+        self._fail_what_never_fits(request_id)
 
     def deliver_kv(self, request_id: str, attempt: int, part: KvPart) -> None:
         """Write a part of granted KV. The bytes are copied before the return."""
-        self._dirty = True
+        self.state.has_changed = True
         self.kv_intake.deliver(request_id, attempt, part)
-
-    def _write_tokens(self, table: Table, block_table: list[int], first: int, tokens: torch.Tensor) -> None:
-        self.runner.move(self.blocks.take_moves())  # they may still read what is overwritten now
-        self.runner.write_tokens(table, block_table, first, tokens)
 
     # --- one step
 
     def has_work(self) -> bool:
         """Return True if `step` has work now."""
-        return self._dirty or bool(self.intake.events) or self.loop.in_flight or self.scheduler.has_work()
+        return self.state.has_changed or bool(self.state.outbox) or self.loop.in_flight or self.scheduler.has_work()
 
     def next_deadline_s(self) -> float | None:
         """Return the time of the next due `step` (by `time.monotonic`); None without a deadline."""
@@ -300,92 +282,42 @@ class DecoderEngine:
     def answer(self) -> list[Event]:
         """Return events known without a forward pass: grants, receipts, ends of leases. Encoders wait for these."""
         self.loop.settle_inputs()
-        return self._take_events()
+        return self.state.pop_output()
 
     def step(self) -> list[Event]:
         """Expire, grant, schedule, launch one forward pass, and return new events."""
-        self._dirty = False
+        self.state.has_changed = False
         again = self.loop.step()
-        self._dirty = self._dirty or again
-        return self._take_events()
+        self.state.has_changed = self.state.has_changed or again
+        return self.state.pop_output()
 
-    def _take_events(self) -> list[Event]:
-        events, self.intake.events = self.intake.events, []
-        return events
-
-    def _is_alive(self, sequence: Sequence) -> bool:
-        """Return True while neither the sequence nor the request has ended."""
-        request = sequence.request
-        return self._requests.get(request.request_id) is request and sequence in request.sequences
-
-    def _fail(self, failed: GenerationFailed) -> None:
-        if failed.request.request_id in self._requests:
-            self._end(failed.request)
-            self._emit_failure(failed.request.request_id, failed.request.attempt, failed.error)
-
-    # --- ends
-
-    def _end(self, request: Request) -> None:
-        self.kv_intake.end_request(request.request_id, request.attempt)
-        self.scheduler.remove(request)
-        self._free_slots(request)
-        self.intake.end_request(request)
-        self.kv_outlet.forget(request.request_id)
-        self.generation.forget(request.request_id)
-        del self._requests[request.request_id]
-        self._dirty = True
-
-    def _drop(self, sequence: Sequence) -> None:
-        """Free the blocks and the slot of an ended sequence."""
-        self.blocks.free(sequence.sequence_id)
-        self._free_slot(sequence)
-
-    def _free_slots(self, request: Request) -> None:
-        for sequence in request.sequences:
-            self._free_slot(sequence)
-
-    def _free_slot(self, sequence: Sequence) -> None:
-        if sequence.slot_index >= 0:
-            self.runner.buffers.release_slot(sequence.slot_index)
-            sequence.slot_index = -1
-
-    def _check_load(self) -> None:
-        if len(self._requests) >= self.config.max_waiting + self.config.max_num_seqs:
-            raise TriptychError("overloaded", f"{len(self._requests)} requests are waiting or running: try again later")
-
-    def _emit_failure(self, request_id: str, attempt: int, error: ErrorInfo) -> None:
-        self.counters["requests_failed"] += 1
-        self._tell(Failed(request_id, error, attempt))
-
-    def _tell(self, event: Event) -> None:
-        self.intake.events.append(event)
-
-    def _never_fits(self, request: Request) -> ErrorInfo | None:
-        return self._limits.never_fits(request, self.blocks)
-
-    def _fail_what_never_fits(self, request: Request) -> None:
-        error = self._never_fits(request)
-        if error is not None:
-            self._end(request)
-            self._emit_failure(request.request_id, request.attempt, error)
+    def _fail_what_never_fits(self, request_id: str) -> None:
+        request = self.state.requests.get(request_id)
+        error = None if request is None else self.scheduler.capacity.never_fits(request)
+        if request is not None and error is not None:
+            self.loop.fail(request, error)
 
     # --- how it is doing
 
     def is_empty(self) -> bool:
         """True if no request, reservation, reference or block is held."""
         idle = self.intake.is_empty() and self.kv_intake.is_empty() and self.blocks.num_used == 0
-        return not self._requests and idle
+        return not self.state.requests and idle
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless blocks, cache entries and slots add up."""
         self.blocks.check_integrity()
         self.cache.check_integrity()
         self.kv_intake.check_integrity()
-        everyone = (sequence for request in self._requests.values() for sequence in request.sequences)
+        everyone = (sequence for request in self.state.requests.values() for sequence in request.sequences)
         held = sum(1 for sequence in everyone if sequence.slot_index >= 0)
         if held + self.runner.buffers.num_free_slots != self.config.max_num_seqs:
             raise IntegrityError(f"{held} slots held, {self.runner.buffers.num_free_slots} free")
 
     def stats(self) -> dict[str, float]:
-        """Gauges and counters of this moment; counters end in `_total`."""
-        return engine_stats.gauges(self) | engine_stats.totals(self)
+        """Return gauges and counters of this moment; counters end in `_total`."""
+        parts = self.loop, self.emission, self.intake, self.kv_intake, self.kv_outlet, self.scheduler, self.blocks
+        counters = [self.counters, *(part.counters for part in parts), self.coverage.counters]
+        gauges = engine_stats.gauges(self.runner, self.scheduler, self.intake, self.kv_intake)
+        totals = engine_stats.totals(self.runner, self.intake, self.kv_intake, counters)
+        return {"last_step_tokens": self.loop.last_step_tokens} | gauges | totals

@@ -8,10 +8,11 @@ logits of a prompt's last token ──┬── one sequence          -> sample
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 from typing import TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -19,13 +20,13 @@ from torch import Tensor
 from common.errors import ErrorInfo
 from common.messages import TokenLogprob
 from common.telemetry import get_logger
-from engine.cache.block_manager import BlockManager
 from engine.core.prompt_logprobs import PromptLogprobs
 from engine.device.h2d import select_rows
 from engine.runner.decoder import DecoderRunner, StepOutput
 from engine.sampling.beam import BeamSearch, Hypothesis
 from engine.sampling.pending import PendingTokens
 from engine.sampling.sampler import Sampler
+from engine.scheduler.decoder import DecoderScheduler
 from engine.state.request import UNKNOWN_TOKEN, Request, Sequence
 
 log = get_logger()
@@ -80,26 +81,20 @@ class Decoding:
     def __init__(
         self,
         runner: DecoderRunner,
-        blocks: BlockManager,
+        scheduler: DecoderScheduler,
         sampler: Sampler,
-        drop: Callable[[Sequence], None],
         eos_token_ids: ListOf[int],
     ) -> None:
-        """`drop` frees the memory of an ended sequence."""
         self._runner = runner
-        self._blocks = blocks
+        self._scheduler = scheduler
+        self._blocks = scheduler.blocks
         self._sampler = sampler
-        self._drop = drop
         self._eos_token_ids = tuple(eos_token_ids)
         self._prompt_logprobs = PromptLogprobs(runner, sampler)
-        self._searches: dict[str, BeamSearch] = {}
-
-    def forget(self, request_id: str) -> None:
-        """The request has ended."""
-        self._searches.pop(request_id, None)
+        self._searches: WeakKeyDictionary[Request, BeamSearch] = WeakKeyDictionary()
 
     @torch.inference_mode()
-    def advance(self, output: StepOutput) -> list[Result]:
+    def choose(self, output: StepOutput) -> list[Result]:
         """Append the next token to every sequence of a step's output."""
         results: list[Result] = []
         for rows in output.prompt_rows:
@@ -115,7 +110,7 @@ class Decoding:
         for request, rows_of_request in beams.items():
             sequences = [output.sequences[row] for row in rows_of_request]
             with self._containing(request, results):
-                ended = self._advance_beams(request, sequences, select_rows(output.logits, rows_of_request))
+                ended = self._step_beams(request, sequences, select_rows(output.logits, rows_of_request))
                 results += [] if ended is None else [ended]
         if others:
             results += self._sample(*self._fork_rows(output, others))
@@ -138,7 +133,7 @@ class Decoding:
             sequence.token_ids.append(UNKNOWN_TOKEN)
         return TokensInFlight(sequences, positions, tokens)
 
-    def land(self, flight: TokensInFlight) -> list[NewToken]:
+    def collect(self, flight: TokensInFlight) -> list[NewToken]:
         """Wait for tokens in flight and put all into place, also for ended sequences."""
         results = [NewToken(*one) for one in zip(flight.sequences, flight.positions, flight.tokens.wait(), strict=True)]
         for new in results:
@@ -193,7 +188,7 @@ class Decoding:
         self._blocks.fork(parent.sequence_id, child.sequence_id)
         return child
 
-    def _advance_beams(
+    def _step_beams(
         self, request: Request, sequences: list[Sequence], logits: Tensor
     ) -> BeamsEnded | GenerationFailed | None:
         if sequences[0].num_output_tokens < len(request.sampling.prefix_allowed):
@@ -201,15 +196,15 @@ class Decoding:
             self._sampler.apply_rules(logits, sequences)
             sequences[0].token_ids.append(int(logits[0].argmax()))
             return None
-        search = self._searches.get(request.request_id)
+        search = self._searches.get(request)
         if search is None:
-            search = self._searches[request.request_id] = self._begin_search(request)
+            search = self._searches[request] = self._begin_search(request)
         log_probs = torch.log_softmax(logits, dim=-1)
         self._sampler.apply_rules(log_probs, sequences)
         errors = [self._sampler.error(sequence) for sequence in sequences]
         if errors[0] is not None and all(errors):
             return GenerationFailed(request, errors[0])
-        beams = search.advance(log_probs, [sequence.output_token_ids for sequence in sequences])
+        beams = search.step(log_probs, [sequence.output_token_ids for sequence in sequences])
         if beams is None:
             hypotheses = search.best()
             return BeamsEnded(request, hypotheses) if hypotheses else GenerationFailed(request, _NO_HYPOTHESIS)
@@ -223,7 +218,7 @@ class Decoding:
             continued.add(parent.sequence_id)
         for sequence in sequences:
             if sequence.sequence_id not in continued:
-                self._drop(sequence)
+                self._scheduler.remove_sequence(sequence)
         for index, (sequence, beam) in enumerate(zip(next_sequences, beams, strict=True)):
             sequence.index = index
             sequence.token_ids.append(beam.token_id)

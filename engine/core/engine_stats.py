@@ -2,62 +2,61 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
 
 from engine.attention.metadata import cross_plans_reused
 from engine.core.encoder_batches import encoder_computations
+from engine.handoff.input_receiver import InputReceiver
+from engine.handoff.kv_receiver import KvReceiver
+from engine.runner.decoder import DecoderRunner
+from engine.scheduler.decoder import DecoderScheduler
 
-if TYPE_CHECKING:
-    from engine.core.decoder_engine import DecoderEngine
 
-
-def gauges(engine: DecoderEngine) -> dict[str, float]:
+def gauges(
+    runner: DecoderRunner, scheduler: DecoderScheduler, intake: InputReceiver, kv_intake: KvReceiver
+) -> dict[str, float]:
     """Return values that rise and fall."""
-    blocks, cache, graphs = engine.blocks, engine.cache, engine.runner.graphs
+    blocks, cache, graphs = scheduler.blocks, intake.cache, runner.graphs
     return {
-        "requests_running": len(engine.scheduler.running),
-        "requests_waiting": len(engine.scheduler.waiting),
+        "requests_running": len(scheduler.running),
+        "requests_waiting": len(scheduler.waiting),
         "kv_blocks_usable": blocks.pool.num_usable,
         "kv_blocks_free": blocks.num_free,
         "kv_blocks_used": blocks.num_used,
         "kv_blocks_cached": blocks.num_cached,
         "kv_host_blocks_free": blocks.num_host_free,
         "kv_host_blocks_used": blocks.host.num_used,
-        "kv_block_bytes": engine.runner.block_bytes,
+        "kv_block_bytes": runner.block_bytes,
         "encoder_cache_bytes_capacity": cache.capacity_bytes,
         "encoder_cache_bytes_used": cache.used_bytes,
         "encoder_cache_bytes_peak": cache.peak_bytes,
         "encoder_cache_references": cache.num_references,
-        "inputs_pending": engine.intake.num_pending,
-        "inputs_granted": engine.intake.num_granted,
-        "kv_offers_pending": engine.kv_intake.num_pending,
-        "early_offers": len(engine.intake.early) + len(engine.kv_intake.early),
-        "kv_reserved_requests": engine.kv_intake.num_reserved,
-        "last_step_tokens": engine.loop.last_step_tokens,
+        "inputs_pending": intake.num_pending,
+        "inputs_granted": intake.num_granted,
+        "kv_offers_pending": kv_intake.num_pending,
+        "early_offers": len(intake.early) + len(kv_intake.early),
+        "kv_reserved_requests": kv_intake.num_reserved,
         "steps_recorded": len(graphs.sizes) if graphs is not None else 0,
-        "weight_bytes": engine.runner.load_report.parameter_bytes,
-        "attention_fallback": int(engine.runner.backend.is_fallback),
-        "layers_fallback": int(engine.runner.layers_are_fallback),
+        "weight_bytes": runner.load_report.parameter_bytes,
+        "attention_fallback": int(runner.backend.is_fallback),
+        "layers_fallback": int(runner.layers_are_fallback),
         "encoder_computations": encoder_computations.value,
-        **engine.runner.memory.stats(),
+        **runner.memory.stats(),
     }
 
 
-def totals(engine: DecoderEngine) -> dict[str, float]:
-    """Return values that only grow."""
-    counts = {
-        **engine.counters,
-        **engine.loop.counters,
-        **engine.emission.counters,
-        **engine.intake.counters,
+def totals(
+    runner: DecoderRunner, intake: InputReceiver, kv_intake: KvReceiver, counters: Iterable[Mapping[str, int]]
+) -> dict[str, float]:
+    """Return values that only grow: the `counters` of the parts, and more."""
+    counts = {name: value for each in counters for name, value in each.items()}
+    early = intake.early, kv_intake.early
+    counts |= {
+        "steps_replayed": 0 if runner.graphs is None else runner.graphs.num_replays,
+        "cross_plans_reused": cross_plans_reused.value,
+        "encoder_cache_evictions": intake.cache.evictions,
+        "encoder_cache_hits": intake.cache.hits,
+        "early_offers_expired": sum(offers.num_expired for offers in early),
+        "early_offers_evicted": sum(offers.num_evicted for offers in early),
     }
-    counts |= {**engine.kv_intake.counters, **engine.kv_outlet.counters}
-    counts |= {**engine.scheduler.counters, **engine.blocks.counters, **engine.coverage.counters}
-    graphs = engine.runner.graphs
-    counts |= {"steps_replayed": 0 if graphs is None else graphs.num_replays}
-    counts |= {"cross_plans_reused": cross_plans_reused.value}
-    counts |= {"encoder_cache_evictions": engine.cache.evictions, "encoder_cache_hits": engine.cache.hits}
-    early = engine.intake.early, engine.kv_intake.early
-    counts |= {"early_offers_expired": sum(offers.num_expired for offers in early)}
-    counts |= {"early_offers_evicted": sum(offers.num_evicted for offers in early)}
     return {f"{name}_total": float(value) for name, value in counts.items()}

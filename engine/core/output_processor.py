@@ -1,87 +1,71 @@
-"""Events of generated tokens, and the ends of sequences."""
+"""Messages of generated tokens, and the ends of sequences."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import msgspec
-
 from common.messages import FinishReason, TokenLogprob, Tokens
 from common.model_info import ModelInfo
-from engine.cache.block_manager import BlockManager
 from engine.core.decoding import BeamsEnded, NewToken
-from engine.state.events import Event
+from engine.scheduler.decoder import DecoderScheduler
 from engine.state.request import Request, Sequence
 
 
 class OutputProcessor:
-    """Turns chosen tokens into events."""
+    """Turns chosen tokens into messages. The last message of a request has `done`: the caller ends the request."""
 
-    def __init__(
-        self,
-        info: ModelInfo,
-        blocks: BlockManager,
-        max_model_len: int,
-        emit: Callable[[Event], None],
-        drop: Callable[[Sequence], None],
-        end: Callable[[Request], None],
-    ) -> None:
-        """`drop` frees the memory of an ended sequence, `end` the memory of a request."""
+    def __init__(self, info: ModelInfo, scheduler: DecoderScheduler, max_model_len: int) -> None:
         self._info = info
-        self._blocks = blocks
+        self._scheduler = scheduler
+        self._blocks = scheduler.blocks
         self._max_model_len = max_model_len
-        self._emit = emit
-        self._drop = drop
-        self._end = end
         self.counters = {"prompt_tokens": 0, "generated_tokens": 0}
 
-    def token(self, new: NewToken) -> None:
-        """Emit a token of a sequence."""
+    def token(self, new: NewToken) -> Tokens:
+        """Return the message of a token; an ended sequence is freed and leaves its request."""
         sequence, request = new.sequence, new.sequence.request
         self._count_tokens(request, 1)
         offset, reason = new.position - len(request.prompt), self._finish_reason(new)
         if reason is not None:
-            self._drop(sequence)
+            self._scheduler.remove_sequence(sequence)
             request.sequences.remove(sequence)
-        event = Tokens(
+        done = not request.sequences
+        return Tokens(
             request.request_id,
             offset,
             [new.token_id],
             reason,
             len(request.prompt),
+            spans=request.finish_spans() if done else [],
+            done=done,
             num_cached_tokens=request.num_cached_tokens,
             index=sequence.index,
             logprobs=[] if new.logprob is None else [new.logprob],
-            prompt_logprobs=self._take_prompt_logprobs(request),
+            prompt_logprobs=_pop_prompt_logprobs(request),
             attempt=request.attempt,
         )
-        self._tell(request, event, done=not request.sequences)
 
-    def beams(self, ended: BeamsEnded) -> None:
-        """Emit all hypotheses of a beam search at once: none is certain before the end."""
-        request = ended.request
+    def beams(self, ended: BeamsEnded) -> list[Tokens]:
+        """Return the messages of all hypotheses of a beam search: none is certain before the end."""
+        request, messages = ended.request, []
         for index, one in enumerate(ended.hypotheses):
             self._count_tokens(request, len(one.token_ids))
             ends = (*self._info.eos_token_ids, *request.sampling.stop_token_ids)
-            event = Tokens(
+            done = index == len(ended.hypotheses) - 1
+            message = Tokens(
                 request.request_id,
                 0,
                 one.token_ids,
                 "stop" if one.token_ids[-1] in ends else "length",
                 len(request.prompt),
+                spans=request.finish_spans() if done else [],
+                done=done,
                 num_cached_tokens=request.num_cached_tokens,
                 index=index,
-                prompt_logprobs=self._take_prompt_logprobs(request),
+                prompt_logprobs=_pop_prompt_logprobs(request),
                 score=one.score,
                 attempt=request.attempt,
             )
-            self._tell(request, event, done=index == len(ended.hypotheses) - 1)
-
-    def _tell(self, request: Request, event: Tokens, *, done: bool) -> None:
-        if done:
-            event = msgspec.structs.replace(event, done=True, spans=request.finish_spans())
-            self._end(request)
-        self._emit(event)
+            messages.append(message)
+        return messages
 
     def _count_tokens(self, request: Request, count: int) -> None:
         self.counters["generated_tokens"] += count
@@ -91,11 +75,6 @@ class OutputProcessor:
             request.recorder.end("prefill")
             request.recorder.start("decode")
             self.counters["prompt_tokens"] += len(request.prompt)
-
-    def _take_prompt_logprobs(self, request: Request) -> list[TokenLogprob | None]:
-        found, request.prompt_logprobs = request.prompt_logprobs, []
-        request.prompt_logprobs_told = request.prompt_logprobs_told or bool(found)
-        return found
 
     def _finish_reason(self, new: NewToken) -> FinishReason | None:
         request, params, token_id = new.sequence.request, new.sequence.sampling, new.token_id
@@ -124,3 +103,9 @@ class OutputProcessor:
 
     def _fits(self, request: Request, lengths: list[int]) -> bool:
         return self._blocks.fits_ever(len(request.prompt), lengths, request.num_encoder_tokens)
+
+
+def _pop_prompt_logprobs(request: Request) -> list[TokenLogprob | None]:
+    found, request.prompt_logprobs = request.prompt_logprobs, []
+    request.prompt_logprobs_told = request.prompt_logprobs_told or bool(found)
+    return found

@@ -4,16 +4,75 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence as ListOf
+from dataclasses import dataclass
 
 import msgspec
 
+from common.errors import TriptychError
 from common.messages import InputSlot, Resumed
 from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
-from engine.core.request_limits import RequestLimits
 from engine.sampling.sampler import Sampler
+from engine.scheduler.capacity import too_long
 from engine.state.request import Request
 from engine.state.spec import DecoderSpec
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """The limits of an engine for new requests. Lengths are in tokens, expanded media included."""
+
+    info: ModelInfo
+    vocab_size: int
+    max_model_len: int
+    max_sequences: int
+
+    def check(self, prompt: list[int], inputs: list[InputSlot], sampling: SamplingParams) -> None:
+        """Raise TriptychError naming the value and the rule where a new request cannot be served."""
+        sampling.validate()
+        if sampling.num_sequences > self.max_sequences:
+            message = f"{sampling.num_sequences} sequences at once; this server runs at most {self.max_sequences}"
+            raise TriptychError("invalid_request", message, "beam_width" if sampling.uses_beams else "n")
+        if not prompt:
+            raise TriptychError("invalid_request", "the prompt is empty", "prompt")
+        placeholder = self.info.placeholder_token_id  # Mllama's has an embedding, but no place in the output
+        bad = next((token for token in prompt if not 0 <= token < self.vocab_size and token != placeholder), None)
+        if bad is not None:
+            message = f"token id {bad} is outside the vocabulary of {self.vocab_size}"
+            raise TriptychError("invalid_request", message, "prompt")
+        if len(prompt) >= self.max_model_len:
+            raise TriptychError("context_length_exceeded", too_long(len(prompt), self.max_model_len), "messages")
+        self._check_inputs(prompt, inputs)
+
+    def check_resumed(self, resumed: ListOf[Resumed], sampling: SamplingParams, num_prompt_tokens: int) -> None:
+        """Raise TriptychError for resumed sequences impossible under the request's sampling."""
+        if len({one.index for one in resumed if one.index < sampling.num_sequences}) != len(resumed):
+            indices = [one.index for one in resumed]
+            message = f"sequences {indices} of a request of {sampling.num_sequences} cannot be resumed"
+            raise TriptychError("invalid_request", message, "resumed")
+        for one in resumed:
+            if num_prompt_tokens + len(one.token_ids) > self.max_model_len:
+                length = num_prompt_tokens + len(one.token_ids)
+                raise TriptychError("context_length_exceeded", too_long(length, self.max_model_len), "resumed")
+            bad = next((token for token in one.token_ids if not 0 <= token < self.vocab_size), None)
+            if bad is not None:
+                message = f"token id {bad} to resume from is outside the vocabulary of {self.vocab_size}"
+                raise TriptychError("invalid_request", message, "resumed")
+
+    def _check_inputs(self, prompt: list[int], inputs: list[InputSlot]) -> None:
+        name, placeholder = self.info.name, self.info.placeholder_token_id
+        if self.info.is_encoder_decoder:
+            if len(inputs) != 1 or inputs[0].prompt_index is not None:
+                message = f"{name} takes exactly one {self.info.media_kind}, got {len(inputs)}"
+                raise TriptychError("invalid_request", message)
+            return
+        if inputs and placeholder is None:
+            raise TriptychError("invalid_request", f"{name} takes no media, got {len(inputs)} items")
+        indices = [item.prompt_index for item in inputs]
+        expected = [index for index, token in enumerate(prompt) if token == placeholder]
+        if indices != expected or [item.input_id for item in inputs] != list(range(len(inputs))):
+            message = f"inputs stand at {indices}, but the prompt has placeholders at {expected}"
+            raise TriptychError("invalid_request", message)
 
 
 class RequestFactory:

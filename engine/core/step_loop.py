@@ -26,18 +26,22 @@ give the same tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as ListOf
 
+from common.errors import ErrorInfo
+from common.messages import Failed
 from common.telemetry import get_logger
-from engine.cache.encoder_cache import EncoderCacheManager
-from engine.core.decoding import BeamsEnded, Decoding, GenerationFailed, Result, TokensInFlight
+from engine.core.decoding import BeamsEnded, Decoding, GenerationFailed, NewToken, Result, TokensInFlight
 from engine.core.output_processor import OutputProcessor
 from engine.device.h2d import select_rows
+from engine.handoff.input_receiver import InputReceiver
 from engine.handoff.kv_exporter import KvExporter
 from engine.handoff.kv_receiver import KvReceiver
 from engine.runner.decoder import DecoderRunner, StepOutput
-from engine.scheduler.decoder import DecoderScheduler, ScheduledStep
+from engine.scheduler.decoder import DecoderScheduler
+from engine.state.engine_state import EngineState
+from engine.state.inputs import ScheduledStep
 from engine.state.request import Request, Sequence
 
 log = get_logger()
@@ -48,35 +52,33 @@ class StepLoop:
 
     def __init__(
         self,
+        state: EngineState,
         runner: DecoderRunner,
-        cache: EncoderCacheManager,
         scheduler: DecoderScheduler,
+        intake: InputReceiver,
         kv_intake: KvReceiver,
         kv_outlet: KvExporter,
         generation: Decoding,
         emission: OutputProcessor,
-        is_alive: Callable[[Sequence], bool],
-        fail: Callable[[GenerationFailed], None],
         *,
         ahead: bool,
     ) -> None:
-        """`is_alive` tells whether a sequence still grows, `fail` ends a request with an error."""
+        self._state = state
+        self._is_alive = state.is_alive
         self._runner = runner
-        self._cache = cache
         self._scheduler = scheduler
         self._blocks = scheduler.blocks
-        self._intake = scheduler.intake
         self._coverage = scheduler.coverage
+        self._intake = intake
         self._kv_intake = kv_intake
         self._kv_outlet = kv_outlet
         self._generation = generation
         self._emission = emission
-        self._is_alive = is_alive
-        self._fail = fail
         self._ahead = ahead
         self._flight: TokensInFlight | None = None
         self.last_step_tokens = 0
         self.counters = {"steps": 0, "steps_ahead": 0, "surplus_tokens": 0, "recomputed_tokens": 0}
+        self.counters |= {"requests_failed": 0}
 
     @property
     def in_flight(self) -> bool:
@@ -91,7 +93,7 @@ class StepLoop:
         was_in_flight = self.in_flight
         step = self._step_ahead() if self._ahead else self._step()
         again = True if was_in_flight and not step.sequences else self._make_room(step)
-        self._kv_outlet.advance(step)
+        self.end(*self._kv_outlet.report(step))
         self.last_step_tokens = sum(step.num_tokens)
         return again
 
@@ -100,26 +102,26 @@ class StepLoop:
     def _step(self) -> ScheduledStep:
         step = self._schedule()
         if step.sequences:
-            self._tell(self._generation.advance(self._run(step)))
+            self._process(self._generation.choose(self._run(step)))
         return step
 
     def _step_ahead(self) -> ScheduledStep:
         if self._scheduler.held_back:
-            self._land()
+            self._collect()
         step = self._schedule()
         if not step.sequences:
-            self._land()
+            self._collect()
             return step
         output = self._run(step)
         self.counters["steps_ahead"] += self.in_flight
         if not self._generation.can_run_ahead(output):
-            self._land()
-            self._tell(self._generation.advance(self._without_ended(output)))
+            self._collect()
+            self._process(self._generation.choose(self._without_ended(output)))
             return step
         launched = self._launch(output)
-        self._land(launched)
+        self._collect(launched)
         if self._may_outgrow_the_pool(launched):
-            self._land()
+            self._collect()
         return step
 
     # --- what they are made of
@@ -131,12 +133,13 @@ class StepLoop:
         self._intake.grant()
         self._kv_intake.expire(now_s)
         self._kv_intake.grant()
-        self._kv_outlet.settle()
+        self.end(*self._kv_outlet.settle())
 
     def _schedule(self) -> ScheduledStep:
         self.settle_inputs()
         step = self._scheduler.schedule()
-        self._runner.move(self._blocks.take_moves())
+        self._intake.update(self._scheduler.pop_changed())
+        self._runner.move(self._blocks.pop_moves())
         return step
 
     def _run(self, step: ScheduledStep) -> StepOutput:
@@ -146,8 +149,8 @@ class StepLoop:
             if request.num_preemptions == 0:
                 request.recorder.start("prefill")
                 log.debug("prefill begun", request=request.request_id)
-        self._give_slots(step.sequences)
-        output = self._runner.run(step, self._blocks, self._cache)
+        self._scheduler.acquire_slots(step.sequences)
+        output = self._runner.run(step, self._blocks, self._intake.cache)
         self.counters["steps"] += 1
         for sequence, count in zip(step.sequences, step.num_tokens, strict=True):
             if sequence.num_computed_tokens < sequence.num_lost_tokens:
@@ -160,25 +163,29 @@ class StepLoop:
             self._coverage.remember(request)
         return output
 
-    def _give_slots(self, sequences: ListOf[Sequence]) -> None:
-        for sequence in sequences:
-            if sequence.slot_index < 0:
-                sequence.slot_index = self._runner.buffers.take_slot()
-
-    def _tell(self, results: ListOf[Result]) -> None:
+    def _process(self, results: ListOf[Result]) -> None:
         for result in results:
             if isinstance(result, BeamsEnded):
-                self._emission.beams(result)
+                messages = self._emission.beams(result)
+                self.end(result.request)
+                self._state.emit(*messages)
             elif isinstance(result, GenerationFailed):
-                self._fail(result)
+                if self._state.requests.get(result.request.request_id) is result.request:
+                    self.fail(result.request, result.error)
             elif self._is_alive(result.sequence):  # else a sibling has failed in this step
-                self._emission.token(result)
+                self._emit_token(result)
+
+    def _emit_token(self, new: NewToken) -> None:
+        message = self._emission.token(new)
+        if message.done:
+            self.end(new.sequence.request)
+        self._state.emit(message)
 
     def _make_room(self, step: ScheduledStep) -> bool:
         """Make room for waiting requests. If no request could run, a request may have to yield."""
         if not step.sequences:
             return self._intake.take_back(only_blocked=False) or (
-                self._intake.num_granted == 0 and self._scheduler.yield_blocks()
+                self._intake.num_granted == 0 and self._yield_blocks()
             )
         self._intake.grant()
         self._kv_intake.grant()
@@ -186,28 +193,33 @@ class StepLoop:
             self._intake.grant()
         return self._intake.is_stuck  # if nothing runs next time, the branch above decides
 
+    def _yield_blocks(self) -> bool:
+        yielded = self._scheduler.yield_blocks()
+        self._intake.update(self._scheduler.pop_changed())
+        return yielded
+
     # --- tokens in flight
 
     def _launch(self, output: StepOutput) -> TokensInFlight:
         """Choose the tokens of a step on the device, for the next step to read in place."""
         flight = self._generation.launch(output)
-        self._give_slots(flight.sequences)
+        self._scheduler.acquire_slots(flight.sequences)
         slots = [sequence.slot_index for sequence in flight.sequences]
         self._runner.last_tokens.put(slots, flight.tokens.on_device)
         for sequence in flight.sequences:
             sequence.is_full = self._emission.is_full(sequence, len(sequence.token_ids))
         return flight
 
-    def _land(self, launched: TokensInFlight | None = None) -> None:
+    def _collect(self, launched: TokensInFlight | None = None) -> None:
         """Emit the tokens in flight once known; the step just `launched` is in flight afterwards."""
         flight, self._flight = self._flight, launched
         if launched is None:
             self._scheduler.held_back = False
         if flight is None:
             return
-        for new in self._generation.land(flight):
+        for new in self._generation.collect(flight):
             if self._is_alive(new.sequence):
-                self._emission.token(new)
+                self._emit_token(new)
             else:
                 self.counters["surplus_tokens"] += 1
         for request in _requests_of(sequence for sequence in flight.sequences if self._is_alive(sequence)):
@@ -225,6 +237,24 @@ class StepLoop:
     def _may_outgrow_the_pool(self, flight: TokensInFlight) -> bool:
         alive = _requests_of(sequence for sequence in flight.sequences if self._is_alive(sequence))
         return not all(map(self._emission.fits_ever, alive))
+
+    # --- ends
+
+    def end(self, *requests: Request) -> None:
+        """Free everything that live requests hold. Unfinished handoffs are cancelled."""
+        for request in requests:
+            self._kv_intake.end_request(request.request_id, request.attempt)
+            self._scheduler.remove(request)
+            self._intake.end_request(request)
+            self._kv_outlet.forget(request.request_id)
+            del self._state.requests[request.request_id]
+            self._state.has_changed = True
+
+    def fail(self, request: Request, error: ErrorInfo) -> None:
+        """End a live request with an error."""
+        self.end(request)
+        self.counters["requests_failed"] += 1
+        self._state.emit(Failed(request.request_id, error, request.attempt))
 
 
 def _requests_of(sequences: Iterable[Sequence]) -> Iterable[Request]:

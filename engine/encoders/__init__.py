@@ -1,2 +1,4 @@
-"""Encoders, a file per family: transformers' own modules, run in workers that encode. May import engine.models and
-below."""
+"""Encoders of media and text, one module per family: transformers' own modules, run in workers that encode.
+
+Not here: preprocessing (engine.processors), batching (engine.core). May import attention, models and the rooms below.
+"""

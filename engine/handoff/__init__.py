@@ -1,4 +1,4 @@
-"""The handoff as the engine sees it: reception of encoder outputs and KV, export of KV, checks of offers.
+"""Handoff decisions of one engine: offers are checked, memory is reserved, KV is exported and received.
 
-No network and no threads: those are in services.handoff. May import engine.scheduler, cache, state and device.
+Not here: asyncio (services.handoff) and channels (broker.handoff). May import scheduler, runner and the rooms below.
 """

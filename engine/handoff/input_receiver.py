@@ -13,6 +13,7 @@ Room is promised in the order of the requests' arrival, and within one by input.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 import torch
 
@@ -22,25 +23,31 @@ from engine.cache.encoder_cache import EncoderCacheManager
 from engine.handoff.early_offers import KEEP_S, EarlyOffers
 from engine.handoff.offer_check import OfferCheck
 from engine.scheduler.cache_lookup import CacheLookup
-from engine.state.events import Event, InputMetadata
+from engine.state.engine_state import EngineState
+from engine.state.events import InputMetadata
 from engine.state.request import InputState, Request, RequestInput
 
 
 class InputReceiver:
-    """Inputs of all requests of one engine. `events` collects answers; the engine returns them from `step`."""
+    """Inputs of all requests of one engine."""
 
     def __init__(
-        self, cache: EncoderCacheManager, expectation: OfferCheck, coverage: CacheLookup, lease_s: float
+        self,
+        state: EngineState,
+        cache: EncoderCacheManager,
+        expectation: OfferCheck,
+        coverage: CacheLookup,
+        lease_s: float,
     ) -> None:
         """A grant lasts `lease_s`; `expectation` refuses misfit offers.
 
         What `coverage` finds in the KV cache gets no room: it is answered as cached when its request begins.
         """
         self.cache = cache
+        self._emit = state.emit
         self._coverage = coverage
-        self.events: list[Event] = []
         self.counters = {"leases_expired": 0, "inputs_revoked": 0, "inputs_stored": 0}
-        self.counters |= {"inputs_rejected": 0, "inputs_covered": 0, "offers_expired": 0}
+        self.counters |= {"inputs_rejected": 0, "offers_expired": 0}
         self._expectation = expectation
         self._lease_s = lease_s
         self._requests: dict[str, Request] = {}
@@ -75,7 +82,7 @@ class InputReceiver:
 
         Offers that came early for it are cancelled.
         """
-        self.events += self.early.forget(request_id, request_attempt)
+        self._emit(*self.early.forget(request_id, request_attempt))
 
     # --- offers
 
@@ -92,24 +99,24 @@ class InputReceiver:
         request = self._requests.get(request_id)
         if request is None or request.attempt < request_attempt:
             key = request_id, input_id, attempt
-            self.events += self.early.keep(*key, metadata, deadline_s, request_attempt)
+            self._emit(*self.early.keep(*key, metadata, deadline_s, request_attempt))
             return
         if request.attempt > request_attempt:
-            self.events.append(Grant(request_id, input_id, attempt, "cancelled"))
+            self._emit(Grant(request_id, input_id, attempt, "cancelled"))
             return
         item = next((item for item in request.inputs if item.slot.input_id == input_id), None)
         error = self._what_is_wrong(item, metadata) or self._too_much(request, item, metadata)
         if item is None or error is not None:
-            self.events.append(Grant(request_id, input_id, attempt, "refused", error or _no_such_input(input_id)))
+            self._emit(Grant(request_id, input_id, attempt, "refused", error or _no_such_input(input_id)))
         elif attempt < item.attempt or (attempt == item.attempt and item.state is InputState.MISSING):
-            self.events.append(Grant(request_id, input_id, attempt, "cancelled"))
+            self._emit(Grant(request_id, input_id, attempt, "cancelled"))
         elif item.usable or item.state is InputState.DORMANT:
             item.attempt = attempt  # should it be lost again, then so is what this attempt was told
-            self.events.append(Grant(request_id, input_id, attempt, "cached"))
+            self._emit(Grant(request_id, input_id, attempt, "cached"))
         elif attempt > item.attempt:
             self._accept(request, item, attempt, metadata, deadline_s)
         elif item.state is InputState.GRANTED:
-            self.events.append(Grant(request_id, input_id, attempt, "granted"))
+            self._emit(Grant(request_id, input_id, attempt, "granted"))
 
     def _what_is_wrong(self, item: RequestInput | None, metadata: InputMetadata) -> ErrorInfo | None:
         if item is None:
@@ -153,7 +160,6 @@ class InputReceiver:
         item.attempt, item.metadata, item.deadline_s = attempt, metadata, deadline_s
         item.state = InputState.OFFERED
         self._pending.append((request, item))
-        self._pending.sort(key=_grant_order)
         request.expand_prompt()
 
     def ask(self, request: Request) -> None:
@@ -164,7 +170,7 @@ class InputReceiver:
 
     def _ask_for(self, request: Request, item: RequestInput) -> None:
         name, attempt = request.request_id, max(0, item.attempt)
-        self.events.append(InputNeeded(name, item.slot.input_id, attempt, request.attempt))
+        self._emit(InputNeeded(name, item.slot.input_id, attempt, request.attempt))
 
     def withdraw(self, request_id: str, input_id: int, attempt: int) -> None:
         """Release the memory of exactly this attempt, silently: the owner of the media learns from the sender."""
@@ -178,15 +184,12 @@ class InputReceiver:
         self._drop(request, item)
         item.state = InputState.MISSING
 
-    def reorder(self) -> None:
-        """The order of some request has changed."""
-        self._pending.sort(key=_grant_order)
-
     # --- grants
 
     def grant(self) -> None:
         """Reserve memory for offers in order, as far as possible. Content in the cache needs no reservation."""
         self._wake_dormant()
+        self._pending.sort(key=_grant_order)  # a grant of KV moves a request ahead of others
         waiting: list[tuple[Request, RequestInput]] = []
         full = False
         for request, item in self._pending:
@@ -195,7 +198,7 @@ class InputReceiver:
             if self.cache.is_ready(name):
                 self.cache.acquire(name, reference)
                 item.state = InputState.READY
-                self.events.append(Grant(*reference, item.attempt, "cached"))
+                self._emit(Grant(*reference, item.attempt, "cached"))
             elif self._coverage.covers(request, item):
                 waiting.append((request, item))
             elif full or self.cache.is_reserved(name) or not self.cache.can_reserve(item.metadata.size_bytes):
@@ -206,7 +209,7 @@ class InputReceiver:
                 self.cache.reserve(name, item.metadata.size_bytes, reference)
                 item.state, item.deadline_s = InputState.GRANTED, time.monotonic() + self._lease_s
                 self._granted[reference] = item
-                self.events.append(Grant(*reference, item.attempt, "granted"))
+                self._emit(Grant(*reference, item.attempt, "granted"))
         self._pending = waiting
 
     def _wake_dormant(self) -> None:
@@ -220,19 +223,26 @@ class InputReceiver:
             else:
                 self._lose(request, item)
 
-    def cover(self, request: Request, num_cached: int) -> None:
-        """Mark inputs as consumed that the first `num_cached` tokens, or a cross table in the cache, make unnecessary;
-        answer pending offers as cached."""
-        for item in request.inputs:
-            if item.usable or item.state is InputState.GRANTED or item.metadata is None:
-                continue
-            end = 0 if request.cross_attention else _end(item)
-            if end is not None and end <= num_cached:
-                if item.state is InputState.OFFERED:
-                    self._pending = [pair for pair in self._pending if pair[1] is not item]
-                    self.events.append(Grant(request.request_id, item.slot.input_id, item.attempt, "cached"))
-                item.state = InputState.CONSUMED
-                self.counters["inputs_covered"] += 1
+    def update(self, requests: Iterable[Request]) -> None:
+        """Act on inputs that the scheduler has marked. Offers of CONSUMED inputs are answered as cached. DORMANT inputs
+        are reacquired from the cache or, unless their KV is there, from the encoder."""
+        for request in dict.fromkeys(requests):
+            for pair in [pair for pair in self._pending if pair[0] is request]:
+                if pair[1].state is InputState.CONSUMED:
+                    self._pending.remove(pair)
+                    self._emit(Grant(request.request_id, pair[1].slot.input_id, pair[1].attempt, "cached"))
+            self._dormant = [pair for pair in self._dormant if pair[0] is not request]
+            for item in request.inputs:
+                if item.state is not InputState.DORMANT:
+                    continue
+                assert item.metadata is not None
+                if self.cache.is_ready(item.metadata.content_hash):
+                    self.cache.acquire(item.metadata.content_hash, (request.request_id, item.slot.input_id))
+                    item.state = InputState.READY
+                elif self._coverage.covers(request, item):
+                    self._dormant.append((request, item))
+                else:
+                    self._lose(request, item)
 
     @property
     def num_pending(self) -> int:
@@ -316,7 +326,7 @@ class InputReceiver:
         if item is None:
             self._reject(request_id, input_id, attempt, "cancelled")
         elif item.usable and item.attempt == attempt:
-            self.events.append(Receipt(request_id, input_id, attempt, "stored"))  # sent twice: the first one counts
+            self._emit(Receipt(request_id, input_id, attempt, "stored"))  # sent twice: the first one counts
         elif item.state is not InputState.GRANTED or item.attempt != attempt:
             self._reject(request_id, input_id, attempt, "expired")
         elif item.metadata is None or _is_not(tensor, item.metadata):
@@ -326,36 +336,21 @@ class InputReceiver:
             self.cache.commit(item.metadata.content_hash, tensor)
             item.state = InputState.READY
             self.counters["inputs_stored"] += 1
-            self.events.append(Receipt(request_id, input_id, attempt, "stored"))
+            self._emit(Receipt(request_id, input_id, attempt, "stored"))
 
     def _reject(self, request_id: str, input_id: int, attempt: int, reason: str) -> None:
         self.counters["inputs_rejected"] += 1
-        self.events.append(Receipt(request_id, input_id, attempt, reason))  # type: ignore[arg-type]
+        self._emit(Receipt(request_id, input_id, attempt, reason))  # type: ignore[arg-type]
 
     def consume(self, request: Request) -> None:
         """Release inputs that the prefill has passed: their values are in the KV cache."""
         for item in request.inputs:
             if item.state is not InputState.READY:
                 continue
-            end = 1 if request.cross_attention else _end(item)
+            end = 1 if request.cross_attention else item.end
             if end is not None and min(sequence.num_computed_tokens for sequence in request.sequences) >= end:
                 self._drop(request, item)
                 item.state = InputState.CONSUMED
-
-    def rewind(self, request: Request) -> None:
-        """Reacquire consumed inputs of a request without KV blocks, from the cache or from the encoder."""
-        for item in request.inputs:
-            if item.state is not InputState.CONSUMED:
-                continue
-            assert item.metadata is not None
-            if self.cache.is_ready(item.metadata.content_hash):
-                self.cache.acquire(item.metadata.content_hash, (request.request_id, item.slot.input_id))
-                item.state = InputState.READY
-            elif self._coverage.covers(request, item):
-                item.state = InputState.DORMANT
-                self._dormant.append((request, item))
-            else:
-                self._lose(request, item)
 
     # --- deadlines
 
@@ -374,12 +369,12 @@ class InputReceiver:
             self.counters["offers_expired"] += 1
             self._pending.remove((request, item))
             self._lose(request, item)
-        self.events += self.early.expire(now_s)
+        self._emit(*self.early.expire(now_s))
 
     def _cancel(self, request: Request, item: RequestInput) -> None:
         """Cancel an unfinished handoff at the sender."""
         if item.state in (InputState.OFFERED, InputState.GRANTED):
-            self.events.append(Grant(request.request_id, item.slot.input_id, item.attempt, "cancelled"))
+            self._emit(Grant(request.request_id, item.slot.input_id, item.attempt, "cancelled"))
 
     def _lose(self, request: Request, item: RequestInput) -> None:
         self._cancel(request, item)
@@ -400,11 +395,6 @@ class InputReceiver:
 
 def _grant_order(pair: tuple[Request, RequestInput]) -> tuple[tuple[int, int], int]:
     return pair[0].order, pair[1].slot.input_id
-
-
-def _end(item: RequestInput) -> int | None:
-    """Return the first prompt token behind an input; None behind an input of unknown size."""
-    return None if item.start is None else item.start + item.num_prompt_tokens
 
 
 def _is_blocked(request: Request, item: RequestInput) -> bool:

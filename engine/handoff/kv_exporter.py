@@ -11,18 +11,16 @@ ended; then it is the next one's turn. Reservations thus come to their end, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from common.messages import Prefilled
-from engine.cache.block_manager import BlockManager
 from engine.device.copy_stream import AsyncCopy
-from engine.handoff.kv_offer_check import KvOfferCheck, Table
-from engine.scheduler.decoder import DecoderScheduler, ScheduledStep
-from engine.state.events import Event, KvComputed, KvReady
+from engine.handoff.kv_offer_check import KvOfferCheck
+from engine.runner.decoder import DecoderRunner
+from engine.scheduler.decoder import DecoderScheduler
+from engine.state.engine_state import EngineState
+from engine.state.events import KvComputed, KvReady
+from engine.state.inputs import ScheduledStep
 from engine.state.request import Request
-
-ReadTokens = Callable[[Table, list[int], int, int], AsyncCopy]
-"""Gathers tokens of the paged cache: (table, block table, first, last) -> [last - first, layers, 2, heads, dim]."""
+from engine.state.spec import Table
 
 
 class KvExporter:
@@ -30,20 +28,16 @@ class KvExporter:
 
     def __init__(
         self,
-        blocks: BlockManager,
+        state: EngineState,
         scheduler: DecoderScheduler,
         expectation: KvOfferCheck,
-        read: ReadTokens,
-        emit: Callable[[Event], None],
-        end: Callable[[Request], None],
+        runner: DecoderRunner,
     ) -> None:
-        """`end` frees everything a request holds."""
-        self._blocks = blocks
+        self._emit = state.emit
+        self._blocks = scheduler.blocks
         self._scheduler = scheduler
         self._expectation = expectation
-        self._read = read
-        self._emit = emit
-        self._end = end
+        self._runner = runner
         self.counters = {"prefills_ended": 0, "kv_exported_bytes": 0}
         self._requests: dict[str, Request] = {}
         self._unready: dict[str, Request] = {}
@@ -61,28 +55,32 @@ class KvExporter:
         for names in (self._complete, self._granted, self._ending):
             names.discard(request_id)
 
-    def settle(self) -> None:
-        """Emit KvReady for prefills that have begun and lack no input."""
+    def settle(self) -> list[Request]:
+        """Emit KvReady for prefills that have begun and lack no input. Returns prefills that end now."""
+        finished = []
         for request in [one for one in self._unready.values() if self._is_ready(one)]:
             del self._unready[request.request_id]
             self._emit(KvReady(request.request_id, self._expectation.describe(request), request.attempt))
             if not self._blocks.needs_writing(request.request_id):
-                self._tell(request)
+                finished += self._report(request)
+        return finished
 
     def _is_ready(self, request: Request) -> bool:
         begun = self._blocks.has_table(request.sequences[0].sequence_id)
         return begun and request.is_prompt_known and request.next_missing_input is None
 
-    def advance(self, step: ScheduledStep) -> None:
-        """Emit progress after a step, for tokens computed or back from the host."""
+    def report(self, step: ScheduledStep) -> list[Request]:
+        """Emit progress after a step, for tokens computed or back from the host. Returns prefills that end now."""
         if not self._requests:
-            return
+            return []
+        finished = []
         for request in dict.fromkeys((*step.admitted, *(sequence.request for sequence in step.sequences))):
             if request.request_id in self._requests and request.request_id not in self._unready:
-                self._tell(request)
-        self.settle()
+                finished += self._report(request)
+        return finished + self.settle()
 
-    def _tell(self, request: Request) -> None:
+    def _report(self, request: Request) -> list[Request]:
+        """Emit the progress of a prefill; return the prefill if it ends now."""
         num_computed = min(request.sequences[0].num_computed_tokens, request.num_handoff_tokens)
         self._emit(KvComputed(request.request_id, num_computed, request.attempt))
         if request.is_prefilled_here and request.request_id not in self._complete:
@@ -91,7 +89,8 @@ class KvExporter:
             request.recorder.end("prefill")
             request.recorder.start("handoff")
             if request.request_id in self._ending:
-                self._finish(request)
+                return self._finish(request)
+        return []
 
     def grant(self, request_id: str) -> None:
         """Put a granted prefill before all prefills without a grant."""
@@ -115,21 +114,22 @@ class KvExporter:
             blocks = self._blocks.get_cross_block_table(request_id)
         if not 0 <= first < last <= there:
             return None
-        tokens = self._read(table, blocks, first, last)
+        tokens = self._runner.read_tokens(table, blocks, first, last)
         self.counters["kv_exported_bytes"] += tokens.nbytes
         return tokens
 
-    def end(self, request_id: str) -> None:
-        """End a prefill, once requested prompt log-probabilities are complete."""
+    def end(self, request_id: str) -> list[Request]:
+        """End a prefill, once requested prompt log-probabilities are complete. Returns the prefill if it ends now."""
         request = self._requests.get(request_id)
         if request is None:
-            return
+            return []
         self._ending.add(request_id)
         if request.sampling.prompt_logprobs is None or request_id in self._complete:
-            self._finish(request)
+            return self._finish(request)
+        return []
 
-    def _finish(self, request: Request) -> None:
+    def _finish(self, request: Request) -> list[Request]:
         self.counters["prefills_ended"] += 1
         spans = request.finish_spans()
         self._emit(Prefilled(request.request_id, request.attempt, None, spans, request.prompt_logprobs))
-        self._end(request)
+        return [request]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 import torch
 
@@ -14,10 +13,7 @@ from engine.device.choice import DTYPES
 from engine.handoff.offer_check import OfferCheck
 from engine.state.events import InputMetadata, KvMetadata
 from engine.state.request import Request, RequestInput
-from engine.state.spec import DecoderSpec
-
-Table: TypeAlias = Literal["self", "cross"]
-"""Whose keys and values: those of the request's tokens, or those that its cross-attention reads."""
+from engine.state.spec import DecoderSpec, Table
 
 
 @dataclass(frozen=True)

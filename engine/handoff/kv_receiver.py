@@ -16,24 +16,21 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-
-import torch
 
 from common.errors import ErrorInfo
 from common.messages import KV_INPUT_ID, Grant, InputNeeded, Receipt
-from engine.cache.block_manager import BlockManager
 from engine.cache.block_pool import IntegrityError
 from engine.handoff.early_offers import KEEP_S, EarlyOffers
-from engine.handoff.kv_offer_check import KvOfferCheck, KvPart, Table
+from engine.handoff.input_receiver import InputReceiver
+from engine.handoff.kv_offer_check import KvOfferCheck, KvPart
 from engine.handoff.token_ranges import TokenRanges
+from engine.runner.decoder import DecoderRunner
 from engine.scheduler.decoder import DecoderScheduler
-from engine.state.events import Event, KvMetadata
+from engine.state.engine_state import EngineState
+from engine.state.events import KvMetadata
 from engine.state.request import Request, Sequence
-
-WriteTokens = Callable[[Table, list[int], int, torch.Tensor], None]
-"""Puts tokens into the paged cache: (table, block table, first, [num_tokens, layers, 2, num_kv_heads, head_dim])."""
+from engine.state.spec import Table
 
 
 class KvHandoffState(enum.Enum):
@@ -66,22 +63,20 @@ class KvReceiver:
 
     def __init__(
         self,
-        blocks: BlockManager,
+        state: EngineState,
         scheduler: DecoderScheduler,
+        inputs: InputReceiver,
         expectation: KvOfferCheck,
-        never_fits: Callable[[Request], ErrorInfo | None],
-        write: WriteTokens,
-        emit: Callable[[Event], None],
+        runner: DecoderRunner,
         lease_s: float,
     ) -> None:
-        """A reservation lasts `lease_s` from the last sign of life; `never_fits` returns the error of an impossible
-        request."""
-        self._blocks = blocks
+        """A reservation lasts `lease_s` from the last sign of life."""
+        self._emit = state.emit
+        self._blocks = scheduler.blocks
         self._scheduler = scheduler
+        self._inputs = inputs
         self._expectation = expectation
-        self._never_fits = never_fits
-        self._write = write
-        self._emit = emit
+        self._runner = runner
         self._lease_s = lease_s
         self.counters = {"prefill_handoffs": 0, "prefill_handoff_tokens": 0, "prefill_handoff_cached_tokens": 0}
         self.counters |= {"prefill_handoff_bytes": 0, "kv_leases_expired": 0, "kv_parts_rejected": 0}
@@ -102,8 +97,7 @@ class KvReceiver:
 
     def end_request(self, request_id: str, request_attempt: int | None) -> None:
         """End a request in this attempt (None: in every attempt); cancel later offers and parts."""
-        for event in self.early.forget(request_id, request_attempt):
-            self._emit(event)
+        self._emit(*self.early.forget(request_id, request_attempt))
         handoff = self._handoffs.pop(request_id, None)
         if handoff is None:
             return
@@ -128,8 +122,7 @@ class KvReceiver:
         handoff = self._handoffs.get(request_id)
         if handoff is None or handoff.request.attempt < request_attempt:
             key = request_id, KV_INPUT_ID, attempt
-            for event in self.early.keep(*key, metadata, deadline_s, request_attempt):
-                self._emit(event)
+            self._emit(*self.early.keep(*key, metadata, deadline_s, request_attempt))
         elif handoff.request.attempt > request_attempt:
             self._emit(Grant(request_id, KV_INPUT_ID, attempt, "cancelled"))
         elif handoff.state is KvHandoffState.STARTED:
@@ -155,7 +148,7 @@ class KvReceiver:
         error = None if fault is None else ErrorInfo("internal_error", f"keys and values of the prompt: {fault}")
         if error is None:
             self._apply(request, metadata)
-            error = self._never_fits(request)
+            error = self._scheduler.capacity.never_fits(request)
         if error is not None:
             self._emit(Grant(request.request_id, KV_INPUT_ID, attempt, "refused", error))
             return
@@ -183,7 +176,9 @@ class KvReceiver:
         for handoff in list(self._pending):
             if self._is_on_its_way(handoff.request):
                 continue
-            if not self._scheduler.reserve(handoff.request):
+            reserved = self._scheduler.reserve(handoff.request)
+            self._inputs.update(self._scheduler.pop_changed())  # of requests that made way
+            if not reserved:
                 self._scheduler.line_end = handoff.request.order
                 return
             self._pending.remove(handoff)
@@ -264,7 +259,8 @@ class KvReceiver:
             return
         own = self._blocks.get_block_table(request.sequences[0].sequence_id)
         blocks = own if part.table == "self" else self._blocks.get_cross_block_table(request.request_id)
-        self._write(part.table, blocks, part.first, part.tokens)
+        self._runner.move(self._blocks.pop_moves())  # they may still read what is overwritten now
+        self._runner.write_tokens(part.table, blocks, part.first, part.tokens)
         wanted.add(part.first, part.last)
         handoff.num_parts = max(handoff.num_parts, part.number + 1)
         self.counters["prefill_handoff_bytes"] += part.tokens.nbytes
@@ -284,6 +280,8 @@ class KvReceiver:
         request.recorder.end("handoff")
         request.recorder.start("decode")
         self._scheduler.start(request)
+        self._inputs.update(self._scheduler.pop_changed())
+        self._inputs.ask(request)
 
     # --- deadlines
 
@@ -294,8 +292,7 @@ class KvReceiver:
 
     def expire(self, now_s: float) -> None:
         """End leases and offers past their deadline: the prompt has to be computed again."""
-        for event in self.early.expire(now_s):
-            self._emit(event)
+        self._emit(*self.early.expire(now_s))
         for handoff in [one for one in (*self._pending, *self._reserved) if one.deadline_s <= now_s]:
             what = "kv_leases_expired" if handoff.state is KvHandoffState.RESERVED else "kv_offers_expired"
             self.counters[what] += 1

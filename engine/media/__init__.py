@@ -1,1 +1,4 @@
-"""Untrusted media bytes to pixels and samples. Damage is reported by TriptychError("bad_media"). Knows no model."""
+"""Untrusted media bytes to pixels and samples. Damage raises TriptychError("bad_media").
+
+Not here: the inputs of a model (engine.processors). Imports nothing of the engine.
+"""

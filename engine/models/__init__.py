@@ -1,2 +1,4 @@
-"""Decoders, written for flattened batches, and the loader of weights. Encoders are transformers' own modules
-(engine.encoders)."""
+"""Decoders, written for flattened batches, their layers, and the loader of weights.
+
+Not here: encoders (engine.encoders) and attention kernels. May import native, processors, device and state.
+"""

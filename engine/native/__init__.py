@@ -1,1 +1,4 @@
-"""Our own CPU kernels: compiled when first needed, kept in the user's cache, never required."""
+"""CPU and Triton kernels of the engine: compiled at first use, kept in the user's cache, never required.
+
+Not here: the layers and backends that call them. Imports nothing of the engine.
+"""

@@ -17,10 +17,10 @@ from engine.cache.encoder_cache import EncoderCacheManager
 from engine.device.h2d import send, send_tensor
 from engine.models.base import DecoderModel
 from engine.runner.kv_transfer import slots_of
-from engine.scheduler.decoder import ScheduledStep
 from engine.state.cross_ranges import CrossInput, after_input, key_ranges, table_rows
-from engine.state.inputs import IntArray, StepInputs
+from engine.state.inputs import ScheduledStep, StepInputs
 from engine.state.request import Request
+from engine.state.spec import IntArray
 
 
 def write_cross(

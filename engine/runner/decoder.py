@@ -19,10 +19,9 @@ from engine.device.choice import choose_device, choose_dtype
 from engine.device.copy_stream import AsyncCopy, CopyStream
 from engine.device.gpu_memory import in_words
 from engine.device.h2d import send
-from engine.device.memory import DecoderNeeds, MemoryReport, all_pools_given, size_decoder, zeros
+from engine.device.memory import MemoryReport, zeros
 from engine.device.memory_profiler import reserved_memory
 from engine.device.recorder import CudaRecorder, Recorder
-from engine.handoff.kv_offer_check import Table
 from engine.models.layers import use_layer_kernels
 from engine.models.registry import load_decoder
 from engine.runner.cross import CrossBatch, write_cross
@@ -31,12 +30,10 @@ from engine.runner.kv_transfer import read_tokens, write_tokens
 from engine.runner.last_tokens import LastTokens
 from engine.runner.merge_embeddings import MergedRows, find_pieces, splice
 from engine.runner.moves import move_blocks
-from engine.runner.profile import measure_step
 from engine.runner.step import WantedRows, positions_of, self_metadata, wanted_rows
-from engine.scheduler.decoder import ScheduledStep
-from engine.state.inputs import InputBuffers, StepInputs
+from engine.state.inputs import InputBuffers, ScheduledStep, StepInputs
 from engine.state.request import Sequence
-from engine.state.spec import HeadSpec
+from engine.state.spec import HeadSpec, Table
 
 log = get_logger()
 
@@ -67,9 +64,8 @@ class DecoderRunner:
     path beside it computes the same.
     """
 
-    def __init__(self, info: ModelInfo, config: EngineConfig, beside_bytes: int = 0) -> None:
-        """Load the model and size the pools. `beside_bytes` of the process's memory belong to an encoder in the same
-        process."""
+    def __init__(self, info: ModelInfo, config: EngineConfig) -> None:
+        """Load the model. The runner runs steps after `allocate`."""
         self.info = info
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device, info)
@@ -87,12 +83,16 @@ class DecoderRunner:
         self.graph_sizes = graph_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
         self.graphs: DecodeGraphs | None = None
         self._cross = CrossBatch(self.device, inputs_in_prompt=not info.is_encoder_decoder)
-        self.memory = self._divide_memory(config, beside_bytes)
-        self.num_blocks = self.memory.kv_cache // self.block_bytes + 1  # block 0 is never handed out
+        self.caches: list[torch.Tensor] = []
+
+    def allocate(self, memory: MemoryReport) -> None:
+        """Allocate pools of the given sizes, and record decode steps."""
+        self.memory = memory
+        self.num_blocks = memory.kv_cache // self.block_bytes + 1  # block 0 is never handed out
         shape = (2, self.num_blocks, self.block_size, self.spec.num_kv_heads, self.spec.head_dim)
         # Zeros, not empty: padding reads block 0, and 0 * NaN would be NaN.
         self.caches = [zeros(shape, self.dtype, self.device) for _ in range(self.spec.num_caches)]
-        self.num_host_blocks = min(self.memory.swap // self.block_bytes, self.num_blocks)
+        self.num_host_blocks = min(memory.swap // self.block_bytes, self.num_blocks)
         self._host_caches: list[torch.Tensor] = []
         if self.records_graphs:
             self.record_graphs(CudaRecorder(self.device))
@@ -102,31 +102,6 @@ class DecoderRunner:
         """Bytes of a block over all layers."""
         slots = 2 * self.spec.num_caches * self.block_size
         return slots * self.spec.num_kv_heads * self.spec.head_dim * self.dtype.itemsize
-
-    def _divide_memory(self, config: EngineConfig, beside_bytes: int) -> MemoryReport:
-        """Sizes of the pools, and no KV cache larger than all sequences at full length could use."""
-        activation = None if all_pools_given(config) else measure_step(self, config)
-        weights = self.load_report.parameter_bytes
-        needs = self._memory_needs(config)
-        report = size_decoder(config, needs, self.device, weights, activation, beside_bytes)
-        log.info("memory", **report.describe(), device=self.device.type)
-        return report
-
-    def _memory_needs(self, config: EngineConfig) -> DecoderNeeds:
-        info, spec = self.info, self.spec
-        input_rows = info.max_encoder_tokens if info.has_cross_attention else self.max_model_len
-        input_bytes = input_rows * spec.encoder_width * self.dtype.itemsize if info.media_kind else 0
-        cross = -(-info.max_encoder_tokens // self.block_size) if spec.has_cross_attention else 0
-        shortest = cross if info.is_encoder_decoder and info.media_kind != "text" else min(cross, 1)
-        full = -(-self.max_model_len // self.block_size) + cross
-        return DecoderNeeds(
-            block=self.block_bytes,
-            request=(shortest + 1) * self.block_bytes,
-            all_requests=full * config.max_num_seqs * self.block_bytes,
-            input=input_bytes,
-            all_inputs=input_bytes * config.max_num_seqs,
-            decode_share=self.backend.gathered_share / spec.num_caches,
-        )
 
     def record_graphs(self, recorder: Recorder) -> None:
         """Let decode steps be replayed from now on, where the model and the attention backend can be recorded."""

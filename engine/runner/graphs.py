@@ -35,8 +35,8 @@ from engine.device.h2d import overwrite
 from engine.device.recorder import Recorder
 from engine.models.base import DecoderModel
 from engine.runner.last_tokens import LastTokens
-from engine.state.inputs import IntArray, StepInputs
-from engine.state.spec import HeadSpec
+from engine.state.inputs import StepInputs
+from engine.state.spec import HeadSpec, IntArray
 
 _SMALL_SIZES: Final = (1, 2, 4)
 _SIZE_STEP: Final = 8

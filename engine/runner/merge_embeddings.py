@@ -16,8 +16,8 @@ from torch import Tensor
 from engine.cache.encoder_cache import EncoderCacheManager
 from engine.device.h2d import send, send_tensor
 from engine.models.base import EncoderRows
-from engine.scheduler.decoder import ScheduledStep
-from engine.state.inputs import IntArray, StepInputs
+from engine.state.inputs import ScheduledStep, StepInputs
+from engine.state.spec import IntArray
 
 
 @dataclass(frozen=True)

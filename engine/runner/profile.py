@@ -1,4 +1,4 @@
-"""Peak memory of a decoder's largest step, measured at start through the real runner.
+"""Load a decoder, and size its pools by the peak memory of its largest step, measured through the real runner.
 
     prefill   max_num_batched_tokens tokens, the last ones of sequences at full length, whose blocks lie scattered
     logits    of max_num_seqs sequences, sampled with every filter
@@ -14,26 +14,28 @@ import contextlib
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 import torch
 
 from common.config import EngineConfig
 from common.messages import InputLayout, InputSlot
+from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
+from common.telemetry import get_logger
 from engine.cache.block_manager import BlockManager
 from engine.cache.encoder_cache import EncoderCacheManager
-from engine.device.memory import zeros
+from engine.device.memory import DecoderNeeds, MemoryReport, all_pools_given, size_decoder, zeros
 from engine.device.memory_profiler import PeakMemory, give_back_free_memory, one_layer_of_each_stack, reserved_memory
 from engine.device.recorder import CudaRecorder
+from engine.runner.decoder import DecoderRunner
 from engine.runner.graphs import DecodeGraphs, UnrecordableError
 from engine.sampling.sampler import Sampler
-from engine.scheduler.decoder import ScheduledStep
 from engine.state.events import InputMetadata
+from engine.state.inputs import ScheduledStep
 from engine.state.request import InputState, Request, Sequence
 
-if TYPE_CHECKING:
-    from engine.runner.decoder import DecoderRunner
+log = get_logger()
 
 TIME_S: Final = 0.1
 """After this only the first layer is computed to its end."""
@@ -43,6 +45,40 @@ SAMPLED_VALUES: Final = 2**19
 """Logits that are sampled on a CPU: sorting them takes a twentieth of a second."""
 WARM_UP_TOKENS: Final = 16
 _FILTERS: Final = SamplingParams(temperature=1.0, top_p=0.9, top_k=0, max_tokens=1, logprobs=1, presence_penalty=0.1)
+
+
+def load_runner(info: ModelInfo, config: EngineConfig, beside_bytes: int = 0) -> DecoderRunner:
+    """Load a decoder and allocate the pools. `beside_bytes` of the process's memory belong to an encoder in the same
+    process."""
+    runner = DecoderRunner(info, config)
+    runner.allocate(_divide_memory(runner, config, beside_bytes))
+    return runner
+
+
+def _divide_memory(runner: DecoderRunner, config: EngineConfig, beside_bytes: int) -> MemoryReport:
+    """Size the pools; no KV cache is larger than all sequences at full length could use."""
+    activation = None if all_pools_given(config) else measure_step(runner, config)
+    weights, needs = runner.load_report.parameter_bytes, _memory_needs(runner, config)
+    report = size_decoder(config, needs, runner.device, weights, activation, beside_bytes)
+    log.info("memory", **report.describe(), device=runner.device.type)
+    return report
+
+
+def _memory_needs(runner: DecoderRunner, config: EngineConfig) -> DecoderNeeds:
+    info, spec, block_size = runner.info, runner.spec, runner.block_size
+    input_rows = info.max_encoder_tokens if info.has_cross_attention else runner.max_model_len
+    input_bytes = input_rows * spec.encoder_width * runner.dtype.itemsize if info.media_kind else 0
+    cross = -(-info.max_encoder_tokens // block_size) if spec.has_cross_attention else 0
+    shortest = cross if info.is_encoder_decoder and info.media_kind != "text" else min(cross, 1)
+    full = -(-runner.max_model_len // block_size) + cross
+    return DecoderNeeds(
+        block=runner.block_bytes,
+        request=(shortest + 1) * runner.block_bytes,
+        all_requests=full * config.max_num_seqs * runner.block_bytes,
+        input=input_bytes,
+        all_inputs=input_bytes * config.max_num_seqs,
+        decode_share=runner.backend.gathered_share / spec.num_caches,
+    )
 
 
 @torch.inference_mode()
@@ -55,7 +91,8 @@ def measure_step(runner: DecoderRunner, config: EngineConfig) -> int | None:
     runner.caches = [zeros(shape, runner.dtype, runner.device)] * runner.spec.num_caches
     profile = _StepProfile(runner, config)
     parts = [profile.warm_up(), profile.prefill(), profile.logits(), measure_graphs(runner)]
-    del runner.caches, profile
+    del profile
+    runner.caches = []
     give_back_free_memory(runner.device)
     return None if None in parts else sum(part for part in parts if part is not None)
 
@@ -128,7 +165,7 @@ class _StepProfile:
         step = ScheduledStep([request.sequences[0] for request in requests], counts, requests)
         for sequence, count in zip(step.sequences, counts, strict=True):
             sequence.num_computed_tokens = length - count
-            sequence.slot_index = runner.buffers.take_slot()
+            sequence.slot_index = runner.buffers.acquire_slot()
         tables = _OneBlock(self._encoder_tokens, runner.block_size, length)
         output = _OneOutput(self._encoder_tokens, runner)
         with (

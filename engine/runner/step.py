@@ -9,8 +9,8 @@ from torch import Tensor
 
 from engine.attention.metadata import AttentionMetadata
 from engine.cache.block_manager import BlockManager
-from engine.scheduler.decoder import ScheduledStep
-from engine.state.inputs import IntArray, StepInputs
+from engine.state.inputs import ScheduledStep, StepInputs
+from engine.state.spec import IntArray
 
 
 @dataclass(frozen=True)

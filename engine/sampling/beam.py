@@ -55,7 +55,7 @@ class BeamSearch:
         self._can_improve = True
         self._generated = sampling.num_forced_tokens
 
-    def advance(self, log_probs: Tensor, outputs: Sequence[Sequence[int]]) -> list[Beam] | None:
+    def step(self, log_probs: Tensor, outputs: Sequence[Sequence[int]]) -> list[Beam] | None:
         """Advance by log_probs [beams, vocab] (after all rules) of the beams with tokens `outputs`.
 
         The first step takes the single sequence of the prompt. Returns the next beams, best first, or None at the end.

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int64]
+from engine.state.spec import IntArray
+
 FloatArray = npt.NDArray[np.float32]
 
 

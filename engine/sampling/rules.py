@@ -20,9 +20,10 @@ import torch
 
 from common.sampling_params import SamplingParams
 from engine.device.h2d import send
-from engine.sampling.history import BadWords, FloatArray, IntArray, NGrams, TokenCounts
+from engine.sampling.history import BadWords, FloatArray, NGrams, TokenCounts
 from engine.sampling.sequence import SampledSequence
 from engine.sampling.timestamps import apply_timestamp_rules
+from engine.state.spec import IntArray
 
 if TYPE_CHECKING:  # at run time it is loaded with the first grammar
     from engine.sampling.grammar import GrammarMatcher

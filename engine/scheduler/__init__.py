@@ -1,4 +1,4 @@
-"""Scheduling: the tokens of a decoder step, the items of an encoder batch, and the capacity for both.
+"""The decoder's scheduler, its capacity, and its lookup in the caches: requests in, tokens of the next step out.
 
-May import engine.cache, processors, state and device. Forward passes are in engine.runner.
+Not here: tensors, and messages to senders (engine.handoff). May import cache and state; never runner.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from common.errors import ErrorInfo
 from engine.cache.block_manager import BlockManager
 from engine.scheduler.cache_lookup import CacheLookup
 from engine.state.request import InputState, Request
@@ -17,13 +18,32 @@ class Capacity:
         running: list[Request],
         reserved: list[Request],
         max_num_seqs: int,
+        max_model_len: int,
     ) -> None:
         """The lists belong to the scheduler and change between calls."""
+        self._max_model_len = max_model_len
         self._blocks = blocks
         self._coverage = coverage
         self._running = running
         self._reserved = reserved
         self._max_num_seqs = max_num_seqs
+
+    def never_fits(self, request: Request) -> ErrorInfo | None:
+        """Return why a request, as far as the prompt is known, can never run here; None if the request can."""
+        length, blocks = request.num_known_tokens, self._blocks
+        if length >= self._max_model_len:
+            return ErrorInfo("context_length_exceeded", too_long(length, self._max_model_len), "messages")
+        least = len(request.prompt) + 1  # of a sequence before a further token; resumed ones have output already
+        lengths = [least] * request.sampling.num_sequences
+        if request.resumed:
+            lengths = [max(least, len(sequence.token_ids)) for sequence in request.sequences]
+        if blocks.fits_ever(len(request.prompt), lengths, request.num_encoder_tokens):
+            return None
+        message = (
+            f"the request needs KV cache for {length + 1 + request.num_encoder_tokens} tokens, the whole pool holds "
+            f"{blocks.pool.num_usable * blocks.block_size}: shorten it, or serve with a larger --kv-cache-bytes"
+        )
+        return ErrorInfo("context_length_exceeded", message, "messages")
 
     def holds_the_line(self, request: Request) -> bool:
         """Return True for a request that lacks only memory."""
@@ -88,3 +108,11 @@ class Capacity:
             return False
         first = request.inputs[0]
         return not first.usable and not self._coverage.covers(request, first)
+
+
+def too_long(num_tokens: int, max_model_len: int) -> str:
+    """Return the message about a prompt that leaves no token to generate."""
+    return (
+        f"the prompt has {num_tokens} tokens (media included), the context length is {max_model_len} and at "
+        "least one token has to be generated: shorten the prompt or send smaller or fewer media"
+    )

@@ -11,32 +11,14 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 
 from common.config import PreemptionPolicy
 from engine.cache.block_manager import BlockManager
-from engine.handoff.input_receiver import InputReceiver
 from engine.scheduler.cache_lookup import CacheLookup
 from engine.scheduler.capacity import Capacity
+from engine.state.inputs import InputBuffers, ScheduledStep
 from engine.state.request import InputState, Request, Sequence
-
-
-@dataclass
-class ScheduledStep:
-    """The batch of one step: `num_tokens[i]` tokens of `sequences[i]`, sequences with a single token first.
-
-    `admitted` are the requests that begin (again) in this step.
-    """
-
-    sequences: list[Sequence] = field(default_factory=list)
-    num_tokens: list[int] = field(default_factory=list)
-    admitted: list[Request] = field(default_factory=list)
-
-    @property
-    def num_decodes(self) -> int:
-        return sum(1 for count in self.num_tokens if count == 1)
-
 
 Chosen = dict[str, list[tuple[Sequence, int]]]
 """Tokens chosen for the step, by request id."""
@@ -48,23 +30,25 @@ class DecoderScheduler:
     a reservation.
 
     A request with tokens that are not known yet is not preempted: where one would have to be, `held_back` is set, and
-    whoever knows the tokens in flight lets them come in, resets it and asks again.
+    the loop waits for the tokens in flight, resets it and schedules again.
+
+    Scheduling changes the state of inputs: cached KV makes some unnecessary (CONSUMED), and lost KV makes some needed
+    again (DORMANT). `pop_changed` returns their requests, for the receiver of inputs to act on.
     """
 
     def __init__(
         self,
         blocks: BlockManager,
-        intake: InputReceiver,
         coverage: CacheLookup,
-        free_slots: Callable[[Request], None],
+        slots: InputBuffers,
         max_num_seqs: int,
+        max_model_len: int,
         token_budget: int,
         preemption: PreemptionPolicy = "auto",
     ) -> None:
         self.blocks = blocks
-        self.intake = intake
         self.coverage = coverage
-        self._free_slots = free_slots
+        self._slots = slots
         self.token_budget = token_budget
         self.preemption = preemption
         self.waiting: deque[Request] = deque()
@@ -73,8 +57,9 @@ class DecoderScheduler:
         self.line_end: tuple[int, int] | None = None
         self.held_back = False
         self._first: Request | None = None  # for whom others have just given their blocks
-        self._places = Capacity(blocks, coverage, self.running, self.reserved, max_num_seqs)
-        self.counters = {"preemptions": 0, "preemptions_by_swap": 0}
+        self._changed: list[Request] = []
+        self.capacity = Capacity(blocks, coverage, self.running, self.reserved, max_num_seqs, max_model_len)
+        self.counters = {"preemptions": 0, "preemptions_by_swap": 0, "inputs_covered": 0}
 
     def add(self, request: Request) -> None:
         """Insert a request into `waiting`, by order."""
@@ -89,17 +74,39 @@ class DecoderScheduler:
         if request in self.waiting:
             self.waiting.remove(request)
             self.add(request)
-        self.intake.reorder()
+
+    def pop_changed(self) -> list[Request]:
+        """Return the requests with inputs that became CONSUMED or DORMANT since the last call."""
+        changed, self._changed = self._changed, []
+        return changed
 
     def remove(self, request: Request) -> None:
-        """Remove an ended request, and free all blocks."""
+        """Remove an ended request, and free all blocks and slots."""
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
         elif request in self.reserved:
             self.reserved.remove(request)
+        self._release_slots(request.sequences)
         self._free_tables(request)
+
+    def remove_sequence(self, sequence: Sequence) -> None:
+        """Free the blocks and the slot of an ended sequence."""
+        self.blocks.free(sequence.sequence_id)
+        self._release_slots([sequence])
+
+    def acquire_slots(self, sequences: Iterable[Sequence]) -> None:
+        """Give a slot of the input tables to each sequence without one."""
+        for sequence in sequences:
+            if sequence.slot_index < 0:
+                sequence.slot_index = self._slots.acquire_slot()
+
+    def _release_slots(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            if sequence.slot_index >= 0:
+                self._slots.release_slot(sequence.slot_index)
+                sequence.slot_index = -1
 
     def has_work(self) -> bool:
         """Return True if some request could compute now."""
@@ -109,9 +116,9 @@ class DecoderScheduler:
             if self._is_behind_the_line(request):
                 return False
             wanted = self._first_chunk(request, self.token_budget)
-            if wanted > 0 and self._places.could_place(request, wanted):
+            if wanted > 0 and self.capacity.could_place(request, wanted):
                 return True
-            if wanted > 0 and self._places.holds_the_line(request):
+            if wanted > 0 and self.capacity.holds_the_line(request):
                 return False
         return False
 
@@ -175,7 +182,7 @@ class DecoderScheduler:
         siblings = [one for one in request.sequences if self.blocks.has_table(one.sequence_id)]
         if not siblings:  # the one that had the prompt has ended: this one computes it, with the inputs it needs again
             if not request.cross_attention:
-                self.intake.rewind(request)
+                self._rewind_inputs(request)
             self._begin(request, 0)
             return
         parent = next((one for one in siblings if one.num_computed_tokens >= num_shared_tokens), None)
@@ -198,7 +205,7 @@ class DecoderScheduler:
             if wanted <= 0:
                 continue  # waits for an input; others may go ahead
             if not self._find_place(request, wanted, chosen):
-                if self._places.holds_the_line(request):
+                if self.capacity.holds_the_line(request):
                     break  # nobody who comes later may take what it needs
                 continue
             self.waiting.remove(request)
@@ -213,10 +220,28 @@ class DecoderScheduler:
         return [request for request in admitted if request in self.running]
 
     def _begin(self, request: Request, wanted: int) -> None:
-        """Give the request block tables; discard inputs that the caches cover."""
+        """Give the request block tables; mark inputs as consumed that the caches cover."""
         num_cached = self._allocate(request, wanted)
         self.coverage.count(request, num_cached)
-        self.intake.cover(request, num_cached)
+        self._cover_inputs(request, num_cached)
+
+    def _cover_inputs(self, request: Request, num_cached: int) -> None:
+        """Mark inputs as consumed that the first `num_cached` tokens, or a cross table in the cache, make
+        unnecessary."""
+        for item in request.inputs:
+            end = 0 if request.cross_attention else item.end
+            covered = item.metadata is not None and end is not None and end <= num_cached
+            if covered and not item.usable and item.state is not InputState.GRANTED:
+                item.state = InputState.CONSUMED
+                self.counters["inputs_covered"] += 1
+                self._changed.append(request)
+
+    def _rewind_inputs(self, request: Request) -> None:
+        """Mark inputs as needed again whose KV is lost."""
+        for item in request.inputs:
+            if item.state is InputState.CONSUMED:
+                item.state = InputState.DORMANT
+                self._changed.append(request)
 
     def _allocate(self, request: Request, wanted: int) -> int:
         """Give the first sequence a table: the cached prefix, and blocks for the first chunk.
@@ -254,10 +279,10 @@ class DecoderScheduler:
 
         They do so only where that is enough: giving way for nothing, again and again, would look like progress.
         """
-        if not self._places.could_place(request, wanted):
+        if not self.capacity.could_place(request, wanted):
             return False
-        while not self._places.has_place(request, wanted):
-            victim = max(self._places.givers(request), key=lambda candidate: candidate.order)
+        while not self.capacity.has_place(request, wanted):
+            victim = max(self.capacity.givers(request), key=lambda candidate: candidate.order)
             if victim.has_unknown_tokens:
                 self.held_back = True
                 return False
@@ -295,14 +320,13 @@ class DecoderScheduler:
         for sibling in siblings:
             self.blocks.fork(first.sequence_id, sibling.sequence_id)
             sibling.num_computed_tokens, sibling.num_remembered = first.num_computed_tokens, first.num_remembered
-        self.intake.cover(request, request.num_handoff_tokens)
-        self.intake.ask(request)
+        self._cover_inputs(request, request.num_handoff_tokens)
 
     def _is_held_up(self, request: Request) -> bool:
         """Return True if an earlier waiting request lacks only memory."""
         earlier = itertools.takewhile(lambda other: other.order < request.order, self.waiting)
         return any(
-            self._first_chunk(other, self.token_budget) > 0 and self._places.holds_the_line(other) for other in earlier
+            self._first_chunk(other, self.token_budget) > 0 and self.capacity.holds_the_line(other) for other in earlier
         )
 
     # --- preemption
@@ -311,13 +335,13 @@ class DecoderScheduler:
         """Take the blocks of a running request. The request waits, first of equal priority, and resumes at the same
         tokens."""
         self.running.remove(request)
-        self._free_slots(request)
+        self._release_slots(request.sequences)
         if self._swaps(request):
             self.blocks.swap_out(request.request_id, request.sequence_ids)
             self.counters["preemptions_by_swap"] += 1
         else:
             self._forget_computed(request)
-            self.intake.rewind(request)
+            self._rewind_inputs(request)
         request.num_preemptions += 1
         self.counters["preemptions"] += 1
         self.add(request)
@@ -352,15 +376,15 @@ class DecoderScheduler:
             if self._is_behind_the_line(request):
                 return False
             wanted = self._first_chunk(request, self.token_budget)
-            if wanted <= 0 or self._places.would_make_way(request):
+            if wanted <= 0 or self.capacity.would_make_way(request):
                 continue
             later = sorted((one for one in self.running if one.order > request.order), key=lambda one: one.order)
-            if later and self._places.has_place_without(later, request, wanted):
-                while later and not self._places.has_place(request, wanted):
+            if later and self.capacity.has_place_without(later, request, wanted):
+                while later and not self.capacity.has_place(request, wanted):
                     self.preempt(later.pop())
                 self._first = request
                 return True
-            if self._places.holds_the_line(request):
+            if self.capacity.holds_the_line(request):
                 return False
         return False
 

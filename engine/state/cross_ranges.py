@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.state.inputs import IntArray
+from engine.state.spec import IntArray
 
 
 @dataclass(frozen=True)

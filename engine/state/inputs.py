@@ -16,15 +16,32 @@ From them, per step, with M = max_model_len and K = max_blocks_per_seq:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 from operator import itemgetter
 
 import numpy as np
-import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int64]
+from engine.state.request import Request, Sequence
+from engine.state.spec import IntArray
+
 _LAST = itemgetter(-1)
+
+
+@dataclass(frozen=True)
+class ScheduledStep:
+    """The batch of one step: `num_tokens[i]` tokens of `sequences[i]`, sequences with a single token first.
+
+    `admitted` are the requests that begin (again) in this step.
+    """
+
+    sequences: list[Sequence]
+    num_tokens: list[int]
+    admitted: list[Request]
+
+    @property
+    def num_decodes(self) -> int:
+        return sum(1 for count in self.num_tokens if count == 1)
 
 
 @dataclass(frozen=True)
@@ -62,7 +79,7 @@ class InputBuffers:
     def num_free_slots(self) -> int:
         return len(self._free_slots)
 
-    def take_slot(self) -> int:
+    def acquire_slot(self) -> int:
         slot = self._free_slots.pop()
         self._num_tokens[slot] = self._num_blocks[slot] = self.num_computed_tokens[slot] = 0
         return slot
@@ -71,7 +88,7 @@ class InputBuffers:
         self.block_table[slot] = 0
         self._free_slots.append(slot)
 
-    def update(self, slot: int, token_ids: Sequence[int], blocks: Sequence[int], num_computed_tokens: int) -> None:
+    def update(self, slot: int, token_ids: ListOf[int], blocks: ListOf[int], num_computed_tokens: int) -> None:
         """Update a row by copying only values new since the last call."""
         known = int(self._num_tokens[slot])
         # The block that is written next may have become another one: a shared block is copied on write.
@@ -86,15 +103,15 @@ class InputBuffers:
 
     def update_all(
         self,
-        slots: Sequence[int],
-        token_ids: Sequence[Sequence[int]],
-        blocks: Sequence[Sequence[int]],
-        num_computed_tokens: Sequence[int],
+        slots: ListOf[int],
+        token_ids: ListOf[ListOf[int]],
+        blocks: ListOf[ListOf[int]],
+        num_computed_tokens: ListOf[int],
     ) -> None:
         """Update all rows of a step. Rows with a single new token, usual for decodes, are written together.
 
         A token that is not known yet (below 0) stays so in the table after it has become known: it is read in the step
-        right behind, and again only after `take_slot`, which writes the whole row anew.
+        right behind, and again only after `acquire_slot`, which writes the whole row anew.
         """
         count = len(slots)
         rows, lengths = np.array(slots, np.int64), np.fromiter(map(len, token_ids), np.int64, count)
@@ -112,7 +129,7 @@ class InputBuffers:
         self._num_tokens[rows] = np.maximum(lengths, known)
         self.num_computed_tokens[rows] = computed
 
-    def prepare(self, slots: Sequence[int], num_scheduled_tokens: Sequence[int]) -> StepInputs:
+    def prepare(self, slots: ListOf[int], num_scheduled_tokens: ListOf[int]) -> StepInputs:
         """Arrays for the next num_scheduled_tokens[i] tokens of the request in slots[i]."""
         rows, counts = np.asarray(slots), np.asarray(num_scheduled_tokens)
         computed = self.num_computed_tokens[rows]

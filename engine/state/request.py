@@ -20,16 +20,14 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from common.messages import InputSlot, Resumed, Span, TokenLogprob
 from common.sampling_params import SamplingParams
 from common.telemetry import SpanRecorder
-from engine.cache.prefix import extend_chain, root_hash
 from engine.state.cross_ranges import groups_of
 from engine.state.events import InputMetadata
-
-IntArray = npt.NDArray[np.int64]
+from engine.state.prefix import extend_chain, root_hash
+from engine.state.spec import IntArray
 
 
 class InputState(enum.Enum):
@@ -53,6 +51,11 @@ class RequestInput:
     attempt: int = -1
     deadline_s: float = 0.0
     start: int | None = None
+
+    @property
+    def end(self) -> int | None:
+        """The first prompt token behind the input; None behind an input of unknown size."""
+        return None if self.start is None else self.start + self.num_prompt_tokens
 
     @property
     def usable(self) -> bool:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
+
+IntArray: TypeAlias = npt.NDArray[np.int64]
 
 PositionBias: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """An additive attention bias by position: (query positions [q], key positions [k]) -> [num_heads, q, k] (T5).
 
 Backends evaluate the bias once per request and step and key the result by the object: a model passes the same object in
 every layer."""
+
+Table: TypeAlias = Literal["self", "cross"]
+"""The KV of a request's tokens, or the KV that its cross-attention reads."""
 
 
 @dataclass(frozen=True)

@@ -168,21 +168,21 @@ class KvWatch:
     def __init__(self, engine: DecoderEngine) -> None:
         self._engine = engine
         self._known: dict[int, torch.Tensor] = {}
-        rewind = engine.intake.rewind
+        rewind = engine.scheduler._rewind_inputs
 
         def forget_and_rewind(request: Request) -> None:
             for sequence_id in request.sequence_ids:
                 self._known.pop(sequence_id, None)
             rewind(request)
 
-        engine.intake.rewind = forget_and_rewind  # type: ignore[method-assign]
+        engine.scheduler._rewind_inputs = forget_and_rewind  # type: ignore[method-assign]
 
     def look(self) -> None:
         """Call it between steps. Moves that are due come before the next forward pass: they are looked at then."""
         blocks = self._engine.blocks
         if blocks._moves:
             return
-        for request in self._engine._requests.values():
+        for request in self._engine.state.requests.values():
             for sequence in request.sequences:
                 if blocks.has_table(sequence.sequence_id):
                     self._compare(sequence)

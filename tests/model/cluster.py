@@ -193,7 +193,7 @@ class Cluster:
         engine = self.workers[name].engine
         if engine is not None and engine.scheduler.running:
             engine.scheduler.preempt(max(engine.scheduler.running, key=lambda request: request.order))
-            engine._dirty = True
+            engine.state.has_changed = True
 
     # --- what happens by itself, in any order
 

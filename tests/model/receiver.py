@@ -21,6 +21,7 @@ from engine.cache.encoder_cache import EncoderCacheManager
 from engine.handoff.input_receiver import InputReceiver
 from engine.handoff.offer_check import OfferCheck
 from engine.scheduler.cache_lookup import CacheLookup
+from engine.state.engine_state import EngineState
 from engine.state.events import Event, InputMetadata
 from engine.state.request import InputState, Request, RequestInput
 from tests.model.copying import copy_sharing
@@ -61,6 +62,7 @@ class Receiver:
     `granted` are the offers for which room was promised once: their tensors may come."""
 
     plan: Plan
+    state: EngineState
     intake: InputReceiver
     requests: dict[str, Request] = field(default_factory=dict)
     offerable: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -72,7 +74,8 @@ class Receiver:
     def of(cls, plan: Plan) -> Receiver:
         cache = EncoderCacheManager(plan.budget_rows * ROW_BYTES)
         expectation = CROSS_EXPECTATION if plan.cross_attention else EXPECTATION
-        return cls(plan, InputReceiver(cache, expectation, COVERAGE, lease_s=FAR_S), offerable={})
+        state = EngineState()
+        return cls(plan, state, InputReceiver(state, cache, expectation, COVERAGE, lease_s=FAR_S), offerable={})
 
     # --- what can happen
 
@@ -158,7 +161,7 @@ class Receiver:
             item = request.inputs[number]
             waits = item.state is InputState.OFFERED and item.attempt == attempt
         key = name, number, attempt
-        answers = (e for e in self.intake.events if isinstance(e, Grant))
+        answers = (e for e in self.state.outbox if isinstance(e, Grant))
         told = any((e.request_id, e.input_id, e.attempt) == key for e in answers)
         assert told or waits, f"the offer of {key} is neither answered nor kept"
 
@@ -199,7 +202,10 @@ class Receiver:
     def _preempt(self, name: str) -> None:
         request = self.requests[name]
         request.sequences[0].num_computed_tokens = 0
-        self.intake.rewind(request)
+        for item in request.inputs:
+            if item.state is InputState.CONSUMED:
+                item.state = InputState.DORMANT
+        self.intake.update([request])
 
     def _expire(self, name: str, number: str) -> None:
         self.requests[name].inputs[int(number)].deadline_s = 0.0
@@ -208,8 +214,7 @@ class Receiver:
     # --- what has happened
 
     def _take_events(self) -> None:
-        events, self.intake.events = self.intake.events, []
-        for event in events:
+        for event in self.state.pop_output():
             self._take(event)
 
     def _take(self, event: Event) -> None:

@@ -26,8 +26,7 @@ from engine.device.copy_stream import CopyStream
 from engine.device.memory import MemoryReport
 from engine.processors import ProcessedInput
 from engine.runner.decoder import DecoderRunner, StepOutput
-from engine.scheduler.decoder import ScheduledStep
-from engine.state.inputs import InputBuffers
+from engine.state.inputs import InputBuffers, ScheduledStep
 from engine.state.request import Request, Sequence
 from engine.state.spec import DecoderSpec
 

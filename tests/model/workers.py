@@ -21,7 +21,7 @@ from common.config import Settings
 from common.messages import HandoffMessage, Role
 from engine.core.decoder_engine import DecoderEngine
 from engine.core.encoder_engine import EncoderEngine
-from engine.runner.decoder import DecoderRunner
+from engine.runner.profile import load_runner
 from services.encode.preprocess_pool import PreprocessPool
 from services.membership import Membership, make_record
 from services.process.drain import DrainState
@@ -194,7 +194,7 @@ def symbolic_workers() -> Iterator[None]:
     """Meanwhile workers are made with the stand-ins of this package, wherever the real ones are imported."""
     substitutes: dict[object, object] = {
         EngineThread: SteppedThread,
-        DecoderRunner: SymbolicRunner,
+        load_runner: SymbolicRunner,
         EncoderEngine: SymbolicEncoder,
         PreprocessPool: SymbolicPool,
     }

@@ -75,7 +75,7 @@ def measure_preparation(count: int, repetitions: int) -> tuple[list[float], list
     from engine.state.inputs import InputBuffers
 
     buffers = InputBuffers(count, 4096, 16)
-    slots = [buffers.take_slot() for _ in range(count)]
+    slots = [buffers.acquire_slot() for _ in range(count)]
     tokens = [list(range(150 + index % 16)) for index in range(count)]
     update, prepare = [], []
     for _ in range(repetitions):

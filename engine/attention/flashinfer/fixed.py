@@ -9,8 +9,7 @@ from engine.attention.flashinfer.paged_batch import Pages, page_table
 from engine.attention.flashinfer.wrappers import Call, DecodeWrapper, FixedBuffers, Workspace
 from engine.attention.metadata import AttentionMetadata, cross_plans_reused, is_same_batch
 from engine.device.h2d import overwrite
-from engine.state.inputs import IntArray
-from engine.state.spec import HeadSpec
+from engine.state.spec import HeadSpec, IntArray
 
 
 class FlashInferDecodePlan(DecodePlan):

@@ -16,7 +16,7 @@ from engine.attention.backend import AttentionBackend
 from engine.attention.metadata import AttentionMetadata, common_keys, is_same_batch, num_blocks
 from engine.attention.torch_backend import TorchBackend
 from engine.device.h2d import pack, send, unpack
-from engine.state.inputs import IntArray
+from engine.state.spec import IntArray
 
 Phase = Literal["decode", "prefill"]
 Int32Array = npt.NDArray[np.int32]

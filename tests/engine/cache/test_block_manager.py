@@ -304,13 +304,13 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.cell_of.clear()
         assert self.manager.pool.num_free == NUM_BLOCKS - 1
         assert self.manager.num_host_free == NUM_HOST_BLOCKS - 1
-        assert self.manager.take_moves() == []
+        assert self.manager.pop_moves() == []
 
     # --- the arrays
 
     def carry_out_moves(self) -> None:
         ends = {"copy": (self.device, self.device), "out": (self.device, self.host), "in": (self.host, self.device)}
-        for move in self.manager.take_moves():
+        for move in self.manager.pop_moves():
             source, target = ends[move.kind]
             target[move.target] = source[move.source]
         for pool, array in ((self.manager.pool, self.device), (self.manager.host.pool, self.host)):

@@ -74,9 +74,9 @@ def test_a_swapped_cross_table_comes_back_where_the_device_has_lost_it() -> None
             manager.free(1)
         assert manager.has_cross("clip") == (not lost)
         assert manager.missing_to_swap_in("a") == 4
-        manager.take_moves()
+        manager.pop_moves()
         manager.swap_in("a")
-        brought = [move.target for move in manager.take_moves() if move.kind == "in"]
+        brought = [move.target for move in manager.pop_moves() if move.kind == "in"]
         tables = manager.get_block_table(0) + (manager.get_cross_block_table("a") if lost else [])
         assert sorted(brought) == sorted(tables)
         assert not manager.needs_writing("a")

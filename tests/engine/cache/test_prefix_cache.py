@@ -13,9 +13,9 @@ from common.messages import Tokens
 from common.model_info import ModelInfo
 from engine.cache.block_manager import BlockManager
 from engine.cache.block_pool import BlockPool
-from engine.cache.prefix import extend_chain, root_hash
 from engine.core.encoder_batches import encoder_computations
 from engine.llm import LLM
+from engine.state.prefix import extend_chain, root_hash
 from tests import tiny_models
 from tests.engine.conftest import AUDIO_FRAMES
 from tests.engine.driving import Driver, Job, greedy, make_engine, run, sampled, text, text_tokens

@@ -117,7 +117,7 @@ def test_swapped_blocks_come_back_bit_for_bit(tiny_speech: ModelInfo) -> None:
     before = [cache.clone() for cache in engine.runner.caches]
     engine.scheduler.preemption = "swap"
     engine.scheduler.preempt(request)
-    engine.runner.move(engine.blocks.take_moves())
+    engine.runner.move(engine.blocks.pop_moves())
     for cache in engine.runner.caches:
         cache.fill_(7.5)
     squatter = -1
@@ -126,7 +126,7 @@ def test_swapped_blocks_come_back_bit_for_bit(tiny_speech: ModelInfo) -> None:
     engine.blocks.free(squatter)
     engine.blocks.allocate(squatter, 4 * 3)
     engine.blocks.swap_in(job.name)
-    engine.runner.move(engine.blocks.take_moves())
+    engine.runner.move(engine.blocks.pop_moves())
     pairs = [(tables[name], engine.blocks.get_block_table(name)) for name in tables]
     pairs.append((cross, engine.blocks.get_cross_block_table(job.name)))
     assert all(old != new for old, new in pairs)

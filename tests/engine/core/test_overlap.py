@@ -343,7 +343,7 @@ def test_a_stop_string_found_while_the_next_step_runs_cuts_the_same_text(tiny_ll
 
 def never_told_ahead_of_time(engine: DecoderEngine) -> None:
     """Unknown tokens are at most the newest one of each sequence between two steps, and none has a name yet."""
-    for request in engine._requests.values():
+    for request in engine.state.requests.values():
         for sequence in request.sequences:
             assert UNKNOWN_TOKEN not in sequence.token_ids[:-1]
             assert len(sequence.hashes) * engine.config.block_size <= sequence.num_known_tokens

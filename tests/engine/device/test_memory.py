@@ -236,7 +236,7 @@ def test_a_larger_step_takes_more_and_leaves_less_for_the_cache(llama: Path) -> 
 
 
 def test_where_every_size_is_given_nothing_is_measured(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.runner.decoder.measure_step", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr("engine.runner.profile.measure_step", lambda *_: pytest.fail("measured"))
     config = EngineConfig(device="cpu", kv_cache_bytes=MIB, encoder_cache_bytes=3 * MIB, swap_bytes=2 * MIB)
     stats = DecoderEngine(load_model_info(str(llama)), config).stats()
     assert [stats[f"{name}_bytes"] for name in ("kv_cache", "encoder_cache", "swap")] == [MIB, 3 * MIB, 2 * MIB]

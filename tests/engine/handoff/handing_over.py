@@ -11,8 +11,9 @@ import torch
 from common.messages import KV_INPUT_ID, Failed, Grant, InputNeeded, Prefilled, Receipt, TokenLogprob
 from common.model_info import ModelInfo
 from engine.core.decoder_engine import DecoderEngine
-from engine.handoff.kv_offer_check import KvPart, Table
+from engine.handoff.kv_offer_check import KvPart
 from engine.state.events import Event, KvComputed, KvMetadata, KvReady
+from engine.state.spec import Table
 from tests.engine.driving import FAR_S, MAX_STEPS, Driver, Generated, Job, make_engine
 
 

@@ -13,7 +13,10 @@ from engine.cache.encoder_cache import EncoderCacheManager
 from engine.handoff.input_receiver import InputReceiver
 from engine.handoff.offer_check import OfferCheck
 from engine.scheduler.cache_lookup import CacheLookup
+from engine.scheduler.decoder import DecoderScheduler
+from engine.state.engine_state import EngineState
 from engine.state.events import Event, InputMetadata
+from engine.state.inputs import InputBuffers
 from engine.state.request import InputState, Request
 
 HIDDEN = 4
@@ -36,7 +39,8 @@ class Desk:
         self.cache = EncoderCacheManager(budget_rows * HIDDEN * 4)
         expectation = OfferCheck(HIDDEN, vocab_size=20, max_rows=50, placeholder=PAD)
         coverage = CacheLookup(BlockManager(BlockPool(64), block_size=4), enabled=True)
-        self.intake = InputReceiver(self.cache, expectation, coverage, lease_s)
+        self.state = EngineState()
+        self.intake = InputReceiver(self.state, self.cache, expectation, coverage, lease_s)
         self.requests: dict[str, Request] = {}
 
     def request(self, name: str, *hashes: str, attempt: int = 0) -> Request:
@@ -50,14 +54,21 @@ class Desk:
 
     def events(self) -> list[Event]:
         self.intake.grant()
-        events, self.intake.events = self.intake.events, []
         self.cache.check_integrity()
-        return events
+        return self.state.pop_output()
 
     def consume(self, request: Request) -> None:
         [sequence] = request.sequences
         sequence.num_computed_tokens = request.num_computable_tokens(sequence)
         self.intake.consume(request)
+
+
+def cover(desk: Desk, request: Request, num_cached: int) -> None:
+    """As the scheduler does where the first tokens of a request are cached."""
+    blocks = BlockManager(BlockPool(64), block_size=4)
+    scheduler = DecoderScheduler(blocks, CacheLookup(blocks, enabled=True), InputBuffers(4, 64, 4), 4, 64, 64)
+    scheduler._cover_inputs(request, num_cached)
+    desk.intake.update(scheduler.pop_changed())
 
 
 def kinds(events: list[Event]) -> list[tuple[str | type[Event], str]]:
@@ -296,7 +307,7 @@ def test_an_offer_of_what_the_kv_cache_still_has_is_answered_as_cached() -> None
     desk.events()
     request.inputs[0].state = InputState.DORMANT  # preempted after its input had been consumed
     desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
-    assert Grant("a", 0, 0, "cached") in desk.intake.events
+    assert Grant("a", 0, 0, "cached") in desk.state.outbox
 
 
 def test_a_tensor_that_is_not_what_was_granted_is_corrupt() -> None:
@@ -318,7 +329,7 @@ def test_an_input_whose_place_in_the_prompt_is_not_known_yet_is_kept_however_far
     desk.intake.deliver("a", 1, 0, tensor(1))
     desk.consume(request)  # the token in front of both: as many as the second input has
     assert request.inputs[1].state is InputState.READY
-    desk.intake.cover(request, num_cached=1)
+    cover(desk, request, num_cached=1)
     assert request.inputs[1].state is InputState.READY
 
 
@@ -326,7 +337,7 @@ def test_what_is_cached_covers_no_input_whose_place_is_not_known_yet() -> None:
     desk = Desk(4)
     request = desk.request("a", "h0", "h1")
     desk.intake.offer("a", 1, 0, metadata(1, "h1"), FAR_S)
-    desk.intake.cover(request, num_cached=1)
+    cover(desk, request, num_cached=1)
     assert request.inputs[1].state is InputState.OFFERED
 
 

@@ -10,8 +10,9 @@ import torch
 from common.messages import KV_INPUT_ID, Failed, Grant, InputLayout, InputNeeded, Prefilled, Receipt, Resumed, Tokens
 from common.model_info import ModelInfo
 from engine.core.decoder_engine import LEASE_S, DecoderEngine
-from engine.handoff.kv_offer_check import KvPart, Table
+from engine.handoff.kv_offer_check import KvPart
 from engine.state.events import Event, KvMetadata
+from engine.state.spec import Table
 from tests.engine.cache.test_swapping import clips, pictures
 from tests.engine.driving import FAR_S, Driver, Job, greedy, run, sampled, text
 from tests.engine.handoff.handing_over import Pair, quick_engine
@@ -438,7 +439,7 @@ def test_seeds_are_those_of_the_sender(tiny_llama: ModelInfo) -> None:
     """A request without a seed draws as it would have drawn where it was prefilled."""
     job = text("r", LENGTH, sampled(8, seed=None))
     desk = Desk(tiny_llama, job)
-    assert desk.sender.engine._requests["r"].seed == desk.metadata.seed
+    assert desk.sender.engine.state.requests["r"].seed == desk.metadata.seed
     desk.add()
     desk.offer()
     desk.deliver(0, LENGTH - 1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from types import SimpleNamespace
+from typing import cast
 from unittest import mock
 
 import hypothesis.strategies as st
@@ -21,14 +22,18 @@ from engine.cache.block_pool import BlockPool
 from engine.cache.encoder_cache import EncoderCacheManager
 from engine.device.copy_stream import CopyStream
 from engine.handoff.input_receiver import InputReceiver
-from engine.handoff.kv_offer_check import KvOfferCheck, KvPart, Table
+from engine.handoff.kv_offer_check import KvOfferCheck, KvPart
 from engine.handoff.kv_receiver import KvHandoffState, KvReceiver
 from engine.handoff.offer_check import OfferCheck
+from engine.runner.decoder import DecoderRunner
 from engine.runner.kv_transfer import read_tokens, write_tokens
 from engine.scheduler.cache_lookup import CacheLookup
 from engine.scheduler.decoder import DecoderScheduler
-from engine.state.events import Event, KvMetadata
+from engine.state.engine_state import EngineState
+from engine.state.events import KvMetadata
+from engine.state.inputs import InputBuffers
 from engine.state.request import Request
+from engine.state.spec import Table
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 14
@@ -61,18 +66,13 @@ class ReceiverMachine(RuleBasedStateMachine):
         self.blocks = BlockManager(BlockPool(NUM_BLOCKS + 1), BLOCK_SIZE)
         coverage = CacheLookup(self.blocks, enabled=True)
         inputs = OfferCheck(4, 100, 20, None, cross_attention=True)
-        self.inputs = InputReceiver(EncoderCacheManager(1000), inputs, coverage, LEASE_S)
-        self.scheduler = DecoderScheduler(self.blocks, self.inputs, coverage, lambda _: None, MAX_SEQS, 100)
-        self.events: list[Event] = []
-        self.intake = KvReceiver(
-            self.blocks,
-            self.scheduler,
-            KvOfferCheck(inputs, SHAPE, SHAPE, "float32"),
-            lambda _: None,
-            self._write,
-            self.events.append,
-            LEASE_S,
-        )
+        state = EngineState()
+        self.inputs = InputReceiver(state, EncoderCacheManager(1000), inputs, coverage, LEASE_S)
+        self.scheduler = DecoderScheduler(self.blocks, coverage, InputBuffers(MAX_SEQS, 100, 4), MAX_SEQS, 100, 100)
+        self.events = state.outbox
+        check = KvOfferCheck(inputs, SHAPE, SHAPE, "float32")
+        runner = cast(DecoderRunner, SimpleNamespace(move=lambda _: None, write_tokens=self._write))
+        self.intake = KvReceiver(state, self.scheduler, self.inputs, check, runner, LEASE_S)
         self.live: dict[str, Request] = {}
         self.attempts: dict[str, int] = {}
         self.ended: set[str] = set()

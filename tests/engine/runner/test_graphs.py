@@ -23,8 +23,7 @@ from engine.device.recorder import PlainRecorder
 from engine.runner import profile
 from engine.runner.decoder import StepOutput
 from engine.runner.graphs import DecodeGraphs, GraphParts, _make_plans, graph_sizes
-from engine.scheduler.decoder import ScheduledStep
-from engine.state.inputs import StepInputs
+from engine.state.inputs import ScheduledStep, StepInputs
 from tests import tiny_models
 from tests.engine.conftest import AUDIO_FRAMES
 from tests.engine.driving import Driver, Job, greedy, make_engine, run, sampled, text, text_tokens

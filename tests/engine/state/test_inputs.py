@@ -14,7 +14,7 @@ TOKENS = [[100, 101, 102], [200, 201], [300, 301, 302, 303, 304, 305, 306, 307]]
 def buffers() -> InputBuffers:
     buffers = InputBuffers(max_num_seqs=4, max_model_len=12, block_size=2)
     for tokens, blocks in zip(TOKENS, [[1, 2], [3], [4, 5, 6]], strict=True):
-        buffers.update(buffers.take_slot(), tokens, blocks, 0)
+        buffers.update(buffers.acquire_slot(), tokens, blocks, 0)
     return buffers
 
 
@@ -60,7 +60,7 @@ def test_step_2_chunked_prefill_beside_decodes(buffers: InputBuffers) -> None:
 
 def test_a_slot_that_is_used_again_remembers_nothing(buffers: InputBuffers) -> None:
     buffers.release_slot(2)
-    slot = buffers.take_slot()
+    slot = buffers.acquire_slot()
     buffers.update(slot, [7], [9], 0)
     inputs = buffers.prepare([slot], [1])
     expect(inputs, input_ids=[7], slot_mapping=[18], positions=[0])
@@ -71,8 +71,8 @@ def test_a_slot_that_is_used_again_remembers_nothing(buffers: InputBuffers) -> N
 def test_a_whole_step_is_updated_as_its_rows_one_by_one(data: st.DataObject) -> None:
     """Rows that begin, grow by one, grow by several, wait, get blocks, or have one replaced, in any order."""
     together, alone = (InputBuffers(max_num_seqs=3, max_model_len=20, block_size=2) for _ in range(2))
-    slots = [together.take_slot() for _ in range(3)]
-    assert [alone.take_slot() for _ in range(3)] == slots
+    slots = [together.acquire_slot() for _ in range(3)]
+    assert [alone.acquire_slot() for _ in range(3)] == slots
     tokens: list[list[int]] = [[1], [2], [3]]
     blocks: list[list[int]] = [[1], [2], [3]]
     for _ in range(data.draw(st.integers(1, 6))):
@@ -107,7 +107,7 @@ def test_vectorised_arithmetic_equals_a_loop_over_tokens(data: st.DataObject) ->
         computed = data.draw(st.integers(0, length - 1))
         count = data.draw(st.integers(1, length - computed))
         blocks = [1 + number * 20 + i for i in range(-(-length // block_size))]
-        slot = buffers.take_slot()
+        slot = buffers.acquire_slot()
         buffers.update(slot, [number * 100 + i for i in range(length)], blocks, computed)
         rows.append(slot)
         counts.append(count)

@@ -257,7 +257,7 @@ def test_what_breaks_over_one_request_does_not_reach_the_others(
     def broken(*_: object) -> None:
         raise ZeroDivisionError("beams")
 
-    monkeypatch.setattr("engine.sampling.beam.BeamSearch.advance", broken)
+    monkeypatch.setattr("engine.sampling.beam.BeamSearch.step", broken)
     driver = Driver(make_engine(tiny_llama))
     driver.add(neighbour)
     driver.engine.add_request("beams", text_tokens(1, 6), [], greedy(8, beam_width=2))
