@@ -23,7 +23,18 @@ import numpy as np
 from common.config import EngineConfig
 from common.errors import ErrorInfo, TriptychError
 from common.hashing import content_hash
-from common.messages import Failed, FinishReason, Grant, InputNeeded, InputSlot, MediaKind, Span, TokenLogprob, Tokens
+from common.messages import (
+    Failed,
+    FinishReason,
+    Grant,
+    InputNeeded,
+    InputSlot,
+    MediaKind,
+    Offer,
+    Span,
+    TokenLogprob,
+    Tokens,
+)
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from common.text.processor import Detokenizer, TextProcessor
@@ -43,7 +54,7 @@ from engine import processors
 from engine.core.decoder_engine import DecoderEngine
 from engine.core.encoder_engine import EncoderEngine
 from engine.device.memory import ENCODER_SHARE
-from engine.state.events import Event, InputMetadata
+from engine.state.events import Event
 
 __all__ = [
     "LLM",
@@ -306,8 +317,9 @@ class LLM:
         kind, data = live.media[input_id]
         attempt = live.attempts[input_id] = live.attempts.get(input_id, -1) + 1
         item = live.processed[input_id] = processors.process(kind, data)
-        metadata = InputMetadata(tuple(item.shape), item.dtype, item.size_bytes, item.layout, content_hash(kind, data))
-        self.decoder.offer(request_id, input_id, attempt, metadata, FAR_FUTURE_S)
+        digest, shape = content_hash(kind, data), list(item.shape)
+        of_item = digest, kind, shape, item.dtype, item.size_bytes, item.layout
+        self.decoder.offer(Offer(request_id, input_id, attempt, *of_item, sender="", deadline_s=FAR_FUTURE_S))
 
     def _handle(self, event: Event) -> None:
         live = self._live.get(event.request_id)

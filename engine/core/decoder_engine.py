@@ -14,7 +14,7 @@ import torch
 
 from common.config import EngineConfig
 from common.errors import TriptychError
-from common.messages import KV_INPUT_ID, Failed, InputSlot, Resumed
+from common.messages import KV_INPUT_ID, Failed, InputSlot, KvOffer, Offer, Resumed
 from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
 from engine.cache.block_manager import BlockManager
@@ -36,7 +36,7 @@ from engine.sampling.sampler import Sampler
 from engine.scheduler.cache_lookup import CacheLookup
 from engine.scheduler.decoder import DecoderScheduler
 from engine.state.engine_state import EngineState
-from engine.state.events import Event, InputMetadata, KvMetadata
+from engine.state.events import Event
 from engine.state.spec import Table
 
 LEASE_S = 30.0
@@ -196,22 +196,14 @@ class DecoderEngine:
         self.scheduler.remove_sequence(sequence)
         request.sequences.remove(sequence)
 
-    def offer(
-        self,
-        request_id: str,
-        input_id: int,
-        attempt: int,
-        metadata: InputMetadata,
-        deadline_s: float,
-        request_attempt: int = 0,
-    ) -> None:
+    def offer(self, offer: Offer) -> None:
         """An encoder offers an input. The answer is an event: granted, cached, refused or cancelled.
 
-        It is for the request that was added with `request_attempt`, or will be.
+        The offer is for the request that was, or will be, added with its `request_attempt`.
         """
         self.state.has_changed = True
-        self.intake.offer(request_id, input_id, attempt, metadata, deadline_s, request_attempt)
-        self._fail_what_never_fits(request_id)
+        self.intake.offer(offer)
+        self._fail_what_never_fits(offer.request_id)
 
     def withdraw(self, request_id: str, input_id: int, attempt: int) -> None:
         """Release the memory of exactly this attempt, whose sender gives up an input, or KV with KV_INPUT_ID. Unknown
@@ -251,17 +243,15 @@ class DecoderEngine:
         self.state.has_changed = True
         self.loop.end(*self.kv_outlet.end(request_id))
 
-    def offer_kv(
-        self, request_id: str, attempt: int, metadata: KvMetadata, deadline_s: float, request_attempt: int = 0
-    ) -> None:
+    def offer_kv(self, offer: KvOffer) -> None:
         """Another engine offers keys and values. The answer is an event, as for inputs, with input id KV_INPUT_ID.
 
         The same offer again, while they are on their way, is a sign of life that prolongs the lease. They are for the
-        request that was added with `request_attempt`, or will be.
+        request that was, or will be, added with its `request_attempt`.
         """
         self.state.has_changed = True
-        self.kv_intake.offer(request_id, attempt, metadata, deadline_s, request_attempt)
-        self._fail_what_never_fits(request_id)
+        self.kv_intake.offer(offer)
+        self._fail_what_never_fits(offer.request_id)
 
     def deliver_kv(self, request_id: str, attempt: int, part: KvPart) -> None:
         """Write a part of granted KV. The bytes are copied before the return."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
-from common.messages import REPEAT_S, Grant
+from common.messages import REPEAT_S, Grant, KvOffer, Offer
 
 MAX_ENDED: Final = 8192
 """Ended requests remembered, so that a late offer is answered as cancelled."""
@@ -18,16 +17,7 @@ KEEP_S: Final = 2 * REPEAT_S
 """How long to keep one that is not repeated: its sender has given it up, or one repetition was lost, or late by as long
 as it takes to the next. With less, a slow machine would lose offers of senders that live, and ask for them again."""
 
-M = TypeVar("M")
-
-
-@dataclass(frozen=True)
-class _Offer(Generic[M]):
-    attempt: int
-    request_attempt: int
-    metadata: M
-    deadline_s: float
-    kept_until_s: float
+M = TypeVar("M", Offer, KvOffer)
 
 
 class EarlyOffers(Generic[M]):
@@ -39,7 +29,7 @@ class EarlyOffers(Generic[M]):
 
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
-        self._offers: OrderedDict[tuple[str, int], _Offer[M]] = OrderedDict()
+        self._offers: OrderedDict[tuple[str, int], tuple[M, float]] = OrderedDict()  # with the end of keeping
         self._ended: OrderedDict[str, float] = OrderedDict()  # request -> the last attempt of it that has ended
         self.num_expired = 0
         self.num_evicted = 0
@@ -47,33 +37,30 @@ class EarlyOffers(Generic[M]):
     def __len__(self) -> int:
         return len(self._offers)
 
-    def keep(
-        self, request_id: str, input_id: int, attempt: int, metadata: M, deadline_s: float, request_attempt: int = 0
-    ) -> list[Grant]:
+    def keep(self, offer: M) -> list[Grant]:
         """Keep an offer for a request, or an attempt of a request, that has not come yet."""
-        key = request_id, input_id
-        known = self._offers.get(key)
-        if request_attempt <= self._ended.get(request_id, -1) or (known is not None and attempt < known.attempt):
-            return [Grant(*key, attempt, "cancelled")]
-        cancelled = [self._cancel(key)] if known is not None and attempt > known.attempt else []
-        kept_until_s = min(deadline_s, time.monotonic() + self._lease_s)
-        self._offers[key] = _Offer(attempt, request_attempt, metadata, deadline_s, kept_until_s)
+        key = offer.request_id, offer.input_id
+        known = self._offers[key][0].attempt if key in self._offers else offer.attempt
+        if offer.request_attempt <= self._ended.get(offer.request_id, -1) or offer.attempt < known:
+            return [Grant(*key, offer.attempt, "cancelled")]
+        cancelled = [self._cancel(key)] if offer.attempt > known else []
+        self._offers[key] = offer, min(offer.deadline_s, time.monotonic() + self._lease_s)
         while len(self._offers) > MAX_EARLY_OFFERS:
             self.num_evicted += 1
             cancelled.append(self._cancel(next(iter(self._offers))))
         return cancelled
 
-    def take(self, request_id: str, input_id: int, request_attempt: int = 0) -> tuple[int, M, float] | None:
-        """Remove the offer for an input of a request that has come; return attempt, metadata and deadline."""
-        offer = self._offers.get((request_id, input_id))
+    def pop(self, request_id: str, input_id: int, request_attempt: int = 0) -> M | None:
+        """Remove and return the offer for an input of a request that has come; None without one."""
+        offer, _ = self._offers.get((request_id, input_id), (None, 0.0))
         if offer is None or offer.request_attempt != request_attempt:
             return None
         del self._offers[request_id, input_id]
-        return offer.attempt, offer.metadata, offer.deadline_s
+        return offer
 
     def withdraw(self, request_id: str, input_id: int, attempt: int) -> None:
         """Discard an offer that the sender has given up. Unknown offers and other attempts are fine."""
-        offer = self._offers.get((request_id, input_id))
+        offer, _ = self._offers.get((request_id, input_id), (None, 0.0))
         if offer is not None and offer.attempt == attempt:
             del self._offers[request_id, input_id]
 
@@ -83,18 +70,18 @@ class EarlyOffers(Generic[M]):
         self._ended[request_id] = max(last, self._ended.get(request_id, -1))
         while len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
-        ended = [key for key, offer in self._offers.items() if key[0] == request_id and offer.request_attempt <= last]
-        return [self._cancel(key) for key in ended]
+        own = [(key, offer) for key, (offer, _) in self._offers.items() if key[0] == request_id]
+        return [self._cancel(key) for key, offer in own if offer.request_attempt <= last]
 
     def next_deadline_s(self) -> float | None:
         """Return the time of the next `expire`."""
-        return min((offer.kept_until_s for offer in self._offers.values()), default=None)
+        return min((kept_until_s for _, kept_until_s in self._offers.values()), default=None)
 
     def expire(self, now_s: float) -> list[Grant]:
         """Cancel offers whose request did not come in time."""
-        expired = [key for key, offer in self._offers.items() if offer.kept_until_s <= now_s]
+        expired = [key for key, (_, kept_until_s) in self._offers.items() if kept_until_s <= now_s]
         self.num_expired += len(expired)
         return [self._cancel(key) for key in expired]
 
     def _cancel(self, key: tuple[str, int]) -> Grant:
-        return Grant(*key, self._offers.pop(key).attempt, "cancelled")
+        return Grant(*key, self._offers.pop(key)[0].attempt, "cancelled")

@@ -18,13 +18,12 @@ from collections.abc import Iterable
 import torch
 
 from common.errors import ErrorInfo
-from common.messages import Grant, InputNeeded, Receipt
+from common.messages import Grant, InputNeeded, Offer, Receipt
 from engine.cache.encoder_cache import EncoderCacheManager
 from engine.handoff.early_offers import KEEP_S, EarlyOffers
 from engine.handoff.offer_check import OfferCheck
 from engine.scheduler.cache_lookup import CacheLookup
 from engine.state.engine_state import EngineState
-from engine.state.events import InputMetadata
 from engine.state.request import InputState, Request, RequestInput
 
 
@@ -51,7 +50,7 @@ class InputReceiver:
         self._expectation = expectation
         self._lease_s = lease_s
         self._requests: dict[str, Request] = {}
-        self.early: EarlyOffers[InputMetadata] = EarlyOffers(min(lease_s, KEEP_S))
+        self.early: EarlyOffers[Offer] = EarlyOffers(min(lease_s, KEEP_S))
         self._pending: list[tuple[Request, RequestInput]] = []  # OFFERED, in the order of grants
         self._granted: dict[tuple[str, int], RequestInput] = {}
         self._dormant: list[tuple[Request, RequestInput]] = []
@@ -62,9 +61,9 @@ class InputReceiver:
         """Accept a request, and offers that came before."""
         self._requests[request.request_id] = request
         for item in request.inputs:
-            early = self.early.take(request.request_id, item.slot.input_id, request.attempt)
+            early = self.early.pop(request.request_id, item.slot.input_id, request.attempt)
             if early is not None:
-                self.offer(request.request_id, item.slot.input_id, *early, request.attempt)
+                self.offer(early)
 
     def end_request(self, request: Request) -> None:
         """Release everything held for the request; later offers and tensors are cancelled."""
@@ -86,26 +85,18 @@ class InputReceiver:
 
     # --- offers
 
-    def offer(
-        self,
-        request_id: str,
-        input_id: int,
-        attempt: int,
-        metadata: InputMetadata,
-        deadline_s: float,
-        request_attempt: int = 0,
-    ) -> None:
+    def offer(self, offer: Offer) -> None:
         """Handle an offer. A repeated offer is answered again: the sender may have missed the answer."""
+        request_id, input_id, attempt = offer.request_id, offer.input_id, offer.attempt
         request = self._requests.get(request_id)
-        if request is None or request.attempt < request_attempt:
-            key = request_id, input_id, attempt
-            self._emit(*self.early.keep(*key, metadata, deadline_s, request_attempt))
+        if request is None or request.attempt < offer.request_attempt:
+            self._emit(*self.early.keep(offer))
             return
-        if request.attempt > request_attempt:
+        if request.attempt > offer.request_attempt:
             self._emit(Grant(request_id, input_id, attempt, "cancelled"))
             return
         item = next((item for item in request.inputs if item.slot.input_id == input_id), None)
-        error = self._what_is_wrong(item, metadata) or self._too_much(request, item, metadata)
+        error = self._fault(item, offer) or self._too_much(request, item, offer)
         if item is None or error is not None:
             self._emit(Grant(request_id, input_id, attempt, "refused", error or _no_such_input(input_id)))
         elif attempt < item.attempt or (attempt == item.attempt and item.state is InputState.MISSING):
@@ -114,35 +105,35 @@ class InputReceiver:
             item.attempt = attempt  # should it be lost again, then so is what this attempt was told
             self._emit(Grant(request_id, input_id, attempt, "cached"))
         elif attempt > item.attempt:
-            self._accept(request, item, attempt, metadata, deadline_s)
+            self._accept(request, item, offer)
         elif item.state is InputState.GRANTED:
             self._emit(Grant(request_id, input_id, attempt, "granted"))
 
-    def _what_is_wrong(self, item: RequestInput | None, metadata: InputMetadata) -> ErrorInfo | None:
+    def _fault(self, item: RequestInput | None, offer: Offer) -> ErrorInfo | None:
         if item is None:
             return None
-        if metadata.size_bytes > self.cache.capacity_bytes:
+        if offer.size_bytes > self.cache.capacity_bytes:
             return ErrorInfo(
                 "item_too_large",
-                f"input {item.slot.input_id} needs {metadata.size_bytes} bytes of encoder cache, the whole budget is "
+                f"input {item.slot.input_id} needs {offer.size_bytes} bytes of encoder cache, the whole budget is "
                 f"{self.cache.capacity_bytes}: send a smaller one, or serve with a larger --encoder-cache-bytes",
             )
-        if metadata.content_hash != item.slot.content_hash:
+        if offer.content_hash != item.slot.content_hash:
             return ErrorInfo("internal_error", f"input {item.slot.input_id} is offered with another content hash")
-        fault = self._expectation.fault(metadata)
+        fault = self._expectation.fault(offer)
         if fault is not None:
             return ErrorInfo("invalid_request", f"input {item.slot.input_id}: {fault}")
-        known = item.metadata
-        if known is not None and known.layout != metadata.layout:
+        known = item.offer
+        if known is not None and known.layout != offer.layout:
             return ErrorInfo("internal_error", f"input {item.slot.input_id} is offered again with another layout")
         return None
 
-    def _too_much(self, request: Request, item: RequestInput | None, metadata: InputMetadata) -> ErrorInfo | None:
+    def _too_much(self, request: Request, item: RequestInput | None, offer: Offer) -> ErrorInfo | None:
         """Refuse inputs that exceed the cache together: cross-attention needs all inputs of a request at once."""
         if not request.cross_attention:
             return None
-        known = [other.metadata for other in request.inputs if other is not item and other.metadata is not None]
-        sizes = {one.content_hash: one.size_bytes for one in (*known, metadata)}
+        known = [other.offer for other in request.inputs if other is not item and other.offer is not None]
+        sizes = {one.content_hash: one.size_bytes for one in (*known, offer)}
         if sum(sizes.values()) <= self.cache.capacity_bytes:
             return None
         return ErrorInfo(
@@ -151,13 +142,11 @@ class InputReceiver:
             f"budget is {self.cache.capacity_bytes}: send fewer, or serve with a larger --encoder-cache-bytes",
         )
 
-    def _accept(
-        self, request: Request, item: RequestInput, attempt: int, metadata: InputMetadata, deadline_s: float
-    ) -> None:
+    def _accept(self, request: Request, item: RequestInput, offer: Offer) -> None:
         self._cancel(request, item)
         self._drop(request, item)
         self._pending = [pair for pair in self._pending if pair[1] is not item]
-        item.attempt, item.metadata, item.deadline_s = attempt, metadata, deadline_s
+        item.attempt, item.offer, item.deadline_s = offer.attempt, offer, offer.deadline_s
         item.state = InputState.OFFERED
         self._pending.append((request, item))
         request.expand_prompt()
@@ -193,20 +182,20 @@ class InputReceiver:
         waiting: list[tuple[Request, RequestInput]] = []
         full = False
         for request, item in self._pending:
-            assert item.metadata is not None
-            name, reference = item.metadata.content_hash, (request.request_id, item.slot.input_id)
+            assert item.offer is not None
+            name, reference = item.offer.content_hash, (request.request_id, item.slot.input_id)
             if self.cache.is_ready(name):
                 self.cache.acquire(name, reference)
                 item.state = InputState.READY
                 self._emit(Grant(*reference, item.attempt, "cached"))
             elif self._coverage.covers(request, item):
                 waiting.append((request, item))
-            elif full or self.cache.is_reserved(name) or not self.cache.can_reserve(item.metadata.size_bytes):
+            elif full or self.cache.is_reserved(name) or not self.cache.can_reserve(item.offer.size_bytes):
                 # Same content on its way for somebody else: wait for it. No room: nobody younger may overtake.
                 full = full or not self.cache.is_reserved(name)
                 waiting.append((request, item))
             else:
-                self.cache.reserve(name, item.metadata.size_bytes, reference)
+                self.cache.reserve(name, item.offer.size_bytes, reference)
                 item.state, item.deadline_s = InputState.GRANTED, time.monotonic() + self._lease_s
                 self._granted[reference] = item
                 self._emit(Grant(*reference, item.attempt, "granted"))
@@ -235,9 +224,9 @@ class InputReceiver:
             for item in request.inputs:
                 if item.state is not InputState.DORMANT:
                     continue
-                assert item.metadata is not None
-                if self.cache.is_ready(item.metadata.content_hash):
-                    self.cache.acquire(item.metadata.content_hash, (request.request_id, item.slot.input_id))
+                assert item.offer is not None
+                if self.cache.is_ready(item.offer.content_hash):
+                    self.cache.acquire(item.offer.content_hash, (request.request_id, item.slot.input_id))
                     item.state = InputState.READY
                 elif self._coverage.covers(request, item):
                     self._dormant.append((request, item))
@@ -271,15 +260,15 @@ class InputReceiver:
         if first is None:
             return False
         _, item = first
-        assert item.metadata is not None
+        assert item.offer is not None
         if self._rest_covered():
             return True
         holders, gain = self._revocable(first, only_blocked=only_blocked)
-        if not self.cache.can_reserve(item.metadata.size_bytes - gain):
+        if not self.cache.can_reserve(item.offer.size_bytes - gain):
             return False  # what is lost in vain would be back at once, out of the cache, and lost again
         revoked = 0
         for holder, held in holders:
-            if self.cache.can_reserve(item.metadata.size_bytes):
+            if self.cache.can_reserve(item.offer.size_bytes):
                 break
             self._lose(holder, held)
             revoked += 1
@@ -300,7 +289,7 @@ class InputReceiver:
         ready = sorted(self._ready_inputs(), key=_grant_order, reverse=True)
         kept = {pair[1].slot.content_hash for pair in ready if not may_give(pair)}
         holders = [pair for pair in ready if pair[1].slot.content_hash not in kept]
-        sizes = {held.slot.content_hash: held.metadata.size_bytes for _, held in holders if held.metadata is not None}
+        sizes = {held.slot.content_hash: held.offer.size_bytes for _, held in holders if held.offer is not None}
         return holders, sum(sizes.values())
 
     def _rest_covered(self) -> bool:
@@ -329,11 +318,11 @@ class InputReceiver:
             self._emit(Receipt(request_id, input_id, attempt, "stored"))  # sent twice: the first one counts
         elif item.state is not InputState.GRANTED or item.attempt != attempt:
             self._reject(request_id, input_id, attempt, "expired")
-        elif item.metadata is None or _is_not(tensor, item.metadata):
+        elif item.offer is None or _is_not(tensor, item.offer):
             self._reject(request_id, input_id, attempt, "corrupt")
         else:
             del self._granted[request_id, input_id]
-            self.cache.commit(item.metadata.content_hash, tensor)
+            self.cache.commit(item.offer.content_hash, tensor)
             item.state = InputState.READY
             self.counters["inputs_stored"] += 1
             self._emit(Receipt(request_id, input_id, attempt, "stored"))
@@ -385,8 +374,8 @@ class InputReceiver:
     def _drop(self, request: Request, item: RequestInput) -> None:
         """Release the cache memory of an input."""
         reference = (request.request_id, item.slot.input_id)
-        if item.state in (InputState.GRANTED, InputState.READY) and item.metadata is not None:
-            self.cache.release(item.metadata.content_hash, reference)
+        if item.state in (InputState.GRANTED, InputState.READY) and item.offer is not None:
+            self.cache.release(item.offer.content_hash, reference)
         self._granted.pop(reference, None)
 
     def is_empty(self) -> bool:
@@ -402,8 +391,8 @@ def _is_blocked(request: Request, item: RequestInput) -> bool:
     return item.start is None or item.start >= request.num_computable_tokens(request.sequences[0])
 
 
-def _is_not(tensor: torch.Tensor, metadata: InputMetadata) -> bool:
-    return tuple(tensor.shape) != metadata.shape or str(tensor.dtype).removeprefix("torch.") != metadata.dtype
+def _is_not(tensor: torch.Tensor, offer: Offer) -> bool:
+    return list(tensor.shape) != list(offer.shape) or str(tensor.dtype).removeprefix("torch.") != offer.dtype
 
 
 def _no_such_input(input_id: int) -> ErrorInfo:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from common.messages import InputLayout
+from common.messages import InputLayout, KvOffer, Offer
 from common.model_info import ModelInfo
 from engine.device.choice import DTYPES
 from engine.handoff.offer_check import OfferCheck
-from engine.state.events import InputMetadata, KvMetadata
 from engine.state.request import Request, RequestInput
 from engine.state.spec import DecoderSpec, Table
 
@@ -55,49 +54,53 @@ class KvOfferCheck:
         inputs = OfferCheck.of(info, spec, max_model_len)
         return cls(inputs, (spec.num_layers, *shape), cross_shape, str(dtype).removeprefix("torch."))
 
-    def describe(self, request: Request) -> KvMetadata:
-        """Return the offer of a prefill whose inputs are all known."""
-        return KvMetadata(
+    def describe(self, request: Request) -> KvOffer:
+        """Return the offer of a prefill whose inputs are all known, without the sender and the attempts."""
+        return KvOffer(
+            request_id=request.request_id,
+            attempt=0,
             num_tokens=request.num_handoff_tokens,
             num_encoder_tokens=request.num_encoder_tokens,
-            token_shape=self.token_shape,
-            cross_shape=self.cross_shape,
+            token_shape=list(self.token_shape),
+            cross_shape=list(self.cross_shape),
             dtype=self.dtype,
-            layouts=[item.metadata.layout for item in request.inputs if item.metadata is not None],
+            layouts=[item.offer.layout for item in request.inputs if item.offer is not None],
             seed=request.seed,
             num_cached_tokens=request.num_cached_tokens,
+            sender="",
+            deadline_s=0.0,
         )
 
-    def fault(self, metadata: KvMetadata, request: Request) -> str | None:
+    def fault(self, offer: KvOffer, request: Request) -> str | None:
         """Return the fault of an offer for this request, with the value; None without a fault."""
-        sizes = metadata.token_shape, metadata.cross_shape, metadata.dtype
-        expected = self.token_shape, self.cross_shape, self.dtype
+        sizes = [list(offer.token_shape), list(offer.cross_shape), offer.dtype]
+        expected = [list(self.token_shape), list(self.cross_shape), self.dtype]
         if sizes != expected:
-            return f"shapes and dtype {_list(sizes)}, expected {_list(expected)}: do both serve the same model?"
-        if len(metadata.layouts) != len(request.inputs):
-            return f"{len(metadata.layouts)} input layouts, the request has {len(request.inputs)} inputs"
-        for item, layout in zip(request.inputs, metadata.layouts, strict=True):
+            return f"shapes and dtype {sizes}, expected {expected}: do both serve the same model?"
+        if len(offer.layouts) != len(request.inputs):
+            return f"{len(offer.layouts)} input layouts, the request has {len(request.inputs)} inputs"
+        for item, layout in zip(request.inputs, offer.layouts, strict=True):
             fault = self._input_fault(item, layout)
             if fault is not None:
                 return f"input {item.slot.input_id}: {fault}"
-        rows = sum(layout.num_encoder_tokens for layout in metadata.layouts) if request.cross_attention else 0
-        if metadata.num_encoder_tokens != rows:
-            return f"{metadata.num_encoder_tokens} encoder tokens, the layouts have {rows}"
-        num_tokens = _num_handoff_tokens(request, metadata.layouts)
-        if metadata.num_tokens != num_tokens:
-            return f"keys and values of {metadata.num_tokens} tokens, the request needs those of {num_tokens}"
+        rows = sum(layout.num_encoder_tokens for layout in offer.layouts) if request.cross_attention else 0
+        if offer.num_encoder_tokens != rows:
+            return f"{offer.num_encoder_tokens} encoder tokens, the layouts have {rows}"
+        num_tokens = _num_handoff_tokens(request, offer.layouts)
+        if offer.num_tokens != num_tokens:
+            return f"keys and values of {offer.num_tokens} tokens, the request needs those of {num_tokens}"
         return None
 
     def _input_fault(self, item: RequestInput, layout: InputLayout) -> str | None:
-        if item.metadata is not None and item.metadata.layout != layout:
+        if item.offer is not None and item.offer.layout != layout:
             return "it has been offered with another layout"
-        return self.inputs.fault(self.input_metadata(item, layout))
+        return self.inputs.fault(self.input_offer(item, layout))
 
-    def input_metadata(self, item: RequestInput, layout: InputLayout) -> InputMetadata:
-        """Return the metadata of an input that was prefilled elsewhere."""
-        shape = layout.num_encoder_tokens, self.inputs.hidden_size
+    def input_offer(self, item: RequestInput, layout: InputLayout) -> Offer:
+        """Return the offer, made by nobody, of an input that was prefilled elsewhere."""
+        slot, shape = item.slot, [layout.num_encoder_tokens, self.inputs.hidden_size]
         size_bytes = math.prod(shape) * DTYPES[self.dtype].itemsize
-        return InputMetadata(shape, self.dtype, size_bytes, layout, item.slot.content_hash)
+        return Offer("", slot.input_id, 0, slot.content_hash, slot.kind, shape, self.dtype, size_bytes, layout, "", 0.0)
 
     def part_fault(self, part: KvPart) -> str | None:
         """Return the fault of a part's tensor; None without a fault."""
@@ -115,7 +118,3 @@ def _num_handoff_tokens(request: Request, layouts: list[InputLayout]) -> int:
         grown = sum(sum(count for _, count in layout.expansion) - 1 for layout in layouts)
     resumed = len(request.resumed[0].token_ids) if len(request.resumed) == 1 else 0
     return len(request.prompt_token_ids) + grown + resumed - 1
-
-
-def _list(sizes: tuple[tuple[int, ...], tuple[int, ...], str]) -> list[object]:
-    return [list(sizes[0]), list(sizes[1]), sizes[2]]

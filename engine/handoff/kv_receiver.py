@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass, field
 
 from common.errors import ErrorInfo
-from common.messages import KV_INPUT_ID, Grant, InputNeeded, Receipt
+from common.messages import KV_INPUT_ID, Grant, InputNeeded, KvOffer, Receipt
 from engine.cache.block_pool import IntegrityError
 from engine.handoff.early_offers import KEEP_S, EarlyOffers
 from engine.handoff.input_receiver import InputReceiver
@@ -28,7 +28,6 @@ from engine.handoff.token_ranges import TokenRanges
 from engine.runner.decoder import DecoderRunner
 from engine.scheduler.decoder import DecoderScheduler
 from engine.state.engine_state import EngineState
-from engine.state.events import KvMetadata
 from engine.state.request import Request, Sequence
 from engine.state.spec import Table
 
@@ -84,16 +83,16 @@ class KvReceiver:
         self._handoffs: dict[str, KvHandoff] = {}
         self._pending: list[KvHandoff] = []  # OFFERED, in the order of grants
         self._reserved: list[KvHandoff] = []
-        self.early: EarlyOffers[KvMetadata] = EarlyOffers(min(lease_s, KEEP_S))
+        self.early: EarlyOffers[KvOffer] = EarlyOffers(min(lease_s, KEEP_S))
 
     # --- requests come and go
 
     def add_request(self, request: Request) -> None:
         """Accept a request with a prefill elsewhere, and an offer that came before."""
         self._handoffs[request.request_id] = KvHandoff(request)
-        early = self.early.take(request.request_id, KV_INPUT_ID, request.attempt)
+        early = self.early.pop(request.request_id, KV_INPUT_ID, request.attempt)
         if early is not None:
-            self.offer(request.request_id, *early, request.attempt)
+            self.offer(early)
 
     def end_request(self, request_id: str, request_attempt: int | None) -> None:
         """End a request in this attempt (None: in every attempt); cancel later offers and parts."""
@@ -115,20 +114,18 @@ class KvReceiver:
 
     # --- offers
 
-    def offer(
-        self, request_id: str, attempt: int, metadata: KvMetadata, deadline_s: float, request_attempt: int = 0
-    ) -> None:
+    def offer(self, offer: KvOffer) -> None:
         """Handle an offer of KV. A repeated offer is a sign of life of the sender."""
+        request_id, attempt, request_attempt = offer.request_id, offer.attempt, offer.request_attempt
         handoff = self._handoffs.get(request_id)
         if handoff is None or handoff.request.attempt < request_attempt:
-            key = request_id, KV_INPUT_ID, attempt
-            self._emit(*self.early.keep(*key, metadata, deadline_s, request_attempt))
+            self._emit(*self.early.keep(offer))
         elif handoff.request.attempt > request_attempt:
             self._emit(Grant(request_id, KV_INPUT_ID, attempt, "cancelled"))
         elif handoff.state is KvHandoffState.STARTED:
             self._emit(Grant(request_id, KV_INPUT_ID, attempt, "cached"))
         elif attempt > handoff.attempt:
-            self._accept(handoff, attempt, metadata, deadline_s)
+            self._accept(handoff, offer)
         elif attempt < handoff.attempt or handoff.state is KvHandoffState.WAITING:
             self._emit(Grant(request_id, KV_INPUT_ID, attempt, "cancelled"))
         elif handoff.state is KvHandoffState.RESERVED:
@@ -141,32 +138,32 @@ class KvReceiver:
         if handoff is not None and handoff.attempt == attempt:
             self._give_up(handoff)
 
-    def _accept(self, handoff: KvHandoff, attempt: int, metadata: KvMetadata, deadline_s: float) -> None:
+    def _accept(self, handoff: KvHandoff, offer: KvOffer) -> None:
         request = handoff.request
-        fault = self._expectation.fault(metadata, request)
+        fault = self._expectation.fault(offer, request)
         # Never the client's fault: the prefill has read the same request, and has taken it.
         error = None if fault is None else ErrorInfo("internal_error", f"keys and values of the prompt: {fault}")
         if error is None:
-            self._apply(request, metadata)
+            self._apply(request, offer)
             error = self._scheduler.capacity.never_fits(request)
         if error is not None:
-            self._emit(Grant(request.request_id, KV_INPUT_ID, attempt, "refused", error))
+            self._emit(Grant(request.request_id, KV_INPUT_ID, offer.attempt, "refused", error))
             return
         self._give_up(handoff)
-        handoff.attempt, handoff.deadline_s = attempt, deadline_s
+        handoff.attempt, handoff.deadline_s = offer.attempt, offer.deadline_s
         handoff.state = KvHandoffState.OFFERED
         self._pending.append(handoff)
         self._pending.sort(key=lambda one: one.request.order)
 
-    def _apply(self, request: Request, metadata: KvMetadata) -> None:
+    def _apply(self, request: Request, offer: KvOffer) -> None:
         """Apply the sender's knowledge of the request: input sizes, and the seed for random draws."""
-        for item, layout in zip(request.inputs, metadata.layouts, strict=True):
-            if item.metadata is None:
-                item.metadata = self._expectation.input_metadata(item, layout)
+        for item, layout in zip(request.inputs, offer.layouts, strict=True):
+            if item.offer is None:
+                item.offer = self._expectation.input_offer(item, layout)
         request.expand_prompt()
-        request.num_cached_tokens = metadata.num_cached_tokens
+        request.num_cached_tokens = offer.num_cached_tokens
         if request.sampling.seed is None:
-            request.seed = metadata.seed
+            request.seed = offer.seed
 
     # --- reservations
 

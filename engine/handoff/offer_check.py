@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from common.messages import Offer
 from common.model_info import ModelInfo
-from engine.state.events import InputMetadata
 from engine.state.spec import DecoderSpec
 
 
@@ -29,14 +29,14 @@ class OfferCheck:
         max_rows = info.max_encoder_tokens if info.has_cross_attention else max_model_len
         return cls(spec.encoder_width, spec.vocab_size, max_rows, info.placeholder_token_id, info.has_cross_attention)
 
-    def fault(self, metadata: InputMetadata) -> str | None:
+    def fault(self, offer: Offer) -> str | None:
         """Return the fault of an offer, with the value; None without a fault."""
-        layout = metadata.layout
+        layout = offer.layout
         rows, expansion = layout.num_encoder_tokens, layout.expansion
         if not 1 <= rows <= self.max_rows:
             return f"{rows} encoder tokens, expected 1 to {self.max_rows}"
-        if metadata.shape != (rows, self.hidden_size):
-            return f"shape {list(metadata.shape)}, expected [{rows}, {self.hidden_size}]: do both serve the same model?"
+        if list(offer.shape) != [rows, self.hidden_size]:
+            return f"shape {list(offer.shape)}, expected [{rows}, {self.hidden_size}]: do both serve the same model?"
         visible = layout.num_visible_tokens
         if visible is not None and not (self.cross_attention and 1 <= visible <= rows):
             return f"{visible} visible encoder tokens of {rows}"

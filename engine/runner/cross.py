@@ -34,9 +34,9 @@ def write_cross(
     """Project the encoder outputs of a request to each layer's cross KV, into the blocks of the request's table."""
     device, dtype = caches[0].device, caches[0].dtype
     outputs = [
-        send_tensor(cache.get(item.metadata.content_hash), device, dtype)
+        send_tensor(cache.get(item.offer.content_hash), device, dtype)
         for item in request.inputs
-        if item.metadata is not None
+        if item.offer is not None
     ]
     encoder_output = table_rows(outputs, _cross_inputs(request))
     slots = slots_of(caches[0], block_table, 0, len(encoder_output))
@@ -117,8 +117,8 @@ def _cross_inputs(request: Request) -> list[CrossInput]:
     """Return the inputs of a request as rows of its cross table, in prompt order."""
     inputs = []
     for item in request.inputs:
-        assert item.metadata is not None
-        layout = item.metadata.layout
+        assert item.offer is not None
+        layout = item.offer.layout
         visible = layout.num_encoder_tokens if layout.num_visible_tokens is None else layout.num_visible_tokens
         inputs.append(CrossInput(item.start or 0, layout.num_encoder_tokens, visible))
     return inputs

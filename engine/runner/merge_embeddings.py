@@ -40,11 +40,11 @@ def find_pieces(
         for item in sequence.request.inputs:
             if item.start is None or item.start >= last or item.start + item.num_prompt_tokens <= first:
                 continue
-            assert item.metadata is not None
-            places = _placeholders(item.metadata.layout.expansion, placeholder) + item.start
+            assert item.offer is not None
+            places = _placeholders(item.offer.layout.expansion, placeholder) + item.start
             begin, end = np.searchsorted(places, (first, last))
             if begin < end:
-                outputs = cache.get(item.metadata.content_hash)[begin:end]
+                outputs = cache.get(item.offer.content_hash)[begin:end]
                 pieces.append(MergedRows(places[begin:end] + offset, outputs))
     return pieces
 

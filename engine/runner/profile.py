@@ -19,7 +19,7 @@ from typing import Any, Final, cast
 import torch
 
 from common.config import EngineConfig
-from common.messages import InputLayout, InputSlot
+from common.messages import InputLayout, InputSlot, Offer
 from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
 from common.telemetry import get_logger
@@ -31,7 +31,6 @@ from engine.device.recorder import CudaRecorder
 from engine.runner.decoder import DecoderRunner
 from engine.runner.graphs import DecodeGraphs, UnrecordableError
 from engine.sampling.sampler import Sampler
-from engine.state.events import InputMetadata
 from engine.state.inputs import ScheduledStep
 from engine.state.request import InputState, Request, Sequence
 
@@ -198,8 +197,8 @@ class _StepProfile:
             uses_mrope=runner.spec.mrope_section is not None,
         )
         for item in request.inputs:
-            shape = (num_rows, runner.spec.encoder_width)
-            item.metadata = InputMetadata(shape, "", 0, InputLayout(num_rows, []), "profile")
+            shape, layout = [num_rows, runner.spec.encoder_width], InputLayout(num_rows, [])
+            item.offer = Offer("profile", 0, 0, "profile", item.slot.kind, shape, "", 0, layout, "", 0.0)
             item.state = InputState.READY
         return request
 

@@ -230,7 +230,7 @@ class DecoderScheduler:
         unnecessary."""
         for item in request.inputs:
             end = 0 if request.cross_attention else item.end
-            covered = item.metadata is not None and end is not None and end <= num_cached
+            covered = item.offer is not None and end is not None and end <= num_cached
             if covered and not item.usable and item.state is not InputState.GRANTED:
                 item.state = InputState.CONSUMED
                 self.counters["inputs_covered"] += 1

@@ -1,4 +1,4 @@
-"""Events of a decoder engine, and the metadata of offers: plain values that know no network.
+"""Messages of a decoder engine: plain values that know no network.
 
 Facts that travel as they are have the types of `common.messages`. Their `attempt`, or `request_attempt` where `attempt`
 counts handoffs, is the one given to `DecoderEngine.add_request`.
@@ -13,40 +13,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from common.messages import Failed, Grant, InputLayout, InputNeeded, Prefilled, Receipt, Tokens
-
-
-@dataclass(frozen=True)
-class InputMetadata:
-    """Metadata of an offered encoder output. `shape` is [num_encoder_tokens, hidden_size]."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    size_bytes: int
-    layout: InputLayout
-    content_hash: str
-
-
-@dataclass(frozen=True)
-class KvMetadata:
-    """Metadata of a prompt's KV, as one engine offers it to another; fields as in `common.messages.KvOffer`."""
-
-    num_tokens: int
-    num_encoder_tokens: int
-    token_shape: tuple[int, ...]
-    cross_shape: tuple[int, ...]
-    dtype: str
-    layouts: list[InputLayout]
-    seed: int
-    num_cached_tokens: int = 0
+from common.messages import Failed, Grant, InputNeeded, KvOffer, Prefilled, Receipt, Tokens
 
 
 @dataclass(frozen=True)
 class KvReady:
-    """Start of a prefill that has every input: its KV can be offered."""
+    """Start of a prefill that has every input: the KV can be offered.
+
+    The sender completes `offer` by its own name, the attempts and a deadline.
+    """
 
     request_id: str
-    metadata: KvMetadata
+    offer: KvOffer
     attempt: int = 0
 
 

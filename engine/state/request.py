@@ -21,11 +21,10 @@ from typing import Final
 
 import numpy as np
 
-from common.messages import InputSlot, Resumed, Span, TokenLogprob
+from common.messages import InputSlot, Offer, Resumed, Span, TokenLogprob
 from common.sampling_params import SamplingParams
 from common.telemetry import SpanRecorder
 from engine.state.cross_ranges import groups_of
-from engine.state.events import InputMetadata
 from engine.state.prefix import extend_chain, root_hash
 from engine.state.spec import IntArray
 
@@ -47,7 +46,7 @@ class RequestInput:
 
     slot: InputSlot
     state: InputState = InputState.MISSING
-    metadata: InputMetadata | None = None
+    offer: Offer | None = None
     attempt: int = -1
     deadline_s: float = 0.0
     start: int | None = None
@@ -64,8 +63,8 @@ class RequestInput:
     @property
     def num_prompt_tokens(self) -> int:
         """Number of tokens in place of the placeholder."""
-        assert self.metadata is not None
-        return sum(count for _, count in self.metadata.layout.expansion)
+        assert self.offer is not None
+        return sum(count for _, count in self.offer.layout.expansion)
 
 
 UNKNOWN_TOKEN: Final = -1
@@ -224,7 +223,7 @@ class Request:
             assert item.slot.prompt_index is not None
             self._append_text(self.prompt_token_ids[self._next_prompt_index : item.slot.prompt_index])
             self._next_prompt_index = item.slot.prompt_index
-            if item.metadata is None:
+            if item.offer is None:
                 return
             item.start = len(self.prompt)
             self._append_input(item)
@@ -252,8 +251,8 @@ class Request:
             self.mrope_next += len(token_ids)
 
     def _append_input(self, item: RequestInput) -> None:
-        assert item.metadata is not None
-        layout = item.metadata.layout
+        assert item.offer is not None
+        layout = item.offer.layout
         for token_id, count in layout.expansion:
             self._append([token_id] * count)
         if not self.uses_mrope:
@@ -300,7 +299,7 @@ class Request:
         """Length of the cross-attention table; 0 for a model without cross-attention, or while unknown."""
         if not self.cross_attention:
             return 0
-        return sum(item.metadata.layout.num_encoder_tokens for item in self.inputs if item.metadata is not None)
+        return sum(item.offer.layout.num_encoder_tokens for item in self.inputs if item.offer is not None)
 
     @property
     def encoder_content(self) -> str:
@@ -314,7 +313,7 @@ class Request:
 
     @property
     def inputs_are_known(self) -> bool:
-        return all(item.metadata is not None for item in self.inputs)
+        return all(item.offer is not None for item in self.inputs)
 
     @property
     def num_handoff_tokens(self) -> int:

@@ -16,7 +16,8 @@ from common.errors import ErrorInfo, TriptychError
 from common.messages import Encode, Grant, Receipt
 from engine.core.decoder_engine import DecoderEngine
 from engine.processors import ProcessedInput
-from engine.state.events import Event, InputMetadata
+from engine.state.events import Event
+from services.encode.output_sink import offer_of
 from services.handoff.device_tensors import keep_for_this_stream
 from services.process.engine_thread import EngineThread
 
@@ -34,10 +35,8 @@ class LocalSink:
 
     async def offer(self, key: Key, message: Encode, item: ProcessedInput) -> bool:
         answers = self._answers[key] = asyncio.Queue()
-        shape, digest = tuple(item.shape), message.content_hash
-        metadata = InputMetadata(shape, item.dtype, item.size_bytes, item.layout, digest)
-        deadline_s, request_attempt = message.deadline_s, message.request_attempt
-        self._thread.submit(lambda engine: engine.offer(*key, metadata, deadline_s, request_attempt))
+        offer = offer_of(message, item, "", message.deadline_s)
+        self._thread.submit(lambda engine: engine.offer(offer))
         match await answers.get():
             case Grant(status="granted"):
                 return True

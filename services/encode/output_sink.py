@@ -47,20 +47,8 @@ class RemoteSink:
         self._early: dict[Key, EarlySend] = {}
 
     async def offer(self, key: Key, message: Encode, item: ProcessedInput) -> bool:
-        offer = Offer(
-            request_id=message.request_id,
-            input_id=message.input_id,
-            attempt=message.attempt,
-            content_hash=message.content_hash,
-            kind=message.kind,
-            shape=list(item.shape),
-            dtype=item.dtype,
-            size_bytes=item.size_bytes,
-            layout=item.layout,
-            sender=self._links.instance_id,
-            deadline_s=min(message.deadline_s, time.monotonic() + self._links.settings.handoff_timeout_s),
-            request_attempt=message.request_attempt,
-        )
+        deadline_s = min(message.deadline_s, time.monotonic() + self._links.settings.handoff_timeout_s)
+        offer = offer_of(message, item, self._links.instance_id, deadline_s)
         receiver = await self._links.find_instance(message.destination, self._handoffs.lately_seen)
         handoff = await self._handoffs.offer(offer, receiver)
         if handoff.grant.result().status == "cached":
@@ -96,3 +84,21 @@ def _send_as_offered(sending: EarlySend, offer: Offer | KvOffer, tensor: torch.T
     actual = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
     if isinstance(offer, Offer) and actual == (offer.shape, offer.dtype) and tensor.device.type == "cpu":
         sending.send(bytes_of(tensor))
+
+
+def offer_of(message: Encode, item: ProcessedInput, sender: str, deadline_s: float) -> Offer:
+    """Return the offer of an item's encoder output."""
+    return Offer(
+        request_id=message.request_id,
+        input_id=message.input_id,
+        attempt=message.attempt,
+        content_hash=message.content_hash,
+        kind=message.kind,
+        shape=list(item.shape),
+        dtype=item.dtype,
+        size_bytes=item.size_bytes,
+        layout=item.layout,
+        sender=sender,
+        deadline_s=deadline_s,
+        request_attempt=message.request_attempt,
+    )

@@ -1,4 +1,4 @@
-"""KV on the wire: the metadata of offers, checks of parts, and the size of parts."""
+"""KV on the wire: checks of parts, and the size of parts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Final
 
 from broker.transports.tensors import ITEM_BYTES
 from common.messages import KvOffer, TensorHeader
-from engine.state.events import KvMetadata
 
 PART_BYTES: Final = 8 * 2**20
 """A part is not larger, unless a single token is."""
@@ -17,20 +16,6 @@ PART_BYTES: Final = 8 * 2**20
 def tokens_per_part(token_shape: Sequence[int], dtype: str) -> int:
     """Return the number of tokens of a shape in one part."""
     return max(1, PART_BYTES // max(1, math.prod(token_shape) * ITEM_BYTES[dtype]))
-
-
-def metadata_of(offer: KvOffer) -> KvMetadata:
-    """Return the metadata of an offer for the engine."""
-    return KvMetadata(
-        offer.num_tokens,
-        offer.num_encoder_tokens,
-        tuple(offer.token_shape),
-        tuple(offer.cross_shape),
-        offer.dtype,
-        offer.layouts,
-        offer.seed,
-        offer.num_cached_tokens,
-    )
 
 
 def part_fault(header: TensorHeader, offer: KvOffer) -> str | None:

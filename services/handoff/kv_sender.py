@@ -182,18 +182,9 @@ class KvSender:
 
     def _make_offer(self, prefill: _Prefill) -> KvOffer:
         assert prefill.ready is not None
-        kv = prefill.ready.metadata
-        return KvOffer(
-            request_id=prefill.message.request_id,
+        return msgspec.structs.replace(
+            prefill.ready.offer,
             attempt=prefill.message.attempt,
-            num_tokens=kv.num_tokens,
-            num_encoder_tokens=kv.num_encoder_tokens,
-            token_shape=list(kv.token_shape),
-            cross_shape=list(kv.cross_shape),
-            dtype=kv.dtype,
-            layouts=kv.layouts,
-            seed=kv.seed,
-            num_cached_tokens=kv.num_cached_tokens,
             sender=self._links.instance_id,
             deadline_s=time.monotonic() + self._links.settings.request_timeout_s,
             request_attempt=prefill.message.prefill_for_attempt,

@@ -26,9 +26,9 @@ from engine.core.decoder_engine import DecoderEngine
 from engine.device.choice import DTYPES, choose_device
 from engine.device.memory import memory_budget
 from engine.handoff.kv_offer_check import KvPart
-from engine.state.events import Event, InputMetadata
+from engine.state.events import Event
 from services.handoff.device_tensors import DeviceReceiveBuffers, keep_for_this_stream
-from services.handoff.kv_messages import PART_BYTES, metadata_of, part_fault
+from services.handoff.kv_messages import PART_BYTES, part_fault
 from services.handoff.receive_buffers import ReceiveBuffers
 from services.handoff.tensor_bytes import tensor_of
 from services.process.engine_thread import EngineThread
@@ -129,7 +129,7 @@ class HandoffReceiver:
         else:
             self._links.hops.mark(key, "offer_received")
             self._keep(key, offer)
-            self._pass_on(key, offer)
+            self._pass_on(offer)
 
     def _refusal(self, key: Key, offer: Offer | KvOffer) -> ErrorInfo | None:
         """Return the reason to refuse an offer at once; None to pass it on."""
@@ -178,15 +178,11 @@ class HandoffReceiver:
         given.take = self._take_given
         return header.receiver_epoch == self._links.epoch and self._landing.expect(key, given)
 
-    def _pass_on(self, key: Key, offer: Offer | KvOffer) -> None:
-        deadline_s, request_attempt = offer.deadline_s, offer.request_attempt
+    def _pass_on(self, offer: Offer | KvOffer) -> None:
         if isinstance(offer, KvOffer):
-            request_id, attempt, kv = offer.request_id, offer.attempt, metadata_of(offer)
-            self._thread.submit(lambda engine: engine.offer_kv(request_id, attempt, kv, deadline_s, request_attempt))
+            self._thread.submit(lambda engine: engine.offer_kv(offer))
         else:
-            shape = tuple(offer.shape)
-            metadata = InputMetadata(shape, offer.dtype, offer.size_bytes, offer.layout, offer.content_hash)
-            self._thread.submit(lambda engine: engine.offer(*key, metadata, deadline_s, request_attempt))
+            self._thread.submit(lambda engine: engine.offer(offer))
 
     # --- tensors
 

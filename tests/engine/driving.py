@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from common.config import EngineConfig
-from common.messages import Failed, Grant, InputLayout, InputNeeded, InputSlot, Resumed, Tokens
+from common.messages import Failed, Grant, InputLayout, InputNeeded, InputSlot, Offer, Resumed, Tokens
 from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
 from engine.core.decoder_engine import DecoderEngine
-from engine.state.events import Event, InputMetadata
+from engine.state.events import Event
 from engine.state.request import Request, Sequence
 from tests.equality.runs import kv_bytes
 
@@ -101,8 +101,7 @@ class Driver:
             layout = InputLayout(rows, [(info.placeholder_token_id or 0, rows)], (1, 1, rows))
         width = self.engine.runner.spec.encoder_width
         attempt = self._attempts[name, input_id] = self._attempts.get((name, input_id), -1) + 1
-        metadata = InputMetadata((rows, width), "float32", rows * width * 4, layout, content)
-        self.engine.offer(name, input_id, attempt, metadata, FAR_S)
+        self.engine.offer(make_offer((name, input_id, attempt), rows, width, layout, content))
 
     def step(self) -> list[Event]:
         events = self.engine.step()
@@ -157,6 +156,11 @@ def run(engine: DecoderEngine, jobs: ListOf[Job], **options: Any) -> Driver:
         driver.add(job)
     driver.finish()
     return driver
+
+
+def make_offer(key: tuple[str, int, int], rows: int, width: int, layout: InputLayout, content: str) -> Offer:
+    """The offer (request id, input id, attempt) of an encoder output in float32."""
+    return Offer(*key, content, "image", [rows, width], "float32", rows * width * 4, layout, "e0", FAR_S)
 
 
 class KvWatch:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from common.messages import Grant, InputLayout, InputNeeded, InputSlot, Receipt
+from common.messages import Grant, InputLayout, InputNeeded, InputSlot, Offer, Receipt
 from common.sampling_params import SamplingParams
 from engine.cache.block_manager import BlockManager
 from engine.cache.block_pool import BlockPool
@@ -22,7 +22,7 @@ from engine.handoff.input_receiver import InputReceiver
 from engine.handoff.offer_check import OfferCheck
 from engine.scheduler.cache_lookup import CacheLookup
 from engine.state.engine_state import EngineState
-from engine.state.events import Event, InputMetadata
+from engine.state.events import Event
 from engine.state.request import InputState, Request, RequestInput
 from tests.model.copying import copy_sharing
 from tests.model.explore import Action
@@ -136,7 +136,7 @@ class Receiver:
     def _offer(self, name: str, number: str, attempt: str) -> None:
         content = self.plan.requests[name][int(number)]
         self.sent.add((name, int(number), int(attempt)))
-        self.intake.offer(name, int(number), int(attempt), self._metadata(content), FAR_S)
+        self.intake.offer(self._offer_of((name, int(number), int(attempt)), content))
         self.intake.grant()
         self._check_answered(name, int(number), int(attempt))
 
@@ -148,7 +148,7 @@ class Receiver:
 
     def _held(self) -> set[tuple[str, int, int]]:
         """Attempts that room is kept or wanted for."""
-        early = {(*key, offer.attempt) for key, offer in self.intake.early._offers.items()}
+        early = {(*key, offer.attempt) for key, (offer, _) in self.intake.early._offers.items()}
         inputs = [(name, item) for name, request in self.requests.items() for item in request.inputs]
         waits = (InputState.OFFERED, InputState.GRANTED)
         return early | {(name, item.slot.input_id, item.attempt) for name, item in inputs if item.state in waits}
@@ -156,7 +156,7 @@ class Receiver:
     def _check_answered(self, name: str, number: int, attempt: int) -> None:
         """Whoever has just offered something is told, or stands in a line."""
         request, early = self.requests.get(name), self.intake.early._offers.get((name, number))
-        waits = early is not None and early.attempt == attempt
+        waits = early is not None and early[0].attempt == attempt
         if request is not None:
             item = request.inputs[number]
             waits = item.state is InputState.OFFERED and item.attempt == attempt
@@ -165,10 +165,10 @@ class Receiver:
         told = any((e.request_id, e.input_id, e.attempt) == key for e in answers)
         assert told or waits, f"the offer of {key} is neither answered nor kept"
 
-    def _metadata(self, content: str) -> InputMetadata:
+    def _offer_of(self, key: tuple[str, int, int], content: str) -> Offer:
         rows = self.plan.rows[content]
         layout = InputLayout(rows, [] if self.plan.cross_attention else [(PAD, rows)])
-        return InputMetadata((rows, HIDDEN), "float32", rows * ROW_BYTES, layout, content)
+        return Offer(*key, content, "image", [rows, HIDDEN], "float32", rows * ROW_BYTES, layout, "e0", FAR_S)
 
     def _deliver(self, name: str, number: str, attempt: str) -> None:
         if "duplicate" not in self.plan.faults:

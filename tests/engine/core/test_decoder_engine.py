@@ -10,8 +10,9 @@ from common.messages import Failed, Grant, InputLayout, InputNeeded, InputSlot, 
 from common.model_info import ModelInfo, load_model_info
 from common.sampling_params import SamplingParams
 from engine.core.decoder_engine import DecoderEngine
-from engine.state.events import Event, InputMetadata
+from engine.state.events import Event
 from tests import tiny_models
+from tests.engine.driving import make_offer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 FAR_S = 1e12
@@ -218,8 +219,7 @@ def with_pictures(info: ModelInfo, name: str, counts: list[int]) -> tuple[list[i
 def offer(engine: DecoderEngine, info: ModelInfo, slot: InputSlot, name: str, count: int, attempt: int = 0) -> None:
     hidden = int(info.text_config["hidden_size"])
     layout = InputLayout(count, [(info.placeholder_token_id or 0, count)], (1, 1, count))
-    metadata = InputMetadata((count, hidden), "float32", count * hidden * 4, layout, slot.content_hash)
-    engine.offer(name, slot.input_id, attempt, metadata, FAR_S)
+    engine.offer(make_offer((name, slot.input_id, attempt), count, hidden, layout, slot.content_hash))
 
 
 def run_pictures(

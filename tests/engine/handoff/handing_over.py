@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 
-from common.messages import KV_INPUT_ID, Failed, Grant, InputNeeded, Prefilled, Receipt, TokenLogprob
+from common.messages import KV_INPUT_ID, Failed, Grant, InputNeeded, KvOffer, Prefilled, Receipt, TokenLogprob
 from common.model_info import ModelInfo
 from engine.core.decoder_engine import DecoderEngine
 from engine.handoff.kv_offer_check import KvPart
-from engine.state.events import Event, KvComputed, KvMetadata, KvReady
+from engine.state.events import Event, KvComputed, KvReady
 from engine.state.spec import Table
 from tests.engine.driving import FAR_S, MAX_STEPS, Driver, Generated, Job, make_engine
 
@@ -27,7 +28,7 @@ class Transfer:
     """The sender's view of one handoff, as a service would keep it. `unsent` are ranges by table."""
 
     attempt: int
-    metadata: KvMetadata | None = None
+    offer: KvOffer | None = None
     num_computed: int = -1
     granted: bool = False
     unsent: dict[Table, tuple[int, int]] = field(default_factory=dict)
@@ -116,8 +117,9 @@ class Pair:
         if transfer is None:
             return
         if isinstance(event, KvReady):
-            transfer.metadata = event.metadata
-            self.receiver.engine.offer_kv(event.request_id, transfer.attempt, event.metadata, FAR_S)
+            transfer.offer = event.offer
+            offer = msgspec.structs.replace(event.offer, attempt=transfer.attempt, deadline_s=FAR_S)
+            self.receiver.engine.offer_kv(offer)
         elif isinstance(event, KvComputed):
             transfer.num_computed = event.num_tokens
         elif isinstance(event, Failed):
@@ -134,10 +136,10 @@ class Pair:
             return
         assert not isinstance(event, Receipt) or event.status == "stored", event
         if isinstance(event, Grant) and event.status == "granted":
-            assert transfer.metadata is not None
-            cross = 0 if event.cross_cached else transfer.metadata.num_encoder_tokens
+            assert transfer.offer is not None
+            cross = 0 if event.cross_cached else transfer.offer.num_encoder_tokens
             transfer.granted = True
-            transfer.unsent = {"cross": (0, cross), "self": (event.first_token, transfer.metadata.num_tokens)}
+            transfer.unsent = {"cross": (0, cross), "self": (event.first_token, transfer.offer.num_tokens)}
             self.sender.engine.grant_kv(event.request_id)
         elif isinstance(event, Grant) and event.status == "cached":
             self._end(event.request_id)
@@ -157,7 +159,7 @@ class Pair:
             end = min(there, first + self.part_tokens)
             arriving = self.sender.engine.export_kv(name, table, first, end) if first < end else None
             if arriving is not None:
-                if transfer.metadata is not None and transfer.num_computed < transfer.metadata.num_tokens:
+                if transfer.offer is not None and transfer.num_computed < transfer.offer.num_tokens:
                     self.num_parts_while_prefilling += 1
                 transfer.unsent[table] = end, last
                 self.deliver(name, transfer.attempt, transfer.part, table, first, arriving.wait())

@@ -2,10 +2,11 @@
 
 import random
 
+import msgspec
 import pytest
 import torch
 
-from common.messages import Grant, InputLayout, InputNeeded, InputSlot, Receipt
+from common.messages import Grant, InputLayout, InputNeeded, InputSlot, Offer, Receipt
 from common.sampling_params import SamplingParams
 from engine.cache.block_manager import BlockManager
 from engine.cache.block_pool import BlockPool
@@ -15,7 +16,7 @@ from engine.handoff.offer_check import OfferCheck
 from engine.scheduler.cache_lookup import CacheLookup
 from engine.scheduler.decoder import DecoderScheduler
 from engine.state.engine_state import EngineState
-from engine.state.events import Event, InputMetadata
+from engine.state.events import Event
 from engine.state.inputs import InputBuffers
 from engine.state.request import InputState, Request
 
@@ -24,8 +25,10 @@ PAD = 9
 FAR_S = 1e12
 
 
-def metadata(rows: int, name: str = "h0") -> InputMetadata:
-    return InputMetadata((rows, HIDDEN), "float32", rows * HIDDEN * 4, InputLayout(rows, [(PAD, rows)]), name)
+def output(rows: int, name: str = "h0", layout: InputLayout | None = None) -> Offer:
+    """Of no request yet."""
+    layout = layout or InputLayout(rows, [(PAD, rows)])
+    return Offer("", 0, 0, name, "image", [rows, HIDDEN], "float32", rows * HIDDEN * 4, layout, "e0", FAR_S)
 
 
 def tensor(rows: int) -> torch.Tensor:
@@ -51,6 +54,13 @@ class Desk:
         self.requests[name] = request
         self.intake.add_request(request)
         return request
+
+    def offer(
+        self, name: str, input_id: int, attempt: int, offer: Offer, deadline_s: float = FAR_S, request_attempt: int = 0
+    ) -> None:
+        changes = {"deadline_s": deadline_s, "request_attempt": request_attempt}
+        key = {"request_id": name, "input_id": input_id, "attempt": attempt}
+        self.intake.offer(msgspec.structs.replace(offer, **key, **changes))
 
     def events(self) -> list[Event]:
         self.intake.grant()
@@ -78,7 +88,7 @@ def kinds(events: list[Event]) -> list[tuple[str | type[Event], str]]:
 def test_an_offer_is_granted_and_its_tensor_stored() -> None:
     desk = Desk(4)
     request = desk.request("a", "h0")
-    desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
+    desk.offer("a", 0, 0, output(3))
     assert kinds(desk.events()) == [("granted", "a")]
     assert request.prompt == [1, PAD, PAD, PAD, 2]
     assert request.num_computable_tokens(request.sequences[0]) == 1
@@ -92,7 +102,7 @@ def test_an_offer_is_granted_and_its_tensor_stored() -> None:
 
 def test_an_offer_may_come_before_its_request() -> None:
     desk = Desk(4)
-    desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
+    desk.offer("a", 0, 0, output(3))
     assert desk.events() == []
     desk.request("a", "h0")
     assert kinds(desk.events()) == [("granted", "a")]
@@ -100,9 +110,9 @@ def test_an_offer_may_come_before_its_request() -> None:
 
 def test_a_newer_offer_that_comes_early_replaces_the_older_one_and_says_so() -> None:
     desk = Desk(4)
-    desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
-    desk.intake.offer("a", 0, 1, metadata(3), FAR_S)
-    desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
+    desk.offer("a", 0, 0, output(3))
+    desk.offer("a", 0, 1, output(3))
+    desk.offer("a", 0, 0, output(3))
     assert desk.events() == [Grant("a", 0, 0, "cancelled"), Grant("a", 0, 0, "cancelled")]
     desk.request("a", "h0")
     [granted] = desk.events()
@@ -114,7 +124,7 @@ def test_a_newer_offer_that_comes_early_replaces_the_older_one_and_says_so() -> 
 def test_an_offer_after_its_request_has_ended_is_cancelled() -> None:
     desk = Desk(4)
     desk.intake.end_request(desk.request("a", "h0"))
-    desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
+    desk.offer("a", 0, 0, output(3))
     assert desk.events() == [Grant("a", 0, 0, "cancelled")]
     assert desk.intake.is_empty()
 
@@ -124,24 +134,24 @@ def test_a_withdrawn_offer_leaves_its_room_to_the_next_in_line(granted: bool) ->
     desk = Desk(4)
     first = desk.request("a", "h0")
     desk.request("b", "h1")
-    desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
+    desk.offer("a", 0, 0, output(3))
     if granted:
         desk.events()
-    desk.intake.offer("b", 0, 0, metadata(3, "h1"), FAR_S)
+    desk.offer("b", 0, 0, output(3, "h1"))
     for attempt in (1, 0, 0):  # of another attempt, of this one, and that once more
         desk.intake.withdraw("a", 0, attempt)
     assert kinds(desk.events()) == [("granted", "b")], "nobody is asked for the first one: its sender tells"
     assert first.inputs[0].state is InputState.MISSING
-    desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
+    desk.offer("a", 0, 0, output(3))
     assert desk.events() == [Grant("a", 0, 0, "cancelled")]
-    desk.intake.offer("a", 0, 1, metadata(3), FAR_S)
+    desk.offer("a", 0, 1, output(3))
     assert first.inputs[0].state is InputState.OFFERED
 
 
 def test_what_has_come_is_not_lost_with_a_late_withdrawal() -> None:
     desk = Desk(4)
     request = desk.request("a", "h0")
-    desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
+    desk.offer("a", 0, 0, output(3))
     desk.events()
     desk.intake.deliver("a", 0, 0, tensor(3))
     desk.intake.withdraw("a", 0, 0)
@@ -153,9 +163,9 @@ def test_what_has_come_is_not_lost_with_a_late_withdrawal() -> None:
 def test_an_offer_is_for_one_attempt_of_its_request_only() -> None:
     desk = Desk(4)
     request = desk.request("a", "h0", attempt=2)
-    desk.intake.offer("a", 0, 3, metadata(3), FAR_S, request_attempt=1)
+    desk.offer("a", 0, 3, output(3), request_attempt=1)
     assert desk.events() == [Grant("a", 0, 3, "cancelled")]
-    desk.intake.offer("a", 0, 5, metadata(3), FAR_S, request_attempt=4)
+    desk.offer("a", 0, 5, output(3), request_attempt=4)
     assert desk.events() == []
     desk.intake.end_request(request)
     desk.request("a", "h0", attempt=4)
@@ -168,7 +178,7 @@ def test_an_offer_is_for_one_attempt_of_its_request_only() -> None:
 def test_an_item_over_the_whole_budget_is_refused_with_both_numbers() -> None:
     desk = Desk(4)
     desk.request("a", "h0")
-    desk.intake.offer("a", 0, 0, metadata(5), FAR_S)
+    desk.offer("a", 0, 0, output(5))
     [event] = desk.events()
     assert isinstance(event, Grant)
     assert event.status == "refused"
@@ -194,8 +204,7 @@ def test_an_offer_that_does_not_fit_the_model_is_refused(layout: InputLayout) ->
     desk = Desk(4)
     request = desk.request("a", "h0")
     rows = layout.num_encoder_tokens
-    offered = InputMetadata((rows, HIDDEN), "float32", rows * HIDDEN * 4, layout, "h0")
-    desk.intake.offer("a", 0, 0, offered, FAR_S)
+    desk.offer("a", 0, 0, output(rows, layout=layout))
     [event] = desk.events()
     assert isinstance(event, Grant)
     assert event.status == "refused"
@@ -206,7 +215,7 @@ def test_an_offer_that_does_not_fit_the_model_is_refused(layout: InputLayout) ->
 def test_ending_a_request_tells_the_encoder_that_holds_its_grant() -> None:
     desk = Desk(4)
     request = desk.request("a", "h0")
-    desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
+    desk.offer("a", 0, 0, output(3))
     desk.events()
     desk.intake.end_request(request)
     assert desk.events() == [Grant("a", 0, 0, "cancelled")]
@@ -217,7 +226,7 @@ def test_equal_content_is_sent_once() -> None:
     desk.request("a", "h0")
     desk.request("b", "h0")
     for name in "ab":
-        desk.intake.offer(name, 0, 0, metadata(3), FAR_S)
+        desk.offer(name, 0, 0, output(3))
     assert kinds(desk.events()) == [("granted", "a")]
     desk.intake.deliver("a", 0, 0, tensor(3))
     assert kinds(desk.events()) == [("stored", "a"), ("cached", "b")]
@@ -229,7 +238,7 @@ def test_who_waited_for_equal_content_gets_a_grant_when_the_first_is_aborted() -
     first = desk.request("a", "h0")
     desk.request("b", "h0")
     for name in "ab":
-        desk.intake.offer(name, 0, 0, metadata(3), FAR_S)
+        desk.offer(name, 0, 0, output(3))
     desk.events()
     desk.intake.end_request(first)
     assert kinds(desk.events()) == [("cancelled", "a"), ("granted", "b")]
@@ -241,7 +250,7 @@ def test_messages_that_come_twice_change_nothing() -> None:
     desk = Desk(8)
     desk.request("a", "h0")
     for _ in range(2):
-        desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
+        desk.offer("a", 0, 0, output(3))
         assert kinds(desk.events()) == [("granted", "a")]
     for _ in range(2):
         desk.intake.deliver("a", 0, 0, tensor(3))
@@ -252,7 +261,7 @@ def test_messages_that_come_twice_change_nothing() -> None:
 def test_a_lease_that_runs_out_gives_its_room_back_and_asks_again() -> None:
     desk = Desk(4, lease_s=-1.0)
     desk.request("a", "h0")
-    desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
+    desk.offer("a", 0, 0, output(3))
     desk.events()
     desk.intake.expire(FAR_S / 2)
     assert desk.events() == [Grant("a", 0, 0, "cancelled"), InputNeeded("a", 0)]
@@ -260,7 +269,7 @@ def test_a_lease_that_runs_out_gives_its_room_back_and_asks_again() -> None:
     assert desk.cache.used_bytes == 0
     desk.intake.deliver("a", 0, 0, tensor(3))
     assert desk.events() == [Receipt("a", 0, 0, "expired")]
-    desk.intake.offer("a", 0, 1, metadata(3), FAR_S)
+    desk.offer("a", 0, 1, output(3))
     assert kinds(desk.events()) == [("granted", "a")]
 
 
@@ -268,8 +277,8 @@ def test_an_offer_that_finds_no_room_by_its_deadline_asks_again_and_is_counted_a
     desk = Desk(4)
     desk.request("a", "h0")
     desk.request("b", "h1")
-    desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
-    desk.intake.offer("b", 0, 0, metadata(3, "h1"), 5.0)
+    desk.offer("a", 0, 0, output(3))
+    desk.offer("b", 0, 0, output(3, "h1"), 5.0)
     desk.events()
     desk.intake.expire(6.0)
     assert desk.events() == [Grant("b", 0, 0, "cancelled"), InputNeeded("b", 0)]
@@ -280,7 +289,7 @@ def test_an_entry_that_is_given_up_for_another_is_counted_and_one_that_is_found_
     desk = Desk(4)
     for name, content in (("a", "h0"), ("b", "h1"), ("c", "h1")):
         request = desk.request(name, content)
-        desk.intake.offer(name, 0, 0, metadata(3, content), FAR_S)
+        desk.offer(name, 0, 0, output(3, content))
         if name != "c":
             desk.events()
             desk.intake.deliver(name, 0, 0, tensor(3))
@@ -292,28 +301,28 @@ def test_an_entry_that_is_given_up_for_another_is_counted_and_one_that_is_found_
 def test_who_repeats_an_offer_whose_lease_ran_out_is_told_again() -> None:
     desk = Desk(4, lease_s=-1.0)
     desk.request("a", "h0")
-    desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
+    desk.offer("a", 0, 0, output(3))
     desk.events()
     desk.intake.expire(FAR_S / 2)
     desk.events()
-    desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
+    desk.offer("a", 0, 0, output(3))
     assert desk.events() == [Grant("a", 0, 0, "cancelled")]
 
 
 def test_an_offer_of_what_the_kv_cache_still_has_is_answered_as_cached() -> None:
     desk = Desk(4)
     request = desk.request("a", "h0")
-    desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
+    desk.offer("a", 0, 0, output(3))
     desk.events()
     request.inputs[0].state = InputState.DORMANT  # preempted after its input had been consumed
-    desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
+    desk.offer("a", 0, 0, output(3))
     assert Grant("a", 0, 0, "cached") in desk.state.outbox
 
 
 def test_a_tensor_that_is_not_what_was_granted_is_corrupt() -> None:
     desk = Desk(4)
     desk.request("a", "h0")
-    desk.intake.offer("a", 0, 0, metadata(3), FAR_S)
+    desk.offer("a", 0, 0, output(3))
     desk.events()
     desk.intake.deliver("a", 0, 0, tensor(2))
     assert desk.events() == [Receipt("a", 0, 0, "corrupt")]
@@ -324,7 +333,7 @@ def test_a_tensor_that_is_not_what_was_granted_is_corrupt() -> None:
 def test_an_input_whose_place_in_the_prompt_is_not_known_yet_is_kept_however_far_the_prefill_is() -> None:
     desk = Desk(4)
     request = desk.request("a", "h0", "h1")
-    desk.intake.offer("a", 1, 0, metadata(1, "h1"), FAR_S)
+    desk.offer("a", 1, 0, output(1, "h1"))
     desk.events()
     desk.intake.deliver("a", 1, 0, tensor(1))
     desk.consume(request)  # the token in front of both: as many as the second input has
@@ -336,7 +345,7 @@ def test_an_input_whose_place_in_the_prompt_is_not_known_yet_is_kept_however_far
 def test_what_is_cached_covers_no_input_whose_place_is_not_known_yet() -> None:
     desk = Desk(4)
     request = desk.request("a", "h0", "h1")
-    desk.intake.offer("a", 1, 0, metadata(1, "h1"), FAR_S)
+    desk.offer("a", 1, 0, output(1, "h1"))
     cover(desk, request, num_cached=1)
     assert request.inputs[1].state is InputState.OFFERED
 
@@ -346,7 +355,7 @@ def test_room_is_promised_in_the_order_of_requests_not_of_offers() -> None:
     for name in "abc":
         desk.request(name, f"h-{name}")
     for name in "cba":
-        desk.intake.offer(name, 0, 0, metadata(3, f"h-{name}"), FAR_S)
+        desk.offer(name, 0, 0, output(3, f"h-{name}"))
     assert kinds(desk.events()) == [("granted", "a")]
     desk.intake.deliver("a", 0, 0, tensor(3))
     desk.events()
@@ -358,11 +367,11 @@ def test_later_pictures_that_came_first_make_room_for_the_next_one() -> None:
     desk = Desk(4)
     request = desk.request("a", "h0", "h1", "h2")
     for number in (2, 1):
-        desk.intake.offer("a", number, 0, metadata(2, f"h{number}"), FAR_S)
+        desk.offer("a", number, 0, output(2, f"h{number}"))
     desk.events()
     for number in (1, 2):
         desk.intake.deliver("a", number, 0, tensor(2))
-    desk.intake.offer("a", 0, 0, metadata(2), FAR_S)
+    desk.offer("a", 0, 0, output(2))
     desk.events()
     assert desk.intake.take_back(only_blocked=False)
     assert kinds(desk.events()) == [(InputNeeded, "a"), ("granted", "a")]
@@ -375,12 +384,12 @@ def test_nothing_is_taken_back_where_that_makes_too_little_room(last: str) -> No
     desk = Desk(3)
     request = desk.request("a", "h0", "h1", last)
     for number, content in ((0, "h0"), (2, last)):
-        desk.intake.offer("a", number, 0, metadata(2 if content == "h0" else 1, content), FAR_S)
+        desk.offer("a", number, 0, output(2 if content == "h0" else 1, content))
     desk.events()
     for number, item in enumerate(request.inputs):
         if item.state is InputState.GRANTED:
             desk.intake.deliver("a", number, 0, tensor(2 if item.slot.content_hash == "h0" else 1))
-    desk.intake.offer("a", 1, 0, metadata(2, "h1"), FAR_S)
+    desk.offer("a", 1, 0, output(2, "h1"))
     desk.events()
     assert [item.state for item in request.inputs] == [InputState.READY, InputState.OFFERED, InputState.READY]
     assert not desk.intake.take_back(only_blocked=False)
@@ -419,7 +428,7 @@ def test_any_burst_drains_within_its_budget(seed: int) -> None:
             if rng.random() < 0.2:
                 outbox.append((kind, key))  # sent twice
             if kind == "offer":
-                desk.intake.offer(*key, attempts[key], metadata(sizes[key], content), FAR_S)
+                desk.offer(*key, attempts[key], output(sizes[key], content))
             elif rng.random() < 0.1:
                 desk.intake.expire(FAR_S * 2) if desk.intake.num_granted else None
             else:

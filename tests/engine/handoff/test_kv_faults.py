@@ -4,14 +4,26 @@ import dataclasses
 import time
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
 
-from common.messages import KV_INPUT_ID, Failed, Grant, InputLayout, InputNeeded, Prefilled, Receipt, Resumed, Tokens
+from common.messages import (
+    KV_INPUT_ID,
+    Failed,
+    Grant,
+    InputLayout,
+    InputNeeded,
+    KvOffer,
+    Prefilled,
+    Receipt,
+    Resumed,
+    Tokens,
+)
 from common.model_info import ModelInfo
 from engine.core.decoder_engine import LEASE_S, DecoderEngine
 from engine.handoff.kv_offer_check import KvPart
-from engine.state.events import Event, KvMetadata
+from engine.state.events import Event
 from engine.state.spec import Table
 from tests.engine.cache.test_swapping import clips, pictures
 from tests.engine.driving import FAR_S, Driver, Job, greedy, run, sampled, text
@@ -31,7 +43,7 @@ class Desk:
         while not self.sender.engine.scheduler.running or not self._prefilled():
             self.sender.step()
         request = self.sender.engine.scheduler.running[0]
-        self.metadata: KvMetadata = self.sender.engine.kv_outlet._expectation.describe(request)
+        self.described: KvOffer = self.sender.engine.kv_outlet._expectation.describe(request)
         self.engine = quick_engine(info, **options)
 
     def _prefilled(self) -> bool:
@@ -45,8 +57,8 @@ class Desk:
     def offer(
         self, attempt: int = 0, deadline_s: float = FAR_S, request_attempt: int = 0, **changes: object
     ) -> list[Event]:
-        metadata = dataclasses.replace(self.metadata, **changes)
-        self.engine.offer_kv(self.job.name, attempt, metadata, deadline_s, request_attempt)
+        changes |= {"attempt": attempt, "deadline_s": deadline_s, "request_attempt": request_attempt}
+        self.engine.offer_kv(msgspec.structs.replace(self.described, **changes))
         return self.answers()
 
     def deliver(self, first: int, last: int, *, table: Table = "self", attempt: int = 0, part: int = 0) -> list[Event]:
@@ -239,7 +251,7 @@ def test_an_offer_that_does_not_fit_the_request_is_refused(desk: Desk, changes: 
 def test_layouts_are_checked_as_those_of_inputs(tiny_vision: ModelInfo) -> None:
     desk = Desk(tiny_vision, pictures(tiny_vision)[1])
     desk.add()
-    [layout] = desk.metadata.layouts
+    [layout] = desk.described.layouts
     more = InputLayout(layout.num_encoder_tokens + 1, layout.expansion, layout.grid)
     [event] = desk.offer(layouts=[more])
     assert isinstance(event, Grant)
@@ -310,9 +322,9 @@ def test_an_abort_at_any_stage_leaves_nothing(model: str, stage: str, request: p
     if step >= 3:
         desk.deliver(0, 2)
     if step >= 4:
-        if desk.metadata.num_encoder_tokens:
-            desk.deliver(0, desk.metadata.num_encoder_tokens, table="cross")
-        desk.deliver(2, desk.metadata.num_tokens)
+        if desk.described.num_encoder_tokens:
+            desk.deliver(0, desk.described.num_encoder_tokens, table="cross")
+        desk.deliver(2, desk.described.num_tokens)
     if step >= 5:
         desk.engine.step()
         desk.engine.step()
@@ -439,11 +451,11 @@ def test_seeds_are_those_of_the_sender(tiny_llama: ModelInfo) -> None:
     """A request without a seed draws as it would have drawn where it was prefilled."""
     job = text("r", LENGTH, sampled(8, seed=None))
     desk = Desk(tiny_llama, job)
-    assert desk.sender.engine.state.requests["r"].seed == desk.metadata.seed
+    assert desk.sender.engine.state.requests["r"].seed == desk.described.seed
     desk.add()
     desk.offer()
     desk.deliver(0, LENGTH - 1)
-    seeded = dataclasses.replace(job, params=sampled(8, seed=desk.metadata.seed))
+    seeded = dataclasses.replace(job, params=sampled(8, seed=desk.described.seed))
     assert desk.finish() == expected(tiny_llama, seeded)
 
 

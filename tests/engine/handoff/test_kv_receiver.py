@@ -11,11 +11,12 @@ from typing import cast
 from unittest import mock
 
 import hypothesis.strategies as st
+import msgspec
 import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from common.messages import Grant, InputLayout, InputSlot, Receipt
+from common.messages import Grant, InputLayout, InputSlot, KvOffer, Receipt
 from common.sampling_params import SamplingParams
 from engine.cache.block_manager import BlockManager
 from engine.cache.block_pool import BlockPool
@@ -30,7 +31,6 @@ from engine.runner.kv_transfer import read_tokens, write_tokens
 from engine.scheduler.cache_lookup import CacheLookup
 from engine.scheduler.decoder import DecoderScheduler
 from engine.state.engine_state import EngineState
-from engine.state.events import KvMetadata
 from engine.state.inputs import InputBuffers
 from engine.state.request import Request
 from engine.state.spec import Table
@@ -110,10 +110,11 @@ class ReceiverMachine(RuleBasedStateMachine):
         self.intake.add_request(request)
         self.attempts[name] = -1
 
-    def metadata(self, request: Request) -> KvMetadata:
+    def described(self, request: Request) -> KvOffer:
         rows = next((rows for content, rows in CLIPS if request.inputs and content == self._content(request)), 0)
         layouts = [InputLayout(rows, [])] if rows else []
-        return KvMetadata(len(request.prompt) - 1, rows, SHAPE, SHAPE, "float32", layouts, seed=0)
+        sizes = len(request.prompt) - 1, rows, list(SHAPE), list(SHAPE), "float32"
+        return KvOffer(request.request_id, 0, *sizes, layouts, seed=0, num_cached_tokens=0, sender="", deadline_s=FAR_S)
 
     def _content(self, request: Request) -> str:
         return request.inputs[0].slot.content_hash
@@ -127,15 +128,16 @@ class ReceiverMachine(RuleBasedStateMachine):
     def _offer(self, request: Request, *, newer: bool, deadline_s: float = FAR_S) -> None:
         name = request.request_id
         self.attempts[name] += newer or self.attempts[name] < 0
-        self.intake.offer(name, self.attempts[name], self.metadata(request), deadline_s)
+        changes = {"attempt": self.attempts[name], "deadline_s": deadline_s}
+        self.intake.offer(msgspec.structs.replace(self.described(request), **changes))
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), old=st.booleans())
     def deliver(self, data: st.DataObject, old: bool) -> None:
         """Any part of what a handoff has: wanted or not, of this attempt or the one before."""
         request = self.live[data.draw(st.sampled_from(sorted(self.live)))]
-        metadata = self.metadata(request)
-        tables: list[tuple[Table, int]] = [("self", metadata.num_tokens), ("cross", metadata.num_encoder_tokens)]
+        offer = self.described(request)
+        tables: list[tuple[Table, int]] = [("self", offer.num_tokens), ("cross", offer.num_encoder_tokens)]
         table, size = data.draw(st.sampled_from(tables))
         first = data.draw(st.sampled_from([0, size // 2]) | st.integers(0, size))
         last = data.draw(st.just(size) | st.integers(first, size))
@@ -153,7 +155,7 @@ class ReceiverMachine(RuleBasedStateMachine):
         """Keys and values follow from the tokens before them and from what cross-attention reads."""
         content = self._content(request) if request.inputs else ""
         if table == "cross":
-            return values(content, 9)[: self.metadata(request).num_encoder_tokens]
+            return values(content, 9)[: self.described(request).num_encoder_tokens]
         return values(f"{request.prompt[0]} {content}", 18)[: len(request.prompt) - 1]
 
     @precondition(lambda self: self.live)
@@ -235,11 +237,11 @@ class ReceiverMachine(RuleBasedStateMachine):
             self._offer(request, newer=False)  # it is answered by what is wanted, once more
         for event in [one for one in self.events if isinstance(one, Grant) and one.status == "granted"]:
             request = self.live[event.request_id]
-            metadata = self.metadata(request)
+            offer = self.described(request)
             if not event.cross_cached:
-                self._send(request, "cross", 0, metadata.num_encoder_tokens, event.attempt)
-            if event.first_token < metadata.num_tokens:
-                self._send(request, "self", event.first_token, metadata.num_tokens, event.attempt)
+                self._send(request, "cross", 0, offer.num_encoder_tokens, event.attempt)
+            if event.first_token < offer.num_tokens:
+                self._send(request, "self", event.first_token, offer.num_tokens, event.attempt)
 
 
 ReceiverMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

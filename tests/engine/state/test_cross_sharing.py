@@ -8,8 +8,8 @@ from common.messages import Grant, InputLayout, InputSlot, Tokens
 from common.model_info import ModelInfo, load_model_info
 from common.sampling_params import SamplingParams
 from engine.core.decoder_engine import DecoderEngine
-from engine.state.events import InputMetadata
 from tests import tiny_models
+from tests.engine.driving import make_offer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
@@ -24,9 +24,8 @@ def whisper(tmp_path_factory: pytest.TempPathFactory) -> ModelInfo:
 def add(engine: DecoderEngine, name: str, content: str, prompt: list[int]) -> None:
     info = engine.info
     rows, hidden = int(info.config["max_source_positions"]), int(info.config["d_model"])
-    metadata = InputMetadata((rows, hidden), "float32", rows * hidden * 4, InputLayout(rows, []), content)
     engine.add_request(name, prompt, [InputSlot(0, "audio", content)], GREEDY)
-    engine.offer(name, 0, 0, metadata, 1e12)
+    engine.offer(make_offer((name, 0, 0), rows, hidden, InputLayout(rows, []), content))
 
 
 def run(engine: DecoderEngine, contents: dict[str, str]) -> tuple[dict[str, list[int]], int]:

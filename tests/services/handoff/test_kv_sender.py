@@ -30,7 +30,7 @@ from common.messages import (
 )
 from common.sampling_params import SamplingParams
 from engine.device.copy_stream import AsyncCopy
-from engine.state.events import KvComputed, KvMetadata, KvReady
+from engine.state.events import KvComputed, KvReady
 from services.handoff.kv_messages import PART_BYTES, tokens_per_part
 from services.handoff.kv_sender import KvSender
 from services.worker_context import WorkerContext
@@ -39,7 +39,7 @@ from tests.eventually import eventually
 
 NUM_TOKENS, NUM_ROWS = 40, 6
 SHAPE = (2, 2, 1, 4)
-METADATA = KvMetadata(NUM_TOKENS, NUM_ROWS, SHAPE, SHAPE, "float32", [], 1)
+OFFER = KvOffer("r", 0, NUM_TOKENS, NUM_ROWS, list(SHAPE), list(SHAPE), "float32", [], 1, 0, "", 0.0)
 
 
 @dataclass
@@ -136,7 +136,7 @@ class Setting:
     async def granted(self, **changes: Any) -> None:
         """A request whose offer has been granted."""
         self.sender.begin(Generate("r", [1] * (NUM_TOKENS + 1), [], SamplingParams(), prefill_for="d0"))
-        self.sender.handle(KvReady("r", METADATA))
+        self.sender.handle(KvReady("r", OFFER))
         await eventually(lambda: len(self.links.offers) > 0)
         self.answer(Grant(*key_of(self.links.offers[0]), "granted", **changes))
 
@@ -228,7 +228,7 @@ async def test_the_lease_is_kept_alive_while_nothing_is_computed(monkeypatch: py
 async def test_what_the_engine_has_given_up_before_it_was_offered_is_not_offered() -> None:
     async with setting() as one:
         one.sender.begin(Generate("r", [1] * (NUM_TOKENS + 1), [], SamplingParams(), prefill_for="d0"))
-        one.sender.handle(KvReady("r", METADATA))
+        one.sender.handle(KvReady("r", OFFER))
         one.sender.handle(Failed("r", ErrorInfo("internal_error", "the engine gave it up")))
         await eventually(lambda: bool(one.links.replies))
         assert one.links.replies[0].error == ErrorInfo("internal_error", "the engine gave it up")

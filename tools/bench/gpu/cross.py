@@ -9,10 +9,9 @@ from typing import Final
 
 import torch
 
-from common.messages import Grant, InputLayout, InputSlot
+from common.messages import Grant, InputLayout, InputSlot, Offer
 from engine.core.decoder_engine import DecoderEngine
 from engine.device.gpu_memory import in_words
-from engine.state.events import InputMetadata
 from tools.bench.gpu.attention import of_decoder
 from tools.bench.gpu.decode import GOALS, token_bytes, weight_bytes
 from tools.bench.gpu.engines import DEADLINE_S, WARM_UP_TOKENS, Driver, endless, make_decoder
@@ -82,10 +81,10 @@ def add_clips(driver: Driver, batch: int, num_tokens: int) -> None:
     }
     dtype = str(engine.runner.dtype).removeprefix("torch.")
     for name, output in outputs.items():
-        metadata = InputMetadata((rows, width), dtype, output.nbytes, InputLayout(rows, [], None), name)
+        sizes = [rows, width], dtype, output.nbytes, InputLayout(rows, [], None)
         driver.num_tokens[name] = 0
         engine.add_request(name, list(PROMPT), [InputSlot(0, "audio", name, None)], endless(num_tokens))
-        engine.offer(name, 0, 0, metadata, _FAR_S)
+        engine.offer(Offer(name, 0, 0, name, "audio", *sizes, "", _FAR_S))
     waiting, deadline_s = set(outputs), time.monotonic() + DEADLINE_S
     while waiting:
         waiting -= {
