@@ -21,8 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engine.cache.block_pool import BlockPool, IntegrityError
-from engine.cache.host_tables import HostTables, share_again
+from engine.cache.block_pool import BlockPool, HostTables, IntegrityError, share_again
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,12 @@ from engine.core.step_loop import StepLoop
 from engine.device.copy_stream import AsyncCopy
 from engine.handoff.input_receiver import InputReceiver
 from engine.handoff.kv_exporter import KvExporter
-from engine.handoff.kv_offer_check import KvOfferCheck, KvPart
 from engine.handoff.kv_receiver import KvReceiver
+from engine.handoff.offer_check import KvOfferCheck, KvPart
 from engine.runner.profile import load_runner
 from engine.sampling import device_draw
 from engine.sampling.sampler import Sampler
-from engine.scheduler.cache_lookup import CacheLookup
+from engine.scheduler.capacity import CacheLookup
 from engine.scheduler.decoder import DecoderScheduler
 from engine.state.engine_state import EngineState
 from engine.state.events import Event

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from engine.attention.metadata import cross_plans_reused
-from engine.core.encoder_batches import encoder_computations
+from engine.core.encoder_engine import encoder_computations
 from engine.handoff.input_receiver import InputReceiver
 from engine.handoff.kv_receiver import KvReceiver
 from engine.runner.decoder import DecoderRunner

@@ -22,7 +22,7 @@ from common.messages import Grant, InputNeeded, Offer, Receipt
 from engine.cache.encoder_cache import EncoderCacheManager
 from engine.handoff.early_offers import KEEP_S, EarlyOffers
 from engine.handoff.offer_check import OfferCheck
-from engine.scheduler.cache_lookup import CacheLookup
+from engine.scheduler.capacity import CacheLookup
 from engine.state.engine_state import EngineState
 from engine.state.request import InputState, Request, RequestInput
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from common.messages import Prefilled
 from engine.device.copy_stream import AsyncCopy
-from engine.handoff.kv_offer_check import KvOfferCheck
+from engine.handoff.offer_check import KvOfferCheck
 from engine.runner.decoder import DecoderRunner
 from engine.scheduler.decoder import DecoderScheduler
 from engine.state.engine_state import EngineState

@@ -23,7 +23,7 @@ from common.messages import KV_INPUT_ID, Grant, InputNeeded, KvOffer, Receipt
 from engine.cache.block_pool import IntegrityError
 from engine.handoff.early_offers import KEEP_S, EarlyOffers
 from engine.handoff.input_receiver import InputReceiver
-from engine.handoff.kv_offer_check import KvOfferCheck, KvPart
+from engine.handoff.offer_check import KvOfferCheck, KvPart
 from engine.handoff.token_ranges import TokenRanges
 from engine.runner.decoder import DecoderRunner
 from engine.scheduler.decoder import DecoderScheduler

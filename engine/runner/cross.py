@@ -16,7 +16,7 @@ from engine.cache.block_manager import BlockManager
 from engine.cache.encoder_cache import EncoderCacheManager
 from engine.device.h2d import send, send_tensor
 from engine.models.base import DecoderModel
-from engine.runner.kv_transfer import slots_of
+from engine.runner.moves import slots_of
 from engine.state.cross_ranges import CrossInput, after_input, key_ranges, table_rows
 from engine.state.inputs import ScheduledStep, StepInputs
 from engine.state.request import Request

@@ -26,11 +26,9 @@ from engine.models.layers import use_layer_kernels
 from engine.models.registry import load_decoder
 from engine.runner.cross import CrossBatch, write_cross
 from engine.runner.graphs import DecodeGraphs, GraphParts, UnrecordableError, graph_sizes
-from engine.runner.kv_transfer import read_tokens, write_tokens
 from engine.runner.last_tokens import LastTokens
-from engine.runner.merge_embeddings import MergedRows, find_pieces, splice
-from engine.runner.moves import move_blocks
-from engine.runner.step import WantedRows, positions_of, self_metadata, wanted_rows
+from engine.runner.moves import move_blocks, read_tokens, write_tokens
+from engine.runner.step import MergedRows, WantedRows, find_pieces, positions_of, self_metadata, splice, wanted_rows
 from engine.state.inputs import InputBuffers, ScheduledStep, StepInputs
 from engine.state.request import Sequence
 from engine.state.spec import HeadSpec, Table

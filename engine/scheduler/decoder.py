@@ -15,8 +15,7 @@ from collections.abc import Iterable
 
 from common.config import PreemptionPolicy
 from engine.cache.block_manager import BlockManager
-from engine.scheduler.cache_lookup import CacheLookup
-from engine.scheduler.capacity import Capacity
+from engine.scheduler.capacity import CacheLookup, Capacity
 from engine.state.inputs import InputBuffers, ScheduledStep
 from engine.state.request import InputState, Request, Sequence
 

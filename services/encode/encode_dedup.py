@@ -14,9 +14,8 @@ import torch
 from broker.handoff.sender import Key
 from common.errors import TriptychError
 from common.telemetry import get_logger
-from engine.cache.output_cache import OutputCache
-from engine.core.encoder_batches import EncoderKey
-from engine.core.encoder_engine import EncoderEngine, EncoderResult
+from engine.cache.encoder_cache import OutputCache
+from engine.core.encoder_engine import EncoderEngine, EncoderKey, EncoderResult
 from engine.processors import ProcessedInput
 from services.process.engine_thread import EngineThread
 

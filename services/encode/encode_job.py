@@ -17,7 +17,7 @@ import torch
 from broker.handoff.sender import Key, key_of
 from common.messages import Encode, MediaKind, Span
 from common.telemetry import SpanRecorder, get_logger
-from engine.cache.output_cache import OutputCache
+from engine.cache.encoder_cache import OutputCache
 from engine.core.encoder_engine import EncoderResult
 from engine.processors import ProcessedInput
 from services.encode.encode_dedup import EncodeDedup

@@ -21,7 +21,7 @@ from broker.handoff.sender import Key, key_of
 from common.errors import ErrorInfo, TriptychError
 from common.messages import Encode, Encoded
 from common.telemetry import SpanRecorder, get_logger
-from engine.cache.output_cache import OutputCache
+from engine.cache.encoder_cache import OutputCache
 from engine.core.encoder_engine import EncoderEngine, EncoderResult
 from engine.device.memory import staging_budget
 from services.encode.encode_dedup import EncodeDedup, Owner

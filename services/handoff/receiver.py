@@ -25,7 +25,7 @@ from common.telemetry import get_logger
 from engine.core.decoder_engine import DecoderEngine
 from engine.device.choice import DTYPES, choose_device
 from engine.device.memory import memory_budget
-from engine.handoff.kv_offer_check import KvPart
+from engine.handoff.offer_check import KvPart
 from engine.state.events import Event
 from services.handoff.device_tensors import DeviceReceiveBuffers, keep_for_this_stream
 from services.handoff.kv_messages import PART_BYTES, part_fault

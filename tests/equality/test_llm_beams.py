@@ -15,7 +15,7 @@ from transformers import AutoFeatureExtractor, GenerationMixin
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from common.text import whisper_prompt
-from engine.core.encoder_batches import encoder_computations
+from engine.core.encoder_engine import encoder_computations
 from engine.llm import LLM, RequestOutput
 from tests import tiny_models
 from tests.equality.media import sound, text_prompts, wav

@@ -12,7 +12,7 @@ import torch
 from common.errors import TriptychError
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
-from engine.core.encoder_batches import encoder_computations
+from engine.core.encoder_engine import encoder_computations
 from engine.llm import LLM
 from tests.equality.cases import ENCODER_DECODER_FAMILIES, Case
 from tests.equality.cases import MAX_TOKENS as LIMITS

@@ -62,7 +62,7 @@ def compare(
 def _run(llm: LLM, clips: list[bytes]) -> Usage:
     from common.sampling_params import SamplingParams
     from common.text import whisper_prompt
-    from engine.core.encoder_batches import encoder_computations
+    from engine.core.encoder_engine import encoder_computations
 
     prompt, rules = whisper_prompt.build(llm.info, llm.text, language="en" if _is_multilingual(llm) else None)
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": 80, **rules})

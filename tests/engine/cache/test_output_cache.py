@@ -9,7 +9,7 @@ import torch
 
 from common.config import EngineConfig
 from common.messages import InputLayout
-from engine.cache.output_cache import OutputCache, in_memory_of_its_own
+from engine.cache.encoder_cache import OutputCache, in_memory_of_its_own
 from engine.device.memory import MemoryReport, output_cache_bytes
 from engine.processors import ProcessedInput
 

@@ -13,7 +13,7 @@ from common.messages import Tokens
 from common.model_info import ModelInfo
 from engine.cache.block_manager import BlockManager
 from engine.cache.block_pool import BlockPool
-from engine.core.encoder_batches import encoder_computations
+from engine.core.encoder_engine import encoder_computations
 from engine.llm import LLM
 from engine.state.prefix import extend_chain, root_hash
 from tests import tiny_models

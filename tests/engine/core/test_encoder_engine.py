@@ -14,8 +14,7 @@ from structlog.testing import capture_logs
 from common.config import EngineConfig
 from common.messages import InputLayout
 from common.model_info import load_model_info
-from engine.core.encoder_batches import EncoderKey
-from engine.core.encoder_engine import EncoderEngine
+from engine.core.encoder_engine import EncoderEngine, EncoderKey
 from engine.processors import ProcessedInput
 from tests import tiny_models
 
@@ -186,7 +185,7 @@ class Done:
 @pytest.fixture
 def order(monkeypatch: pytest.MonkeyPatch) -> Order:
     order = Order([])
-    monkeypatch.setattr("engine.core.encoder_batches.event_behind", order.event_behind)
+    monkeypatch.setattr("engine.core.encoder_engine.event_behind", order.event_behind)
     return order
 
 

@@ -9,9 +9,8 @@ import torch
 from engine.cache.block_manager import BlockMove
 from engine.device.copy_stream import CopyStream
 from engine.device.h2d import ALIGNMENT, Array, fetch, overwrite, pack, send, send_tensor, unpack
-from engine.runner.kv_transfer import read_tokens, write_tokens
 from engine.runner.last_tokens import LastTokens
-from engine.runner.moves import copy_runs, move_blocks
+from engine.runner.moves import copy_runs, move_blocks, read_tokens, write_tokens
 
 CPU = torch.device("cpu")
 needs_gpu = [

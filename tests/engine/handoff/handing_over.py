@@ -12,7 +12,7 @@ import torch
 from common.messages import KV_INPUT_ID, Failed, Grant, InputNeeded, KvOffer, Prefilled, Receipt, TokenLogprob
 from common.model_info import ModelInfo
 from engine.core.decoder_engine import DecoderEngine
-from engine.handoff.kv_offer_check import KvPart
+from engine.handoff.offer_check import KvPart
 from engine.state.events import Event, KvComputed, KvReady
 from engine.state.spec import Table
 from tests.engine.driving import FAR_S, MAX_STEPS, Driver, Generated, Job, make_engine

@@ -13,7 +13,7 @@ from engine.cache.block_pool import BlockPool
 from engine.cache.encoder_cache import EncoderCacheManager
 from engine.handoff.input_receiver import InputReceiver
 from engine.handoff.offer_check import OfferCheck
-from engine.scheduler.cache_lookup import CacheLookup
+from engine.scheduler.capacity import CacheLookup
 from engine.scheduler.decoder import DecoderScheduler
 from engine.state.engine_state import EngineState
 from engine.state.events import Event

@@ -22,7 +22,7 @@ from common.messages import (
 )
 from common.model_info import ModelInfo
 from engine.core.decoder_engine import LEASE_S, DecoderEngine
-from engine.handoff.kv_offer_check import KvPart
+from engine.handoff.offer_check import KvPart
 from engine.state.events import Event
 from engine.state.spec import Table
 from tests.engine.cache.test_swapping import clips, pictures

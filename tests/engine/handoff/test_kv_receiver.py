@@ -23,12 +23,11 @@ from engine.cache.block_pool import BlockPool
 from engine.cache.encoder_cache import EncoderCacheManager
 from engine.device.copy_stream import CopyStream
 from engine.handoff.input_receiver import InputReceiver
-from engine.handoff.kv_offer_check import KvOfferCheck, KvPart
 from engine.handoff.kv_receiver import KvHandoffState, KvReceiver
-from engine.handoff.offer_check import OfferCheck
+from engine.handoff.offer_check import KvOfferCheck, KvPart, OfferCheck
 from engine.runner.decoder import DecoderRunner
-from engine.runner.kv_transfer import read_tokens, write_tokens
-from engine.scheduler.cache_lookup import CacheLookup
+from engine.runner.moves import read_tokens, write_tokens
+from engine.scheduler.capacity import CacheLookup
 from engine.scheduler.decoder import DecoderScheduler
 from engine.state.engine_state import EngineState
 from engine.state.inputs import InputBuffers

@@ -28,7 +28,7 @@ from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from common.text.processor import TextProcessor
 from engine.core.decoder_engine import DecoderEngine
-from engine.handoff.kv_offer_check import KvPart
+from engine.handoff.offer_check import KvPart
 from services.handoff.device_tensors import DeviceReceiveBuffers, Outgoing, open_cuda, payload_of
 from services.handoff.receiver import MAX_PARTS_LANDED
 from services.handoff.tensor_bytes import bytes_of
