@@ -1,7 +1,7 @@
 """Copies of KV: between blocks (copy on write, swapping), and between the paged cache and plain tensors of tokens.
 
-    as it travels   [num_tokens, layers, 2, num_kv_heads, head_dim], whatever the block size on either side
-    in the cache    per layer [2, num_blocks, block_size, num_kv_heads, head_dim]; a block table says where token i is
+as it travels   [num_tokens, layers, 2, num_kv_heads, head_dim], whatever the block size on either side
+in the cache    per layer [2, num_blocks, block_size, num_kv_heads, head_dim]; a block table says where token i is
 """
 
 from __future__ import annotations

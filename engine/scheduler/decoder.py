@@ -87,6 +87,7 @@ class DecoderScheduler:
             self.waiting.remove(request)
         elif request in self.reserved:
             self.reserved.remove(request)
+        self._changed = [other for other in self._changed if other is not request]
         self._release_slots(request.sequences)
         self._free_tables(request)
 

@@ -305,7 +305,7 @@ class Receiver:
             tuple(sorted(self.granted)),
             tuple(sorted(self.ended)),
             () if "duplicate" in self.plan.faults else tuple(sorted(self.sent)),
-            tuple(sorted((key, offer.attempt) for key, offer in intake.early._offers.items())),
+            tuple(sorted((key, offer.attempt) for key, (offer, _) in intake.early._offers.items())),
             tuple((request.request_id, item.slot.input_id) for request, item in intake._dormant),
             tuple(sorted((name, entry.tensor is None) for name, entry in cache._entries.items())),
             tuple(cache._unreferenced),
