@@ -100,11 +100,6 @@ class BlockManager:
             return self.blocks_for(num_encoder_tokens)
         return 0 if entry.readers else len(entry.blocks)
 
-    def can_allocate(
-        self, num_tokens: int, num_encoder_tokens: int = 0, content: str = "", prefix: Sequence[bytes] = ()
-    ) -> bool:
-        return self.missing_blocks(num_tokens, num_encoder_tokens, content, prefix) <= self.num_free
-
     # --- self tables
 
     def match_prefix(self, prefix: Sequence[bytes]) -> int:
@@ -124,19 +119,13 @@ class BlockManager:
         self._tables[sequence_id] = cached + self._take(self.blocks_for(num_tokens) - len(cached))
         return len(cached) * self.block_size
 
-    def missing_to_append(self, sequence_id: int, num_computed: int, num_tokens: int) -> int:
-        """Return how many blocks `append` would use: new blocks, and a copy where the next write hits a shared
-        block."""
-        table = self._tables[sequence_id]
-        growth = max(0, self.blocks_for(num_tokens) - len(table))
-        index = num_computed // self.block_size
-        shared = index < len(table) and self.pool.references(table[index]) > 1
-        return growth + shared
-
     def can_append(self, sequence_id: int, num_computed: int, num_tokens: int) -> bool:
         """Return whether the table can grow to `num_tokens` in all, with tokens from `num_computed` on still to be
-        written."""
-        return self.missing_to_append(sequence_id, num_computed, num_tokens) <= self.num_free
+        written: by new blocks, and a copy where the next write hits a shared block."""
+        table, index = self._tables[sequence_id], num_computed // self.block_size
+        growth = max(0, self.blocks_for(num_tokens) - len(table))
+        shared = index < len(table) and self.pool.references(table[index]) > 1
+        return growth + shared <= self.num_free
 
     def append(self, sequence_id: int, num_computed: int, num_tokens: int) -> None:
         """Grow a table to hold `num_tokens` in all; the block of token `num_computed` becomes the sequence's own."""
@@ -258,25 +247,12 @@ class BlockManager:
         cross = self._cross_tables[content] if content is not None else None
         return own + (len(cross.blocks) if cross is not None and cross.readers == {request_id} else 0)
 
-    def reset(self) -> None:
-        """Free every table, on the device and on the host, and forget the prefix cache."""
-        for sequence_id in [*self._tables, *self.host.sequence_ids]:
-            self.free(sequence_id)
-        for request_id in [*self._cross_of, *self.host.request_ids]:
-            self.free_cross(request_id)
-        self._make_free(self.pool.num_usable)
-        self._moves.clear()
-
     # --- swapping
-
-    @property
-    def num_host_free(self) -> int:
-        return self.host.num_free
 
     def can_swap_out(self, request_id: str, sequence_ids: Sequence[int]) -> bool:
         """Return whether the host has room for a request, and whether its cross table, if any, is worth keeping."""
         needed = len(self.held_blocks(sequence_ids)) + len(self.get_cross_block_table(request_id))
-        return self.host.pool is not None and needed <= self.num_host_free and not self.needs_writing(request_id)
+        return self.host.pool is not None and needed <= self.host.num_free and not self.needs_writing(request_id)
 
     def swap_out(self, request_id: str, sequence_ids: Sequence[int]) -> None:
         """Move the tables of a request to the host. Blocks shared with other requests stay on the device for them."""
@@ -290,11 +266,11 @@ class BlockManager:
         self._stop_reading(request_id)
 
     def is_swapped(self, request_id: str) -> bool:
-        return request_id in self.host
+        return request_id in self.host.requests
 
     def missing_to_swap_in(self, request_id: str) -> int:
         """Return how many blocks of `num_free` a call of `swap_in` would use."""
-        swapped = self.host[request_id]
+        swapped = self.host.requests[request_id]
         cross = self._missing_cross(len(swapped.cross) * self.block_size, swapped.content) if swapped.cross else 0
         return len(swapped.self_blocks) + cross
 

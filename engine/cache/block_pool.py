@@ -23,7 +23,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
             raise ValueError(f"a block pool needs at least 2 blocks, not {num_blocks}")
-        self.num_blocks = num_blocks
+        self.num_blocks, self.num_usable = num_blocks, num_blocks - 1
         self._free = list(range(num_blocks - 1, 0, -1))
         self._references: dict[int, int] = {}
 
@@ -35,22 +35,13 @@ class BlockPool:
     def num_used(self) -> int:
         return len(self._references)
 
-    @property
-    def num_usable(self) -> int:
-        """Number of blocks usable at once."""
-        return self.num_blocks - 1
-
-    def can_allocate(self, count: int) -> bool:
-        return count <= len(self._free)
-
     def references(self, block: int) -> int:
         """Return how many tables hold a block; 0 for a free block."""
         return self._references.get(block, 0)
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate `count` blocks with a reference each. Raises ValueError if fewer are free: ask `can_allocate`
-        first."""
-        if not self.can_allocate(count):
+        """Allocate `count` blocks with a reference each. Raises ValueError if fewer are free."""
+        if count > len(self._free):
             raise ValueError(f"{count} blocks asked for, {self.num_free} free")
         blocks = self._free[len(self._free) - count :][::-1]
         del self._free[len(self._free) - count :]
@@ -62,7 +53,7 @@ class BlockPool:
 
         A run can be read as one slice instead of being gathered; long read-only tables (cross-attention) profit.
         """
-        if not self.can_allocate(count):
+        if count > len(self._free):
             raise ValueError(f"{count} blocks asked for, {self.num_free} free")
         self._free.sort(reverse=True)
         free = self._free
@@ -122,14 +113,8 @@ class HostTables:
 
     def __init__(self, pool: BlockPool | None) -> None:
         self.pool = pool
-        self._requests: dict[str, SwappedRequest] = {}
+        self.requests: dict[str, SwappedRequest] = {}
         self._request_of: dict[int, str] = {}  # by sequence
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._requests
-
-    def __getitem__(self, request_id: str) -> SwappedRequest:
-        return self._requests[request_id]
 
     @property
     def num_free(self) -> int:
@@ -138,14 +123,6 @@ class HostTables:
     @property
     def num_used(self) -> int:
         return 0 if self.pool is None else self.pool.num_usable - self.pool.num_free
-
-    @property
-    def sequence_ids(self) -> list[int]:
-        return list(self._request_of)
-
-    @property
-    def request_ids(self) -> list[str]:
-        return list(self._requests)
 
     def put(
         self, request_id: str, tables: Mapping[int, Sequence[int]], cross: Sequence[int], content: str
@@ -156,13 +133,13 @@ class HostTables:
         host = dict(zip(distinct, self.pool.allocate(len(distinct)), strict=True))
         moved = {name: [host[block] for block in table] for name, table in tables.items()}
         share_again(self.pool, moved.values())
-        self._requests[request_id] = SwappedRequest(moved, [host[block] for block in cross], content)
+        self.requests[request_id] = SwappedRequest(moved, [host[block] for block in cross], content)
         self._request_of |= dict.fromkeys(moved, request_id)
         return host
 
     def take(self, request_id: str) -> SwappedRequest:
         """Remove a request and free its host blocks. Moves queued earlier still read their content."""
-        swapped = self._requests.pop(request_id)
+        swapped = self.requests.pop(request_id)
         for name, table in swapped.tables.items():
             del self._request_of[name]
             self._free(table)
@@ -173,14 +150,14 @@ class HostTables:
         """Free a sequence's table. A sequence without a table is ignored."""
         request_id = self._request_of.pop(sequence_id, None)
         if request_id is not None:
-            self._free(self._requests[request_id].tables.pop(sequence_id))
+            self._free(self.requests[request_id].tables.pop(sequence_id))
             self._forget_if_empty(request_id)
 
     def free_cross(self, request_id: str) -> None:
         """Free a request's cross table. A request without a cross table is ignored."""
-        if request_id in self._requests:
-            self._free(self._requests[request_id].cross)
-            self._requests[request_id].cross = []
+        if request_id in self.requests:
+            self._free(self.requests[request_id].cross)
+            self.requests[request_id].cross = []
             self._forget_if_empty(request_id)
 
     def _free(self, blocks: Sequence[int]) -> None:
@@ -188,8 +165,8 @@ class HostTables:
         self.pool.free(blocks)
 
     def _forget_if_empty(self, request_id: str) -> None:
-        if not (self._requests[request_id].tables or self._requests[request_id].cross):
-            del self._requests[request_id]
+        if not (self.requests[request_id].tables or self.requests[request_id].cross):
+            del self.requests[request_id]
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless references and tables add up."""
@@ -197,7 +174,7 @@ class HostTables:
             return
         self.pool.check_integrity()
         counts: dict[int, int] = {}
-        for swapped in self._requests.values():
+        for swapped in self.requests.values():
             for block in (block for table in (*swapped.tables.values(), swapped.cross) for block in table):
                 counts[block] = counts.get(block, 0) + 1
         if len(counts) != self.pool.num_used or any(self.pool.references(b) != n for b, n in counts.items()):

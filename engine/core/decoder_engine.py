@@ -262,7 +262,7 @@ class DecoderEngine:
 
     def has_work(self) -> bool:
         """Return True if `step` has work now."""
-        return self.state.has_changed or bool(self.state.outbox) or self.loop.in_flight or self.scheduler.has_work()
+        return self.state.has_changed or bool(self.state.outbox or self.loop.in_flight) or self.scheduler.has_work()
 
     def next_deadline_s(self) -> float | None:
         """Return the time of the next due `step` (by `time.monotonic`); None without a deadline."""

@@ -24,7 +24,7 @@ def gauges(
         "kv_blocks_free": blocks.num_free,
         "kv_blocks_used": blocks.num_used,
         "kv_blocks_cached": blocks.num_cached,
-        "kv_host_blocks_free": blocks.num_host_free,
+        "kv_host_blocks_free": blocks.host.num_free,
         "kv_host_blocks_used": blocks.host.num_used,
         "kv_block_bytes": runner.block_bytes,
         "encoder_cache_bytes_capacity": cache.capacity_bytes,

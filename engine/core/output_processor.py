@@ -86,7 +86,11 @@ class OutputProcessor:
         if self.is_full(new.sequence, new.position + 1):
             return "length"
         # What outgrows the whole pool ends here: preempting it would only make it start over, forever.
-        return None if self.fits_ever(request) or self._fits_by_now(request) else "length"
+        if self.fits_ever(request):
+            return None
+        known = [one.num_known_tokens for one in request.sequences]  # the effect of others is decided later
+        fits = self._blocks.fits_ever(len(request.prompt), known, request.num_encoder_tokens)
+        return None if fits else "length"
 
     def is_full(self, sequence: Sequence, num_tokens: int) -> bool:
         """Return True if a sequence of `num_tokens` takes no further token."""
@@ -95,14 +99,9 @@ class OutputProcessor:
 
     def fits_ever(self, request: Request) -> bool:
         """Return True if the whole pool holds all sequences of a request after another step."""
-        return self._fits(request, [len(sequence.token_ids) for sequence in request.sequences])
-
-    def _fits_by_now(self, request: Request) -> bool:
-        """Check without unknown tokens, whose effect is decided later."""
-        return self._fits(request, [sequence.num_known_tokens for sequence in request.sequences])
-
-    def _fits(self, request: Request, lengths: list[int]) -> bool:
-        return self._blocks.fits_ever(len(request.prompt), lengths, request.num_encoder_tokens)
+        return self._blocks.fits_ever(
+            len(request.prompt), [len(one.token_ids) for one in request.sequences], request.num_encoder_tokens
+        )
 
 
 def _pop_prompt_logprobs(request: Request) -> list[TokenLogprob | None]:

@@ -75,22 +75,18 @@ class StepLoop:
         self._generation = generation
         self._emission = emission
         self._ahead = ahead
-        self._flight: TokensInFlight | None = None
+        self.in_flight: TokensInFlight | None = None
+        """Tokens of a launched step that are not known yet."""
         self.last_step_tokens = 0
         self.counters = {"steps": 0, "steps_ahead": 0, "surplus_tokens": 0, "recomputed_tokens": 0}
         self.counters |= {"requests_failed": 0}
-
-    @property
-    def in_flight(self) -> bool:
-        """Return True while tokens of a launched step are unknown."""
-        return self._flight is not None
 
     def step(self) -> bool:
         """Expire, grant, schedule and launch a step, and emit new tokens.
 
         Returns whether there may be more to do even if nothing comes.
         """
-        was_in_flight = self.in_flight
+        was_in_flight = self.in_flight is not None
         step = self._step_ahead() if self._ahead else self._step()
         again = True if was_in_flight and not step.sequences else self._make_room(step)
         self.end(*self._kv_outlet.report(step))
@@ -113,7 +109,7 @@ class StepLoop:
             self._collect()
             return step
         output = self._run(step)
-        self.counters["steps_ahead"] += self.in_flight
+        self.counters["steps_ahead"] += self.in_flight is not None
         if not self._generation.can_run_ahead(output):
             self._collect()
             self._process(self._generation.choose(self._without_ended(output)))
@@ -184,19 +180,15 @@ class StepLoop:
     def _make_room(self, step: ScheduledStep) -> bool:
         """Make room for waiting requests. If no request could run, a request may have to yield."""
         if not step.sequences:
-            return self._intake.take_back(only_blocked=False) or (
-                self._intake.num_granted == 0 and self._yield_blocks()
-            )
+            freed = self._intake.take_back(only_blocked=False)
+            freed = freed or (self._intake.num_granted == 0 and self._scheduler.yield_blocks())
+            self._intake.update(self._scheduler.pop_changed())
+            return freed
         self._intake.grant()
         self._kv_intake.grant()
         if self._intake.take_back(only_blocked=True):
             self._intake.grant()
         return self._intake.is_stuck  # if nothing runs next time, the branch above decides
-
-    def _yield_blocks(self) -> bool:
-        yielded = self._scheduler.yield_blocks()
-        self._intake.update(self._scheduler.pop_changed())
-        return yielded
 
     # --- tokens in flight
 
@@ -212,7 +204,7 @@ class StepLoop:
 
     def _collect(self, launched: TokensInFlight | None = None) -> None:
         """Emit the tokens in flight once known; the step just `launched` is in flight afterwards."""
-        flight, self._flight = self._flight, launched
+        flight, self.in_flight = self.in_flight, launched
         if launched is None:
             self._scheduler.held_back = False
         if flight is None:
