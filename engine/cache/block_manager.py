@@ -116,7 +116,7 @@ class BlockManager:
         cached = [self._block_of[name] for name in prefix[: self.match_prefix(prefix)]]
         for block in cached:
             self._hold(block)
-        self._tables[sequence_id] = cached + self._take(self.blocks_for(num_tokens) - len(cached))
+        self._tables[sequence_id] = cached + self._pop_blocks(self.blocks_for(num_tokens) - len(cached))
         return len(cached) * self.block_size
 
     def can_append(self, sequence_id: int, num_computed: int, num_tokens: int) -> bool:
@@ -132,14 +132,14 @@ class BlockManager:
         table = self._tables[sequence_id]
         index = num_computed // self.block_size
         if index < len(table) and self.pool.references(table[index]) > 1:
-            [own] = self._take(1)
+            [own] = self._pop_blocks(1)
             self._moves.append(BlockMove("copy", table[index], own))
             self._release([table[index]])
             table[index] = own
             self.counters["block_copies"] += 1
         missing = self.blocks_for(num_tokens) - len(table)
         if missing > 0:
-            table.extend(self._take(missing))
+            table.extend(self._pop_blocks(missing))
 
     def fork(self, parent_id: int, child_id: int, num_blocks: int | None = None) -> None:
         """Give a new sequence the table of another, or the first `num_blocks` of the table. Later writes copy shared
@@ -276,7 +276,7 @@ class BlockManager:
 
     def swap_in(self, request_id: str) -> None:
         """Move the tables of a request back to the device, shared among its sequences as before."""
-        swapped = self.host.take(request_id)
+        swapped = self.host.pop(request_id)
         if swapped.cross:
             known = self.has_cross(swapped.content)
             self.allocate_cross(request_id, len(swapped.cross) * self.block_size, swapped.content)
@@ -284,7 +284,7 @@ class BlockManager:
                 self._bring_in(swapped.cross, self.get_cross_block_table(request_id))
                 self.mark_written(request_id)
         distinct = swapped.self_blocks
-        device = dict(zip(distinct, self._take(len(distinct)), strict=True))
+        device = dict(zip(distinct, self._pop_blocks(len(distinct)), strict=True))
         self._bring_in(distinct, [device[block] for block in distinct])
         tables = {name: [device[block] for block in table] for name, table in swapped.tables.items()}
         share_again(self.pool, tables.values())
@@ -319,7 +319,7 @@ class BlockManager:
             else:
                 self.pool.free([block])
 
-    def _take(self, count: int) -> list[int]:
+    def _pop_blocks(self, count: int) -> list[int]:
         self._make_free(count)
         return self.pool.allocate(count)
 

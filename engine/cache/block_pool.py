@@ -137,7 +137,7 @@ class HostTables:
         self._request_of |= dict.fromkeys(moved, request_id)
         return host
 
-    def take(self, request_id: str) -> SwappedRequest:
+    def pop(self, request_id: str) -> SwappedRequest:
         """Remove a request and free its host blocks. Moves queued earlier still read their content."""
         swapped = self.requests.pop(request_id)
         for name, table in swapped.tables.items():

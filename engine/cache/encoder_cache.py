@@ -154,8 +154,8 @@ class OutputCache:
         self._entries: OrderedDict[str, KeptOutput] = OrderedDict()  # least recently used first
         self._lent: Counter[str] = Counter()
 
-    def lend(self, content_hash: str) -> KeptOutput | None:
-        """Return the output of this content, or None. Every loan must be returned by `give_back`."""
+    def acquire(self, content_hash: str) -> KeptOutput | None:
+        """Return the output of this content, or None. Every loan ends by `release`."""
         kept = self._entries.get(content_hash)
         if kept is None:
             self.misses += 1
@@ -165,7 +165,7 @@ class OutputCache:
         self._entries.move_to_end(content_hash)
         return kept
 
-    def give_back(self, content_hash: str) -> None:
+    def release(self, content_hash: str) -> None:
         """Return a loan."""
         self._lent[content_hash] -= 1
         if not self._lent[content_hash]:

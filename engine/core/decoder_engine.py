@@ -1,6 +1,6 @@
 """The decoder's engine: requests, offers and tensors in, events out; each call of `step` is a forward pass.
 
-    add_request / offer / deliver / abort  ->  intake and scheduler  ->  runner  ->  events
+    add_request / offer / deliver / abort  ->  input_receiver and scheduler  ->  runner  ->  events
 
 One thread drives it. It knows no network: `LLM` drives it in one process, a worker's engine thread in a cluster.
 """
@@ -80,13 +80,15 @@ class DecoderEngine:
             config.max_num_batched_tokens,
             config.preemption,
         )
-        self.intake = InputReceiver(self.state, self.cache, expectation.inputs, self.coverage, lease_s)
+        self.input_receiver = InputReceiver(self.state, self.cache, expectation.inputs, self.coverage, lease_s)
         self.sampler = Sampler(info, self.runner.spec.vocab_size)
         device_draw.prepare(self.runner.device)
-        self.kv_outlet = KvExporter(self.state, self.scheduler, expectation, self.runner)
-        self.kv_intake = KvReceiver(self.state, self.scheduler, self.intake, expectation, self.runner, lease_s)
-        self.generation = Decoding(self.runner, self.scheduler, self.sampler, info.eos_token_ids)
-        self.emission = OutputProcessor(info, self.scheduler, self.runner.max_model_len)
+        self.kv_exporter = KvExporter(self.state, self.scheduler, expectation, self.runner)
+        self.kv_receiver = KvReceiver(
+            self.state, self.scheduler, self.input_receiver, expectation, self.runner, lease_s
+        )
+        self.decoding = Decoding(self.runner, self.scheduler, self.sampler, info.eos_token_ids)
+        self.output = OutputProcessor(info, self.scheduler, self.runner.max_model_len)
         limits = RequestLimits(
             info,
             self.runner.spec.vocab_size,
@@ -98,11 +100,11 @@ class DecoderEngine:
             self.state,
             self.runner,
             self.scheduler,
-            self.intake,
-            self.kv_intake,
-            self.kv_outlet,
-            self.generation,
-            self.emission,
+            self.input_receiver,
+            self.kv_receiver,
+            self.kv_exporter,
+            self.decoding,
+            self.output,
             ahead=self.runner.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling,
         )
         self.counters = {"requests": 0}
@@ -157,14 +159,14 @@ class DecoderEngine:
         request.recorder.start("queue")
         self.state.requests[request_id] = request
         if prefilled:
-            self.kv_intake.add_request(request)
+            self.kv_receiver.add_request(request)
         else:
             if request.next_missing_input is not None:
                 request.recorder.start("inputs")
             if prefill_only:
-                self.kv_outlet.add_request(request)
+                self.kv_exporter.add_request(request)
             self.scheduler.add(request)
-        self.intake.add_request(request)
+        self.input_receiver.add_request(request)
         self._fail_what_never_fits(request_id)
 
     def abort(self, request_id: str) -> None:
@@ -178,8 +180,8 @@ class DecoderEngine:
 
     def _forget(self, request_id: str, attempt: int | None) -> None:
         """Offers for this request in this attempt (with None: in any), early or late, are cancelled."""
-        self.intake.forget(request_id, attempt)
-        self.kv_intake.end_request(request_id, attempt)
+        self.input_receiver.forget(request_id, attempt)
+        self.kv_receiver.end_request(request_id, attempt)
 
     def stop_sequence(self, request_id: str, index: int) -> None:
         """Stop a sequence of a request (a stop string); with the last sequence the request ends, silently."""
@@ -192,7 +194,7 @@ class DecoderEngine:
             return
         self.state.has_changed = True
         if request.awaits_kv:
-            self.kv_intake.pass_on(request, sequence)
+            self.kv_receiver.pass_on(request, sequence)
         self.scheduler.remove_sequence(sequence)
         request.sequences.remove(sequence)
 
@@ -202,7 +204,7 @@ class DecoderEngine:
         The offer is for the request that was, or will be, added with its `request_attempt`.
         """
         self.state.has_changed = True
-        self.intake.offer(offer)
+        self.input_receiver.offer(offer)
         self._fail_what_never_fits(offer.request_id)
 
     def withdraw(self, request_id: str, input_id: int, attempt: int) -> None:
@@ -210,14 +212,14 @@ class DecoderEngine:
         offers are fine: lost, stored or replaced meanwhile."""
         self.state.has_changed = True
         if input_id == KV_INPUT_ID:
-            self.kv_intake.withdraw(request_id, attempt)
+            self.kv_receiver.withdraw(request_id, attempt)
         else:
-            self.intake.withdraw(request_id, input_id, attempt)
+            self.input_receiver.withdraw(request_id, input_id, attempt)
 
     def deliver(self, request_id: str, input_id: int, attempt: int, tensor: torch.Tensor) -> None:
         """A granted tensor has come: [num_encoder_tokens, hidden_size]."""
         self.state.has_changed = True
-        self.intake.deliver(request_id, input_id, attempt, tensor)
+        self.input_receiver.deliver(request_id, input_id, attempt, tensor)
         request = self.state.requests.get(request_id)
         if request is not None and request.next_missing_input is None:
             request.recorder.end("inputs")
@@ -230,18 +232,18 @@ class DecoderEngine:
 
         None where they are not there at the moment: not computed yet, or given up for a while (preempted).
         """
-        return self.kv_outlet.export(request_id, table, first, last)
+        return self.kv_exporter.export(request_id, table, first, last)
 
     def grant_kv(self, request_id: str) -> None:
         """Put a granted prefill before others, because the receiver has reserved memory."""
         self.state.has_changed = True
-        self.kv_outlet.grant(request_id)
+        self.kv_exporter.grant(request_id)
 
     def end_prefill(self, request_id: str) -> None:
         """End a prefill. A Prefilled event follows, at once, or after the requested prompt log-probabilities are
         complete."""
         self.state.has_changed = True
-        self.loop.end(*self.kv_outlet.end(request_id))
+        self.loop.end(*self.kv_exporter.end(request_id))
 
     def offer_kv(self, offer: KvOffer) -> None:
         """Another engine offers keys and values. The answer is an event, as for inputs, with input id KV_INPUT_ID.
@@ -250,13 +252,13 @@ class DecoderEngine:
         request that was, or will be, added with its `request_attempt`.
         """
         self.state.has_changed = True
-        self.kv_intake.offer(offer)
+        self.kv_receiver.offer(offer)
         self._fail_what_never_fits(offer.request_id)
 
     def deliver_kv(self, request_id: str, attempt: int, part: KvPart) -> None:
         """Write a part of granted KV. The bytes are copied before the return."""
         self.state.has_changed = True
-        self.kv_intake.deliver(request_id, attempt, part)
+        self.kv_receiver.deliver(request_id, attempt, part)
 
     # --- one step
 
@@ -266,7 +268,7 @@ class DecoderEngine:
 
     def next_deadline_s(self) -> float | None:
         """Return the time of the next due `step` (by `time.monotonic`); None without a deadline."""
-        deadlines_s = self.intake.next_deadline_s(), self.kv_intake.next_deadline_s()
+        deadlines_s = self.input_receiver.next_deadline_s(), self.kv_receiver.next_deadline_s()
         return min((deadline_s for deadline_s in deadlines_s if deadline_s is not None), default=None)
 
     def answer(self) -> list[Event]:
@@ -291,14 +293,14 @@ class DecoderEngine:
 
     def is_empty(self) -> bool:
         """True if no request, reservation, reference or block is held."""
-        idle = self.intake.is_empty() and self.kv_intake.is_empty() and self.blocks.num_used == 0
+        idle = self.input_receiver.is_empty() and self.kv_receiver.is_empty() and self.blocks.num_used == 0
         return not self.state.requests and idle
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless blocks, cache entries and slots add up."""
         self.blocks.check_integrity()
         self.cache.check_integrity()
-        self.kv_intake.check_integrity()
+        self.kv_receiver.check_integrity()
         everyone = (sequence for request in self.state.requests.values() for sequence in request.sequences)
         held = sum(1 for sequence in everyone if sequence.slot_index >= 0)
         if held + self.runner.buffers.num_free_slots != self.config.max_num_seqs:
@@ -306,8 +308,16 @@ class DecoderEngine:
 
     def stats(self) -> dict[str, float]:
         """Return gauges and counters of this moment; counters end in `_total`."""
-        parts = self.loop, self.emission, self.intake, self.kv_intake, self.kv_outlet, self.scheduler, self.blocks
+        parts = (
+            self.loop,
+            self.output,
+            self.input_receiver,
+            self.kv_receiver,
+            self.kv_exporter,
+            self.scheduler,
+            self.blocks,
+        )
         counters = [self.counters, *(part.counters for part in parts), self.coverage.counters]
-        gauges = engine_stats.gauges(self.runner, self.scheduler, self.intake, self.kv_intake)
-        totals = engine_stats.totals(self.runner, self.intake, self.kv_intake, counters)
+        gauges = engine_stats.gauges(self.runner, self.scheduler, self.input_receiver, self.kv_receiver)
+        totals = engine_stats.totals(self.runner, self.input_receiver, self.kv_receiver, counters)
         return {"last_step_tokens": self.loop.last_step_tokens} | gauges | totals

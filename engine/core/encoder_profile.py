@@ -21,7 +21,7 @@ from PIL import Image
 
 from common.model_info import ModelInfo
 from common.text.prompts import encode_tokens
-from engine.device.memory_profiler import PeakMemory, give_back_free_memory, one_layer_of_each_stack
+from engine.device.memory_profiler import PeakMemory, one_layer_of_each_stack, release_free_memory
 from engine.media.log_mel import LogMelSettings
 from engine.models.base import EncoderModel
 from engine.processors import ITEM_BYTES, ProcessedInput, Processor, preprocessor_json
@@ -82,7 +82,7 @@ def measure_batch(
         item = larger
         sizes.append(_measure(encoder, item, device, deadline_s))
         took_s = time.monotonic() - began_s
-    give_back_free_memory(device)
+    release_free_memory(device)
     known = [size for size in sizes if size is not None]
     if item is None or not known:
         return None

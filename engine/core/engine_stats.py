@@ -13,10 +13,10 @@ from engine.scheduler.decoder import DecoderScheduler
 
 
 def gauges(
-    runner: DecoderRunner, scheduler: DecoderScheduler, intake: InputReceiver, kv_intake: KvReceiver
+    runner: DecoderRunner, scheduler: DecoderScheduler, input_receiver: InputReceiver, kv_receiver: KvReceiver
 ) -> dict[str, float]:
     """Return values that rise and fall."""
-    blocks, cache, graphs = scheduler.blocks, intake.cache, runner.graphs
+    blocks, cache, graphs = scheduler.blocks, input_receiver.cache, runner.graphs
     return {
         "requests_running": len(scheduler.running),
         "requests_waiting": len(scheduler.waiting),
@@ -31,11 +31,11 @@ def gauges(
         "encoder_cache_bytes_used": cache.used_bytes,
         "encoder_cache_bytes_peak": cache.peak_bytes,
         "encoder_cache_references": cache.num_references,
-        "inputs_pending": intake.num_pending,
-        "inputs_granted": intake.num_granted,
-        "kv_offers_pending": kv_intake.num_pending,
-        "early_offers": len(intake.early) + len(kv_intake.early),
-        "kv_reserved_requests": kv_intake.num_reserved,
+        "inputs_pending": input_receiver.num_pending,
+        "inputs_granted": input_receiver.num_granted,
+        "kv_offers_pending": kv_receiver.num_pending,
+        "early_offers": len(input_receiver.early) + len(kv_receiver.early),
+        "kv_reserved_requests": kv_receiver.num_reserved,
         "steps_recorded": len(graphs.sizes) if graphs is not None else 0,
         "weight_bytes": runner.load_report.parameter_bytes,
         "attention_fallback": int(runner.backend.is_fallback),
@@ -46,16 +46,16 @@ def gauges(
 
 
 def totals(
-    runner: DecoderRunner, intake: InputReceiver, kv_intake: KvReceiver, counters: Iterable[Mapping[str, int]]
+    runner: DecoderRunner, input_receiver: InputReceiver, kv_receiver: KvReceiver, counters: Iterable[Mapping[str, int]]
 ) -> dict[str, float]:
     """Return values that only grow: the `counters` of the parts, and more."""
     counts = {name: value for each in counters for name, value in each.items()}
-    early = intake.early, kv_intake.early
+    early = input_receiver.early, kv_receiver.early
     counts |= {
         "steps_replayed": 0 if runner.graphs is None else runner.graphs.num_replays,
         "cross_plans_reused": cross_plans_reused.value,
-        "encoder_cache_evictions": intake.cache.evictions,
-        "encoder_cache_hits": intake.cache.hits,
+        "encoder_cache_evictions": input_receiver.cache.evictions,
+        "encoder_cache_hits": input_receiver.cache.hits,
         "early_offers_expired": sum(offers.num_expired for offers in early),
         "early_offers_evicted": sum(offers.num_evicted for offers in early),
     }

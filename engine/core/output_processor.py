@@ -106,5 +106,5 @@ class OutputProcessor:
 
 def _pop_prompt_logprobs(request: Request) -> list[TokenLogprob | None]:
     found, request.prompt_logprobs = request.prompt_logprobs, []
-    request.prompt_logprobs_told = request.prompt_logprobs_told or bool(found)
+    request.prompt_logprobs_sent = request.prompt_logprobs_sent or bool(found)
     return found

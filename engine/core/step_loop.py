@@ -55,11 +55,11 @@ class StepLoop:
         state: EngineState,
         runner: DecoderRunner,
         scheduler: DecoderScheduler,
-        intake: InputReceiver,
-        kv_intake: KvReceiver,
-        kv_outlet: KvExporter,
-        generation: Decoding,
-        emission: OutputProcessor,
+        input_receiver: InputReceiver,
+        kv_receiver: KvReceiver,
+        kv_exporter: KvExporter,
+        decoding: Decoding,
+        output: OutputProcessor,
         *,
         ahead: bool,
     ) -> None:
@@ -69,11 +69,11 @@ class StepLoop:
         self._scheduler = scheduler
         self._blocks = scheduler.blocks
         self._coverage = scheduler.coverage
-        self._intake = intake
-        self._kv_intake = kv_intake
-        self._kv_outlet = kv_outlet
-        self._generation = generation
-        self._emission = emission
+        self._input_receiver = input_receiver
+        self._kv_receiver = kv_receiver
+        self._kv_exporter = kv_exporter
+        self._decoding = decoding
+        self._output = output
         self._ahead = ahead
         self.in_flight: TokensInFlight | None = None
         """Tokens of a launched step that are not known yet."""
@@ -89,7 +89,7 @@ class StepLoop:
         was_in_flight = self.in_flight is not None
         step = self._step_ahead() if self._ahead else self._step()
         again = True if was_in_flight and not step.sequences else self._make_room(step)
-        self.end(*self._kv_outlet.report(step))
+        self.end(*self._kv_exporter.report(step))
         self.last_step_tokens = sum(step.num_tokens)
         return again
 
@@ -98,7 +98,7 @@ class StepLoop:
     def _step(self) -> ScheduledStep:
         step = self._schedule()
         if step.sequences:
-            self._process(self._generation.choose(self._run(step)))
+            self._process(self._decoding.choose(self._run(step)))
         return step
 
     def _step_ahead(self) -> ScheduledStep:
@@ -110,9 +110,9 @@ class StepLoop:
             return step
         output = self._run(step)
         self.counters["steps_ahead"] += self.in_flight is not None
-        if not self._generation.can_run_ahead(output):
+        if not self._decoding.can_run_ahead(output):
             self._collect()
-            self._process(self._generation.choose(self._without_ended(output)))
+            self._process(self._decoding.choose(self._without_ended(output)))
             return step
         launched = self._launch(output)
         self._collect(launched)
@@ -125,16 +125,16 @@ class StepLoop:
     def settle_inputs(self) -> None:
         """End expired leases and grant free memory, for inputs and for KV."""
         now_s = time.monotonic()
-        self._intake.expire(now_s)
-        self._intake.grant()
-        self._kv_intake.expire(now_s)
-        self._kv_intake.grant()
-        self.end(*self._kv_outlet.settle())
+        self._input_receiver.expire(now_s)
+        self._input_receiver.grant()
+        self._kv_receiver.expire(now_s)
+        self._kv_receiver.grant()
+        self.end(*self._kv_exporter.settle())
 
     def _schedule(self) -> ScheduledStep:
         self.settle_inputs()
         step = self._scheduler.schedule()
-        self._intake.update(self._scheduler.pop_changed())
+        self._input_receiver.update(self._scheduler.pop_changed())
         self._runner.move(self._blocks.pop_moves())
         return step
 
@@ -146,7 +146,7 @@ class StepLoop:
                 request.recorder.start("prefill")
                 log.debug("prefill begun", request=request.request_id)
         self._scheduler.acquire_slots(step.sequences)
-        output = self._runner.run(step, self._blocks, self._intake.cache)
+        output = self._runner.run(step, self._blocks, self._input_receiver.cache)
         self.counters["steps"] += 1
         for sequence, count in zip(step.sequences, step.num_tokens, strict=True):
             if sequence.num_computed_tokens < sequence.num_lost_tokens:
@@ -155,14 +155,14 @@ class StepLoop:
                 )
             sequence.num_computed_tokens += count
         for request in _requests_of(step.sequences):
-            self._intake.consume(request)
+            self._input_receiver.consume(request)
             self._coverage.remember(request)
         return output
 
     def _process(self, results: ListOf[Result]) -> None:
         for result in results:
             if isinstance(result, BeamsEnded):
-                messages = self._emission.beams(result)
+                messages = self._output.beams(result)
                 self.end(result.request)
                 self._state.emit(*messages)
             elif isinstance(result, GenerationFailed):
@@ -172,7 +172,7 @@ class StepLoop:
                 self._emit_token(result)
 
     def _emit_token(self, new: NewToken) -> None:
-        message = self._emission.token(new)
+        message = self._output.token(new)
         if message.done:
             self.end(new.sequence.request)
         self._state.emit(message)
@@ -180,26 +180,26 @@ class StepLoop:
     def _make_room(self, step: ScheduledStep) -> bool:
         """Make room for waiting requests. If no request could run, a request may have to yield."""
         if not step.sequences:
-            freed = self._intake.take_back(only_blocked=False)
-            freed = freed or (self._intake.num_granted == 0 and self._scheduler.yield_blocks())
-            self._intake.update(self._scheduler.pop_changed())
+            freed = self._input_receiver.revoke(only_blocked=False)
+            freed = freed or (self._input_receiver.num_granted == 0 and self._scheduler.yield_blocks())
+            self._input_receiver.update(self._scheduler.pop_changed())
             return freed
-        self._intake.grant()
-        self._kv_intake.grant()
-        if self._intake.take_back(only_blocked=True):
-            self._intake.grant()
-        return self._intake.is_stuck  # if nothing runs next time, the branch above decides
+        self._input_receiver.grant()
+        self._kv_receiver.grant()
+        if self._input_receiver.revoke(only_blocked=True):
+            self._input_receiver.grant()
+        return self._input_receiver.is_stuck  # if nothing runs next time, the branch above decides
 
     # --- tokens in flight
 
     def _launch(self, output: StepOutput) -> TokensInFlight:
         """Choose the tokens of a step on the device, for the next step to read in place."""
-        flight = self._generation.launch(output)
+        flight = self._decoding.launch(output)
         self._scheduler.acquire_slots(flight.sequences)
         slots = [sequence.slot_index for sequence in flight.sequences]
         self._runner.last_tokens.put(slots, flight.tokens.on_device)
         for sequence in flight.sequences:
-            sequence.is_full = self._emission.is_full(sequence, len(sequence.token_ids))
+            sequence.is_full = self._output.is_full(sequence, len(sequence.token_ids))
         return flight
 
     def _collect(self, launched: TokensInFlight | None = None) -> None:
@@ -209,7 +209,7 @@ class StepLoop:
             self._scheduler.held_back = False
         if flight is None:
             return
-        for new in self._generation.collect(flight):
+        for new in self._decoding.collect(flight):
             if self._is_alive(new.sequence):
                 self._emit_token(new)
             else:
@@ -228,17 +228,17 @@ class StepLoop:
 
     def _may_outgrow_the_pool(self, flight: TokensInFlight) -> bool:
         alive = _requests_of(sequence for sequence in flight.sequences if self._is_alive(sequence))
-        return not all(map(self._emission.fits_ever, alive))
+        return not all(map(self._output.fits_ever, alive))
 
     # --- ends
 
     def end(self, *requests: Request) -> None:
         """Free everything that live requests hold. Unfinished handoffs are cancelled."""
         for request in requests:
-            self._kv_intake.end_request(request.request_id, request.attempt)
+            self._kv_receiver.end_request(request.request_id, request.attempt)
             self._scheduler.remove(request)
-            self._intake.end_request(request)
-            self._kv_outlet.forget(request.request_id)
+            self._input_receiver.end_request(request)
+            self._kv_exporter.forget(request.request_id)
             del self._state.requests[request.request_id]
             self._state.has_changed = True
 

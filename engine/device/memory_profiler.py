@@ -37,7 +37,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._before = torch.cuda.memory_allocated(self._device)
         else:
-            give_back_free_memory(self._device)
+            release_free_memory(self._device)
             with contextlib.suppress(OSError, AttributeError):
                 Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
                 self._before = _status_bytes("VmRSS")
@@ -62,7 +62,7 @@ def reserved_memory(device: torch.device) -> int:
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
-def give_back_free_memory(device: torch.device) -> None:
+def release_free_memory(device: torch.device) -> None:
     """Return cached memory of a device's allocator to the system; of malloc, glibc's only."""
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -88,12 +88,12 @@ def use_flashinfer(module: PreTrainedModel, device: torch.device) -> bool:
     try:
         ragged = FlashInferRagged(Workspace(load_flashinfer(), device, RAGGED_WORKSPACE_BYTES))
     except ImportError as error:
-        _tell(f"FlashInfer cannot be imported ({error}); install it with pip install 'triptych[cuda]'")
+        _warn(f"FlashInfer cannot be imported ({error}); install it with pip install 'triptych[cuda]'")
         return False
     try:
         _try(ragged, module, device)
     except Exception as error:  # of compilers, of a loader or of a driver: what these raise is documented nowhere
-        _tell(kernels_missing(error))
+        _warn(kernels_missing(error))
         return False
     name = f"{FLASH_NAME}_{next(_numbers)}"
     AttentionInterface.register(name, EncoderAttention(ragged, device))
@@ -108,7 +108,7 @@ def head_sizes(module: nn.Module) -> set[tuple[int, int]]:
     return {(layer.num_heads, layer.head_dim) for layer in layers}
 
 
-def _tell(reason: str) -> None:
+def _warn(reason: str) -> None:
     log.warning("the encoder computes attention with PyTorch alone", reason=reason)
 
 

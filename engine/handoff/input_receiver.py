@@ -74,7 +74,7 @@ class InputReceiver:
         self._dormant = [pair for pair in self._dormant if pair[0] is not request]
         for item in request.inputs:
             self._cancel(request, item)
-            self._drop(request, item)
+            self._release(request, item)
 
     def forget(self, request_id: str, request_attempt: int | None) -> None:
         """Record the end of a request in this attempt; None: in every attempt.
@@ -144,7 +144,7 @@ class InputReceiver:
 
     def _accept(self, request: Request, item: RequestInput, offer: Offer) -> None:
         self._cancel(request, item)
-        self._drop(request, item)
+        self._release(request, item)
         self._pending = [pair for pair in self._pending if pair[1] is not item]
         item.attempt, item.offer, item.deadline_s = offer.attempt, offer, offer.deadline_s
         item.state = InputState.OFFERED
@@ -170,7 +170,7 @@ class InputReceiver:
         if request is None or item is None or not offered or item.attempt != attempt:
             return
         self._pending = [pair for pair in self._pending if pair[1] is not item]
-        self._drop(request, item)
+        self._release(request, item)
         item.state = InputState.MISSING
 
     # --- grants
@@ -250,7 +250,7 @@ class InputReceiver:
     def _first_without_room(self) -> tuple[Request, RequestInput] | None:
         return next((pair for pair in self._pending if not self._coverage.covers(*pair)), None)
 
-    def take_back(self, *, only_blocked: bool) -> bool:
+    def revoke(self, *, only_blocked: bool) -> bool:
         """Free memory for the oldest offer at the cost of the youngest holders, if no granted tensor is on the way.
 
         `only_blocked` spares inputs that the prefill will reach by itself, and takes those that stand behind a
@@ -283,11 +283,11 @@ class InputReceiver:
         Where an input that keeps its room has the same content, nothing would be gained.
         """
 
-        def may_give(pair: tuple[Request, RequestInput]) -> bool:
+        def may_release(pair: tuple[Request, RequestInput]) -> bool:
             return _grant_order(pair) > _grant_order(first) and (not only_blocked or _is_blocked(*pair))
 
         ready = sorted(self._ready_inputs(), key=_grant_order, reverse=True)
-        kept = {pair[1].slot.content_hash for pair in ready if not may_give(pair)}
+        kept = {pair[1].slot.content_hash for pair in ready if not may_release(pair)}
         holders = [pair for pair in ready if pair[1].slot.content_hash not in kept]
         sizes = {held.slot.content_hash: held.offer.size_bytes for _, held in holders if held.offer is not None}
         return holders, sum(sizes.values())
@@ -297,7 +297,7 @@ class InputReceiver:
         holds. Return False where there were none."""
         covered = [pair for pair in self._ready_inputs() if self._coverage.covers(*pair)]
         for request, item in covered:
-            self._drop(request, item)
+            self._release(request, item)
             item.state = InputState.DORMANT
         self._dormant += covered
         return bool(covered)
@@ -338,7 +338,7 @@ class InputReceiver:
                 continue
             end = 1 if request.cross_attention else item.end
             if end is not None and min(sequence.num_computed_tokens for sequence in request.sequences) >= end:
-                self._drop(request, item)
+                self._release(request, item)
                 item.state = InputState.CONSUMED
 
     # --- deadlines
@@ -367,11 +367,11 @@ class InputReceiver:
 
     def _lose(self, request: Request, item: RequestInput) -> None:
         self._cancel(request, item)
-        self._drop(request, item)
+        self._release(request, item)
         item.state = InputState.MISSING
         self._ask_for(request, item)
 
-    def _drop(self, request: Request, item: RequestInput) -> None:
+    def _release(self, request: Request, item: RequestInput) -> None:
         """Release the cache memory of an input."""
         reference = (request.request_id, item.slot.input_id)
         if item.state in (InputState.GRANTED, InputState.READY) and item.offer is not None:

@@ -103,7 +103,7 @@ class KvReceiver:
         if handoff.state is KvHandoffState.STARTED:  # its sender may not have heard that the last part is here
             self._emit(Grant(request_id, KV_INPUT_ID, handoff.attempt, "cancelled"))
         else:
-            self._give_up(handoff)
+            self._release(handoff)
 
     def pass_on(self, request: Request, sequence: Sequence) -> None:
         """Fork the blocks of an ending sequence to a sibling, while the request waits for KV."""
@@ -136,7 +136,7 @@ class KvReceiver:
         self.early.withdraw(request_id, KV_INPUT_ID, attempt)
         handoff = self._handoffs.get(request_id)
         if handoff is not None and handoff.attempt == attempt:
-            self._give_up(handoff)
+            self._release(handoff)
 
     def _accept(self, handoff: KvHandoff, offer: KvOffer) -> None:
         request = handoff.request
@@ -149,7 +149,7 @@ class KvReceiver:
         if error is not None:
             self._emit(Grant(request.request_id, KV_INPUT_ID, offer.attempt, "refused", error))
             return
-        self._give_up(handoff)
+        self._release(handoff)
         handoff.attempt, handoff.deadline_s = offer.attempt, offer.deadline_s
         handoff.state = KvHandoffState.OFFERED
         self._pending.append(handoff)
@@ -293,11 +293,11 @@ class KvReceiver:
         for handoff in [one for one in (*self._pending, *self._reserved) if one.deadline_s <= now_s]:
             what = "kv_leases_expired" if handoff.state is KvHandoffState.RESERVED else "kv_offers_expired"
             self.counters[what] += 1
-            self._give_up(handoff)
+            self._release(handoff)
             request = handoff.request
             self._emit(InputNeeded(request.request_id, KV_INPUT_ID, handoff.attempt, request.attempt))
 
-    def _give_up(self, handoff: KvHandoff) -> None:
+    def _release(self, handoff: KvHandoff) -> None:
         """End the current attempt, and free the blocks."""
         if handoff.state is KvHandoffState.OFFERED:
             self._pending.remove(handoff)

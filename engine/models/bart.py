@@ -101,7 +101,7 @@ class BartDecoder(DecoderModel):
         embeddings: Tensor,
         positions: Tensor,
         attention: AttentionContext,
-        spliced: EncoderRows | None = None,
+        encoder_rows: EncoderRows | None = None,
     ) -> Tensor:
         hidden = embeddings + F.embedding(positions + POSITION_OFFSET, self.embed_positions.weight)
         hidden = self.layernorm_embedding(hidden)

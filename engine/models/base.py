@@ -129,12 +129,12 @@ class DecoderModel(nn.Module, ABC):
         embeddings: Tensor,
         positions: Tensor,
         attention: AttentionContext,
-        spliced: EncoderRows | None = None,
+        encoder_rows: EncoderRows | None = None,
     ) -> Tensor:
         """Hidden states after the final norm.
 
         embeddings [num_tokens, hidden_size], positions int64 [num_tokens] or, with M-RoPE, [3, num_tokens] (time,
-        height, width) -> [num_tokens, hidden_size]. `spliced` are the step's encoder outputs, whose first
+        height, width) -> [num_tokens, hidden_size]. `encoder_rows` are the step's encoder outputs, whose first
         `hidden_size` columns stand in `embeddings` already; None where there are none.
         """
 

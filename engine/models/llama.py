@@ -86,7 +86,7 @@ class LlamaDecoder(DecoderModel):
         embeddings: Tensor,
         positions: Tensor,
         attention: AttentionContext,
-        spliced: EncoderRows | None = None,
+        encoder_rows: EncoderRows | None = None,
     ) -> Tensor:
         rotation = self.rotary(positions, embeddings.dtype)
         hidden, residual = embeddings, None

@@ -84,7 +84,7 @@ class MllamaDecoder(DecoderModel):
         embeddings: Tensor,
         positions: Tensor,
         attention: AttentionContext,
-        spliced: EncoderRows | None = None,
+        encoder_rows: EncoderRows | None = None,
     ) -> Tensor:
         rotation = self.rotary(positions, embeddings.dtype)
         hidden, residual = embeddings, None

@@ -38,14 +38,14 @@ class Qwen3VLDecoder(LlamaDecoder):
         embeddings: Tensor,
         positions: Tensor,
         attention: AttentionContext,
-        spliced: EncoderRows | None = None,
+        encoder_rows: EncoderRows | None = None,
     ) -> Tensor:
         rotation = self.rotary(positions, embeddings.dtype)
-        deepstack = [] if spliced is None else spliced.outputs.chunk(1 + self.num_deepstack, dim=-1)[1:]
+        deepstack = [] if encoder_rows is None else encoder_rows.outputs.chunk(1 + self.num_deepstack, dim=-1)[1:]
         hidden, residual = embeddings, None
         for index, layer in enumerate(self.layers):
             hidden, residual = layer(hidden, residual, rotation, attention)
-            if spliced is not None and index < len(deepstack):
-                hidden, residual = hidden.add_(residual).index_add_(0, spliced.rows, deepstack[index]), None
+            if encoder_rows is not None and index < len(deepstack):
+                hidden, residual = hidden.add_(residual).index_add_(0, encoder_rows.rows, deepstack[index]), None
         normed: Tensor = self.norm.add(hidden, residual)
         return normed

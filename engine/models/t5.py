@@ -99,7 +99,7 @@ class T5Decoder(DecoderModel):
         embeddings: Tensor,
         positions: Tensor,
         attention: AttentionContext,
-        spliced: EncoderRows | None = None,
+        encoder_rows: EncoderRows | None = None,
     ) -> Tensor:
         hidden = embeddings
         for layer in self.block:

@@ -70,7 +70,7 @@ class WhisperDecoder(DecoderModel):
         embeddings: Tensor,
         positions: Tensor,
         attention: AttentionContext,
-        spliced: EncoderRows | None = None,
+        encoder_rows: EncoderRows | None = None,
     ) -> Tensor:
         hidden = embeddings + F.embedding(positions, self.embed_positions.weight)
         for layer in self.layers:

@@ -28,7 +28,15 @@ from engine.runner.cross import CrossBatch, write_cross
 from engine.runner.graphs import DecodeGraphs, GraphParts, UnrecordableError, graph_sizes
 from engine.runner.last_tokens import LastTokens
 from engine.runner.moves import move_blocks, read_tokens, write_tokens
-from engine.runner.step import MergedRows, WantedRows, find_pieces, positions_of, self_metadata, splice, wanted_rows
+from engine.runner.step import (
+    MergedRows,
+    WantedRows,
+    find_pieces,
+    merge_embeddings,
+    positions_of,
+    self_metadata,
+    wanted_rows,
+)
 from engine.state.inputs import InputBuffers, ScheduledStep, StepInputs
 from engine.state.request import Sequence
 from engine.state.spec import HeadSpec, Table
@@ -206,11 +214,11 @@ class DecoderRunner:
         if inputs.input_ids.min() < 0:
             input_ids = self.last_tokens.fill(input_ids, slots)
         embeddings = self.model.embed(input_ids)
-        spliced = splice(embeddings, pieces, self.dtype)
+        encoder_rows = merge_embeddings(embeddings, pieces, self.dtype)
         own = self_metadata(step, inputs, blocks, block_table, slot_mapping.to(self.backend.slot_dtype))
         cross = self._cross.metadata(step, inputs, blocks, on_device=True)
         context = PagedAttentionContext.of_step(self.backend, self.caches, own, cross)
-        hidden: torch.Tensor = self.model(embeddings, positions, context, spliced)
+        hidden: torch.Tensor = self.model(embeddings, positions, context, encoder_rows)
         return hidden
 
     def _select(self, hidden: torch.Tensor, step: ScheduledStep, wanted: WantedRows) -> StepOutput:

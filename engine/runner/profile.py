@@ -26,7 +26,7 @@ from common.telemetry import get_logger
 from engine.cache.block_manager import BlockManager
 from engine.cache.encoder_cache import EncoderCacheManager
 from engine.device.memory import DecoderNeeds, MemoryReport, all_pools_given, size_decoder, zeros
-from engine.device.memory_profiler import PeakMemory, give_back_free_memory, one_layer_of_each_stack, reserved_memory
+from engine.device.memory_profiler import PeakMemory, one_layer_of_each_stack, release_free_memory, reserved_memory
 from engine.device.recorder import CudaRecorder
 from engine.runner.decoder import DecoderRunner
 from engine.runner.graphs import DecodeGraphs, UnrecordableError
@@ -92,7 +92,7 @@ def measure_step(runner: DecoderRunner, config: EngineConfig) -> int | None:
     parts = [profile.warm_up(), profile.prefill(), profile.logits(), measure_graphs(runner)]
     del profile
     runner.caches = []
-    give_back_free_memory(runner.device)
+    release_free_memory(runner.device)
     return None if None in parts else sum(part for part in parts if part is not None)
 
 
@@ -104,12 +104,12 @@ def measure_graphs(runner: DecoderRunner) -> int:
     if not runner.records_graphs:
         return 0
     parts, recorder = runner.graph_parts(), CudaRecorder(runner.device)
-    give_back_free_memory(runner.device)
+    release_free_memory(runner.device)
     graphs, reserved = [], [reserved_memory(runner.device)]
     for size in reversed(runner.graph_sizes):
         with contextlib.suppress(UnrecordableError):
             graphs.append(DecodeGraphs.record(parts, [size], recorder))
-            give_back_free_memory(runner.device)
+            release_free_memory(runner.device)
             reserved.append(reserved_memory(runner.device))
         if len(graphs) == 2:
             break

@@ -47,7 +47,7 @@ def wanted_rows(step: ScheduledStep, inputs: StepInputs) -> WantedRows:
         whole = request.is_prompt_known and seq_lens[index] == len(sequence.token_ids)
         if whole and not request.prefill_only:
             finished.append(index)
-        wanted = request.sampling.prompt_logprobs is not None and not request.prompt_logprobs_told
+        wanted = request.sampling.prompt_logprobs is not None and not request.prompt_logprobs_sent
         if wanted and sequence.num_computed_tokens < len(request.prompt):
             prompts.append((index, starts[index], starts[index + 1]))
     return WantedRows(finished, inputs.query_start_loc[1:][finished] - 1, prompts)
@@ -115,7 +115,7 @@ def find_pieces(
     return pieces
 
 
-def splice(embeddings: Tensor, pieces: Sequence[MergedRows], dtype: torch.dtype) -> EncoderRows | None:
+def merge_embeddings(embeddings: Tensor, pieces: Sequence[MergedRows], dtype: torch.dtype) -> EncoderRows | None:
     """Put the first columns of each piece into `embeddings` [num_tokens, hidden_size].
 
     Returns the whole rows where they have more columns than that (Qwen3-VL), None otherwise.

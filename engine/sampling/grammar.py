@@ -35,7 +35,7 @@ class GrammarMatcher:
         self._matcher = matcher
         self._vocab_size = vocab_size
 
-    def advance(self, token_id: int) -> None:
+    def accept(self, token_id: int) -> None:
         """Accept a generated token. Tokens after the end of the grammar are ignored."""
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token_id)

@@ -99,7 +99,7 @@ class SequenceState:
             if self.ngrams is not None:
                 self.ngrams.append(token_id)
             if self.grammar is not None and position >= grammar_begin:
-                self.grammar.advance(token_id)
+                self.grammar.accept(token_id)
 
     def forbidden(self, sequence: SampledSequence) -> list[IntArray]:
         """Return the ids of forbidden next tokens."""

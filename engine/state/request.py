@@ -175,7 +175,7 @@ class Request:
     forked: bool = False
     has_output: bool = False
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
-    prompt_logprobs_told: bool = False
+    prompt_logprobs_sent: bool = False
     mrope_positions: list[IntArray] = field(default_factory=list)
     mrope_next: int = 0
     is_prompt_known: bool = False

@@ -48,7 +48,7 @@ class EncodeJob:
         self._staged_bytes: int | None = None  # of preprocessed arrays
         self._preparing: asyncio.Task[None] | None = None
         self._computing: asyncio.Future[EncoderResult] | None = None
-        self._kept = outputs.lend(message.content_hash)
+        self._kept = outputs.acquire(message.content_hash)
         self._item = None if self._kept is None else self._kept.item
         if self._kept is None:
             self.held_bytes = len(message.media)
@@ -103,7 +103,7 @@ class EncodeJob:
             self._dedup.leave(self._owner, self.content_hash)
             self._computing.cancel()
         if self._kept is not None:
-            self._outputs.give_back(self.content_hash)
+            self._outputs.release(self.content_hash)
         self._release_arrays()
 
     async def _prepare(self, kind: MediaKind, media: bytes) -> None:

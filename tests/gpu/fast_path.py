@@ -194,7 +194,7 @@ def differences(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]])
 @contextmanager
 def without_waiting(llm: LLM) -> Iterator[None]:
     """Raises where the host waits for the device while a step is launched or its tokens are chosen."""
-    with around(llm.decoder.runner, "run", guard), around(llm.decoder.generation, "launch", guard):
+    with around(llm.decoder.runner, "run", guard), around(llm.decoder.decoding, "launch", guard):
         yield
 
 

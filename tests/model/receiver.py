@@ -192,12 +192,12 @@ class Receiver:
         sequence.num_computed_tokens = request.num_computable_tokens(sequence)
         self.intake.consume(request)
         self.intake.grant()
-        self.intake.take_back(only_blocked=True)
+        self.intake.revoke(only_blocked=True)
 
     def _idle(self) -> None:
         """As the engine does where nothing can run. There may be nothing to take back: the holder is older than whoever
         waits, and waits itself for something that has not been offered yet."""
-        self.intake.take_back(only_blocked=False)
+        self.intake.revoke(only_blocked=False)
 
     def _preempt(self, name: str) -> None:
         request = self.requests[name]

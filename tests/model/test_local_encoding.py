@@ -30,6 +30,6 @@ def test_an_input_that_is_taken_back_as_soon_as_it_is_stored_is_told_as_stored_f
 
 def _take_back(engine: Any) -> None:
     """As for an older request that needs the room."""
-    intake = engine.intake
+    intake = engine.input_receiver
     [pair] = intake._ready_inputs()
     intake._lose(*pair)

@@ -96,7 +96,7 @@ class FlashInferBackend(AttentionBackend):
             if reason is None:
                 self._run_batch(queries, cache, batch, attended, scale, window)
             else:
-                self._reasons.tell(reason)
+                self._reasons.warn(reason)
                 torch_plan = batch.plan_of(self._torch, query.dtype)
                 attended.copy_(self._torch.run(queries, cache, torch_plan, scale=scale, bias=bias, window=window))
         return out
@@ -137,7 +137,7 @@ class FlashInferBackend(AttentionBackend):
         reason = unserved(heads, dtype)
         if reason is None:
             return self._fixed_plan(num_requests, max_blocks, block_size, dtype, heads, causal=causal)
-        self._reasons.tell(reason)
+        self._reasons.warn(reason)
         return self._torch.make_decode_plan(num_requests, max_blocks, block_size, dtype, heads, causal=causal)
 
     def _fixed_plan(

@@ -46,7 +46,7 @@ class FlashInferRagged:
         heads = HeadSpec(query.shape[1], key.shape[1], query.shape[2], biased=bias is not None)
         reason = unserved(heads, query.dtype)
         if reason is not None:
-            self._reasons.tell(reason)
+            self._reasons.warn(reason)
             return self._torch.run_ragged(query, key, value, batch.plan_of(self._torch), scale=scale, bias=bias)
         call = RaggedCall(heads.num_heads, heads.num_kv_heads, heads.head_dim, query.dtype, scale)
         return self._planned(call, batch).run(query, key, value)

@@ -80,7 +80,7 @@ class ReasonLog:
     def __init__(self) -> None:
         self._told: set[str] = set()
 
-    def tell(self, reason: str) -> None:
+    def warn(self, reason: str) -> None:
         if reason not in self._told:
             self._told.add(reason)
             log.warning("attention by PyTorch instead of FlashInfer", reason=reason)

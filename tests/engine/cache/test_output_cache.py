@@ -26,9 +26,9 @@ def output(rows: int) -> tuple[ProcessedInput, torch.Tensor]:
 def test_an_output_comes_back_with_all_that_an_offer_tells_but_not_with_what_it_was_made_of() -> None:
     cache = OutputCache(10 * ROW_BYTES)
     item, tensor = output(4)
-    assert cache.lend("a") is None
+    assert cache.acquire("a") is None
     cache.put("a", item, tensor)
-    kept = cache.lend("a")
+    kept = cache.acquire("a")
     assert kept is not None
     assert kept.tensor is tensor
     assert kept.item.arrays == {}
@@ -41,10 +41,10 @@ def test_the_least_recently_used_is_evicted_first() -> None:
     cache = OutputCache(10 * ROW_BYTES)
     for name in "abc":
         cache.put(name, *output(3))
-    assert cache.lend("a") is not None
-    cache.give_back("a")
+    assert cache.acquire("a") is not None
+    cache.release("a")
     cache.put("d", *output(4))
-    assert [name for name in "abcd" if cache.lend(name)] == ["a", "c", "d"]
+    assert [name for name in "abcd" if cache.acquire(name)] == ["a", "c", "d"]
     assert (cache.evictions, cache.used_bytes) == (1, 10 * ROW_BYTES)
 
 
@@ -52,25 +52,25 @@ def test_what_is_lent_stays_and_what_finds_no_room_beside_it_is_not_kept() -> No
     cache = OutputCache(10 * ROW_BYTES)
     cache.put("lent", *output(6))
     cache.put("idle", *output(4))
-    first, second = cache.lend("lent"), cache.lend("lent")
+    first, second = cache.acquire("lent"), cache.acquire("lent")
     assert first is second is not None
     cache.put("large", *output(5))
-    assert cache.lend("large") is None
+    assert cache.acquire("large") is None
     assert cache.evictions == 0, "nothing is given up for what cannot be kept"
     cache.put("small", *output(4))
-    assert cache.lend("idle") is None
-    cache.give_back("lent")
+    assert cache.acquire("idle") is None
+    cache.release("lent")
     cache.put("larger", *output(6))
-    assert cache.lend("larger") is None, "it is still lent once"
-    cache.give_back("lent")
+    assert cache.acquire("larger") is None, "it is still lent once"
+    cache.release("lent")
     cache.put("larger", *output(6))
-    assert cache.lend("larger") is not None
+    assert cache.acquire("larger") is not None
 
 
 def test_without_a_budget_nothing_is_kept() -> None:
     cache = OutputCache(0)
     cache.put("a", *output(1))
-    assert cache.lend("a") is None
+    assert cache.acquire("a") is None
 
 
 def test_the_budget_holds_whatever_comes_and_goes() -> None:
@@ -78,8 +78,8 @@ def test_the_budget_holds_whatever_comes_and_goes() -> None:
     for _ in range(2000):
         name = f"content {rng.randrange(12)}"
         if lent and rng.random() < 0.55:
-            cache.give_back(lent.pop(rng.randrange(len(lent))))
-        elif kept := cache.lend(name):
+            cache.release(lent.pop(rng.randrange(len(lent))))
+        elif kept := cache.acquire(name):
             lent.append(name)
             assert bool((kept.tensor == kept.item.shape[0]).all())
         else:

@@ -104,7 +104,7 @@ def jobs_of(info: ModelInfo) -> list[Job]:
 
 def watch(engine: DecoderEngine, waits: HostWaits) -> None:
     """From now on `waits` is on guard while a step is launched and while its tokens are chosen."""
-    run, launch = engine.runner.run, engine.generation.launch
+    run, launch = engine.runner.run, engine.decoding.launch
 
     def run_guarded(*args: Any) -> Any:
         with waits:
@@ -115,7 +115,7 @@ def watch(engine: DecoderEngine, waits: HostWaits) -> None:
             return launch(*args)
 
     engine.runner.run = run_guarded  # type: ignore[method-assign]
-    engine.generation.launch = launch_guarded  # type: ignore[method-assign]
+    engine.decoding.launch = launch_guarded  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("replayed", [False, True], ids=["eager", "replayed"])

@@ -295,14 +295,14 @@ from common.config import EngineConfig
 from common.model_info import load_model_info
 from engine.core.encoder_engine import EncoderEngine
 from engine.core.encoder_profile import _media, _process
-from engine.device.memory_profiler import give_back_free_memory
+from engine.device.memory_profiler import release_free_memory
 from engine.processors.whisper import WhisperProcessor
 import services.roles.encoder, services.worker_process
 info = load_model_info(sys.argv[1])
 engine = EncoderEngine(info, EngineConfig(**json.loads(sys.argv[2])))
 [clip] = _media(info)
 window = _process(WhisperProcessor(info), clip, engine.dtype)
-give_back_free_memory(engine.device)  # a worker preprocesses in other processes
+release_free_memory(engine.device)  # a worker preprocesses in other processes
 for number in range(4):
     engine.submit((f"r{number}", 0, 0), window)
 while engine.has_work():

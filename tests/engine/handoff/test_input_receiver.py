@@ -373,7 +373,7 @@ def test_later_pictures_that_came_first_make_room_for_the_next_one() -> None:
         desk.intake.deliver("a", number, 0, tensor(2))
     desk.offer("a", 0, 0, output(2))
     desk.events()
-    assert desk.intake.take_back(only_blocked=False)
+    assert desk.intake.revoke(only_blocked=False)
     assert kinds(desk.events()) == [(InputNeeded, "a"), ("granted", "a")]
     assert [item.state for item in request.inputs] == [InputState.GRANTED, InputState.READY, InputState.MISSING]
 
@@ -392,7 +392,7 @@ def test_nothing_is_taken_back_where_that_makes_too_little_room(last: str) -> No
     desk.offer("a", 1, 0, output(2, "h1"))
     desk.events()
     assert [item.state for item in request.inputs] == [InputState.READY, InputState.OFFERED, InputState.READY]
-    assert not desk.intake.take_back(only_blocked=False)
+    assert not desk.intake.revoke(only_blocked=False)
     assert desk.events() == []
 
 
@@ -436,7 +436,7 @@ def test_any_burst_drains_within_its_budget(seed: int) -> None:
         elif desk.intake.num_granted:
             desk.intake.expire(FAR_S * 2)
         elif not runnable and not events:
-            assert desk.intake.take_back(only_blocked=False), "nothing moves"
+            assert desk.intake.revoke(only_blocked=False), "nothing moves"
         if runnable:
             desk.consume(rng.choice(runnable))
         assert desk.cache.used_bytes <= desk.cache.capacity_bytes
