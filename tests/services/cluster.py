@@ -101,7 +101,8 @@ def cluster(url: str, logs: Path, roles: dict[str, Role], model: str = "signpost
                 "TRIPTYCH_INSTANCE_ID": instance_id,
                 "TRIPTYCH_PORT": "0",
                 "TRIPTYCH_ENGINE__NUM_THREADS": "1",
-                "TRIPTYCH_ENGINE__KV_CACHE_BYTES": str(32 * 2**20),
+                "TRIPTYCH_ENGINE__KV_CACHE_BYTES": "32MiB",
+                "TRIPTYCH_ENGINE__ENCODER_CACHE_BYTES": "64MiB",
             }
             with paths[instance_id].open("wb") as log:
                 processes[instance_id] = subprocess.Popen(

@@ -80,6 +80,8 @@ async def test_a_picture_is_answered_and_every_stage_tells_its_time(proxy: Proxy
     assert encoder["triptych_handoffs_total{outcome=stored}"] == 2
     assert encoder["triptych_encoder_batch_items_count"] == 2
     assert encoder["triptych_tensors_sent_total{outcome=shm+unix}"] == 2
+    detours = ("handoffs_total{outcome=offer_repeated}", "handoffs_total{outcome=sent_again}", "tensor_fallbacks_total")
+    assert not [name for name in encoder if name.startswith(tuple(f"triptych_{detour}" for detour in detours))]
 
 
 async def test_hops_are_told_one_by_one(proxy: Proxy) -> None:

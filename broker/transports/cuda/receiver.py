@@ -80,6 +80,9 @@ class _Peer(LinkedPeer):
                 self._deadline.cancel()
         except (CudaError, OSError, ValueError) as error:
             self._end(error)
+        except Exception as error:  # a bug: without an end here, the sender would wait for the answer in vain
+            log.error("a connection between processes ends by a fault of this process", exc_info=True)
+            self._end(error)
         if self._packets.closed:
             self._let_go()
 

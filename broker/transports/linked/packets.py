@@ -15,12 +15,16 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from common.telemetry import get_logger
+
 MAX_PACKET_BYTES: Final = 96 * 2**10
 MAX_FDS: Final = 4
 BACKLOG: Final = 128
 _FDS_BYTES: Final = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
 _CLOSE_ON_EXEC, _NO_SIGNAL = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_NOSIGNAL)  # enums cost a microsecond each
 _TRUNCATED: Final = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
+
+log = get_logger()
 
 
 def listen(name: str) -> socket.socket:
@@ -57,8 +61,8 @@ class PacketSocket:
     """A connected socket. Every packet goes to `on_packet`, which owns the packet's descriptors; the bytes are valid
     during the call.
 
-    `on_end` is called once, when the other side has gone, has sent too much, or `on_packet` has raised ValueError or
-    OSError; not after `close`. Everything happens on the loop, but `try_send`, which any thread may call.
+    `on_end` is called once, when the other side has gone, has sent too much, or `on_packet` has raised; not after
+    `close`. ValueError and OSError accuse the other side, any other exception this process. Everything happens on the loop, but `try_send`, which any thread may call.
     """
 
     def __init__(
@@ -108,6 +112,9 @@ class PacketSocket:
             while not self.closed and self._read_one():
                 pass
         except (OSError, ValueError) as error:
+            self._end(error)
+        except Exception as error:  # a bug: without an end here, the other side would wait for an answer in vain
+            log.error("a connection between processes ends by a fault of this process", exc_info=True)
             self._end(error)
 
     def close(self) -> None:

@@ -9,11 +9,13 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
+from structlog.testing import capture_logs
 
 from broker.transports.arena import ALIGNMENT_BYTES, Arena
 from broker.transports.base import QUEUE_TENSORS
@@ -137,6 +139,26 @@ def shared_bytes() -> int:
     """Shared memory that this process has in its page tables."""
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssShmem"))
+
+
+async def test_a_greeting_that_the_receiver_cannot_encode_is_an_error_in_the_log_and_an_end(kit: Kit) -> None:
+    """A subclass of int is encoded by no msgspec; without an end the sender would wait for all of HANDSHAKE_S."""
+
+    class Size(int):
+        pass
+
+    sender, receiver = kit.sender(), kit.receiver(max_bytes=Size(MIB))
+    with capture_logs() as logs, pytest.raises(TriptychError, match="closed the connection"):
+        await sender.send(to(receiver.address), of_bytes(b"abcd"), memoryview(b"abcd"), timeout_s=30.0)
+    (error,) = [line for line in logs if line["log_level"] == "error"]
+    assert error["event"] == "a connection between processes ends by a fault of this process"
+
+
+async def test_a_greeting_that_the_sender_cannot_encode_is_raised(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm_transport, "pack", lambda message: msgspec.msgpack.encode(object()))
+    sender, receiver = kit.sender(), kit.receiver()
+    with pytest.raises(TypeError, match="unsupported"):
+        await sender.send(to(receiver.address), of_bytes(b"abcd"), memoryview(b"abcd"), timeout_s=30.0)
 
 
 async def test_more_tensors_than_may_be_on_their_way_wait_for_one_to_be_released(kit: Kit) -> None:
