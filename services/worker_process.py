@@ -33,7 +33,7 @@ from common.keys import ClusterKey
 from common.messages import Abort, Failed, Heartbeat, Inquiry, Role
 from common.model_info import ModelInfo
 from common.telemetry import get_logger
-from services.handoff.device_tensors import open_cuda
+from services.handoff.payloads import open_cuda
 from services.membership import Membership, make_record
 from services.process.addresses import resolve_host, warn_of_few_descriptors, warn_of_open_host
 from services.process.drain import DrainState

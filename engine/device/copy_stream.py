@@ -4,7 +4,7 @@
     copying                         └▶ to the host ▒▒▒
 
 The thread that launches steps does not wait for the device; whoever wants a copy does. What comes from other workers is
-on the device before the engine hears of it (services.handoff.device_tensors).
+on the device before the engine hears of it (services.handoff.payloads).
 On a CPU everything is where it is wanted.
 """
 

@@ -21,7 +21,6 @@ from engine.cache.encoder_cache import OutputCache
 from engine.core.encoder_engine import EncoderResult
 from engine.processors import ProcessedInput
 from services.encode.encode_dedup import EncodeDedup
-from services.encode.memory_gate import MemoryGate
 from services.encode.output_sink import OutputSink
 from services.encode.preprocess_pool import PreprocessPool
 from services.process.handoff_trace import HandoffTrace
@@ -32,20 +31,16 @@ log = get_logger()
 class EncodeJob:
     """The products of one item in an encoder; `attempt` is the newest attempt. `discard` frees all memory."""
 
-    def __init__(
-        self, message: Encode, pool: PreprocessPool, gate: MemoryGate, dedup: EncodeDedup, outputs: OutputCache
-    ) -> None:
-        """Begin to preprocess as soon as `gate` allows, unless `outputs` has the output of equal content."""
+    def __init__(self, message: Encode, pool: PreprocessPool, dedup: EncodeDedup, outputs: OutputCache) -> None:
+        """Begin to preprocess, unless `outputs` has the output of equal content."""
         self.attempt = message.attempt
         self.content_hash = message.content_hash
         self.held_bytes = 0
-        """Media until the item is preprocessed, then the output; memory of the gate is counted there."""
+        """Media until the item is preprocessed, then the output; the arrays between are counted by the pool."""
         self._owner = message.request_id, message.input_id
         self._pool = pool
-        self._gate = gate
         self._dedup = dedup
         self._outputs = outputs
-        self._staged_bytes: int | None = None  # of preprocessed arrays
         self._preparing: asyncio.Task[None] | None = None
         self._computing: asyncio.Future[EncoderResult] | None = None
         self._kept = outputs.acquire(message.content_hash)
@@ -59,7 +54,7 @@ class EncodeJob:
     @property
     def waits_with_arrays(self) -> bool:
         """Whether the item is preprocessed, and no receiver has granted memory for the output yet."""
-        return self._staged_bytes is not None and self._computing is None
+        return self._item is not None and bool(self._item.arrays) and self._computing is None
 
     async def run(self, message: Encode, sink: OutputSink, trace: HandoffTrace, recorder: SpanRecorder) -> None:
         """Make one attempt: return once the output is in place at the destination. Ignores media in `message`.
@@ -108,17 +103,9 @@ class EncodeJob:
 
     async def _prepare(self, kind: MediaKind, media: bytes) -> None:
         try:
-            await self._gate.acquire()
-            try:
-                item = await self._pool.process(kind, media)
-            except BaseException:
-                self._gate.release(None)
-                raise
+            self._item = await self._pool.process(kind, media)
         finally:
             self.held_bytes = 0
-        self._item = item
-        self._staged_bytes = sum(array.nbytes for array in item.arrays.values())
-        self._gate.weigh(self._staged_bytes)
 
     async def _compute(
         self, key: Key, item: ProcessedInput, sink: OutputSink, trace: HandoffTrace, recorder: SpanRecorder
@@ -147,11 +134,9 @@ class EncodeJob:
             tensor = computing.result().tensor
             assert tensor is not None
             self.held_bytes = tensor.nbytes
-        assert self._item is not None
-        self._item = replace(self._item, arrays={})
         self._release_arrays()
 
     def _release_arrays(self) -> None:
-        if self._staged_bytes is not None:
-            self._gate.release(self._staged_bytes)
-            self._staged_bytes = None
+        if self._item is not None and self._item.arrays:
+            self._pool.release(self._item)
+            self._item = replace(self._item, arrays={})

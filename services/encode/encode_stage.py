@@ -26,10 +26,10 @@ from engine.core.encoder_engine import EncoderEngine, EncoderResult
 from engine.device.memory import staging_budget
 from services.encode.encode_dedup import EncodeDedup, Owner
 from services.encode.encode_job import EncodeJob
-from services.encode.memory_gate import MemoryGate
 from services.encode.output_sink import OutputSink
 from services.encode.preprocess_pool import PreprocessPool
 from services.process.engine_thread import EngineThread
+from services.process.request_owners import RequestOwners
 from services.worker_context import WorkerContext
 
 MAX_HELD_BYTES: Final = 2 * 2**30
@@ -48,8 +48,8 @@ log = get_logger()
 class EncodeStage:
     """Encodes items and hands outputs to `sink`.
 
-    `on_begun` is called with proxy and request id before an item's task starts, `on_ended` with the request id when the
-    last item of a request has ended.
+    Adds each request to `owners` with its first item and removes the request after its last item. Without `owners` the
+    decoder in the same process does both.
     """
 
     def __init__(
@@ -59,8 +59,7 @@ class EncodeStage:
         prepare: Callable[[torch.Tensor], torch.Tensor],
         output_cache_bytes: int = 0,
         memory_share: float = 1.0,
-        on_begun: Callable[[bytes, str], None] = lambda proxy, request_id: None,
-        on_ended: Callable[[str], None] = lambda request_id: None,
+        owners: RequestOwners | None = None,
     ) -> None:
         """`prepare` runs on the engine's thread and moves an output into the memory required by `sink`.
 
@@ -69,12 +68,12 @@ class EncodeStage:
         """
         self._links = links
         self._sink = sink
-        self._on_begun = on_begun
-        self._on_ended = on_ended
+        self._owners = owners
         settings = links.settings
-        self._pool = PreprocessPool(
-            settings.model, links.dtype, settings.preprocess_workers, settings.handoff_timeout_s
-        )
+        # Preprocessed arrays that may wait for grants. Other items wait with their media only.
+        self._staging_bytes = staging_budget(settings.engine)
+        num_workers, timeout_s = settings.preprocess_workers, settings.handoff_timeout_s
+        self._pool = PreprocessPool(settings.model, links.dtype, num_workers, timeout_s, self._staging_bytes)
         self._attempts: dict[Key, asyncio.Task[bool]] = {}  # True: ended by the deadline, another attempt may follow
         self._jobs: dict[Owner, EncodeJob] = {}
         self._replies: OrderedDict[Key, Encoded] = OrderedDict()
@@ -88,9 +87,6 @@ class EncodeStage:
         )
         self.taken_bytes = 0
         """Memory that the engine takes beside its weights, set when it is loaded."""
-        # Preprocessed arrays that may wait for grants. Other items wait with their media only.
-        self._staging_bytes = staging_budget(settings.engine)
-        self._gate = MemoryGate(self._staging_bytes, settings.preprocess_workers)
         self._outputs = OutputCache(output_cache_bytes)
         self._dedup = EncodeDedup(self.thread, self._outputs)
         self._add_metrics()
@@ -105,7 +101,7 @@ class EncodeStage:
     @property
     def held_bytes(self) -> int:
         """Bytes of media and preprocessed arrays of all items under way, and of outputs waiting for delivery."""
-        return self._gate.held_bytes + sum(job.held_bytes for job in self._jobs.values())
+        return self._pool.gate.held_bytes + sum(job.held_bytes for job in self._jobs.values())
 
     async def start(self) -> None:
         """Wait for the preprocessing processes, started beside the model."""
@@ -131,10 +127,11 @@ class EncodeStage:
                 self._outcomes[refusal.code] += 1
                 self._links.send(proxy, Encoded(*key, refusal))
                 return
-            job = self._jobs[owner] = EncodeJob(message, self._pool, self._gate, self._dedup, self._outputs)
+            job = self._jobs[owner] = EncodeJob(message, self._pool, self._dedup, self._outputs)
         job.attempt = message.attempt
         log.debug("item received", request=key[0], input=key[1], attempt=key[2], bytes=len(message.media))
-        self._on_begun(proxy, message.request_id)
+        if self._owners is not None:
+            self._owners.add(proxy, message.request_id)
         # Only preprocessing needs the media: the attempt must not keep them alive.
         task = asyncio.create_task(self._run(key, proxy, msgspec.structs.replace(message, media=b""), job))
         self._attempts[key] = task
@@ -146,7 +143,7 @@ class EncodeStage:
             self._attempts[key].cancel()
         for owner in [owner for owner in self._jobs if owner[0] == request_id]:
             self._jobs.pop(owner).discard()
-        self._notify_if_ended(request_id)
+        self._end_request(request_id)
 
     def close(self) -> None:
         for task in self._attempts.values():
@@ -196,7 +193,7 @@ class EncodeStage:
         del self._attempts[key]
         late = not task.cancelled() and task.exception() is None and task.result()
         job = self._jobs.get(key[:2])
-        if not late or (self._gate.num_waiting > 0 and job is not None and job.waits_with_arrays):
+        if not late or (self._pool.gate.num_waiting > 0 and job is not None and job.waits_with_arrays):
             self._expire(key)
         else:
             asyncio.get_running_loop().call_later(KEEP_S, self._expire, key)
@@ -207,11 +204,13 @@ class EncodeStage:
         job = self._jobs.get(owner)
         if job is not None and job.attempt == key[2]:
             self._jobs.pop(owner).discard()
-        self._notify_if_ended(key[0])
+        self._end_request(key[0])
 
-    def _notify_if_ended(self, request_id: str) -> None:
-        if not any(known[0] == request_id for known in (*self._attempts, *self._jobs)):
-            self._on_ended(request_id)
+    def _end_request(self, request_id: str) -> None:
+        """Remove a request without items from its owner."""
+        is_open = any(known[0] == request_id for known in (*self._attempts, *self._jobs))
+        if self._owners is not None and not is_open:
+            self._owners.remove(request_id)
 
     def _settle(self, results: list[EncoderResult]) -> None:
         self._links.metrics.batch_items.observe(len(results))
@@ -234,7 +233,7 @@ class EncodeStage:
         metrics.gauges["encoder_items_computing"] = lambda: self._dedup.num_waiting
         metrics.gauges["encoder_staging_bytes"] = lambda: self._staging_bytes
         metrics.gauges["encoder_held_bytes"] = lambda: self.held_bytes
-        metrics.gauges["preprocess_waiting"] = lambda: self._gate.num_waiting + self._pool.num_waiting
+        metrics.gauges["preprocess_waiting"] = lambda: self._pool.gate.num_waiting + self._pool.num_waiting
         metrics.gauges["preprocess_crashes_total"] = lambda: self._pool.num_crashes
         metrics.gauges["encoder_items_shared_total"] = lambda: self._dedup.num_shared
         metrics.gauges["encoder_output_cache_bytes_used"] = lambda: self._outputs.used_bytes

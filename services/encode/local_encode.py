@@ -1,17 +1,28 @@
-"""The encode stage of a worker with a decoder: by its role, or as a fallback while the cluster has no encoder. Tensors
-do not travel: see `LocalSink`."""
+"""The encode stage of a worker with a decoder: by its role, or as a fallback while the cluster has no encoder.
+
+Reservations follow the rules of every handoff, for the decoder's engine decides. Channels and transports are left out,
+and the tensor is passed without a copy.
+"""
 
 from __future__ import annotations
 
-from common.messages import Encode
+import asyncio
+from functools import partial
+
+import torch
+
+from broker.handoff.sender import Key
+from common.errors import ErrorInfo, TriptychError
+from common.messages import Encode, Grant, Receipt
 from engine.core.decoder_engine import DecoderEngine
 from engine.core.encoder_engine import EncoderEngine
 from engine.device.choice import choose_device
 from engine.device.memory import ENCODER_SHARE
+from engine.processors import ProcessedInput
 from engine.state.events import Event
+from services.encode.output_sink import offer_of
 from services.encode.encode_stage import EncodeStage
-from services.encode.local_sink import LocalSink
-from services.handoff.device_tensors import compute_on_own_stream
+from services.handoff.payloads import compute_on_own_stream, keep_for_this_stream
 from services.process.engine_thread import EngineThread
 from services.worker_context import WorkerContext
 
@@ -38,3 +49,68 @@ class LocalEncodeStage(EncodeStage):
         """Build on the engine's thread, after setting a new stream: weights are loaded on the same stream."""
         compute_on_own_stream(choose_device(self._links.engine_config.device))
         return super()._build(output_cache_bytes, memory_share)
+
+
+class LocalSink:
+    """An `OutputSink`: the decoder of `thread`."""
+
+    def __init__(self, thread: EngineThread[DecoderEngine, Event]) -> None:
+        self._thread = thread
+        self._answers: dict[Key, asyncio.Queue[Grant | Receipt]] = {}
+
+    @property
+    def num_open(self) -> int:
+        return len(self._answers)
+
+    async def offer(self, key: Key, message: Encode, item: ProcessedInput) -> bool:
+        answers = self._answers[key] = asyncio.Queue()
+        offer = offer_of(message, item, "", message.deadline_s)
+        self._thread.submit(lambda engine: engine.offer(offer))
+        match await answers.get():
+            case Grant(status="granted"):
+                return True
+            case Grant(status="cached"):
+                del self._answers[key]
+                return False
+            case Grant(error=ErrorInfo() as error):
+                raise TriptychError(error.code, error.message, error.param)
+            case _:
+                raise _taken_back(key)
+
+    async def deliver(self, key: Key, tensor: torch.Tensor) -> None:
+        answers = self._answers[key]
+        if answers.empty():  # else the grant was taken back while the encoder was at it
+            self._thread.submit(partial(_store, key=key, tensor=tensor))
+        match await answers.get():
+            case Receipt(status="stored"):
+                del self._answers[key]
+                return
+            case Receipt(status=status):
+                raise TriptychError("unavailable", f"input {key[1]} was not stored: {status}")
+            case _:
+                raise _taken_back(key)
+
+    def early(self, key: Key) -> None:
+        """Return None: a tensor that does not travel cannot leave early."""
+
+    def close(self, key: Key) -> None:
+        if self._answers.pop(key, None) is not None:
+            self._thread.submit(lambda engine: engine.withdraw(*key))
+
+    def settle(self, event: Grant | Receipt) -> bool:
+        """Accept an event of the engine; False for an event about another input."""
+        answers = self._answers.get((event.request_id, event.input_id, event.attempt))
+        if answers is None:
+            return False
+        answers.put_nowait(event)
+        return True
+
+
+def _store(engine: DecoderEngine, key: Key, tensor: torch.Tensor) -> None:
+    """Store on the decoder's thread a complete tensor, computed on the encoder's stream."""
+    keep_for_this_stream(tensor)
+    engine.deliver(*key, tensor)
+
+
+def _taken_back(key: Key) -> TriptychError:
+    return TriptychError("unavailable", f"the room for input {key[1]} was taken back")

@@ -13,8 +13,7 @@ from broker.handoff.sender import Handoff, HandoffSender, Key
 from broker.transports.shm.push_buffer import EarlySend
 from common.messages import Encode, KvOffer, Offer
 from engine.processors import ProcessedInput
-from services.handoff.device_tensors import payload_of
-from services.handoff.tensor_bytes import bytes_of
+from services.handoff.payloads import bytes_of, payload_of
 from services.worker_context import WorkerContext
 
 

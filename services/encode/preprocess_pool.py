@@ -1,12 +1,14 @@
-"""Preprocessing of media in child processes, off the loop.
+"""Preprocessing of media in child processes, off the loop, within a budget of memory.
 
 Children import this module before numerics load: it must import little.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from broker.cluster.lifetime import die_with_parent
@@ -20,13 +22,76 @@ MEMORY_BYTES: Final = 2 * 2**30
 """Limit of one item. The largest accepted image, decoded, rotated and resized, takes half."""
 
 
+class MemoryGate:
+    """Admits items while the admitted items hold less than `limit_bytes`; a single item is admitted at any size.
+
+    The size of an item is known only after admission. At most `max_unweighed` items of unknown size are admitted: the
+    limit can be exceeded by so many.
+    """
+
+    def __init__(self, limit_bytes: int, max_unweighed: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._max_unweighed = max_unweighed
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._num_unweighed = 0
+        self.held_bytes = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    async def acquire(self) -> None:
+        """Wait for admission. A cancelled wait holds no memory."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        self._admit()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._waiting.remove(turn)
+            else:  # admitted just before
+                self.release(None)
+            raise
+
+    def weigh(self, num_bytes: int) -> None:
+        """Note the size of an admitted item."""
+        self._num_unweighed -= 1
+        self.held_bytes += num_bytes
+        self._admit()
+
+    def release(self, num_bytes: int | None) -> None:
+        """Free the memory of an admitted item: the bytes passed to `weigh`, or None for an unweighed item."""
+        if num_bytes is None:
+            self._num_unweighed -= 1
+        else:
+            self.held_bytes -= num_bytes
+        self._admit()
+
+    def _admit(self) -> None:
+        for turn in list(self._waiting):
+            if self._num_unweighed >= self._max_unweighed or self.held_bytes >= self._limit_bytes:
+                return
+            if not turn.cancelled():  # else its task is about to remove it
+                self._waiting.remove(turn)
+                self._num_unweighed += 1
+                turn.set_result(None)
+
+
 class PreprocessPool(ChildPool):
-    """Child processes with a model's processor loaded."""
+    """Child processes with a model's processor loaded. Items wait for memory with their media only: see `gate`."""
 
     def __init__(
-        self, model: str, dtype: str, num_workers: int, timeout_s: float, memory_bytes: int = MEMORY_BYTES
+        self,
+        model: str,
+        dtype: str,
+        num_workers: int,
+        timeout_s: float,
+        staging_bytes: int,
+        memory_bytes: int = MEMORY_BYTES,
     ) -> None:
-        """Limit each item to `timeout_s` from its start, and to `memory_bytes`."""
+        """Limit each item to `timeout_s` from its start and to `memory_bytes`, all arrays to `staging_bytes`."""
+        self.gate = MemoryGate(staging_bytes, num_workers)
         super().__init__(
             initialize,
             (os.getpid(), model, dtype),
@@ -37,8 +102,26 @@ class PreprocessPool(ChildPool):
         )
 
     async def process(self, kind: MediaKind, media: bytes) -> ProcessedInput:
-        """Preprocess one item. Raises TriptychError: "bad_media" as `engine.processors.process` and `run` do."""
-        return await self.run(f"this {kind} of {len(media)} bytes", process_item, kind, media)
+        """Preprocess one item, once admitted to memory; call `release` after its use.
+
+        Raises TriptychError: "bad_media" as `engine.processors.process` and `run` do. Then no memory is held.
+        """
+        await self.gate.acquire()
+        try:
+            item = await self.run(f"this {kind} of {len(media)} bytes", process_item, kind, media)
+        except BaseException:
+            self.gate.release(None)
+            raise
+        self.gate.weigh(_staged_bytes(item))
+        return item
+
+    def release(self, item: ProcessedInput) -> None:
+        """Free the memory of the arrays of a preprocessed item."""
+        self.gate.release(_staged_bytes(item))
+
+
+def _staged_bytes(item: ProcessedInput) -> int:
+    return sum(array.nbytes for array in item.arrays.values())
 
 
 def initialize(parent_pid: int, model: str, dtype: str) -> None:

@@ -27,7 +27,7 @@ from engine.core.decoder_engine import DecoderEngine
 from engine.device.copy_stream import AsyncCopy
 from engine.state.events import Event, KvComputed, KvReady, PrefillEvent
 from services.handoff.kv_messages import tokens_per_part
-from services.handoff.tensor_bytes import bytes_of
+from services.handoff.payloads import bytes_of
 from services.process.engine_thread import EngineThread
 from services.worker_context import WorkerContext
 

@@ -1,20 +1,20 @@
-"""Host memory for granted encoder outputs, ready before the tensors come.
+"""Memory for received tensors: host memory prepared at the grant, or GPU memory allocated at arrival.
 
 The first touch of a fresh page takes several times as long as the copy of a page, for the system zeroes the page. A
-thread touches the pages once memory is granted, while the sender still computes. The same goes for memory that the
-sender pushes, in which the tensor stays.
+thread touches the pages of host memory after the grant, while the sender computes, and those of pushed memory.
+`CudaRuntime` copies tensors to a GPU: a fake runtime tests the copies without a GPU.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import mmap
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 import numpy as np
@@ -22,11 +22,14 @@ import torch
 
 from broker.handoff.sender import Key
 from broker.transports.base import ReceivedTensor
+from broker.transports.cuda.runtime import CudaError, CudaRuntime
+from broker.transports.payload import DeviceBuffer
 from broker.transports.shm.push_buffer import is_worth_it
 from broker.transports.shm.push_target import PushedTensor, PushTarget
 from broker.transports.shm.segment import Bytes
+from common.messages import TensorHeader
 from engine.device.choice import DTYPES
-from services.handoff.tensor_bytes import bytes_of
+from services.handoff.payloads import bytes_of
 
 TOUCHING_THREADS: Final = 2
 """Not asyncio's threads, which others may occupy. Two: a large tensor does not hold up a small tensor."""
@@ -88,7 +91,7 @@ class ReceiveBuffers:
         self._kept.add(memory.ctypes.data)
         weakref.finalize(memory, self._kept.discard, memory.ctypes.data).atexit = False
         tensor = torch.from_numpy(memory).view(DTYPES[header.dtype]).view(header.shape)
-        self._touch(given.touch)
+        asyncio.get_running_loop().run_in_executor(self._touching, given.touch)
         self._buffers[key] = _PushedMemory(tensor, given, memory)
         return True
 
@@ -129,13 +132,75 @@ class ReceiveBuffers:
             buffer.target.discard()
 
     def _make(self, shape: Sequence[int], dtype: str) -> _OwnMemory:
+        """Allocate memory, and begin to write to each page: NumPy lets other threads run meanwhile."""
         tensor = torch.empty(tuple(shape), dtype=DTYPES[dtype])
-        return _OwnMemory(tensor, self._touch(partial(_touch, bytes_of(tensor))))
-
-    def _touch(self, touch: Callable[[], None]) -> asyncio.Future[None]:
-        return asyncio.get_running_loop().run_in_executor(self._touching, touch)
+        pages = np.asarray(bytes_of(tensor))[:: mmap.PAGESIZE]
+        return _OwnMemory(tensor, asyncio.get_running_loop().run_in_executor(self._touching, pages.fill, 0))
 
 
-def _touch(memory: memoryview) -> None:
-    """Write to every page."""
-    np.asarray(memory)[:: mmap.PAGESIZE] = 0  # by NumPy, which lets other threads run meanwhile
+class DeviceReceiveBuffers:
+    """Copies received tensors to the device of the engine; replaces `ReceiveBuffers` on a GPU."""
+
+    def __init__(self, runtime: CudaRuntime, device: torch.device) -> None:
+        self._runtime = runtime
+        self._device = device
+        self._stream = runtime.make_stream()
+        self._copying = ThreadPoolExecutor(1, "landing")  # not asyncio's threads, which others may occupy
+
+    def __len__(self) -> int:
+        """Zero: no buffer is prepared."""
+        return 0
+
+    def prepare(self, key: Key, sender: str, shape: Sequence[int], dtype: str) -> None:
+        """Do nothing: torch allocates GPU memory quickly."""
+
+    def expect(self, key: Key, given: PushTarget) -> bool:
+        """Accept pushed memory: the tensor is copied to the device after its arrival."""
+        return True
+
+    def keep(self, key: Key, received: PushedTensor) -> None:
+        """Return None, for host memory is not kept: `receive` copies the tensor."""
+
+    def discard(self, key: Key) -> None:
+        """Do nothing: no buffer was prepared."""
+
+    async def receive(self, key: Key, received: ReceivedTensor) -> torch.Tensor | str:
+        """Return the complete tensor on the device, or the fault of its bytes. `received` may be released then."""
+        header, data = received.header, received.data
+        try:
+            if isinstance(data, DeviceBuffer):
+                return await self._aside(self._copy, header, data.pointer, data.nbytes)
+            host = await self._aside(self._make_host, header)
+            fault = await received.copy_into(bytes_of(host))
+            if fault is not None:
+                return fault
+            return await self._aside(self._copy, header, host.data_ptr(), host.nbytes)
+        except (CudaError, torch.OutOfMemoryError) as error:
+            return f"it could not be copied to the GPU: {error}"
+
+    async def _aside(self, function: Callable[..., torch.Tensor], *arguments: object) -> torch.Tensor:
+        """Run a blocking function in a thread of this object."""
+        return await asyncio.get_running_loop().run_in_executor(self._copying, function, *arguments)
+
+    def _make_host(self, header: TensorHeader) -> torch.Tensor:
+        pinned = self._device.type == "cuda"
+        return torch.empty(tuple(header.shape), dtype=DTYPES[header.dtype], pin_memory=pinned)
+
+    def _copy(self, header: TensorHeader, source: int, num_bytes: int) -> torch.Tensor:
+        """Copy, and block until the copy is done."""
+        with self._allocating():
+            tensor = torch.empty(tuple(header.shape), dtype=DTYPES[header.dtype], device=self._device)
+        if num_bytes:
+            self._runtime.copy(tensor.data_ptr(), source, num_bytes, self._stream)
+            self._runtime.synchronize(self._stream)
+        return tensor
+
+    def _allocating(self) -> contextlib.AbstractContextManager[object]:
+        """Let torch allocate for this object's stream meanwhile.
+
+        Memory freed by the engine's stream may still be read by queued work, and this stream does not wait for it.
+        """
+        if self._device.type == "cpu":
+            return contextlib.nullcontext()
+        stream = torch.cuda.ExternalStream(self._stream, self._device)  # type: ignore[no-untyped-call]
+        return torch.cuda.stream(stream)

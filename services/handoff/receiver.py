@@ -27,16 +27,15 @@ from engine.device.choice import DTYPES, choose_device
 from engine.device.memory import memory_budget
 from engine.handoff.offer_check import KvPart
 from engine.state.events import Event
-from services.handoff.device_tensors import DeviceReceiveBuffers, keep_for_this_stream
 from services.handoff.kv_messages import PART_BYTES, part_fault
-from services.handoff.receive_buffers import ReceiveBuffers
-from services.handoff.tensor_bytes import tensor_of
+from services.handoff.payloads import keep_for_this_stream, tensor_of
+from services.handoff.receive_buffers import DeviceReceiveBuffers, ReceiveBuffers
 from services.process.engine_thread import EngineThread
 from services.worker_context import WorkerContext
 
 MAX_OFFERS: Final = 20_000
-MAX_PARTS_LANDED: Final = 4
-"""Parts of keys and values on a GPU that the engine has not put into its blocks yet; each has PART_BYTES at most."""
+MAX_DEVICE_PARTS: Final = 4
+"""Parts of KV on a GPU, each of PART_BYTES at most, that the engine has not copied into its blocks yet."""
 
 log = get_logger()
 
@@ -48,19 +47,19 @@ class HandoffReceiver:
         self._links = links
         self._thread = thread
         config = links.engine_config
-        # Where the cache's size is measured it is not known yet, but what it is measured against is.
+        # A cache without a setting gets its size later, within the budget of memory.
         limit = config.encoder_cache_bytes or memory_budget(config, choose_device(config.device))
         self._tensors = links.tensor_receiver(max(limit, 2 * PART_BYTES))
         self.tensor_address = self._tensors.address
-        self._offers: dict[Key, Offer | KvOffer] = {}  # until they are settled
-        self._kv_keys: dict[str, set[Key]] = {}  # those of keys and values, by request
+        self._offers: dict[Key, Offer | KvOffer] = {}  # until settled
+        self._kv_keys: dict[str, set[Key]] = {}  # of KV offers, by request
         cuda = links.cuda
-        self._landing = ReceiveBuffers() if cuda is None else DeviceReceiveBuffers(cuda, choose_device(config.device))
-        self._parts_landed = asyncio.Semaphore(MAX_PARTS_LANDED)
-        self._stored_s: dict[Key, float] = {}  # when the engine had a tensor, until it says so
+        self._buffers = ReceiveBuffers() if cuda is None else DeviceReceiveBuffers(cuda, choose_device(config.device))
+        self._device_parts = asyncio.Semaphore(MAX_DEVICE_PARTS)
+        self._stored_s: dict[Key, float] = {}  # when the engine received a tensor, until its receipt
         self.outcomes: Counter[str] = Counter()
         self._tensors.watch_given(self._expect)
-        links.metrics.gauges["inputs_landing"] = lambda: len(self._landing)
+        links.metrics.gauges["inputs_landing"] = lambda: len(self._buffers)
         links.metrics.gauges["offers_open"] = lambda: self.num_offers
 
     @property
@@ -69,105 +68,116 @@ class HandoffReceiver:
         return len(self._offers)
 
     async def run(self) -> None:
-        """Take tensors, until cancelled."""
+        """Receive tensors, until cancelled."""
         while True:
             received = await self._tensors.receive()
-            if not await self._take(received):
+            key, offer, is_kept = key_of(received.header), self._expected(received), False
+            if isinstance(offer, KvOffer):
+                is_kept = await self._receive_part(key, received)
+            elif offer is not None:  # copied while the engine may be computing
+                self._hand_over(key, received, await self._buffers.receive(key, received))
+            if not is_kept:
                 received.release()
-            del received  # or its memory would be kept until the next one comes
+            del received  # or the memory would be kept until the next tensor comes
 
     def close(self) -> None:
         self._tensors.close()
 
     def handle(self, delivery: Delivery) -> None:
-        """An offer has come, or is withdrawn. Never raises."""
-        match delivery.message:
-            case Offer() | KvOffer() as offer:
-                self._take_offer(offer, stale=delivery.stale)
-            case Withdraw() as withdrawal:
-                self._withdraw(withdrawal)
+        """Handle an offer or a withdrawal. Never raises."""
+        message, key = delivery.message, key_of(delivery.message)
+        match message:
+            case Offer() | KvOffer() if delivery.stale:
+                self._answer(message.sender, Grant(*key, "cancelled"))
+            case Offer() | KvOffer() if (error := self._refusal(key, message)) is not None:
+                self._answer(message.sender, Grant(*key, "refused", error=error))
+            case Offer() | KvOffer():
+                self._links.hops.mark(key, "offer_received")
+                self._submit(key, message)
+            case Withdraw():
+                self._withdraw(key, message)
             case _:
                 self.outcomes["stray"] += 1
 
     def settle(self, answer: Grant | Receipt) -> None:
         """Send an answer of the engine to the sender of its offer or tensor."""
-        key, sender = key_of(answer), self._sender(key_of(answer))
+        key = key_of(answer)
+        offer = self._offers.get(key)
         match answer:
             case Grant(status="granted"):
                 self._links.hops.mark(key, "granted", since="offer_received")
-                self._prepare(key)
-                self._answer_offer(sender, answer)
-                return
-            case Grant():
-                self._answer_offer(sender, answer)
+                if isinstance(offer, Offer):  # the tensor may come now
+                    self._buffers.prepare(key, offer.sender, offer.shape, offer.dtype)
+                is_open = True
             case Receipt(status="stored"):
                 self._links.hops.mark(key, "stored", self._stored_s.pop(key, None), since="tensor_received")
-                self._answer_tensor(sender, answer)
-                if answer.input_id == KV_INPUT_ID:
-                    return  # more parts may come
-            case Receipt(status=status):
+                is_open = answer.input_id == KV_INPUT_ID  # more parts may come
+            case _:
                 self._stored_s.pop(key, None)
-                self._answer_tensor(sender, answer)
-                if status == "corrupt":
-                    return  # it comes again
-        self._drop(key)
+                is_open = answer.status == "corrupt"  # the tensor comes again
+        if offer is not None:  # else the sender has had an answer
+            self._answer(offer.sender, answer)
+        if not is_open:
+            self._discard(key)
 
     def started(self, request_id: str, attempt: int) -> None:
         """Discard the KV offers of an attempt up to `attempt`: the request generates, and all KV is here."""
         log.debug("first token", request=request_id, attempt=attempt)
         for key in [key for key in self._kv_keys.get(request_id, ()) if self._offers[key].request_attempt <= attempt]:
-            self._drop(key)
+            self._discard(key)
 
     # --- offers
 
-    def _take_offer(self, offer: Offer | KvOffer, *, stale: bool) -> None:
-        key = key_of(offer)
-        if stale:
-            self._answer_offer(offer.sender, Grant(*key, "cancelled"))
-        elif (error := self._refusal(key, offer)) is not None:
-            self._answer_offer(offer.sender, Grant(*key, "refused", error=error))
-        else:
-            self._links.hops.mark(key, "offer_received")
-            self._keep(key, offer)
-            self._pass_on(offer)
-
     def _refusal(self, key: Key, offer: Offer | KvOffer) -> ErrorInfo | None:
-        """Return the reason to refuse an offer at once; None to pass it on."""
-        if (fault := _offer_fault(offer)) is not None:
-            return ErrorInfo("internal_error", fault)
+        """Return the reason to refuse an offer at once; None to submit the offer to the engine."""
+        if isinstance(offer, Offer):  # the engine compares KV offers with its model
+            if offer.input_id == KV_INPUT_ID:
+                fault: str | None = f"input id {KV_INPUT_ID} is that of keys and values, not of an encoder's output"
+            elif offer.dtype not in DTYPES:
+                fault = f"dtype {offer.dtype!r} is none of {', '.join(DTYPES)}"
+            else:
+                fault = payload_fault(offer, offer.size_bytes)
+            if fault is not None:
+                return ErrorInfo("internal_error", fault)
         if key not in self._offers and len(self._offers) >= MAX_OFFERS:
             self.outcomes["overflow"] += 1
             what = f"{len(self._offers)} offers are under way to {self._links.instance_id}, the limit is {MAX_OFFERS}"
             return ErrorInfo("overloaded", f"{what}: try again later")
         return None
 
-    def _withdraw(self, withdrawal: Withdraw) -> None:
-        """Free the memory of an offer that is not settled yet: the sender may not know of a settled offer."""
-        key = key_of(withdrawal)
-        if self._sender(key) == withdrawal.sender:
-            self.outcomes["withdrawn"] += 1
-            self._drop(key)
-            self._thread.submit(lambda engine: engine.withdraw(*key))
-
-    def _keep(self, key: Key, offer: Offer | KvOffer) -> None:
+    def _submit(self, key: Key, offer: Offer | KvOffer) -> None:
+        """Remember an offer, and ask the engine for a grant."""
         self._offers[key] = offer
         if isinstance(offer, KvOffer):
             self._kv_keys.setdefault(offer.request_id, set()).add(key)
+            self._thread.submit(lambda engine: engine.offer_kv(offer))
+        else:
+            self._thread.submit(lambda engine: engine.offer(offer))
 
-    def _drop(self, key: Key) -> None:
+    def _withdraw(self, key: Key, withdrawal: Withdraw) -> None:
+        """Free the memory of an offer that is not settled yet: the sender may not know of a settled offer."""
+        offer = self._offers.get(key)
+        if offer is not None and offer.sender == withdrawal.sender:
+            self.outcomes["withdrawn"] += 1
+            self._discard(key)
+            self._thread.submit(lambda engine: engine.withdraw(*key))
+
+    def _discard(self, key: Key) -> None:
         self._offers.pop(key, None)
-        self._landing.discard(key)
+        self._buffers.discard(key)
         keys = self._kv_keys.get(key[0])
         if keys is not None:
             keys.discard(key)
             if not keys:
                 del self._kv_keys[key[0]]
 
-    def _prepare(self, key: Key) -> None:
-        """Prepare memory for a granted offer, whose tensor may come now."""
-        offer = self._offers.get(key)
-        if isinstance(offer, Offer):
-            self._landing.prepare(key, offer.sender, offer.shape, offer.dtype)
+    def _answer(self, sender: str, answer: Grant | Receipt) -> None:
+        if isinstance(answer, Grant):
+            self.outcomes[answer.status] += 1
+            self._links.channels.send(sender, "allocated", answer)
+        else:
+            self.outcomes[f"receipt_{answer.status}"] += 1
+            self._links.channels.send(sender, "injected", answer)
 
     def _expect(self, given: PushTarget) -> bool:
         """Accept memory pushed by the sender of an offer. False for a tensor that is not awaited."""
@@ -175,32 +185,17 @@ class HandoffReceiver:
         offer = self._offers.get(key)
         if not isinstance(offer, Offer) or _as_offered(offer) != _as_offered(header):
             return False
-        given.take = self._take_given
-        return header.receiver_epoch == self._links.epoch and self._landing.expect(key, given)
-
-    def _pass_on(self, offer: Offer | KvOffer) -> None:
-        if isinstance(offer, KvOffer):
-            self._thread.submit(lambda engine: engine.offer_kv(offer))
-        else:
-            self._thread.submit(lambda engine: engine.offer(offer))
+        given.take = self._receive_pushed
+        return header.receiver_epoch == self._links.epoch and self._buffers.expect(key, given)
 
     # --- tensors
 
-    async def _take(self, received: ReceivedTensor) -> bool:
-        """Give a tensor to the engine. Return True if the engine copies and releases the tensor."""
-        key, offer = key_of(received.header), self._expected(received)
-        if isinstance(offer, KvOffer):
-            return await self._take_part(key, received)
-        if offer is not None:  # copied while the engine may be computing
-            self._hand_over(key, received, await self._landing.receive(key, received))
-        return False
-
-    def _take_given(self, received: PushedTensor) -> bool:
-        """Give a tensor in pushed memory to the engine at once. False if the tensor must be copied."""
+    def _receive_pushed(self, received: PushedTensor) -> bool:
+        """Submit a tensor in pushed memory to the engine at once. False if the tensor must be copied."""
         key = key_of(received.header)
         if self._expected(received) is None:
             return True
-        landed = self._landing.keep(key, received)
+        landed = self._buffers.keep(key, received)
         if landed is not None:
             self._hand_over(key, received, landed)
         return landed is not None
@@ -212,7 +207,7 @@ class HandoffReceiver:
         if offer is not None and offer.sender != header.sender:
             self.outcomes["stray"] += 1
         elif offer is None or header.receiver_epoch != self._links.epoch:
-            self._answer_tensor(header.sender, Receipt(*key, "cancelled", header.part))
+            self._answer(header.sender, Receipt(*key, "cancelled", header.part))
         elif (fault := received.fault or _tensor_fault(received, offer)) is not None:
             self._refuse(key, header, fault)
         else:
@@ -228,18 +223,20 @@ class HandoffReceiver:
             self._links.hops.mark(key, "landed")
             self._thread.submit(lambda engine: self._deliver(engine, key, landed))
 
-    async def _take_part(self, key: Key, received: ReceivedTensor) -> bool:
-        """Give KV to the engine, which copies into its blocks. Parts for a GPU are copied to the device first, and at
-        most MAX_PARTS_LANDED parts wait there for a step."""
-        if isinstance(self._landing, DeviceReceiveBuffers):
-            await self._parts_landed.acquire()
-            landed = await self._landing.receive(key, received)
+    async def _receive_part(self, key: Key, received: ReceivedTensor) -> bool:
+        """Submit KV to the engine, which copies into its blocks. Return True if the engine releases the part.
+
+        Parts for a GPU are copied to the device first; at most MAX_DEVICE_PARTS parts wait there for a step.
+        """
+        if isinstance(self._buffers, DeviceReceiveBuffers):
+            await self._device_parts.acquire()
+            landed = await self._buffers.receive(key, received)
             if isinstance(landed, str):
-                self._parts_landed.release()
+                self._device_parts.release()
                 self._refuse(key, received.header, landed)
             else:
-                let_go = partial(asyncio.get_running_loop().call_soon_threadsafe, self._parts_landed.release)
-                self._thread.submit(lambda engine: self._deliver_part(engine, key, received.header, landed, let_go))
+                release = partial(asyncio.get_running_loop().call_soon_threadsafe, self._device_parts.release)
+                self._thread.submit(lambda engine: self._deliver_part(engine, key, received.header, landed, release))
             return False
         fault, data = await received.verify(), received.data
         if fault is not None:
@@ -252,23 +249,7 @@ class HandoffReceiver:
 
     def _refuse(self, key: Key, header: TensorHeader, fault: str) -> None:
         log.warning("a tensor is not what was offered", sender=header.sender, fault=fault)
-        self._answer_tensor(header.sender, Receipt(*key, "corrupt", header.part))
-
-    # --- answers
-
-    def _answer_offer(self, sender: str | None, grant: Grant) -> None:
-        if sender is not None:  # else it has been told before
-            self.outcomes[grant.status] += 1
-            self._links.channels.send(sender, "allocated", grant)
-
-    def _answer_tensor(self, sender: str | None, receipt: Receipt) -> None:
-        if sender is not None:
-            self.outcomes[f"receipt_{receipt.status}"] += 1
-            self._links.channels.send(sender, "injected", receipt)
-
-    def _sender(self, key: Key) -> str | None:
-        offer = self._offers.get(key)
-        return None if offer is None else offer.sender
+        self._answer(header.sender, Receipt(*key, "corrupt", header.part))
 
     # --- on the engine's thread
 
@@ -283,7 +264,7 @@ class HandoffReceiver:
         key: Key,
         header: TensorHeader,
         tokens: torch.Tensor,
-        let_go: Callable[[], object],
+        release: Callable[[], object],
     ) -> None:
         """Copy a part into the engine's blocks."""
         assert header.table != ""
@@ -293,23 +274,12 @@ class HandoffReceiver:
             engine.deliver_kv(header.request_id, header.attempt, part)
             self._stored_s[key] = time.time()
         finally:
-            let_go()
+            release()
 
 
 def _as_offered(what: Offer | TensorHeader) -> tuple[str, list[int], str, int]:
     """Return the fields common to an offer and the header of its tensor."""
     return what.sender, what.shape, what.dtype, what.size_bytes
-
-
-def _offer_fault(offer: Offer | KvOffer) -> str | None:
-    """Return the fault of an offer in itself, or None. The engine compares KV offers with its model."""
-    if isinstance(offer, KvOffer):
-        return None
-    if offer.input_id == KV_INPUT_ID:
-        return f"input id {KV_INPUT_ID} is that of keys and values, not of an encoder's output"
-    if offer.dtype not in DTYPES:
-        return f"dtype {offer.dtype!r} is none of {', '.join(DTYPES)}"
-    return payload_fault(offer, offer.size_bytes)
 
 
 def _tensor_fault(received: ReceivedTensor, offer: Offer | KvOffer) -> str | None:

@@ -1,7 +1,7 @@
-"""Common parts of workers with a decoder: requests and handed-over inputs in, events of the engine out.
+"""Workers with a decoder: requests and handed-over inputs in, events of the engine out.
 
-It translates between messages and the engine's commands and events; every decision is the engine's. The roles are
-subclasses that say which requests they take.
+DecoderService translates between messages and the engine's commands and events; the engine decides. The roles are
+subclasses with the requests that they refuse.
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ from common.messages import (
     ToWorker,
 )
 from common.sampling_params import MAX_SEQUENCES
+from common.telemetry import get_logger
+from engine.cache.block_pool import IntegrityError
 from engine.core.decoder_engine import DecoderEngine
 from engine.state.events import Event, PrefillEvent
 from services.encode.local_encode import LocalEncodeStage
 from services.handoff.receiver import HandoffReceiver
 from services.process.engine_thread import EngineThread
-from services.process.idle_check import IdleCheck
 from services.worker_context import WorkerContext
+
+log = get_logger()
 
 
 class DecoderService(ABC):
@@ -45,16 +48,17 @@ class DecoderService(ABC):
     channels: ClassVar[tuple[ChannelName, ...]] = ("metadata",)
     always_encodes: ClassVar[bool] = False
     may_encode: ClassVar[bool] = False
-    """Whether it encodes as a fallback, where the settings want it."""
+    """Whether the role encodes as a fallback if the settings say so."""
 
     def __init__(self, links: WorkerContext) -> None:
         self._links = links
         self._arrived_s: dict[str, float] = {}  # requests without a token yet
         self._outcomes: Counter[str] = Counter()  # of requests, beside those of handoffs
-        self._idle_check = IdleCheck()
+        self._num_integrity_failures = 0
+        self._is_checked = True  # whether the engine has done nothing since its last check
         self.thread: EngineThread[DecoderEngine, Event] = EngineThread(
             build=self._build,
-            step=self._idle_check.step,
+            step=self._step,
             next_deadline_s=lambda engine: engine.next_deadline_s(),
             on_events=self._handle_events,
             answer=lambda engine: engine.answer(),
@@ -64,7 +68,7 @@ class DecoderService(ABC):
         fallback = self.may_encode and links.settings.encoder_fallback and links.info.media_kind is not None
         self._encoding = LocalEncodeStage(links, self.thread, fallback) if fallback or self.always_encodes else None
         links.metrics.tallies["handoffs"] = lambda: self._receiver.outcomes + self._outcomes
-        links.metrics.gauges["integrity_failures"] = lambda: self._idle_check.num_failures
+        links.metrics.gauges["integrity_failures"] = lambda: self._num_integrity_failures
 
     def _build(self) -> DecoderEngine:
         links, beside = self._links, 0 if self._encoding is None else self._encoding.taken_bytes
@@ -77,7 +81,7 @@ class DecoderService(ABC):
 
     @property
     def threads(self) -> tuple[EngineThread[Any, Any], ...]:
-        """The encoder's first: the decoder's pools take what is left."""
+        """The encoder's first: the decoder's pools take the memory that is left."""
         return (self._encoding.thread, self.thread) if self._encoding is not None else (self.thread,)
 
     async def start(self, own: InstanceRecord) -> None:
@@ -87,8 +91,8 @@ class DecoderService(ABC):
     def tasks(self) -> list[Coroutine[Any, Any, None]]:
         return [self._receiver.run()]
 
-    def review(self, instances: dict[str, InstanceRecord]) -> None:  # noqa: B027 (most that decode have nothing to do)
-        """Nothing: what a lost sender has offered ends by its deadline, or by the next attempt."""
+    def review(self, instances: dict[str, InstanceRecord]) -> None:  # noqa: B027 (only prefill workers send)
+        """Do nothing: offers of a lost sender end by their deadline, or by the next attempt."""
 
     def close(self) -> None:
         if self._encoding is not None:
@@ -136,7 +140,7 @@ class DecoderService(ABC):
             if owner == proxy and message.attempt <= attempt:
                 self._outcomes["duplicate_request"] += 1
                 return
-            # An older attempt, or on a connection that this proxy has given up: nobody waits for what is told of it.
+            # An older attempt, or on a connection that this proxy has closed: no answer is awaited.
             self._outcomes["taken_over"] += owner != proxy
             self.abort(request_id)
         self._begin(proxy, message)
@@ -170,24 +174,36 @@ class DecoderService(ABC):
 
     # --- from the engine
 
+    def _step(self, engine: DecoderEngine) -> list[Event]:
+        """Step the engine, on the engine's thread; check the integrity each time the engine becomes empty."""
+        events = engine.step()
+        if not engine.is_empty():
+            self._is_checked = False
+        elif not self._is_checked:
+            self._is_checked = True
+            try:
+                engine.check_integrity()
+            except IntegrityError as error:  # a leak is no reason to discard all requests: say it loudly
+                self._num_integrity_failures += 1
+                log.error("the engine's books do not add up", error=str(error))
+        return events
+
     def _handle_events(self, events: list[Event]) -> None:
+        """Handle events, but for those of an aborted attempt: the request may be here again."""
+        attempt = self._links.proxies.attempt
         for event in events:
-            if not (isinstance(event, Tokens | Failed | PrefillEvent) and self._is_stale(event)):
+            if not isinstance(event, Tokens | Failed | PrefillEvent) or event.attempt == attempt(event.request_id):
                 self._handle_event(event)
 
-    def _is_stale(self, event: Tokens | Failed | PrefillEvent) -> bool:
-        """Return True for events of an aborted attempt: the request may be here again."""
-        return event.attempt != self._links.proxies.attempt(event.request_id)
-
     def _handle_event(self, event: Event) -> None:
-        assert not isinstance(event, PrefillEvent)  # only what was added with `prefill_only` has these
+        assert not isinstance(event, PrefillEvent)  # only requests added with `prefill_only` have these
         if isinstance(event, Tokens):
             self._send_tokens(event)
         elif isinstance(event, Failed):
             self._fail(event)
         elif isinstance(event, InputNeeded):
             self._outcomes["input_needed"] += 1
-            # Behind what the encoder of this process is about to say: that it had been stored, so this is no failure.
+            # Behind the last word of this process's own encoder, that the input was stored: this is no failure.
             asyncio.get_running_loop().call_soon(self._links.reply, event.request_id, event)
         elif self._encoding is None or not self._encoding.sink.settle(event):
             self._receiver.settle(event)
@@ -207,21 +223,49 @@ class DecoderService(ABC):
             self._end(event.request_id)
 
     def _end(self, request_id: str) -> None:
-        """Nothing of a request is left in the engine."""
+        """Forget a request that the engine has ended."""
         self._links.proxies.remove(request_id)
         self._arrived_s.pop(request_id, None)
 
     def _give_up(self, request_id: str) -> None:
-        """The same before it was done: what is under way for it has to stop."""
+        """Forget a request before its end: its items stop, too."""
         self._end(request_id)
         if self._encoding is not None:
             self._encoding.abort(request_id)
 
 
-def _most_tokens(message: Generate, max_model_len: int) -> int:
-    """Tokens that a request has at its end, at most: its prompt, and where it is decoded here, what it generates.
+class PrefillDecodeService(DecoderService):
+    """Receives inputs from encoders; encodes itself without any encoder, under `Settings.encoder_fallback`."""
 
-    Counted before the engine has looked at the request: whatever it asks for, the number stays one that can be told.
+    role: ClassVar[Role] = "prefill_decode"
+    may_encode = True
+
+    def _refusal(self, message: Generate) -> str | None:
+        if message.prefill_for or message.prefilled:
+            return "it prefills and decodes a request as a whole"
+        return None
+
+
+class EncodePrefillDecodeService(PrefillDecodeService):
+    """All three stages in one process: every other topology is compared with this form."""
+
+    role: ClassVar[Role] = "encode_prefill_decode"
+    always_encodes = True
+
+
+class DecodeService(DecoderService):
+    """Receives KV from prefill workers, and inputs from encoders for requests to be computed again."""
+
+    role: ClassVar[Role] = "decode"
+
+    def _refusal(self, message: Generate) -> str | None:
+        return None if message.prefilled else "the prompt has to be prefilled elsewhere, send it with `prefilled`"
+
+
+def _most_tokens(message: Generate, max_model_len: int) -> int:
+    """Return the largest number of tokens of a request at its end: the prompt, and the output if decoded here.
+
+    Computed before the engine has checked the request: the number is finite for any sampling parameters.
     """
     sampling = message.sampling
     most = min(max(0, sampling.max_tokens), max_model_len) * min(max(0, sampling.num_sequences), MAX_SEQUENCES)

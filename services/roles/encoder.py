@@ -14,7 +14,7 @@ from engine.device.choice import choose_device
 from engine.device.memory import output_cache_bytes
 from services.encode.encode_stage import EncodeStage
 from services.encode.output_sink import RemoteSink
-from services.handoff.device_tensors import Outgoing
+from services.handoff.payloads import Outgoing
 from services.worker_context import WorkerContext
 
 
@@ -37,8 +37,7 @@ class EncoderService:
             RemoteSink(links, self._handoffs),
             prepare=Outgoing(OUTGOING_BYTES["cuda"] + kept_bytes).keep,
             output_cache_bytes=kept_bytes,
-            on_begun=links.proxies.add,
-            on_ended=links.proxies.remove,
+            owners=links.proxies,
         )
         self.threads = (self.stage.thread,)
         links.metrics.gauges["handoffs_open"] = lambda: self._handoffs.num_open

@@ -37,15 +37,15 @@ def make_role(role: Role, links: WorkerContext) -> RoleService:
 
             return PrefillService(links)
         case "decode":
-            from services.roles.decode import DecodeService
+            from services.roles.decoder import DecodeService
 
             return DecodeService(links)
         case "prefill_decode":
-            from services.roles.prefill_decode import PrefillDecodeService
+            from services.roles.decoder import PrefillDecodeService
 
             return PrefillDecodeService(links)
         case "encode_prefill_decode":
-            from services.roles.prefill_decode import EncodePrefillDecodeService
+            from services.roles.decoder import EncodePrefillDecodeService
 
             return EncodePrefillDecodeService(links)
         case "proxy":

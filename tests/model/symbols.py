@@ -29,6 +29,7 @@ from engine.runner.decoder import DecoderRunner, StepOutput
 from engine.state.inputs import InputBuffers, ScheduledStep
 from engine.state.request import Request, Sequence
 from engine.state.spec import DecoderSpec
+from services.encode.preprocess_pool import MemoryGate, PreprocessPool
 
 HIDDEN = 2
 ROW_BYTES = HIDDEN * 4
@@ -176,16 +177,16 @@ def rows_of(data: bytes) -> int:
     return int(data.decode().partition(":")[2])
 
 
-class SymbolicPool:
-    """Stands in for services.encode.preprocess_pool.PreprocessPool."""
+class SymbolicPool(PreprocessPool):
+    """The real admission to memory, without processes."""
 
-    num_waiting = num_crashes = 0
-
-    def __init__(self, *settings: object) -> None: ...
+    def __init__(self, model: str, dtype: str, num_workers: int, timeout_s: float, staging_bytes: int) -> None:
+        self.gate = MemoryGate(staging_bytes, num_workers)
+        self.num_waiting = self.num_crashes = 0
 
     async def warm_up(self, timeout_s: float) -> None: ...
 
-    async def process(self, kind: Any, data: bytes) -> ProcessedInput:
+    async def run(self, item: str, function: object, kind: str, data: bytes) -> ProcessedInput:  # type: ignore[override]
         rows = rows_of(data)
         layout = InputLayout(rows, [(placeholder(), rows)])
         arrays = {"media": np.frombuffer(data, np.uint8)}

@@ -198,7 +198,7 @@ def symbolic_workers() -> Iterator[None]:
         EncoderEngine: SymbolicEncoder,
         PreprocessPool: SymbolicPool,
     }
-    for role in ("encoder", "prefill", "decode", "prefill_decode"):
+    for role in ("encoder", "prefill", "decoder"):
         importlib.import_module(f"services.roles.{role}")
     with ExitStack() as stack:
         stack.enter_context(patch("services.handoff.kv_messages.PART_BYTES", 2 * TOKEN_BYTES))

@@ -39,7 +39,9 @@ def pictures() -> dict[str, bytes]:
 
 @pytest.fixture
 async def pool() -> AsyncIterator[PreprocessPool]:
-    pool = PreprocessPool("signpost", "float32", num_workers=1, timeout_s=20, memory_bytes=MEMORY_BYTES)
+    pool = PreprocessPool(
+        "signpost", "float32", num_workers=1, timeout_s=20, staging_bytes=2**30, memory_bytes=MEMORY_BYTES
+    )
     await pool.warm_up(60)
     yield pool
     pool.close()

@@ -30,8 +30,7 @@ from common.messages import (
     encode,
 )
 from common.sampling_params import SamplingParams
-from services.roles.decode import DecodeService
-from services.roles.prefill_decode import PrefillDecodeService
+from services.roles.decoder import DecodeService, PrefillDecodeService
 from tests.broker.conftest import zmq_context as zmq_context
 from tests.eventually import eventually
 from tests.security.mutations import revalued

@@ -14,7 +14,7 @@ from common.messages import Abort, Generate, InputSlot, Prefilled, Tokens
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from common.text.processor import TextProcessor
-from services.roles.decode import DecodeService
+from services.roles.decoder import DecodeService
 from services.roles.prefill import PrefillService
 from tests.eventually import eventually
 from tests.services.inprocess import InProcess, in_process

@@ -62,7 +62,8 @@ class PacketSocket:
     during the call.
 
     `on_end` is called once, when the other side has gone, has sent too much, or `on_packet` has raised; not after
-    `close`. ValueError and OSError accuse the other side, any other exception this process. Everything happens on the loop, but `try_send`, which any thread may call.
+    `close`. ValueError and OSError accuse the other side, any other exception this process. Everything happens on the
+    loop, but `try_send`, which any thread may call.
     """
 
     def __init__(

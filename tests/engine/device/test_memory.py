@@ -274,7 +274,7 @@ from common.config import EngineConfig
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from engine.core.decoder_engine import DecoderEngine
-import services.roles.prefill_decode, services.worker_process
+import services.roles.decoder, services.worker_process
 engine = DecoderEngine(load_model_info(sys.argv[1]), EngineConfig(**json.loads(sys.argv[2])))
 for number in range(32):
     prompt = [(7 * number + place) % 250 for place in range(400 + number)]

@@ -18,10 +18,9 @@ from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from common.text.processor import TextProcessor
 from engine.llm import LLM
-from services.encode import local_encode, local_sink
-from services.handoff.device_tensors import compute_on_own_stream
-from services.roles.decoder import DecoderService
-from services.roles.prefill_decode import EncodePrefillDecodeService, PrefillDecodeService
+from services.encode import local_encode
+from services.handoff.payloads import compute_on_own_stream
+from services.roles.decoder import DecoderService, EncodePrefillDecodeService, PrefillDecodeService
 from services.worker_context import WorkerContext
 from tests.eventually import eventually
 from tests.services.apart import HELD_BY_ENGINES
@@ -127,7 +126,7 @@ async def test_the_encoder_computes_on_its_own_stream_and_the_decoder_keeps_what
     def keep(tensor: torch.Tensor) -> None:
         decoders.append((threading.get_ident(), tensor.shape))
 
-    monkeypatch.setattr(local_sink, "keep_for_this_stream", keep)
+    monkeypatch.setattr(local_encode, "keep_for_this_stream", keep)
     async with serving(broker_url, redis, zmq_context) as setting:
         await setting.generate("r", [sign("red")])
         await setting.encode("r", 0, sign("red"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from services.encode.memory_gate import MemoryGate
+from services.encode.preprocess_pool import MemoryGate
 
 
 async def settled() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from common.errors import TriptychError
 from services.encode import preprocess_pool
-from services.encode.preprocess_pool import PreprocessPool
+from services.encode.preprocess_pool import MemoryGate, PreprocessPool
 from tests.eventually import eventually
 
 
@@ -30,7 +30,7 @@ def fake_process(kind: str, media: bytes) -> object:
             if not os.path.exists(path):
                 open(path, "w").close()
                 os.kill(os.getpid(), signal.SIGKILL)
-    return SimpleNamespace(kind=kind, media=media, pid=os.getpid())
+    return SimpleNamespace(kind=kind, media=media, pid=os.getpid(), arrays={})
 
 
 def fake_initialize(parent_pid: int, model: str, dtype: str) -> None:
@@ -41,7 +41,8 @@ def fake_initialize(parent_pid: int, model: str, dtype: str) -> None:
 async def pool(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PreprocessPool]:
     monkeypatch.setattr(preprocess_pool, "process_item", fake_process)
     monkeypatch.setattr(preprocess_pool, "initialize", fake_initialize)
-    pool = PreprocessPool("signpost", "float32", num_workers=1, timeout_s=5.0)
+    pool = PreprocessPool("signpost", "float32", num_workers=1, timeout_s=5.0, staging_bytes=2**20)
+    pool.gate = MemoryGate(2**20, max_unweighed=10)  # items wait for the process, not for memory
     await pool.warm_up(30.0)
     yield pool
     pool.close()

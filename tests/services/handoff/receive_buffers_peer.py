@@ -17,8 +17,8 @@ import zmq.asyncio
 from broker.handoff.sender import key_of
 from broker.transports.tensors import TensorReceiver
 from common.hashing import checksum
-from services.handoff.device_tensors import DeviceReceiveBuffers, open_cuda
-from services.handoff.tensor_bytes import bytes_of
+from services.handoff.payloads import bytes_of, open_cuda
+from services.handoff.receive_buffers import DeviceReceiveBuffers
 from tests.broker.transports.fake_cuda import FakeCuda
 
 

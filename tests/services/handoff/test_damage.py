@@ -19,8 +19,8 @@ from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from common.text.processor import TextProcessor
 from engine.llm import LLM
+from services.roles.decoder import PrefillDecodeService
 from services.roles.encoder import EncoderService
-from services.roles.prefill_decode import PrefillDecodeService
 from tests.broker.transports.transport_kit import NIXL
 from tests.eventually import eventually
 from tests.services.apart import apart, question

@@ -29,12 +29,11 @@ from common.sampling_params import SamplingParams
 from common.text.processor import TextProcessor
 from engine.core.decoder_engine import DecoderEngine
 from engine.handoff.offer_check import KvPart
-from services.handoff.device_tensors import DeviceReceiveBuffers, Outgoing, open_cuda, payload_of
-from services.handoff.receiver import MAX_PARTS_LANDED
-from services.handoff.tensor_bytes import bytes_of
-from services.roles.decode import DecodeService
+from services.handoff.payloads import Outgoing, bytes_of, open_cuda, payload_of
+from services.handoff.receive_buffers import DeviceReceiveBuffers
+from services.handoff.receiver import MAX_DEVICE_PARTS
+from services.roles.decoder import DecodeService, PrefillDecodeService
 from services.roles.encoder import EncoderService
-from services.roles.prefill_decode import PrefillDecodeService
 from tests.broker.transports.fake_cuda import FakeCuda
 from tests.eventually import eventually
 from tests.services.cluster import sign
@@ -168,15 +167,15 @@ async def test_keys_and_values_are_on_the_gpu_before_the_engine_hears_of_them_an
     ):
         shape = await worker.role.thread.call(lambda engine: list(engine.kv_receiver._expectation.token_shape), 5.0)
         setting = PrefillingPeer(worker, peer, shape)
-        names = [f"r{number}" for number in range(MAX_PARTS_LANDED + 2)]
+        names = [f"r{number}" for number in range(MAX_DEVICE_PARTS + 2)]
         offers = [await setting.granted(name) for name in names]
         worker.role.thread.submit(lambda engine: going_on.wait(60))  # a long step
         for offer in offers:
             await setting.send(offer, 0, 0, offer.num_tokens)
-        await eventually(lambda: len(landed) == MAX_PARTS_LANDED)
+        await eventually(lambda: len(landed) == MAX_DEVICE_PARTS)
         for _ in range(20):
             await asyncio.sleep(0.01)
-        assert (landed, delivered) == (names[:MAX_PARTS_LANDED], [])
+        assert (landed, delivered) == (names[:MAX_DEVICE_PARTS], [])
         going_on.set()
         for name in names:
             await setting.done(name)

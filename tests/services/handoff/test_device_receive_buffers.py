@@ -18,8 +18,7 @@ from broker.transports.tensors import TensorSender
 from common.config import Transport
 from common.hashing import checksum
 from common.messages import TensorHeader
-from services.handoff.device_tensors import open_cuda, payload_of
-from services.handoff.tensor_bytes import bytes_of
+from services.handoff.payloads import bytes_of, open_cuda, payload_of
 from tests.broker.transports import cuda_ipc
 from tests.broker.transports.fake_cuda import FakeCuda
 from tests.broker.transports.transport_kit import NEEDS_NIXL, ROOT, Peer, to

@@ -17,8 +17,8 @@ from broker.transports.shm import push_buffer, segment
 from broker.transports.shm.push_target import PushedTensor, PushTarget
 from common.hashing import checksum
 from common.messages import TensorHeader
+from services.handoff.payloads import bytes_of
 from services.handoff.receive_buffers import ReceiveBuffers
-from services.handoff.tensor_bytes import bytes_of
 from tests.eventually import eventually
 
 KEY = ("r", 0, 0)

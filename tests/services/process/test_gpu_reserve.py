@@ -15,8 +15,8 @@ from broker.transports.tensors import TensorReceiver, TensorSender
 from common.config import EngineConfig, Settings, Transport
 from common.process.gpu_memory import PROCESS_BYTES
 from services.process.gpu_reserve import engine_on_gpu
+from services.roles.decoder import PrefillDecodeService
 from services.roles.encoder import EncoderService
-from services.roles.prefill_decode import PrefillDecodeService
 from tests.broker.transports.device_ends import DEVICE_SCHEMES
 from tests.broker.transports.fake_cuda import FakeCuda
 from tests.services.inprocess import in_process

@@ -12,10 +12,9 @@ from engine.core.decoder_engine import DecoderEngine
 from engine.core.encoder_engine import EncoderEngine
 from services.process.metric_help import HELP
 from services.process.metrics import WorkerMetrics
-from services.roles.decode import DecodeService
+from services.roles.decoder import DecodeService, EncodePrefillDecodeService, PrefillDecodeService
 from services.roles.encoder import EncoderService
 from services.roles.prefill import PrefillService
-from services.roles.prefill_decode import EncodePrefillDecodeService, PrefillDecodeService
 from services.worker_context import RoleService, WorkerContext
 from services.worker_process import WorkerProcess
 

@@ -28,7 +28,7 @@ from common.messages import (
 )
 from common.sampling_params import SamplingParams
 from services.handoff.kv_messages import part_fault
-from services.roles.decode import DecodeService
+from services.roles.decoder import DecodeService
 from tests.eventually import eventually
 from tests.services.apart import HELD_BY_ENGINES, question
 from tests.services.inprocess import InProcess, Peer, in_process

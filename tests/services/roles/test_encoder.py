@@ -24,8 +24,8 @@ from common.errors import ErrorInfo
 from common.hashing import content_hash
 from common.messages import Abort, Encode, Encoded, Failed, Generate, Offer, Receipt
 from common.sampling_params import SamplingParams
-from services.encode.memory_gate import MemoryGate
 from services.encode.output_sink import RemoteSink
+from services.encode.preprocess_pool import MemoryGate
 from services.roles.encoder import EncoderService
 from tests.broker.transports.transport_kit import noted_in
 from tests.eventually import eventually
@@ -428,7 +428,7 @@ async def test_more_items_than_the_queue_holds_are_refused_as_overload(setting: 
 
 
 async def test_an_item_that_finds_no_room_is_not_preprocessed_before_there_is_some(setting: Setting) -> None:
-    setting.worker.role.stage._gate = MemoryGate(limit_bytes=1, max_unweighed=1)
+    setting.worker.role.stage._pool.gate = MemoryGate(limit_bytes=1, max_unweighed=1)
     await setting.encode("first")
     first = await setting.offer("first")
     await setting.encode("impatient", timeout_s=0.3)
@@ -450,7 +450,7 @@ async def test_an_item_that_waits_for_a_grant_makes_way_at_its_deadline_for_one_
 ) -> None:
     """Or one destination that grants nothing would keep an encoder from working for all others."""
     monkeypatch.setattr("services.encode.encode_stage.KEEP_S", 1000.0)
-    setting.worker.role.stage._gate = MemoryGate(limit_bytes=1, max_unweighed=1)
+    setting.worker.role.stage._pool.gate = MemoryGate(limit_bytes=1, max_unweighed=1)
     await setting.encode("first", timeout_s=0.5)
     await setting.offer("first")
     await setting.encode("second")

@@ -41,9 +41,9 @@ from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from common.text.processor import TextProcessor
 from engine.processors import init_worker, process
-from services.handoff.tensor_bytes import ALIGNMENT_BYTES, aligned
+from services.handoff.payloads import ALIGNMENT_BYTES, aligned
 from services.process.request_owners import SILENCE_S
-from services.roles.prefill_decode import PrefillDecodeService
+from services.roles.decoder import PrefillDecodeService
 from tests.eventually import eventually
 from tests.services.cluster import sign
 from tests.services.inprocess import CLUSTER, InProcess, Peer, in_process
