@@ -106,9 +106,9 @@ class WorkerContext:
 
     def reply(self, request_id: str, message: FromWorker) -> None:
         """Send to the proxy of a request; messages about an unknown request are discarded."""
-        proxy = self.proxies.owner(request_id)
-        if proxy is not None:
-            self.send(proxy, message)
+        request = self.proxies.get(request_id)
+        if request is not None:
+            self.send(request.proxy, message)
 
     def send(self, proxy: bytes, message: FromWorker) -> None:
         """Send to a proxy. A proxy with a broken connection counts as gone."""

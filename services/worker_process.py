@@ -229,7 +229,7 @@ class WorkerProcess:
                 error = ErrorInfo("unavailable", f"{self._links.instance_id} had lost its connection to the proxy")
                 self._server.send(proxy, Failed(request_id, error, attempt))
             if isinstance(message, Abort):
-                known = self._proxies.owner(message.request_id) is not None
+                known = self._proxies.get(message.request_id) is not None
                 if not known or self._proxies.owns(proxy, message.request_id):
                     self._abort(message.request_id)
             elif isinstance(message, Inquiry):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
+from prometheus_client import Histogram
 
 from broker.handoff.sender import Key
 from common.errors import TriptychError
@@ -39,9 +40,20 @@ class _Computation:
 class EncodeDedup:
     """Submits items to the engine of `thread`; hands outputs to all waiting items, and to `outputs`."""
 
-    def __init__(self, thread: EngineThread[EncoderEngine, EncoderResult], outputs: OutputCache) -> None:
-        self._thread = thread
+    def __init__(
+        self,
+        build: Callable[[], EncoderEngine],
+        prepare: Callable[[torch.Tensor], torch.Tensor],
+        outputs: OutputCache,
+        batch_items: Histogram,
+    ) -> None:
+        """`build` and `prepare`, through which outputs pass, run on the engine's thread."""
+        self.thread: EngineThread[EncoderEngine, EncoderResult] = EngineThread(
+            build, self._step, next_deadline_s=lambda engine: None, on_events=self._settle
+        )
+        self._prepare = prepare
         self._outputs = outputs
+        self._batch_items = batch_items
         self._computations: dict[str, _Computation] = {}  # by content hash
         self._numbers = itertools.count()
         self.num_shared = 0
@@ -60,7 +72,7 @@ class EncodeDedup:
         if computation is None:
             key = (content_hash, next(self._numbers), 0)
             computation = self._computations[content_hash] = _Computation(key, item)
-            self._thread.submit(lambda engine: engine.submit(key, item))
+            self.thread.submit(lambda engine: engine.submit(key, item))
         else:
             self.num_shared += 1
         done: asyncio.Future[EncoderResult] = asyncio.get_running_loop().create_future()
@@ -73,7 +85,7 @@ class EncodeDedup:
         if computation is None or computation.waiting.pop(owner, None) is None or computation.waiting:
             return
         del self._computations[content_hash]
-        self._thread.submit(lambda engine: engine.cancel(computation.key))
+        self.thread.submit(lambda engine: engine.cancel(computation.key))
 
     @contextmanager
     def sending_early(self, key: Key, content_hash: str, send: Callable[[torch.Tensor], None] | None) -> Iterator[None]:
@@ -89,13 +101,13 @@ class EncodeDedup:
         finally:
             del computation.early[key]
 
-    def step(self, engine: EncoderEngine, prepare: Callable[[torch.Tensor], torch.Tensor]) -> list[EncoderResult]:
-        """Run one step on the engine's thread. Outputs pass through `prepare`; early sends happen here."""
+    def _step(self, engine: EncoderEngine) -> list[EncoderResult]:
+        """Run one step on the engine's thread; early sends happen here."""
         results = engine.step()
         for index, result in enumerate(results):
             if result.tensor is None:
                 continue
-            tensor = prepare(result.tensor)
+            tensor = self._prepare(result.tensor)
             results[index] = replace(result, tensor=tensor)
             computation = self._computations.get(result.key[0])
             if computation is None or computation.key != result.key:
@@ -107,8 +119,9 @@ class EncodeDedup:
                     log.error("an output did not leave early", exc_info=True)
         return results
 
-    def settle(self, results: Iterable[EncoderResult]) -> None:
+    def _settle(self, results: list[EncoderResult]) -> None:
         """Hand out the results of a batch; discard outputs without a waiting item."""
+        self._batch_items.observe(len(results))
         for result in results:
             content_hash = result.key[0]
             computation = self._computations.get(content_hash)

@@ -10,7 +10,6 @@ outlive the attempt: the next attempt finds the item queued, preprocessed, being
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import torch
 
@@ -99,7 +98,8 @@ class EncodeJob:
             self._computing.cancel()
         if self._kept is not None:
             self._outputs.release(self.content_hash)
-        self._release_arrays()
+        if self._item is not None:
+            self._item = self._pool.release(self._item)
 
     async def _prepare(self, kind: MediaKind, media: bytes) -> None:
         try:
@@ -134,9 +134,5 @@ class EncodeJob:
             tensor = computing.result().tensor
             assert tensor is not None
             self.held_bytes = tensor.nbytes
-        self._release_arrays()
-
-    def _release_arrays(self) -> None:
-        if self._item is not None and self._item.arrays:
-            self._pool.release(self._item)
-            self._item = replace(self._item, arrays={})
+        assert self._item is not None
+        self._item = self._pool.release(self._item)

@@ -22,13 +22,12 @@ from common.errors import ErrorInfo, TriptychError
 from common.messages import Encode, Encoded
 from common.telemetry import SpanRecorder, get_logger
 from engine.cache.encoder_cache import OutputCache
-from engine.core.encoder_engine import EncoderEngine, EncoderResult
+from engine.core.encoder_engine import EncoderEngine
 from engine.device.memory import staging_budget
 from services.encode.encode_dedup import EncodeDedup, Owner
 from services.encode.encode_job import EncodeJob
 from services.encode.output_sink import OutputSink
 from services.encode.preprocess_pool import PreprocessPool
-from services.process.engine_thread import EngineThread
 from services.process.request_owners import RequestOwners
 from services.worker_context import WorkerContext
 
@@ -79,16 +78,13 @@ class EncodeStage:
         self._replies: OrderedDict[Key, Encoded] = OrderedDict()
         self._outcomes: Counter[str] = Counter()
 
-        self.thread: EngineThread[EncoderEngine, EncoderResult] = EngineThread(
-            build=lambda: self._build(output_cache_bytes, memory_share),
-            step=lambda engine: self._dedup.step(engine, prepare),
-            next_deadline_s=lambda engine: None,
-            on_events=self._settle,
-        )
         self.taken_bytes = 0
         """Memory that the engine takes beside its weights, set when it is loaded."""
         self._outputs = OutputCache(output_cache_bytes)
-        self._dedup = EncodeDedup(self.thread, self._outputs)
+        self._dedup = EncodeDedup(
+            lambda: self._build(output_cache_bytes, memory_share), prepare, self._outputs, links.metrics.batch_items
+        )
+        self.thread = self._dedup.thread
         self._add_metrics()
 
     def _build(self, output_cache_bytes: int, memory_share: float) -> EncoderEngine:
@@ -138,12 +134,11 @@ class EncodeStage:
         task.add_done_callback(partial(self._end, key))
 
     def abort(self, request_id: str) -> None:
-        """Discard the items of a request, known or not."""
+        """Discard the items of a request, known or not; the request is the caller's to remove."""
         for key in [key for key in self._attempts if key[0] == request_id]:
             self._attempts[key].cancel()
         for owner in [owner for owner in self._jobs if owner[0] == request_id]:
             self._jobs.pop(owner).discard()
-        self._end_request(request_id)
 
     def close(self) -> None:
         for task in self._attempts.values():
@@ -199,22 +194,13 @@ class EncodeStage:
             asyncio.get_running_loop().call_later(KEEP_S, self._expire, key)
 
     def _expire(self, key: Key) -> None:
-        """Discard the item of an attempt, unless a newer attempt has begun."""
+        """Discard the item of an attempt, unless a newer attempt has begun; a request without items has ended."""
         owner = key[0], key[1]
         job = self._jobs.get(owner)
         if job is not None and job.attempt == key[2]:
             self._jobs.pop(owner).discard()
-        self._end_request(key[0])
-
-    def _end_request(self, request_id: str) -> None:
-        """Remove a request without items from its owner."""
-        is_open = any(known[0] == request_id for known in (*self._attempts, *self._jobs))
-        if self._owners is not None and not is_open:
-            self._owners.remove(request_id)
-
-    def _settle(self, results: list[EncoderResult]) -> None:
-        self._links.metrics.batch_items.observe(len(results))
-        self._dedup.settle(results)
+        if self._owners is not None and not any(known[0] == key[0] for known in (*self._attempts, *self._jobs)):
+            self._owners.remove(key[0])
 
     def _refusal(self, message: Encode) -> ErrorInfo | None:
         """Return the reason to refuse an item at once; None to accept."""

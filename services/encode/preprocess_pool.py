@@ -9,6 +9,7 @@ import asyncio
 import os
 import signal
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from broker.cluster.lifetime import die_with_parent
@@ -115,9 +116,10 @@ class PreprocessPool(ChildPool):
         self.gate.weigh(_staged_bytes(item))
         return item
 
-    def release(self, item: ProcessedInput) -> None:
-        """Free the memory of the arrays of a preprocessed item."""
+    def release(self, item: ProcessedInput) -> ProcessedInput:
+        """Free the memory of an item's arrays. Return the item without arrays, whose release frees nothing."""
         self.gate.release(_staged_bytes(item))
+        return replace(item, arrays={})
 
 
 def _staged_bytes(item: ProcessedInput) -> int:

@@ -141,16 +141,12 @@ class EngineThread(Generic[E, Event]):
                 command(engine)
             except TriptychError as error:
                 log.warning("the engine refused a command", error=error.info.message)
-        if self._answer is not None:
-            self._send_out(self._answer(engine))
-        self._send_out(self._step(engine))
+        for produce in (self._answer, self._step):
+            if produce is not None and (events := produce(engine)):
+                self._outbound.append(events)
+                self._post(self._hand_out)
         self._busy_since_s = None
         return True
-
-    def _send_out(self, events: list[Event]) -> None:
-        if events:
-            self._outbound.append(events)
-            self._post(self._hand_out)
 
     def _take(self, engine: E) -> list[Callable[[E], None] | None]:
         """Return all queued commands; an idle engine waits for a command or for its next deadline."""

@@ -17,11 +17,17 @@ _MAX_ENDED: Final = 1024
 log = get_logger()
 
 
-@dataclass(frozen=True)
-class _Request:
+@dataclass
+class OwnedRequest:
+    """A request under way. `proxy` is the routing id for answers, `num_tokens` bounds prompt and output together."""
+
     proxy: bytes
     num_tokens: int
     attempt: int
+    arrived_s: float
+    """By `time.monotonic`."""
+    has_begun: bool = False
+    """Whether the first tokens have been sent."""
 
 
 class RequestOwners:
@@ -30,7 +36,7 @@ class RequestOwners:
     def __init__(self, silence_s: float = SILENCE_S) -> None:
         self._silence_s = silence_s
         self._last_heard_s: dict[bytes, float] = {}
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, OwnedRequest] = {}
         self.num_orphans = 0
         """Requests discarded because of a lost or silent proxy."""
         self.num_unknown = 0
@@ -47,30 +53,25 @@ class RequestOwners:
 
     def add(self, proxy: bytes, request_id: str, num_tokens: int = 0, attempt: int = 0) -> None:
         """Add a request of a proxy. `num_tokens` bounds prompt and output together."""
+        now_s = time.monotonic()
         if self.first_request_s is None:
-            self.first_request_s = time.monotonic()
+            self.first_request_s = now_s
         log.debug("request received", request=request_id, attempt=attempt, tokens=num_tokens)
-        self._requests[request_id] = _Request(proxy, num_tokens, attempt)
+        self._requests[request_id] = OwnedRequest(proxy, num_tokens, attempt, now_s)
 
     @property
     def num_tokens(self) -> int:
         """Upper bound of the tokens of all requests under way."""
         return sum(request.num_tokens for request in self._requests.values())
 
-    def owner(self, request_id: str) -> bytes | None:
-        """Return the routing id of the proxy for answers; None for an ended or unknown request."""
-        request = self._requests.get(request_id)
-        return None if request is None else request.proxy
-
-    def attempt(self, request_id: str) -> int | None:
-        """Return the attempt under way; None for an ended or unknown request."""
-        request = self._requests.get(request_id)
-        return None if request is None else request.attempt
+    def get(self, request_id: str) -> OwnedRequest | None:
+        """Return a request under way; None for an ended or unknown request."""
+        return self._requests.get(request_id)
 
     def owns(self, proxy: bytes, request_id: str) -> bool:
         """Whether a request came from this proxy, on this connection or on a superseded connection."""
-        owner = self.owner(request_id)
-        return owner is not None and (owner == proxy or supersedes(proxy, owner))
+        request = self._requests.get(request_id)
+        return request is not None and (request.proxy == proxy or supersedes(proxy, request.proxy))
 
     def remove(self, request_id: str) -> None:
         """Remove a request after its end is known to the proxy."""
@@ -84,7 +85,8 @@ class RequestOwners:
 
     def knows(self, request_id: str, attempt: int) -> bool:
         """Whether this attempt is under way, or was removed lately."""
-        return attempt in (self.attempt(request_id), self._ended.get(request_id))
+        request = self._requests.get(request_id)
+        return attempt == self._ended.get(request_id) or (request is not None and request.attempt == attempt)
 
     def mark_gone(self, proxy: bytes) -> None:
         """Note a broken connection: the next `pop_orphans` returns the proxy's requests."""

@@ -52,7 +52,6 @@ class DecoderService(ABC):
 
     def __init__(self, links: WorkerContext) -> None:
         self._links = links
-        self._arrived_s: dict[str, float] = {}  # requests without a token yet
         self._outcomes: Counter[str] = Counter()  # of requests, beside those of handoffs
         self._num_integrity_failures = 0
         self._is_checked = True  # whether the engine has done nothing since its last check
@@ -106,7 +105,8 @@ class DecoderService(ABC):
             self._generate(proxy, message)
         elif isinstance(message, StopSequence):
             request_id, index = message.request_id, message.index
-            if self._links.proxies.owner(request_id) == proxy:
+            request = self._links.proxies.get(request_id)
+            if request is not None and request.proxy == proxy:
                 self.thread.submit(lambda engine: engine.stop_sequence(request_id, index))
         elif isinstance(message, Encode):
             self._encode(proxy, message)
@@ -131,24 +131,26 @@ class DecoderService(ABC):
             self._refuse(proxy, message, ErrorInfo("invalid_request", what))
             return
         proxies, request_id = self._links.proxies, message.request_id
-        owner, attempt = proxies.owner(request_id), proxies.attempt(request_id)
-        if attempt is not None:
+        known = proxies.get(request_id)
+        if known is not None:
             if not proxies.owns(proxy, request_id):
                 what = f"another proxy has a request {request_id} on {self._links.instance_id}"
                 self._refuse(proxy, message, ErrorInfo("unavailable", f"{what}: try again"))
                 return
-            if owner == proxy and message.attempt <= attempt:
+            if known.proxy == proxy and message.attempt <= known.attempt:
                 self._outcomes["duplicate_request"] += 1
                 return
             # An older attempt, or on a connection that this proxy has closed: no answer is awaited.
-            self._outcomes["taken_over"] += owner != proxy
+            self._outcomes["taken_over"] += known.proxy != proxy
             self.abort(request_id)
         self._begin(proxy, message)
 
     def _begin(self, proxy: bytes, message: Generate) -> None:
-        most_tokens = _most_tokens(message, self._links.info.max_model_len)
-        self._links.proxies.add(proxy, message.request_id, most_tokens, message.attempt)
-        self._arrived_s[message.request_id] = time.monotonic()
+        num_tokens, sampling = len(message.prompt_token_ids), message.sampling
+        if not message.prefill_for:  # before the engine has checked the request: finite for any sampling parameters
+            most = min(max(0, sampling.max_tokens), self._links.info.max_model_len)
+            num_tokens += most * min(max(0, sampling.num_sequences), MAX_SEQUENCES)
+        self._links.proxies.add(proxy, message.request_id, num_tokens, message.attempt)
         self.thread.submit(
             lambda engine: engine.add_request(
                 message.request_id,
@@ -190,10 +192,12 @@ class DecoderService(ABC):
 
     def _handle_events(self, events: list[Event]) -> None:
         """Handle events, but for those of an aborted attempt: the request may be here again."""
-        attempt = self._links.proxies.attempt
         for event in events:
-            if not isinstance(event, Tokens | Failed | PrefillEvent) or event.attempt == attempt(event.request_id):
-                self._handle_event(event)
+            if isinstance(event, Tokens | Failed | PrefillEvent):
+                request = self._links.proxies.get(event.request_id)
+                if request is None or request.attempt != event.attempt:
+                    continue
+            self._handle_event(event)
 
     def _handle_event(self, event: Event) -> None:
         assert not isinstance(event, PrefillEvent)  # only requests added with `prefill_only` have these
@@ -213,23 +217,19 @@ class DecoderService(ABC):
         self._give_up(event.request_id)
 
     def _send_tokens(self, event: Tokens) -> None:
-        arrived_s = self._arrived_s.pop(event.request_id, None)
-        if arrived_s is not None:
-            self._links.metrics.first_token_seconds.observe(time.monotonic() - arrived_s)
+        request = self._links.proxies.get(event.request_id)
+        if request is not None and not request.has_begun:
+            request.has_begun = True
+            self._links.metrics.first_token_seconds.observe(time.monotonic() - request.arrived_s)
             self._receiver.started(event.request_id, event.attempt)
         self._links.reply(event.request_id, event)
         if event.done:
             self._links.metrics.observe_spans(event.spans)
-            self._end(event.request_id)
-
-    def _end(self, request_id: str) -> None:
-        """Forget a request that the engine has ended."""
-        self._links.proxies.remove(request_id)
-        self._arrived_s.pop(request_id, None)
+            self._links.proxies.remove(event.request_id)
 
     def _give_up(self, request_id: str) -> None:
         """Forget a request before its end: its items stop, too."""
-        self._end(request_id)
+        self._links.proxies.remove(request_id)
         if self._encoding is not None:
             self._encoding.abort(request_id)
 
@@ -260,13 +260,3 @@ class DecodeService(DecoderService):
 
     def _refusal(self, message: Generate) -> str | None:
         return None if message.prefilled else "the prompt has to be prefilled elsewhere, send it with `prefilled`"
-
-
-def _most_tokens(message: Generate, max_model_len: int) -> int:
-    """Return the largest number of tokens of a request at its end: the prompt, and the output if decoded here.
-
-    Computed before the engine has checked the request: the number is finite for any sampling parameters.
-    """
-    sampling = message.sampling
-    most = min(max(0, sampling.max_tokens), max_model_len) * min(max(0, sampling.num_sequences), MAX_SEQUENCES)
-    return len(message.prompt_token_ids) + (0 if message.prefill_for else most)

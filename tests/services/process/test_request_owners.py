@@ -12,7 +12,7 @@ def test_only_a_silent_proxy_loses_its_requests() -> None:
     watch.add(b"p0", "b")
     watch.remove("b")
     assert sorted(watch.pop_orphans()) == ["a"]
-    assert watch.owner("a") is watch.attempt("a") is None
+    assert watch.get("a") is None
     assert len(watch) == 0
     assert watch.pop_orphans() == []
     assert watch.heard(b"p0") == {"a": 3}
@@ -27,4 +27,6 @@ def test_a_proxy_that_beats_keeps_its_requests() -> None:
     watch.add(b"p1", "b")
     watch.mark_gone(b"p1")
     assert watch.pop_orphans() == ["b"]
-    assert watch.owner("a") == b"p0"
+    request = watch.get("a")
+    assert request is not None
+    assert request.proxy == b"p0"
