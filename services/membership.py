@@ -25,12 +25,12 @@ log = get_logger()
 
 
 class Membership:
-    """Membership from `join` to `leave`. Reports the load of `proxies` and the readiness of `departure`."""
+    """Membership from `join` to `exit`. Reports the load of `proxies` and the state of `drain`."""
 
-    def __init__(self, registry: Registry, proxies: RequestOwners, departure: DrainState) -> None:
+    def __init__(self, registry: Registry, proxies: RequestOwners, drain: DrainState) -> None:
         self._registry = registry
         self._proxies = proxies
-        self._departure = departure
+        self._drain = drain
         self._joined = False
         self._joined_s = 0.0
         self._last_contact_s = float("-inf")
@@ -67,7 +67,7 @@ class Membership:
         except (RedisError, TimeoutError) as error:
             log.warning("the broker cannot be told yet that this worker is draining", error=repr(error))
 
-    async def leave(self) -> bool:
+    async def exit(self) -> bool:
         """Remove the entry; False for a missing entry, or an entry of another process."""
         self._joined = False
         return await self._registry.unregister()
@@ -76,26 +76,26 @@ class Membership:
         """Return why others must not count on this worker; None if they may."""
         if not self._joined:
             return "not registered yet"
-        if self._departure.requested:
+        if self._drain.requested:
             return "draining: it finishes what it has and takes nothing new"
         if time.monotonic() - self._last_contact_s > MAX_SILENCE_S:
             return "the broker is not reachable"
         return None
 
     async def _report(self) -> None:
-        draining = self._departure.requested
+        draining = self._drain.requested
         await self._registry.heartbeat(
             outstanding=len(self._proxies),
             outstanding_tokens=self._proxies.num_tokens,
             draining=draining,
-            next_role=self._departure.next_role,
+            next_role=self._drain.next_role,
         )
         if draining:
-            self._departure.announced()
+            self._drain.announced()
 
 
 def make_record(
-    links: WorkerContext, role: RoleService, http_port: int, departure: DrainState | None = None
+    links: WorkerContext, role: RoleService, http_port: int, drain: DrainState | None = None
 ) -> InstanceRecord:
     """Return a worker's entry for the registry, with addresses reachable by others."""
     settings = links.settings
@@ -114,7 +114,7 @@ def make_record(
         requests_address=reachable(links.server.address),
         key_id=key_id(settings),
         tensor_address=change_hosts(role.tensor_address, reachable),
-        draining=departure is not None and departure.requested,
-        next_role=None if departure is None else departure.next_role,
+        draining=drain is not None and drain.requested,
+        next_role=None if drain is None else drain.next_role,
         encodes=role.encodes,
     )

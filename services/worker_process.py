@@ -36,8 +36,7 @@ from common.telemetry import get_logger
 from services.handoff.payloads import open_cuda
 from services.membership import Membership, make_record
 from services.process.addresses import resolve_host, warn_of_few_descriptors, warn_of_open_host
-from services.process.drain import DrainState
-from services.process.drain_marker import DrainMarker
+from services.process.drain import DrainMarker, DrainState
 from services.process.engine_thread import EngineThread
 from services.process.handoff_trace import HandoffTrace
 from services.process.http_server import HttpServer, make_app, protect
@@ -98,9 +97,9 @@ class WorkerProcess:
         self._context = ClusterContext(key)
         self._server = WorkerServer(self._context, self._host, on_refused=self._abort)
         self._proxies = RequestOwners()
-        self._departure = DrainState(lambda: len(self._proxies), settings.request_timeout_s)
-        self._note = DrainMarker.of_environment()
-        self._membership = Membership(registry, self._proxies, self._departure)
+        self._drain = DrainState(lambda: len(self._proxies), settings.request_timeout_s)
+        self._marker = DrainMarker.of_environment()
+        self._membership = Membership(registry, self._proxies, self._drain)
         self.next_role: Role | None = None
         self.abandons_engine = False
         """Whether an engine is still in a step once `run` has returned: the process must end regardless."""
@@ -138,11 +137,11 @@ class WorkerProcess:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop.set)
         serving = asyncio.create_task(self._serve())
-        ends = asyncio.create_task(self.stop.wait()), asyncio.create_task(self._departure.complete())
+        ends = asyncio.create_task(self.stop.wait()), asyncio.create_task(self._drain.complete())
         tasks: tuple[asyncio.Task[Any], ...] = (serving, *ends)
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         failed = serving.done()
-        self.next_role = None if failed or self.stop.is_set() else self._departure.next_role
+        self.next_role = None if failed or self.stop.is_set() else self._drain.next_role
         for task in tasks:
             task.cancel()
         (error, *_) = await asyncio.gather(*tasks, return_exceptions=True)
@@ -174,17 +173,17 @@ class WorkerProcess:
 
         Raises TriptychError for a worker that is switching its role.
         """
-        return await self._leave(None)
+        return await self._begin_drain(None)
 
     async def switch(self, role: str) -> int:
         """Drain, and end with `next_role` set. Raises TriptychError for an impossible role."""
         if role == self._role.role:
             raise TriptychError("invalid_request", f"{self._links.instance_id} has the role {role} already", "role")
-        return await self._leave(check_role(role, self._info))
+        return await self._begin_drain(check_role(role, self._info))
 
-    async def _leave(self, next_role: Role | None) -> int:
-        self._departure.request(next_role)
-        self._note.write(next_role)
+    async def _begin_drain(self, next_role: Role | None) -> int:
+        self._drain.request(next_role)
+        self._marker.write(next_role)
         log.info("draining", next_role=next_role, outstanding=len(self._proxies))
         await self._membership.announce()
         return len(self._proxies)
@@ -196,7 +195,7 @@ class WorkerProcess:
             loading = group.create_task(self._load(group))
             await wait_until_reachable(self._redis, BROKER_WAIT_S)
             await loading
-            record = make_record(self._links, role, self._http.port, self._departure)
+            record = make_record(self._links, role, self._http.port, self._drain)
             group.create_task(self._watchdog.watch())
             await role.start(record)
             await self._reader.open()
@@ -206,8 +205,8 @@ class WorkerProcess:
             group.create_task(self._watch_proxies())
             self._on_loaded()
             await self._membership.join(record)
-            if not self._departure.requested:
-                self._note.remove()  # left by the switch to this role
+            if not self._drain.requested:
+                self._marker.remove()  # left by the switch to this role
             log.info("ready", role=role.role, http=record.http_address, requests=record.requests_address)
             group.create_task(self._beat())
 
@@ -286,7 +285,7 @@ class WorkerProcess:
         metrics.gauges["requests_orphaned_total"] = lambda: self._proxies.num_orphans
         metrics.gauges["requests_unknown_total"] = lambda: self._proxies.num_unknown
         metrics.gauges["first_request_delay_seconds"] = lambda: self._membership.first_request_delay_s
-        metrics.gauges["draining"] = lambda: self._departure.requested
+        metrics.gauges["draining"] = lambda: self._drain.requested
         metrics.gauges["engine_busy_seconds"] = lambda: max(thread.busy_s for thread in role.threads)
         metrics.gauges["channel_messages_waiting"] = lambda: channels.num_waiting
         metrics.tallies["dropped_messages"] = lambda: {
@@ -318,7 +317,7 @@ class WorkerProcess:
         """Leave the cluster, then free all resources. Takes about two seconds at worst."""
         try:
             async with asyncio.timeout(JOIN_S):
-                if await self._membership.leave():
+                if await self._membership.exit():
                     await self._reader.delete()
         except (TimeoutError, RedisError) as error:
             log.warning("could not sign off at the broker: the entries there expire", error=repr(error))

@@ -11,7 +11,7 @@ from typing import Literal
 from common.messages import Role
 from launch.cluster.backoff import Backoff
 from launch.cluster.children import Child, Command
-from services.process.drain_marker import DrainMarker
+from services.process.drain import DrainMarker
 from services.worker import with_role
 
 State = Literal["starting", "ready", "draining", "switching", "restarting", "left", "stopped"]

@@ -23,7 +23,7 @@ from launch.cluster.cpus import available_cores, split_threads
 from launch.cluster.instance import Instance
 from launch.cluster.memory import runs_on_gpu, split_memory
 from launch.cluster.topology import Topology, choose_topology, usual_topology
-from services.process.drain_marker import VARIABLE, DrainMarker
+from services.process.drain import VARIABLE, DrainMarker
 
 if TYPE_CHECKING:
     from common.config import EngineConfig, Settings

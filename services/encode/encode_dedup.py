@@ -66,7 +66,7 @@ class EncodeDedup:
     def join(self, owner: Owner, content_hash: str, item: ProcessedInput) -> asyncio.Future[EncoderResult]:
         """Return a future of the item's output; a failed computation raises TriptychError there.
 
-        A computation is cancelled once every owner has called `leave`.
+        A computation is cancelled once every owner has called `discard`.
         """
         computation = self._computations.get(content_hash)
         if computation is None:
@@ -79,8 +79,8 @@ class EncodeDedup:
         computation.waiting[owner] = done
         return done
 
-    def leave(self, owner: Owner, content_hash: str) -> None:
-        """Stop waiting; unknown owners are fine, an output may have arrived before."""
+    def discard(self, owner: Owner, content_hash: str) -> None:
+        """Discard a wait; unknown owners are fine, for the output may have arrived."""
         computation = self._computations.get(content_hash)
         if computation is None or computation.waiting.pop(owner, None) is None or computation.waiting:
             return

@@ -47,7 +47,7 @@ class EncodeJob:
         if self._kept is None:
             self.held_bytes = len(message.media)
             self._preparing = asyncio.create_task(self._prepare(message.kind, message.media))
-            # It may fail while no attempt waits, and the next attempt is told: asyncio need not warn.
+            # A failure while no attempt waits is raised in the next attempt: asyncio need not warn.
             self._preparing.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     @property
@@ -94,7 +94,7 @@ class EncodeJob:
         if self._preparing is not None:
             self._preparing.cancel()
         if self._computing is not None:
-            self._dedup.leave(self._owner, self.content_hash)
+            self._dedup.discard(self._owner, self.content_hash)
             self._computing.cancel()
         if self._kept is not None:
             self._outputs.release(self.content_hash)

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
@@ -47,7 +47,7 @@ class _Prefill:
     num_computed: int | None = None
     ended: Prefilled | None = None
     error: ErrorInfo | None = None
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def key(self) -> Key:
@@ -63,15 +63,15 @@ class _Prefill:
                 self.ended = event
             case Failed(error=error):
                 self.error = error
-        self.news.set()
+        self.changed.set()
 
     async def next_report(self, timeout_s: float | None = None) -> None:
-        """Wait for news of the engine, or `timeout_s`. Raises the request's error."""
+        """Wait for the next report of the engine, or `timeout_s`. Raises the request's error."""
         if self.error is None:
-            self.news.clear()
+            self.changed.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
-                    await self.news.wait()
+                    await self.changed.wait()
         self.check()
 
     def check(self) -> None:
@@ -84,31 +84,27 @@ class KvSender:
     """All prefills of this worker."""
 
     def __init__(
-        self,
-        links: WorkerContext,
-        thread: EngineThread[DecoderEngine, Event],
-        handoffs: HandoffSender,
-        on_ended: Callable[[str], None],
+        self, links: WorkerContext, thread: EngineThread[DecoderEngine, Event], handoffs: HandoffSender
     ) -> None:
-        """`on_ended` is called with the request id after the last message, but not for a discarded request."""
         self._links = links
         self._thread = thread
         self._handoffs = handoffs
-        self._on_ended = on_ended
         self._timeout_s = links.settings.handoff_timeout_s
         self._prefills: dict[str, tuple[_Prefill, asyncio.Task[None]]] = {}
         self.outcomes: Counter[str] = Counter()
         self.num_parts_while_prefilling = 0
-        """Parts that left before the rest of their prompt was computed."""
+        """Parts sent before the rest of the prompt was computed."""
 
     @property
     def num_open(self) -> int:
         return len(self._prefills)
 
-    def begin(self, message: Generate) -> None:
-        """Hand over the KV of a request, just submitted to the engine."""
+    def begin(self, message: Generate) -> asyncio.Task[None]:
+        """Hand over the KV of a request, just submitted to the engine. Return the task, which ends with the reply."""
         prefill = _Prefill(message, SpanRecorder(self._links.instance_id))
-        self._prefills[message.request_id] = prefill, asyncio.create_task(self._run(prefill))
+        task = asyncio.create_task(self._run(prefill))
+        self._prefills[message.request_id] = prefill, task
+        return task
 
     def handle(self, event: PrefillEvent | Failed) -> None:
         """Accept a report of the engine; ignore reports on unknown requests."""
@@ -121,15 +117,15 @@ class KvSender:
             error = event.error
             self._handoffs.fail(prefill.key, TriptychError(error.code, error.message, error.param))
 
-    def drop(self, request_id: str) -> None:
-        """Stop without a word; unknown requests are fine. The engine is the caller's business."""
+    def discard(self, request_id: str) -> None:
+        """Stop without a reply; unknown requests are fine. The caller frees the memory of the engine."""
         found = self._prefills.pop(request_id, None)
         if found is not None:
             found[1].cancel()
 
     def close(self) -> None:
         for request_id in list(self._prefills):
-            self.drop(request_id)
+            self.discard(request_id)
 
     async def _run(self, prefill: _Prefill) -> None:
         request_id, attempt = prefill.message.request_id, prefill.message.attempt
@@ -141,7 +137,7 @@ class KvSender:
             error = caught.info
         except TimeoutError:
             error = ErrorInfo("timeout", "the keys and values of the prompt were not in place in time")
-        except Exception as caught:  # a mistake of ours: the proxy must learn of it, and the next may do better
+        except Exception as caught:  # a bug: the proxy must learn of it, and the next request may succeed
             log.error("a prefill failed unexpectedly", request=request_id, exc_info=True)
             error = ErrorInfo("internal_error", f"the prefill worker failed: {type(caught).__name__}")
         finally:
@@ -156,7 +152,6 @@ class KvSender:
             ended = msgspec.structs.replace(prefill.ended, spans=[*prefill.ended.spans, *prefill.recorder.spans])
             self._links.metrics.observe_spans(ended.spans)
             self._links.reply(request_id, ended)
-        self._on_ended(request_id)
 
     async def _hand_over(self, prefill: _Prefill) -> None:
         """Return once all KV is in place. Raises TriptychError or TimeoutError otherwise."""
@@ -166,7 +161,7 @@ class KvSender:
         prefill.recorder.start("grant")
         offer = self._make_offer(prefill)
         receiver = await self._links.find_instance(prefill.message.prefill_for, self._handoffs.lately_seen)
-        prefill.check()  # the engine may have given it up while there was no handoff that could be told
+        prefill.check()  # the engine may have failed the request before there was a handoff to fail
         handoff = await self._handoffs.offer(offer, receiver)
         prefill.recorder.end("grant")
         grant = handoff.grant.result()
@@ -226,7 +221,7 @@ class KvSender:
             return engine.export_kv(request_id, table, first, last)
 
         while (arriving := await self._thread.call(export, self._timeout_s)) is None:
-            # The request was preempted. The engine tells when it has been computed again, or has come back.
+            # The request was preempted. The engine reports the end of its recomputation, or its return.
             self._handoffs.keep_alive(handoff)
             await prefill.next_report(RETRY_S)
         return arriving.wait() if arriving.is_here else await asyncio.to_thread(arriving.wait)

@@ -33,7 +33,7 @@ from services.handoff.payloads import bytes_of
 
 TOUCHING_THREADS: Final = 2
 """Not asyncio's threads, which others may occupy. Two: a large tensor does not hold up a small tensor."""
-MAX_GIVERS: Final = 1000
+MAX_PUSHERS: Final = 1000
 MAX_KEPT: Final = 16_384
 """Limit of tensors in pushed memory, each a mapping of its own; the system allows four times as many."""
 
@@ -48,12 +48,12 @@ class _OwnMemory:
 
 @dataclass(frozen=True)
 class _PushedMemory:
-    """Memory pushed by the sender in `target`; `tensor` comes and stays there."""
+    """Memory pushed by the sender in `target`; `tensor` arrives and stays in this memory."""
 
     tensor: torch.Tensor
     target: PushTarget
     memory: Bytes
-    """Memory of `target`, which loses it once the tensor is there."""
+    """Memory of `target`, which forgets the memory once the tensor has arrived."""
 
 
 class ReceiveBuffers:
@@ -63,9 +63,9 @@ class ReceiveBuffers:
         self._buffers: dict[Key, _OwnMemory | _PushedMemory | None] = {}
         """By awaited handoff. None: memory is allocated at arrival, for the sender is about to push memory, or has
         pushed memory that cannot be kept."""
-        self._givers: set[str] = set()  # senders whose last large tensor came in pushed memory
+        self._pushers: set[str] = set()  # senders whose last large tensor came in pushed memory
         self._kept: set[int] = set()  # addresses of pushed memory in use
-        self._touching = ThreadPoolExecutor(TOUCHING_THREADS, "landing")  # threads end with this object
+        self._touching = ThreadPoolExecutor(TOUCHING_THREADS, "receive")  # threads end with this object
 
     def __len__(self) -> int:
         return len(self._buffers)
@@ -73,26 +73,26 @@ class ReceiveBuffers:
     def prepare(self, key: Key, sender: str, shape: Sequence[int], dtype: str) -> None:
         """Allocate memory for a granted tensor, unless allocated before or about to be pushed."""
         if key not in self._buffers:
-            given = sender in self._givers and is_worth_it(math.prod(shape) * DTYPES[dtype].itemsize)
-            self._buffers[key] = None if given else self._make(shape, dtype)
+            is_pushed = sender in self._pushers and is_worth_it(math.prod(shape) * DTYPES[dtype].itemsize)
+            self._buffers[key] = None if is_pushed else self._make(shape, dtype)
 
-    def expect(self, key: Key, given: PushTarget) -> bool:
+    def expect(self, key: Key, target: PushTarget) -> bool:
         """Accept memory pushed by the sender of an awaited tensor. False for an unknown tensor."""
         if key not in self._buffers:
             return False
-        if len(self._givers) >= MAX_GIVERS:
-            self._givers.clear()
-        self._givers.add(given.header.sender)
+        if len(self._pushers) >= MAX_PUSHERS:
+            self._pushers.clear()
+        self._pushers.add(target.header.sender)
         self.discard(key)
-        memory, header = given.memory, given.header
+        memory, header = target.memory, target.header
         if memory is None or len(self._kept) >= MAX_KEPT:
             self._buffers[key] = None
             return memory is not None
         self._kept.add(memory.ctypes.data)
         weakref.finalize(memory, self._kept.discard, memory.ctypes.data).atexit = False
         tensor = torch.from_numpy(memory).view(DTYPES[header.dtype]).view(header.shape)
-        asyncio.get_running_loop().run_in_executor(self._touching, given.touch)
-        self._buffers[key] = _PushedMemory(tensor, given, memory)
+        asyncio.get_running_loop().run_in_executor(self._touching, target.touch)
+        self._buffers[key] = _PushedMemory(tensor, target, memory)
         return True
 
     async def receive(self, key: Key, received: ReceivedTensor) -> torch.Tensor | str:
@@ -102,7 +102,7 @@ class ReceiveBuffers:
         before, and the engine decides.
         """
         header = received.header
-        self._givers.discard(header.sender)
+        self._pushers.discard(header.sender)
         buffer = self._buffers.get(key)
         if not isinstance(buffer, _OwnMemory):
             self.discard(key)  # the tensor did not come in pushed memory
@@ -145,7 +145,7 @@ class DeviceReceiveBuffers:
         self._runtime = runtime
         self._device = device
         self._stream = runtime.make_stream()
-        self._copying = ThreadPoolExecutor(1, "landing")  # not asyncio's threads, which others may occupy
+        self._copying = ThreadPoolExecutor(1, "receive")  # not asyncio's threads, which others may occupy
 
     def __len__(self) -> int:
         """Zero: no buffer is prepared."""
@@ -154,7 +154,7 @@ class DeviceReceiveBuffers:
     def prepare(self, key: Key, sender: str, shape: Sequence[int], dtype: str) -> None:
         """Do nothing: torch allocates GPU memory quickly."""
 
-    def expect(self, key: Key, given: PushTarget) -> bool:
+    def expect(self, key: Key, target: PushTarget) -> bool:
         """Accept pushed memory: the tensor is copied to the device after its arrival."""
         return True
 

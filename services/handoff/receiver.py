@@ -179,14 +179,14 @@ class HandoffReceiver:
             self.outcomes[f"receipt_{answer.status}"] += 1
             self._links.channels.send(sender, "injected", answer)
 
-    def _expect(self, given: PushTarget) -> bool:
+    def _expect(self, target: PushTarget) -> bool:
         """Accept memory pushed by the sender of an offer. False for a tensor that is not awaited."""
-        header, key = given.header, key_of(given.header)
+        header, key = target.header, key_of(target.header)
         offer = self._offers.get(key)
         if not isinstance(offer, Offer) or _as_offered(offer) != _as_offered(header):
             return False
-        given.take = self._receive_pushed
-        return header.receiver_epoch == self._links.epoch and self._buffers.expect(key, given)
+        target.take = self._receive_pushed
+        return header.receiver_epoch == self._links.epoch and self._buffers.expect(key, target)
 
     # --- tensors
 
@@ -195,10 +195,10 @@ class HandoffReceiver:
         key = key_of(received.header)
         if self._expected(received) is None:
             return True
-        landed = self._buffers.keep(key, received)
-        if landed is not None:
-            self._hand_over(key, received, landed)
-        return landed is not None
+        tensor = self._buffers.keep(key, received)
+        if tensor is not None:
+            self._hand_over(key, received, tensor)
+        return tensor is not None
 
     def _expected(self, received: ReceivedTensor) -> Offer | KvOffer | None:
         """Return the offer of a tensor. None for a tensor that is not awaited, after a receipt to the sender."""
@@ -215,13 +215,13 @@ class HandoffReceiver:
             return offer
         return None
 
-    def _hand_over(self, key: Key, received: ReceivedTensor, landed: torch.Tensor | str) -> None:
+    def _hand_over(self, key: Key, received: ReceivedTensor, tensor: torch.Tensor | str) -> None:
         """Submit a tensor to the engine, which decides between two steps."""
-        if isinstance(landed, str):
-            self._refuse(key, received.header, landed)
+        if isinstance(tensor, str):
+            self._refuse(key, received.header, tensor)
         else:
             self._links.hops.mark(key, "landed")
-            self._thread.submit(lambda engine: self._deliver(engine, key, landed))
+            self._thread.submit(lambda engine: self._deliver(engine, key, tensor))
 
     async def _receive_part(self, key: Key, received: ReceivedTensor) -> bool:
         """Submit KV to the engine, which copies into its blocks. Return True if the engine releases the part.
@@ -230,13 +230,13 @@ class HandoffReceiver:
         """
         if isinstance(self._buffers, DeviceReceiveBuffers):
             await self._device_parts.acquire()
-            landed = await self._buffers.receive(key, received)
-            if isinstance(landed, str):
+            tensor = await self._buffers.receive(key, received)
+            if isinstance(tensor, str):
                 self._device_parts.release()
-                self._refuse(key, received.header, landed)
+                self._refuse(key, received.header, tensor)
             else:
                 release = partial(asyncio.get_running_loop().call_soon_threadsafe, self._device_parts.release)
-                self._thread.submit(lambda engine: self._deliver_part(engine, key, received.header, landed, release))
+                self._thread.submit(lambda engine: self._deliver_part(engine, key, received.header, tensor, release))
             return False
         fault, data = await received.verify(), received.data
         if fault is not None:

@@ -1,14 +1,20 @@
-"""Drain of a worker: refuse new requests, finish requests under way, then end or change the role."""
+"""Drain of a worker: refuse new requests, finish requests under way, then end or change the role.
+
+A file tells the worker's supervisor of the drain.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
-from typing import Final
+from pathlib import Path
+from typing import Final, cast
 
 from common.errors import TriptychError
 from common.messages import Role
+from common.telemetry import get_logger
 
 ANNOUNCE_S: Final = 30.0
 """Longest wait for a broker that is away: proxies see the worker go by its closed connection."""
@@ -16,6 +22,10 @@ NOTICE_S: Final = 1.5
 """After the announcement, time for all proxies to learn of the drain (they read the registry twice a second), and for
 requests sent before to arrive."""
 _POLL_S: Final = 0.05
+VARIABLE: Final = "TRIPTYCH_DEPARTURE_NOTE"
+"""Environment variable with the path of a DrainMarker."""
+
+log = get_logger()
 
 
 class DrainState:
@@ -31,7 +41,7 @@ class DrainState:
         self.next_role: Role | None = None
 
     def request(self, next_role: Role | None = None) -> None:
-        """Leave once all requests are done. Raises TriptychError after a request for another end."""
+        """Begin the drain. Raises TriptychError after a request for another end."""
         if self.requested and next_role != self.next_role:
             planned = "end" if self.next_role is None else f"change its role to {self.next_role}"
             raise TriptychError("invalid_request", f"this worker is draining already, to {planned}", "role")
@@ -47,8 +57,8 @@ class DrainState:
     async def complete(self) -> None:
         """Return once the worker may go: requested, known to every proxy, and no request under way since.
 
-        Without a broker the announcement is given up after ANNOUNCE_S. All ends after `patience_s`: earlier requests
-        are done by then, and later requests are left to other workers like the requests of a lost worker.
+        Without a broker the wait for the announcement ends after ANNOUNCE_S. All ends after `patience_s`: earlier
+        requests are done by then, and later requests go to other workers like the requests of a lost worker.
         """
         quiet_since_s = float("inf")
         while time.monotonic() - quiet_since_s < NOTICE_S:
@@ -61,3 +71,45 @@ class DrainState:
                 quiet_since_s = float("inf")
             elif quiet_since_s == float("inf"):
                 quiet_since_s = time.monotonic()
+
+
+class DrainMarker:
+    """A file with the next role of a worker, while the worker drains or changes the role.
+
+    The registry has the same fact while the broker is up.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        """Without a path no file is written: the worker has no supervisor."""
+        self._path = path
+
+    @classmethod
+    def of_environment(cls) -> DrainMarker:
+        path = os.environ.get(VARIABLE)
+        return cls(None if not path else Path(path))
+
+    def write(self, next_role: Role | None) -> None:
+        """Write the role after the drain; None for no further process."""
+        if self._path is None:
+            return
+        unfinished = self._path.with_suffix(".new")
+        try:
+            unfinished.write_text(next_role or "")
+            unfinished.replace(self._path)
+        except OSError as error:
+            log.warning("no note can be left of this worker's departure", error=str(error))
+
+    def remove(self) -> None:
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+    @property
+    def exists(self) -> bool:
+        return self._path is not None and self._path.exists()
+
+    @property
+    def next_role(self) -> Role | None:
+        """The role after the drain; None for no further process, and without a file."""
+        if self._path is None or not self._path.exists():
+            return None
+        return cast(Role | None, self._path.read_text() or None)

@@ -20,7 +20,7 @@ from common.errors import TriptychError
 from common.telemetry import get_logger
 
 _MAX_WAIT_S: Final = 3600.0
-"""Longest sleep without a look at the engine; much longer ones (centuries) are more than the queue can wait."""
+"""Longest sleep without a look at the engine; the queue cannot wait for centuries."""
 
 log = get_logger()
 
@@ -132,7 +132,7 @@ class EngineThread(Generic[E, Event]):
         self._post(lambda: self._set_ended(error))
 
     def _turn(self, engine: E) -> bool:
-        commands = self._take(engine)
+        commands = self._pop_commands(engine)
         self._busy_since_s = time.monotonic()
         for command in commands:
             if command is None:
@@ -148,7 +148,7 @@ class EngineThread(Generic[E, Event]):
         self._busy_since_s = None
         return True
 
-    def _take(self, engine: E) -> list[Callable[[E], None] | None]:
+    def _pop_commands(self, engine: E) -> list[Callable[[E], None] | None]:
         """Return all queued commands; an idle engine waits for a command or for its next deadline."""
         commands = []
         with contextlib.suppress(queue.Empty):

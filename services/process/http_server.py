@@ -52,7 +52,7 @@ def make_app(
         return JSONResponse(handoffs())
 
     async def begin_drain(_: Request) -> Response:
-        return await _departure(drain())
+        return await _accepted(drain())
 
     async def begin_switch(request: Request) -> Response:
         try:
@@ -60,7 +60,7 @@ def make_app(
         except msgspec.MsgspecError as error:
             message = f'the body must be {{"role": "ROLE"}}: {error}'
             return _refusal(ErrorInfo("invalid_request", message, "role"))
-        return await _departure(switch(role))
+        return await _accepted(switch(role))
 
     return Starlette(
         routes=[
@@ -106,9 +106,9 @@ class HttpServer:
         self._socket.close()
 
 
-async def _departure(leaving: Awaitable[int]) -> Response:
+async def _accepted(draining: Awaitable[int]) -> Response:
     try:
-        return JSONResponse({"status": "draining", "outstanding": await leaving}, status_code=202)
+        return JSONResponse({"status": "draining", "outstanding": await draining}, status_code=202)
     except TriptychError as error:
         return _refusal(error.info)
 

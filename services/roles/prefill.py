@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
 from typing import ClassVar
 
 from broker.handoff.channels import ChannelName, Delivery
@@ -10,12 +12,13 @@ from common.errors import ErrorInfo
 from common.messages import Failed, Generate, Grant, InstanceRecord, Prefilled, Receipt, Role
 from engine.state.events import Event, PrefillEvent
 from services.handoff.kv_sender import KvSender
+from services.process.request_owners import OwnedRequest
 from services.roles.decoder import DecoderService
 from services.worker_context import WorkerContext
 
 
 class PrefillService(DecoderService):
-    """Takes inputs from encoders, and hands KV to decode workers. Samples no tokens."""
+    """Receives inputs from encoders, and sends KV to decode workers. Samples no tokens."""
 
     role: ClassVar[Role] = "prefill"
     channels: ClassVar[tuple[ChannelName, ...]] = ("metadata", "allocated", "injected")
@@ -25,7 +28,7 @@ class PrefillService(DecoderService):
         super().__init__(links)
         self._tensors = links.tensor_sender()
         self._handoffs = HandoffSender(links.channels, self._tensors, links.settings.handoff_timeout_s)
-        self._sender = KvSender(links, self.thread, self._handoffs, on_ended=self._give_up)
+        self._sender = KvSender(links, self.thread, self._handoffs)
         links.metrics.gauges["prefills_open"] = lambda: self._sender.num_open
         early_parts = "kv_parts_sent_while_prefilling_total"
         links.metrics.gauges[early_parts] = lambda: self._sender.num_parts_while_prefilling
@@ -52,7 +55,7 @@ class PrefillService(DecoderService):
         self._tensors.close()
 
     def abort(self, request_id: str) -> None:
-        self._sender.drop(request_id)
+        self._sender.discard(request_id)
         super().abort(request_id)
 
     def _refusal(self, message: Generate) -> str | None:
@@ -67,7 +70,13 @@ class PrefillService(DecoderService):
 
     def _begin(self, proxy: bytes, message: Generate) -> None:
         super()._begin(proxy, message)
-        self._sender.begin(message)
+        task = self._sender.begin(message)
+        task.add_done_callback(partial(self._end, message.request_id, self._links.proxies.get(message.request_id)))
+
+    def _end(self, request_id: str, request: OwnedRequest | None, _: asyncio.Task[None]) -> None:
+        """Forget a request after its reply, but no later attempt, and none that was aborted before."""
+        if request is not None and self._links.proxies.get(request_id) is request:
+            self._give_up(request_id)
 
     def _handle_event(self, event: Event) -> None:
         if isinstance(event, PrefillEvent):

@@ -102,9 +102,9 @@ class SimulatedWorker(WorkerProcess):
         self.network, self.instance_id, self.epoch = network, instance_id, epoch
         self.alive = True
         self._proxies = RequestOwners()
-        self._departure = DrainState(lambda: len(self._proxies), settings.request_timeout_s)
+        self._drain = DrainState(lambda: len(self._proxies), settings.request_timeout_s)
         registry = cast(Any, SimulatedRegistry(network))
-        self._membership = Membership(registry, self._proxies, self._departure)
+        self._membership = Membership(registry, self._proxies, self._drain)
         self._reader = cast(Any, SimulatedReader(network))
         self.server = SimulatedServer(network, (instance_id, epoch))
         self._server = cast(Any, self.server)

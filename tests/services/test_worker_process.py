@@ -29,7 +29,7 @@ from common.messages import Abort, Failed, Generate, Heartbeat, Inquiry, Instanc
 from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from proxy.dispatch.worker import WatchedClient
-from services.process.drain_marker import VARIABLE, DrainMarker
+from services.process.drain import VARIABLE, DrainMarker
 from services.process.engine_thread import EngineThread
 from services.worker_context import WorkerContext
 from services.worker_process import WorkerProcess

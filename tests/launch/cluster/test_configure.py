@@ -11,7 +11,7 @@ import pytest
 from common.config import Settings
 from common.errors import TriptychError
 from launch.cluster.configure import _check_variables, child_environment, load_settings
-from services.process.drain_marker import VARIABLE
+from services.process.drain import VARIABLE
 
 
 @pytest.fixture(autouse=True)

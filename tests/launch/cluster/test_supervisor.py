@@ -33,7 +33,7 @@ from launch.cluster.children import Command
 from launch.cluster.instance import Instance, Reporter
 from launch.cluster.plan import make_plan
 from launch.cluster.supervisor import Supervisor
-from services.process.drain_marker import DrainMarker
+from services.process.drain import DrainMarker
 from tests.broker.cluster.test_embedded import slow_server
 from tests.broker.conftest import broker_url, make_record
 from tests.eventually import eventually

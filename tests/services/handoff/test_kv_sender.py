@@ -126,9 +126,8 @@ class Setting:
             cast(Any, self.links), cast(Any, self.tensors), self.links.settings.handoff_timeout_s
         )
         self.handoffs.own = make_record("p0", "prefill")
-        self.ended: list[str] = []
         thread = cast(Any, FakeThread(self.engine))
-        self.sender = KvSender(cast(WorkerContext, self.links), thread, self.handoffs, self.ended.append)
+        self.sender = KvSender(cast(WorkerContext, self.links), thread, self.handoffs)
 
     def answer(self, message: HandoffMessage) -> None:
         self.handoffs.handle(Delivery(b"stream", b"1-0", message, False))
@@ -180,7 +179,7 @@ async def test_each_part_is_sent_as_soon_as_it_is_computed_and_the_one_before_is
         assert await one.store(2) == list(range(10, 25))
         assert await one.store(3) == list(range(25, NUM_TOKENS))
         ended = await one.finish()
-        assert (ended.error, one.ended, one.engine.calls) == (None, ["r"], ["grant", "end"])
+        assert (ended.error, one.sender.num_open, one.engine.calls) == (None, 0, ["grant", "end"])
         assert [(header.table, header.part, header.first) for header, _ in one.tensors.sent] == [
             ("cross", 0, 0),
             ("self", 1, 0),
@@ -222,7 +221,7 @@ async def test_the_lease_is_kept_alive_while_nothing_is_computed(monkeypatch: py
         began_s = time.monotonic()
         await eventually(lambda: len(one.links.offers) >= 4)
         assert time.monotonic() - began_s >= 2 * 0.1
-        one.sender.drop("r")
+        one.sender.discard("r")
 
 
 async def test_what_the_engine_has_given_up_before_it_was_offered_is_not_offered() -> None:
