@@ -239,7 +239,7 @@ class WorkerProcess:
     def _answer(self, proxy: bytes, inquiry: Inquiry) -> None:
         """Report a lost attempt: the proxy would wait in vain.
 
-        An attempt that has ended lately is not lost: the proxy may not have read its last message yet.
+        A recently ended attempt is not lost: its last message may still be on the way to the proxy.
         """
         if self._proxies.knows(inquiry.request_id, inquiry.attempt):
             return

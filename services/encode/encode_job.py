@@ -3,8 +3,8 @@
     preprocess -> offer -> grant -> encode -> deliver -> receipt    for an item of new content
                   offer -> grant -----------> deliver -> receipt    for an item whose output has been kept
 
-An attempt ends with a deadline of the proxy, which tells a silent encoder from a busy encoder. The products of an item
-outlive the attempt: the next attempt finds the item queued, preprocessed, being computed, or computed.
+An attempt ends at a deadline of the proxy, which has to notice a silent encoder. The products of an item outlive the
+attempt: the next attempt finds the item queued, preprocessed, being computed, or computed.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class EncodeJob:
     async def run(self, message: Encode, sink: OutputSink, trace: HandoffTrace, recorder: SpanRecorder) -> None:
         """Make one attempt: return once the output is in place at the destination. Ignores media in `message`.
 
-        However the attempt ends, cancellation included, `sink` keeps nothing of it. Raises TriptychError saying why the
-        output is not in place.
+        `sink` forgets the handoff at any end of the attempt, cancellation included. Raises TriptychError with the
+        reason if the output is not in place.
         """
         key = key_of(message)
         about = {"request": key[0], "input": key[1], "attempt": key[2]}
@@ -112,7 +112,7 @@ class EncodeJob:
     ) -> torch.Tensor:
         """Return the output, computed from now on at the latest. Raises TriptychError for a failed computation.
 
-        An output that is still to come is sent by the engine's thread at once, where `sink` can.
+        The engine's thread sends an output still to be computed at once, if `sink` has a path.
         """
         if self._computing is not None and self._computing.done():
             result = self._computing.result()

@@ -1,8 +1,8 @@
 """The encode stage of a worker: Encode in, Encoded out. An encoder worker is hardly more than this stage.
 
-Each attempt is one task, from Encode until its reply. Products of an item outlive an attempt that ended by its deadline
-or by a newer attempt (`encode_job`): in a long queue an item takes many attempts, and may take longer to compute than
-an attempt lasts. Every other end (an answer, an abort, a silent proxy) frees all memory of the item.
+Each attempt is a task, from Encode until the reply. Products of an item outlive an attempt ended by the deadline or by
+a newer attempt (`encode_job`): in a long queue an item needs many attempts, and computing may last longer than an
+attempt. Every other end (an answer, an abort, a silent proxy) frees all memory of the item.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_HELD_BYTES: Final = 2 * 2**30
 MAX_REMEMBERED: Final = 1024
 """Number of replies kept, to be sent again when a request is repeated."""
 _SAME_END_S: Final = 0.5
-"""Encoder and receiver give up at the same deadline: an end shortly before the deadline counts as ended by it."""
+"""Encoder and receiver have the same deadline: an end shortly before the deadline counts as a timeout."""
 KEEP_S: Final = 2.0
 """Lifetime of an item without an attempt after a deadline: the proxy makes the next attempt at once."""
 POOL_START_S: Final = 120.0
@@ -79,7 +79,7 @@ class EncodeStage:
         self._outcomes: Counter[str] = Counter()
 
         self.taken_bytes = 0
-        """Memory that the engine takes beside its weights, set when it is loaded."""
+        """Memory of the engine beside the weights, set when the engine is loaded."""
         self._outputs = OutputCache(output_cache_bytes)
         self._dedup = EncodeDedup(
             lambda: self._build(output_cache_bytes, memory_share), prepare, self._outputs, links.metrics.batch_items
@@ -182,8 +182,8 @@ class EncodeStage:
     def _end(self, key: Key, task: asyncio.Task[bool]) -> None:
         """Keep the item of a late attempt for a while.
 
-        An item that waits with arrays for a grant is discarded at once where others wait for memory: a receiver that
-        grants nothing would keep the encoder from working for the rest.
+        An item with arrays but without a grant is discarded at once if others wait for memory: a receiver without
+        grants would keep the encoder from working for other receivers.
         """
         del self._attempts[key]
         late = not task.cancelled() and task.exception() is None and task.result()

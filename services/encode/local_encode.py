@@ -75,11 +75,11 @@ class LocalSink:
             case Grant(error=ErrorInfo() as error):
                 raise TriptychError(error.code, error.message, error.param)
             case _:
-                raise _taken_back(key)
+                raise _revoked(key)
 
     async def deliver(self, key: Key, tensor: torch.Tensor) -> None:
         answers = self._answers[key]
-        if answers.empty():  # else the grant was taken back while the encoder was at it
+        if answers.empty():  # else the grant was revoked during the computation
             self._thread.submit(partial(_store, key=key, tensor=tensor))
         match await answers.get():
             case Receipt(status="stored"):
@@ -88,10 +88,10 @@ class LocalSink:
             case Receipt(status=status):
                 raise TriptychError("unavailable", f"input {key[1]} was not stored: {status}")
             case _:
-                raise _taken_back(key)
+                raise _revoked(key)
 
     def early(self, key: Key) -> None:
-        """Return None: a tensor that does not travel cannot leave early."""
+        """Return None: the tensor stays in this process."""
 
     def close(self, key: Key) -> None:
         if self._answers.pop(key, None) is not None:
@@ -112,5 +112,5 @@ def _store(engine: DecoderEngine, key: Key, tensor: torch.Tensor) -> None:
     engine.deliver(*key, tensor)
 
 
-def _taken_back(key: Key) -> TriptychError:
+def _revoked(key: Key) -> TriptychError:
     return TriptychError("unavailable", f"the room for input {key[1]} was taken back")

@@ -23,7 +23,7 @@ class OutputSink(Protocol):
     async def offer(self, key: Key, message: Encode, item: ProcessedInput) -> bool:
         """Wait for reserved memory. False: the receiver has the content, and the item need not be computed.
 
-        Raises TriptychError with the reason of a refusal, or of a grant that did not come in time.
+        Raises TriptychError with the reason of a refusal, or "timeout" without a grant in time.
         """
 
     async def deliver(self, key: Key, tensor: torch.Tensor) -> None:

@@ -134,7 +134,7 @@ def compute_on_own_stream(device: torch.device) -> None:
 def keep_for_this_stream(tensor: torch.Tensor) -> None:
     """Keep the memory of a received tensor, or of another engine's tensor. Called on the engine's thread.
 
-    The memory belongs to the stream that made the tensor. Once freed, it must not be reused before the engine's stream
+    The memory belongs to the stream of the tensor's origin. Freed memory must not be reused before the engine's stream
     has read the tensor for the last time.
     """
     if tensor.is_cuda:

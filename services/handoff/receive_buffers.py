@@ -61,8 +61,8 @@ class ReceiveBuffers:
 
     def __init__(self) -> None:
         self._buffers: dict[Key, _OwnMemory | _PushedMemory | None] = {}
-        """By awaited handoff. None: memory is allocated at arrival, for the sender is about to push memory, or has
-        pushed memory that cannot be kept."""
+        """By awaited handoff. None: memory is allocated at arrival, for the sender will push memory, or the pushed
+        memory cannot be kept."""
         self._pushers: set[str] = set()  # senders whose last large tensor came in pushed memory
         self._kept: set[int] = set()  # addresses of pushed memory in use
         self._touching = ThreadPoolExecutor(TOUCHING_THREADS, "receive")  # threads end with this object
@@ -98,8 +98,8 @@ class ReceiveBuffers:
     async def receive(self, key: Key, received: ReceivedTensor) -> torch.Tensor | str:
         """Copy a received tensor to the prepared memory, and check the bytes. Return the tensor, or the fault.
 
-        After a fault the tensor is awaited again. A tensor without prepared memory gets memory, too: it may have come
-        before, and the engine decides.
+        After a fault the tensor is awaited again. A tensor without prepared memory gets memory, too: the engine decides
+        on repeated tensors.
         """
         header = received.header
         self._pushers.discard(header.sender)
@@ -198,7 +198,7 @@ class DeviceReceiveBuffers:
     def _allocating(self) -> contextlib.AbstractContextManager[object]:
         """Let torch allocate for this object's stream meanwhile.
 
-        Memory freed by the engine's stream may still be read by queued work, and this stream does not wait for it.
+        Queued work may still read memory freed by the engine's stream, and this stream does not wait for queued work.
         """
         if self._device.type == "cpu":
             return contextlib.nullcontext()

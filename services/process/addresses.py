@@ -12,7 +12,7 @@ from common.errors import TriptychError
 from common.telemetry import get_logger
 
 FEW_DESCRIPTORS: Final = 16_384
-"""One other host, with its 28,000 ports, can take as many at once by connections that stay silent."""
+"""Another host, with 28,000 ports, can occupy as many descriptors at once by silent connections."""
 
 log = get_logger()
 
@@ -36,8 +36,8 @@ def warn_of_open_host(host: str, *, has_key: bool) -> None:
 def warn_of_few_descriptors(host: str) -> None:
     """Warn if other hosts could take all descriptors of a worker on `host`, a numeric address.
 
-    ZMQ does not limit connections in their handshake: no client gets in while they hold all descriptors, and ZMQ's
-    thread is busy trying. To be called once the limit of the process has been raised.
+    ZMQ does not limit connections in a handshake: while silent connections hold all descriptors, no client gets in, and
+    ZMQ's thread is busy trying. To be called once the limit of the process has been raised.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != resource.RLIM_INFINITY and limit < FEW_DESCRIPTORS and not ip_address(host).is_loopback:

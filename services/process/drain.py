@@ -17,10 +17,9 @@ from common.messages import Role
 from common.telemetry import get_logger
 
 ANNOUNCE_S: Final = 30.0
-"""Longest wait for a broker that is away: proxies see the worker go by its closed connection."""
+"""Longest wait for an absent broker: proxies notice the end of the worker by the closed connection."""
 NOTICE_S: Final = 1.5
-"""After the announcement, time for all proxies to learn of the drain (they read the registry twice a second), and for
-requests sent before to arrive."""
+"""Time after the announcement: all proxies read the registry twice a second, and earlier requests arrive."""
 _POLL_S: Final = 0.05
 VARIABLE: Final = "TRIPTYCH_DEPARTURE_NOTE"
 """Environment variable with the path of a DrainMarker."""

@@ -2,7 +2,7 @@
 
     loop  -- commands (inbound queue) -->  engine thread  -- events (outbound queue) -->  loop
 
-The thread sleeps on the inbound queue while the engine has nothing to do.
+The thread sleeps on the inbound queue while the engine has no work.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class EngineThread(Generic[E, Event]):
     ) -> None:
         """`step` and `next_deadline_s` (by `time.monotonic`) run on the engine's thread, `on_events` on the loop's.
 
-        `answer`, if given, runs between commands and step: what it returns goes out before the step computes.
+        `answer`, if any, runs between commands and step: the answers go out before the step computes.
         """
         self._build = build
         self._step = step

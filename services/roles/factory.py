@@ -1,4 +1,4 @@
-"""The roles that a worker can have, and which of them a model allows. Imports no role: each loads an engine."""
+"""The roles of workers, and the roles allowed for a model. Imports no role before its use: each loads an engine."""
 
 from __future__ import annotations
 
@@ -36,17 +36,10 @@ def make_role(role: Role, links: WorkerContext) -> RoleService:
             from services.roles.prefill import PrefillService
 
             return PrefillService(links)
-        case "decode":
-            from services.roles.decoder import DecodeService
-
-            return DecodeService(links)
-        case "prefill_decode":
-            from services.roles.decoder import PrefillDecodeService
-
-            return PrefillDecodeService(links)
-        case "encode_prefill_decode":
-            from services.roles.decoder import EncodePrefillDecodeService
-
-            return EncodePrefillDecodeService(links)
         case "proxy":
             raise TriptychError("invalid_request", "a proxy is no worker", "role")
+        case _:
+            from services.roles.decoder import DecodeService, EncodePrefillDecodeService, PrefillDecodeService
+
+            services = DecodeService, PrefillDecodeService, EncodePrefillDecodeService
+            return next(service(links) for service in services if service.role == role)
