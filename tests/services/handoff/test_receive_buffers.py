@@ -121,13 +121,14 @@ async def test_it_lands_while_threads_of_others_are_all_busy() -> None:
 
 
 async def test_its_threads_end_with_it() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())  # threads of other tests may end meanwhile
     landing = ReceiveBuffers()
     landing.prepare(KEY, "e0", SHAPE, "bfloat16")
     await landing.receive(KEY, received(os.urandom(SIZE)))
-    assert threading.active_count() > before
+    own = {thread for thread in threading.enumerate() if thread.name.startswith("receive")} - before
+    assert own
     del landing
-    await eventually(lambda: threading.active_count() <= before)
+    await eventually(lambda: not own & set(threading.enumerate()))
 
 
 async def test_what_comes_in_memory_that_was_given_stays_there() -> None:
