@@ -20,8 +20,8 @@ from engine.device.choice import choose_device
 from engine.device.memory import ENCODER_SHARE
 from engine.processors import ProcessedInput
 from engine.state.events import Event
-from services.encode.output_sink import offer_of
 from services.encode.encode_stage import EncodeStage
+from services.encode.output_sink import offer_of
 from services.handoff.payloads import compute_on_own_stream, keep_for_this_stream
 from services.process.engine_thread import EngineThread
 from services.worker_context import WorkerContext
