@@ -17,11 +17,6 @@ def content_hash(kind: str, media: bytes) -> str:
     return digest.hexdigest()
 
 
-def rendezvous_score(key: str, instance_id: str) -> int:
-    """Weight of an instance for a key in rendezvous (highest random weight) hashing (Thaler and Ravishankar, 1998)."""
-    return int.from_bytes(hashlib.blake2b(f"{key}\0{instance_id}".encode(), digest_size=8).digest())
-
-
 def checksum(data: bytes | memoryview) -> int:
     """Return XXH3 (64 bits) of a tensor's bytes. The hash finds damage by memory or network, at the speed of memory.
 

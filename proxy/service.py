@@ -18,8 +18,7 @@ from common.text.processor import TextProcessor
 from common.text.token_text import TokenTexts
 from proxy.dispatch.dispatcher import Dispatcher
 from proxy.dispatch.jobs import Job, response_id
-from proxy.dispatch.placement import encodes_for, missing, prompt_readers
-from proxy.dispatch.router import imbalance
+from proxy.dispatch.placement import any_encodes, imbalance, missing
 from proxy.dispatch.text_stream import TextStream
 from proxy.dispatch.worker_pool import WorkerPool
 from proxy.media.audio_windows import AudioWindows
@@ -97,9 +96,7 @@ class Service:
             return Problem("the broker does not answer")
         if (what := missing(self.pool)) is not None:
             return Problem(f"no {what}", self._refusals())
-        if self.info.media_kind is not None and not any(
-            encodes_for(self.pool, reader) for reader in prompt_readers(self.pool)
-        ):
+        if self.info.media_kind is not None and not any_encodes(self.pool):
             return Problem("no encoder worker", self._refusals())
         return None
 

@@ -12,9 +12,8 @@ from common.messages import Abort, Encode, Encoded, InputNeeded, InputSlot
 from common.telemetry import get_logger
 from proxy.dispatch.context import DispatchContext
 from proxy.dispatch.jobs import Job, MediaItem
-from proxy.dispatch.placement import any_encodes
+from proxy.dispatch.placement import FREE_ITEMS, any_encodes, outstanding, pick_encoder
 from proxy.dispatch.retries import Deadlines, Retries
-from proxy.dispatch.router import FREE_ITEMS, outstanding_items, pick_encoder
 from proxy.dispatch.worker import Worker
 
 CROWDED: Final = 2
@@ -242,8 +241,8 @@ class EncodeDispatcher:
         able = self._able(item)
         if encoder not in able:
             return False
-        least = min(map(outstanding_items, able))
-        if item.has_left or outstanding_items(encoder) <= CROWDED * least + FREE_ITEMS:
+        least = min(outstanding(other).items for other in able)
+        if item.has_left or outstanding(encoder).items <= CROWDED * least + FREE_ITEMS:
             return True
         item.has_left = True
         return False

@@ -24,10 +24,9 @@ from common.messages import (
     Tokens,
 )
 from common.telemetry import get_logger
-from proxy.dispatch.affinity import cache_keys
 from proxy.dispatch.context import DispatchContext
 from proxy.dispatch.encode_dispatcher import EncodeDispatcher
-from proxy.dispatch.jobs import Job, response_id
+from proxy.dispatch.jobs import Job, cache_keys, response_id
 from proxy.dispatch.placement import WHOLE, absent_s, any_encodes, missing
 from proxy.dispatch.prefill_dispatcher import PrefillDispatcher
 from proxy.dispatch.progress import Progress

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from common.hashing import content_hash
 from common.messages import InputSlot, MediaKind
 from common.sampling_params import SamplingParams
+
+CHUNK_TOKENS: Final = 64
+MAX_CHUNKS: Final = 256
+"""Of one prompt; longer prompts are compared by the first 16,384 tokens."""
 
 
 @dataclass(frozen=True)
@@ -65,3 +72,29 @@ def make_slots(media: list[MediaItem], prompt_indices: list[int] | None) -> list
         InputSlot(index, item.kind, item.content_hash, None if prompt_indices is None else prompt_indices[index])
         for index, item in enumerate(media)
     ]
+
+
+def cache_keys(job: Job) -> list[bytes]:
+    """Return the cache keys of an instance after this job, the longest prefix first.
+
+    For CHUNK_TOKENS = 64 and an image among tokens 64 to 127:
+
+        tokens   0 ........ 63 | 64 ... image ... 127 | 128 ...
+        keys     |--- k1 ----|                                     prompts with equal beginnings share k1, ...
+                 |----------------- k2 ---------------|            ... and k2 only with the same image
+        list     [k2, k1, image]
+
+    With cross-attention a decoder's blocks depend on the inputs: inputs outside the prompt begin every chain.
+    """
+    in_prompt = {one.prompt_index: one.content_hash for one in job.slots if one.prompt_index is not None}
+    chain = "".join(one.content_hash for one in job.slots if one.prompt_index is None).encode()
+    prefixes: list[bytes] = []
+    tokens = job.prompt_token_ids
+    for start in range(0, min(len(tokens) - CHUNK_TOKENS + 1, MAX_CHUNKS * CHUNK_TOKENS), CHUNK_TOKENS):
+        digest = hashlib.blake2b(chain, digest_size=16)
+        digest.update(array("q", tokens[start : start + CHUNK_TOKENS]).tobytes())
+        for index in sorted(in_prompt.keys() & range(start, start + CHUNK_TOKENS)):
+            digest.update(in_prompt[index].encode())
+        chain = digest.digest()
+        prefixes.append(chain)
+    return [*reversed(prefixes), *(one.content_hash.encode() for one in job.slots)]

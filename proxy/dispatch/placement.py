@@ -1,20 +1,79 @@
-"""Placement of a job: on one instance for prefill and decode, or on a pair; by load where both exist."""
+"""Choice of workers by load and cache affinity.
+
+A prompt goes to one instance for prefill and decode, or to a pair, by load where both exist. Cache affinity prefers the
+instance that probably has the beginning of a prompt, or the media, in its caches.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
+from array import array
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from statistics import mean
+from typing import Final, Literal
 
 from common.messages import Role
-from proxy.dispatch.affinity import AffinityMap
-from proxy.dispatch.router import Affinity, pick_decoder, prefer_pair
-from proxy.dispatch.worker import Worker
+from proxy.dispatch.worker import Load, Worker
 from proxy.dispatch.worker_pool import WorkerPool
 from proxy.server.metrics import ProxyMetrics
 
 WHOLE: Final[tuple[Role, ...]] = ("prefill_decode", "encode_prefill_decode")
 """Roles that answer a request without another instance, except encoders."""
+MAX_KEYS: Final = 20_000
+"""Remembered keys: a million tokens, in 0.3 MiB."""
+WAYS: Final = 8
+LOAD_FACTOR: Final = 1.25
+"""A worker may have this much more than the mean load before cached prompts go elsewhere."""
+FREE_ITEMS: Final = 4
+"""Items an encoder may always have, and requests a decoder: affinity is worth a short queue."""
+
+Affinity = Literal["hit", "overloaded", "unknown"]
+"""Placement of a prompt: on the instance that has it cached; elsewhere due to load; no such instance is known."""
+
+EncoderAffinity = Literal["hit", "overloaded", "avoided"]
+"""Placement of an item: on the home encoder of its content, where a cached output would be; elsewhere due to load;
+elsewhere because the home encoder has another item of the same request."""
+
+
+class AffinityMap:
+    """The last instance of each key, in a table of fixed size like a processor's cache.
+
+    A key has WAYS possible slots; of the keys that share those, the least recently used is evicted first.
+    """
+
+    def __init__(self, max_keys: int = MAX_KEYS) -> None:
+        self._num_ways = min(WAYS, max_keys)
+        self._num_sets = max_keys // self._num_ways
+        size = self._num_sets * self._num_ways
+        self._hashes = array("q", bytes(8 * size))
+        self._instances = [""] * size  # of the hashes beside; "" without a key
+
+    def remember(self, keys: Iterable[bytes], instance_id: str) -> None:
+        """Record the instance as the last one of these keys."""
+        for key in keys:
+            first, slot = self._look_up(key)
+            last = first + self._num_ways - 1 if slot is None else slot
+            self._hashes[first + 1 : last + 1] = self._hashes[first:last]
+            self._instances[first + 1 : last + 1] = self._instances[first:last]
+            self._hashes[first], self._instances[first] = hash(key), instance_id
+
+    def find(self, keys: Sequence[bytes], candidates: Iterable[Worker]) -> Worker | None:
+        """Return the candidate with the first known key; None without any."""
+        known = {worker.instance_id: worker for worker in candidates}
+        slots = (slot for key in keys if (slot := self._look_up(key)[1]) is not None)
+        return next((known[self._instances[slot]] for slot in slots if self._instances[slot] in known), None)
+
+    def __len__(self) -> int:
+        return sum(map(bool, self._instances))
+
+    def _look_up(self, key: bytes) -> tuple[int, int | None]:
+        """Return the first of a key's slots, with the latest key, and the key's own slot if in the table."""
+        wanted = hash(key)
+        first = wanted % self._num_sets * self._num_ways
+        slots = self._hashes[first : first + self._num_ways]
+        return first, first + slots.index(wanted) if wanted in slots else None
 
 
 @dataclass(frozen=True)
@@ -79,7 +138,7 @@ class Placer:
         fresh = [worker for worker in candidates if worker.instance_id not in failed_on] or candidates
         if not fresh:
             return None
-        worker, affinity = self._pick(self._computed, fresh, keys)
+        worker, affinity = pick_decoder(fresh, self._computed.find(keys, fresh))
         self._metrics.affinity.labels(affinity).inc()
         self._computed.remember(keys, worker.instance_id)
         return worker
@@ -88,7 +147,7 @@ class Placer:
         """Return the best single worker and the best pair, as far as available."""
         options: list[_Option] = []
         if whole := [worker for worker in pool.workers(*WHOLE) if not media or encodes_for(pool, worker)]:
-            worker, affinity = self._pick(self._computed, whole, keys)
+            worker, affinity = pick_decoder(whole, self._computed.find(keys, whole))
             options.append(_Option(Placement(worker), affinity))
         pairs: dict[Worker, list[Worker]] = {}  # the prefill workers of each decoder
         for decoder in pool.workers("decode"):
@@ -96,13 +155,11 @@ class Placer:
             if prefillers := [worker for worker in matching if not media or encodes_for(pool, worker)]:
                 pairs[decoder] = prefillers
         if pairs:
-            decoder, decode_affinity = self._pick(self._decoded, [*pairs], keys)
-            prefiller, affinity = self._pick(self._computed, pairs[decoder], keys)
+            decoder, decode_affinity = pick_decoder([*pairs], self._decoded.find(keys, pairs))
+            prefillers = pairs[decoder]
+            prefiller, affinity = pick_decoder(prefillers, self._computed.find(keys, prefillers))
             options.append(_Option(Placement(decoder, prefiller), affinity, decode_affinity))
         return options
-
-    def _pick(self, map_: AffinityMap, candidates: list[Worker], keys: list[bytes]) -> tuple[Worker, Affinity]:
-        return pick_decoder(candidates, map_.find(keys, (worker.instance_id for worker in candidates)))
 
 
 def encodes_for(pool: WorkerPool, reader: Worker) -> bool:
@@ -147,3 +204,69 @@ def _better(whole: _Option, pair: _Option) -> _Option:
         return whole if whole.affinity == "hit" else pair
     assert pair.placement.prefiller is not None
     return pair if prefer_pair(whole.placement.decoder, pair.placement.prefiller, pair.placement.decoder) else whole
+
+
+def pick_decoder(candidates: Sequence[Worker], home: Worker | None = None) -> tuple[Worker, Affinity]:
+    """Choose a worker for a prompt: `home`, which has the prompt cached, unless overloaded; else the least loaded.
+
+    A worker with FREE_ITEMS requests and more outstanding tokens than LOAD_FACTOR times the mean is overloaded.
+    `candidates` must not be empty.
+    """
+    loads = {worker: outstanding(worker) for worker in candidates}
+    least = min(candidates, key=lambda one: (loads[one].tokens, loads[one].requests, one.instance_id))
+    if home is None:
+        return least, "unknown"
+    share = LOAD_FACTOR * mean(load.tokens for load in loads.values())
+    if home is least or loads[home].requests < FREE_ITEMS or loads[home].tokens <= share:
+        return home, "hit"
+    return least, "overloaded"
+
+
+def prefer_pair(single: Worker, prefill: Worker, decode: Worker) -> bool:
+    """Whether a prefill and a decode instance should share a request that `single` could do alone.
+
+    The busier of the two counts: the request waits for both.
+    """
+    return max(outstanding(prefill).tokens, outstanding(decode).tokens) < outstanding(single).tokens
+
+
+def pick_encoder(
+    content_hash: str, candidates: Sequence[Worker], avoid: Collection[str] = ()
+) -> tuple[Worker, EncoderAffinity]:
+    """Choose the encoder of an item: by rendezvous hashing on the content, so that equal items meet, bounded by load.
+
+    Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, 2016): the best-scored encoder within its
+    share of all items. Instances in `avoid` are a last resort. `candidates` must not be empty.
+    """
+    keys = {worker: f"{content_hash}\0{worker.instance_id}".encode() for worker in candidates}
+    ranked = sorted(candidates, key=lambda one: hashlib.blake2b(keys[one], digest_size=8).digest(), reverse=True)
+    preferred = [worker for worker in ranked if worker.instance_id not in avoid] or ranked
+    num_items = {worker: outstanding(worker).items for worker in preferred}
+    bound = max(FREE_ITEMS, math.ceil(LOAD_FACTOR * (sum(num_items.values()) + 1) / len(preferred)))
+    chosen = next((worker for worker in preferred if num_items[worker] < bound), preferred[0])
+    if chosen is ranked[0]:
+        return chosen, "hit"
+    return chosen, "avoided" if preferred[0] is not ranked[0] else "overloaded"
+
+
+def imbalance(workers: Sequence[Worker]) -> float:
+    """Return the load of a role's busiest worker over the mean; 1 for equal loads, or none.
+
+    Items count for encoders, tokens for all others.
+    """
+    loads = [outstanding(one).items if one.record.role == "encoder" else outstanding(one).tokens for one in workers]
+    return max(loads) / mean(loads) if any(loads) else 1.0
+
+
+def outstanding(worker: Worker) -> Load:
+    """Return the work that a worker may still have to do.
+
+    The worker's own count includes other proxies' requests but may be a heartbeat old; this proxy's count is exact.
+    Of items the result is the least number: the worker counts other proxies' items in requests.
+    """
+    own, record = worker.load, worker.record
+    return Load(
+        requests=max(own.requests, record.outstanding),
+        tokens=max(own.tokens, record.outstanding_tokens),
+        items=max(own.items, record.outstanding),
+    )
