@@ -173,7 +173,7 @@ async def _generate(
     limit = service.token_limit(len(prompt), body.token_limit, "messages")
     sampling = body.sampling(service.text, limit)
     check_prompt_logprobs(sampling.prompt_logprobs, len(prompt))
-    job = Job(context.id, prompt, sampling, slots, media, body.priority or 0, body.fields)
+    job = Job(context.id, prompt, sampling, slots, media, body.priority or 0, body.field_of)
     skip_special_tokens = body.skip_special_tokens is not False
     text = service.generate(job, context, tickets.acquire(), skip_special_tokens=skip_special_tokens)
     return _Answer(service, context, body, text.deltas(), text.usage, text)

@@ -62,7 +62,7 @@ async def _decoder_job(service: Service, body: CompletionRequest, request_id: st
     if service.info.placeholder_token_id in ids:
         message = "the prompt contains a media placeholder; send media with /v1/chat/completions"
         raise TriptychError("invalid_request", message, "prompt")
-    return Job(request_id, ids, _sampling(service, body, len(ids)), priority=body.priority or 0, fields=body.fields)
+    return Job(request_id, ids, _sampling(service, body, len(ids)), priority=body.priority or 0, field_of=body.field_of)
 
 
 async def _encoder_decoder_job(
@@ -86,7 +86,7 @@ async def _encoder_decoder_job(
         make_slots([item], None),
         [item],
         priority=body.priority or 0,
-        fields=body.fields,
+        field_of=body.field_of,
         num_encoder_prompt_tokens=len(encoder_ids),
     )
 

@@ -239,15 +239,15 @@ class GenerationRequest(StructuredFields, ABC):
     def num_logprobs(self) -> int | None:
         """Number of likeliest tokens per position in the answer; None for no log-probabilities."""
 
-    @property
-    def fields(self) -> dict[str, str]:
-        """Map sampling settings to the request's field names, for error messages."""
+    def field_of(self, setting: str) -> str:
+        """Return the request's field for a sampling setting, for error messages."""
         constraint = self.constraint()
-        return {
+        fields = {
             "bad_words_ids": "bad_words",
             **dict.fromkeys(("n", "beam_width"), "n" if self.best_of is None else "best_of"),
             **({"grammar": constraint.field} if constraint is not None else {}),
         }
+        return fields.get(setting, setting)
 
     def told(self, token_ids: Sequence[int]) -> dict[str, Any]:
         """Return `token_ids` of a choice, if requested."""

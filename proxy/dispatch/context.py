@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Final
 
+from common.errors import TriptychError
 from common.telemetry import get_logger
-from proxy.dispatch.placement import Placer
+from proxy.dispatch.placement import Placer, absent_s, missing
 from proxy.dispatch.worker_pool import WorkerPool
 from proxy.server.metrics import ProxyMetrics
 from proxy.server.timeline import Timelines
 
+FIRST_LOOK_S: Final = 0.1
+"""Pause between two looks for workers while a new proxy does not know them yet."""
 log = get_logger()
 
 
@@ -34,6 +38,16 @@ class DispatchContext:
         A supervisor restarts a worker in seconds. At 0 or less the wait is given up.
         """
         return self.handoff_timeout_s - absent_s
+
+    def wait_s(self) -> float:
+        """Return how long to wait for workers to come back, without whom no job can be placed.
+
+        Raises TriptychError("unavailable") where there were none a moment ago either.
+        """
+        left_s = self.patience_s(absent_s(self.pool))
+        if left_s <= 0:
+            raise TriptychError("unavailable", f"no {missing(self.pool)} is ready; try again shortly")
+        return left_s if self.pool.has_looked else min(left_s, FIRST_LOOK_S)
 
     def count_retry(self, request_id: str, reason: str) -> None:
         """Count repeated work of a request."""

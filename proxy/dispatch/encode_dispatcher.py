@@ -13,7 +13,7 @@ from common.telemetry import get_logger
 from proxy.dispatch.context import DispatchContext
 from proxy.dispatch.jobs import Job, MediaItem
 from proxy.dispatch.placement import FREE_ITEMS, any_encodes, outstanding, pick_encoder
-from proxy.dispatch.retries import Deadlines, Retries
+from proxy.dispatch.progress import Deadlines, Retries
 from proxy.dispatch.worker import Worker
 
 CROWDED: Final = 2

@@ -27,10 +27,9 @@ from common.telemetry import get_logger
 from proxy.dispatch.context import DispatchContext
 from proxy.dispatch.encode_dispatcher import EncodeDispatcher
 from proxy.dispatch.jobs import Job, cache_keys, response_id
-from proxy.dispatch.placement import WHOLE, absent_s, any_encodes, missing
+from proxy.dispatch.placement import WHOLE, any_encodes
 from proxy.dispatch.prefill_dispatcher import PrefillDispatcher
-from proxy.dispatch.progress import Progress
-from proxy.dispatch.retries import BACKOFF_S, Deadlines
+from proxy.dispatch.progress import BACKOFF_S, Deadlines, Progress, Retries
 from proxy.dispatch.worker import Worker, WorkerEvent
 
 MAX_UNREAD: Final = 4096
@@ -39,8 +38,6 @@ MAX_MOVES: Final = 3
 """Decoders that one request may outlive."""
 INQUIRY_S: Final = 5.0
 """Pause between two inquiries to the workers of a job whether they still have it."""
-FIRST_LOOK_S: Final = 0.1
-"""Pause between two looks for workers while a new proxy does not know them yet."""
 
 Event = FromWorker | WorkerEvent
 log = get_logger()
@@ -69,7 +66,8 @@ class JobRunner:
         self._attempts = itertools.count(1)
         self._deadlines = Deadlines(lambda: self._events.put_nowait(None))
         self._encode = EncodeDispatcher(job, context, self._deadlines)
-        self._prefill = PrefillDispatcher(job, self._cache_keys, context, self._encode, self._attempts, self._deadlines)
+        self._prefill: PrefillDispatcher | None = None  # where a worker apart from the decoder computes the prompt
+        self._prefill_retries = Retries("the prompt could not be computed")
         self._decoder: Worker | None = None
         self._claimed_tokens = 0  # of the decoder's load
         self._attempt = 0  # of the decoder
@@ -97,7 +95,7 @@ class JobRunner:
 
     def uses(self, worker: Worker) -> bool:
         """Whether that worker runs any part of the job."""
-        return worker in (self._decoder, self._prefill.worker) or self._encode.uses(worker)
+        return worker in (self._decoder, self._prefiller) or self._encode.uses(worker)
 
     async def tokens(self) -> AsyncGenerator[Tokens]:
         """Run the job and yield the tokens as they come, each sequence in order and without repeats.
@@ -164,86 +162,91 @@ class JobRunner:
         """Whether this worker, in this attempt, is the decoder: the job may have come back to it."""
         return worker is self._decoder and attempt == self._attempt
 
-    def _prefills(self, worker: Worker, attempt: int) -> bool:
-        return worker is self._prefill.worker and attempt == self._prefill.attempt
+    @property
+    def _prefiller(self) -> Worker | None:
+        """The worker that computes the prompt for the decoder, while it does."""
+        return None if self._prefill is None else self._prefill.worker
 
     def _on_tokens(self, worker: Worker, message: Tokens) -> None:
         if not self._decodes(worker, message.attempt):
             return  # from a replaced attempt
         self._begun = True
-        if self._encode.pending and self._prefill.worker is None:
+        if self._encode.pending and self._prefiller is None:
             self._encode.read(worker)  # tokens need all inputs, whatever encoders still report
         news = self._progress.accept(message)
         if news is not None:
             self._news.append(news)
 
     async def _on_needed(self, worker: Worker, message: InputNeeded) -> None:
-        decodes = self._decodes(worker, message.request_attempt)
-        if message.input_id == KV_INPUT_ID:
-            if decodes:
-                self._begun = False
-                await self._prefill.on_needed(message.attempt)
-        elif decodes or self._prefills(worker, message.request_attempt):
-            await self._encode.on_needed(worker, message)
+        decodes, prefill = self._decodes(worker, message.request_attempt), self._prefill
+        if message.input_id != KV_INPUT_ID:
+            if decodes or (prefill is not None and prefill.runs_on(worker, message.request_attempt)):
+                await self._encode.on_needed(worker, message)
+        elif decodes:
+            self._begun = False
+            if prefill is not None:
+                await prefill.on_needed(message.attempt)
 
     async def _on_prefilled(self, worker: Worker, message: Prefilled) -> None:
-        if not self._prefills(worker, message.attempt):
+        prefill = self._prefill
+        if prefill is None or not prefill.runs_on(worker, message.attempt):
             return  # from a replaced attempt
         if message.error is not None:
-            await self._on_prefill_lost(message.error, "prefill_error")
+            await self._on_prefill_lost(prefill, message.error, "prefill_error")
             return
-        self._prefill.finish()
+        prefill.finish()
         self._news += self._progress.prefilled(message.prompt_logprobs)
 
     async def _on_failed(self, worker: Worker, message: Failed) -> None:
-        error = message.error
-        if self._prefills(worker, message.attempt):
-            await self._on_prefill_lost(error, "prefill_error")
+        error, prefill = message.error, self._prefill
+        if prefill is not None and prefill.runs_on(worker, message.attempt):
+            await self._on_prefill_lost(prefill, error, "prefill_error")
         elif self._decodes(worker, message.attempt):
             if error.code == "unavailable":  # for example, it had lost this proxy and dropped all its requests
                 await self._move("decoder_error", pause_s=BACKOFF_S)
                 return
-            await self._leave(abort=False)
-            raise TriptychError(error.code, error.message, self._job.field_of(error.param))
-        elif worker not in (self._decoder, self._prefill.worker):
+            await self._withdraw(abort=False)
+            raise self._job.error_of(error)
+        elif worker not in (self._decoder, self._prefiller):
             await self._encode.on_failed(worker, error)
 
     async def _on_gone(self, worker: Worker) -> None:
         if worker is self._decoder:
             await self._move("decoder_gone")
             return
-        if worker is self._prefill.worker:
+        if self._prefill is not None and worker is self._prefill.worker:
             error = ErrorInfo("unavailable", f"{worker.instance_id} is gone")
-            await self._on_prefill_lost(error, "prefill_gone")
+            await self._on_prefill_lost(self._prefill, error, "prefill_gone")
         await self._encode.on_gone(worker)
 
     async def _on_joined(self) -> None:
         """Place waiting work on a new worker."""
         if "place" in self._deadlines:
             await self._place()
-        await self._prefill.on_joined()
+        if self._prefill is not None:
+            await self._prefill.on_joined()
         await self._encode.on_joined()
 
-    async def _on_prefill_lost(self, error: ErrorInfo, reason: str) -> None:
+    async def _on_prefill_lost(self, prefill: PrefillDispatcher, error: ErrorInfo, reason: str) -> None:
         """Replace a lost prefill, unless the decoder has the whole prompt or must begin again, too."""
         pool, withholds = self._context.pool, self._progress.withholds
         final = not error.retryable and error.code != "internal_error"
         pairless = not pool.workers("prefill", matching=self._decoder) and bool(pool.workers(*WHOLE))
         if self._begun and not withholds:
-            self._prefill.finish()
+            prefill.finish()
         elif (withholds and not final) or (error.retryable and pairless):
-            await self._leave_and_place(reason, abort=True)
+            await self._replace(reason, abort=True)
         else:
-            await self._prefill.fail(error, reason)
+            await prefill.fail(error, reason)
 
     async def _move(self, reason: str, *, pause_s: float = 0.0, abort: bool = False) -> None:
         """Continue on another decoder. Sequences of full length end here."""
         self._news += self._progress.close(self._job.enough)
-        await self._leave_and_place(reason, pause_s=pause_s, abort=abort)
+        await self._replace(reason, pause_s=pause_s, abort=abort)
 
-    async def _leave_and_place(self, reason: str, *, pause_s: float = 0.0, abort: bool = False) -> None:
+    async def _replace(self, reason: str, *, pause_s: float = 0.0, abort: bool = False) -> None:
         """Take the rest of the job elsewhere, after `pause_s`. Raises as `_place` does, and after MAX_MOVES."""
-        await self._leave(abort=abort)
+        await self._withdraw(abort=abort)
         self._moves += 1
         if self._moves > MAX_MOVES:  # or a request that no decoder survives would take them all down in turn
             raise TriptychError("unavailable", f"{self._moves} decoders were lost with this request; it is given up")
@@ -259,18 +262,14 @@ class JobRunner:
     async def _place(self) -> None:
         """Put the job, or the rest of it, on workers, or wait for workers to come back.
 
-        Raises TriptychError("unavailable") where there are none and none were there a moment ago.
+        Raises as `DispatchContext.wait_s` does.
         """
         context, job = self._context, self._job
         placement = context.placer.choose(context.pool, self._cache_keys, media=bool(job.media))
         if placement is None:
-            left_s = context.patience_s(absent_s(context.pool))
-            if left_s <= 0:
-                raise TriptychError("unavailable", f"no {missing(context.pool)} is ready; try again shortly")
-            wait_s = left_s if context.pool.has_looked else min(left_s, FIRST_LOOK_S)
-            self._deadlines.set("place", time.monotonic() + wait_s, self._place)
+            self._deadlines.set("place", time.monotonic() + context.wait_s(), self._place)
             return
-        decoder, prefilled = placement.decoder, placement.prefiller is not None
+        decoder, prefiller = placement.decoder, placement.prefiller
         sampling = job.sampling
         num_tokens = len(job.prompt_token_ids) + sampling.max_tokens * sampling.num_sequences
         decoder.load.requests += 1
@@ -278,8 +277,7 @@ class JobRunner:
         self._decoder, self._claimed_tokens, self._attempt = decoder, num_tokens, next(self._attempts)
         self._deadlines.clear("place")
         self._deadlines.set("inquiry", time.monotonic() + INQUIRY_S, self._inquire)
-        self._progress.start(prefilled=prefilled)
-        resumed = self._progress.resumed(job.enough)
+        resumed = self._progress.start(job.enough, prefilled=prefiller is not None)
         log.debug("job placed", request=job.request_id, decoder=decoder.instance_id, attempt=self._attempt)
         await decoder.send(
             Generate(
@@ -289,12 +287,24 @@ class JobRunner:
                 sampling,
                 job.priority,
                 resumed,
-                prefilled=prefilled,
+                prefilled=prefiller is not None,
                 attempt=self._attempt,
             )
         )
-        if prefilled:
-            await self._prefill.start(placement, resumed, self._attempt)
+        if prefiller is not None:
+            self._prefill = PrefillDispatcher(
+                job,
+                self._cache_keys,
+                context,
+                self._encode,
+                self._attempts,
+                self._deadlines,
+                self._prefill_retries,
+                decoder,
+                self._attempt,
+                resumed,
+            )
+            await self._prefill.send(prefiller)
         elif job.media:
             await self._encode.send_all(decoder, self._attempt)
 
@@ -303,7 +313,8 @@ class JobRunner:
         self._deadlines.set("inquiry", time.monotonic() + INQUIRY_S, self._inquire)
         if self._decoder is not None:
             await self._decoder.notify(Inquiry(self._job.request_id, self._attempt))
-        await self._prefill.inquire()
+        if self._prefill is not None:
+            await self._prefill.inquire()
 
     async def _stop_sequences(self) -> None:
         """Stop the sequences that have ended here while others go on."""
@@ -320,12 +331,14 @@ class JobRunner:
             decoder.load.tokens -= self._claimed_tokens
         return decoder
 
-    async def _leave(self, *, abort: bool) -> None:
+    async def _withdraw(self, *, abort: bool) -> None:
         """Take the job from the decoder, with or without an `abort`, and from the prefill worker."""
         decoder = self._release_decoder()
         if decoder is not None and abort:
             await decoder.notify(Abort(self._job.request_id))
-        await self._prefill.stop()
+        if self._prefill is not None:
+            await self._prefill.stop()
+            self._prefill = None
         self._encode.recall()
 
     async def _end(self) -> None:
@@ -337,9 +350,10 @@ class JobRunner:
         if self._progress.done:
             self._release_decoder()
             await self._encode.finish()
-            await self._prefill.stop(abort=False)
+            if self._prefill is not None:
+                await self._prefill.stop(abort=False)
             return
         self._context.metrics.aborts.inc()
         for worker in list(self._encode.used):
             await worker.notify(Abort(self._job.request_id))
-        await self._leave(abort=True)
+        await self._withdraw(abort=True)

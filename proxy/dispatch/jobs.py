@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from common.errors import ErrorInfo, TriptychError
 from common.hashing import content_hash
 from common.messages import InputSlot, MediaKind
 from common.sampling_params import SamplingParams
@@ -36,8 +37,8 @@ class Job:
     """Input of a generation: a prompt with one placeholder per media item, the items, the sampling.
 
     `request_id` is the id on the wire: the response's own, or by `part_id` where a response needs several jobs.
-    `fields` maps settings to differently named fields of the request, for error messages. `enough` holds the sequences
-    that ended here, for example by a stop string; the reader of the tokens fills it.
+    `field_of` returns the request's field for a setting, for error messages. `enough` holds the sequences that ended
+    here, for example by a stop string; the reader of the tokens fills it.
     `num_encoder_prompt_tokens` are the tokens of a prompt for the encoder, which count as prompt, too.
     """
 
@@ -47,13 +48,13 @@ class Job:
     slots: list[InputSlot] = field(default_factory=list)
     media: list[MediaItem] = field(default_factory=list)
     priority: int = 0
-    fields: Mapping[str, str] = field(default_factory=dict)
+    field_of: Callable[[str], str] = str
     enough: set[int] = field(default_factory=set)
     num_encoder_prompt_tokens: int = 0
 
-    def field_of(self, param: str | None) -> str | None:
-        """Return the request's field for a setting in a worker's error."""
-        return None if param is None else self.fields.get(param, param)
+    def error_of(self, error: ErrorInfo) -> TriptychError:
+        """Return a worker's error, with the request's field for the setting."""
+        return TriptychError(error.code, error.message, None if error.param is None else self.field_of(error.param))
 
 
 def part_id(response_id: str, part: int) -> str:

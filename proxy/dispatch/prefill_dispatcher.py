@@ -11,15 +11,14 @@ from common.telemetry import get_logger
 from proxy.dispatch.context import DispatchContext
 from proxy.dispatch.encode_dispatcher import EncodeDispatcher
 from proxy.dispatch.jobs import Job
-from proxy.dispatch.placement import Placement
-from proxy.dispatch.retries import Deadlines, Retries
+from proxy.dispatch.progress import Deadlines, Retries
 from proxy.dispatch.worker import Worker
 
 log = get_logger()
 
 
 class PrefillDispatcher:
-    """Runs the prefill of one job for a decoder that stays the same until the next `start`.
+    """Runs the prefill of one job for one attempt of a decoder.
 
     A newer attempt replaces older attempts on any worker. `attempt` is the number of the last one; decoders share the
     count. The inputs go along. Without a worker, or after failures of all workers, the prefill waits.
@@ -33,30 +32,55 @@ class PrefillDispatcher:
         encode: EncodeDispatcher,
         attempts: Iterator[int],
         deadlines: Deadlines,
+        retries: Retries,
+        decoder: Worker,
+        decoder_attempt: int,
+        resumed: list[Resumed],
     ) -> None:
-        """`attempts` are the numbers of coming attempts."""
+        """`attempts` are the numbers of coming attempts; `retries` count for all decoders of the job."""
         self._job = job
-        self._attempts = attempts
         self._cache_keys = cache_keys
         self._context = context
         self._encode = encode
+        self._attempts = attempts
         self._deadlines = deadlines
-        self._retries = Retries("the prompt could not be computed")
-        self._decoder: Worker | None = None
-        self._decoder_attempt = 0
-        self._resumed: list[Resumed] = []
+        self._retries = retries
+        self._decoder = decoder
+        self._decoder_attempt = decoder_attempt
+        self._resumed = resumed
         self._sent_s = 0.0  # to `worker`
         self._replaced = False  # by a newer attempt, so that one attempt may run for nothing
         self.worker: Worker | None = None
         """The worker that computes the prompt."""
-        self.attempt = 0
+        self.attempt = decoder_attempt
 
-    async def start(self, placement: Placement, resumed: list[Resumed], attempt: int) -> None:
-        """Begin for a new decoder, which knows of this attempt already. Raises as EncodeDispatcher does."""
-        assert placement.prefiller is not None
-        self._decoder, self._decoder_attempt, self._resumed = placement.decoder, attempt, resumed
-        self._replaced, self.attempt = False, attempt
-        await self._send(placement.prefiller)
+    async def send(self, worker: Worker) -> None:
+        """Send the prompt to a worker. Raises as EncodeDispatcher does."""
+        job = self._job
+        self._deadlines.clear(self)
+        self._sent_s = time.monotonic()
+        self.worker = worker
+        worker.load.requests += 1
+        worker.load.tokens += len(job.prompt_token_ids)
+        log.debug("prompt sent", request=job.request_id, prefill=worker.instance_id, attempt=self.attempt)
+        await worker.send(
+            Generate(
+                job.request_id,
+                job.prompt_token_ids,
+                job.slots,
+                job.sampling,
+                job.priority,
+                self._resumed,
+                prefill_for=self._decoder.instance_id,
+                attempt=self.attempt,
+                prefill_for_attempt=self._decoder_attempt,
+            )
+        )
+        await self._encode.send_all(worker, self.attempt)
+
+    def runs_on(self, worker: Worker, attempt: int) -> bool:
+        """Whether this worker computes the prompt, in this attempt."""
+        return worker is self.worker and attempt == self.attempt
 
     def finish(self) -> None:
         """Release the worker after a delivered prompt."""
@@ -67,8 +91,8 @@ class PrefillDispatcher:
         self._replaced = False
 
     async def stop(self, *, abort: bool = True) -> None:
-        """Stop until the next `start`; `abort` the worker always, or only a superfluous repeat."""
-        worker, self._decoder = self.worker, None
+        """Stop for good; `abort` the worker always, or only a superfluous repeat."""
+        worker = self.worker
         self._deadlines.clear(self)
         if worker is not None:
             self._release()
@@ -85,12 +109,12 @@ class PrefillDispatcher:
         elif error.retryable or error.code == "internal_error":
             self._retries.failed(worker.instance_id, error)
         else:
-            raise TriptychError(error.code, error.message, self._job.field_of(error.param))
+            raise self._job.error_of(error)
         await self._again(reason)
 
     async def on_needed(self, attempt: int) -> None:
         """Try again: the decoder did not get the prompt of `attempt` in time. Raises after too many times."""
-        if self._decoder is None or self in self._deadlines or attempt < self.attempt:
+        if self in self._deadlines or attempt < self.attempt:
             return
         worker = self.worker
         if worker is not None:
@@ -127,7 +151,6 @@ class PrefillDispatcher:
 
     async def _place(self) -> None:
         context, decoder = self._context, self._decoder
-        assert decoder is not None
         worker = context.placer.choose_prefiller(
             context.pool, self._cache_keys, decoder, self._retries.failed_on, media=bool(self._job.media)
         )
@@ -138,31 +161,7 @@ class PrefillDispatcher:
             self._deadlines.set(self, time.monotonic() + left_s, self._place)
             return
         self.attempt = next(self._attempts)
-        await self._send(worker)
-
-    async def _send(self, worker: Worker) -> None:
-        job, decoder = self._job, self._decoder
-        assert decoder is not None
-        self._deadlines.clear(self)
-        self._sent_s = time.monotonic()
-        self.worker = worker
-        worker.load.requests += 1
-        worker.load.tokens += len(job.prompt_token_ids)
-        log.debug("prompt sent", request=job.request_id, prefill=worker.instance_id, attempt=self.attempt)
-        await worker.send(
-            Generate(
-                job.request_id,
-                job.prompt_token_ids,
-                job.slots,
-                job.sampling,
-                job.priority,
-                self._resumed,
-                prefill_for=decoder.instance_id,
-                attempt=self.attempt,
-                prefill_for_attempt=self._decoder_attempt,
-            )
-        )
-        await self._encode.send_all(worker, self.attempt)
+        await self.send(worker)
 
     def _release(self) -> None:
         worker, self.worker = self.worker, None

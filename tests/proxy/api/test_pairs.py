@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import ErrorInfo
 from common.messages import Abort, Encode, Generate, Prefilled
-from proxy.dispatch.retries import MAX_WAITS
+from proxy.dispatch.progress import MAX_WAITS
 from tests.proxy.conftest import eventually
 from tests.proxy.fake_decoders import FakePrefill
 from tests.proxy.fake_workers import SILENT

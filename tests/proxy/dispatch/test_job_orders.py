@@ -35,7 +35,7 @@ from common.messages import (
     ToWorker,
 )
 from common.sampling_params import SamplingParams
-from proxy.dispatch import job_runner, retries
+from proxy.dispatch import job_runner, progress
 from proxy.dispatch.context import DispatchContext
 from proxy.dispatch.job_runner import JobRunner
 from proxy.dispatch.jobs import Job, MediaItem
@@ -243,7 +243,7 @@ async def _heal(world: World) -> None:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (retries, job_runner):
+    for module in (progress, job_runner):
         monkeypatch.setattr(module, "BACKOFF_S", 0.0)
 
 

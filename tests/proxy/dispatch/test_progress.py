@@ -50,7 +50,7 @@ def test_losses_at_any_moment_neither_repeat_nor_skip(
                 assert [entry.logprob for entry in news.logprobs] == [-float(news.offset)] * len(news.token_ids)
                 told[news.index] += news.token_ids
                 ends += [news.index] if news.finish_reason else []
-        resumed = progress.resumed(set())
+        resumed = progress.start(set(), prefilled=False)
         assert [part.index for part in resumed] in ([], progress.rest(set()))
         if not from_the_start and resumed:
             have = {part.index: len(part.token_ids) for part in resumed}
