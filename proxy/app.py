@@ -40,10 +40,9 @@ from proxy.media.intake import MediaIntake
 from proxy.routes import make_router
 from proxy.server import errors
 from proxy.server.auth import refusal
-from proxy.server.held_bytes import ByteBudget
-from proxy.server.metrics import CountRequests, ProxyMetrics
+from proxy.server.limits import ByteBudget
+from proxy.server.metrics import CountRequests, ProxyMetrics, Timelines
 from proxy.server.request_context import AdmissionController
-from proxy.server.timeline import Timelines
 from proxy.service import Service
 
 MEMORY_SHARE: Final = 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,17 +18,16 @@ from common.model_info import ModelInfo
 from common.text.processor import TextProcessor
 from common.text.token_text import TokenTexts
 from proxy.dispatch.dispatcher import Dispatcher
-from proxy.dispatch.jobs import Job, response_id
+from proxy.dispatch.jobs import Job
 from proxy.dispatch.placement import any_encodes, imbalance, missing
 from proxy.dispatch.text_stream import TextStream
 from proxy.dispatch.worker_pool import WorkerPool
 from proxy.media.audio_windows import AudioWindows
 from proxy.media.intake import MediaIntake
 from proxy.server.errors import Overloaded
-from proxy.server.metrics import ProxyMetrics
-from proxy.server.queue_delay import QueueDelayLimiter, RequestTickets, Ticket, retry_after_s
+from proxy.server.limits import QueueDelayLimiter, RequestTickets, Ticket
+from proxy.server.metrics import ProxyMetrics, Timelines
 from proxy.server.request_context import AdmissionController, RequestContext
-from proxy.server.timeline import Timelines
 
 LineName = Literal["text", "media"]
 
@@ -110,7 +110,7 @@ class Service:
             self.metrics.refused.labels("wait").inc()
             wait_s, limit_s = excess_s + self.settings.max_queue_s, self.settings.max_queue_s
             message = f"the first token would come after some {wait_s:.0f} s, more than the {limit_s:g} s allowed"
-            raise Overloaded(f"{message} (max_queue_s); try again later", retry_after_s(excess_s))
+            raise Overloaded(f"{message} (max_queue_s); try again later", math.ceil(excess_s))
 
     def join_line(self, context: RequestContext, name: LineName, num_jobs: int = 1) -> RequestTickets:
         """Admit a request to a queue before media are fetched and text is tokenised. Raises as `check_lines` does."""
@@ -153,9 +153,7 @@ class Service:
 
         The timeline's bar "proxy" ends here.
         """
-        timeline = response_id(job.request_id)
-        if self.timelines.open(timeline):
-            self.timelines.add(timeline, [Span("proxy", self.instance_id, context.created_s, time.time())])
+        self.timelines.begin(job.request_id, Span("proxy", self.instance_id, context.created_s, time.time()))
         return TextStream(
             job,
             self.dispatcher.run(self.pool, job, context.deadline_s),

@@ -17,7 +17,7 @@ from proxy.api.speech import Speech, SpeechOptions
 from proxy.dispatch.jobs import Job, MediaItem, make_slots
 from proxy.dispatch.text_stream import Delta, TextStream, Usage
 from proxy.media.intake import MediaSource
-from proxy.server.queue_delay import RequestTickets
+from proxy.server.limits import RequestTickets
 from proxy.server.request_context import Json, Payload, RequestContext, Sse
 from proxy.service import LineName, Service
 

@@ -46,9 +46,11 @@ R = TypeVar("R", bound=BaseModel)
 async def parse(model: type[R], exchange: RequestContext) -> R:
     """Return the body of a request as `model`.
 
-    Raises TriptychError("invalid_request") naming the wrong field, and as `RequestContext.body` does.
+    Raises TriptychError("invalid_request") naming the wrong field, and as `RequestContext.stream` does.
     """
-    body = await exchange.body()
+    body = bytearray()
+    async for chunk in exchange.stream():
+        body += chunk
     try:
         if len(body) > _OFF_LOOP_BYTES:
             num_values = await asyncio.to_thread(body.count, b",")

@@ -21,7 +21,7 @@ from proxy.dispatch.jobs import Job, MediaItem, make_slots, part_id
 from proxy.dispatch.text_stream import Delta, Finish, TextStream, Usage
 from proxy.media.audio import Window
 from proxy.media.audio_windows import shared
-from proxy.server.queue_delay import RequestTickets, Ticket
+from proxy.server.limits import RequestTickets, Ticket
 from proxy.server.request_context import RequestContext
 from proxy.service import Service
 

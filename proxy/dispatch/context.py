@@ -10,8 +10,7 @@ from common.errors import TriptychError
 from common.telemetry import get_logger
 from proxy.dispatch.placement import Placer, absent_s, missing
 from proxy.dispatch.worker_pool import WorkerPool
-from proxy.server.metrics import ProxyMetrics
-from proxy.server.timeline import Timelines
+from proxy.server.metrics import ProxyMetrics, Timelines
 
 FIRST_LOOK_S: Final = 0.1
 """Pause between two looks for workers while a new proxy does not know them yet."""

@@ -10,12 +10,11 @@ from common.config import Settings
 from common.messages import Abort, Encoded, Failed, FromWorker, InputNeeded, Prefilled, Tokens
 from proxy.dispatch.context import DispatchContext
 from proxy.dispatch.job_runner import JobRunner
-from proxy.dispatch.jobs import Job, response_id
+from proxy.dispatch.jobs import Job
 from proxy.dispatch.placement import Placer
 from proxy.dispatch.worker import Worker, WorkerEvent
 from proxy.dispatch.worker_pool import WorkerPool
-from proxy.server.metrics import ProxyMetrics
-from proxy.server.timeline import Timelines
+from proxy.server.metrics import ProxyMetrics, Timelines
 
 _REMEMBERED: Final = 1024
 """Ended jobs whose worker was told to stop, so that each is told once."""
@@ -47,7 +46,7 @@ class Dispatcher:
 
     async def on_message(self, worker: Worker, message: FromWorker) -> None:
         if isinstance(message, Encoded | Prefilled):  # also after the last token
-            self._timelines.add(response_id(message.request_id), message.spans)
+            self._timelines.add(message.request_id, message.spans)
         runner = self._runners.get(message.request_id)
         if runner is not None:
             if not runner.post(worker, message):

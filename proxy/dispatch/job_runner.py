@@ -26,7 +26,7 @@ from common.messages import (
 from common.telemetry import get_logger
 from proxy.dispatch.context import DispatchContext
 from proxy.dispatch.encode_dispatcher import EncodeDispatcher
-from proxy.dispatch.jobs import Job, cache_keys, response_id
+from proxy.dispatch.jobs import Job, cache_keys
 from proxy.dispatch.placement import WHOLE, any_encodes
 from proxy.dispatch.prefill_dispatcher import PrefillDispatcher
 from proxy.dispatch.progress import BACKOFF_S, Deadlines, Progress, Retries
@@ -116,7 +116,7 @@ class JobRunner:
                 while self._news:
                     tokens = self._news.popleft()
                     if tokens.spans:
-                        context.timelines.add(response_id(request_id), tokens.spans)
+                        context.timelines.add(request_id, tokens.spans)
                     yield tokens
                 if self._job.enough:
                     await self._stop_sequences()

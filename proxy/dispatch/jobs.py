@@ -62,11 +62,6 @@ def part_id(response_id: str, part: int) -> str:
     return f"{response_id}.{part}"
 
 
-def response_id(request_id: str) -> str:
-    """Return the id of a job's response."""
-    return request_id.partition(".")[0]
-
-
 def make_slots(media: list[MediaItem], prompt_indices: list[int] | None) -> list[InputSlot]:
     """Return input slots in order; `prompt_indices` are the placeholders, None for a prompt without any."""
     return [

@@ -12,8 +12,8 @@ from common.messages import TokenLogprob, Tokens
 from common.telemetry import get_logger
 from common.text.processor import Detokenizer, TextProcessor
 from proxy.dispatch.jobs import Job
+from proxy.server.limits import Ticket
 from proxy.server.metrics import ProxyMetrics
-from proxy.server.queue_delay import Ticket
 from proxy.server.request_context import RequestContext
 
 Finish = Literal["stop", "length"]
@@ -169,7 +169,7 @@ class TextStream:
     def _observe_first(self) -> None:
         context, self._first_s = self._context, time.monotonic()
         self._metrics.ttft.observe(self._first_s - context.arrival_s)
-        self._ticket.begin()
+        self._ticket.release(begun=True)
         if context.first_token_s is None:
             context.first_token_s = self._first_s
         log.debug("first token", request=self.job.request_id)

@@ -19,7 +19,7 @@ from proxy.media.fair_semaphore import Share, SlotTimeout
 from proxy.media.fetch import Fetcher
 from proxy.media.local_files import read_local
 from proxy.media.percent import least_bytes, unquote
-from proxy.server.held_bytes import Reservation
+from proxy.server.limits import Reservation
 from proxy.server.metrics import ProxyMetrics
 
 _IMAGE_MAGIC: Final = (

@@ -1,10 +1,20 @@
-"""Metrics of the proxy, for Prometheus."""
+"""Observation of the proxy: metrics for Prometheus, and timelines of recent requests (which stage ran where, when)."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any, Final
+
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from common.messages import Span
+
+KEPT_REQUESTS: Final = 1000
+MAX_SPANS: Final = 512
+"""Limit per request. Later spans of a longer request (an hour of audio) are discarded."""
 _LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 
@@ -125,3 +135,33 @@ class CountRequests:
         finally:
             route = scope.get("route")  # unknown paths share a label: untrusted clients choose them
             self._metrics.requests.labels(getattr(route, "path", "other"), status).inc()
+
+
+class Timelines:
+    """Spans by request id; the oldest request is discarded first."""
+
+    def __init__(self, kept: int = KEPT_REQUESTS) -> None:
+        self._kept = kept
+        self._spans: OrderedDict[str, list[Span]] = OrderedDict()
+
+    def begin(self, job_id: str, first: Span) -> None:
+        """Start the timeline of a job's response, unless another job has. Spans of unknown responses are discarded."""
+        request_id = job_id.partition(".")[0]
+        if request_id not in self._spans:
+            self._spans[request_id] = [first]
+        while len(self._spans) > self._kept:
+            self._spans.popitem(last=False)
+
+    def add(self, job_id: str, spans: Iterable[Span]) -> None:
+        """Add spans of a job to the timeline of its response."""
+        known = self._spans.get(job_id.partition(".")[0])
+        if known is not None:
+            known.extend(list(spans)[: MAX_SPANS - len(known)])
+
+    def get(self, request_id: str) -> dict[str, Any] | None:
+        """Return a timeline as JSON, in order of start; None for an unknown or discarded request."""
+        spans = self._spans.get(request_id)
+        if spans is None:
+            return None
+        ordered = sorted(spans, key=lambda span: (span.start_s, span.end_s))
+        return {"request_id": request_id, "spans": [msgspec.to_builtins(span) for span in ordered]}

@@ -30,9 +30,8 @@ from starlette.types import Message, Receive, Scope, Send
 from common.errors import ErrorInfo, TriptychError
 from common.telemetry import get_logger
 from proxy.server.errors import Overloaded, error_body
-from proxy.server.held_bytes import ByteBudget, Reservation
+from proxy.server.limits import ByteBudget, RequestTickets, Reservation
 from proxy.server.metrics import ProxyMetrics
-from proxy.server.queue_delay import RequestTickets
 
 CLIENT_CLOSED_REQUEST: Final = 499
 """Seen in metrics only: the client has left."""
@@ -92,15 +91,12 @@ class RequestContext:
     outcome: str = "client_left"
     """"ok", the code of an error, or "client_left": neither answer nor error came before."""
 
-    async def body(self) -> bytearray:
-        """Return the whole body. Raises TriptychError("item_too_large") over the limit, Overloaded without memory."""
-        chunks = bytearray()
-        async for chunk in self.stream():
-            chunks += chunk
-        return chunks
-
     async def stream(self) -> AsyncGenerator[bytes]:
-        """Yield the body as it comes. Raises as `body` does, for the declared size before any read."""
+        """Yield the body as it comes.
+
+        Raises TriptychError("item_too_large") over the limit and Overloaded without memory, for the declared size
+        before any read.
+        """
         declared = self.request.headers.get("content-length", "")
         reserved = self._reserve(0, int(declared)) if declared.isdecimal() else 0
         size = 0
@@ -258,18 +254,13 @@ class EventStream(Response):
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sender = asyncio.create_task(self._send(send))
-        watcher = asyncio.create_task(_disconnected(receive, self._context.body_read))
         try:
-            # A client that stops reading would hold its request forever: the deadline counts here, too.
-            remaining_s = self._context.deadline_s + _DEADLINE_GRACE_S - time.monotonic()
-            ended, _ = await asyncio.wait({sender, watcher}, timeout=remaining_s, return_when=asyncio.FIRST_COMPLETED)
-            if not ended:
-                self._context.outcome = "timeout"
+            await _unless_disconnected(self._context, self._send(send))
+        except ClientDisconnect:
+            pass
+        except TriptychError as error:  # the deadline: a client that stops reading would hold its request forever
+            self._context.outcome = error.info.code
         finally:
-            sender.cancel()
-            watcher.cancel()
-            await asyncio.gather(sender, watcher, return_exceptions=True)
             await self._end(self._context, self._payloads)
 
     async def _send(self, send: Send) -> None:

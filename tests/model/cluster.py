@@ -20,8 +20,7 @@ from common.sampling_params import SamplingParams
 from proxy.dispatch.dispatcher import Dispatcher
 from proxy.dispatch.jobs import Job, MediaItem, make_slots
 from proxy.dispatch.worker_pool import WorkerPool
-from proxy.server.metrics import ProxyMetrics
-from proxy.server.timeline import Timelines
+from proxy.server.metrics import ProxyMetrics, Timelines
 from tests.model.network import Connection, Letter, Network, SimulatedClient, SimulatedRegistry
 from tests.model.simulated_loop import SimulatedLoop
 from tests.model.symbols import expected_tokens, media, model_info, placeholder, rows_of, tiny_config

@@ -21,7 +21,7 @@ from proxy.app import make_app, make_service
 from proxy.media import addresses, fetch
 from proxy.media.fetch import Fetcher
 from proxy.media.intake import MediaIntake, MediaSource
-from proxy.server.held_bytes import ByteBudget, Reservation
+from proxy.server.limits import ByteBudget, Reservation
 from proxy.server.metrics import ProxyMetrics
 from tests.security.fuzz import examples
 

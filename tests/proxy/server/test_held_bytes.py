@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from proxy.server.held_bytes import Reservation
+from proxy.server.limits import Reservation
 from tests.proxy.conftest import Rig, eventually
 from tests.proxy.media.test_media import web_server
 from tests.proxy.sample_media import audio_part, image_part, picture, speech

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import socket
 from typing import Any
 
@@ -14,14 +15,13 @@ from common.http import server
 from common.messages import Abort, Generate, Tokens
 from proxy.api import completions
 from proxy.dispatch import job_runner
-from proxy.server.queue_delay import (
+from proxy.server.limits import (
     FULL_LINE,
     SHORT_LINE,
     WINDOW,
     QueueDelayLimiter,
     RequestTickets,
     Ticket,
-    retry_after_s,
 )
 from tests.proxy.conftest import eventually
 from tests.proxy.sample_media import image_part, picture, speech
@@ -40,7 +40,7 @@ def _serve_at(line: QueueDelayLimiter, clock: Clock, tickets: list, rate: float,
     """Let the first `count` of those who wait begin, so many in a second."""
     for _ in range(count):
         clock.now_s += 1 / rate
-        tickets.pop(0).begin()
+        tickets.pop(0).release(begun=True)
 
 
 def test_a_burst_is_taken_in_whole():
@@ -59,7 +59,7 @@ def test_a_line_that_stands_turns_away_who_would_wait_too_long():
     _serve_at(line, clock, tickets, 10, WINDOW // 2)
     assert line.wait_s == pytest.approx((len(tickets) + 1) / 10)
     assert line.excess_s == pytest.approx(line.wait_s - 2.0)
-    assert retry_after_s(line.excess_s) == 5
+    assert math.ceil(line.excess_s) == 5
     _serve_at(line, clock, tickets, 10, len(tickets) - 18)
     assert line.excess_s <= 0
 
@@ -75,7 +75,7 @@ def test_a_sustained_overload_keeps_the_wait_at_its_limit():
         else:
             tickets.append(line.join())
         if step % 2 and tickets:
-            tickets.pop(0).begin()
+            tickets.pop(0).release(begun=True)
         if step > 500:
             longest = max(longest, len(tickets))
     assert 0.9 * limit_s <= longest / rate <= 1.1 * limit_s
@@ -142,7 +142,7 @@ def test_a_job_takes_a_ticket_of_its_request_and_each_that_nobody_knew_of_its_ow
     assert (line.num_waiting, tickets.num_waiting) == (2, 0)
     first, second, third = (tickets.acquire() for _ in range(3))
     assert (line.num_waiting, tickets.num_waiting) == (3, 3)
-    second.begin()
+    second.release(begun=True)
     assert (line.num_waiting, tickets.num_waiting, first.waits) == (2, 2, True)
     third.release()
     tickets.release()
@@ -155,8 +155,8 @@ def test_a_job_takes_a_ticket_of_its_request_and_each_that_nobody_knew_of_its_ow
 def test_a_ticket_counts_once():
     line = QueueDelayLimiter(1.0)
     ticket = line.join()
-    ticket.begin()
-    ticket.begin()
+    ticket.release(begun=True)
+    ticket.release(begun=True)
     ticket.release()
     assert line.num_waiting == 0
 

@@ -1,4 +1,8 @@
-"""Expected wait of a new request for the first token, and refusal of too long a wait.
+"""Limits under load: memory for bodies and media, and the expected wait for a first token.
+
+A limit on the number of requests bounds no memory: a thousand requests may be a thousand times the largest body. Each
+request therefore reserves bytes before it reads, decodes or fetches them. A reservation that does not fit is refused at
+once: waiting requests could wait for each other. All bytes are released when the request ends.
 
 A request waits in a queue from admission to its first token. A request of several jobs (a recording, a list of prompts)
 waits with each job that was sent off. The service rate is the rate at which waiting requests began while others waited;
@@ -18,6 +22,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from common.errors import TriptychError
+from proxy.server.errors import Overloaded
+from proxy.server.metrics import ProxyMetrics
+
 SHORT_LINE: Final = 4
 """Requests that may always wait."""
 FULL_LINE: Final = 8
@@ -26,6 +34,49 @@ WINDOW: Final = 64
 """Begins that measure the rate, while at least SHORT_LINE wait. The rate is unknown before a quarter of them."""
 FORGET_S: Final = 10.0
 """Time with fewer waiting after which the rate is measured again: workers come and go."""
+
+
+class ByteBudget:
+    """Limit and sum of all reservations."""
+
+    def __init__(self, limit_bytes: int, metrics: ProxyMetrics) -> None:
+        self.limit_bytes = limit_bytes
+        self.held_bytes = 0
+        self.metrics = metrics
+        metrics.held_bytes.set_function(lambda: self.held_bytes)
+
+
+@dataclass
+class Reservation:
+    """Bytes of a request. Call `release` at the end."""
+
+    budget: ByteBudget
+    num_bytes: int = 0
+
+    def reserve(self, num_bytes: int) -> None:
+        """Reserve more bytes, before they are held.
+
+        Raises Overloaded where other requests hold too much, TriptychError("item_too_large") for a request that could
+        never fit.
+        """
+        budget, wanted = self.budget, self.num_bytes + num_bytes
+        if wanted > budget.limit_bytes:
+            message = f"the request with its media takes {wanted} bytes or more in memory, the server has room for"
+            raise TriptychError("item_too_large", f"{message} {budget.limit_bytes} in all (max_inflight_bytes)")
+        if budget.held_bytes + num_bytes > budget.limit_bytes:
+            budget.metrics.refused.labels("bytes").inc()
+            message = (
+                f"{budget.held_bytes} bytes of requests are under way, {num_bytes} more would be over the limit of"
+            )
+            raise Overloaded(f"{message} {budget.limit_bytes} (max_inflight_bytes); try again shortly")
+        budget.held_bytes += num_bytes
+        self.num_bytes = wanted
+
+    def release(self, num_bytes: int | None = None) -> None:
+        """Release some bytes, or all."""
+        freed = self.num_bytes if num_bytes is None else num_bytes
+        self.budget.held_bytes -= freed
+        self.num_bytes -= freed
 
 
 class QueueDelayLimiter:
@@ -72,7 +123,7 @@ class QueueDelayLimiter:
             self._standing_since_s = self._clock()
         return Ticket(self)
 
-    def leave(self, *, begun: bool) -> None:
+    def exit(self, *, begun: bool) -> None:
         """Remove a waiting job: `begun` with the first token, or ended without."""
         now_s = self._clock()
         if begun and self.num_waiting >= SHORT_LINE:
@@ -98,22 +149,16 @@ class QueueDelayLimiter:
 
 @dataclass(eq=False)
 class Ticket:
-    """The slot of a job in a queue. Repeated `begin` or `release` calls do nothing."""
+    """The slot of a job in a queue."""
 
     line: QueueDelayLimiter
     waits: bool = True
 
-    def begin(self) -> None:
-        """Leave the queue with the first token."""
+    def release(self, *, begun: bool = False) -> None:
+        """Exit the queue, with the first token if `begun`. Repeated calls do nothing."""
         if self.waits:
             self.waits = False
-            self.line.leave(begun=True)
-
-    def release(self) -> None:
-        """Leave the queue without a token."""
-        if self.waits:
-            self.waits = False
-            self.line.leave(begun=False)
+            self.line.exit(begun=begun)
 
 
 class RequestTickets:
@@ -139,8 +184,3 @@ class RequestTickets:
         """Release all tickets: the request ends."""
         for ticket in (*self._free, *self._acquired):
             ticket.release()
-
-
-def retry_after_s(excess_s: float) -> int:
-    """Whole seconds after which a refused request may come back, at least 1."""
-    return max(1, math.ceil(excess_s))
