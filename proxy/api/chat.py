@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from common.errors import TriptychError
 from common.messages import MediaKind
@@ -15,11 +15,18 @@ from proxy.api.logprobs import LogprobShapes, check_prompt_logprobs
 from proxy.api.openai_types import AudioPart, AudioUrlPart, ChatRequest, ImagePart, Message, TextPart, parse
 from proxy.api.speech import Speech, SpeechOptions
 from proxy.dispatch.jobs import Job, MediaItem, make_slots
-from proxy.dispatch.text_stream import Delta, TextStream, Usage
+from proxy.dispatch.text_stream import Delta, TextStream
 from proxy.media.intake import MediaSource
 from proxy.server.limits import RequestTickets
 from proxy.server.request_context import Json, Payload, RequestContext, Sse
 from proxy.service import LineName, Service
+
+_PLACEHOLDERS: Final[dict[str, dict[str, str]]] = {
+    "image_url": {"type": "image"},
+    "input_audio": {"type": "audio", "audio": ""},
+    "audio_url": {"type": "audio", "audio": ""},
+}
+"""Media in chat templates, which look for the type or for a key named like the media."""
 
 
 async def chat_completions(service: Service, context: RequestContext) -> AsyncGenerator[Payload]:
@@ -35,10 +42,21 @@ async def chat_completions(service: Service, context: RequestContext) -> AsyncGe
     tickets = service.join_line(context, "media" if sources else "text")
     media = await service.intake.load(sources, context.held)
     if service.transcribes:
-        answer = _transcribe(service, context, tickets, body, media)
+        source: TextStream | Speech = _transcribe(service, context, tickets, body, media)
     else:
-        answer = await _generate(service, context, tickets, body, media)
-    async with aclosing(answer.deltas) as deltas:
+        source = await _generate(service, context, tickets, body, media)
+    answer = _Answer(
+        body,
+        source,
+        LogprobShapes(service.token_texts, body.num_logprobs or 0, bool(body.return_tokens_as_token_ids)),
+        {
+            "id": context.id,
+            "object": "chat.completion.chunk" if body.stream else "chat.completion",
+            "created": int(context.created_s),
+            "model": service.model_name,
+        },
+    )
+    async with aclosing(source.deltas()) as deltas:
         if not body.stream:
             choices = [Choice() for _ in range(body.width if body.picks_best else body.num_choices)]
             async for delta in deltas:
@@ -49,32 +67,19 @@ async def chat_completions(service: Service, context: RequestContext) -> AsyncGe
             for chunk in answer.chunks(delta):
                 yield chunk
     if body.wants_usage_event:
-        yield Sse({**answer.head, "choices": [], "usage": answer.usage.to_json()})
+        yield Sse({**answer.head, "choices": [], "usage": source.usage.to_json()})
     yield Sse(None)
 
 
 @dataclass
 class _Answer:
-    """An answer under way. `text` is None for a transcription, which may come from several jobs."""
+    """An answer under way; `head` are the fields that all its chunks share."""
 
-    service: Service
-    context: RequestContext
     body: ChatRequest
-    deltas: AsyncGenerator[Delta]
-    usage: Usage
-    text: TextStream | None = None
+    source: TextStream | Speech
+    shapes: LogprobShapes
+    head: dict[str, Any]
     _begun: set[int] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        body, service, context = self.body, self.service, self.context
-        self.head = {
-            "id": context.id,
-            "object": "chat.completion.chunk" if body.stream else "chat.completion",
-            "created": int(context.created_s),
-            "model": service.model_name,
-        }
-        as_ids = bool(body.return_tokens_as_token_ids)
-        self._shapes = LogprobShapes(service.token_texts, body.num_logprobs or 0, as_ids)
 
     def whole(self, choices: Sequence[Choice]) -> Json:
         """Return the complete answer."""
@@ -84,37 +89,37 @@ class _Answer:
             {
                 "index": index,
                 "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                "logprobs": None if body.num_logprobs is None else self._shapes.chat(choice.logprobs),
+                "logprobs": None if body.num_logprobs is None else self.shapes.chat(choice.logprobs),
                 "finish_reason": choice.finish_reason,
-                **body.told(choice.token_ids),
+                **body.token_ids_of(choice.token_ids),
                 **({"score": choice.score} if body.use_beam_search else {}),
             }
             for index, choice in enumerate(choices)
         ]
-        if body.prompt_logprobs is not None and self.text is not None:
-            value["prompt_logprobs"] = self._shapes.prompt(self.text.prompt_logprobs)
-        return Json({**value, "usage": self.usage.to_json()})
+        if body.prompt_logprobs is not None and isinstance(self.source, TextStream):
+            value["prompt_logprobs"] = self.shapes.prompt(self.source.prompt_logprobs)
+        return Json({**value, "usage": self.source.usage.to_json()})
 
     def chunks(self, delta: Delta) -> Iterator[Sse]:
         """Yield the events of a delta: the text, then the end of the sequence."""
         body, index = self.body, delta.index
-        logprobs = None if body.num_logprobs is None else self._shapes.chat(delta.logprobs)
-        rest = {"logprobs": logprobs, **body.told(delta.token_ids)}
-        told: list[dict[str, Any]] = []
+        logprobs = None if body.num_logprobs is None else self.shapes.chat(delta.logprobs)
+        rest = {"logprobs": logprobs, **body.token_ids_of(delta.token_ids)}
+        choices: list[dict[str, Any]] = []
         if delta.text or index not in self._begun:
             role = {} if index in self._begun else {"role": "assistant"}
             self._begun.add(index)
             content = {**role, "content": delta.text}
-            told.append({"index": index, "delta": content, "finish_reason": None, **rest})
-            rest = {"logprobs": None, **body.told(())}
+            choices.append({"index": index, "delta": content, "finish_reason": None, **rest})
+            rest = {"logprobs": None, **body.token_ids_of(())}
         if delta.finish_reason is not None:
-            told.append({"index": index, "delta": {}, "finish_reason": delta.finish_reason, **rest})
-        for choice in told:
-            yield Sse({**self.head, "choices": [choice], **body.chunk_usage(self.usage)})
+            choices.append({"index": index, "delta": {}, "finish_reason": delta.finish_reason, **rest})
+        for choice in choices:
+            yield Sse({**self.head, "choices": [choice], **body.chunk_usage(self.source.usage)})
 
 
 def collect_media(messages: list[Message], kind: MediaKind | None, model: str) -> list[MediaSource]:
-    """The media of a conversation in order of appearance.
+    """Return the media of a conversation in order of appearance.
 
     Raises TriptychError("invalid_request") for media that the model does not take.
     """
@@ -145,25 +150,19 @@ def template_messages(messages: list[Message], with_media: bool) -> list[dict[st
         if not isinstance(message.content, list):
             content = message.content or ""
         elif with_media:
-            content = [_template_part(part) for part in message.content]
+            content = [
+                {"type": "text", "text": part.text} if isinstance(part, TextPart) else _PLACEHOLDERS[part.type]
+                for part in message.content
+            ]
         else:
             content = "\n".join(part.text for part in message.content if isinstance(part, TextPart))
         rendered.append({"role": role, "content": content})
     return rendered
 
 
-def _template_part(part: TextPart | ImagePart | AudioPart | AudioUrlPart) -> dict[str, str]:
-    """Return a part for templates, which look for the type or for a key named like the media."""
-    if isinstance(part, TextPart):
-        return {"type": "text", "text": part.text}
-    if isinstance(part, ImagePart):
-        return {"type": "image"}
-    return {"type": "audio", "audio": ""}
-
-
 async def _generate(
     service: Service, context: RequestContext, tickets: RequestTickets, body: ChatRequest, media: list[MediaItem]
-) -> _Answer:
+) -> TextStream:
     if body.language is not None:
         message = f"language is for speech models, {service.model_name} is none"
         raise TriptychError("invalid_request", message, "language")
@@ -172,16 +171,16 @@ async def _generate(
     slots = make_slots(media, service.text.placeholder_indices(prompt, len(media)))
     limit = service.token_limit(len(prompt), body.token_limit, "messages")
     sampling = body.sampling(service.text, limit)
-    check_prompt_logprobs(sampling.prompt_logprobs, len(prompt))
+    if sampling.prompt_logprobs is not None:
+        check_prompt_logprobs(sampling.prompt_logprobs, len(prompt))
     job = Job(context.id, prompt, sampling, slots, media, body.priority or 0, body.field_of)
     skip_special_tokens = body.skip_special_tokens is not False
-    text = service.generate(job, context, tickets.acquire(), skip_special_tokens=skip_special_tokens)
-    return _Answer(service, context, body, text.deltas(), text.usage, text)
+    return service.generate(job, context, tickets.acquire(), skip_special_tokens=skip_special_tokens)
 
 
 def _transcribe(
     service: Service, context: RequestContext, tickets: RequestTickets, body: ChatRequest, media: list[MediaItem]
-) -> _Answer:
+) -> Speech:
     """Transcribe the one audio input of a conversation; text beside it is the hint of earlier speech."""
     if len(media) != 1:
         message = f"{service.model_name} transcribes one clip (input_audio or audio_url) per request, not {len(media)}"
@@ -198,5 +197,4 @@ def _transcribe(
         token_limit=body.token_limit,
         priority=body.priority or 0,
     )
-    speech = Speech(service, context, tickets, media[0], sampling, options)
-    return _Answer(service, context, body, speech.deltas(), speech.usage)
+    return Speech(service, context, tickets, media[0], sampling, options)

@@ -48,7 +48,7 @@ async def completions(service: Service, context: RequestContext) -> AsyncGenerat
         async for number, delta in merged:
             answer, delta = answers[number], answers[number].told(delta)
             choice = answer.choice(number, delta.index, delta, echo=answer.begins(delta.index))
-            choice |= body.told(delta.token_ids)
+            choice |= body.token_ids_of(delta.token_ids)
             num_told += len(delta.token_ids)
             usage = body.chunk_usage(replace(_usage(answers), completion_tokens=num_told))
             yield Sse({**head, "choices": [choice], **usage})
@@ -130,7 +130,7 @@ async def _whole(
         for rank, one in enumerate(best(found[number], body.num_choices)):
             choice = answer.choice(number, rank, one, echo=True)
             score = {"score": one.score} if body.use_beam_search else {}
-            choices.append({**choice, **answer.prompt_logprobs(), **body.told(one.token_ids), **score})
+            choices.append({**choice, **answer.prompt_logprobs(), **body.token_ids_of(one.token_ids), **score})
     return Json({**head, "choices": choices, "usage": _usage(answers).to_json()})
 
 

@@ -101,13 +101,11 @@ def _finite(logprob: float) -> float:
     return max(logprob, MIN_LOGPROB)
 
 
-def check_prompt_logprobs(count: int | None, num_prompt_tokens: int, field: str = "prompt_logprobs") -> None:
+def check_prompt_logprobs(count: int, num_prompt_tokens: int, field: str = "prompt_logprobs") -> None:
     """Raise TriptychError("invalid_request") for more log-probabilities of a prompt than fit into one message.
 
     `count` is the number of likeliest tokens at each token, as the request's `field` has it.
     """
-    if count is None:
-        return
     most = max_prompt_tokens(count)
     if num_prompt_tokens > most:
         message = f"{field} is {count} for {num_prompt_tokens} prompt tokens, with so many at most {most} are allowed"

@@ -120,7 +120,8 @@ def _sampling(service: Service, body: CompletionRequest, num_prompt_tokens: int)
     wanted = None if body.max_tokens is None else max(1, body.max_tokens)
     limit = service.token_limit(num_prompt_tokens, wanted, "prompt")
     sampling = body.sampling(service.text, limit)
-    check_prompt_logprobs(sampling.prompt_logprobs, num_prompt_tokens)
+    if sampling.prompt_logprobs is not None:
+        check_prompt_logprobs(sampling.prompt_logprobs, num_prompt_tokens)
     if not body.echo or body.logprobs is None:
         return sampling
     check_prompt_logprobs(body.logprobs, num_prompt_tokens, "logprobs")

@@ -177,7 +177,7 @@ class GenerationRequest(StructuredFields, ABC):
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             no_repeat_ngram_size=self.no_repeat_ngram_size or 0,
-            logit_bias=_token_keys(self.logit_bias or {}),
+            logit_bias=_token_keys(self.logit_bias) if self.logit_bias else {},
             allowed_token_ids=allowed,
             bad_words=bad_words,
             bad_words_ids=bad_words_ids(text, bad_words) if bad_words else (),
@@ -249,7 +249,7 @@ class GenerationRequest(StructuredFields, ABC):
         }
         return fields.get(setting, setting)
 
-    def told(self, token_ids: Sequence[int]) -> dict[str, Any]:
+    def token_ids_of(self, token_ids: Sequence[int]) -> dict[str, Any]:
         """Return `token_ids` of a choice, if requested."""
         return {"token_ids": list(token_ids)} if self.return_token_ids else {}
 

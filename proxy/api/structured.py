@@ -83,25 +83,24 @@ class StructuredFields(BaseModel):
 
         Raises TriptychError("invalid_request") naming a second or an impossible constraint.
         """
-        found = [Constraint(field, grammar) for field, grammar in self._given() if grammar is not None]
-        if len(found) > 1:
-            message = f"{found[1].field} cannot be used together with {found[0].field}: the output has one form"
-            raise TriptychError("invalid_request", message, found[1].field)
-        return found[0] if found else None
-
-    def _given(self) -> list[tuple[str, Grammar | None]]:
         given: list[tuple[str, Grammar | None]] = []
         if self.response_format is not None:
             given.append(("response_format", self.response_format.grammar()))
         if self.structured_outputs is not None:
             new = self.structured_outputs
             forms = _forms("structured_outputs.", new.json_, new.regex, new.choice, new.grammar, new.json_object)
-            if not any(grammar for _, grammar in forms):
+            if not forms:
                 message = "structured_outputs needs one of json, regex, choice, grammar, json_object"
                 raise TriptychError("invalid_request", message, "structured_outputs")
             given += forms
         old = self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar, self.guided_json_object
-        return [*given, *_forms("guided_", *old)]
+        found = [
+            Constraint(field, grammar) for field, grammar in (*given, *_forms("guided_", *old)) if grammar is not None
+        ]
+        if len(found) > 1:
+            message = f"{found[1].field} cannot be used together with {found[0].field}: the output has one form"
+            raise TriptychError("invalid_request", message, found[1].field)
+        return found[0] if found else None
 
 
 @dataclass(frozen=True)
@@ -119,8 +118,8 @@ def _forms(
     choice: list[str] | None,
     grammar: str | None,
     json_object: bool | None,
-) -> list[tuple[str, Grammar | None]]:
-    forms: list[tuple[str, Grammar | None]] = []
+) -> list[tuple[str, Grammar]]:
+    forms: list[tuple[str, Grammar]] = []
     if schema is not None:
         forms.append((f"{prefix}json", _json_schema(schema, f"{prefix}json")))
     if regex is not None:
