@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 import time
+from dataclasses import dataclass, field
 from typing import Any, TextIO, cast
 
 import structlog
@@ -72,13 +73,13 @@ class Counter:
         return self._value
 
 
+@dataclass
 class SpanRecorder:
     """Spans of a request on an instance, by the wall clock, for a common timeline of several instances."""
 
-    def __init__(self, instance: str) -> None:
-        self.instance = instance
-        self.spans: list[Span] = []
-        self._open: dict[str, tuple[float, float]] = {}  # by the wall clock, and by the monotonic one
+    instance: str
+    spans: list[Span] = field(default_factory=list)
+    _open: dict[str, tuple[float, float]] = field(default_factory=dict)  # by the wall clock, and by the monotonic one
 
     def start(self, stage: str) -> None:
         self._open.setdefault(stage, (time.time(), time.monotonic()))

@@ -36,8 +36,6 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from common.http.chunk_guard import ChunkGuard
-
 MIN_BODY_BYTES_PER_S: Final = 500
 FRESH_S: Final = 0.25
 """Age in seconds below which an idle connection is not replaced: in a burst all connections are idle."""
@@ -46,6 +44,10 @@ PIECE_BYTES: Final = 4 * 2**10
 h11's 16 KiB."""
 BODY_PIECE_BYTES: Final = 64 * 2**10
 """Read size within a body of known length, where parsing is cheap."""
+CHUNK_COST_BYTES: Final = 64
+"""Charge per chunk, in bytes of data: parsing a tiny chunk costs as much as parsing a large chunk."""
+SPARE_BYTES: Final = 1000 * CHUNK_COST_BYTES
+"""Credit of a body: about a thousand chunks may be tiny, however large the earlier chunks were."""
 DEFAULT_DESCRIPTORS: Final = 2**20
 """Assumed where the system sets no limit: Linux's default per process."""
 
@@ -60,6 +62,18 @@ class Phase(Enum):
     ANSWER = auto()
     DRAIN = auto()
     KEPT = auto()
+
+
+@dataclass
+class ChunkGuard:
+    """Balance of one body in chunks."""
+
+    spare_bytes: int = SPARE_BYTES
+
+    def are_too_many(self, num_bytes: int, *, begins: bool = True) -> bool:
+        """Count `num_bytes` of a chunk, a new chunk if `begins`. Return whether the credit is used up."""
+        self.spare_bytes = min(SPARE_BYTES, self.spare_bytes + num_bytes - begins * CHUNK_COST_BYTES)
+        return self.spare_bytes < 0
 
 
 @dataclass

@@ -12,13 +12,15 @@ import contextlib
 import functools
 import multiprocessing
 import os
+import resource
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from common.errors import TriptychError
-from common.process import child_limits
+from common.process import malloc
 from common.telemetry import get_logger
 
 P = ParamSpec("P")
@@ -94,16 +96,16 @@ class ChildPool:
         for child in list((executor._processes or {}).values()):  # its own shutdown would wait for them
             child.kill()
 
-    async def _take(self, num_slots: int) -> None:
+    async def _acquire(self, num_slots: int) -> None:
         """Wait for `num_slots` slots; only a single caller at a time may wait for several."""
-        taken = 0
+        num_acquired = 0
         self.num_waiting += 1
         try:
-            while taken < num_slots:
+            while num_acquired < num_slots:
                 await self._slots.acquire()
-                taken += 1
+                num_acquired += 1
         except BaseException:
-            self._release(taken)
+            self._release(num_acquired)
             raise
         finally:
             self.num_waiting -= 1
@@ -113,10 +115,10 @@ class ChildPool:
             self._slots.release()
 
     async def _attempt(self, item: str, call: Callable[[], T], num_slots: int = 1) -> T:
-        await self._take(num_slots)
+        await self._acquire(num_slots)
         executor = self._executor
         try:
-            work = executor.submit(child_limits.work, call)
+            work = executor.submit(_run_in_child, call)
         except BrokenProcessPool:
             self._release(num_slots)
             self._rebuild(executor)
@@ -125,12 +127,7 @@ class ChildPool:
         loop = asyncio.get_running_loop()
         overdue = loop.call_later(self._timeout_s, self._rebuild, executor)
         started_s = loop.time()
-
-        def finish() -> None:
-            overdue.cancel()
-            self._release(num_slots)
-
-        work.add_done_callback(lambda _: _call_on(loop, finish))
+        work.add_done_callback(lambda _: self._end_item(loop, overdue, num_slots))
         try:
             return await asyncio.wrap_future(work)
         except BrokenProcessPool as error:
@@ -142,6 +139,12 @@ class ChildPool:
         except MemoryError as error:
             limit = f"{self._initializer[0] / 2**20:g} MiB"
             raise TriptychError("bad_media", f"{self._work} {item} takes more memory than {limit}") from error
+
+    def _end_item(self, loop: asyncio.AbstractEventLoop, overdue: asyncio.TimerHandle, num_slots: int) -> None:
+        """Release what an item holds. Called by a thread of the executor."""
+        with contextlib.suppress(RuntimeError):  # the loop has closed
+            loop.call_soon_threadsafe(overdue.cancel)
+            loop.call_soon_threadsafe(self._release, num_slots)
 
     def _rebuild(self, broken: ProcessPoolExecutor) -> None:
         if broken is not self._executor:
@@ -157,13 +160,37 @@ class ChildPool:
         executor = ProcessPoolExecutor(
             self._num_workers,
             mp_context=multiprocessing.get_context("spawn"),
-            initializer=child_limits.begin,
+            initializer=_begin_child,
             initargs=self._initializer,
         )
         # Processes start with the first calls, and the first item should not wait for them.
         return executor, [executor.submit(os.getpid) for _ in range(self._num_workers)]
 
 
-def _call_on(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop has closed
-        loop.call_soon_threadsafe(callback)
+def _begin_child(memory_bytes: int, initialize: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    """Initialize a new helper, then limit its resources."""
+    initialize(*arguments)
+    _limit_resources(memory_bytes)
+
+
+def _run_in_child(call: Callable[[], T]) -> T:
+    """Return the result of `call`; afterwards free memory goes back to the system, however large the item was."""
+    try:
+        return call()
+    finally:
+        malloc.return_free_pages()
+
+
+def _limit_resources(memory_bytes: int) -> None:
+    """Let this process take `memory_bytes` of address space beyond the present size. Beyond that limit follows a
+    MemoryError or the end.
+
+    Elsewhere than on Linux, only core dumps are turned off.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it would hold somebody's picture
+    with contextlib.suppress(OSError):
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        limit = pages * os.sysconf("SC_PAGE_SIZE") + memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit if most < 0 else min(limit, most), most))
+        Path("/proc/self/oom_score_adj").write_text("1000")  # rather this one than the service

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
 from typing import Final
 
 _M_TRIM_THRESHOLD: Final = -1  # from glibc's malloc.h
@@ -18,6 +17,8 @@ LARGEST_BYTES: Final = 32 * 2**20
 """As far as glibc lets it grow, and be set."""
 KEPT_BYTES: Final = 2 * LARGEST_BYTES
 """Twice the threshold, as glibc has it when it adjusts both."""
+_LIBC: Final = ctypes.CDLL(None) if sys.platform == "linux" else None
+"""The C library, glibc or another one without these functions."""
 
 
 def use_one_arena() -> None:
@@ -51,22 +52,17 @@ def reuse_large_blocks() -> None:
     _set(_M_TOP_PAD, KEPT_BYTES)
 
 
-def give_back(keep_bytes: int = 0) -> None:
+def return_free_pages(keep_bytes: int = 0) -> None:
     """Return every free page of the heaps to the system, except `keep_bytes` at the end of the main heap and the ends
     of other threads' heaps (`use_one_arena`).
 
     By itself malloc gives back the end of a heap only: one small block behind a burst keeps all of it. Takes a fraction
     of a millisecond for a heap of some hundred MiB; who allocates meanwhile waits, other threads of Python do not.
     """
-    if (malloc_trim := _function("malloc_trim")) is not None:
+    if (malloc_trim := getattr(_LIBC, "malloc_trim", None)) is not None:
         malloc_trim(ctypes.c_size_t(keep_bytes))
 
 
 def _set(parameter: int, value: int) -> None:
-    if (mallopt := _function("mallopt")) is not None:
+    if (mallopt := getattr(_LIBC, "mallopt", None)) is not None:
         mallopt(parameter, value)
-
-
-def _function(name: str) -> Callable[..., int] | None:
-    """Return a function of glibc; None with another C library."""
-    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

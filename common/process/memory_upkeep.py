@@ -46,7 +46,7 @@ def settle() -> None:
 
 async def tidy_up(keep_bytes: int = 0, every_s: float = TIDY_S, is_idle: Callable[[], bool] | None = None) -> NoReturn:
     """Collect circular garbage at intervals, and return free memory, but `keep_bytes` at the end of each heap
-    (malloc.give_back). Do so, too, once `is_idle` has been true for IDLE_S after work.
+    (malloc.return_free_pages). Do so, too, once `is_idle` has been true for IDLE_S after work.
 
     A full collection comes by itself only after some 80,000 more objects than before, whatever those in circles hold;
     in a process that has settled it takes a few milliseconds. And what a heap has once needed, it would keep: that may
@@ -64,5 +64,5 @@ async def tidy_up(keep_bytes: int = 0, every_s: float = TIDY_S, is_idle: Callabl
             due_s = now_s + every_s
         elif is_tidy or now_s - worked_s < IDLE_S:
             continue
-        await asyncio.to_thread(malloc.give_back, keep_bytes)
+        await asyncio.to_thread(malloc.return_free_pages, keep_bytes)
         is_tidy = True

@@ -67,7 +67,7 @@ def release_free_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     else:
-        malloc.give_back()
+        malloc.return_free_pages()
 
 
 class _EnoughError(Exception):

@@ -18,7 +18,7 @@ import httpx
 
 from common.config import Settings
 from common.errors import TriptychError
-from common.http.chunk_guard import ChunkGuard
+from common.http.connections import ChunkGuard
 from proxy.media.addresses import AddressResolver
 from proxy.media.fair_semaphore import FairSemaphore, Share
 

@@ -15,8 +15,7 @@ import pytest
 
 from common.config import Settings
 from common.errors import TriptychError
-from common.http.chunk_guard import CHUNK_COST_BYTES, SPARE_BYTES
-from common.http.connections import BODY_PIECE_BYTES, PIECE_BYTES, BoundedProtocol
+from common.http.connections import BODY_PIECE_BYTES, CHUNK_COST_BYTES, PIECE_BYTES, SPARE_BYTES, BoundedProtocol
 from proxy.media import fetch
 from proxy.media.fetch import Fetcher
 from tests.proxy.conftest import Rig, serve

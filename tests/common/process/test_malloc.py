@@ -64,7 +64,7 @@ for _ in range(1000):
     burst.append(block(64 * 2**10))
     block(4096)  # lives on, behind the large one
 free(burst)
-malloc.give_back(KEEP)
+malloc.return_free_pages(KEEP)
 print(resident() - before)
 """
 
@@ -109,10 +109,10 @@ def test_what_is_kept_for_use_is_bounded() -> None:
 
 def test_free_pages_between_small_blocks_can_be_given_back() -> None:
     """Of 64 MiB."""
-    assert _bytes(_GIVEN_BACK.replace("malloc.give_back(KEEP)", ""), "malloc.use_one_arena()") > 60 * MIB
+    assert _bytes(_GIVEN_BACK.replace("malloc.return_free_pages(KEEP)", ""), "malloc.use_one_arena()") > 60 * MIB
     assert _bytes(_GIVEN_BACK.replace("KEEP", "0"), "malloc.use_one_arena()") < 12 * MIB  # pages with something on them
 
 
 def test_the_free_end_of_the_heap_can_be_kept() -> None:
-    program = _MUCH_AT_ONCE.replace("print", "malloc.give_back(32 * 2**20)\nprint")
+    program = _MUCH_AT_ONCE.replace("print", "malloc.return_free_pages(32 * 2**20)\nprint")
     assert 28 * MIB < _bytes(program, "malloc.reuse_large_blocks()") < 36 * MIB
