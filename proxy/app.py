@@ -39,7 +39,6 @@ from proxy.media.fetch import Fetcher
 from proxy.media.intake import MediaIntake
 from proxy.routes import make_router
 from proxy.server import errors
-from proxy.server.auth import refusal
 from proxy.server.limits import ByteBudget
 from proxy.server.metrics import CountRequests, ProxyMetrics, Timelines
 from proxy.server.request_context import AdmissionController
@@ -111,7 +110,7 @@ def make_app(service: Service, port: int) -> FastAPI:
     app = FastAPI(title="Triptych", redoc_url=None, swagger_ui_oauth2_redirect_url=None, lifespan=lifespan)
     app.openapi = openapi.document  # type: ignore[method-assign]
     app.include_router(make_router(service))
-    app.add_middleware(RequireKey, guard=proxy_guard(service.settings), refusal=refusal)
+    app.add_middleware(RequireKey, guard=proxy_guard(service.settings), refusal=errors.refusal)
     app.add_middleware(CountRequests, metrics=service.metrics)
     errors.install(app)
     return app

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from common.config import Settings
 from common.errors import TriptychError
+from common.keys import api_keys
 from proxy.api.chat import chat_completions
 from proxy.api.completions import completions
 from proxy.api.transcriptions import transcriptions
-from proxy.server.auth import key_check
 from proxy.server.errors import RETRY_AFTER_S
 from proxy.service import Problem, Service
 
@@ -22,7 +24,7 @@ def make_router(service: Service) -> APIRouter:
     router = APIRouter()
     limit = service.settings.max_body_bytes
     answer = service.admission.answer
-    has_key = key_check(service.settings)
+    has_key = _key_check(service.settings)
 
     @router.post("/v1/chat/completions")
     async def _chat(request: Request) -> Response:
@@ -88,3 +90,14 @@ def _model(service: Service) -> dict[str, Any]:
         "owned_by": "triptych",
         "max_model_len": service.max_model_len,
     }
+
+
+def _key_check(settings: Settings) -> Callable[[Request], bool]:
+    """Return a check whether the caller of an open path may see details of the cluster: a key, or no keys at all."""
+    keys = api_keys(settings)
+
+    def has_key(request: Request) -> bool:
+        given = request.headers.getlist("authorization")
+        return not keys or keys.accepts(given[0] if len(given) == 1 else None)
+
+    return has_key

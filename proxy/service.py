@@ -115,7 +115,8 @@ class Service:
     def join_line(self, context: RequestContext, name: LineName, num_jobs: int = 1) -> RequestTickets:
         """Admit a request to a queue before media are fetched and text is tokenised. Raises as `check_lines` does."""
         self.check_lines(name)
-        context.tickets = RequestTickets(self.lines[name], num_jobs)
+        line = self.lines[name]
+        context.tickets = RequestTickets(line, [line.join() for _ in range(num_jobs)])
         return context.tickets
 
     def update_gauges(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final, NoReturn
 
@@ -135,41 +136,34 @@ class TextProcessor:
         return indices
 
 
+@dataclass
 class Detokenizer:
     """Incremental text of a growing token sequence; holds back half characters and possible stop strings.
 
     Stop strings count after the first `min_tokens` tokens only.
     """
 
-    def __init__(
-        self,
-        text: TextProcessor,
-        stop: Sequence[str] = (),
-        *,
-        skip_special_tokens: bool = True,
-        min_tokens: int = 0,
-    ) -> None:
-        self._text = text
-        self._stop = tuple(stop)
-        self._min_tokens = min_tokens
-        self._skip = skip_special_tokens
-        self._ids: list[int] = []
-        self._prefix = 0  # tokens before this are settled; those from here to _read give context to the next ones
-        self._read = 0
-        self._pending = ""  # decoded, but may be the start of a stop string
-        self.stopped = False
+    text: TextProcessor
+    stop: Sequence[str] = ()
+    skip_special_tokens: bool = True
+    min_tokens: int = 0
+    stopped: bool = False
+    _ids: list[int] = field(default_factory=list)
+    _prefix: int = 0  # tokens before this are settled; those from here to _read give context to the next ones
+    _read: int = 0
+    _pending: str = ""  # decoded, but may be the start of a stop string
 
     def push(self, token_ids: Sequence[int], *, final: bool = False) -> str:
         """Add tokens, return the new text. After a stop string `stopped` is True and further calls return no text."""
         if self.stopped:
             return ""
         self._ids.extend(token_ids)
-        before = self._text.decode(self._ids[self._prefix : self._read], skip_special_tokens=self._skip)
-        now = self._text.decode(self._ids[self._prefix :], skip_special_tokens=self._skip)
+        before = self.text.decode(self._ids[self._prefix : self._read], skip_special_tokens=self.skip_special_tokens)
+        now = self.text.decode(self._ids[self._prefix :], skip_special_tokens=self.skip_special_tokens)
         if len(now) > len(before) and (final or not now.endswith("\ufffd")):  # else half a character
             self._prefix, self._read = self._read, len(self._ids)
             self._pending += now[len(before) :]
-        stops = self._stop if len(self._ids) > self._min_tokens else ()
+        stops = self.stop if len(self._ids) > self.min_tokens else ()
         for stop in stops:
             at = self._pending.find(stop)
             if at >= 0:
@@ -181,9 +175,9 @@ class Detokenizer:
 
     def _possible_stop_suffix(self) -> int:
         """Return the length of the longest suffix of the pending text that may begin a stop string."""
-        longest = max((len(stop) - 1 for stop in self._stop), default=0)
+        longest = max((len(stop) - 1 for stop in self.stop), default=0)
         for size in range(min(longest, len(self._pending)), 0, -1):
-            if any(stop.startswith(self._pending[-size:]) for stop in self._stop):
+            if any(stop.startswith(self._pending[-size:]) for stop in self.stop):
                 return size
         return 0
 

@@ -10,12 +10,11 @@ from typing import Any, Final
 
 from common.errors import TriptychError
 from common.messages import MediaKind
-from proxy.api.choices import Choice, best
 from proxy.api.logprobs import LogprobShapes, check_prompt_logprobs
 from proxy.api.openai_types import AudioPart, AudioUrlPart, ChatRequest, ImagePart, Message, TextPart, parse
 from proxy.api.speech import Speech, SpeechOptions
 from proxy.dispatch.jobs import Job, MediaItem, make_slots
-from proxy.dispatch.text_stream import Delta, TextStream
+from proxy.dispatch.text_stream import Choice, Delta, TextStream, best
 from proxy.media.intake import MediaSource
 from proxy.server.limits import RequestTickets
 from proxy.server.request_context import Json, Payload, RequestContext, Sse
@@ -169,7 +168,7 @@ async def _generate(
     messages = template_messages(body.messages, service.info.media_kind is not None)
     prompt = await asyncio.to_thread(service.text.render_chat, messages)
     slots = make_slots(media, service.text.placeholder_indices(prompt, len(media)))
-    limit = service.token_limit(len(prompt), body.token_limit, "messages")
+    limit = service.token_limit(len(prompt), body.max_completion_tokens or body.max_tokens, "messages")
     sampling = body.sampling(service.text, limit)
     if sampling.prompt_logprobs is not None:
         check_prompt_logprobs(sampling.prompt_logprobs, len(prompt))
@@ -194,7 +193,7 @@ def _transcribe(
     options = SpeechOptions(
         language=body.language,
         prompt="\n".join(filter(None, texts)) or None,
-        token_limit=body.token_limit,
+        token_limit=body.max_completion_tokens or body.max_tokens,
         priority=body.priority or 0,
     )
     return Speech(service, context, tickets, media[0], sampling, options)

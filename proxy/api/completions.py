@@ -8,12 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.messages import TokenLogprob
-from proxy.api.choices import Choice, best
 from proxy.api.logprobs import CompletionLogprobs, LogprobShapes, joined
 from proxy.api.merge import merge
 from proxy.api.openai_types import CompletionRequest, Prompt, parse
 from proxy.api.prompts import check_number, make_jobs
-from proxy.dispatch.text_stream import Delta, TextStream, Usage
+from proxy.dispatch.text_stream import Choice, Delta, TextStream, Usage, best
 from proxy.server.request_context import Json, Payload, RequestContext, Sse
 from proxy.service import LineName, Service
 

@@ -21,7 +21,7 @@ from pydantic import (
 
 from common.errors import TriptychError
 from common.sampling_params import MAX_LOGPROBS
-from proxy.api.sampling_fields import GenerationRequest
+from proxy.api.sampling_fields import GenerationRequest, list_tag
 from proxy.server.errors import FIRST_ERROR, from_validation
 from proxy.server.request_context import RequestContext
 
@@ -120,13 +120,9 @@ ContentPart = Annotated[
 ]
 
 
-def _content_tag(value: Any) -> str:
-    return "PARTS" if isinstance(value, list) else "PLAIN"
-
-
 Content = Annotated[
-    Annotated[StrictStr | None, Tag("PLAIN")] | Annotated[list[ContentPart], FIRST_ERROR, Tag("PARTS")],
-    Discriminator(_content_tag),
+    Annotated[StrictStr | None, Tag("ONE")] | Annotated[list[ContentPart], FIRST_ERROR, Tag("SEVERAL")],
+    Discriminator(list_tag),
 ]
 
 
@@ -172,10 +168,6 @@ class ChatRequest(GenerationRequest):
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
-
-    @property
-    def token_limit(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 class CompletionRequest(GenerationRequest):

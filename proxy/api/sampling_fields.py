@@ -84,12 +84,13 @@ def _few(biases: object) -> object:
     return biases
 
 
-def _stop_tag(value: Any) -> str:
+def list_tag(value: Any) -> str:
+    """Return the tag of a union of one value and a list."""
     return "SEVERAL" if isinstance(value, list) else "ONE"  # capitals: left out of the field names in error messages
 
 
 Stop = Annotated[
-    Annotated[StopString | None, Tag("ONE")] | Annotated[StopStrings, Tag("SEVERAL")], Discriminator(_stop_tag)
+    Annotated[StopString | None, Tag("ONE")] | Annotated[StopStrings, Tag("SEVERAL")], Discriminator(list_tag)
 ]
 
 

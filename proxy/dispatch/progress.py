@@ -131,6 +131,7 @@ class Progress:
         return [i for i, sequence in enumerate(self._sequences) if not sequence.finished and i not in enough]
 
 
+@dataclass
 class Deadlines:
     """All deadlines of one job, each with the action that follows. Times are by `time.monotonic`.
 
@@ -138,10 +139,9 @@ class Deadlines:
     the deadline are handled first.
     """
 
-    def __init__(self, wake: Callable[[], None]) -> None:
-        self._wake = wake
-        self._pending: dict[Hashable, tuple[float, Action]] = {}
-        self._timer: asyncio.TimerHandle | None = None
+    wake: Callable[[], None]
+    _pending: dict[Hashable, tuple[float, Action]] = field(default_factory=dict)
+    _timer: asyncio.TimerHandle | None = None
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._pending
@@ -150,10 +150,10 @@ class Deadlines:
         """Run `action` at `due_s`, in place of any earlier deadline of `key`."""
         self._pending[key] = due_s, action
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_at(due_s, self._wake)
+            self._timer = asyncio.get_running_loop().call_at(due_s, self.wake)
         elif due_s < self._timer.when():
             self._timer.cancel()
-            self._timer = asyncio.get_running_loop().call_at(due_s, self._wake)
+            self._timer = asyncio.get_running_loop().call_at(due_s, self.wake)
 
     def clear(self, key: Hashable) -> None:
         """Forget the deadline of `key`, if any."""
@@ -170,7 +170,7 @@ class Deadlines:
             self.stop()
             if self._pending:
                 due_s = min(due_s for due_s, _ in self._pending.values())
-                self._timer = asyncio.get_running_loop().call_at(due_s, self._wake)
+                self._timer = asyncio.get_running_loop().call_at(due_s, self.wake)
 
     def stop(self) -> None:
         """Wake the job no more."""

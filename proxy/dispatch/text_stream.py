@@ -36,6 +36,37 @@ class Delta:
 
 
 @dataclass
+class Choice:
+    """The complete answer of a sequence."""
+
+    text: str = ""
+    finish_reason: Finish | None = None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    score: float | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.finish_reason = delta.finish_reason or self.finish_reason
+        self.score = delta.score if delta.score is not None else self.score
+
+    @property
+    def mean_logprob(self) -> float:
+        """Log-probability per token."""
+        return sum(entry.logprob for entry in self.logprobs) / max(1, len(self.logprobs))
+
+
+def best(choices: list[Choice], count: int) -> list[Choice]:
+    """Return the `count` choices with the highest log-probability per token, best first; up to `count` choices keep
+    their order."""
+    if len(choices) <= count:
+        return choices
+    return sorted(choices, key=lambda choice: choice.mean_logprob, reverse=True)[:count]
+
+
+@dataclass
 class Usage:
     """Token counts of a response, the sum over the jobs of that response."""
 
@@ -117,7 +148,11 @@ class TextStream:
             async with aclosing(self._tokens) as tokens:
                 async for batch in tokens:
                     if not self._first_s:
-                        self._observe_first()
+                        self._first_s = time.monotonic()
+                        self._metrics.ttft.observe(self._first_s - self._context.arrival_s)
+                        self._context.first_token_s = self._context.first_token_s or self._first_s
+                        self._ticket.release(begun=True)
+                        log.debug("first token", request=self.job.request_id)
                     delta = self._delta(batch)
                     if delta is not None:
                         yield delta
@@ -165,14 +200,6 @@ class TextStream:
         if batch.finish_reason == "stop" and ids and ids[-1] in self._stops:
             ids = ids[:-1]
         return ids if timestamps is None else [token for token in ids if token < timestamps.first_token_id]
-
-    def _observe_first(self) -> None:
-        context, self._first_s = self._context, time.monotonic()
-        self._metrics.ttft.observe(self._first_s - context.arrival_s)
-        self._ticket.release(begun=True)
-        if context.first_token_s is None:
-            context.first_token_s = self._first_s
-        log.debug("first token", request=self.job.request_id)
 
     def _observe_end(self) -> None:
         context, now_s = self._context, time.monotonic()

@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import FailFast, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from common.errors import ErrorInfo, TriptychError
 from common.telemetry import get_logger
@@ -51,6 +52,14 @@ def error_response(info: ErrorInfo, status: int | None = None, headers: dict[str
     if info.code == "invalid_api_key":
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(error_body(info, status), status or info.http_status, headers)
+
+
+async def refusal(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer with OpenAI's 401; the given key appears nowhere."""
+    given = "authorization" in Request(scope).headers
+    message = "the API key is not one of this server's" if given else "this server wants an API key"
+    info = ErrorInfo("invalid_api_key", f"{message}: send it as `Authorization: Bearer KEY`")
+    await error_response(info)(scope, receive, send)
 
 
 def from_validation(error: ValidationError) -> TriptychError:

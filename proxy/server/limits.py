@@ -19,7 +19,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from common.errors import TriptychError
@@ -161,13 +161,13 @@ class Ticket:
             self.line.exit(begun=begun)
 
 
+@dataclass
 class RequestTickets:
-    """Tickets of a request: at first for each known job, later for each further waiting job."""
+    """Tickets of a request: `free` for each known job at first, others for each further waiting job later."""
 
-    def __init__(self, line: QueueDelayLimiter, num_jobs: int = 1) -> None:
-        self.line = line
-        self._free = [line.join() for _ in range(num_jobs)]
-        self._acquired: list[Ticket] = []
+    line: QueueDelayLimiter
+    free: list[Ticket]
+    _acquired: list[Ticket] = field(default_factory=list)
 
     @property
     def num_waiting(self) -> int:
@@ -177,10 +177,10 @@ class RequestTickets:
     def acquire(self) -> Ticket:
         """Return the ticket of a job that is sent off now."""
         self._acquired = [ticket for ticket in self._acquired if ticket.waits]
-        self._acquired.append(self._free.pop() if self._free else self.line.join())
+        self._acquired.append(self.free.pop() if self.free else self.line.join())
         return self._acquired[-1]
 
     def release(self) -> None:
         """Release all tickets: the request ends."""
-        for ticket in (*self._free, *self._acquired):
+        for ticket in (*self.free, *self._acquired):
             ticket.release()

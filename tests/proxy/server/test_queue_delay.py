@@ -138,7 +138,7 @@ def test_a_line_that_was_slow_once_is_measured_again_by_those_that_can_wait():
 
 def test_a_job_takes_a_ticket_of_its_request_and_each_that_nobody_knew_of_its_own():
     line = QueueDelayLimiter(1.0)
-    tickets = RequestTickets(line, 2)
+    tickets = RequestTickets(line, [line.join(), line.join()])
     assert (line.num_waiting, tickets.num_waiting) == (2, 0)
     first, second, third = (tickets.acquire() for _ in range(3))
     assert (line.num_waiting, tickets.num_waiting) == (3, 3)
@@ -147,7 +147,7 @@ def test_a_job_takes_a_ticket_of_its_request_and_each_that_nobody_knew_of_its_ow
     third.release()
     tickets.release()
     assert (line.num_waiting, tickets.num_waiting) == (0, 0)
-    unused = RequestTickets(line, 3)
+    unused = RequestTickets(line, [line.join() for _ in range(3)])
     unused.release()
     assert line.num_waiting == 0
 
