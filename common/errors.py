@@ -65,3 +65,8 @@ class TriptychError(Exception):
     def __reduce__(self) -> tuple[type[TriptychError], tuple[ErrorCode, str, str | None]]:
         """Pickle the error, for the way from a helper process to its parent."""
         return type(self), (self.info.code, self.info.message, self.info.param)
+
+
+def invalid(message: str, param: str | None = None) -> TriptychError:
+    """Return the error of a request that is wrong in the field `param`."""
+    return TriptychError("invalid_request", message, param)

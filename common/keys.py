@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from common.config import Settings
-from common.errors import TriptychError
+from common.errors import invalid
 
 KEY_BYTES: Final = 32
 _HEX_KEY: Final = re.compile(rf"[0-9a-fA-F]{{{2 * KEY_BYTES}}}")
@@ -33,7 +33,7 @@ class ClusterKey:
         """Read 64 hexadecimal digits. Raises TriptychError("invalid_request") naming `source`, not the value."""
         if _HEX_KEY.fullmatch(text.strip()) is None:
             message = f"{source} must be {2 * KEY_BYTES} hexadecimal digits; make one: openssl rand -hex {KEY_BYTES}"
-            raise TriptychError("invalid_request", message, "cluster_key")
+            raise invalid(message, "cluster_key")
         self._key = bytes.fromhex(text.strip())
 
     @classmethod
@@ -143,8 +143,7 @@ def _list_api_keys(settings: Settings) -> list[str]:
         lines = (line.strip() for line in _read(settings.api_key_file, "api_key_file").splitlines())
         found = [line for line in lines if line and not line.startswith("#")]
         if not found:
-            message = f"api_key_file {settings.api_key_file} has no key; write one per line"
-            raise TriptychError("invalid_request", message, "api_key_file")
+            raise invalid(f"api_key_file {settings.api_key_file} has no key; write one per line", "api_key_file")
         keys += found
     return keys
 
@@ -158,4 +157,4 @@ def _read(path: Path, setting: str) -> str:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise TriptychError("invalid_request", f"cannot read {setting} {path}: {reason}", setting) from error
+        raise invalid(f"cannot read {setting} {path}: {reason}", setting) from error

@@ -19,7 +19,7 @@ from typing import Annotated, Final, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
 
-from common.errors import ErrorInfo, TriptychError
+from common.errors import ErrorInfo, invalid
 from common.families import MediaKind as MediaKind
 from common.sampling_params import SamplingParams
 
@@ -438,11 +438,11 @@ def _with_deadline(message: T, by_s: float) -> T:
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview, cap: int) -> T:
     if len(data) > cap:
-        raise TriptychError("invalid_request", f"a message of {len(data)} bytes is over the cap of {cap}")
+        raise invalid(f"a message of {len(data)} bytes is over the cap of {cap}")
     try:
         return _with_deadline(decoder.decode(data), time.monotonic())
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:  # ValueError: text that is none
-        raise TriptychError("invalid_request", f"not a valid message: {error!s:.500}") from error
+        raise invalid(f"not a valid message: {error!s:.500}") from error
 
 
 def decode_to_worker(data: bytes | memoryview) -> ToWorker:

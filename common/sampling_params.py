@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from common.errors import TriptychError
+from common.errors import invalid
 
 MIN_TEMPERATURE: Final = 1e-5
 """Below this, dividing logits by the temperature overflows: it means greedy."""
@@ -153,5 +153,5 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         )
         for name, good, rule in checks:
             if not good:
-                raise TriptychError("invalid_request", f"{name} {rule}, not {getattr(self, name)!r:.200}", name)
+                raise invalid(f"{name} {rule}, not {getattr(self, name)!r:.200}", name)
         return self

@@ -20,7 +20,7 @@ from broker.cluster.curve import ClusterContext
 from broker.cluster.redis_client import connect
 from broker.cluster.registry import Registry
 from common.config import Settings
-from common.errors import TriptychError
+from common.errors import TriptychError, invalid
 from common.http.auth import RequireKey, proxy_guard, serves_anybody
 from common.http.server import Server, bind
 from common.keys import ClusterKey, key_id
@@ -77,7 +77,7 @@ def make_service(settings: Settings, info: ModelInfo, instance_id: str) -> Servi
     Raises TriptychError where the model has no tokenizer, or the broker is not given or its URL is none.
     """
     if settings.broker is None:
-        raise TriptychError("invalid_request", "a proxy needs --broker redis://host:port", "broker")
+        raise invalid("a proxy needs --broker redis://host:port", "broker")
     metrics, timelines = ProxyMetrics(), Timelines()
     budget = ByteBudget(settings.max_inflight_bytes or available_memory() // MEMORY_SHARE, metrics)
     return Service(

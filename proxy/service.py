@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, ParamSpec, TypeVar, get_args
+from typing import Literal, get_args
 
 from redis.asyncio import Redis
 
@@ -30,9 +30,6 @@ from proxy.server.metrics import ProxyMetrics, Timelines
 from proxy.server.request_context import AdmissionController, RequestContext
 
 LineName = Literal["text", "media"]
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)

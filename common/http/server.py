@@ -10,7 +10,7 @@ from typing import Any, Final
 import uvicorn
 
 from common.config import Settings
-from common.errors import TriptychError
+from common.errors import invalid
 from common.http.connections import BoundedConfig, Connections, Reason, allowed_connections
 
 UNREAD_MS: Final = 60_000
@@ -46,7 +46,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener = socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         message = f"cannot listen on {host}:{port}: {error.strerror or error}; give another --port, or 0 for a free one"
-        raise TriptychError("invalid_request", message, "port") from error
+        raise invalid(message, "port") from error
     # asyncio sets this only for sockets with an explicit protocol. Without it a stream waits 40 ms for a delayed ACK.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)

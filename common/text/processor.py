@@ -18,7 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from common.errors import TriptychError
+from common.errors import TriptychError, invalid
 from common.model_info import ModelInfo, read_json
 from common.text.chat_templates import DEFAULT_CHAT_TEMPLATES
 
@@ -88,13 +88,11 @@ class TextProcessor:
         "context_length_exceeded" as `encode_prompt` does.
         """
         if self._template is None:
-            message = f"{self.info.name} has no chat template: use /v1/completions"
-            raise TriptychError("invalid_request", message, "messages")
+            raise invalid(f"{self.info.name} has no chat template: use /v1/completions", "messages")
         try:
             text = self._render(messages)
         except (TemplateError, TypeError, ValueError) as error:
-            message = f"the chat template refused the messages: {error}"
-            raise TriptychError("invalid_request", message, "messages") from error
+            raise invalid(f"the chat template refused the messages: {error}", "messages") from error
         # Templates of text models write the first token themselves. Those of some models with media (LLaVA) leave it
         # to the tokenizer, as transformers' processors do unless it is there.
         begins = bool(self._specials["bos_token"]) and text.startswith(self._specials["bos_token"])

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, TypedDict, cast
 import msgspec
 import numpy as np
 
-from common.errors import TriptychError
+from common.errors import TriptychError, invalid
 from common.model_info import ModelInfo
 from common.sampling_params import SamplingParams
 from common.text.processor import TextProcessor
@@ -103,7 +103,7 @@ def parse_prompt(prompt: Prompt, info: ModelInfo, text: TextProcessor) -> Parsed
     if not info.is_encoder_decoder:
         if is_pair:
             message = f"{info.name} is a decoder-only model and takes no encoder prompt: give the text as the prompt"
-            raise TriptychError("invalid_request", message, "encoder_prompt")
+            raise invalid(message, "encoder_prompt")
         one = _parse_singleton(cast(SingletonPrompt, prompt), text, "prompt")
         if one.token_ids is None:
             raise _bad_format(prompt, "prompt")
@@ -130,7 +130,7 @@ def decoder_start_token_id(info: ModelInfo) -> int:
             if settings.get(key) is not None:
                 return int(settings[key])
     message = f"{info.name} has no decoder_start_token_id in generation_config.json or config.json: add it there"
-    raise TriptychError("invalid_request", message, "model")
+    raise invalid(message, "model")
 
 
 def default_decoder_prompt(info: ModelInfo) -> list[int]:
@@ -172,11 +172,11 @@ def with_checkpoint_rules(info: ModelInfo, params: SamplingParams, num_forced_to
 def check_encoder_prompt(info: ModelInfo, token_ids: Sequence[int]) -> None:
     """Raise TriptychError for token ids unfit for the encoder: none, too many, or outside the vocabulary."""
     if not token_ids:
-        raise TriptychError("invalid_request", "the encoder prompt is empty", "encoder_prompt")
+        raise invalid("the encoder prompt is empty", "encoder_prompt")
     bad = next((token for token in token_ids if not 0 <= token < info.vocab_size), None)
     if bad is not None:
         message = f"token id {bad} of the encoder prompt is outside the vocabulary of {info.vocab_size}"
-        raise TriptychError("invalid_request", message, "encoder_prompt")
+        raise invalid(message, "encoder_prompt")
     if len(token_ids) > info.max_encoder_tokens:
         message = (
             f"the encoder prompt has {len(token_ids)} tokens, the encoder of {info.name} takes at most "
@@ -205,11 +205,10 @@ def _parse_text_pair(
     target = None if decoder is None else _parse_singleton(decoder, text, "decoder_prompt")
     for one in (source, target):
         if one is not None and one.media:
-            message = f"{info.name} takes text, no {', '.join(one.media)}"
-            raise TriptychError("invalid_request", message, "multi_modal_data")
+            raise invalid(f"{info.name} takes text, no {', '.join(one.media)}", "multi_modal_data")
     if source is None or source.token_ids is None:
         message = f"{info.name} is an encoder-decoder model and needs an encoder prompt: a text or token ids"
-        raise TriptychError("invalid_request", message, "encoder_prompt")
+        raise invalid(message, "encoder_prompt")
     check_encoder_prompt(info, source.token_ids)
     if target is None or target.token_ids is None:
         default = default_decoder_prompt(info)
@@ -229,12 +228,12 @@ def _parse_media_pair(
     source = None if encoder is None else _parse_singleton(encoder, text, "encoder_prompt", special_tokens=False)
     if source is None or not source.media:
         message = f"{info.name} needs {info.media_kind} as its encoder prompt: give it as multi_modal_data"
-        raise TriptychError("invalid_request", message, "encoder_prompt")
+        raise invalid(message, "encoder_prompt")
     if not is_pair:
         target: _Singleton | None = source
     elif source.token_ids:
         message = f"the encoder of {info.name} takes {info.media_kind}, no text: give that as decoder_prompt"
-        raise TriptychError("invalid_request", message, "encoder_prompt")
+        raise invalid(message, "encoder_prompt")
     else:
         target = None if decoder is None else _parse_singleton(decoder, text, "decoder_prompt", special_tokens=False)
     token_ids = None if target is None else target.token_ids
@@ -271,7 +270,7 @@ def _token_ids(value: Any, param: str) -> list[int]:
     try:
         return [operator.index(token) for token in value]  # numpy's integers, too
     except TypeError as error:
-        raise TriptychError("invalid_request", f"token ids are a list of integers: {error}", param) from error
+        raise invalid(f"token ids are a list of integers: {error}", param) from error
 
 
 def _rule(info: ModelInfo, key: str) -> Any:
@@ -285,4 +284,4 @@ def _bad_format(prompt: Any, param: str) -> TriptychError:
         "a prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`; encoder-decoder "
         f"models take a dict with `encoder_prompt` and `decoder_prompt` of these, too; not {given}"
     )
-    return TriptychError("invalid_request", message, param)
+    return invalid(message, param)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any, Final, Literal
 
-from common.errors import TriptychError
+from common.errors import TriptychError, invalid
 from common.model_info import ModelInfo
 from common.sampling_params import TimestampRules
 from common.text.languages import language_code
@@ -52,8 +52,7 @@ def build(
     start = start_token_id(info)
     rules = timestamp_rules(info, text) if timestamps else None
     if timestamps and rules is None:
-        message = f"{info.name} has no <|notimestamps|> token, and so no timestamps"
-        raise TriptychError("invalid_request", message, "timestamp_granularities")
+        raise invalid(f"{info.name} has no <|notimestamps|> token, and so no timestamps", "timestamp_granularities")
     known = _language_and_task(info, language, task)
     no_timestamps = [] if timestamps else _no_timestamps(info, text)
     limit = info.max_model_len
@@ -107,10 +106,9 @@ def _language_and_task(info: ModelInfo, language: str | None, task: Task) -> lis
     """Return allowed ids of the language and the task token; none for an English-only checkpoint."""
     if not is_multilingual(info):
         if task != "transcribe":
-            raise TriptychError("invalid_request", f"{info.name} is English-only and cannot {task}", "task")
+            raise invalid(f"{info.name} is English-only and cannot {task}", "task")
         if language is not None and language_code(language) != "en":
-            message = f"{info.name} is English-only, language {language!r} is not available"
-            raise TriptychError("invalid_request", message, "language")
+            raise invalid(f"{info.name} is English-only, language {language!r} is not available", "language")
         return []
     languages: dict[str, int] = info.generation["lang_to_id"]
     if language is None:
@@ -124,7 +122,7 @@ def _language_id(languages: dict[str, int], language: str) -> int:
     token = f"<|{language_code(language)}|>"
     if token not in languages:
         codes = ", ".join(sorted(name.strip("<|>") for name in languages))
-        raise TriptychError("invalid_request", f"unknown language {language!r}; use one of: {codes}", "language")
+        raise invalid(f"unknown language {language!r}; use one of: {codes}", "language")
     return languages[token]
 
 
@@ -139,10 +137,10 @@ def _previous_text(info: ModelInfo, text: TextProcessor, prompt: str | None, max
         return []
     start = info.generation.get("prev_sot_token_id", text.tokenizer.token_to_id("<|startofprev|>"))
     if start is None:
-        raise TriptychError("invalid_request", f"{info.name} has no <|startofprev|> token", "prompt")
+        raise invalid(f"{info.name} has no <|startofprev|> token", "prompt")
     ids = text.encode(" " + prompt.strip()[-_CHARS_PER_TOKEN * max_tokens :], add_special_tokens=False)
     special = [token for token in ids if token in text.tokenizer.get_added_tokens_decoder()]
     if special:
         named = text.tokenizer.id_to_token(special[0])
-        raise TriptychError("invalid_request", f"the prompt contains the special token {named}", "prompt")
+        raise invalid(f"the prompt contains the special token {named}", "prompt")
     return [int(start), *ids[-max_tokens:]]

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from common.errors import TriptychError
+from common.errors import invalid
 from common.messages import MediaKind
 from proxy.api.logprobs import LogprobShapes, check_prompt_logprobs
 from proxy.api.openai_types import AudioPart, AudioUrlPart, ChatRequest, ImagePart, Message, TextPart, parse
@@ -36,7 +36,7 @@ async def chat_completions(service: Service, context: RequestContext) -> AsyncGe
     service.check_model(body.model)
     if service.info.media_kind == "text":
         message = f"{service.model_name} is an encoder-decoder model of text and holds no conversations"
-        raise TriptychError("invalid_request", f"{message}: use /v1/completions", "model")
+        raise invalid(f"{message}: use /v1/completions", "model")
     sources = collect_media(body.messages, service.info.media_kind, service.model_name)
     tickets = service.join_line(context, "media" if sources else "text")
     media = await service.intake.load(sources, context.held)
@@ -44,7 +44,7 @@ async def chat_completions(service: Service, context: RequestContext) -> AsyncGe
         source: TextStream | Speech = _transcribe(service, context, tickets, body, media)
     else:
         source = await _generate(service, context, tickets, body, media)
-    answer = _Answer(
+    answer = _ChatAnswer(
         body,
         source,
         LogprobShapes(service.token_texts, body.num_logprobs or 0, bool(body.return_tokens_as_token_ids)),
@@ -71,7 +71,7 @@ async def chat_completions(service: Service, context: RequestContext) -> AsyncGe
 
 
 @dataclass
-class _Answer:
+class _ChatAnswer:
     """An answer under way; `head` are the fields that all its chunks share."""
 
     body: ChatRequest
@@ -136,7 +136,7 @@ def collect_media(messages: list[Message], kind: MediaKind | None, model: str) -
         if source.kind != kind:
             takes = f"{kind} input only" if kind else "text only"
             message_text = f"{source.param}: {model} takes {takes}, not {source.kind} input"
-            raise TriptychError("invalid_request", message_text, source.param)
+            raise invalid(message_text, source.param)
     return sources
 
 
@@ -163,8 +163,7 @@ async def _generate(
     service: Service, context: RequestContext, tickets: RequestTickets, body: ChatRequest, media: list[MediaItem]
 ) -> TextStream:
     if body.language is not None:
-        message = f"language is for speech models, {service.model_name} is none"
-        raise TriptychError("invalid_request", message, "language")
+        raise invalid(f"language is for speech models, {service.model_name} is none", "language")
     messages = template_messages(body.messages, service.info.media_kind is not None)
     prompt = await asyncio.to_thread(service.text.render_chat, messages)
     slots = make_slots(media, service.text.placeholder_indices(prompt, len(media)))
@@ -183,11 +182,10 @@ def _transcribe(
     """Transcribe the one audio input of a conversation; text beside it is the hint of earlier speech."""
     if len(media) != 1:
         message = f"{service.model_name} transcribes one clip (input_audio or audio_url) per request, not {len(media)}"
-        raise TriptychError("invalid_request", message, "messages")
+        raise invalid(message, "messages")
     for name, used in (("n", body.num_choices > 1 or body.picks_best), ("prompt_logprobs", body.prompt_logprobs)):
         if used:
-            message = f"{name} is not available for a speech model: a clip has one transcript"
-            raise TriptychError("invalid_request", message, name)
+            raise invalid(f"{name} is not available for a speech model: a clip has one transcript", name)
     sampling = body.sampling(service.text, service.max_model_len, default_temperature=0.0)
     texts = [message["content"] for message in template_messages(body.messages, with_media=False)]
     options = SpeechOptions(

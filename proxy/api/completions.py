@@ -30,7 +30,7 @@ async def completions(service: Service, context: RequestContext) -> AsyncGenerat
     skips = body.skip_special_tokens is not False
     texts = [service.generate(job, context, tickets.acquire(), skip_special_tokens=skips) for job in jobs]
     answers = [
-        _Answer(body, shapes, text, _echo(service, body, prompt))
+        _CompletionAnswer(body, shapes, text, _echo(service, body, prompt))
         for text, prompt in zip(texts, body.prompts, strict=True)
     ]
     head = {
@@ -43,13 +43,13 @@ async def completions(service: Service, context: RequestContext) -> AsyncGenerat
         if not body.stream:
             yield await _whole(head, body, answers, merged)
             return
-        num_told = 0  # of the tokens: those of several prompts are counted ahead of what is told
+        num_emitted = 0  # tokens: those of several prompts are counted ahead of their emission
         async for number, delta in merged:
-            answer, delta = answers[number], answers[number].told(delta)
+            answer, delta = answers[number], answers[number].for_client(delta)
             choice = answer.choice(number, delta.index, delta, echo=answer.begins(delta.index))
             choice |= body.token_ids_of(delta.token_ids)
-            num_told += len(delta.token_ids)
-            usage = body.chunk_usage(replace(_usage(answers), completion_tokens=num_told))
+            num_emitted += len(delta.token_ids)
+            usage = body.chunk_usage(replace(_usage(answers), completion_tokens=num_emitted))
             yield Sse({**head, "choices": [choice], **usage})
     if body.wants_usage_event:
         yield Sse({**head, "choices": [], "usage": _usage(answers).to_json()})
@@ -57,7 +57,7 @@ async def completions(service: Service, context: RequestContext) -> AsyncGenerat
 
 
 @dataclass
-class _Answer:
+class _CompletionAnswer:
     """The choices of a prompt. `echo` is the prompt's text, if part of the answer."""
 
     body: CompletionRequest
@@ -75,7 +75,7 @@ class _Answer:
     def _only_echo(self) -> bool:
         return self.body.max_tokens == 0
 
-    def told(self, delta: Delta) -> Delta:
+    def for_client(self, delta: Delta) -> Delta:
         """Return the delta for the client: only the end where the client asked for the prompt alone."""
         if not self._only_echo:
             return delta
@@ -103,7 +103,7 @@ class _Answer:
         }
 
     def begins(self, index: int) -> bool:
-        """Whether nothing of a choice has been told yet."""
+        """Whether a choice has emitted nothing yet."""
         begun = index in self._begun
         self._begun.add(index)
         return not begun
@@ -117,13 +117,13 @@ class _Answer:
 async def _whole(
     head: dict[str, Any],
     body: CompletionRequest,
-    answers: list[_Answer],
+    answers: list[_CompletionAnswer],
     merged: AsyncGenerator[tuple[int, Delta]],
 ) -> Json:
     width = body.width if body.picks_best else body.num_choices
     found = [[Choice() for _ in range(width)] for _ in answers]
     async for number, delta in merged:
-        found[number][delta.index].add(answers[number].told(delta))
+        found[number][delta.index].add(answers[number].for_client(delta))
     choices = []
     for number, answer in enumerate(answers):
         for rank, one in enumerate(best(found[number], body.num_choices)):
@@ -133,7 +133,7 @@ async def _whole(
     return Json({**head, "choices": choices, "usage": _usage(answers).to_json()})
 
 
-def _usage(answers: list[_Answer]) -> Usage:
+def _usage(answers: list[_CompletionAnswer]) -> Usage:
     total = Usage()
     for answer in answers:
         total.add(answer.usage)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from broker.cluster.rpc import MAX_FROM_WORKER_BYTES
-from common.errors import TriptychError
+from common.errors import invalid
 from common.messages import TokenLogprob, encode
 from common.text.token_text import TokenTexts
 
@@ -85,10 +85,10 @@ class CompletionLogprobs:
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
         """Return the likeliest tokens and the chosen token. Of tokens with equal text, the likelier counts."""
-        told: dict[str, float] = {}
+        top: dict[str, float] = {}
         for token_id, logprob in [*entry.top[: self.shapes.num_top], (entry.token_id, entry.logprob)]:
-            told.setdefault(self.shapes.name(token_id), _finite(logprob))
-        return told
+            top.setdefault(self.shapes.name(token_id), _finite(logprob))
+        return top
 
 
 def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def check_prompt_logprobs(count: int, num_prompt_tokens: int, field: str = "prom
     most = max_prompt_tokens(count)
     if num_prompt_tokens > most:
         message = f"{field} is {count} for {num_prompt_tokens} prompt tokens, with so many at most {most} are allowed"
-        raise TriptychError("invalid_request", f"{message}; lower {field} or shorten the prompt", field)
+        raise invalid(f"{message}; lower {field} or shorten the prompt", field)
 
 
 def max_prompt_tokens(count: int) -> int:

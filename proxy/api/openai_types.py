@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from common.errors import TriptychError
+from common.errors import TriptychError, invalid
 from common.sampling_params import MAX_LOGPROBS
 from proxy.api.sampling_fields import GenerationRequest, list_tag
 from proxy.server.errors import FIRST_ERROR, from_validation
@@ -141,7 +141,7 @@ class Message(BaseModel):
             raise ValueError("content is missing")
         for name, value in (self.model_extra or {}).items():
             if value not in (None, [], {}):
-                raise TriptychError("invalid_request", f"{name} in a message is not supported", f"messages.{name}")
+                raise invalid(f"{name} in a message is not supported", f"messages.{name}")
         return self
 
 
@@ -158,11 +158,9 @@ class ChatRequest(GenerationRequest):
     def _check(self) -> ChatRequest:
         num_parts = sum(len(one.content) for one in self.messages if isinstance(one.content, list))
         if num_parts > MAX_MESSAGES:
-            message = f"the messages have {num_parts} parts, at most {MAX_MESSAGES} are allowed"
-            raise TriptychError("invalid_request", message, "messages")
+            raise invalid(f"the messages have {num_parts} parts, at most {MAX_MESSAGES} are allowed", "messages")
         if self.top_logprobs and not self.logprobs:
-            message = f"top_logprobs is {self.top_logprobs}, which needs logprobs to be true"
-            raise TriptychError("invalid_request", message, "top_logprobs")
+            raise invalid(f"top_logprobs is {self.top_logprobs}, which needs logprobs to be true", "top_logprobs")
         return self
 
     @property
@@ -204,10 +202,9 @@ class CompletionRequest(GenerationRequest):
     def _has_one_prompt(self) -> CompletionRequest:
         if (self.prompt is None) == (self.encoder_prompt is None):
             message = "prompt is missing" if self.prompt is None else "prompt and encoder_prompt are the same: give one"
-            raise TriptychError("invalid_request", message, "prompt")
+            raise invalid(message, "prompt")
         if self.max_tokens == 0 and not self.echo:
-            message = "max_tokens must be at least 1, not 0; only echo can go without new tokens"
-            raise TriptychError("invalid_request", message, "max_tokens")
+            raise invalid("max_tokens must be at least 1, not 0; only echo can go without new tokens", "max_tokens")
         return self
 
     @property

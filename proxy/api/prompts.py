@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from common.errors import TriptychError
+from common.errors import TriptychError, invalid
 from common.sampling_params import SamplingParams
 from common.text.prompts import ParsedPrompt, encode_tokens, parse_prompt, with_checkpoint_rules
 from proxy.api.logprobs import check_prompt_logprobs
@@ -25,10 +25,10 @@ def check_number(body: CompletionRequest) -> None:
     """Raise TriptychError("invalid_request") for too many prompts or sequences."""
     prompts = body.prompts
     if not 1 <= len(prompts) <= MAX_PROMPTS:
-        raise TriptychError("invalid_request", f"prompt takes 1 to {MAX_PROMPTS} prompts, not {len(prompts)}", "prompt")
+        raise invalid(f"prompt takes 1 to {MAX_PROMPTS} prompts, not {len(prompts)}", "prompt")
     if len(prompts) * body.width > MAX_SEQUENCES:
         message = f"{len(prompts)} prompts of {body.width} sequences each are more than {MAX_SEQUENCES} sequences"
-        raise TriptychError("invalid_request", message, "n" if body.best_of is None else "best_of")
+        raise invalid(message, "n" if body.best_of is None else "best_of")
 
 
 async def make_jobs(service: Service, exchange: RequestContext, body: CompletionRequest) -> list[Job]:
@@ -36,13 +36,12 @@ async def make_jobs(service: Service, exchange: RequestContext, body: Completion
     info, prompts = service.info, body.prompts
     if service.transcribes:
         message = f"{service.model_name} needs audio: use /v1/audio/transcriptions or /v1/chat/completions"
-        raise TriptychError("invalid_request", message, "model")
+        raise invalid(message, "model")
     parts = [exchange.id] if len(prompts) == 1 else [part_id(exchange.id, index) for index in range(len(prompts))]
     if not info.is_encoder_decoder:
         if body.decoder_prompt is not None or body.encoder_prompt is not None:
             field = "decoder_prompt" if body.decoder_prompt is not None else "encoder_prompt"
-            message = f"{field} is for encoder-decoder models, {service.model_name} is none: use prompt"
-            raise TriptychError("invalid_request", message, field)
+            raise invalid(f"{field} is for encoder-decoder models, {service.model_name} is none: use prompt", field)
         return [await _decoder_job(service, body, *both) for both in zip(parts, prompts, strict=True)]
     return [
         await _encoder_decoder_job(service, body, part, prompt, decoder_prompt)
@@ -53,15 +52,13 @@ async def make_jobs(service: Service, exchange: RequestContext, body: Completion
 async def _decoder_job(service: Service, body: CompletionRequest, request_id: str, prompt: Prompt) -> Job:
     ids = await _encode(service, body, prompt)
     if not ids:
-        raise TriptychError("invalid_request", "the prompt is empty", "prompt")
+        raise invalid("the prompt is empty", "prompt")
     service.token_limit(len(ids), None, "prompt")  # before a scan of all tokens on the event loop
     wrong = next((token for token in ids if not 0 <= token < service.info.vocab_size), None)
     if wrong is not None:
-        message = f"token id {wrong} is not in the vocabulary of {service.info.vocab_size}"
-        raise TriptychError("invalid_request", message, "prompt")
+        raise invalid(f"token id {wrong} is not in the vocabulary of {service.info.vocab_size}", "prompt")
     if service.info.placeholder_token_id in ids:
-        message = "the prompt contains a media placeholder; send media with /v1/chat/completions"
-        raise TriptychError("invalid_request", message, "prompt")
+        raise invalid("the prompt contains a media placeholder; send media with /v1/chat/completions", "prompt")
     return Job(request_id, ids, _sampling(service, body, len(ids)), priority=body.priority or 0, field_of=body.field_of)
 
 
@@ -71,7 +68,7 @@ async def _encoder_decoder_job(
     """Make a job with the encoder's prompt as an input of kind "text", with token ids as media bytes."""
     if body.echo:
         message = f"echo is for decoder-only models: the answer of {service.model_name} does not continue its prompt"
-        raise TriptychError("invalid_request", message, "echo")
+        raise invalid(message, "echo")
     own = "prompt" if body.encoder_prompt is None else "encoder_prompt"
     parsed = await asyncio.to_thread(_parse_pair, service, body, prompt, decoder_prompt, own)
     encoder_ids = parsed.encoder_prompt_token_ids
@@ -111,7 +108,7 @@ def _decoder_prompts(body: CompletionRequest) -> list[Prompt] | list[None]:
         return [None] * wanted
     if len(given) not in (1, wanted):
         message = f"{len(given)} decoder prompts for {wanted} prompts: give one for all, or one each"
-        raise TriptychError("invalid_request", message, "decoder_prompt")
+        raise invalid(message, "decoder_prompt")
     return given if len(given) == wanted else given * wanted
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from common.errors import TriptychError
+from common.errors import TriptychError, invalid
 from common.sampling_params import (
     MAX_LENGTH_PENALTY,
     MAX_LOGPROBS,
@@ -149,9 +149,9 @@ class GenerationRequest(StructuredFields, ABC):
             if name in IGNORED:
                 continue
             if name not in ACCEPTED_OFF:
-                raise TriptychError("invalid_request", f"{name:.80} is not a known field", name[:80])
+                raise invalid(f"{name:.80} is not a known field", name[:80])
             if not any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in ACCEPTED_OFF[name]):
-                raise TriptychError("invalid_request", f"{name} is not supported, {value!r:.80} was given", name)
+                raise invalid(f"{name} is not supported, {value!r:.80} was given", name)
         return self
 
     def sampling(self, text: TextProcessor, max_tokens: int, default_temperature: float = 1.0) -> SamplingParams:
@@ -281,4 +281,4 @@ def refuse_sampling(fields: BaseModel) -> None:
 
 
 def _wrong(field: str, what: str) -> TriptychError:
-    return TriptychError("invalid_request", f"{field} {what}", field)
+    return invalid(f"{field} {what}", field)

@@ -33,7 +33,7 @@ class Segment:
     def to_json(self, index: int, temperature: float) -> dict[str, Any]:
         """Return OpenAI's `verbose_json`: times in seconds, `seek` in hundredths."""
         encoded = self.text.encode()
-        told = {"avg_logprob": self.avg_logprob, "no_speech_prob": self.no_speech_prob}
+        known = {"avg_logprob": self.avg_logprob, "no_speech_prob": self.no_speech_prob}
         return {
             "id": index,
             "seek": round(self.seek_s * 100),
@@ -43,7 +43,7 @@ class Segment:
             "tokens": list(self.token_ids),
             "temperature": temperature,
             "compression_ratio": len(encoded) / len(zlib.compress(encoded)),
-            **{name: value for name, value in told.items() if value is not None},
+            **{name: value for name, value in known.items() if value is not None},
         }
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from common.errors import TriptychError
+from common.errors import invalid
 from common.sampling_params import Grammar
 from proxy.server.errors import FIRST_ERROR
 
@@ -48,8 +48,7 @@ class ResponseFormat(_FewFields):
         if self.type == "json_object":
             return Grammar("json_object")
         if self.json_schema is None or self.json_schema.schema_ is None:
-            message = "response_format of type json_schema needs json_schema.schema"
-            raise TriptychError("invalid_request", message, "response_format")
+            raise invalid("response_format of type json_schema needs json_schema.schema", "response_format")
         return Grammar("json_schema", _bounded(json.dumps(self.json_schema.schema_), "response_format"))
 
 
@@ -91,7 +90,7 @@ class StructuredFields(BaseModel):
             forms = _forms("structured_outputs.", new.json_, new.regex, new.choice, new.grammar, new.json_object)
             if not forms:
                 message = "structured_outputs needs one of json, regex, choice, grammar, json_object"
-                raise TriptychError("invalid_request", message, "structured_outputs")
+                raise invalid(message, "structured_outputs")
             given += forms
         old = self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar, self.guided_json_object
         found = [
@@ -99,7 +98,7 @@ class StructuredFields(BaseModel):
         ]
         if len(found) > 1:
             message = f"{found[1].field} cannot be used together with {found[0].field}: the output has one form"
-            raise TriptychError("invalid_request", message, found[1].field)
+            raise invalid(message, found[1].field)
         return found[0] if found else None
 
 
@@ -126,7 +125,7 @@ def _forms(
         forms.append((f"{prefix}regex", Grammar("regex", _bounded(regex, f"{prefix}regex"))))
     if choice is not None:
         if not choice:
-            raise TriptychError("invalid_request", f"{prefix}choice is empty: name at least one", f"{prefix}choice")
+            raise invalid(f"{prefix}choice is empty: name at least one", f"{prefix}choice")
         forms.append((f"{prefix}choice", Grammar("choice", _bounded(json.dumps(choice), f"{prefix}choice"))))
     if grammar is not None:
         forms.append((f"{prefix}grammar", Grammar("grammar", _bounded(grammar, f"{prefix}grammar"))))
@@ -140,14 +139,13 @@ def _json_schema(schema: str | dict[str, Any], field: str) -> Grammar:
     try:
         parsed = json.loads(_bounded(text, field))
     except (ValueError, RecursionError) as error:
-        raise TriptychError("invalid_request", f"{field} is not valid JSON: {error}", field) from error
+        raise invalid(f"{field} is not valid JSON: {error}", field) from error
     if not isinstance(parsed, dict | bool):
-        raise TriptychError("invalid_request", f"{field} is no JSON schema: an object is, not {text[:80]!r}", field)
+        raise invalid(f"{field} is no JSON schema: an object is, not {text[:80]!r}", field)
     return Grammar("json_schema", text)
 
 
 def _bounded(text: str, field: str) -> str:
     if len(text) > MAX_GRAMMAR_CHARS:
-        message = f"{field} has {len(text)} characters, at most {MAX_GRAMMAR_CHARS} are allowed"
-        raise TriptychError("invalid_request", message, field)
+        raise invalid(f"{field} has {len(text)} characters, at most {MAX_GRAMMAR_CHARS} are allowed", field)
     return text

@@ -12,7 +12,7 @@ from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
-from common.errors import TriptychError
+from common.errors import invalid
 from common.sampling_params import MAX_SEQUENCES, SamplingParams
 from common.text.languages import language_name
 from common.text.whisper_prompt import Task
@@ -69,12 +69,12 @@ class TranscriptionForm(BaseModel):
     def check(self) -> None:
         """Raise TriptychError("invalid_request") naming the field for combinations without meaning."""
         if self.stream and self.has_segments:
-            raise _wrong("response_format", f"{self.response_format} cannot be streamed: use json or text")
+            raise invalid(f"{self.response_format} cannot be streamed: use json or text", "response_format")
         if self.timestamp_granularities and self.response_format != "verbose_json":
             message = f"response_format {self.response_format} has no timestamp_granularities: use verbose_json"
-            raise _wrong("timestamp_granularities", message)
+            raise invalid(message, "timestamp_granularities")
         if self.include and (self.stream or self.response_format != "json"):
-            raise _wrong("include", "logprobs come with response_format json only, and are not streamed")
+            raise invalid("logprobs come with response_format json only, and are not streamed", "include")
         if self.use_beam_search:
             refuse_sampling(self)
 
@@ -130,9 +130,8 @@ def _check_model_hears(service: Service) -> None:
     if service.transcribes:
         return
     if service.info.media_kind == "audio":
-        message = f"{service.model_name} is no speech model: send clips with /v1/chat/completions"
-        raise TriptychError("invalid_request", message, "model")
-    raise TriptychError("invalid_request", f"{service.model_name} does not take audio", "file")
+        raise invalid(f"{service.model_name} is no speech model: send clips with /v1/chat/completions", "model")
+    raise invalid(f"{service.model_name} does not take audio", "file")
 
 
 async def _read_form(exchange: RequestContext) -> tuple[TranscriptionForm, bytes]:
@@ -143,11 +142,11 @@ async def _read_form(exchange: RequestContext) -> tuple[TranscriptionForm, bytes
     try:
         raw = await parser.parse()
     except MultiPartException as error:
-        raise TriptychError("invalid_request", f"the form cannot be read: {error}") from error
+        raise invalid(f"the form cannot be read: {error}") from error
     try:
         file = raw.get("file")
         if not isinstance(file, UploadFile):
-            raise TriptychError("invalid_request", "the form has no file", "file")
+            raise invalid("the form has no file", "file")
         exchange.held.reserve(file.size or 0)
         form, data = _validate(raw), await file.read()
     finally:
@@ -160,11 +159,10 @@ def _check_content_type(text: str) -> None:
     """Refuse bodies other than forms, and unaccepted charsets."""
     media_type, options = parse_options_header(text)
     if media_type != b"multipart/form-data":
-        message = f"the body must be multipart/form-data, not {text or 'without a content type'}"
-        raise TriptychError("invalid_request", message)
+        raise invalid(f"the body must be multipart/form-data, not {text or 'without a content type'}")
     charset = options.get(b"charset", b"utf-8").decode("latin-1")
     if charset.lower() not in _CHARSETS:
-        raise TriptychError("invalid_request", f"the form must be UTF-8, not of the charset {charset!r}")
+        raise invalid(f"the form must be UTF-8, not of the charset {charset!r}")
 
 
 def _validate(raw: FormData) -> TranscriptionForm:
@@ -176,7 +174,7 @@ def _validate(raw: FormData) -> TranscriptionForm:
         elif key != "file":
             values[key] = value
     for name in sorted(values.keys() & lists.keys()):
-        raise _wrong(name, f"{name} is given with and without brackets")
+        raise invalid(f"{name} is given with and without brackets", name)
     try:
         return TranscriptionForm.model_validate(values | lists)
     except ValidationError as error:
@@ -191,12 +189,12 @@ def _answer(service: Service, form: TranscriptionForm, speech: Speech, task: Tas
             return Plain(as_srt(speech.segments()))
         case "vtt":
             return Plain(as_vtt(speech.segments()))
-    told: dict[str, Any] = {"token_ids": speech.token_ids} if form.return_token_ids else {}
+    extra: dict[str, Any] = {"token_ids": speech.token_ids} if form.return_token_ids else {}
     if form.response_format == "json":
         if form.include:
             content = LogprobShapes(service.token_texts, 0).chat(speech.logprobs)["content"]
-            told["logprobs"] = [{name: entry[name] for name in ("token", "logprob", "bytes")} for entry in content]
-        return Json({"text": speech.text, "usage": _token_usage(speech), **told})
+            extra["logprobs"] = [{name: entry[name] for name in ("token", "logprob", "bytes")} for entry in content]
+        return Json({"text": speech.text, "usage": _token_usage(speech), **extra})
     return Json(
         {
             "task": task,
@@ -205,7 +203,7 @@ def _answer(service: Service, form: TranscriptionForm, speech: Speech, task: Tas
             "text": speech.text,
             "segments": [one.to_json(index, form.temperature) for index, one in enumerate(speech.segments())],
             "usage": {"type": "duration", "seconds": math.ceil(speech.duration_s)},
-            **told,
+            **extra,
         }
     )
 
@@ -226,7 +224,3 @@ def _token_usage(speech: Speech) -> dict[str, Any]:
         "output_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
-
-
-def _wrong(field: str, message: str) -> TriptychError:
-    return TriptychError("invalid_request", message, field)

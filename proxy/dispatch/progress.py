@@ -27,7 +27,7 @@ Action = Callable[[], Awaitable[None]]
 
 
 @dataclass
-class _Sequence:
+class _DeliveredSequence:
     token_ids: list[int] = field(default_factory=list)
     finished: bool = False
 
@@ -41,9 +41,9 @@ class Progress:
 
     def __init__(self, sampling: SamplingParams) -> None:
         self._sampling = sampling
-        self._sequences = [_Sequence() for _ in range(sampling.n)]
+        self._sequences = [_DeliveredSequence() for _ in range(sampling.n)]
         self._prompt_logprobs: list[TokenLogprob | None] = []
-        self._prompt_logprobs_told = False
+        self._prompt_logprobs_delivered = False
         self._withheld: list[Tokens] | None = None  # None: tokens are delivered at once
         self.done = False
 
@@ -58,7 +58,7 @@ class Progress:
         Returns the state from which the decoder continues the sequences outside of `enough`. Empty: the whole request
         starts again, as beam search always does, because none of its tokens is delivered before the end.
         """
-        wanted = self._sampling.prompt_logprobs is not None and not self._prompt_logprobs_told
+        wanted = self._sampling.prompt_logprobs is not None and not self._prompt_logprobs_delivered
         self._withheld = [] if prefilled and wanted else None
         begun = any(sequence.token_ids or sequence.finished for sequence in self._sequences)
         if self._sampling.uses_beams or not begun:
@@ -98,8 +98,8 @@ class Progress:
         self.done = message.done
         if not (fresh or ends or message.done):
             return None
-        repeats_prompt = bool(message.prompt_logprobs) and self._prompt_logprobs_told
-        self._prompt_logprobs_told = self._prompt_logprobs_told or bool(message.prompt_logprobs)
+        repeats_prompt = bool(message.prompt_logprobs) and self._prompt_logprobs_delivered
+        self._prompt_logprobs_delivered = self._prompt_logprobs_delivered or bool(message.prompt_logprobs)
         if message.offset == have and not repeats_prompt and ends == (message.finish_reason is not None):
             return message  # new as a whole, as usual
         return msgspec.structs.replace(

@@ -98,7 +98,7 @@ class TextSequence:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: Finish | None = None
-    num_told: int = 0
+    num_emitted: int = 0
 
 
 class TextStream:
@@ -184,8 +184,8 @@ class TextStream:
             self.job.enough.add(sequence.index)
         elif not text:
             return None
-        told, sequence.num_told = sequence.num_told, len(sequence.token_ids)
-        token_ids, logprobs = tuple(sequence.token_ids[told:]), tuple(sequence.logprobs[told:])
+        begin, sequence.num_emitted = sequence.num_emitted, len(sequence.token_ids)
+        token_ids, logprobs = tuple(sequence.token_ids[begin:]), tuple(sequence.logprobs[begin:])
         return Delta(text, finish, token_ids, sequence.index, logprobs, batch.score)
 
     @property

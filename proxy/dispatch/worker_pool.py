@@ -162,7 +162,7 @@ class WorkerPool:
             if record is None:
                 await self._note_missing(worker)
             elif record.epoch != worker.record.epoch:
-                await self._drop(worker)
+                await self._remove(worker)
             else:
                 self._note_usable(worker)
                 worker.record, worker.missing_since_s = record, None
@@ -187,7 +187,7 @@ class WorkerPool:
         if worker.missing_since_s is None:
             worker.missing_since_s = now_s
         elif now_s - worker.missing_since_s > ABSENCE_S:
-            await self._drop(worker)
+            await self._remove(worker)
 
     def _consider(self, record: InstanceRecord) -> None:
         why = incompatibility(record, self.own)
@@ -211,7 +211,7 @@ class WorkerPool:
             self._last_usable_s[record.role] = time.monotonic()
         log.info("worker found", worker=record.instance_id, role=record.role, address=record.requests_address)
 
-    async def _drop(self, worker: Worker) -> None:
+    async def _remove(self, worker: Worker) -> None:
         if worker.gone:
             return
         log.warning("worker gone", worker=worker.instance_id, role=worker.record.role)
@@ -239,7 +239,7 @@ class WorkerPool:
             self._background(self._admit())
             await worker.client.lost()
         self._lost[worker.life] = time.monotonic() + RECORD_TTL_S + POLL_S
-        await self._drop(worker)
+        await self._remove(worker)
 
     async def _admit(self) -> None:
         """Admit connected workers for work, together with workers found at the same time.

@@ -13,7 +13,7 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from common.errors import TriptychError
+from common.errors import TriptychError, invalid
 from proxy.media.fair_semaphore import Share
 
 _NAT64: Final = ipaddress.ip_network("64:ff9b::/96")
@@ -81,8 +81,7 @@ class AddressResolver:
             if is_public(address) or (self._allow_private and is_private(address)):
                 continue
             where = "at a reserved address" if self._allow_private else "in a private network"
-            message = f"the host {host!r} is {where} ({address}), which is not allowed"
-            raise TriptychError("invalid_request", message, param)
+            raise invalid(f"the host {host!r} is {where} ({address}), which is not allowed", param)
         return addresses[:_MAX_ADDRESSES]
 
 

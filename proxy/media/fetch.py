@@ -17,7 +17,7 @@ import httpcore
 import httpx
 
 from common.config import Settings
-from common.errors import TriptychError
+from common.errors import TriptychError, invalid
 from common.http.connections import ChunkGuard
 from proxy.media.addresses import AddressResolver
 from proxy.media.fair_semaphore import FairSemaphore, Share
@@ -103,7 +103,7 @@ class Fetcher:
             fault = f"{_shown(url)} has a port that there is not"
         else:
             return parsed
-        raise TriptychError("invalid_request", f"{param}: {fault}", param)
+        raise invalid(f"{param}: {fault}", param)
 
 
 class _CheckedNetwork(httpcore.AsyncNetworkBackend):
@@ -222,8 +222,7 @@ def _redirected(url: httpx.URL, location: str, param: str) -> str:
     except (httpx.InvalidURL, ValueError) as error:
         raise _bad(param, f"{_shown(str(url))} redirects to what is no URL: {error}") from error
     if url.scheme == "https" and there.scheme == "http":
-        message = f"{param}: {_shown(str(url))} redirects from https to http, which is not followed"
-        raise TriptychError("invalid_request", message, param)
+        raise invalid(f"{param}: {_shown(str(url))} redirects from https to http, which is not followed", param)
     return str(there)
 
 

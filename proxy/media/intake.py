@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from common.config import Settings
-from common.errors import TriptychError
+from common.errors import TriptychError, invalid
 from common.messages import MAX_MEDIA_BYTES, MediaKind
 from proxy.dispatch.jobs import MediaItem
 from proxy.media.fair_semaphore import Share, SlotTimeout
@@ -71,7 +71,7 @@ class MediaIntake:
         limit = self._settings.max_media_items
         if len(sources) > limit:
             message = f"{len(sources)} media items in one request, at most {limit} are allowed"
-            raise TriptychError("invalid_request", message, sources[limit].param)
+            raise invalid(message, sources[limit].param)
         try:
             async with asyncio.TaskGroup() as group:
                 share = Share(self._fetcher.slots)
@@ -99,8 +99,7 @@ class MediaIntake:
         scheme = source.url[:8].partition(":")[0].lower()
         if not source.data and scheme not in self._schemes:
             allowed = ", ".join(f"{scheme}:" for scheme in self._schemes)
-            message = f"{source.param} must be a URL with one of {allowed}, not {source.url[:40]!r}"
-            raise TriptychError("invalid_request", message, source.param)
+            raise invalid(f"{source.param} must be a URL with one of {allowed}, not {source.url[:40]!r}", source.param)
         if source.data or scheme == "data":
             text = source.data or source.url
             held.reserve(min(len(text), self._max_bytes))

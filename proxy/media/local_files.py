@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from common.errors import TriptychError
+from common.errors import TriptychError, invalid
 
 
 def read_local(url: str, folder: Path | None, param: str, max_bytes: int) -> bytes:
@@ -57,4 +57,4 @@ def _open_below(root: Path, path: Path) -> int:
 
 
 def _refused(param: str) -> TriptychError:
-    return TriptychError("invalid_request", f"{param} is not a file that this server may read", param)
+    return invalid(f"{param} is not a file that this server may read", param)

@@ -11,7 +11,7 @@ from pydantic import FailFast, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from common.errors import ErrorInfo, TriptychError
+from common.errors import ErrorInfo, TriptychError, invalid
 from common.telemetry import get_logger
 
 RETRY_AFTER_S: Final = 1
@@ -67,11 +67,11 @@ def from_validation(error: ValidationError) -> TriptychError:
     first = error.errors(include_url=False)[0]
     param = field_path(first["loc"]) or None
     if first["type"] == "json_invalid":
-        return TriptychError("invalid_request", f"the body is not valid JSON: {first['msg']}")
+        return invalid(f"the body is not valid JSON: {first['msg']}")
     value = first.get("input")
     shown = f", not {_short(value)}" if first["type"] not in ("missing", "extra_forbidden") else ""
     message = first["msg"].removeprefix("Value error, ")
-    return TriptychError("invalid_request", f"{param or 'body'}: {message}{shown}", param)
+    return invalid(f"{param or 'body'}: {message}{shown}", param)
 
 
 def field_path(loc: Sequence[int | str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -15,6 +16,7 @@ from common.messages import Span
 KEPT_REQUESTS: Final = 1000
 MAX_SPANS: Final = 512
 """Limit per request. Later spans of a longer request (an hour of audio) are discarded."""
+_NAMESPACE = "triptych_proxy"
 _LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 
@@ -24,87 +26,62 @@ class ProxyMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        r = self.registry
-        self.requests = Counter("triptych_proxy_requests", "HTTP requests ended.", ["endpoint", "status"], registry=r)
-        self.connections = Gauge("triptych_proxy_connections", "Open HTTP connections.", registry=r)
-        self.connections_ended = Counter(
-            "triptych_proxy_connections_ended",
+        counter = partial(Counter, namespace=_NAMESPACE, registry=self.registry)
+        gauge = partial(Gauge, namespace=_NAMESPACE, registry=self.registry)
+        histogram = partial(Histogram, namespace=_NAMESPACE, registry=self.registry)
+        self.requests = counter("requests", "HTTP requests ended.", ["endpoint", "status"])
+        self.connections = gauge("connections", "Open HTTP connections.")
+        self.connections_ended = counter(
+            "connections_ended",
             "HTTP connections ended from here: too slow, invalid, idle where others needed room, or one too many.",
             ["reason"],
-            registry=r,
         )
-        self.inflight = Gauge("triptych_proxy_inflight", "Admitted requests that have not ended.", registry=r)
-        self.held_bytes = Gauge(
-            "triptych_proxy_held_bytes", "Bytes of bodies and media of requests that have not ended.", registry=r
-        )
-        self.refused = Counter(
-            "triptych_proxy_refused", "Requests refused before anything was done for them.", ["reason"], registry=r
-        )
-        self.waiting = Gauge(
-            "triptych_proxy_waiting", "Admitted requests without a token, with and without media.", ["line"], registry=r
-        )
-        self.expected_wait = Gauge(
-            "triptych_proxy_expected_wait_seconds",
+        self.inflight = gauge("inflight", "Admitted requests that have not ended.")
+        self.held_bytes = gauge("held_bytes", "Bytes of bodies and media of requests that have not ended.")
+        self.refused = counter("refused", "Requests refused before anything was done for them.", ["reason"])
+        self.waiting = gauge("waiting", "Admitted requests without a token, with and without media.", ["line"])
+        self.expected_wait = gauge(
+            "expected_wait_seconds",
             "Wait for its first token of a request that comes now; 0 where the line is short.",
             ["line"],
-            registry=r,
         )
-        self.flights = Gauge("triptych_proxy_flights", "Worker requests that have not ended.", registry=r)
-        self.ttft = Histogram(
-            "triptych_proxy_time_to_first_token_seconds", "Arrival to first token.", buckets=_LATENCY_S, registry=r
+        self.flights = gauge("flights", "Worker requests that have not ended.")
+        self.ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", buckets=_LATENCY_S)
+        self.tpot = histogram("time_per_output_token_seconds", "Mean gap after the first.", buckets=_TOKEN_S)
+        self.latency = histogram("request_latency_seconds", "Arrival to last token.", buckets=_LATENCY_S)
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens, media included.")
+        self.generation_tokens = counter("generation_tokens", "Generated tokens.")
+        self.retries = counter("retries", "Repeated work: why it had to be sent again.", ["reason"])
+        self.encoder_fallbacks = counter(
+            "encoder_fallbacks", "Items given to decoders to encode: there was no encoder."
         )
-        self.tpot = Histogram(
-            "triptych_proxy_time_per_output_token_seconds", "Mean gap after the first.", buckets=_TOKEN_S, registry=r
+        self.affinity = counter(
+            "affinity", "Prompts by whether they went to the instance that had them cached.", ["outcome"]
         )
-        self.latency = Histogram(
-            "triptych_proxy_request_latency_seconds", "Arrival to last token.", buckets=_LATENCY_S, registry=r
-        )
-        self.prompt_tokens = Counter("triptych_proxy_prompt_tokens", "Prompt tokens, media included.", registry=r)
-        self.generation_tokens = Counter("triptych_proxy_generation_tokens", "Generated tokens.", registry=r)
-        self.retries = Counter(
-            "triptych_proxy_retries", "Repeated work: why it had to be sent again.", ["reason"], registry=r
-        )
-        self.encoder_fallbacks = Counter(
-            "triptych_proxy_encoder_fallbacks", "Items given to decoders to encode: there was no encoder.", registry=r
-        )
-        self.affinity = Counter(
-            "triptych_proxy_affinity",
-            "Prompts by whether they went to the instance that had them cached.",
-            ["outcome"],
-            registry=r,
-        )
-        self.decode_affinity = Counter(
-            "triptych_proxy_decode_affinity",
+        self.decode_affinity = counter(
+            "decode_affinity",
             "Prompts that another instance decodes than computes, by whether it had them cached.",
             ["outcome"],
-            registry=r,
         )
-        self.encoder_affinity = Counter(
-            "triptych_proxy_encoder_affinity",
+        self.encoder_affinity = counter(
+            "encoder_affinity",
             "Media items by whether they went to the encoder that has what is known of their content.",
             ["outcome"],
-            registry=r,
         )
-        self.aborts = Counter("triptych_proxy_aborts", "Jobs ended before the worker was done.", registry=r)
-        self.unread_answers = Counter(
-            "triptych_proxy_unread_answers", "Jobs ended because their client did not read the answer.", registry=r
-        )
-        self.invalid_replies = Counter(
-            "triptych_proxy_invalid_replies", "Messages of workers that were none, and were dropped.", registry=r
-        )
-        self.media_bytes = Counter("triptych_proxy_media_bytes", "Bytes of media taken in.", ["kind"], registry=r)
-        self.media_items = Counter("triptych_proxy_media_items", "Media items taken in.", ["kind"], registry=r)
-        self.helper_crashes = Counter(
-            "triptych_proxy_helper_crashes",
+        self.aborts = counter("aborts", "Jobs ended before the worker was done.")
+        self.unread_answers = counter("unread_answers", "Jobs ended because their client did not read the answer.")
+        self.invalid_replies = counter("invalid_replies", "Messages of workers that were none, and were dropped.")
+        self.media_bytes = counter("media_bytes", "Bytes of media taken in.", ["kind"])
+        self.media_items = counter("media_items", "Media items taken in.", ["kind"])
+        self.helper_crashes = counter(
+            "helper_crashes",
             "Times that a process that decodes recordings died or took too long, and was started anew.",
-            registry=r,
         )
-        self.workers = Gauge("triptych_proxy_workers", "Workers in use.", ["role"], registry=r)
-        self.load_imbalance = Gauge(
-            "triptych_proxy_load_imbalance",
+        self.workers = gauge("workers", "Workers in use.", ["role"])
+        self.load_imbalance = gauge(
+            "load_imbalance",
             "Outstanding tokens, of encoders items, of a role's busiest worker over their mean.",
             ["role"],
-            registry=r,
         )
 
     def text(self) -> bytes:
