@@ -6,9 +6,9 @@ Two conversations use them:
                                    Tokens, Encoded, Prefilled, InputNeeded, Failed
     sender <- Redis -> receiver    Offer or KvOffer -> Grant -> (tensors by a transport) -> Receipt; or Withdraw
 
-`encode` and `decode_*` are the only way on and off the wire. Times are Unix seconds, sizes bytes. A
-deadline is by the `time.monotonic` of whoever has the message: on the wire it is the seconds that are left until then
-(as in gRPC), for the clocks of two hosts need not agree. What the way takes is added to it.
+`encode` and `decode_*` are the only way on and off the wire. Times are Unix seconds, sizes bytes. A deadline is by the
+holder's `time.monotonic`. On the wire a deadline is the seconds left (as in gRPC), because the clocks of two hosts need
+not agree; the time of the transfer is added.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ MAX_MEDIA_BYTES: Final = 64 * 2**20
 """Cap of one media item on the wire."""
 
 KV_INPUT_ID: Final = 1_000_000
-"""The input id under which the keys and values of a request are handed over: no request has so many media items."""
+"""Input id of the KV of a request: no request has as many media items."""
 
 REPEAT_S: Final = 2.0
-"""A sender that waits for an answer makes its offer again after so long: Redis may have forgotten it, or the answer."""
+"""Pause after which an unanswered offer is sent again: Redis may have lost the offer, or the answer."""
 
 WorkerRole = Literal["encoder", "prefill", "decode", "prefill_decode", "encode_prefill_decode"]
 Role = Literal[WorkerRole, "proxy"]
@@ -41,11 +41,11 @@ WORKER_ROLES: Final[tuple[WorkerRole, ...]] = get_args(WorkerRole)
 FinishReason = Literal["stop", "length", "abort"]
 Id = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
-"""A number of something, or an index; sums and differences of two of them fit 64 bits."""
+"""A number or an index; sums and differences of two counts fit 64 bits."""
 Shape = Annotated[list[Count], msgspec.Meta(max_length=8)]
 Digest = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
-"""A finite time: a timer set to an infinite one, or to NaN, would upset all others."""
+"""A finite time: a timer set to infinity or NaN would upset all other timers."""
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -60,8 +60,8 @@ class Span(msgspec.Struct, frozen=True):
 class InputSlot(msgspec.Struct, frozen=True):
     """A media item as seen by the prompt, before the size is known.
 
-    `prompt_index` is where its single placeholder token stands in `prompt_token_ids`;
-    None for an encoder-decoder model, whose decoder reaches the input by cross-attention.
+    `prompt_index` is the place of the single placeholder token in `prompt_token_ids`; None for an encoder-decoder
+    model, where the decoder reads the input by cross-attention.
     """
 
     input_id: Count
@@ -83,16 +83,14 @@ class Resumed(msgspec.Struct, frozen=True):
 class Generate(msgspec.Struct, frozen=True, tag="generate"):
     """A request for a worker with a decoder. The inputs arrive separately, by handoff.
 
-    Lower `priority` goes first. With `resumed`, only these sequences are generated, each from where it stood:
-    offsets, limits, penalties and random draws go on as if the request had never moved.
+    Lower `priority` goes first. With `resumed`, only these sequences are generated, after their known tokens: offsets,
+    limits, penalties and random draws go on as if the request had never moved.
 
-    Where prefill and decode are apart, each of the two gets one. With `prefill_for`, an instance id, the receiver
-    computes the keys and values of the prompt and hands them to that instance; it samples nothing. With `prefilled`,
-    they will come by handoff.
+    Where prefill and decode are apart, each worker gets a message. With `prefill_for`, an instance id, the receiver
+    samples nothing; the KV of the prompt goes to that instance. With `prefilled`, the KV will come by handoff.
 
-    `attempt` counts what the request was sent for, wherever it went: on one worker a newer one replaces an older one,
-    and what is told of it carries its number, so that nothing of an older one is taken for its own. The instance
-    `prefill_for` has the request in its attempt `prefill_for_attempt`.
+    `attempt` counts the attempts of the request on all workers. On a worker a newer attempt replaces an older attempt,
+    and replies carry the number. The instance `prefill_for` has the request in attempt `prefill_for_attempt`.
     """
 
     request_id: Id
@@ -131,7 +129,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 class StopSequence(msgspec.Struct, frozen=True, tag="stop_sequence"):
     """Stop a sequence of a request after a stop string; the other sequences go on.
 
-    Nothing more is said of it. Unknown requests and sequences are fine: they may have ended already.
+    No reply follows. Unknown requests and sequences are fine: both may have ended already.
     """
 
     request_id: Id
@@ -142,7 +140,7 @@ class Inquiry(msgspec.Struct, frozen=True, tag="inquiry"):
     """Ask a worker for an attempt of a request. A worker that still has the attempt stays silent, any other sends
     `Failed`.
 
-    It comes after the request, on the same connection; so does the answer after the last that was told of the request.
+    The inquiry follows the request on the same connection, and the answer follows the last reply about the request.
     """
 
     request_id: Id
@@ -152,7 +150,7 @@ class Inquiry(msgspec.Struct, frozen=True, tag="inquiry"):
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     """A sign of life, sent by a proxy once a second. A worker frees the requests of a proxy after too long a silence.
 
-    A worker sends them as well: one that cannot be sent tells it that the proxy is gone.
+    Workers send heartbeats as well: after a failed send the proxy counts as gone.
     """
 
 
@@ -162,7 +160,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
 class TokenLogprob(msgspec.Struct, frozen=True):
     """Log-probability of a token: natural logarithm, taken before the temperature and before any other change.
 
-    `rank` counts from 1, the likeliest token; `top` are the likeliest tokens with theirs, the likeliest first.
+    `rank` counts from 1, the likeliest token; `top` are the likeliest tokens with log-probabilities, likeliest first.
     """
 
     token_id: Count
@@ -174,11 +172,11 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
     """The next tokens of sequence `index` of a request; a sequence's last message carries `finish_reason`.
 
-    `offset` is the number of tokens of the sequence sent before these, so that a repeated message is recognised.
-    Each tells the prompt's true length and how much of it was found in the prefix cache; the request's last one has
-    `done` and carries the spans. `logprobs` has one entry per token where they were asked for; `prompt_logprobs` comes
-    once, with the first message, None for the prompt's first token and for tokens of media. Beams come as a whole at
-    the end, best first, with `score`. `attempt` is that of Generate.
+    `offset` is the number of earlier tokens of the sequence, by which a repeated message is recognised. Every message
+    has the prompt's true length and its cached part; the last message of the request has `done` and the spans.
+    `logprobs`, if requested, has an entry per token. `prompt_logprobs` comes with the first message only, None for the
+    prompt's first token and for tokens of media. Beams come as a whole at the end, best first, with `score`. `attempt`
+    is from Generate.
     """
 
     request_id: Id
@@ -199,8 +197,8 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
 class Encoded(msgspec.Struct, frozen=True, tag="encoded"):
     """The encoder's reply, without the output: the input is in place (`error` is None), or the reason of the failure.
 
-    `undelivered`: its output has been on the way to the destination for most of an attempt's time. Somebody else may
-    have a way there that works.
+    `undelivered`: the output was on the way to the destination for most of the attempt. Another encoder may have a
+    working route.
     """
 
     request_id: Id
@@ -212,9 +210,9 @@ class Encoded(msgspec.Struct, frozen=True, tag="encoded"):
 
 
 class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
-    """The prefill's last word: keys and values are in place on the decode instance (`error` is None), or why not.
+    """The end of a prefill: the KV is in place on the decode instance (`error` is None), or the reason of the failure.
 
-    `prompt_logprobs` as in Tokens, where they were asked for: the decode instance cannot know them.
+    `prompt_logprobs` as in Tokens, if requested: the decode instance cannot compute them.
     """
 
     request_id: Id
@@ -228,8 +226,8 @@ class InputNeeded(msgspec.Struct, frozen=True, tag="input_needed"):
     """Ask the proxy for an input (again): the lease ran out, or the memory was taken back. The proxy sends another
     Encode, unless an item newer than `attempt`, the last attempt known to the worker, is under way.
 
-    Where `input_id` is KV_INPUT_ID it needs the keys and values, those of `attempt` did not come: the proxy has them
-    computed again. `request_attempt` is that of Generate.
+    With KV_INPUT_ID as `input_id`, the KV of `attempt` did not come: the proxy has the prompt computed again.
+    `request_attempt` is from Generate.
     """
 
     request_id: Id
@@ -239,7 +237,7 @@ class InputNeeded(msgspec.Struct, frozen=True, tag="input_needed"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The request has ended with an error, and the worker has freed all its memory. `attempt` is that of Generate."""
+    """The request has ended with an error, and the worker has freed all its memory. `attempt` is from Generate."""
 
     request_id: Id
     error: ErrorInfo
@@ -254,8 +252,8 @@ class InputLayout(msgspec.Struct, frozen=True):
 
     `num_encoder_tokens` rows come out of the encoder; `expansion` (runs of token id, count) replaces the placeholder
     token in the prompt. The two counts are separate facts: a model may put separator tokens into the expansion.
-    `grid` is the (time, height, width) patch grid after merging, for models with 3-D rotary positions.
-    `num_visible_tokens` is how many of the rows, the first ones, the text behind the input sees; None for all of them.
+    `grid` is the (time, height, width) patch grid after merging, for models with 3-D rotary positions. The text after
+    the input sees the first `num_visible_tokens` rows, or all for None.
     """
 
     num_encoder_tokens: Count
@@ -267,7 +265,7 @@ class InputLayout(msgspec.Struct, frozen=True):
 class Offer(msgspec.Struct, frozen=True, tag="offer"):
     """Channel `metadata`, sender to receiver: announcement of an encoder output, sent before any computation.
 
-    It is for the request in its attempt `request_attempt` at the receiver, and for no other.
+    The output is for attempt `request_attempt` of the request at the receiver only.
     """
 
     request_id: Id
@@ -287,12 +285,11 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
 class KvOffer(msgspec.Struct, frozen=True, tag="kv_offer"):
     """Channel `metadata`, prefill to decode: announcement of a prompt's KV, sent once only the computation is left.
 
-    The self-attention keys and values are those of the first `num_tokens` tokens; the last known token is left to the
-    receiver, which samples from its logits. They travel as tensors of shape [num_tokens of the part, *token_shape],
-    those of the `num_encoder_tokens` of cross-attention as [num_encoder_tokens of the part, *cross_shape]. A shape is
-    [layers, 2 (key, value), num_kv_heads, head_dim]. Blocks do not appear: each side has its own.
-    `layouts` are those of the request's inputs, in order. `seed` is what the sender would have drawn with.
-    They are for the request in its attempt `request_attempt` at the receiver, and for no other.
+    The KV of self-attention covers the first `num_tokens` tokens; the receiver computes the last known token, and
+    samples from the logits. Tensors have the shape [num_tokens of the part, *token_shape], and for cross-attention
+    [num_encoder_tokens of the part, *cross_shape]; both end in [layers, 2 (key, value), num_kv_heads, head_dim]. Blocks
+    do not appear: each side has other blocks. `layouts` are of the request's inputs, in order; `seed` is the sender's.
+    The KV is for attempt `request_attempt` of the request at the receiver only.
     """
 
     request_id: Id
@@ -317,7 +314,7 @@ class KvOffer(msgspec.Struct, frozen=True, tag="kv_offer"):
 class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
     """Channel `metadata`, after an Offer or KvOffer: the sender takes the offer back. No answer follows.
 
-    Where it is lost, what the receiver keeps for the offer ends by itself, some seconds later.
+    After the loss of this message, the receiver's reservation ends by the lease.
     """
 
     request_id: Id
@@ -329,10 +326,10 @@ class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
 class Grant(msgspec.Struct, frozen=True, tag="grant"):
     """Channel `allocated`, receiver to sender.
 
-    granted: room is reserved; cached: the content is here already, send nothing;
-    refused: it can never be taken, `error` says why; cancelled: the request is gone.
-    Of keys and values, only those from `first_token` on are wanted, and no cross-attention ones with `cross_cached`;
-    the first `num_parts` of the parts are here by now.
+    granted: memory is reserved; cached: the content is here already, send nothing;
+    refused: never possible, with the reason in `error`; cancelled: the request is gone.
+    Of KV, only tokens from `first_token` on are wanted, and no cross-attention with `cross_cached`; the first
+    `num_parts` parts are here by now.
     """
 
     request_id: Id
@@ -348,8 +345,8 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
 class TensorHeader(msgspec.Struct, frozen=True, tag="tensor"):
     """Channel `tensor`: the frame before the raw bytes. The header must agree with the grant.
 
-    `checksum` is that of the bytes (`common.hashing.checksum`). Keys and values come in parts, numbered from 0: `table`
-    says whose they are, `first` is the first token of the part.
+    `checksum` is of the bytes (`common.hashing.checksum`). KV comes in parts, numbered from 0: `table` names the
+    attention, `first` is the first token of the part.
     """
 
     request_id: Id
@@ -367,9 +364,9 @@ class TensorHeader(msgspec.Struct, frozen=True, tag="tensor"):
 
 
 class Receipt(msgspec.Struct, frozen=True, tag="receipt"):
-    """Channel `injected`, receiver to sender: part `part` is in the cache, or the reason why not.
+    """Channel `injected`, receiver to sender: part `part` is in the cache, or the reason of the failure.
 
-    After `corrupt` the sender sends it again; the grant still stands.
+    After `corrupt` the sender repeats the part; the grant still stands.
     """
 
     request_id: Id
@@ -386,9 +383,9 @@ class InstanceRecord(msgspec.Struct, frozen=True):
     """An instance's own entry in the registry. `epoch` is new at every start.
 
     Instances work together only when `fingerprint` (configuration and weights), `dtype` and `protocol` are equal.
-    `tensor_address` has one address per transport that the instance receives by, in one string. An instance that is
-    `draining` takes nothing new, and ends then, or comes back with `next_role`. `encodes`: it can encode the inputs of
-    its own requests itself. `key_id` tells which cluster key it has, empty for none.
+    `tensor_address` has an address per receiving transport, in a single string. A `draining` instance accepts nothing
+    new and then ends, or comes back with `next_role`. `encodes`: the instance can encode inputs for its own requests.
+    `key_id` names the cluster key, empty for none.
     """
 
     instance_id: Id
@@ -411,7 +408,7 @@ class InstanceRecord(msgspec.Struct, frozen=True):
 
 ToWorker: TypeAlias = Generate | Encode | StopSequence | Abort | Inquiry | Heartbeat
 FromWorker: TypeAlias = Tokens | Encoded | Prefilled | InputNeeded | Failed
-"""What a worker tells of a request. The wire carries heartbeats beside these."""
+"""Replies of a worker about a request. The wire carries heartbeats beside these."""
 HandoffMessage: TypeAlias = Offer | KvOffer | Withdraw | Grant | Receipt
 
 _encoder = msgspec.msgpack.Encoder()

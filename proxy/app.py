@@ -45,10 +45,10 @@ from proxy.server.request_context import AdmissionController
 from proxy.service import Service
 
 MEMORY_SHARE: Final = 4
-"""One part of so many of the free memory may hold bodies and media. What is made of them, such as text of its tokens,
-and the workers, which may be on the same machine, have the rest."""
+"""Divisor of the free memory: this share may hold bodies and media. The rest is for parsed values, and for workers on
+the same machine."""
 GRACE_S: Final = 2
-"""How long requests may still run after the signal to stop."""
+"""Time for running requests after the signal to stop."""
 
 log = get_logger()
 
@@ -72,9 +72,9 @@ def run(settings: Settings) -> int:
 
 
 def make_service(settings: Settings, info: ModelInfo, instance_id: str) -> Service:
-    """Everything the endpoints need, not started yet.
+    """Return the service, not started yet.
 
-    Raises TriptychError where the model has no tokenizer, or the broker is not given or its URL is none.
+    Raises TriptychError for a model without tokenizer, and for a missing or invalid broker URL.
     """
     if settings.broker is None:
         raise invalid("a proxy needs --broker redis://host:port", "broker")
@@ -100,7 +100,7 @@ def make_service(settings: Settings, info: ModelInfo, instance_id: str) -> Servi
 
 
 def make_app(service: Service, port: int) -> FastAPI:
-    """The application. While it runs, `service` has its connections and the proxy is in the registry."""
+    """Return the application. While running, `service` has connections and the proxy is in the registry."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -166,7 +166,7 @@ class ProxyServer(Server):
 
 
 async def _serve_until_signal(service: Service, listener: socket.socket) -> bool:
-    """Returns False where the application did not start or could not go on; the log says why."""
+    """Return False where the application did not start or could not go on; the log says why."""
     port = int(listener.getsockname()[1])
     server = ProxyServer(make_app(service, port), service)
     service.on_failure = server.stop

@@ -60,9 +60,9 @@ class Service:
     """Set while the proxy is connected, as is `intake`."""
     intake: MediaIntake = field(init=False)
     on_failure: Callable[[], None] = lambda: None
-    """Called when the connection to the cluster cannot go on (`pool.failure`): another process should be started."""
+    """Called when the connection to the cluster cannot go on (`pool.failure`): another process should start."""
     lines: dict[LineName, QueueDelayLimiter] = field(init=False)
-    """Text alone does not wait for encoders: its line moves faster, or the other one does."""
+    """Text alone does not wait for encoders, so that both queues move at different rates."""
     started_s: float = field(default_factory=time.time)
     model_name: str = field(init=False)
     max_model_len: int = field(init=False)
@@ -79,12 +79,12 @@ class Service:
         self.transcribes = self.info.is_encoder_decoder and self.info.media_kind == "audio"
 
     def failure(self) -> Problem | None:
-        """Why this process will serve no request any more; None if it may."""
+        """Return the reason why this process will serve no request any more; None while able to."""
         failure = self.pool.failure
         return None if failure is None else Problem("this proxy cannot go on", (failure,))
 
     def not_ready(self) -> Problem | None:
-        """Why requests cannot be served now; None if they can."""
+        """Return the reason why requests cannot be served now; None if they can."""
         if self.admission.closing:
             return Problem("shutting down")
         if (failure := self.failure()) is not None:
@@ -126,16 +126,16 @@ class Service:
             self.metrics.load_imbalance.labels(role).set(imbalance(workers))
 
     def check_model(self, model: str | None) -> None:
-        """Raises TriptychError("model_not_found") for a model that is not served here."""
+        """Raise TriptychError("model_not_found") for a model that is not served here."""
         if model is not None and model != self.model_name:
             message = f"the model {model[:100]!r} does not exist here; this server serves {self.model_name!r}"
             raise TriptychError("model_not_found", message, "model")
 
     def token_limit(self, num_prompt_tokens: int, wanted: int | None, param: str) -> int:
-        """How many tokens may be generated: what was asked for, or the rest of the context.
+        """Return the number of tokens to generate at most: the wanted number, or the rest of the context.
 
-        Media are counted as one token each here; the worker, which knows their size, has the last word.
-        Raises TriptychError("context_length_exceeded") where prompt and answer cannot fit.
+        Media count as a token each here; the worker checks again with their sizes. Raises
+        TriptychError("context_length_exceeded") where prompt and answer cannot fit.
         """
         limit = self.max_model_len
         if num_prompt_tokens >= limit or (wanted is not None and num_prompt_tokens + wanted > limit):

@@ -1,8 +1,8 @@
 """Work on data of untrusted clients in separate processes: a bad item can end a helper, never the service.
 
-A helper has a memory limit and a time limit, comes first when the system runs out of memory, and writes no core dump.
-With one that dies all of them end. What they were doing is tried once more, each item alone, so that a crash is blamed
-on the right one.
+A helper has a memory limit and a time limit, ends first when the system runs out of memory, and writes no core dump.
+The death of a helper ends all helpers. Their items are tried once more, each item alone, so that a crash is blamed on
+the right item.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ log = get_logger()
 
 
 class ChildPool:
-    """A pool of `num_workers` spawned processes. Waiting items stay outside of the executor, where they can still be
-    cancelled."""
+    """A pool of `num_workers` spawned processes. Waiting items stay outside of the executor, and can be cancelled."""
 
     def __init__(
         self,
@@ -45,8 +44,8 @@ class ChildPool:
     ) -> None:
         """Start the processes. Each begins with `initialize(*arguments)`; `work` names the pool's task in messages.
 
-        `timeout_s` bounds one item once it has begun, `memory_bytes` what it takes beyond an idle process. `on_crash`
-        is called on the loop when one has died, or has taken too long.
+        `timeout_s` bounds an item from its start, `memory_bytes` its memory beyond an idle process. `on_crash` is
+        called on the loop when a process has died, or has taken too long.
         """
         self._initializer = (memory_bytes, initialize, arguments)
         self._work = work
@@ -60,10 +59,7 @@ class ChildPool:
         self.num_crashes = 0
 
     async def warm_up(self, timeout_s: float) -> None:
-        """Return once the processes, begun when this was made, are up and initialized.
-
-        Raises TriptychError("unavailable") where they are not within `timeout_s`.
-        """
+        """Return once all processes are initialized. Raises TriptychError("unavailable") after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await asyncio.gather(*map(asyncio.wrap_future, self._warming))
@@ -74,8 +70,8 @@ class ChildPool:
     async def run(self, item: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return the result of `function` for an item; messages name the item `item`.
 
-        Raises what `function` raises, and TriptychError("bad_media") where the item takes down its process twice, or
-        takes more time or memory than it may.
+        Raises the errors of `function`, and TriptychError("bad_media") for an item that takes down its process twice or
+        exceeds a limit.
         """
         call = functools.partial(function, *args, **kwargs)
         try:
@@ -93,7 +89,7 @@ class ChildPool:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _kill(self, executor: ProcessPoolExecutor) -> None:
-        for child in list((executor._processes or {}).values()):  # its own shutdown would wait for them
+        for child in list((executor._processes or {}).values()):  # shutdown would wait for them
             child.kill()
 
     async def _acquire(self, num_slots: int) -> None:
@@ -153,7 +149,7 @@ class ChildPool:
         self._on_crash()
         log.warning("starting processes again", work=self._work, crashes=self.num_crashes)
         self._kill(broken)
-        broken.shutdown(wait=False)  # what was in it ends with BrokenProcessPool
+        broken.shutdown(wait=False)  # items in the pool end with BrokenProcessPool
         self._executor, self._warming = self._start()
 
     def _start(self) -> tuple[ProcessPoolExecutor, list[Future[int]]]:

@@ -14,9 +14,9 @@ _M_ARENA_MAX: Final = -8
 LARGE_BYTES: Final = 128 * 2**10
 """glibc's threshold at the start of a process."""
 LARGEST_BYTES: Final = 32 * 2**20
-"""As far as glibc lets it grow, and be set."""
+"""Largest threshold that glibc permits."""
 KEPT_BYTES: Final = 2 * LARGEST_BYTES
-"""Twice the threshold, as glibc has it when it adjusts both."""
+"""Twice the threshold, as in glibc's own adjustment."""
 _LIBC: Final = ctypes.CDLL(None) if sys.platform == "linux" else None
 """The C library, glibc or another one without these functions."""
 
@@ -32,9 +32,9 @@ def use_one_arena() -> None:
 def map_large_blocks() -> None:
     """Map every block of LARGE_BYTES and more separately; freed blocks go back to the system.
 
-    By default the threshold grows with the blocks that are freed, up to 32 MiB: after that they lie in the heap,
-    between small ones that live on. New pages cost a microsecond or less for each 4 KiB: this is for processes that do
-    little else with a block than decode into it once.
+    By default the threshold grows with freed blocks, up to 32 MiB; later blocks then lie in the heap, between small
+    blocks that live on. New pages cost a microsecond or less for each 4 KiB: right for processes that decode into a
+    block once.
     """
     _set(_M_MMAP_THRESHOLD, LARGE_BYTES)
 
@@ -43,9 +43,9 @@ def reuse_large_blocks() -> None:
     """Take blocks of less than LARGEST_BYTES from the heap, and keep KEPT_BYTES of free memory at the heap's end.
 
     For processes that receive tensors: ZMQ takes a block for each message. By default both limits grow with the largest
-    block that was freed so far. Larger ones go back to the system each time, as does all of the heap's free end once it
-    is over the limit, and new pages come, whose first touch takes longer than to fill them from a socket. To set one
-    ends the adjustment, so both are set to where it would end; and what is kept, is kept when there is more, too.
+    freed block. Larger blocks go back to the system each time, as does the heap's free end over the limit. The first
+    touch of a new page takes longer than a read from a socket. Setting one limit ends the adjustment, so both are set
+    to its final values.
     """
     _set(_M_MMAP_THRESHOLD, LARGEST_BYTES)
     _set(_M_TRIM_THRESHOLD, KEPT_BYTES)
@@ -56,8 +56,8 @@ def return_free_pages(keep_bytes: int = 0) -> None:
     """Return every free page of the heaps to the system, except `keep_bytes` at the end of the main heap and the ends
     of other threads' heaps (`use_one_arena`).
 
-    By itself malloc gives back the end of a heap only: one small block behind a burst keeps all of it. Takes a fraction
-    of a millisecond for a heap of some hundred MiB; who allocates meanwhile waits, other threads of Python do not.
+    By itself malloc returns the end of a heap only: a single small block behind a burst keeps the whole burst. Takes a
+    fraction of a millisecond for a heap of some hundred MiB; allocations wait meanwhile, Python's threads do not.
     """
     if (malloc_trim := getattr(_LIBC, "malloc_trim", None)) is not None:
         malloc_trim(ctypes.c_size_t(keep_bytes))

@@ -11,9 +11,9 @@ from common.process import malloc
 from common.telemetry import get_logger
 
 TIDY_S: Final = 30.0
-"""Between two times at which free memory goes back."""
+"""Interval between two returns of free memory."""
 IDLE_S: Final = 0.3
-"""How long after its last work a process gives back what a burst has left."""
+"""Idle time after which a process returns the memory of a burst."""
 
 _running: Final[set[asyncio.Task[NoReturn]]] = set()
 
@@ -37,8 +37,8 @@ def _note_end(task: asyncio.Task[NoReturn]) -> None:
 def settle() -> None:
     """Spare the garbage collector all present objects. Call this once all long-lived objects are loaded.
 
-    Modules of PyTorch and transformers are some 200,000 objects. A full collection over them stops every thread for 0.1
-    to 0.4 s. (`gc.freeze` was made for servers, if for other ends.)
+    Modules of PyTorch and transformers are some 200,000 objects. A full collection over all of them stops every thread
+    for 0.1 to 0.4 s.
     """
     gc.collect()
     gc.freeze()
@@ -46,11 +46,10 @@ def settle() -> None:
 
 async def tidy_up(keep_bytes: int = 0, every_s: float = TIDY_S, is_idle: Callable[[], bool] | None = None) -> NoReturn:
     """Collect circular garbage at intervals, and return free memory, but `keep_bytes` at the end of each heap
-    (malloc.return_free_pages). Do so, too, once `is_idle` has been true for IDLE_S after work.
+    (malloc.return_free_pages). The same happens once `is_idle` has been true for IDLE_S after work.
 
-    A full collection comes by itself only after some 80,000 more objects than before, whatever those in circles hold;
-    in a process that has settled it takes a few milliseconds. And what a heap has once needed, it would keep: that may
-    be one moment in an hour.
+    By itself a full collection comes only after some 80,000 more objects, however much memory the garbage holds; in a
+    settled process a collection takes a few milliseconds. A heap would keep the memory of its largest moment.
     """
     clock = asyncio.get_running_loop().time
     due_s, worked_s, is_tidy = clock() + every_s, clock(), True

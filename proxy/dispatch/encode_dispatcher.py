@@ -41,10 +41,10 @@ class _Item:
 class EncodeDispatcher:
     """Sends the items of one job to encoders, and repeats after failures. All methods run on one loop.
 
-    Each failure counts against its item; after too many the job fails with the last error. An encoder that reports in
-    time that an item is not done is asked again for as long as the job lasts: it continues with its partial work. The
-    last resort is the destination itself where it can encode. An item without any encoder waits for one to come back,
-    if one was there a moment ago. An encoder that stays silent has failed.
+    Each failure counts against its item; after too many failures the job fails with the last error. An encoder that
+    reports an unfinished item in time is asked again for as long as the job lasts, and continues with the partial work.
+    The last resort is the destination itself, if able to encode. Without any encoder an item waits for the return of an
+    encoder that was there a moment ago. A silent encoder has failed.
     """
 
     def __init__(self, job: Job, context: DispatchContext, deadlines: Deadlines) -> None:
@@ -58,7 +58,7 @@ class EncodeDispatcher:
         self.pending: set[_Item] = set()
         """Items that are at an encoder or wait for one."""
         self.used: set[Worker] = set()
-        """Live encoders that were given an item."""
+        """Live encoders that have received an item."""
         self._unanswered: set[tuple[Worker, int, int]] = set()  # replaced attempts that may still run
 
     async def send_all(self, destination: Worker, request_attempt: int) -> None:
@@ -126,7 +126,7 @@ class EncodeDispatcher:
             late = ErrorInfo("timeout", f"{encoder.instance_id} did not deliver in time", item.media.param)
             self._release(item, answered=False)
             await self._wait_again(item, encoder, late, "input_needed")
-        elif item not in self.pending:  # it was in place and was evicted: no failure
+        elif item not in self.pending:  # in place before, and evicted: no failure
             await self._again(item, "input_needed")
 
     async def on_gone(self, worker: Worker) -> None:
@@ -235,8 +235,8 @@ class EncodeDispatcher:
     def _stays(self, item: _Item, encoder: Worker) -> bool:
         """Whether a waiting item stays with an encoder, perhaps partly done.
 
-        It may leave once, for an encoder with much less to do. More often, an item that takes longer to compute than
-        the deadline of an encoder would begin again and again.
+        An item may move once, to an encoder with much less to do. With more moves, an item that takes longer than the
+        deadline of an encoder would begin again and again.
         """
         able = self._able(item)
         if encoder not in able:
@@ -266,7 +266,7 @@ class EncodeDispatcher:
         return chosen
 
     def _able(self, item: _Item) -> list[Worker]:
-        """All workers that may encode an item."""
+        """Return all workers that may encode an item."""
         own = item.destination
         encoders = self._context.pool.workers("encoder", matching=own)
         return [*encoders, own] if own is not None and own.record.encodes else encoders

@@ -33,7 +33,7 @@ from proxy.dispatch.progress import BACKOFF_S, Deadlines, Progress, Retries
 from proxy.dispatch.worker import Worker, WorkerEvent
 
 MAX_UNREAD: Final = 4096
-"""Unread messages of a job; a client with more does not read."""
+"""Limit of unread messages of a job: beyond, the client does not read."""
 MAX_MOVES: Final = 3
 """Decoders that one request may outlive."""
 INQUIRY_S: Final = 5.0
@@ -46,11 +46,10 @@ log = get_logger()
 class JobRunner:
     """Runs one job. Messages come in by `post`, tokens go out by `tokens`.
 
-    One worker, the decoder, generates the tokens. It computes the prompt, too, or a prefill worker does. A lost encoder
-    costs a retry of its items, a lost prefill worker another prefill. A lost decoder is replaced by another one, which
-    continues each sequence after the delivered tokens. Missing workers are waited for. All deadlines of the job are in
-    one `Deadlines`; events that came before a deadline are handled first, for they may have kept it.
-    Any early end of `tokens` aborts the job on every worker that it touched.
+    The decoder generates the tokens; the prompt is computed there or on a prefill worker. A lost encoder costs a retry
+    of its items, a lost prefill worker another prefill. After the loss of a decoder, another decoder continues each
+    sequence after the delivered tokens. Missing workers are waited for. Events that came before a deadline are handled
+    before the deadline. Any early end of `tokens` aborts the job on all of its workers.
     """
 
     def __init__(self, job: Job, context: DispatchContext, deadline_s: float, runners: dict[str, JobRunner]) -> None:
@@ -71,7 +70,7 @@ class JobRunner:
         self._decoder: Worker | None = None
         self._claimed_tokens = 0  # of the decoder's load
         self._attempt = 0  # of the decoder
-        self._begun = False  # the decoder has sent tokens: it has the prompt, unless it asks for it
+        self._begun = False  # the decoder has sent tokens, and has the prompt unless the prompt is needed again
         self._moves = 0
         self._stopped: set[int] = set()
         self._abandoned = False
@@ -202,7 +201,7 @@ class JobRunner:
         if prefill is not None and prefill.runs_on(worker, message.attempt):
             await self._on_prefill_lost(prefill, error, "prefill_error")
         elif self._decodes(worker, message.attempt):
-            if error.code == "unavailable":  # for example, it had lost this proxy and dropped all its requests
+            if error.code == "unavailable":  # for example, the decoder had lost this proxy and discarded all requests
                 await self._move("decoder_error", pause_s=BACKOFF_S)
                 return
             await self._withdraw(abort=False)
@@ -245,10 +244,10 @@ class JobRunner:
         await self._replace(reason, pause_s=pause_s, abort=abort)
 
     async def _replace(self, reason: str, *, pause_s: float = 0.0, abort: bool = False) -> None:
-        """Take the rest of the job elsewhere, after `pause_s`. Raises as `_place` does, and after MAX_MOVES."""
+        """Place the rest of the job anew, after `pause_s`. Raises as `_place` does, and after MAX_MOVES."""
         await self._withdraw(abort=abort)
         self._moves += 1
-        if self._moves > MAX_MOVES:  # or a request that no decoder survives would take them all down in turn
+        if self._moves > MAX_MOVES:  # a request that no decoder survives would take down all decoders in turn
             raise TriptychError("unavailable", f"{self._moves} decoders were lost with this request; it is given up")
         if self._progress.done:
             return
@@ -309,7 +308,7 @@ class JobRunner:
             await self._encode.send_all(decoder, self._attempt)
 
     async def _inquire(self) -> None:
-        """Ask the workers whether the job is still there: no other message tells of a lost request."""
+        """Ask the workers whether the job is still there: no other message reveals a lost request."""
         self._deadlines.set("inquiry", time.monotonic() + INQUIRY_S, self._inquire)
         if self._decoder is not None:
             await self._decoder.notify(Inquiry(self._job.request_id, self._attempt))
@@ -332,7 +331,7 @@ class JobRunner:
         return decoder
 
     async def _withdraw(self, *, abort: bool) -> None:
-        """Take the job from the decoder, with or without an `abort`, and from the prefill worker."""
+        """Withdraw the job from the decoder, with or without an `abort`, and from the prefill worker."""
         decoder = self._release_decoder()
         if decoder is not None and abort:
             await decoder.notify(Abort(self._job.request_id))

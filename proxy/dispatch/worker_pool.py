@@ -23,13 +23,13 @@ from proxy.dispatch.registry_watch import POLL_S, RegistryWatch
 from proxy.dispatch.worker import WatchedClient, Worker
 
 ABSENCE_S: Final = 2.0
-"""A worker that has not been in the registry for so long is gone."""
+"""Absence from the registry after which a worker is gone."""
 BURST_MESSAGES: Final = 64
-"""Taken from one worker before those have a turn whose messages they are."""
+"""Messages received from a worker before the jobs have a turn."""
 TOGETHER_S: Final = 0.25
-"""How long a worker that has been connected to waits for others that are being connected to."""
+"""Wait of a connected worker for others with a connection under way."""
 LAST_WORDS_MS: Final = 200
-"""How long the aborts to a worker that is given up may take to leave."""
+"""Time for the last aborts to a removed worker."""
 
 log = get_logger()
 
@@ -68,8 +68,8 @@ class WorkerPool:
         """Own `context`, and end it on `close`."""
         self.own = own
         self._on_failure = on_failure
-        # New at every start and for every connection: were it the same, workers would take this one for the one before
-        # it, and keep what was asked for there.
+        # New at every start and for every connection: with an old identity, workers would keep the requests of the
+        # earlier connection.
         self._identities = (connection_id(own.instance_id, own.epoch, number) for number in itertools.count())
         self._registry = registry
         self._watch = RegistryWatch(registry, own)
@@ -77,15 +77,15 @@ class WorkerPool:
         self._context = context
         self._workers: dict[str, Worker] = {}
         self._listeners: dict[Worker, list[asyncio.Task[None]]] = {}
-        self._lost: dict[tuple[str, int], float] = {}  # whose connection broke: until when they count as dead
+        self._lost: dict[tuple[str, int], float] = {}  # lives with a broken connection: dead until then
         self._tasks: set[asyncio.Task[None]] = set()
         self._refused: dict[str, str] = {}
-        self._newest: dict[str, int] = {}  # the epoch of the last life that was found, of each in the registry
+        self._newest: dict[str, int] = {}  # the last epoch of each instance in the registry
         self._last_usable_s: dict[Role, float] = {}
         self._unknown_since_s = time.monotonic()
-        """Until the first look at the registry: since when nobody knows who is there. Then minus infinity."""
+        """Start of the time without knowledge of the registry; minus infinity after the first look."""
         self.failure: str | None = None
-        """Why this pool does not work any more; None while it does."""
+        """The reason why this pool has stopped working; None while working."""
 
     def start(self) -> None:
         """Begin to look for workers, and go on until `close`. The broker need not be there yet."""
@@ -126,9 +126,8 @@ class WorkerPool:
     def workers(self, *roles: Role, matching: Worker | None = None) -> list[Worker]:
         """Return live workers of these roles for new work; with `matching`, only workers compatible with that worker.
 
-        Those that are draining are not among them, nor those to which there is no connection yet, for it may be cut, or
-        that have only just been connected to while others are about to be.
-        Those that have just left the registry are named only where there are no others: they may be stopping.
+        Left out are draining workers and workers without an admitted connection. Workers that have just left the
+        registry may be stopping: they count only in the absence of others.
         """
         found = [
             worker
@@ -205,7 +204,7 @@ class WorkerPool:
             self._background(self._receive(worker)),
             self._background(self._watch_connection(worker)),
         ]
-        # A new life will be usable in a moment. Of one that is tried again, as its connection broke, nobody knows.
+        # A new life will be usable in a moment. A life with a broken connection may never be.
         if record.epoch > self._newest.get(record.instance_id, 0) and not record.draining:
             self._newest[record.instance_id] = record.epoch
             self._last_usable_s[record.role] = time.monotonic()
@@ -215,7 +214,7 @@ class WorkerPool:
         if worker.gone:
             return
         log.warning("worker gone", worker=worker.instance_id, role=worker.record.role)
-        for request_id in self._listener.requests_at(worker):  # it may be alive, and only the registry have lost it
+        for request_id in self._listener.requests_at(worker):  # alive, perhaps, and lost by the registry alone
             await worker.notify(Abort(request_id))
         self._note_usable(worker)
         worker.gone = True
@@ -228,7 +227,7 @@ class WorkerPool:
 
     async def _receive(self, worker: Worker) -> None:
         while True:
-            for _ in range(BURST_MESSAGES):  # what is there already is received without a pause
+            for _ in range(BURST_MESSAGES):  # waiting messages are received without a pause
                 await self._listener.on_message(worker, await worker.client.receive())
             await asyncio.sleep(0)
 
@@ -244,8 +243,8 @@ class WorkerPool:
     async def _admit(self) -> None:
         """Admit connected workers for work, together with workers found at the same time.
 
-        After a restart of this proxy, say, the first connection is made some milliseconds before the others, and all
-        requests that wait for a worker would go to that one.
+        After a restart of this proxy, the first connection comes some milliseconds before the others, and all waiting
+        requests would go to the first worker.
         """
         if not all(worker.client.connected for worker in self._workers.values()):
             await asyncio.sleep(TOGETHER_S)

@@ -185,11 +185,7 @@ class _BoundedStream(httpcore.AsyncNetworkStream):
 
 
 async def _request(
-    pool: httpcore.AsyncConnectionPool,
-    url: httpx.URL,
-    param: str,
-    max_bytes: int,
-    reserve: Callable[[int], None],
+    pool: httpcore.AsyncConnectionPool, url: httpx.URL, param: str, max_bytes: int, reserve: Callable[[int], None]
 ) -> tuple[bytes, str | None]:
     """Ask for one hop. Return the body, or the location of a redirect."""
     # `url.host` would decode "xn--", and by newer rules than the resolver encodes: another name might result.

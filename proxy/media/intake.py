@@ -32,10 +32,7 @@ _IMAGE_MAGIC: Final = (
 _AUDIO_MAGIC: Final = ((b"fLaC", "flac"), (b"OggS", "ogg"), (b"ID3", "mp3"), (b".snd", "au"), (b"caff", "caf"))
 _CONTAINERS: Final = {b"RIFF": {b"WEBP": "webp", b"WAVE": "wav"}, b"RF64": {b"WAVE": "wav"}, b"FORM": {b"AIFF": "aiff"}}
 _CONTAINER_KINDS: Final[dict[str, MediaKind]] = {"webp": "image", "wav": "audio", "aiff": "audio"}
-_EXPECTED: Final = {
-    "image": "a picture (JPEG, PNG, WebP, GIF, BMP)",
-    "audio": "audio (WAV, MP3, FLAC, Ogg, AIFF)",
-}
+_EXPECTED: Final = {"image": "a picture (JPEG, PNG, WebP, GIF, BMP)", "audio": "audio (WAV, MP3, FLAC, Ogg, AIFF)"}
 _WHITESPACE: Final = b" \t\n\r\f\v"
 _OFF_LOOP_BYTES: Final = 256 * 2**10
 """Size above which base64 and hashes are computed in a thread: 32 MiB take some 60 ms."""

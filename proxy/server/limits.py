@@ -29,7 +29,7 @@ from proxy.server.metrics import ProxyMetrics
 SHORT_LINE: Final = 4
 """Requests that may always wait."""
 FULL_LINE: Final = 8
-"""A job that can wait joins no longer queue, and none where a new request would then wait over half of the limit."""
+"""Longest queue that a job joins if able to wait; the wait of a new request must also stay below half of the limit."""
 WINDOW: Final = 64
 """Begins that measure the rate, while at least SHORT_LINE wait. The rate is unknown before a quarter of them."""
 FORGET_S: Final = 10.0
@@ -95,7 +95,7 @@ class QueueDelayLimiter:
 
     @property
     def wait_s(self) -> float:
-        """Expected wait of a request that comes now; 0 where the rate is unknown."""
+        """Return the expected wait of a new request; 0 where the rate is unknown."""
         return self._expected_s(self.num_waiting + 1) if self.num_waiting > SHORT_LINE else 0.0
 
     @property
@@ -107,7 +107,7 @@ class QueueDelayLimiter:
 
     @property
     def excess_s(self) -> float:
-        """Expected wait of a new request beyond the limit; 0 or less where the request is welcome."""
+        """Return the expected wait of a new request beyond the limit; 0 or less where the request is welcome."""
         if self.num_waiting <= SHORT_LINE or self._clock() - self._standing_since_s < self._max_wait_s:
             return 0.0
         return self.wait_s - self._max_wait_s
@@ -142,7 +142,7 @@ class QueueDelayLimiter:
         await self._moved.wait()
 
     def _expected_s(self, num_waiting: int) -> float:
-        """Expected wait of the last of `num_waiting`; 0 where the rate is unknown."""
+        """Return the expected wait of the last of `num_waiting`; 0 where the rate is unknown."""
         known = len(self._intervals)
         return num_waiting * sum(self._intervals) / known if known >= WINDOW // 4 else 0.0
 

@@ -37,9 +37,9 @@ CLIENT_CLOSED_REQUEST: Final = 499
 """Seen in metrics only: the client has left."""
 REQUEST_ID_HEADER: Final = "x-request-id"
 _LINE_ENDS: Final = {character: f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
-"""Escaped: many clients (httpx, all that split lines as Python does) would end a line of an event here."""
+"""Escaped: many clients (httpx, and others with Python's rules for lines) would end a line of an event here."""
 _DEADLINE_GRACE_S: Final = 2.0
-"""Jobs end at the deadline with a better message; this is for work without a deadline of its own."""
+"""Jobs end at the deadline with a better message; the grace is for work without a deadline."""
 
 T = TypeVar("T")
 log = get_logger()
@@ -84,7 +84,7 @@ class RequestContext:
     """Memory of this request for body and media."""
     body_read: asyncio.Event = field(default_factory=asyncio.Event)
     tickets: RequestTickets | None = None
-    """Tickets of the request's jobs in a queue for first tokens, once the endpoint knows which queue."""
+    """Tickets of the request's jobs in a queue for first tokens, once the endpoint has chosen the queue."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     first_token_s: float | None = None
@@ -131,13 +131,7 @@ class AdmissionController:
     inflight: int = 0
     closing: bool = False
 
-    async def answer(
-        self,
-        request: Request,
-        prefix: str,
-        max_body_bytes: int,
-        endpoint: Endpoint,
-    ) -> Response:
+    async def answer(self, request: Request, prefix: str, max_body_bytes: int, endpoint: Endpoint) -> Response:
         """Answer a request by `endpoint`; the request id begins with `prefix`.
 
         Raises the errors of `endpoint` before the first payload, and TriptychError("overloaded") over the limit.
