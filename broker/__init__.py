@@ -1,4 +1,5 @@
 """Everything between processes: the registry and control messages (cluster), handoffs, and tensors (transports).
 
-No model, torch or HTTP API belongs here. Imports `common` only, beside redis and zmq.
+Not here: models, torch, the HTTP API, decisions on memory (engine.handoff). May import `common` only, beside redis, zmq
+and the optional NIXL. Floors: handoff above transports above cluster.
 """

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import AsyncGenerator
 from typing import Final
 
@@ -22,6 +23,9 @@ from common.telemetry import get_logger
 
 RECORD_TTL_S: Final = 5
 HEARTBEAT_S: Final = 1.0
+ABSENCE_S: Final = 3.0
+BLIND_S: Final = 2.0
+"""Longer than this between two looks at the registry, it could not be seen."""
 _LISTEN_S: Final = 1.0
 """One wait for news, shorter than the client's patience with a server that says nothing."""
 
@@ -37,7 +41,7 @@ class Registry:
         self._index = f"{cluster}:instances"
         self._changes = f"{cluster}:changes"
         self._own: InstanceRecord | None = None
-        self._told: tuple[int, bool] | None = None  # epoch, draining
+        self._published: tuple[int, bool] | None = None  # epoch, draining
 
     async def register(self, record: InstanceRecord) -> None:
         """Enter `record`, kept alive by `heartbeat` from now on.
@@ -68,9 +72,9 @@ class Registry:
             pipe.set(self._key(own.instance_id), encode(own), ex=RECORD_TTL_S)
             pipe.sadd(self._index, own.instance_id)
             await pipe.execute()
-        if self._told != (own.epoch, own.draining):
-            await self._tell()
-            self._told = own.epoch, own.draining
+        if self._published != (own.epoch, own.draining):
+            await self._publish()
+            self._published = own.epoch, own.draining
 
     async def unregister(self) -> bool:
         """Remove the own entry; return False if the entry is gone or belongs to another process by now."""
@@ -82,8 +86,8 @@ class Registry:
             return False
         await self._redis.delete(self._key(own.instance_id))
         await self._redis.srem(self._index, own.instance_id)
-        await self._tell()
-        self._told = None
+        await self._publish()
+        self._published = None
         return True
 
     async def changes(self) -> AsyncGenerator[None]:
@@ -99,7 +103,7 @@ class Registry:
                 if message is not None:
                     yield
 
-    async def _tell(self) -> None:
+    async def _publish(self) -> None:
         with contextlib.suppress(RedisError):  # no right to, or no such command: those that listen look by themselves
             await self._redis.publish(self._changes, "")
 
@@ -132,6 +136,35 @@ class Registry:
         except TriptychError as error:
             log.warning("unreadable registry entry", cluster=self._cluster, error=error.info.message)
             return None
+
+
+class Presence:
+    """Count an instance as gone after ABSENCE_S without an entry. A restart of Redis empties the registry for a moment
+    and ends no handoff. Time with an unreachable broker does not count beyond the usual interval between two looks."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[InstanceRecord, float]] = {}
+        self._looked_s = time.monotonic()
+
+    def note(self, record: InstanceRecord) -> None:
+        """This instance has just been seen."""
+        self._seen[record.instance_id] = record, time.monotonic()
+
+    def get(self, instance_id: str) -> InstanceRecord | None:
+        """Return an instance seen within the last ABSENCE_S seconds, or None."""
+        record, seen_s = self._seen.get(instance_id, (None, 0.0))
+        return record if time.monotonic() - seen_s < ABSENCE_S else None
+
+    def look(self, instances: dict[str, InstanceRecord]) -> dict[str, InstanceRecord]:
+        """Record the registry's present content; return all present instances. Called with the heartbeat."""
+        now_s = time.monotonic()
+        if (between_s := now_s - self._looked_s) > BLIND_S:
+            blind_s = between_s - HEARTBEAT_S
+            self._seen = {i: (record, min(now_s, seen_s + blind_s)) for i, (record, seen_s) in self._seen.items()}
+        self._looked_s = now_s
+        self._seen.update({instance_id: (record, now_s) for instance_id, record in instances.items()})
+        self._seen = {i: seen for i, seen in self._seen.items() if now_s - seen[1] < ABSENCE_S}
+        return {i: record for i, (record, _) in self._seen.items()}
 
 
 def other_key(one: InstanceRecord, other: InstanceRecord) -> str:

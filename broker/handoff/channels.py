@@ -118,7 +118,8 @@ class ChannelSender:
         self._away = True
         streams = dict.fromkeys(entry.stream for entry in batch)
         try:
-            async with asyncio.timeout(self._try_s(batch)):
+            oldest_s = min(entry.queued_s for entry in batch)
+            async with asyncio.timeout(max(_TRY_S, oldest_s + self._timeout_s - time.monotonic())):
                 async with self._redis.pipeline(transaction=False) as pipe:
                     for entry in batch:
                         pipe.xadd(entry.stream, {FIELD: entry.data}, nomkstream=True)
@@ -138,10 +139,6 @@ class ChannelSender:
                 self.num_trimmed += trimmed
                 log.warning("a receiver does not read: its oldest messages are lost", stream=stream, lost=trimmed)
         return True
-
-    def _try_s(self, batch: list[_Entry]) -> float:
-        oldest_s = min(entry.queued_s for entry in batch)
-        return max(_TRY_S, oldest_s + self._timeout_s - time.monotonic())
 
     def _unexpired(self, batch: list[_Entry]) -> list[_Entry]:
         return [entry for entry in batch if not self._expired(entry, "no broker")]

@@ -25,8 +25,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias, TypeVar
 
-from broker.cluster.presence import Presence
-from broker.cluster.registry import incompatibility
+from broker.cluster.registry import Presence, incompatibility
 from broker.handoff.channels import ChannelSender, Delivery
 from broker.transports.payload import Payload
 from broker.transports.shm.push_buffer import EarlySend
@@ -70,10 +69,6 @@ class Part:
     first: int = 0
 
 
-def _future() -> asyncio.Future[_T]:
-    return asyncio.get_running_loop().create_future()
-
-
 @dataclass
 class Handoff:
     """An encoder output, or keys and values, on the way to `receiver`.
@@ -83,10 +78,10 @@ class Handoff:
 
     offer: Offer | KvOffer
     receiver: InstanceRecord
+    grant: asyncio.Future[Grant]
+    receipt: asyncio.Future[Receipt]
     state: State = "offered"
     part: int = 0
-    grant: asyncio.Future[Grant] = field(default_factory=_future)
-    receipt: asyncio.Future[Receipt] = field(default_factory=_future)
     times_s: dict[str, float] = field(default_factory=dict)
     asked_again: bool = False  # whether the tensor has come, since it was sent
     patience_s: float = 0.0  # until then (monotonic) it is taken to be on its way
@@ -113,7 +108,7 @@ class HandoffSender:
         self._tensors = tensors
         self._timeout_s = timeout_s
         self._handoffs: dict[Key, Handoff] = {}
-        self._presence = Presence()
+        self.presence = Presence()
         self.outcomes: Counter[str] = Counter()
 
     @property
@@ -146,13 +141,14 @@ class HandoffSender:
             self.close(key_of(offer))
             raise
 
-    def give(self, handoff: Handoff) -> EarlySend | None:
+    def reserve_early(self, handoff: Handoff) -> EarlySend | None:
         """Return a path for the computing thread to send the only tensor of a granted handoff at once; None without a
-        path. Pass the path to `deliver` in any case, and drop the path in the end."""
+        path. Pass the path to `deliver` in any case, and discard the path in the end."""
         offer = handoff.offer
         if not isinstance(offer, Offer) or handoff.state != "granted":
             return None
-        return self._tensors.give(handoff.receiver, self._header(handoff, offer.shape, offer.dtype, offer.size_bytes))
+        header = self._header(handoff, offer.shape, offer.dtype, offer.size_bytes)
+        return self._tensors.reserve_early(handoff.receiver, header)
 
     async def deliver(
         self, handoff: Handoff, shape: list[int], dtype: str, data: Payload, early: EarlySend | None = None
@@ -182,28 +178,31 @@ class HandoffSender:
         """
         if handoff.state != "granted":
             raise TriptychError("internal_error", f"send in state {handoff.state!r}: no tensor without a grant")
+        loop = asyncio.get_running_loop()
         deadline_s = min(handoff.offer.deadline_s, time.monotonic() + self._timeout_s)
-        left_s = None if early is None else early.left_s
-        if early is not None and left_s is not None:
-            self._note_sent(handoff, left_s)
+        sent_s = None if early is None else early.sent_s
+        if early is not None and sent_s is not None:
+            self._note_sent(handoff, sent_s)
             self._tensors.num_sent[early.scheme] += 1
             self.outcomes["left_early"] += 1
         for number in range(MAX_SENDS):
             if not handoff.receipt.done():  # else it was settled while it was being computed: there is nothing to send
                 if number:
                     self.outcomes["sent_again"] += 1
-                if number or left_s is None:
-                    await self._send_once(handoff, part)
+                if number or sent_s is None:
+                    self._note_sent(handoff, time.time())
+                    header = self._header(handoff, part.shape, part.dtype, part.data.nbytes, part.table, part.first)
+                    await self._tensors.send(handoff.receiver, header, part.data, self._timeout_s)
                 # what is answered are the 1st, 2nd, 4th and 8th repetition
                 handoff.patience_s = time.monotonic() + REPEAT_S * (2**number - 0.5)
             receipt = await self._wait(handoff, handoff.receipt, "receipt", deadline_s)
             if receipt.status == "stored":
-                handoff.state, handoff.part, handoff.receipt = "granted", handoff.part + 1, _future()
+                handoff.state, handoff.part, handoff.receipt = "granted", handoff.part + 1, loop.create_future()
                 return
             if receipt.status != "corrupt":
                 message = f"{handoff.receiver.instance_id} did not store it: {receipt.status}"
                 raise self._ended(receipt.status, TriptychError("unavailable", message))
-            handoff.receipt = _future()
+            handoff.receipt = loop.create_future()
         message = f"{handoff.receiver.instance_id} did not get it undamaged in {MAX_SENDS} attempts"
         raise self._ended("corrupt", TriptychError("unavailable", message))
 
@@ -214,14 +213,14 @@ class HandoffSender:
         if isinstance(message, Offer | KvOffer | Withdraw) or handoff is None or delivery.stale:
             self.outcomes["stray"] += 1
         elif isinstance(message, Grant):
-            self._take_grant(handoff, message)
+            self._handle_grant(handoff, message)
         elif handoff.state in ("granted", "sent") and message.part == handoff.part and not handoff.receipt.done():
             handoff.mark("receipt_received")
             handoff.receipt.set_result(message)
         else:
             self.outcomes["duplicate"] += 1
 
-    def _take_grant(self, handoff: Handoff, grant: Grant) -> None:
+    def _handle_grant(self, handoff: Handoff, grant: Grant) -> None:
         if handoff.state == "offered" and not handoff.grant.done():
             handoff.state = "granted" if grant.status == "granted" else "done"
             handoff.mark("grant_received")
@@ -230,11 +229,11 @@ class HandoffSender:
             error = TriptychError("unavailable", f"{handoff.receiver.instance_id} took its grant back")
             handoff.fail(self._ended("cancelled", error))
         elif handoff.state == "sent" and handoff.asked_again and _is_answer(handoff, grant):
-            self._take_answer(handoff, grant)
+            self._handle_answer(handoff, grant)
         else:
             self.outcomes["duplicate"] += 1
 
-    def _take_answer(self, handoff: Handoff, grant: Grant) -> None:
+    def _handle_answer(self, handoff: Handoff, grant: Grant) -> None:
         """Handle the answer to an offer repeated after sending: the receipt is lost, or the tensor is lost or slow."""
         stored = grant.status == "cached" or grant.num_parts > handoff.part
         if not stored and time.monotonic() < handoff.patience_s:
@@ -277,16 +276,12 @@ class HandoffSender:
             handoff.grant.cancel()
             handoff.receipt.cancel()
 
-    def lately_seen(self, instance_id: str) -> InstanceRecord | None:
-        """Return an instance seen in the registry lately by `review`. See Presence."""
-        return self._presence.get(instance_id)
-
     def review(self, instances: dict[str, InstanceRecord]) -> None:
         """Compare with the registry: end handoffs to a receiver that is gone or has restarted.
 
         Called with the heartbeat. Presence says who counts as gone.
         """
-        live = self._presence.look(instances)
+        live = self.presence.look(instances)
         self._tensors.keep_only(live.values())
         for handoff in list(self._handoffs.values()):
             current = live.get(handoff.receiver.instance_id)
@@ -305,14 +300,10 @@ class HandoffSender:
         key = key_of(offer)
         if key in self._handoffs:
             raise TriptychError("internal_error", f"handoff {key} is open already")
-        handoff = self._handoffs[key] = Handoff(offer, receiver)
-        self._presence.note(receiver)
+        loop = asyncio.get_running_loop()
+        handoff = self._handoffs[key] = Handoff(offer, receiver, loop.create_future(), loop.create_future())
+        self.presence.note(receiver)
         return handoff
-
-    async def _send_once(self, handoff: Handoff, part: Part) -> None:
-        header = self._header(handoff, part.shape, part.dtype, part.data.nbytes, part.table, part.first)
-        self._note_sent(handoff, time.time())
-        await self._tensors.send(handoff.receiver, header, part.data, self._timeout_s)
 
     def _note_sent(self, handoff: Handoff, at_s: float) -> None:
         handoff.state, handoff.asked_again, handoff.last_sign_s = "sent", False, time.monotonic()
@@ -328,18 +319,8 @@ class HandoffSender:
         first: int = 0,
     ) -> TensorHeader:
         """Make the header of the next part; the transport adds the checksum."""
-        offer, epoch = handoff.offer, handoff.receiver.epoch
-        return TensorHeader(
-            *key_of(offer),
-            offer.sender,
-            epoch,
-            shape,
-            dtype,
-            size_bytes=size_bytes,
-            part=handoff.part,
-            table=table,
-            first=first,
-        )
+        key, sender, epoch = key_of(handoff.offer), handoff.offer.sender, handoff.receiver.epoch
+        return TensorHeader(*key, sender, epoch, shape, dtype, size_bytes, part=handoff.part, table=table, first=first)
 
     async def _wait(self, handoff: Handoff, answer: asyncio.Future[_T], what: str, deadline_s: float) -> _T:
         """Wait for the answer and repeat the offer meanwhile. Raises TriptychError("timeout")."""

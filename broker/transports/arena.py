@@ -1,13 +1,14 @@
-"""Room in a piece of memory, lent and given back in any order.
+"""Slices of a piece of memory, reserved and released in any order.
 
     0                                                        size
-    | lent |  hole  | lent | lent |           hole             |
+    | slice |  hole  | slice | slice |           hole          |
 
 Always the first hole that fits: the processor's cache still has memory used lately, and unneeded pages stay untouched.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import Final
 
 ALIGNMENT_BYTES: Final = 64
@@ -15,7 +16,7 @@ ALIGNMENT_BYTES: Final = 64
 
 
 def aligned(num_bytes: int) -> int:
-    """The next multiple of ALIGNMENT_BYTES."""
+    """Return the next multiple of ALIGNMENT_BYTES."""
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
@@ -25,25 +26,25 @@ class Arena:
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self._holes: list[tuple[int, int]] = [(0, size_bytes)]  # [start, end), sorted, never touching each other
-        self._lent: dict[int, int] = {}  # start: end
+        self._slices: dict[int, int] = {}  # start: end
 
     @property
     def num_reserved(self) -> int:
-        return len(self._lent)
+        return len(self._slices)
 
     def reserve(self, num_bytes: int) -> int | None:
-        """The offset of room for `num_bytes`; None where no hole is large enough at the moment."""
+        """Return the offset of a slice for `num_bytes`; None if no hole is large enough at the moment."""
         needed = aligned(max(1, num_bytes))
         for index, (start, end) in enumerate(self._holes):
             if end - start >= needed:
                 self._holes[index : index + 1] = [(start + needed, end)] if end - start > needed else []
-                self._lent[start] = start + needed
+                self._slices[start] = start + needed
                 return start
         return None
 
     def release(self, offset: int) -> None:
-        """The room at `offset` is free again. Raises KeyError where none was lent."""
-        start, end = offset, self._lent.pop(offset)
+        """Release the slice at `offset`. Raises KeyError for any other offset."""
+        start, end = offset, self._slices.pop(offset)
         index = next((i for i, hole in enumerate(self._holes) if hole[0] > start), len(self._holes))
         if index < len(self._holes) and self._holes[index][0] == end:
             end = self._holes.pop(index)[1]
@@ -51,3 +52,18 @@ class Arena:
             index -= 1
             start = self._holes.pop(index)[0]
         self._holes.insert(index, (start, end))
+
+
+class Notifier:
+    """Wakes all callers that wait for a change, such as a release. For one loop."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Event()
+
+    async def wait(self) -> None:
+        """Wait for the next `notify`."""
+        await self._changed.wait()
+
+    def notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -11,21 +11,17 @@ the device copies them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, Final, Protocol, TypeVar
+from typing import Any, ClassVar, Final, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
 from broker.transports import checksums
-from broker.transports.chunked_bytes import ChunkedBytes
-from broker.transports.payload import DeviceBuffer, Payload
+from broker.transports.payload import ChunkedBytes, DeviceBuffer, Payload
 from common.errors import TriptychError
 from common.messages import TensorHeader
 
 QUEUE_TENSORS: Final = 64
 """Tensors on their way over one connection; the next tensor waits for a slot."""
-
-
-def _nothing() -> None: ...
 
 
 class ReceivedTensor(msgspec.Struct, frozen=True, eq=False):
@@ -38,7 +34,7 @@ class ReceivedTensor(msgspec.Struct, frozen=True, eq=False):
     header: TensorHeader
     data: Payload | ChunkedBytes
     fault: str | None = None
-    _release: Callable[[], None] = _nothing
+    _release: Callable[[], None] | None = None
 
     async def verify(self) -> str | None:
         """Return the fault of the bytes; None for undamaged bytes and for a GPU's memory."""
@@ -71,9 +67,9 @@ class ReceivedTensor(msgspec.Struct, frozen=True, eq=False):
         return "the checksum is not the one of these bytes: they were damaged on the way"
 
     def release(self) -> None:
-        """Give the memory back: call after the bytes are in the cache, or were refused.
+        """Release the memory: call after the bytes are in the cache, or were refused.
 
-        Memory shared with the sender goes back to the sender; until then the sender has less to reserve. `data` must
+        Until then the sender has less shared memory to reserve. `data` must
         not be used afterwards. An array made from `data` keeps the memory until the array's end. Without this call,
         garbage collection has the same effect, later. Safe from any thread, and idempotent.
         """
@@ -81,7 +77,8 @@ class ReceivedTensor(msgspec.Struct, frozen=True, eq=False):
             self.data.release()
         except BufferError:  # an array looks at it
             return
-        self._release()
+        if self._release is not None:
+            self._release()
 
 
 class Unreachable(TriptychError):
@@ -99,7 +96,8 @@ def took_none(address: str, timeout_s: float) -> TriptychError:
 class Receiver(Protocol):
     """The receiving end: one per process and transport. Made, used and closed on a running loop.
 
-    After `take` has returned None, the `on_arrival` of the constructor is called when a tensor may be there again.
+    After `pop` has returned None, the `on_arrival` of the constructor is called with this receiver as soon as a tensor
+    may be there again.
     """
 
     address: str
@@ -112,7 +110,7 @@ class Receiver(Protocol):
         """Tensors that began to arrive and were discarded before their end: abandoned, too slow, unreadable. Broken
         tensors count in `num_invalid`."""
 
-    def take(self) -> ReceivedTensor | None:
+    def pop(self) -> ReceivedTensor | None:
         """Return the next tensor of any sender, unchecked; None if no tensor waits.
 
         Invalid messages are counted and dropped. Unread tensors wait, and beyond a bound their senders wait, too.
@@ -122,6 +120,7 @@ class Receiver(Protocol):
         """Release everything but received tensors, valid until their release. Idempotent."""
 
 
+OnArrival: TypeAlias = Callable[[Receiver], None]
 Sent = TypeVar("Sent", contravariant=True)
 """memoryview, or DeviceBuffer for the memory of a GPU."""
 
@@ -143,3 +142,20 @@ class Connection(Protocol[Sent]):
 
     def close(self) -> None:
         """Close the connection and free the memory; pending sends fail, by their deadline at the latest. Idempotent."""
+
+
+M = TypeVar("M")
+
+
+def make_decode(kind: type[M] | Any) -> Callable[[bytes | memoryview], M]:
+    """Return a decoder of messages of `kind`, a type or a union of tagged types. The decoder raises ValueError on any
+    other input."""
+    decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(kind)
+
+    def decode(data: bytes | memoryview) -> M:
+        try:
+            return decoder.decode(data)
+        except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
+            raise ValueError(f"not a valid message: {error!s:.500}") from error
+
+    return decode

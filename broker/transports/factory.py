@@ -21,7 +21,7 @@ from typing import TypeAlias
 import zmq.asyncio
 from redis.asyncio import Redis
 
-from broker.transports.base import Connection, Receiver
+from broker.transports.base import Connection, OnArrival, Receiver
 from broker.transports.cuda.receiver import CudaReceiver
 from broker.transports.cuda.runtime import CudaRuntime
 from broker.transports.cuda.sender import CudaConnection, CudaSender
@@ -70,7 +70,11 @@ class TransportContext:
 
 
 def make_receivers(
-    means: TransportContext, transport: Transport, max_bytes: int, stale_s: float, on_arrival: Callable[[], None]
+    means: TransportContext,
+    transport: Transport,
+    max_bytes: int,
+    stale_s: float,
+    on_arrival: OnArrival,
 ) -> list[Receiver]:
     """Make the receiving ends of a setting on the running loop. See TensorReceiver for the bounds.
 
@@ -145,7 +149,11 @@ def _of_the_host(transport: Transport) -> Transport:
 
 
 def _nixl_receiver(
-    means: TransportContext, memory: ReceiveMemory, on_arrival: Callable[[], None], max_bytes: int, read_s: float
+    means: TransportContext,
+    memory: ReceiveMemory,
+    on_arrival: OnArrival,
+    max_bytes: int,
+    read_s: float,
 ) -> NixlReceiver:
     agent = means.nixl_agent
     return NixlReceiver(means.context, means.host, agent, memory, on_arrival, max_bytes=max_bytes, read_s=read_s)

@@ -1,10 +1,12 @@
-"""Payloads of transports: bytes in host memory, or memory of a GPU."""
+"""Payloads of transports: bytes in host memory, in one piece or in several, or memory of a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
+
+from common.hashing import Checksum
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,3 +33,38 @@ class DeviceBuffer:
 
 
 Payload: TypeAlias = memoryview | DeviceBuffer
+
+
+class ChunkedBytes:
+    """Bytes in host memory, in several places. Iterates over the pieces, in order.
+
+    Adding a piece hashes the piece, still in the processor's cache.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: list[memoryview] = []
+        self._digest = Checksum()
+        self.nbytes = 0
+
+    def __iter__(self) -> Iterator[memoryview]:
+        return iter(self._pieces)
+
+    def add(self, piece: memoryview) -> None:
+        """Add the next bytes, immutable from now on."""
+        self._digest.update(piece)
+        self._pieces.append(piece)
+        self.nbytes += piece.nbytes
+
+    @property
+    def checksum(self) -> int:
+        """The checksum of all bytes, as added."""
+        return self._digest.value
+
+    def joined(self) -> memoryview:
+        """Return a contiguous copy."""
+        return memoryview(b"".join(self._pieces))
+
+    def release(self) -> None:
+        """Let go of the memory, as memoryview does. Raises BufferError where an array looks at a piece."""
+        for piece in self._pieces:
+            piece.release()

@@ -73,23 +73,17 @@ class Route:
         self._num_fallbacks.update(passed_over.keys())
         return scheme
 
-    def sent_now(self, header: TensorHeader, data: Payload) -> str | None:
+    def send_now(self, header: TensorHeader, data: Payload) -> str | None:
         """Send by the best transport without waiting and return its scheme; None if sending would wait."""
-        best = self._best_on_host()
+        best = self._connections.get(self._best_scheme)
         if isinstance(best, ShmConnection) and isinstance(data, memoryview) and best.send_now(header, data):
             return best.scheme
         return None
 
-    def give(self, header: TensorHeader) -> EarlySend | None:
+    def reserve_early(self, header: TensorHeader) -> EarlySend | None:
         """Reserve memory at the receiver over the best connection, for shared memory in use only."""
-        if self._devices:
-            return None
-        best = self._best_on_host()
-        return best.give(header) if isinstance(best, ShmConnection) else None
-
-    def _best_on_host(self) -> Connection[memoryview] | None:
-        """Return the connection for the next tensor of host memory, once used before."""
-        return self._connections.get(self._best_scheme)
+        best = None if self._devices else self._connections.get(self._best_scheme)
+        return best.reserve_early(header) if isinstance(best, ShmConnection) else None
 
     def close(self) -> None:
         self._closed = True

@@ -13,7 +13,7 @@ import asyncio
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import msgspec
@@ -21,6 +21,7 @@ import zmq.asyncio
 from redis.asyncio import Redis
 
 from broker.transports.base import ReceivedTensor as ReceivedTensor
+from broker.transports.base import Receiver
 from broker.transports.cuda.runtime import CudaRuntime
 from broker.transports.factory import (
     TransportContext,
@@ -31,7 +32,7 @@ from broker.transports.factory import (
 from broker.transports.payload import Payload
 from broker.transports.routes import Route
 from broker.transports.routes import addresses_by_scheme as addresses_by_scheme
-from broker.transports.shm.push_buffer import EarlySend
+from broker.transports.shm.push_buffer import EarlySend, is_worth_it
 from broker.transports.shm.push_target import PushTarget
 from broker.transports.shm.receiver import ShmReceiver
 from common.config import Transport
@@ -84,19 +85,21 @@ class TensorReceiver:
         Raises TriptychError("invalid_request") where this host does not have the transport.
         """
         self._arrival = asyncio.Event()
+        self._ready: deque[Receiver] = deque()  # that may have a tensor
         means = TransportContext(context, host, redis, cluster, cuda)
-        self._receivers = deque(make_receivers(means, transport, max_bytes, stale_s, self._arrival.set))
+        self._receivers = make_receivers(means, transport, max_bytes, stale_s, self._note_arrival)
+        self._ready.extend(self._receivers)
         self.address = " ".join(receiver.address for receiver in self._receivers)
         self._turn_began_s = 0.0
 
-    def watch_given(self, on_given: Callable[[PushTarget], bool]) -> None:
-        """Call `on_given` with memory for a tensor about to arrive, where the transport announces tensors beforehand.
+    def watch_pushes(self, on_push: Callable[[PushTarget], bool]) -> None:
+        """Call `on_push` with memory for a tensor about to arrive, where the transport shares memory beforehand.
 
-        False discards the memory. The tensor goes to the target's `take`, or arrives in the ordinary way.
+        False discards the memory. The tensor goes to the target's `on_complete`, or arrives in the ordinary way.
         """
         for receiver in self._receivers:
             if isinstance(receiver, ShmReceiver):
-                receiver.on_given = on_given
+                receiver.on_push = on_push
 
     @property
     def num_invalid(self) -> int:
@@ -113,27 +116,29 @@ class TensorReceiver:
         the transports.
         """
         if time.monotonic() - self._turn_began_s > TURN_S:
-            await self._pause(asyncio.sleep(0))
-        while True:
+            await asyncio.sleep(0)
+            self._turn_began_s = time.monotonic()
+        while (received := self._pop()) is None:
             self._arrival.clear()
-            received = self._take()
-            if received is not None:
-                fault = payload_fault(received.header, received.data.nbytes)
-                return received if fault is None else msgspec.structs.replace(received, fault=fault)
-            await self._pause(self._arrival.wait())
+            await self._arrival.wait()
+            self._turn_began_s = time.monotonic()
+        fault = payload_fault(received.header, received.data.nbytes)
+        return received if fault is None else msgspec.structs.replace(received, fault=fault)
 
-    def _take(self) -> ReceivedTensor | None:
+    def _pop(self) -> ReceivedTensor | None:
         """Ask the transports in turn, so that no transport waits for another."""
-        for _ in range(len(self._receivers)):
-            received = self._receivers[0].take()
-            self._receivers.rotate(-1)
+        while self._ready:
+            receiver = self._ready.popleft()
+            received = receiver.pop()
             if received is not None:
+                self._ready.append(receiver)
                 return received
-        return None
+        return None  # until a receiver calls `_note_arrival`
 
-    async def _pause(self, awaited: Awaitable[object]) -> None:
-        await awaited
-        self._turn_began_s = time.monotonic()
+    def _note_arrival(self, receiver: Receiver) -> None:
+        if receiver not in self._ready:
+            self._ready.append(receiver)
+        self._arrival.set()
 
     def close(self) -> None:
         """Receive no further tensor. Received tensors stay valid until their release."""
@@ -185,16 +190,18 @@ class TensorSender:
                 num_fallbacks=self.num_fallbacks,
             )
             self._routes[receiver.tensor_address] = route
-        scheme = route.sent_now(header, data) or await route.send(header, data, time.monotonic() + timeout_s)
+        scheme = route.send_now(header, data) or await route.send(header, data, time.monotonic() + timeout_s)
         self.num_sent[scheme] += 1
 
-    def give(self, receiver: InstanceRecord, header: TensorHeader) -> EarlySend | None:
+    def reserve_early(self, receiver: InstanceRecord, header: TensorHeader) -> EarlySend | None:
         """Return a path for another thread to send a tensor ahead of the loop; None without such a path now.
 
-        `header` is without the checksum. Drop what is returned in the end.
+        `header` is without the checksum. Discard the path in the end.
         """
+        if not is_worth_it(header.size_bytes):
+            return None
         route = self._routes.get(receiver.tensor_address)
-        return None if route is None else route.give(header)
+        return None if route is None else route.reserve_early(header)
 
     def keep_only(self, receivers: Iterable[InstanceRecord]) -> None:
         """Close the connections to all other receivers."""

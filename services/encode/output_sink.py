@@ -48,7 +48,7 @@ class RemoteSink:
     async def offer(self, key: Key, message: Encode, item: ProcessedInput) -> bool:
         deadline_s = min(message.deadline_s, time.monotonic() + self._links.settings.handoff_timeout_s)
         offer = offer_of(message, item, self._links.instance_id, deadline_s)
-        receiver = await self._links.find_instance(message.destination, self._handoffs.lately_seen)
+        receiver = await self._links.find_instance(message.destination, self._handoffs.presence.get)
         handoff = await self._handoffs.offer(offer, receiver)
         if handoff.grant.result().status == "cached":
             return False
@@ -64,7 +64,7 @@ class RemoteSink:
 
     def early(self, key: Key) -> Callable[[torch.Tensor], None] | None:
         handoff = self._granted[key]
-        sending = self._handoffs.give(handoff) if self._links.cuda is None else None
+        sending = self._handoffs.reserve_early(handoff) if self._links.cuda is None else None
         if sending is None:
             return None
         self._early[key] = sending
@@ -73,7 +73,7 @@ class RemoteSink:
     def close(self, key: Key) -> None:
         early = self._early.pop(key, None)
         if early is not None:
-            early.drop()
+            early.discard()
         self._granted.pop(key, None)
         self._handoffs.close(key)
 

@@ -160,7 +160,7 @@ class KvSender:
             await prefill.next_report()
         prefill.recorder.start("grant")
         offer = self._make_offer(prefill)
-        receiver = await self._links.find_instance(prefill.message.prefill_for, self._handoffs.lately_seen)
+        receiver = await self._links.find_instance(prefill.message.prefill_for, self._handoffs.presence.get)
         prefill.check()  # the engine may have failed the request before there was a handoff to fail
         handoff = await self._handoffs.offer(offer, receiver)
         prefill.recorder.end("grant")

@@ -58,7 +58,7 @@ class HandoffReceiver:
         self._device_parts = asyncio.Semaphore(MAX_DEVICE_PARTS)
         self._stored_s: dict[Key, float] = {}  # when the engine received a tensor, until its receipt
         self.outcomes: Counter[str] = Counter()
-        self._tensors.watch_given(self._expect)
+        self._tensors.watch_pushes(self._expect)
         links.metrics.gauges["inputs_landing"] = lambda: len(self._buffers)
         links.metrics.gauges["offers_open"] = lambda: self.num_offers
 
@@ -185,7 +185,7 @@ class HandoffReceiver:
         offer = self._offers.get(key)
         if not isinstance(offer, Offer) or _as_offered(offer) != _as_offered(header):
             return False
-        target.take = self._receive_pushed
+        target.on_complete = self._receive_pushed
         return header.receiver_epoch == self._links.epoch and self._buffers.expect(key, target)
 
     # --- tensors

@@ -283,23 +283,23 @@ class SimulatedClient:
 
 
 class SimulatedSending:
-    """Stands in for `push_buffer.Gift`: the tensor leaves when it is made, before the loop hears of it."""
+    """Stands in for `push_buffer.PushBuffer`: the tensor leaves when it is made, before the loop hears of it."""
 
     scheme = "simulated"
 
     def __init__(self, network: Network, receiver_id: str, header: TensorHeader) -> None:
         self._network, self._receiver_id, self._header = network, receiver_id, header
-        self._dropped = False
-        self.left_s: float | None = None
+        self._discarded = False
+        self.sent_s: float | None = None
 
     def send(self, data: memoryview) -> None:
-        if not self._dropped:
+        if not self._discarded:
             header = msgspec.structs.replace(self._header, checksum=checksum(data))
             self._network.send_tensor(self._receiver_id, header, data)
-            self.left_s = time.time()
+            self.sent_s = time.time()
 
-    def drop(self) -> None:
-        self._dropped = True
+    def discard(self) -> None:
+        self._discarded = True
 
 
 class SimulatedTensorSender:
@@ -310,7 +310,7 @@ class SimulatedTensorSender:
         self.num_sent: Counter[str] = Counter()
         self.num_fallbacks: Counter[str] = Counter()
 
-    def give(self, receiver: InstanceRecord, header: TensorHeader) -> SimulatedSending | None:
+    def reserve_early(self, receiver: InstanceRecord, header: TensorHeader) -> SimulatedSending | None:
         known = receiver.instance_id in self._network.epochs
         return SimulatedSending(self._network, receiver.instance_id, header) if known else None
 
@@ -334,7 +334,7 @@ class SimulatedTensorReceiver:
     def __init__(self) -> None:
         self.received: asyncio.Queue[ReceivedTensor] = asyncio.Queue()
 
-    def watch_given(self, on_given: object) -> None:
+    def watch_pushes(self, on_push: object) -> None:
         """Nothing is given: what comes is copied."""
 
     async def receive(self) -> ReceivedTensor:

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Hashable
 from typing import Any, cast
 
-from broker.cluster.presence import ABSENCE_S
+from broker.cluster.registry import ABSENCE_S
 from broker.handoff.channels import ChannelSender, Delivery
 from broker.handoff.sender import MAX_SENDS, HandoffSender, Part, key_of
 from broker.transports.tensors import TensorSender

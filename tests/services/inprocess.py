@@ -163,9 +163,9 @@ class Peer:
         values = {"status": "granted"} | changes
         self.send("allocated", Grant(offer.request_id, offer.input_id, offer.attempt, **values))
 
-    def watch_given(self, on_given: Callable[[PushTarget], bool]) -> None:
+    def watch_pushes(self, on_push: Callable[[PushTarget], bool]) -> None:
         """Hear of memory that is given for tensors to come."""
-        self._receiver.watch_given(on_given)
+        self._receiver.watch_pushes(on_push)
 
     async def tensor(self) -> ReceivedTensor:
         """What has come, its bytes looked at."""

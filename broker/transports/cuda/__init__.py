@@ -1,4 +1,5 @@
 """Tensors between GPUs of a host, by CUDA IPC.
 
-The choice between transports belongs to `broker.transports.factory` and `routes`.
+Not here: the choice between transports (factory, routes), the socket's protocol (linked), torch. May import `linked`,
+the interface (base), `arena`, `payload` and `common`.
 """

@@ -6,13 +6,12 @@ another owner. Copies into the arena go over a stream of its own; no step of an 
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from typing import Final
 
 import numpy as np
 
-from broker.transports.arena import Arena
+from broker.transports.arena import Arena, Notifier
 from broker.transports.cuda.runtime import CudaError, CudaRuntime
 from broker.transports.payload import DeviceBuffer
 
@@ -20,17 +19,19 @@ ARENA_BYTES: Final = 128 * 2**20
 """Of the device, for each process that sends; common.process.gpu_memory subtracts these bytes from the pools' share."""
 
 
-class DeviceArena:
-    """Slices for tensors on their way. Belongs to the loop, but for the blocking methods."""
+class DeviceArena(Arena):
+    """Slices for tensors on their way. Belongs to the loop, but for the blocking methods.
+
+    `changed` wakes callers that wait for memory.
+    """
 
     def __init__(self, runtime: CudaRuntime, size_bytes: int = ARENA_BYTES) -> None:
         """Allocate; blocks, so call in a thread. Raises CudaError if the device has no memory left."""
+        super().__init__(size_bytes)
+        self.changed = Notifier()
         self._runtime = runtime
-        self._rooms = Arena(size_bytes)
-        self._waiting: set[asyncio.Future[None]] = set()
         self._copying = threading.Lock()
         self._closed = False
-        self.size_bytes = size_bytes
         self.pointer = runtime.allocate(size_bytes)
         try:
             self._stream = runtime.make_stream()
@@ -38,36 +39,11 @@ class DeviceArena:
             runtime.free(self.pointer)
             raise
 
-    @property
-    def num_reserved(self) -> int:
-        return self._rooms.num_reserved
-
-    def reserve(self, num_bytes: int) -> int | None:
-        """See Arena."""
-        return self._rooms.reserve(num_bytes)
-
     def release(self, offset: int) -> None:
-        """See Arena. Wakes callers that wait for memory.
-
-        No copy into the slice may be under way or still pending: the order of two threads' copies is unknown.
-        """
-        self._rooms.release(offset)
-        self.wake()
-
-    async def next_change(self) -> None:
-        """Wait until room was given back, or until `wake`."""
-        changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.add(changed)
-        try:
-            await changed
-        finally:
-            self._waiting.discard(changed)
-
-    def wake(self) -> None:
-        """Wake callers that wait for memory: memory may be free, or their connection closed."""
-        for changed in self._waiting:
-            if not changed.done():
-                changed.set_result(None)
+        """Release a slice. No copy into the slice may be under way or still pending: the order of two threads' copies
+        is unknown."""
+        super().release(offset)
+        self.changed.notify()
 
     def write(self, offset: int, data: DeviceBuffer | bytes) -> None:
         """Copy `data` into a slice, and wait for the copy.
@@ -87,13 +63,13 @@ class DeviceArena:
         return host.tobytes()
 
     def close(self) -> None:
-        """Give the memory back, for good, when the copy under way is done. Twice is fine."""
+        """Free the memory when the copy under way is done. Idempotent."""
         with self._copying:
             if not self._closed:
                 self._closed = True
                 self._runtime.destroy_stream(self._stream)
                 self._runtime.free(self.pointer)
-        self.wake()
+        self.changed.notify()
 
     def _copy(self, target: int, source: int, num_bytes: int) -> None:
         with self._copying:  # of several copies in one stream, the last one would be waited for anyway

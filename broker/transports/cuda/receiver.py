@@ -10,18 +10,17 @@ from __future__ import annotations
 import asyncio
 import socket
 import weakref
-from collections.abc import Callable
 from typing import Final
 
 import numpy as np
 
-from broker.transports.base import ReceivedTensor
+from broker.transports.base import OnArrival, ReceivedTensor
 from broker.transports.cuda.runtime import CudaError, CudaRuntime
 from broker.transports.cuda.wire import VERSION, ArenaHello, for_receiver
 from broker.transports.linked import packets
 from broker.transports.linked.receiver import LinkedPeer, LinkedReceiver
+from broker.transports.linked.wire import NONCE_BYTES, Announce, Welcome
 from broker.transports.payload import DeviceBuffer
-from broker.transports.shm.wire import NONCE_BYTES, Announce, Welcome
 from common.messages import encode
 from common.telemetry import get_logger
 
@@ -36,16 +35,16 @@ class CudaReceiver(LinkedReceiver):
     link_scheme = SCHEME
     memory = "a GPU's memory"
 
-    def __init__(self, runtime: CudaRuntime, on_arrival: Callable[[], None], *, max_bytes: int) -> None:
+    def __init__(self, runtime: CudaRuntime, on_arrival: OnArrival, *, max_bytes: int) -> None:
         """Listen. Raises OSError where this system has no sockets of this kind."""
         super().__init__(on_arrival, max_bytes=max_bytes)
         self._runtime = runtime
 
     def _make_peer(self, connected: socket.socket) -> LinkedPeer:
-        return _Peer(connected, self, self._runtime, self._max_bytes)
+        return CudaPeer(connected, self, self._runtime, self._max_bytes)
 
 
-class _Peer(LinkedPeer):
+class CudaPeer(LinkedPeer):
     """A sender, until the release of the last buffer."""
 
     def __init__(self, connected: socket.socket, receiver: CudaReceiver, runtime: CudaRuntime, max_bytes: int) -> None:
@@ -58,9 +57,9 @@ class _Peer(LinkedPeer):
     def close(self) -> None:
         """End the connection; the arena stays open until the last buffer is released."""
         super().close()
-        self._let_go()
+        self._close_if_unused()
 
-    def _take(self, packet: memoryview, fds: list[int]) -> None:
+    def _handle(self, packet: memoryview, fds: list[int]) -> None:
         packets.close_all(fds)
         message = for_receiver(packet)
         if isinstance(message, ArenaHello):
@@ -84,7 +83,7 @@ class _Peer(LinkedPeer):
             log.error("a connection between processes ends by a fault of this process", exc_info=True)
             self._end(error)
         if self._packets.closed:
-            self._let_go()
+            self._close_if_unused()
 
     def _open(self, hello: ArenaHello) -> tuple[int, bytes]:
         """Return another process's arena, and the nonce read from the arena. Blocks. Raises CudaError, ValueError."""
@@ -124,9 +123,9 @@ class _Peer(LinkedPeer):
     def _release(self, slot: int) -> None:
         super()._release(slot)
         if self._packets.closed:
-            self._let_go()
+            self._close_if_unused()
 
-    def _let_go(self) -> None:
+    def _close_if_unused(self) -> None:
         """Close the arena unless buffers are in use."""
         if self._arena is not None and not self._held:
             arena, self._arena = self._arena, None

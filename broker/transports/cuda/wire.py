@@ -5,7 +5,7 @@ sender    Hello (with the arena's handle)  -->
           Announce, one per tensor         -->   (copies it out of the arena)
           <--  Release, of one tensor or a few
 
-All but the greeting is as for shared memory: see shm_wire.
+All but the greeting is as on every link: see linked.wire.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
+from broker.transports.base import make_decode
 from broker.transports.cuda.runtime import HANDLE_BYTES
-from broker.transports.shm.wire import NONCE_BYTES, Announce
-from broker.transports.wire import make_decode
+from broker.transports.linked.wire import NONCE_BYTES, Announce
 from common.messages import Count
 
 VERSION: Final = 2

@@ -1,4 +1,4 @@
-"""Links over a Unix socket, shared by shm and cuda.
+"""Links over a Unix socket: the common part of the transports shm and cuda.
 
-The choice between transports belongs to `broker.transports.factory` and `routes`.
+Not here: memory itself, which each transport brings. May import the interface (base), `arena`, `payload` and `common`.
 """

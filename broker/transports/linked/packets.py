@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import asyncio
 import os
+import secrets
 import socket
 import struct
 import threading
@@ -55,6 +56,38 @@ def peer_uid(connected: socket.socket) -> int:
     credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     uid: int = struct.unpack("3i", credentials)[1]
     return uid
+
+
+class SameUserListener:
+    """Listens under a new abstract name until closed. Made, used and closed on a running loop."""
+
+    def __init__(self, on_peer: Callable[[socket.socket], None], on_refused: Callable[[], None]) -> None:
+        """Listen. `on_peer` owns each connected socket, `on_refused` hears of other users. Raises OSError if the system
+        has no abstract sockets."""
+        self.name = f"triptych-{secrets.token_hex(16)}"
+        self._on_peer = on_peer
+        self._on_refused = on_refused
+        self._loop = asyncio.get_running_loop()
+        self._socket = listen(self.name)
+        self._loop.add_reader(self._socket, self._accept)
+
+    def close(self) -> None:
+        """Stop accepting. Idempotent."""
+        if self._socket.fileno() >= 0:
+            self._loop.remove_reader(self._socket)
+            self._socket.close()
+
+    def _accept(self) -> None:
+        try:
+            connected, _ = self._socket.accept()
+        except OSError:  # it has left again, or there are no descriptors: the next one tries anew
+            return
+        connected.setblocking(False)
+        if peer_uid(connected) == os.geteuid():
+            self._on_peer(connected)
+        else:
+            connected.close()
+            self._on_refused()
 
 
 class PacketSocket:
@@ -110,8 +143,20 @@ class PacketSocket:
     def read(self) -> None:
         """Read every waiting packet, ahead of the loop."""
         try:
-            while not self.closed and self._read_one():
-                pass
+            while not self.closed:
+                try:
+                    size, ancillary, flags, _ = self._socket.recvmsg_into([self._buffer], _FDS_BYTES, _CLOSE_ON_EXEC)
+                except BlockingIOError:  # the socket is empty
+                    return
+                fds = _descriptors(ancillary) if ancillary else []
+                if flags & _TRUNCATED:
+                    close_all(fds)
+                    raise ValueError("a packet is too long")
+                if size:
+                    self._on_packet(self._buffer[:size], fds)
+                else:
+                    close_all(fds)
+                    self._end(None)
         except (OSError, ValueError) as error:
             self._end(error)
         except Exception as error:  # a bug: without an end here, the other side would wait for an answer in vain
@@ -133,22 +178,6 @@ class PacketSocket:
         self._loop.remove_writer(self._socket)
         if self._writable is not None and not self._writable.done():
             self._writable.set_result(None)
-
-    def _read_one(self) -> bool:
-        """Read one packet; False if the socket is empty."""
-        try:
-            num_bytes, ancillary, flags, _ = self._socket.recvmsg_into([self._buffer], _FDS_BYTES, _CLOSE_ON_EXEC)
-        except BlockingIOError:
-            return False
-        fds = _descriptors(ancillary) if ancillary else []
-        if not num_bytes:
-            self._end(None)
-        elif flags & _TRUNCATED:
-            close_all(fds)
-            raise ValueError("a packet is too long")
-        else:
-            self._on_packet(self._buffer[:num_bytes], fds)
-        return True
 
     def _end(self, error: Exception | None) -> None:
         if not self.closed:

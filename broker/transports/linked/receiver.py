@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from typing import ClassVar, Final
 
-from broker.transports.base import QUEUE_TENSORS, ReceivedTensor
+from broker.transports.base import QUEUE_TENSORS, OnArrival, ReceivedTensor
 from broker.transports.linked import packets
-from broker.transports.linked.listener import SameUserListener
 from broker.transports.linked.sender import HANDSHAKE_S, boot_id
-from broker.transports.shm.wire import Release
+from broker.transports.linked.wire import Release
 from common.messages import encode
 from common.telemetry import get_logger
 
@@ -33,7 +32,7 @@ class LinkedReceiver(ABC):
     link_scheme: ClassVar[str]
     memory: ClassVar[str]
 
-    def __init__(self, on_arrival: Callable[[], None], *, max_bytes: int) -> None:
+    def __init__(self, on_arrival: OnArrival, *, max_bytes: int) -> None:
         """Listen. Raises OSError where this system has no sockets of this kind."""
         self._on_arrival = on_arrival
         self._max_bytes = max_bytes
@@ -41,16 +40,16 @@ class LinkedReceiver(ABC):
         self.num_unfinished = 0  # a tensor is announced when all of it is there
         self._arrived: deque[ReceivedTensor] = deque()  # bounded by what each sender may have out
         self._peers: set[LinkedPeer] = set()
-        self._listener = SameUserListener(self._begin, self._refused)
+        self._listener = packets.SameUserListener(self._begin, self._refused)
         self.address = f"{self.link_scheme}://{boot_id()}/{self._listener.name}"
 
-    def take(self) -> ReceivedTensor | None:
+    def pop(self) -> ReceivedTensor | None:
         return self._arrived.popleft() if self._arrived else None
 
     def close(self) -> None:
         self._listener.close()
         for peer in list(self._peers):
-            self._drop(peer)
+            self._discard(peer)
 
     @abstractmethod
     def _make_peer(self, connected: socket.socket) -> LinkedPeer:
@@ -59,14 +58,14 @@ class LinkedReceiver(ABC):
     def deliver(self, received: ReceivedTensor) -> None:
         """A tensor has come."""
         self._arrived.append(received)
-        self._on_arrival()
+        self._on_arrival(self)
 
     def ended(self, peer: LinkedPeer, error: Exception | None) -> None:
         """Remove a sender after its end or a violation of the protocol."""
         if error is not None:
             self.num_invalid += 1
             log.warning(f"dropped a sender of {self.memory}", error=str(error))
-        self._drop(peer)
+        self._discard(peer)
 
     def _begin(self, connected: socket.socket) -> None:
         self._peers.add(self._make_peer(connected))
@@ -75,7 +74,7 @@ class LinkedReceiver(ABC):
         self.num_invalid += 1
         log.warning(f"refused {self.memory} to another user")
 
-    def _drop(self, peer: LinkedPeer) -> None:
+    def _discard(self, peer: LinkedPeer) -> None:
         self._peers.discard(peer)
         peer.close()
 
@@ -90,11 +89,12 @@ class LinkedPeer(ABC):
         self._receiver = receiver
         self._max_bytes = max_bytes
         self._held: dict[int, object] = {}
-        self._released: list[int] = []  # the sender has not been told yet
-        self._has_told = False  # of one, in this turn of the loop
+        self._released: list[int] = []  # not reported to the sender yet
+        self._has_reported = False  # in this turn of the loop
         self._loop = asyncio.get_running_loop()
-        self._deadline = self._loop.call_later(HANDSHAKE_S, self._too_late)
-        self._packets = packets.PacketSocket(connected, self._take, self._lost)
+        self._thread_id = threading.get_ident()
+        self._deadline = self._loop.call_later(HANDSHAKE_S, self._time_out)
+        self._packets = packets.PacketSocket(connected, self._handle, self._end)
 
     def close(self) -> None:
         """End the connection. Received tensors stay valid until their release."""
@@ -102,16 +102,13 @@ class LinkedPeer(ABC):
         self._packets.close()
 
     @abstractmethod
-    def _take(self, packet: memoryview, fds: list[int]) -> None:
+    def _handle(self, packet: memoryview, fds: list[int]) -> None:
         """Handle a packet. Raises ValueError for an invalid packet."""
 
     def _end(self, error: Exception | None) -> None:
         self._receiver.ended(self, error)
 
-    def _lost(self, error: Exception | None) -> None:
-        self._end(error)
-
-    def _too_late(self) -> None:
+    def _time_out(self) -> None:
         self._end(TimeoutError(f"a connection said nothing for {HANDSHAKE_S:g} s"))
 
     def _check(self, slot: int, size: int, *, greeted: bool) -> None:
@@ -124,7 +121,10 @@ class LinkedPeer(ABC):
     def _unused(self, slot: int) -> None:
         """Release a slot from any thread."""
         with suppress(RuntimeError):  # the loop is closed: so is the connection
-            self._loop.call_soon_threadsafe(self._release, slot)
+            if threading.get_ident() == self._thread_id:
+                self._release(slot)
+            else:
+                self._loop.call_soon_threadsafe(self._release, slot)
 
     def _release(self, slot: int) -> None:
         """Report a first release at once, and later releases of the same turn of the loop together: a report takes as
@@ -133,18 +133,18 @@ class LinkedPeer(ABC):
         if self._packets.closed:
             return
         self._released.append(slot)
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_reported:
+            self._has_reported = True
             self._loop.call_soon(self._end_turn)
-            self._tell()
+            self._report()
         elif len(self._released) == RELEASED_AT_ONCE:
-            self._tell()
+            self._report()
 
     def _end_turn(self) -> None:
-        self._has_told = False
-        self._tell()
+        self._has_reported = False
+        self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         none: list[int] = []  # made first: while it is, the garbage collector may release other slots
         slots, self._released = self._released, none
         if not slots or self._packets.closed:

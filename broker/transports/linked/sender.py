@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from typing import ClassVar, Final, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
-from broker.transports.base import Unreachable
+from broker.transports.arena import Notifier
+from broker.transports.base import Unreachable, took_none
+from broker.transports.linked import packets
+from broker.transports.linked.wire import Release, for_sender
+from broker.transports.payload import DeviceBuffer
 from common.errors import TriptychError
+from common.messages import TensorHeader
 
 HANDSHAKE_S: Final = 2.0
 
@@ -18,19 +23,101 @@ def boot_id() -> str:
         return file.read().strip()
 
 
-class Link(Protocol):
-    """The sender's end of one connection."""
+Data = TypeVar("Data", memoryview, DeviceBuffer)
+Slice = TypeVar("Slice")
+"""Memory reserved for one message."""
+
+
+class Link(ABC, Generic[Data, Slice]):
+    """The sender's end of one connection. Ends with the other side.
+
+    `_reserved` has the slices not released yet, by slot.
+    """
+
+    def __init__(self, name: str, changed: Notifier) -> None:
+        """Connect. `changed` wakes callers that wait for memory. Raises OSError without a listener under `name`."""
+        self._changed = changed
+        self._reserved: dict[int, Slice] = {}
+        self._next_slot = 0
+        self._nonce = b""
+        self._max_bytes = -1  # unknown before the Welcome
+        self._packets = packets.PacketSocket(packets.connect(name), self._handle, self._end)
 
     @property
-    def closed(self) -> bool: ...
+    def closed(self) -> bool:
+        return self._packets.closed
 
-    def close(self) -> None: ...
+    @abstractmethod
+    async def shake_hands(self) -> None:
+        """Share the arena and wait until the receiver has read from it. Raises one of the connection's `refusals` on
+        failure."""
+
+    def check_size(self, num_bytes: int) -> None:
+        """Raise TriptychError("invalid_request") for a tensor larger than the receiver takes."""
+        if num_bytes > self._max_bytes:
+            raise TriptychError("invalid_request", f"{num_bytes} bytes; the receiver takes {self._max_bytes} at most")
+
+    async def reserve(self, num_bytes: int) -> Slice:
+        """Reserve a slice, as soon as enough memory is free. Raises OSError if the receiver has gone.
+
+        One at a time: callers take turns.
+        """
+        while (reserved := self.reserve_now(num_bytes)) is None:
+            await self._next_change()
+        return reserved
+
+    @abstractmethod
+    def reserve_now(self, num_bytes: int) -> Slice | None:
+        """Reserve a slice; None if memory is short now, or the receiver has gone."""
+
+    @abstractmethod
+    async def write(self, part: Slice, header: TensorHeader, data: Data) -> TensorHeader:
+        """Copy a tensor to its slice; return the header with the checksum, if the memory has checksums."""
+
+    @abstractmethod
+    async def announce(self, part: Slice, header: TensorHeader) -> None:
+        """Announce a tensor that lies in its slice. Raises OSError if the receiver has gone."""
+
+    @abstractmethod
+    def release(self, part: Slice) -> None:
+        """Release a slice. A closed link has released all slices."""
+
+    def close(self) -> None:
+        """Release everything; pending calls raise OSError."""
+        self._packets.close()
+        for part in list(self._reserved.values()):
+            self.release(part)
+        self._changed.notify()
+
+    async def _next_change(self) -> None:
+        if not self.closed:
+            await self._changed.wait()
+        if self.closed:
+            raise ConnectionResetError("it has closed the connection")
+
+    def _handle(self, packet: memoryview, fds: list[int]) -> None:
+        packets.close_all(fds)
+        message = for_sender(packet)
+        if isinstance(message, Release):
+            for slot in message.slots:
+                if slot not in self._reserved:
+                    raise ValueError(f"slot {slot} is not lent")
+                self.release(self._reserved[slot])
+            return
+        if not self._nonce or message.nonce != self._nonce:
+            raise ValueError("the receiver does not see this memory")
+        self._max_bytes = message.max_bytes
+        self._changed.notify()
+
+    @abstractmethod
+    def _end(self, error: Exception | None) -> None:
+        """Log the error, if the receiver has broken the protocol, and close."""
 
 
-L = TypeVar("L", bound=Link)
+L = TypeVar("L", bound=Link[Any, Any])
 
 
-class LinkedConnection(ABC, Generic[L]):
+class LinkedConnection(ABC, Generic[L, Data]):
     """Makes a link with the first send, and another after a break, until closed.
 
     `refusals` are the errors of an absent receiver, `memory` names the shared memory in messages.
@@ -46,6 +133,25 @@ class LinkedConnection(ABC, Generic[L]):
         self._num_refused = 0
         self._link: L | None = None
         self._closed = False
+
+    async def send(self, header: TensorHeader, data: Data, timeout_s: float) -> None:
+        """See broker.transports.base.Connection."""
+        refused_before = self._num_refused
+        try:
+            async with asyncio.timeout(timeout_s):
+                async with self._turn:
+                    link = await self._connected(refused_before)
+                    link.check_size(data.nbytes)
+                    part = await link.reserve(data.nbytes)
+                try:
+                    await link.announce(part, await link.write(part, header, data))
+                except BaseException:
+                    link.release(part)
+                    raise
+        except TimeoutError as error:
+            raise took_none(self._address, timeout_s) from error
+        except self.refusals as error:
+            raise TriptychError("unavailable", f"the receiver of tensors at {self._address}: {error}") from error
 
     def close(self) -> None:
         self._closed = True
@@ -71,7 +177,7 @@ class LinkedConnection(ABC, Generic[L]):
             link = await self._make_link(self._name)
             try:
                 async with asyncio.timeout(HANDSHAKE_S):
-                    await self._shake_hands(link)
+                    await link.shake_hands()
             except BaseException:
                 link.close()
                 raise
@@ -85,8 +191,3 @@ class LinkedConnection(ABC, Generic[L]):
     @abstractmethod
     async def _make_link(self, name: str) -> L:
         """Make a link. Raises a `refusals` error without a listener under `name`."""
-
-    @abstractmethod
-    async def _shake_hands(self, link: L) -> None:
-        """Share the memory and wait until the receiver has read from the memory. Raises a `refusals` error on
-        failure."""

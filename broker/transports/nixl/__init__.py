@@ -1,4 +1,5 @@
 """Tensors by NIXL (UCX): RDMA between hosts, and between GPUs.
 
-The choice between transports belongs to `broker.transports.factory` and `routes`.
+Not here: the choice between transports (factory, routes). May import `cuda` (runtime, arena), the interface (base),
+`checksums`, `payload`, `broker.cluster` and `common`.
 """

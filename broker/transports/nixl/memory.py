@@ -113,7 +113,7 @@ class NixlArena:
         while (offset := self._arena.reserve(num_bytes)) is None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_SETTLE_S):
-                    await self._arena.next_change()
+                    await self._arena.changed.wait()
             self._agent.settle()
         return RegisteredBuffer(memory.where, memory.address + offset, partial(self._release, offset))
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from typing import Final
 
 import zmq
 import zmq.asyncio
 
 from broker.cluster.curve import secure_listener
-from broker.transports.base import ReceivedTensor
+from broker.transports.base import OnArrival, ReceivedTensor
 from broker.transports.nixl.agent import NixlAgent, NixlError, RegisteredBuffer
 from broker.transports.nixl.memory import ReceiveMemory
 from broker.transports.nixl.wire import (
@@ -33,8 +32,8 @@ from broker.transports.nixl.wire import (
     ToSender,
     Where,
     for_receiver,
-    pack,
 )
+from common.messages import encode
 from common.telemetry import get_logger
 
 _READY_TENSORS: Final = 2
@@ -53,7 +52,7 @@ class NixlReceiver:
         host: str,
         agent: NixlAgent,
         memory: ReceiveMemory,
-        on_arrival: Callable[[], None],
+        on_arrival: OnArrival,
         *,
         max_bytes: int,
         read_s: float,
@@ -80,7 +79,7 @@ class NixlReceiver:
         self._readers: dict[bytes, _Reader] = {}
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._clean_up())]
 
-    def take(self) -> ReceivedTensor | None:
+    def pop(self) -> ReceivedTensor | None:
         return None if self._arrived.empty() else self._arrived.get_nowait()
 
     def close(self) -> None:
@@ -92,12 +91,12 @@ class NixlReceiver:
 
     async def send(self, identity: bytes, message: ToSender) -> None:
         """Answer a sender; a sender that has gone is skipped."""
-        await self._socket.send_multipart([identity, pack(message)])
+        await self._socket.send_multipart([identity, encode(message)])
 
     async def deliver(self, received: ReceivedTensor) -> None:
         """Queue a whole tensor, as soon as the queue has space."""
         await self._arrived.put(received)
-        self._on_arrival()
+        self._on_arrival(self)
 
     async def _listen(self) -> None:
         while True:

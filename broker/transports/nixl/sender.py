@@ -48,11 +48,10 @@ from broker.transports.nixl.wire import (
     ToReceiver,
     ToSender,
     for_sender,
-    pack,
 )
 from broker.transports.payload import DeviceBuffer
 from common.errors import TriptychError
-from common.messages import TensorHeader
+from common.messages import TensorHeader, encode
 
 GREETING_LASTS_S: Final = FORGET_S / 2
 SEND_BYTES: Final = 2 * WINDOW * PIECE_BYTES
@@ -85,7 +84,7 @@ class NixlLink(ABC):
             return
         if self._greeted_s > float("-inf"):
             with suppress(zmq.Again):  # the receiver forgets this sender after a while in any case
-                zmq.Socket.shadow(self._socket.underlying).send(pack(Goodbye()), zmq.NOBLOCK)
+                zmq.Socket.shadow(self._socket.underlying).send(encode(Goodbye()), zmq.NOBLOCK)
         self._socket.close()
 
     def _is_known(self) -> bool:
@@ -139,7 +138,7 @@ class NixlLink(ABC):
             raise NixlError(answer.fault)
 
     async def _send_message(self, message: ToReceiver) -> None:
-        await self._socket.send(pack(message))
+        await self._socket.send(encode(message))
 
     async def _receive(self) -> ToSender:
         return for_sender(await self._socket.recv())

@@ -18,8 +18,8 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 
-from broker.transports.wire import make_decode
-from common.messages import Count, TensorHeader, encode
+from broker.transports.base import make_decode
+from common.messages import Count, TensorHeader
 
 Kind: TypeAlias = Literal["DRAM", "VRAM"]
 """NIXL's names for memory of the host and of a GPU."""
@@ -104,7 +104,3 @@ ToReceiver: TypeAlias = Greeting | ReadablePiece | Complete | Goodbye
 ToSender: TypeAlias = ReceiverGreeting | Refusal | Taken
 for_receiver: Final[Callable[[bytes | memoryview], ToReceiver]] = make_decode(ToReceiver)
 for_sender: Final[Callable[[bytes | memoryview], ToSender]] = make_decode(ToSender)
-
-
-def pack(message: ToReceiver | ToSender) -> bytes:
-    return encode(message)

@@ -1,4 +1,5 @@
-"""Tensors through the broker.
+"""Tensors through the broker, for processes that reach nothing else.
 
-The choice between transports belongs to `broker.transports.factory` and `routes`.
+Not here: the choice between transports (factory, routes). May import the interface (base), `checksums`, `payload`,
+`broker.cluster` and `common`.
 """

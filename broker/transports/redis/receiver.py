@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Final
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from broker.transports.base import ReceivedTensor
+from broker.transports.base import OnArrival, ReceivedTensor
 from broker.transports.redis.wire import (
     DONE,
     LOST,
@@ -37,7 +36,7 @@ log = get_logger()
 class RedisReceiver:
     """See broker.transports.base.Receiver."""
 
-    def __init__(self, redis: Redis, cluster: str, on_arrival: Callable[[], None], *, max_bytes: int) -> None:
+    def __init__(self, redis: Redis, cluster: str, on_arrival: OnArrival, *, max_bytes: int) -> None:
         """`cluster` begins all keys."""
         self._redis = redis
         self._on_arrival = on_arrival
@@ -49,7 +48,7 @@ class RedisReceiver:
         self._said: dict[str, bytes] = {}  # what was last said of the last tensors, the oldest first
         self._tasks = {asyncio.create_task(self._listen())}
 
-    def take(self) -> ReceivedTensor | None:
+    def pop(self) -> ReceivedTensor | None:
         return None if self._arrived.empty() else self._arrived.get_nowait()
 
     def close(self) -> None:
@@ -91,7 +90,7 @@ class RedisReceiver:
                     await self._answer(passing, REFUSED)
                     return
                 await self._arrived.put(ReceivedTensor(passing.header, memoryview(data)))
-                self._on_arrival()
+                self._on_arrival(self)
                 await self._answer(passing, DONE)
         except (TimeoutError, RedisError) as error:
             self._said[passing.id] = LOST

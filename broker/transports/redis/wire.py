@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final, cast
 import msgspec
 from redis.asyncio import Redis
 
-from broker.transports.wire import make_decode
+from broker.transports.base import make_decode
 from common.messages import Count, Id, TensorHeader, encode
 
 SCHEME: Final = "redis+list"

@@ -2,9 +2,9 @@
 
     one turn of the loop sends a, b, c, ...
         a            announced at once
-        b, c, ...    copied into one room, one behind the other; announced when it is full, or when the turn ends
+        b, c, ...    copied into one slice, one behind the other; announced when it is full, or when the turn ends
 
-Announcing, hearing of and releasing a tensor takes either process as long as copying 200 KiB. So consecutive tensors
+Announcing, receiving and releasing a tensor takes either process as long as copying 200 KiB. So consecutive tensors
 share that cost; a single tensor waits for no other.
 """
 
@@ -21,33 +21,35 @@ from broker.transports import checksums
 from broker.transports.arena import aligned
 from broker.transports.linked.packets import PacketSocket
 from broker.transports.shm.segment import ArenaSlice
-from broker.transports.shm.wire import MAX_BUNDLED, Bundle, pack
-from common.messages import TensorHeader
+from broker.transports.shm.wire import MAX_BUNDLED, Bundle
+from common.messages import TensorHeader, encode
 
 MAX_BYTES: Final = 256 * 2**10
 """A larger tensor is announced by itself."""
-ROOM_BYTES: Final = 2**20
-"""Of one bundle. With less, its share of what is done once is larger; with more, its room is no longer in a processor's
-cache when it comes back."""
+SLICE_BYTES: Final = 2**20
+"""Of one bundle. With less, the share of one tensor in the common work is larger; with more, the slice is no longer in
+a processor's cache after its release."""
 
 
 class AnnounceBatch:
     """The small tensors sent together over one connection. For the loop's thread."""
 
-    def __init__(self, packets: PacketSocket, lend: Callable[[int], ArenaSlice | None]) -> None:
-        """Reserve memory by `lend`, which returns None if memory is short now."""
+    def __init__(self, packets: PacketSocket, reserve: Callable[[int], ArenaSlice | None]) -> None:
+        """Reserve memory by `reserve`, which returns None if memory is short now."""
         self._packets = packets
-        self._lend = lend
+        self._reserve = reserve
         self._loop = asyncio.get_running_loop()
-        self._bundle: _Bundle | None = None
+        self._slice: ArenaSlice | None = None
+        self._headers: list[TensorHeader] = []  # of the tensors in the slice
+        self._end = 0
         self._has_sent = False  # in this turn of the loop
         self._announcing: asyncio.Task[None] | None = None
 
     def add(self, header: TensorHeader, data: memoryview) -> bool:
         """Copy a tensor of at most MAX_BYTES, to be announced together with others of this turn.
 
-        False if the tensor should go alone: as the first of the turn, or for lack of memory, or while the receiver has
-        still to hear of others.
+        False if the tensor should go alone: as the first of the turn, or for lack of memory, or while an earlier
+        announcement waits.
         """
         if not self._has_sent:
             self._has_sent = True
@@ -55,21 +57,25 @@ class AnnounceBatch:
             return False
         if self._announcing is not None:
             return False
-        if self._bundle is None or not self._bundle.has_room(data.nbytes):
+        if self._slice is None or self._end + data.nbytes > SLICE_BYTES:
             self.announce()
-            room = self._lend(ROOM_BYTES)
-            if room is None:
+            self._slice, self._end = self._reserve(SLICE_BYTES), 0
+            if self._slice is None:
                 return False
-            self._bundle = _Bundle(room)
-        if self._bundle.add(header, data) == MAX_BUNDLED:
+        end = self._end + data.nbytes
+        checksum = checksums.copy_now(data, self._slice.memory.data[self._end : end], hashed=data)
+        self._headers.append(msgspec.structs.replace(header, checksum=checksum))
+        self._end = aligned(end)
+        if len(self._headers) == MAX_BUNDLED:
             self.announce()
         return True
 
     def announce(self) -> bool:
         """Announce the added tensors, ahead of any later announcement. Return False while the announcement waits."""
-        bundle, self._bundle = self._bundle, None
-        if bundle is not None:
-            packet = bundle.packed()
+        part, headers = self._slice, self._headers
+        self._slice, self._headers = None, []
+        if part is not None:
+            packet = encode(Bundle(part.slot, part.offset, headers))
             with suppress(OSError):  # the receiver has gone: no receipts will come
                 if not self._packets.try_send(packet):
                     self._announcing = self._loop.create_task(self._announce_later(packet))
@@ -89,29 +95,3 @@ class AnnounceBatch:
         with suppress(OSError):
             await self._packets.send(packet)
         self._announcing = None
-
-
-class _Bundle:
-    """Tensors one behind the other in one arena slice."""
-
-    def __init__(self, room: ArenaSlice) -> None:
-        self._slot = room.slot
-        self._offset = room.offset
-        self._memory = room.memory.data
-        self._end = 0
-        self._headers: list[TensorHeader] = []
-
-    def has_room(self, num_bytes: int) -> bool:
-        return self._end + num_bytes <= ROOM_BYTES
-
-    def add(self, header: TensorHeader, data: memoryview) -> int:
-        """Copy a tensor behind the others; return the new count."""
-        start, end = self._end, self._end + data.nbytes
-        checksum = checksums.copy_now(data, self._memory[start:end], hashed=data)
-        self._headers.append(msgspec.structs.replace(header, checksum=checksum))
-        self._end = aligned(end)
-        return len(self._headers)
-
-    def packed(self) -> bytes:
-        """Return the packet that announces the tensors."""
-        return pack(Bundle(self._slot, self._offset, self._headers))

@@ -1,13 +1,13 @@
 """Early sends: the computing thread writes a tensor into memory that the receiver mapped after the grant.
 
-    loop                        the thread that makes it
-    give --> touched, ready
+    loop                        the thread that computes
+    reserve --> touched, ready
                                 send: Written, pieces ..., Announce
-    drop, at the latest when the handoff ends
+    discard, at the latest when the handoff ends
 
 Nothing is awaited between the end of the computation and the announcement: no loop wakes up, no byte is copied twice.
 Each buffer serves a single tensor: a sender that was stopped during the write may go on at any time without harm. See
-push_target for the other side.
+push_target for the other side, and docs/reference/transports.md for the gain.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ import msgspec
 import numpy as np
 
 from broker.transports.checksums import PIECE_BYTES
+from broker.transports.linked.wire import Announce
 from broker.transports.shm import segment
 from broker.transports.shm.segment import Bytes
-from broker.transports.shm.wire import Announce, Give, TakeBack, ToReceiver, Written
+from broker.transports.shm.wire import Give, TakeBack, ToReceiver, Written
 from common.hashing import Checksum
 from common.messages import TensorHeader
 
-State: TypeAlias = Literal["untouched", "touching", "ready", "leaving", "left", "dropped"]
+State: TypeAlias = Literal["untouched", "ready", "sending", "sent", "discarded"]
 MIN_BYTES: Final = 2**18
 """A smaller tensor is copied in less time than all of this takes; and a process may have 65,530 mappings."""
 MAX_BYTES: Final = 32 * 2**20
 """A larger tensor would hold up the computing thread for too long."""
-TELL_BYTES: Final = 2 * PIECE_BYTES
-"""The receiver is told after so many bytes each, and reads them while the next ones are copied. Each time may wake it,
-which costs the sender as much as a quarter of them."""
-MAX_GIFTS: Final = 16
-"""Given and not announced yet, per pair of processes."""
+REPORT_BYTES: Final = 2 * PIECE_BYTES
+"""The sender reports after so many bytes, and the receiver hashes them during the next copy. A report may wake the
+receiver, which costs the sender as much as a quarter of these bytes."""
+MAX_PUSHES: Final = 16
+"""Buffers without an announcement yet, per pair of processes."""
 
 
 def is_worth_it(num_bytes: int) -> bool:
-    """Whether tensors of this size leave this way."""
+    """Return whether tensors of this size are sent early."""
     return MIN_BYTES <= num_bytes <= MAX_BYTES
 
 
@@ -52,35 +53,37 @@ class EarlySend(Protocol):
     """The path of one tensor out of the computing thread, ahead of the loop."""
 
     scheme: str
-    left_s: float | None
+    sent_s: float | None
     """Unix time of the start of the early send; None if the tensor still has to be sent."""
 
     def send(self, data: memoryview) -> None:
-        """Copy the bytes and tell the receiver, at once or not at all. Blocks for as long as the copy takes."""
+        """Copy the bytes and announce the tensor, at once or not at all. Blocks for as long as the copy takes."""
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Free the memory after any outcome: for the loop. Idempotent."""
 
 
 class PushBuffer:
     """Memory for one tensor, shared with the receiver. See `EarlySend`; `touch` is for a thread of its own."""
 
-    def __init__(self, scheme: str, slot: int, header: TensorHeader, memory: Bytes, gifts: PushBuffers) -> None:
+    def __init__(self, scheme: str, slot: int, header: TensorHeader, memory: Bytes, pushes: PushBuffers) -> None:
         self.scheme = scheme
-        self.left_s: float | None = None
+        self.sent_s: float | None = None
         self._slot = slot
         self._header = header
         self._memory = memory
-        self._gifts = gifts
+        self._pushes = pushes
         self._changing = threading.Lock()
         self._state: State = "untouched"
 
     def touch(self) -> None:
-        """Let the system find pages; nothing is sent before."""
-        memory = self._memory
-        if self._change("untouched", "touching"):
-            memory[:: mmap.PAGESIZE] = 0  # by NumPy, which lets other threads run meanwhile
-            self._change("touching", "ready")
+        """Let the system find pages; nothing is sent before. Once."""
+        if self._state != "untouched":
+            return
+        self._memory[:: mmap.PAGESIZE] = 0  # by NumPy, which lets other threads run meanwhile
+        with self._changing:
+            if self._state == "untouched":
+                self._state = "ready"
 
     def send(self, data: memoryview) -> None:
         if data.nbytes != self._header.size_bytes:
@@ -88,105 +91,96 @@ class PushBuffer:
         with self._changing:
             if self._state != "ready":
                 return
-            self._state = "leaving"
-            target = self._memory.data  # it may be dropped from now on
+            self._state = "sending"
+            target = self._memory.data  # the buffer may be discarded from now on
         began_s = time.time()
         header = self._write(data, target)
         with self._changing:
-            if self._state == "leaving" and self._gifts.say(Announce(self._slot, 0, data.nbytes, header)):
-                self._state, self.left_s = "left", began_s
-                self._gifts.announced(self._slot)
+            if self._state == "sending" and self._pushes.try_send(Announce(self._slot, 0, data.nbytes, header), ()):
+                self._state, self.sent_s = "sent", began_s
+                self._pushes.forget(self._slot)
                 return
-            self._state = "dropped"
-        self._gifts.take_back(self._slot)
+            self._state = "discarded"
+        self._pushes.withdraw(self._slot)
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         with self._changing:
             before = self._state
-            if before != "left":
-                self._state = "dropped"
+            if before != "sent":
+                self._state = "discarded"
             self._memory = np.zeros(0, np.uint8)
-        if before in ("untouched", "touching", "ready"):
-            self._gifts.take_back(self._slot)
+        if before in ("untouched", "ready"):
+            self._pushes.withdraw(self._slot)
 
     def _write(self, data: memoryview, target: memoryview) -> TensorHeader:
         """Copy the bytes; return the header with their checksum."""
         slot, digest = self._slot, Checksum()
-        self._gifts.say(Written(slot, 0))  # wakes the receiver while there is something to do here
+        self._pushes.try_send(Written(slot, 0), ())  # wakes the receiver during the first copy
         for start in range(0, data.nbytes, PIECE_BYTES):
             end = min(start + PIECE_BYTES, data.nbytes)
             target[start:end] = data[start:end]
             digest.update(data[start:end])
-            if end % TELL_BYTES == 0 and end + PIECE_BYTES <= data.nbytes:
-                self._gifts.say(Written(slot, end))
+            if end % REPORT_BYTES == 0 and end + PIECE_BYTES <= data.nbytes:
+                self._pushes.try_send(Written(slot, end), ())
         return msgspec.structs.replace(self._header, checksum=digest.value)
-
-    def _change(self, before: State, after: State) -> bool:
-        with self._changing:
-            if self._state != before:
-                return False
-            self._state = after
-            return True
 
 
 class PushBuffers:
-    """The early sends over one connection. Every method but `give` and `close` is for any thread."""
+    """The early sends over one connection. Every method but `reserve` and `close` is for any thread.
 
-    def __init__(self, scheme: str, say: Callable[[ToReceiver, Sequence[int]], bool]) -> None:
-        """Send by `say`: messages with descriptors, at once or False, from any thread."""
+    `try_send` sends messages with descriptors, at once or False.
+    """
+
+    def __init__(self, scheme: str, try_send: Callable[[ToReceiver, Sequence[int]], bool]) -> None:
+        self.try_send = try_send
         self._scheme = scheme
-        self._say = say
-        self._given: set[int] = set()
-        self._untold: deque[int] = deque()
-        self._telling = threading.Lock()
-        self._touching = ThreadPoolExecutor(1, "gifts")  # not asyncio's, which others may keep waiting
+        self._open: set[int] = set()
+        self._withdrawn: deque[int] = deque()  # not reported to the receiver yet
+        self._reporting = threading.Lock()
+        self._touching = ThreadPoolExecutor(1, "pushes")  # not asyncio's, which others may keep waiting
 
-    def give(self, slot: int, header: TensorHeader) -> PushBuffer | None:
+    def reserve(self, slot: int, header: TensorHeader) -> PushBuffer | None:
         """Share memory for a tensor; None if the receiver has enough or the system has no more."""
-        if not self._tell() or len(self._given) >= MAX_GIFTS:
+        if not self._report() or len(self._open) >= MAX_PUSHES:
             return None
         try:
             fd, memory = segment.create(header.size_bytes)
         except OSError:
             return None
         try:
-            if not self._say(Give(slot, header), [fd]):
+            if not self.try_send(Give(slot, header), [fd]):
                 return None
         finally:
             os.close(fd)
-        self._given.add(slot)
-        gift = PushBuffer(self._scheme, slot, header, memory, self)
+        self._open.add(slot)
+        buffer = PushBuffer(self._scheme, slot, header, memory, self)
         try:
-            self._touching.submit(gift.touch)
+            self._touching.submit(buffer.touch)
         except RuntimeError:  # no more threads
-            gift.drop()
+            buffer.discard()
             return None
-        return gift
+        return buffer
 
-    def say(self, message: Written | Announce) -> bool:
-        """Send a message at once; False if impossible."""
-        return self._say(message, ())
-
-    def announced(self, slot: int) -> None:
+    def forget(self, slot: int) -> None:
         """Note that the memory of `slot` is now the receiver's."""
-        self._given.discard(slot)
+        self._open.discard(slot)
 
-    def take_back(self, slot: int) -> None:
-        """Tell the receiver that no tensor will arrive in `slot`: now, or before the next early send."""
-        self._untold.append(slot)
-        self._tell()
+    def withdraw(self, slot: int) -> None:
+        """Report to the receiver that no tensor will arrive in `slot`: now, or before the next early send."""
+        self._withdrawn.append(slot)
+        self._report()
 
     def close(self) -> None:
         """Free everything; open early sends are not announced any more."""
         self._touching.shutdown(wait=False, cancel_futures=True)
 
-    def _tell(self) -> bool:
-        """Return False while the receiver has not heard of every withdrawn slot."""
-        with self._telling:
-            while self._untold:
-                slot = self._untold[0]
-                if not self._say(TakeBack(slot), ()):
+    def _report(self) -> bool:
+        """Return False while the receiver does not know of every withdrawn slot."""
+        with self._reporting:
+            while self._withdrawn:
+                slot = self._withdrawn[0]
+                if not self.try_send(TakeBack(slot), ()):
                     return False
-                self._untold.popleft()
-                self._given.discard(slot)
+                self._withdrawn.popleft()
+                self._open.discard(slot)
             return True

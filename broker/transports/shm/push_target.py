@@ -23,7 +23,7 @@ class PushedTensor(ReceivedTensor, frozen=True, eq=False):
 
     memory: Bytes = msgspec.field(default_factory=lambda: np.zeros(0, np.uint8))
     read_checksum: int = 0
-    """Of the bytes as they have been read here."""
+    """Of the bytes as read here."""
 
     async def verify(self) -> str | None:
         return self.verified()
@@ -39,10 +39,10 @@ class PushTarget:
     def __init__(self, header: TensorHeader, memory: Bytes | None) -> None:
         """Hold `memory`; None stands for discarded memory."""
         self.header = header
-        self.take: Callable[[PushedTensor], bool] = _take_nothing
+        self.on_complete: Callable[[PushedTensor], bool] = _keep_none
         """Called with the whole tensor; after False the tensor is received in the ordinary way."""
         self.memory = memory
-        """None once it has been given up."""
+        """None once the memory was discarded."""
         self._digest = Checksum()
         self._num_read = 0
 
@@ -77,5 +77,5 @@ class PushTarget:
         return PushedTensor(header, memory.data, memory=memory, read_checksum=self._digest.value)
 
 
-def _take_nothing(received: PushedTensor) -> bool:
+def _keep_none(received: PushedTensor) -> bool:
     return False

@@ -1,15 +1,13 @@
-"""Messages between the two ends of shared memory, over their Unix socket.
+"""Messages to the receiver of shared memory, beside the messages of every link (see linked.wire).
 
-sender    Hello (with the arena's descriptor)  -->
-          <--  Welcome                                 receiver
+sender    Hello (with the arena's descriptor)  -->   receiver
           Announce, one per tensor             -->
           Bundle, of small tensors             -->
-          <--  Release, of one slot or a few
 
-or, where the tensor is made in time for it (see given):
+or, where memory is shared before the tensor is computed (see push_buffer):
 
           Give (with a descriptor)             -->
-          Written, while it is copied          -->
+          Written, during the copy             -->
           Announce, or TakeBack                -->
 """
 
@@ -20,12 +18,11 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
-from broker.transports.base import QUEUE_TENSORS
-from broker.transports.wire import make_decode
-from common.messages import Count, TensorHeader, encode
+from broker.transports.base import make_decode
+from broker.transports.linked.wire import NONCE_BYTES, Announce
+from common.messages import Count, TensorHeader
 
 VERSION: Final = 4
-NONCE_BYTES: Final = 16
 MAX_BUNDLED: Final = 16
 """Tensors of one Bundle."""
 
@@ -37,23 +34,6 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     version: int = VERSION
 
 
-class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """The arena is mapped: `nonce` was read from it. No tensor may have more than `max_bytes`."""
-
-    nonce: bytes
-    max_bytes: Count
-
-
-class Announce(msgspec.Struct, frozen=True, tag="announce"):
-    """A tensor lies at `offset`: in the arena, or behind this packet's descriptor, or in the memory given under this
-    slot. Given memory is now the receiver's own, and never released."""
-
-    slot: Count
-    offset: Count
-    size_bytes: Count
-    header: TensorHeader
-
-
 class Bundle(msgspec.Struct, frozen=True, tag="bundle"):
     """Small tensors lie in the arena one behind the other: the first at `offset`, the others at multiples of
     ALIGNMENT_BYTES. The slot is released after all its tensors."""
@@ -61,12 +41,6 @@ class Bundle(msgspec.Struct, frozen=True, tag="bundle"):
     slot: Count
     offset: Count
     headers: Annotated[list[TensorHeader], msgspec.Meta(min_length=1, max_length=MAX_BUNDLED)]
-
-
-class Release(msgspec.Struct, frozen=True, tag="release"):
-    """The receiver has no more use for the tensors of these slots."""
-
-    slots: Annotated[list[Count], msgspec.Meta(max_length=QUEUE_TENSORS)]
 
 
 class Give(msgspec.Struct, frozen=True, tag="give"):
@@ -80,23 +54,17 @@ class Give(msgspec.Struct, frozen=True, tag="give"):
 
 
 class Written(msgspec.Struct, frozen=True, tag="written"):
-    """The first `num_bytes` of the tensor are in the given memory; 0 announces the first bytes."""
+    """The first `num_bytes` of the tensor are in the pushed memory; 0 announces the first bytes."""
 
     slot: Count
     num_bytes: Count
 
 
 class TakeBack(msgspec.Struct, frozen=True, tag="take_back"):
-    """No tensor will arrive in the given memory."""
+    """No tensor will arrive in the pushed memory."""
 
     slot: Count
 
 
 ToReceiver: TypeAlias = Hello | Announce | Bundle | Give | Written | TakeBack
-ToSender: TypeAlias = Welcome | Release
 for_receiver: Final[Callable[[bytes | memoryview], ToReceiver]] = make_decode(ToReceiver)
-for_sender: Final[Callable[[bytes | memoryview], ToSender]] = make_decode(ToSender)
-
-
-def pack(message: ToReceiver | ToSender) -> bytes:
-    return encode(message)

@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from broker.transports.base import ReceivedTensor
-from broker.transports.chunked_bytes import ChunkedBytes
+from broker.transports.payload import ChunkedBytes
 from broker.transports.zmq.wire import PIECE_BYTES, First, Head, Next
 from common.messages import TensorHeader
 from common.telemetry import get_logger

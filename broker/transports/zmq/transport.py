@@ -18,7 +18,7 @@ import zmq
 import zmq.asyncio
 
 from broker.cluster.curve import OVERHEAD_BYTES, secure_client, secure_listener
-from broker.transports.base import QUEUE_TENSORS, ReceivedTensor, took_none
+from broker.transports.base import QUEUE_TENSORS, OnArrival, ReceivedTensor, took_none
 from broker.transports.checksums import TURN_BYTES, with_checksum
 from broker.transports.zmq.assembly import Assembly
 from broker.transports.zmq.wire import (
@@ -46,7 +46,13 @@ class ZmqReceiver:
     """See broker.transports.base.Receiver."""
 
     def __init__(
-        self, context: zmq.asyncio.Context, host: str, on_arrival: Callable[[], None], *, max_bytes: int, stale_s: float
+        self,
+        context: zmq.asyncio.Context,
+        host: str,
+        on_arrival: OnArrival,
+        *,
+        max_bytes: int,
+        stale_s: float,
     ) -> None:
         """Bind a free port. Senders of messages above the size limit are cut off before the message is in memory.
 
@@ -72,7 +78,7 @@ class ZmqReceiver:
     def num_unfinished(self) -> int:
         return self._assembly.num_unfinished
 
-    def take(self) -> ReceivedTensor | None:
+    def pop(self) -> ReceivedTensor | None:
         received, self._ready = self._ready or self._next(), None
         return received
 
@@ -136,7 +142,7 @@ class ZmqReceiver:
             self._wakeup.cancel()
         elif not self._socket.closed and (received := self._next()) is not None:
             self._ready = received
-            self._on_arrival()
+            self._on_arrival(self)
 
 
 class ZmqConnection:
@@ -155,7 +161,7 @@ class ZmqConnection:
         secure_client(self._socket)
         self._socket.connect(address)
         self._turn = asyncio.Lock()
-        self._room = asyncio.Event()
+        self._writable = asyncio.Event()
         self._wakeup = _Wakeup(self._socket, self._wake)
 
     async def send(self, header: TensorHeader, data: memoryview, timeout_s: float) -> None:
@@ -173,7 +179,7 @@ class ZmqConnection:
     def close(self) -> None:
         self._wakeup.cancel()
         self._socket.close(linger=0)
-        self._room.set()
+        self._writable.set()
 
     async def _send_pieces(self, header: TensorHeader, data: memoryview) -> None:
         """Send the pieces, each hashed just before, and so in the processor's cache when ZMQ's thread reads the
@@ -205,14 +211,14 @@ class ZmqConnection:
 
     def _wake(self) -> None:
         self._wakeup.cancel()
-        self._room.set()
+        self._writable.set()
 
     async def _next_change(self) -> None:
         """Wait until the socket may have room, or the connection is closed."""
-        self._room.clear()
+        self._writable.clear()
         if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:  # this has to be asked, or no wakeup follows
             self._wakeup.set()
-            await self._room.wait()
+            await self._writable.wait()
 
 
 class _Wakeup:

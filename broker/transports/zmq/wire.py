@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from broker.transports.wire import make_decode
+from broker.transports.base import make_decode
 from common.messages import Count, Digest, TensorHeader
 
 PIECE_BYTES: Final = 2 * 2**20

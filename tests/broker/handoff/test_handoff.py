@@ -12,8 +12,7 @@ import pytest
 import zmq.asyncio
 from redis.asyncio import Redis
 
-from broker.cluster.presence import ABSENCE_S, BLIND_S
-from broker.cluster.registry import HEARTBEAT_S
+from broker.cluster.registry import ABSENCE_S, BLIND_S, HEARTBEAT_S
 from broker.handoff.channels import ChannelReader, ChannelSender, Delivery
 from broker.handoff.sender import MAX_SENDS, Handoff, HandoffSender, Part, key_of
 from broker.transports.tensors import TensorReceiver, TensorSender
@@ -262,7 +261,7 @@ async def test_a_receiver_that_goes_or_restarts_ends_the_wait(
     await eventually(lambda: pair.sender.num_open == 1)
     pair.sender.review({"d0": pair.receiver})
     assert not offering.done()
-    monkeypatch.setattr("broker.cluster.presence.ABSENCE_S", 0.0)
+    monkeypatch.setattr("broker.cluster.registry.ABSENCE_S", 0.0)
     pair.sender.review(registry(pair.receiver))
     with pytest.raises(TriptychError) as caught:
         await offering
@@ -282,7 +281,7 @@ async def _offering(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> tuple[asynci
     """An offer whose receiver has just been seen, and the sender's clock, which stands until `now_s` is moved."""
     clock = SimpleNamespace(now_s=1000.0)
     clock.monotonic = lambda: clock.now_s
-    monkeypatch.setattr("broker.cluster.presence.time", clock)
+    monkeypatch.setattr("broker.cluster.registry.time", clock)
     offering = asyncio.create_task(pair.sender.offer(make_offer(), pair.receiver))
     await eventually(lambda: pair.sender.num_open == 1)
     pair.sender.review({"d0": pair.receiver})

@@ -11,10 +11,11 @@ from redis.asyncio import Redis
 from broker.transports.arena import ALIGNMENT_BYTES
 from broker.transports.base import QUEUE_TENSORS
 from broker.transports.linked import packets
+from broker.transports.linked.wire import Announce
 from broker.transports.shm import announce_batch as bundles
 from broker.transports.shm import sender as shm_transport
-from broker.transports.shm.sender import _Link
-from broker.transports.shm.wire import MAX_BUNDLED, Announce, Bundle, ToReceiver, for_receiver
+from broker.transports.shm.sender import ShmLink
+from broker.transports.shm.wire import MAX_BUNDLED, Bundle, ToReceiver, for_receiver
 from broker.transports.tensors import ReceivedTensor, TensorReceiver, TensorSender
 from tests.broker.transports.transport_kit import Kit, kit_of, of_bytes, receive, to, transfer
 from tests.eventually import eventually
@@ -102,7 +103,7 @@ async def test_a_tensor_that_is_alone_in_its_turn_waits_for_no_other(
 async def test_a_bundle_is_as_large_as_its_room(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     sender, receiver = ends
     socket = Socket(monkeypatch)
-    third = bundles.ROOM_BYTES // 3 - KIB
+    third = bundles.SLICE_BYTES // 3 - KIB
     monkeypatch.setattr(bundles, "MAX_BYTES", third)
     sent = await send_all(sender, receiver, [1, third, third, third, third])
     assert [tensor.data for tensor in await receive_all(receiver, 5)] == sent
@@ -141,17 +142,17 @@ async def receive_all_of(sender: TensorSender, receiver: TensorReceiver, size: i
     return (await receive_all(receiver, 1))[0]
 
 
-def link_of(sender: TensorSender) -> _Link:
+def link_of(sender: TensorSender) -> ShmLink:
     (route,) = sender._routes.values()
     (connection,) = route._connections.values()
     link = getattr(connection, "_link")  # noqa: B009
-    assert isinstance(link, _Link)
+    assert isinstance(link, ShmLink)
     return link
 
 
 def lent(sender: TensorSender) -> int:
     """Rooms that the receiver has."""
-    return len(link_of(sender)._lent)
+    return len(link_of(sender)._reserved)
 
 
 async def test_one_damaged_tensor_of_a_bundle_is_one_damaged_tensor(
@@ -161,8 +162,8 @@ async def test_one_damaged_tensor_of_a_bundle_is_one_damaged_tensor(
     announce = bundles.AnnounceBatch.announce
 
     def damage_and_announce(ours: bundles.AnnounceBatch) -> bool:
-        if ours._bundle is not None:
-            ours._bundle._memory[ALIGNMENT_BYTES + 3] ^= 0x10  # within the second one
+        if ours._slice is not None:
+            ours._slice.memory[ALIGNMENT_BYTES + 3] ^= 0x10  # within the second one
         return announce(ours)
 
     monkeypatch.setattr(bundles.AnnounceBatch, "announce", damage_and_announce)

@@ -20,10 +20,10 @@ from broker.transports.cuda.receiver import CudaReceiver
 from broker.transports.cuda.runtime import HANDLE_BYTES, CudaError
 from broker.transports.cuda.sender import CudaConnection, CudaSender
 from broker.transports.cuda.wire import ArenaHello
-from broker.transports.linked import listener, packets
+from broker.transports.linked import packets
 from broker.transports.linked import sender as linked
+from broker.transports.linked.wire import Announce, Release, Welcome, for_sender
 from broker.transports.payload import DeviceBuffer
-from broker.transports.shm.wire import Announce, Release, Welcome, for_sender
 from common.errors import TriptychError
 from common.messages import encode
 from tests.broker.transports.fake_cuda import GARBAGE, FakeCuda
@@ -46,7 +46,7 @@ class Gpu:
         self.connections: list[CudaConnection] = []
 
     def new_receiver(self, max_bytes: int = 2**28) -> CudaReceiver:
-        return CudaReceiver(self.cuda, self.arrived.set, max_bytes=max_bytes)
+        return CudaReceiver(self.cuda, lambda _: self.arrived.set(), max_bytes=max_bytes)
 
     def connect(self, address: str) -> CudaConnection:
         self.connections.append(self.sender.connect(address))
@@ -58,7 +58,7 @@ class Gpu:
 
     async def take(self, receiver: CudaReceiver | None = None) -> ReceivedTensor:
         async with asyncio.timeout(20):
-            while (received := (receiver or self.receiver).take()) is None:
+            while (received := (receiver or self.receiver).pop()) is None:
                 self.arrived.clear()
                 await self.arrived.wait()
         return received
@@ -204,7 +204,7 @@ async def test_a_send_that_is_cancelled_amid_its_copy_gives_its_room_back_and_da
             await asyncio.sleep(0)
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)
-        while (late := other.receiver.take()) is not None:  # it was too late to cancel it
+        while (late := other.receiver.pop()) is not None:  # it was too late to cancel it
             late.release()
     data = os.urandom(2 * MIB - 8192)
     assert other.bytes_of(await transfer(one, other, data, connection)) == data
@@ -276,7 +276,7 @@ async def test_another_host_and_a_name_that_is_not_there_are_no_way(one: Gpu, ot
 
 
 async def test_another_user_is_refused(one: Gpu, other: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener.os, "geteuid", lambda: 4711)
+    monkeypatch.setattr(packets.os, "geteuid", lambda: 4711)
     with pytest.raises(Unreachable):
         await one.send(one.connect(other.receiver.address), b"x")
     assert other.receiver.num_invalid == 1
@@ -493,7 +493,7 @@ async def test_an_announcement_that_cannot_be_ends_the_connection(one: Gpu, stra
     stranger.socket.try_send(packet)
     await asyncio.wait_for(stranger.ended.wait(), 10)
     assert one.receiver.num_invalid == 1
-    assert one.receiver.take() is None
+    assert one.receiver.pop() is None
     await eventually(lambda: one.cuda.num_held == 0)
 
 
@@ -531,7 +531,7 @@ async def test_a_receiver_that_says_nonsense_is_let_go(one: Gpu, other: Gpu, ans
         peers.append(packets.PacketSocket(connected, lambda packet, fds: None, lambda error: None))  # type: ignore[arg-type]
         peers[0].try_send(encode(answer))
 
-    hostile = listener.SameUserListener(accept, lambda: None)
+    hostile = packets.SameUserListener(accept, lambda: None)
     with pytest.raises(Unreachable):
         await one.send(one.connect(_at(other, hostile.name)), b"x")
     peers[0].close()

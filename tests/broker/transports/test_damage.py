@@ -21,7 +21,7 @@ from broker.transports.nixl.sender import NixlConnection
 from broker.transports.nixl.wire import ReadablePiece, ToReceiver
 from broker.transports.redis import sender as redis_transport
 from broker.transports.shm.segment import ArenaSlice
-from broker.transports.shm.sender import _Link
+from broker.transports.shm.sender import ShmLink
 from common.messages import Grant, InputLayout, Offer, Receipt, TensorHeader
 from tests.broker.conftest import make_record, running
 from tests.broker.transports.relay import Relay
@@ -55,14 +55,14 @@ async def damaged_wire(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 
 
 def damage_arena(monkeypatch: pytest.MonkeyPatch) -> None:
-    announce, left = _Link.announce, [PLACE]
+    announce, left = ShmLink.announce, [PLACE]
 
-    async def damage_and_announce(link: _Link, room: ArenaSlice, header: TensorHeader) -> None:
+    async def damage_and_announce(link: ShmLink, room: ArenaSlice, header: TensorHeader) -> None:
         if left:
             room.memory[left.pop()] ^= 0x10
         await announce(link, room, header)
 
-    monkeypatch.setattr(_Link, "announce", damage_and_announce)
+    monkeypatch.setattr(ShmLink, "announce", damage_and_announce)
 
 
 def damage_list(monkeypatch: pytest.MonkeyPatch) -> None:

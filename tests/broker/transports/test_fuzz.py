@@ -12,6 +12,7 @@ import pytest
 
 from broker.transports.cuda import wire as cuda_wire
 from broker.transports.cuda.runtime import HANDLE_BYTES
+from broker.transports.linked import wire as linked_wire
 from broker.transports.nixl import wire as nixl_wire
 from broker.transports.redis.wire import Passing, decode_passing
 from broker.transports.shm import wire as shm_wire
@@ -24,7 +25,7 @@ PER_DECODER = 20_000
 GROWTH_BYTES = 32 * 2**20
 
 HEADER = TensorHeader("r", 0, 1, "e0", 7, [64, 192], "float32", 49152, 2**63, 1, "self", 16)
-ANNOUNCE = shm_wire.Announce(3, 4096, 49152, HEADER)
+ANNOUNCE = linked_wire.Announce(3, 4096, 49152, HEADER)
 WIRES: dict[str, tuple[Callable[[bytes], object], list[object]]] = {
     "shm, receiver": (
         shm_wire.for_receiver,
@@ -37,7 +38,7 @@ WIRES: dict[str, tuple[Callable[[bytes], object], list[object]]] = {
             shm_wire.TakeBack(3),
         ],
     ),
-    "shm, sender": (shm_wire.for_sender, [shm_wire.Welcome(bytes(16), 2**30), shm_wire.Release([3, 4])]),
+    "shm, sender": (linked_wire.for_sender, [linked_wire.Welcome(bytes(16), 2**30), linked_wire.Release([3, 4])]),
     "cuda, receiver": (
         cuda_wire.for_receiver,
         [cuda_wire.ArenaHello(bytes(HANDLE_BYTES), 2**27, 64, "0000:01:00.0"), ANNOUNCE],

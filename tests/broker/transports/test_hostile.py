@@ -14,10 +14,11 @@ from redis.asyncio import Redis
 from broker.cluster.curve import ClusterContext
 from broker.transports.base import QUEUE_TENSORS
 from broker.transports.linked import packets
+from broker.transports.linked.wire import NONCE_BYTES, Announce, Release, Welcome
 from broker.transports.nixl import wire as nixl_wire
 from broker.transports.nixl.agent import HostMemory, NixlAgent
 from broker.transports.redis import wire as redis_wire
-from broker.transports.shm.wire import NONCE_BYTES, Announce, Bundle, Hello, Release, Welcome, pack
+from broker.transports.shm.wire import Bundle, Hello
 from common.config import Transport
 from common.errors import TriptychError
 from common.keys import ClusterKey
@@ -100,10 +101,10 @@ async def test_nixl_drops_what_is_no_tensor(kit: Kit) -> None:
     receiver = kit.receiver(max_bytes=MIB)
     raw = kit.context.socket(zmq.DEALER)
     raw.connect(receiver.address.replace("nixl+tcp", "tcp"))
-    for frames in ([b"x"], [b"a", b"b"], [nixl_wire.pack(nixl_wire.Greeting(os.urandom(400)))]):
+    for frames in ([b"x"], [b"a", b"b"], [encode(nixl_wire.Greeting(os.urandom(400)))]):
         await raw.send_multipart(frames)
     huge = nixl_wire.ReadablePiece(1, of_bytes(b"abc"), size_bytes=2 * MIB, start=0, num_bytes=3, address=1)
-    await raw.send(nixl_wire.pack(huge))
+    await raw.send(encode(huge))
     answer = nixl_wire.for_sender(await raw.recv())
     assert isinstance(answer, nixl_wire.Taken)
     assert answer.fault == "greet first"
@@ -121,7 +122,7 @@ async def test_nixl_between_gpus_hands_out_no_tensor_that_is_not_whole(kit: Kit)
 
     async def answer_to(*messages: nixl_wire.ToReceiver) -> nixl_wire.ToSender:
         for message in messages:
-            await raw.send(nixl_wire.pack(message))
+            await raw.send(encode(message))
         async with asyncio.timeout(20):
             return nixl_wire.for_sender(await raw.recv())
 
@@ -142,7 +143,7 @@ async def test_nixl_between_gpus_hands_out_no_tensor_that_is_not_whole(kit: Kit)
         answer = nixl_wire.for_sender(await raw.recv()) if answer.number == 3 else answer
         assert isinstance(answer, nixl_wire.Taken)
         assert answer.fault
-    assert receiver._take() is None
+    assert receiver._pop() is None
     assert await answer_to(piece(0, 100, number=4)) == nixl_wire.Taken(4)
     assert await answer_to(nixl_wire.Complete(4), piece(0, 60, number=5)) == nixl_wire.Taken(
         5
@@ -160,16 +161,16 @@ async def test_shared_memory_drops_whoever_greets_wrongly(kit: Kit) -> None:
     reading, writing = os.pipe()
     unsealed = os.memfd_create("unsealed")
     os.ftruncate(unsealed, MIB)
-    greeting = pack(Hello(MIB))
+    greeting = encode(Hello(MIB))
     await RawSender(receiver).is_dropped_after(os.urandom(300))
     await RawSender(receiver).is_dropped_after(greeting)
     await RawSender(receiver).is_dropped_after(greeting, reading)
     await RawSender(receiver).is_dropped_after(greeting, unsealed)
     await RawSender(receiver).is_dropped_after(greeting, fd_of(b"another size"))
     await RawSender(receiver).is_dropped_after(greeting, *(fd_of(b"too many", size=MIB) for _ in range(3)))
-    await RawSender(receiver).is_dropped_after(pack(Hello(MIB, version=99)), fd_of(b"", size=MIB))
-    await RawSender(receiver).is_dropped_after(pack(Announce(0, 0, 4, of_bytes(b"abcd"))))
-    await RawSender(receiver).is_dropped_after(pack(Bundle(0, 0, [of_bytes(b"abcd")])))
+    await RawSender(receiver).is_dropped_after(encode(Hello(MIB, version=99)), fd_of(b"", size=MIB))
+    await RawSender(receiver).is_dropped_after(encode(Announce(0, 0, 4, of_bytes(b"abcd"))))
+    await RawSender(receiver).is_dropped_after(encode(Bundle(0, 0, [of_bytes(b"abcd")])))
     await RawSender(receiver).is_dropped_after(bytes(packets.MAX_PACKET_BYTES + 1))
     assert receiver.num_invalid == 10
     os.close(writing)
@@ -181,15 +182,15 @@ async def test_shared_memory_drops_whoever_greets_wrongly(kit: Kit) -> None:
 @pytest.mark.parametrize(
     "packet",
     [
-        pack(Announce(0, MIB - 3, 4, of_bytes(b"abcd"))),
-        pack(Announce(0, 2**62, 2**10, of_bytes(b"abcd"))),
-        pack(Announce(0, 0, 2**40, of_bytes(b"abcd"))),
-        pack(Bundle(0, MIB - 65, [of_bytes(b"a"), of_bytes(b"bc")])),
-        pack(Bundle(0, 2**62, [of_bytes(b"a")])),
-        pack(Bundle(0, 0, [of_bytes(b"a"), header([2**40], "uint8", 2**40)])),
-        pack(Hello(MIB)),
-        pack(Release([0])),
-        pack(Welcome(b"", 1)),
+        encode(Announce(0, MIB - 3, 4, of_bytes(b"abcd"))),
+        encode(Announce(0, 2**62, 2**10, of_bytes(b"abcd"))),
+        encode(Announce(0, 0, 2**40, of_bytes(b"abcd"))),
+        encode(Bundle(0, MIB - 65, [of_bytes(b"a"), of_bytes(b"bc")])),
+        encode(Bundle(0, 2**62, [of_bytes(b"a")])),
+        encode(Bundle(0, 0, [of_bytes(b"a"), header([2**40], "uint8", 2**40)])),
+        encode(Hello(MIB)),
+        encode(Release([0])),
+        encode(Welcome(b"", 1)),
     ],
     ids=[
         "beyond the end",
@@ -221,13 +222,13 @@ async def test_shared_memory_drops_whoever_lends_the_same_slot_twice_or_too_many
     receiver = kit.receiver()
     sender = await RawSender(receiver).greet()
     announced = Announce(0, 0, 4, of_bytes(bytes(4)))
-    assert sender.socket.try_send(pack(announced))
+    assert sender.socket.try_send(encode(announced))
     received = await receiver.receive()
-    await sender.is_dropped_after(pack(again))
+    await sender.is_dropped_after(encode(again))
     other = await RawSender(receiver).greet()
     for slot in range(QUEUE_TENSORS):
-        assert other.socket.try_send(pack(Announce(slot, 0, 4, of_bytes(bytes(4)))))
-    await other.is_dropped_after(pack(Announce(QUEUE_TENSORS, 0, 4, of_bytes(bytes(4)))))
+        assert other.socket.try_send(encode(Announce(slot, 0, 4, of_bytes(bytes(4)))))
+    await other.is_dropped_after(encode(Announce(QUEUE_TENSORS, 0, 4, of_bytes(bytes(4)))))
     for _ in range(QUEUE_TENSORS):
         await receiver.receive()
     received.release()
@@ -254,7 +255,7 @@ async def test_a_receiver_that_does_not_see_the_memory_is_not_sent_to(kit: Kit) 
         connected, _ = listener.accept()
         connected.setblocking(False)
         end = packets.PacketSocket(connected, lambda packet, fds: packets.close_all(fds), lambda error: None)
-        end.try_send(pack(Welcome(bytes(NONCE_BYTES), MIB)))
+        end.try_send(encode(Welcome(bytes(NONCE_BYTES), MIB)))
         ends.append(end)
 
     loop.add_reader(listener, accept)

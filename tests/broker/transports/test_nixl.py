@@ -213,7 +213,7 @@ async def test_what_was_given_up_is_never_handed_out_though_its_room_has_other_b
         received = await both.receiver.receive()
         await second
     assert both.bytes_of(received) == b"B" * MIB
-    assert both.receiver._take() is None
+    assert both.receiver._pop() is None
     assert both.receiver.num_unfinished == 1
     received.release()
     await eventually(lambda: both.num_reserved == 0)
@@ -254,7 +254,7 @@ async def test_sends_that_are_cancelled_leave_nothing_and_damage_nothing(both: E
             await asyncio.sleep(0.002)
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)
-        while (late := both.receiver._take()) is not None:  # it was too late to cancel it
+        while (late := both.receiver._pop()) is not None:  # it was too late to cancel it
             late.release()
     data = os.urandom(2 * MIB)
     received = await both.transfer(data)

@@ -16,12 +16,14 @@ from redis.asyncio import Redis
 
 from broker.transports.checksums import PIECE_BYTES
 from broker.transports.linked import packets
+from broker.transports.linked.wire import Announce
 from broker.transports.shm import push_buffer, segment
 from broker.transports.shm.push_buffer import EarlySend, PushBuffer
 from broker.transports.shm.push_target import PushedTensor, PushTarget
-from broker.transports.shm.wire import Announce, Give, TakeBack, Written, pack
+from broker.transports.shm.wire import Give, TakeBack, Written
 from broker.transports.tensors import TensorReceiver, TensorSender
 from common.hashing import checksum
+from common.messages import encode
 from tests.broker.transports.transport_kit import (
     Kit,
     RawSender,
@@ -54,7 +56,7 @@ class Pair:
     rooms: list[PushTarget] = field(default_factory=list)
 
     def give(self, num_bytes: int) -> EarlySend | None:
-        return self.sender.give(to(self.receiver.address), of_bytes(memoryview(bytes(num_bytes))))
+        return self.sender.reserve_early(to(self.receiver.address), of_bytes(memoryview(bytes(num_bytes))))
 
     async def ready(self, num_bytes: int) -> PushBuffer:
         """A gift whose memory has been touched on both sides."""
@@ -69,7 +71,7 @@ class Pair:
 @pytest.fixture
 async def pair(kit: Kit) -> Pair:
     pair = Pair(kit.sender(), kit.receiver())
-    pair.receiver.watch_given(noted_in(pair.rooms))
+    pair.receiver.watch_pushes(noted_in(pair.rooms))
     await transfer(pair.sender, pair.receiver, of_bytes(b"x"), memoryview(b"x"))
     return pair
 
@@ -89,12 +91,12 @@ async def test_a_thread_sends_what_it_has_made_and_the_receiver_keeps_it_where_i
     given = await pair.ready(num_bytes)
     memory = pair.rooms[0].memory
     await asyncio.to_thread(given.send, memoryview(data))
-    assert given.left_s is not None
+    assert given.sent_s is not None
     received = await arrival(pair.receiver)
     assert received.memory is memory
     assert received.data == data
     assert await received.verify() is None
-    given.drop()
+    given.discard()
     received.release()
     assert received.memory.tobytes() == data  # nobody else has a use for it
 
@@ -119,21 +121,21 @@ async def test_nothing_is_given_where_nothing_is_gained_or_nobody_is_connected(p
 async def test_what_is_not_as_it_was_announced_is_not_sent(pair: Pair) -> None:
     given = await pair.ready(MIB)
     given.send(memoryview(bytes(MIB - 1)))
-    assert given.left_s is None
-    given.drop()
+    assert given.sent_s is None
+    given.discard()
     await eventually(lambda: pair.rooms[0].memory is None)
 
 
 async def test_what_is_dropped_leaves_nothing_behind_and_makes_room_for_others(pair: Pair) -> None:
     files = open_files()
     for _ in range(3):
-        given = [pair.give(MIB) for _ in range(push_buffer.MAX_GIFTS)]
+        given = [pair.give(MIB) for _ in range(push_buffer.MAX_PUSHES)]
         assert pair.give(MIB) is None
         for one in given:
             assert one is not None
-            one.drop()
-            one.drop()
-    await eventually(lambda: len(pair.rooms) == 3 * push_buffer.MAX_GIFTS)
+            one.discard()
+            one.discard()
+    await eventually(lambda: len(pair.rooms) == 3 * push_buffer.MAX_PUSHES)
     await eventually(lambda: all(room.memory is None for room in pair.rooms))
     assert pair.receiver.num_invalid == 0
     pair.rooms.clear()
@@ -144,22 +146,22 @@ async def test_what_is_dropped_leaves_nothing_behind_and_makes_room_for_others(p
 async def test_what_is_dropped_while_it_leaves_is_taken_back(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     given = await pair.ready(2 * MIB)
     copying, dropped = threading.Event(), threading.Event()
-    say = given._gifts.say
+    say = given._pushes.try_send
 
-    def said(message: Written | Announce) -> bool:
+    def said(message: Written | Announce, fds: Sequence[int]) -> bool:
         copying.set()
         assert dropped.wait(10)
-        return say(message)
+        return say(message, fds)
 
-    monkeypatch.setattr(given._gifts, "say", said)
+    monkeypatch.setattr(given._pushes, "try_send", said)
     sending = asyncio.create_task(asyncio.to_thread(given.send, memoryview(bytes(2 * MIB))))
     await asyncio.to_thread(copying.wait, 10)
-    given.drop()
+    given.discard()
     dropped.set()
     await sending
-    assert given.left_s is None
+    assert given.sent_s is None
     await eventually(lambda: pair.rooms[0].memory is None)
-    assert pair.receiver._take() is None
+    assert pair.receiver._pop() is None
 
 
 async def test_what_is_dropped_at_the_moment_it_begins_to_leave_is_taken_back(
@@ -168,12 +170,12 @@ async def test_what_is_dropped_at_the_moment_it_begins_to_leave_is_taken_back(
     given = await pair.ready(MIB)
 
     def time() -> float:
-        given.drop()
+        given.discard()
         return 0.0
 
     monkeypatch.setattr(push_buffer.time, "time", time)
     given.send(memoryview(bytes(MIB)))
-    assert given.left_s is None
+    assert given.sent_s is None
     await eventually(lambda: pair.rooms[0].memory is None)
 
 
@@ -207,7 +209,7 @@ async def test_memory_that_the_receiver_cannot_map_is_none_and_the_tensor_is_fou
 
 
 async def test_what_nobody_waits_for_is_told_of_without_its_bytes(pair: Pair) -> None:
-    pair.receiver.watch_given(lambda room: bool(pair.rooms.append(room)))
+    pair.receiver.watch_pushes(lambda room: bool(pair.rooms.append(room)))
     given = await pair.ready(MIB)
     await eventually(lambda: pair.rooms[0].memory is None)
     given.send(memoryview(bytes(MIB)))
@@ -220,12 +222,12 @@ async def test_a_taker_gets_the_tensor_before_all_others_and_may_leave_it(pair: 
     for taken in (True, False):
         given = await pair.ready(MIB)
         got: list[PushedTensor] = []
-        pair.rooms[-1].take = lambda received, got=got, taken=taken: got.append(received) or taken  # type: ignore[misc]
+        pair.rooms[-1].on_complete = lambda received, got=got, taken=taken: got.append(received) or taken  # type: ignore[misc]
         given.send(memoryview(bytes(MIB)))
         await eventually(lambda got=got: len(got) == 1)
         if not taken:
             assert await arrival(pair.receiver) == got[0]
-    assert pair.receiver._take() is None
+    assert pair.receiver._pop() is None
 
 
 async def test_a_finalizer_that_sends_while_something_is_sent_does_not_wait_for_itself(pair: Pair) -> None:
@@ -253,7 +255,7 @@ async def test_a_receiver_that_has_gone_is_no_error_for_the_thread(pair: Pair) -
     given = await pair.ready(MIB)
     pair.receiver.close()
     await asyncio.to_thread(given.send, memoryview(bytes(MIB)))
-    given.drop()
+    given.discard()
     await eventually(lambda: pair.give(MIB) is None)
     assert pair.rooms[0].memory is None
 
@@ -261,12 +263,12 @@ async def test_a_receiver_that_has_gone_is_no_error_for_the_thread(pair: Pair) -
 async def given_by(sender: RawSender, slot: int, data: bytes, *, fd: int | None = None) -> None:
     """A gift that is written already."""
     fd = fd_of(data, size=len(data)) if fd is None else fd
-    assert sender.socket.try_send(pack(Give(slot, of_bytes(data))), [fd])
+    assert sender.socket.try_send(encode(Give(slot, of_bytes(data))), [fd])
     packets.close_all([fd])
 
 
 def announced(slot: int, data: bytes, **more: Any) -> bytes:
-    return pack(Announce(slot, 0, len(data), of_bytes(data, **{"checksum": checksum(data), **more})))
+    return encode(Announce(slot, 0, len(data), of_bytes(data, **{"checksum": checksum(data), **more})))
 
 
 @pytest.mark.parametrize("told", [(), (0,), (0, 1000, 1000, 5000)], ids=["at once", "begun", "in pieces"])
@@ -276,7 +278,7 @@ async def test_bytes_are_compared_with_their_checksum_however_they_were_told_of(
     for slot, damaged in enumerate([False, True]):
         await given_by(sender, slot, data)
         for num_bytes in told:
-            assert sender.socket.try_send(pack(Written(slot, num_bytes)))
+            assert sender.socket.try_send(encode(Written(slot, num_bytes)))
         assert sender.socket.try_send(announced(slot, data, **({"checksum": 1} if damaged else {})))
         fault = await (await arrival(receiver)).verify()
         assert ("damaged" in str(fault)) if damaged else fault is None
@@ -284,12 +286,12 @@ async def test_bytes_are_compared_with_their_checksum_however_they_were_told_of(
 
 async def test_a_sender_that_dies_takes_back_what_it_has_not_announced(kit: Kit) -> None:
     receiver, data, rooms = kit.receiver(), os.urandom(10_000), list[PushTarget]()
-    receiver.watch_given(noted_in(rooms))
+    receiver.watch_pushes(noted_in(rooms))
     files = open_files()
     sender = await RawSender(receiver).greet()
     await given_by(sender, 0, data)
     await given_by(sender, 1, data)
-    assert sender.socket.try_send(pack(Written(1, 5000)))
+    assert sender.socket.try_send(encode(Written(1, 5000)))
     assert sender.socket.try_send(announced(0, data))
     received = await arrival(receiver)
     sender.socket.close()
@@ -300,14 +302,14 @@ async def test_a_sender_that_dies_takes_back_what_it_has_not_announced(kit: Kit)
 
 GIVEN = os.urandom(10_000)
 FAULTS = {
-    "more is written than there is": [pack(Written(0, 10_001))],
-    "less is written than before": [pack(Written(0, 500)), pack(Written(0, 499))],
-    "written to nothing": [pack(Written(1, 0))],
-    "taken back twice": [pack(TakeBack(0)), pack(TakeBack(0))],
+    "more is written than there is": [encode(Written(0, 10_001))],
+    "less is written than before": [encode(Written(0, 500)), encode(Written(0, 499))],
+    "written to nothing": [encode(Written(1, 0))],
+    "taken back twice": [encode(TakeBack(0)), encode(TakeBack(0))],
     "announced with another size": [announced(0, GIVEN[:-1])],
     "announced for another request": [announced(0, GIVEN, request_id="other")],
     "announced as another part": [announced(0, GIVEN, part=1)],
-    "written after it was announced": [announced(0, GIVEN), pack(Written(0, 10_000))],
+    "written after it was announced": [announced(0, GIVEN), encode(Written(0, 10_000))],
 }
 
 
@@ -328,14 +330,14 @@ async def test_whoever_does_not_keep_to_what_was_given_is_dropped(kit: Kit, faul
 
 async def test_whoever_gives_what_cannot_be_is_dropped(kit: Kit) -> None:
     receiver = kit.receiver(max_bytes=MIB)
-    give = pack(Give(0, of_bytes(GIVEN)))
+    give = encode(Give(0, of_bytes(GIVEN)))
     await RawSender(receiver).is_dropped_after(give, fd_of(GIVEN, size=len(GIVEN)))  # before the greeting
     for packet, fds in [
         (give, []),
         (give, [fd_of(b"another size")]),
         (give, [fd_of(GIVEN, size=len(GIVEN)), fd_of(b"x")]),
-        (pack(Give(0, of_bytes(b""))), [fd_of(b"x")]),
-        (pack(Give(0, of_bytes(memoryview(bytes(MIB + 1))))), [fd_of(b"", size=MIB + 1)]),
+        (encode(Give(0, of_bytes(b""))), [fd_of(b"x")]),
+        (encode(Give(0, of_bytes(memoryview(bytes(MIB + 1))))), [fd_of(b"", size=MIB + 1)]),
     ]:
         sender = await RawSender(receiver).greet()
         await sender.is_dropped_after(packet, *fds)
@@ -343,8 +345,8 @@ async def test_whoever_gives_what_cannot_be_is_dropped(kit: Kit) -> None:
     await given_by(sender, 0, GIVEN)
     await sender.is_dropped_after(give, fd_of(GIVEN, size=len(GIVEN)))
     sender = await RawSender(receiver).greet()
-    for slot in range(push_buffer.MAX_GIFTS):
+    for slot in range(push_buffer.MAX_PUSHES):
         await given_by(sender, slot, GIVEN)
-    await sender.is_dropped_after(pack(Give(push_buffer.MAX_GIFTS, of_bytes(GIVEN))), fd_of(GIVEN, size=len(GIVEN)))
+    await sender.is_dropped_after(encode(Give(push_buffer.MAX_PUSHES, of_bytes(GIVEN))), fd_of(GIVEN, size=len(GIVEN)))
     assert receiver.num_invalid == 8
     await still_works(kit, receiver)

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broker.transports.base import ReceivedTensor
+from broker.transports.linked.wire import Announce
 from broker.transports.shm import push_buffer, segment
 from broker.transports.shm.push_buffer import PushBuffer, PushBuffers
 from broker.transports.shm.push_target import PushTarget
-from broker.transports.shm.wire import Announce, Give, TakeBack, ToReceiver, Written
+from broker.transports.shm.wire import Give, TakeBack, ToReceiver, Written
 from common.hashing import checksum
 from common.messages import TensorHeader
 from tests.broker.transports.transport_kit import of_bytes
@@ -57,65 +58,65 @@ class Receiver:
 
 
 def test_memory_that_was_not_touched_in_time_is_not_waited_for() -> None:
-    gifts = PushBuffers("test", lambda message, fds: True)
-    gifts._touching.shutdown()
-    gifts._touching = Busy()
-    given = gifts.give(0, of_bytes(memoryview(bytes(1000))))
+    pushes = PushBuffers("test", lambda message, fds: True)
+    pushes._touching.shutdown()
+    pushes._touching = Busy()
+    given = pushes.reserve(0, of_bytes(memoryview(bytes(1000))))
     assert given is not None
     given.send(memoryview(bytes(1000)))
-    assert given.left_s is None
+    assert given.sent_s is None
 
 
-ACTIONS = ("give", "touch", "send", "drop", "full", "not full")
+ACTIONS = ("reserve", "touch", "send", "discard", "full", "not full")
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 7)), max_size=40))
-def test_in_whatever_order_each_gift_ends_once(actions: list[tuple[str, int]]) -> None:
+def test_in_whatever_order_each_push_ends_once(actions: list[tuple[str, int]]) -> None:
     """Announced and received whole, or taken back, as soon as the receiver hears again; and its slot is free again."""
     receiver = Receiver()
-    gifts = PushBuffers("test", receiver.hear)
-    gifts._touching.shutdown()
-    gifts._touching = Busy()
+    pushes = PushBuffers("test", receiver.hear)
+    pushes._touching.shutdown()
+    pushes._touching = Busy()
     out: list[PushBuffer] = []
     num_left = 0
     for slot, (action, number) in enumerate(actions):
-        if action == "give":
-            made = gifts.give(slot, TensorHeader("r", slot, 0, "e0", 1, [3000], "uint8", 3000))
-            assert made is not None or receiver.full or len(receiver.rooms) >= push_buffer.MAX_GIFTS
+        if action == "reserve":
+            made = pushes.reserve(slot, TensorHeader("r", slot, 0, "e0", 1, [3000], "uint8", 3000))
+            assert made is not None or receiver.full or len(receiver.rooms) >= push_buffer.MAX_PUSHES
             out += [made] if made is not None else []
         elif action in ("full", "not full"):
             receiver.full = action == "full"
         elif out and action == "send":
             given = out[number % len(out)]
-            before = given.left_s
+            before = given.sent_s
             given.send(np.full(3000, given._slot, np.uint8).data)
-            num_left += before is None and given.left_s is not None
+            num_left += before is None and given.sent_s is not None
         elif out:
             getattr(out[number % len(out)], action)()
     receiver.full = False
     for given in out:
-        given.drop()
-    assert gifts.give(1000, TensorHeader("r", 1000, 0, "e0", 1, [3000], "uint8", 3000)) is not None
+        given.discard()
+    assert pushes.reserve(1000, TensorHeader("r", 1000, 0, "e0", 1, [3000], "uint8", 3000)) is not None
     assert list(receiver.rooms) == [1000]
-    assert gifts._given == {1000}
+    assert pushes._open == {1000}
     assert len(receiver.received) == num_left
     for tensor in receiver.received:
         assert tensor.data == bytes([tensor.header.input_id]) * 3000
         assert tensor.header.checksum == checksum(tensor.data)
         assert asyncio.run(tensor.verify()) is None
-    gifts.close()
+    pushes.close()
 
 
 def test_a_header_without_its_checksum_is_what_is_given() -> None:
     """So that both sides speak of one tensor: what is announced differs in the checksum alone."""
     receiver = Receiver()
-    gifts = PushBuffers("test", receiver.hear)
+    pushes = PushBuffers("test", receiver.hear)
     head = TensorHeader("r", 3, 1, "e0", 7, [750], "float32", 3000)
-    given = gifts.give(0, head)
+    given = pushes.reserve(0, head)
     assert given is not None
     given.touch()
     given.send(memoryview(bytes(range(250)) * 12))
     (tensor,) = receiver.received
     assert msgspec.structs.replace(tensor.header, checksum=head.checksum) == head
-    gifts.close()
+    pushes.close()

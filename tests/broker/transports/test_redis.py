@@ -32,7 +32,7 @@ MIB = 2**20
 
 @pytest.fixture
 async def receiver(redis: Redis) -> AsyncIterator[RedisReceiver]:
-    made = RedisReceiver(redis, "test", lambda: None, max_bytes=2**28)
+    made = RedisReceiver(redis, "test", lambda _: None, max_bytes=2**28)
     yield made
     made.close()
 
@@ -68,7 +68,7 @@ async def take(receiver: RedisReceiver) -> ReceivedTensor:
     received: list[ReceivedTensor] = []
 
     def has_come() -> bool:
-        received.extend(filter(None, [receiver.take()]))
+        received.extend(filter(None, [receiver.pop()]))
         return bool(received)
 
     await eventually(has_come, 20.0)
@@ -118,7 +118,7 @@ async def test_commands_that_are_carried_out_twice_change_nothing_and_leave_noth
     for size in (0, 1, CHUNK_BYTES, 6 * CHUNK_BYTES + 1):
         await pass_on(sender, receiver, memoryview(os.urandom(size)))
     await holds(redis, 0)
-    assert (receiver.take(), receiver.num_invalid, receiver.num_unfinished) == (None, 0, 0)
+    assert (receiver.pop(), receiver.num_invalid, receiver.num_unfinished) == (None, 0, 0)
 
 
 class Losses:
@@ -145,7 +145,7 @@ async def test_a_chunk_or_an_answer_that_is_lost_costs_a_moment_and_nothing_else
     await pass_on(RedisConnection(redis, receiver.address), receiver, memoryview(os.urandom(6 * CHUNK_BYTES)))
     assert losses.num_calls >= 6
     await holds(redis, 0)
-    assert (receiver.take(), receiver.num_invalid, receiver.num_unfinished) == (None, 0, 0)
+    assert (receiver.pop(), receiver.num_invalid, receiver.num_unfinished) == (None, 0, 0)
 
 
 async def test_a_refusal_that_is_lost_is_asked_for(
@@ -298,7 +298,7 @@ async def test_a_sender_that_was_away_for_longer_than_its_lease_fails_at_once_wh
             await sending
     assert caught.value.info.code == "unavailable"
     await holds(redis, 0)
-    assert (receiver.take(), receiver.num_invalid) == (None, 0)
+    assert (receiver.pop(), receiver.num_invalid) == (None, 0)
 
 
 @pytest.mark.parametrize("receiving", [False, True], ids=["before the receiver looks", "amid"])

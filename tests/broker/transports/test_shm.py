@@ -20,8 +20,8 @@ from structlog.testing import capture_logs
 from broker.transports.arena import ALIGNMENT_BYTES, Arena
 from broker.transports.base import QUEUE_TENSORS
 from broker.transports.linked import packets
+from broker.transports.linked.wire import Release, for_sender
 from broker.transports.shm import sender as shm_transport
-from broker.transports.shm.wire import Release, for_sender
 from broker.transports.tensors import ReceivedTensor, TensorReceiver, TensorSender
 from common.errors import TriptychError
 from tests.broker.transports.transport_kit import Kit, kit_of, of_bytes, open_files, to, transfer

@@ -15,7 +15,7 @@ import zmq.asyncio
 from redis.asyncio import Redis
 
 from broker.transports.cuda import sender as cuda_transport
-from broker.transports.linked import listener, packets
+from broker.transports.linked import packets
 from broker.transports.payload import DeviceBuffer
 from broker.transports.tensors import TensorReceiver, TensorSender, addresses_by_scheme, change_hosts, payload_fault
 from common.config import Transport
@@ -52,7 +52,7 @@ async def test_where_shared_memory_does_not_reach_zmq_is_taken_without_an_error(
     elif obstacle == "another network":  # the name is not there
         address = address.replace(name, name[::-1])
     else:
-        monkeypatch.setattr(listener.os, "geteuid", lambda: 4711)
+        monkeypatch.setattr(packets.os, "geteuid", lambda: 4711)
     for number in range(1, 4):
         await sender.send(to(address), of_bytes(ONE), ONE, timeout_s=5)
         assert (await receiver.receive()).data == ONE

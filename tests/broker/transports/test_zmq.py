@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 from broker.cluster.curve import OVERHEAD_BYTES, ClusterContext
 from broker.transports.base import QUEUE_TENSORS, ReceivedTensor
-from broker.transports.chunked_bytes import ChunkedBytes
+from broker.transports.payload import ChunkedBytes
 from broker.transports.tensors import TensorReceiver
 from broker.transports.zmq import assembly as zmq_assembly
 from broker.transports.zmq import transport as zmq_transport

@@ -23,16 +23,16 @@ import zmq.asyncio
 from redis.asyncio import Redis
 
 from broker.transports.base import Connection
-from broker.transports.chunked_bytes import ChunkedBytes
 from broker.transports.factory import TransportContext, make_connectors
 from broker.transports.linked import packets
+from broker.transports.linked.wire import NONCE_BYTES
 from broker.transports.nixl.agent import module_name
-from broker.transports.payload import Payload
+from broker.transports.payload import ChunkedBytes, Payload
 from broker.transports.shm import segment
 from broker.transports.shm.push_target import PushTarget
-from broker.transports.shm.wire import NONCE_BYTES, Hello, pack
+from broker.transports.shm.wire import Hello
 from broker.transports.tensors import ReceivedTensor, TensorReceiver, TensorSender
-from common.messages import InstanceRecord, TensorHeader
+from common.messages import InstanceRecord, TensorHeader, encode
 from tests.broker.conftest import make_record
 from tests.broker.transports.device_ends import DEVICE_SCHEMES, Way, make_receiver, make_sender
 from tests.eventually import eventually
@@ -205,7 +205,7 @@ class RawSender:
 
     async def greet(self) -> RawSender:
         fd = fd_of(bytes(NONCE_BYTES), size=2**20)
-        assert self.socket.try_send(pack(Hello(2**20)), [fd])
+        assert self.socket.try_send(encode(Hello(2**20)), [fd])
         os.close(fd)
         await eventually(lambda: len(self.packets) == 1)
         return self

@@ -251,7 +251,7 @@ async def test_an_output_that_has_left_and_not_arrived_is_sent_again(giving: Set
 
 async def test_what_was_given_for_an_aborted_item_is_taken_back(giving: Setting) -> None:
     rooms: list[PushTarget] = []
-    giving.peer.watch_given(noted_in(rooms))
+    giving.peer.watch_pushes(noted_in(rooms))
     with giving.busy():
         await giving.encode("r")
         giving.peer.grant(await giving.offer("r"))

@@ -149,7 +149,7 @@ async def test_a_refusal_reaches_the_proxy_in_the_receivers_words(setting: Setti
 async def test_a_receiver_that_vanishes_costs_a_retryable_error(
     setting: Setting, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("broker.cluster.presence.ABSENCE_S", 0.5)
+    monkeypatch.setattr("broker.cluster.registry.ABSENCE_S", 0.5)
     await setting.prefill("r")
     offer = await setting.offer("r")
     if stage == "part":
