@@ -10,7 +10,7 @@
 Both key pairs come from the cluster key: whoever has it can reach every listener and be a listener. A peer without it
 does not get through the handshake: libzmq refuses it in its own thread, it never becomes a message, and what it holds
 is one connection for at most HANDSHAKE_MS. The server's public key is no secret to a member, but knowing it alone is
-not enough: the client's key is checked, too (ZAP, RFC 27), by the context itself.
+not enough: the client's key is checked, too (ZAP, RFC 27), by pyzmq's authenticator in the context.
 
 A frame grows on the wire: MAXMSGSIZE must leave room for OVERHEAD_BYTES. Shared memory and other transports than ZMQ
 are not covered. The protocol: RFC 26 (CurveZMQ).
@@ -18,13 +18,12 @@ are not covered. The protocol: RFC 26 (CurveZMQ).
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from dataclasses import dataclass
 from typing import Any, Final
 
 import zmq
 import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils import z85
 
 from common.keys import ClusterKey
@@ -33,8 +32,7 @@ HANDSHAKE_MS: Final = 5000
 """An unproven connection is closed after so long."""
 OVERHEAD_BYTES: Final = 64
 """Most bytes that encryption adds to a frame."""
-_DOMAIN: Final = b"triptych"
-_ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
+_DOMAIN: Final = "triptych"
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class ClusterContext(zmq.asyncio.Context):
 
     server: KeyPair | None = None
     client: KeyPair | None = None
-    _doorkeeper: asyncio.Task[None] | None = None
+    _authenticator: AsyncioAuthenticator | None = None
 
     def __init__(self, key: ClusterKey | None = None) -> None:
         """Derive both key pairs. Without a key, sockets are plain."""
@@ -63,18 +61,22 @@ class ClusterContext(zmq.asyncio.Context):
         if key is not None:
             self.server, self.client = KeyPair.of(key, "curve server"), KeyPair.of(key, "curve client")
 
-    def keep_door(self) -> None:
+    def authenticate(self) -> None:
         """Begin to answer libzmq's questions about new peers; needs a running loop. Only the first call counts."""
-        if self._doorkeeper is None and self.client is not None:
-            zap = self.socket(zmq.REP)
-            zap.bind(_ZAP_ADDRESS)
-            self._doorkeeper = asyncio.get_running_loop().create_task(_answer(zap, z85.decode(self.client.public)))
+        if self._authenticator is None and self.client is not None:
+            self._authenticator = AsyncioAuthenticator(self)
+            self._authenticator.configure_curve_callback(_DOMAIN, self)
+            self._authenticator.start()
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Return whether `key` is the members' public key; named by pyzmq."""
+        return self.client is not None and key == self.client.public
 
     def destroy(self, linger: int | None = None) -> None:
         """Close every socket, and end."""
-        if self._doorkeeper is not None:
-            self._doorkeeper.cancel()
-            self._doorkeeper = None
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator = None
         super().destroy(linger)
 
 
@@ -85,8 +87,8 @@ def secure_listener(socket: zmq.Socket[Any]) -> None:
     context = socket.context
     if not isinstance(context, ClusterContext) or context.server is None:
         return
-    context.keep_door()
-    socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+    context.authenticate()
+    socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # were nobody at the door, nobody would come in
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, context.server.public)
@@ -102,13 +104,3 @@ def secure_client(socket: zmq.Socket[Any]) -> None:
     socket.setsockopt(zmq.CURVE_SERVERKEY, context.server.public)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, context.client.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, context.client.secret)
-
-
-async def _answer(zap: zmq.asyncio.Socket, member: bytes) -> None:
-    """Say yes to the members' public key and no to any other, until cancelled."""
-    with contextlib.closing(zap):
-        while True:
-            version, request_id, _domain, _address, _identity, mechanism, *credentials = await zap.recv_multipart()
-            welcome = mechanism == b"CURVE" and credentials == [member]
-            status = [b"200", b"OK"] if welcome else [b"400", b"not a member of this cluster"]
-            await zap.send_multipart([version, request_id, *status, b"", b""])

@@ -110,8 +110,7 @@ async def test_a_door_without_a_keeper_is_shut(make_context, key):
     context = make_context(key)
     listener = context.socket(zmq.ROUTER)
     secure_listener(listener)
-    context._doorkeeper.cancel()
-    await asyncio.gather(context._doorkeeper, return_exceptions=True)
+    context._authenticator.stop()
     port = listener.bind_to_random_port("tcp://127.0.0.1")
     member = make_context(key)
     stranger = await refused(
