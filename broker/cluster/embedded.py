@@ -47,9 +47,8 @@ class EmbeddedBroker:
     """A server process on a free loopback port, without persistence.
 
     Whatever ends this process ends the server: a thread of ours starts it, waits for it, and is what the kernel ties
-    it to, so `start` may be called from any thread. It reads its configuration from standard input and writes no
-    file, so there is nothing to clean up even after a crash. It wants a password: a random one, which only the
-    URL tells.
+    it to, so `start` may be called from any thread. The server reads its configuration from standard input and writes
+    no file, so there is nothing to clean up even after a crash. Its password is random, and stands in the URL only.
     """
 
     def __init__(self, host: str = "127.0.0.1") -> None:

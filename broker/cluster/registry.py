@@ -2,8 +2,8 @@
 
 {cluster}:instances                the ids of all instances (a set)
 {cluster}:instance:{instance_id}   an InstanceRecord, gone RECORD_TTL_S seconds after the last heartbeat
-{cluster}:changes                  where it is told who has come, is leaving or has left (a pub/sub channel): whoever
-                                   looks at the registry now and then can look at once
+{cluster}:changes                  a pub/sub channel, notified when an instance comes, begins to leave or has left:
+                                   readers that poll the registry can then look at once
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Presence:
         self._looked_s = time.monotonic()
 
     def note(self, record: InstanceRecord) -> None:
-        """This instance has just been seen."""
+        """Note that this instance has just been seen."""
         self._seen[record.instance_id] = record, time.monotonic()
 
     def get(self, instance_id: str) -> InstanceRecord | None:

@@ -5,8 +5,8 @@
 Messages are single frames of MessagePack; the routing id identifies the proxy. Sending never waits: a peer that
 does not take its messages is treated as gone.
 
-A message above the receiver's MAXMSGSIZE would cost the connection, and everybody their requests on it: libzmq closes
-it without a word. So the sender looks first, and only the one request fails.
+For a message above the receiver's MAXMSGSIZE libzmq closes the connection, and all requests on it fail. So the sender
+checks the size first, and only the one request fails.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def supersedes(connection: bytes, other: bytes) -> bool:
 class WorkerServer:
     """The worker's end: receives from any number of proxies, and answers each by routing id.
 
-    `on_refused` is called with the request id of an answer that was too large to be sent: the request's proxy has been
-    told an error instead, and what is left of the request is to be dropped.
+    `on_refused` is called with the request id of an answer too large to be sent: the request's proxy has an error
+    instead, and the rest of the request is to be discarded.
     """
 
     def __init__(

@@ -31,14 +31,14 @@ FIELD: Final = b"m"
 MAX_ENTRIES: Final = 10_000
 """Older entries are trimmed, and counted: far more than a live receiver ever leaves unread."""
 MAX_WAITING: Final = 10_000
-"""Messages that may wait in a sender while Redis is away; then the oldest give way: what matters is repeated."""
+"""Messages that may wait in a sender while Redis is away; then the oldest are discarded: offers are repeated."""
 STREAM_TTL_S: Final = 60
 """How long the streams of an instance that died without a goodbye stay in Redis."""
 _BLOCK_MS: Final = 1000
 _BATCH: Final = 64
 _RETRY_S: Final = 0.05
 _TRY_S: Final = 0.5
-"""What a try to send gets at least, however old its oldest message is."""
+"""Shortest try to send, for a message of any age."""
 
 log = get_logger()
 
@@ -67,12 +67,11 @@ class _Entry:
 class ChannelSender:
     """Sends messages to other instances, in order, from one queue by one task: no caller waits.
 
-    A message whose stream does not exist, or that Redis does not take, is tried again for `timeout_s` and then
-    dropped and counted, half a second later where a try or a pause has to end first: every wait of the handoff has a
-    deadline, which is where a lost message shows.
+    A message without a stream, or refused by Redis, is tried again for `timeout_s` and then discarded and counted, at
+    most half a second later. A lost message shows at the deadline of the handoff's wait.
 
-    A try that Redis has not answered in time is given up with its connection. It may have been taken all the same, now
-    or when the server goes on: such a message comes twice where it is sent again, and late where it was dropped.
+    A try without an answer in time is abandoned with its connection. Redis may have accepted the messages all the same:
+    a message sent again then comes twice, and a discarded one late.
     """
 
     def __init__(self, redis: Redis, cluster: str, timeout_s: float = 2.0) -> None:
@@ -83,7 +82,7 @@ class ChannelSender:
         self._away = False  # whether the last try failed
         self.num_dropped = 0
         self.num_trimmed = 0
-        """Messages, of whomever, that were the oldest of a full stream: all but a few of them have not been read."""
+        """Oldest messages of full streams, of any sender: nearly all of them unread."""
 
     def send(self, instance_id: str, channel: ChannelName, message: HandoffMessage) -> None:
         """Queue one message."""
@@ -123,7 +122,7 @@ class ChannelSender:
                 async with self._redis.pipeline(transaction=False) as pipe:
                     for entry in batch:
                         pipe.xadd(entry.stream, {FIELD: entry.data}, nomkstream=True)
-                    for stream in streams:  # apart from XADD, which does not tell how many there were
+                    for stream in streams:  # apart from XADD, which does not return their number
                         pipe.xtrim(stream, maxlen=MAX_ENTRIES)
                     results = await pipe.execute(raise_on_error=False)
         except TimeoutError:
@@ -193,7 +192,7 @@ class ChannelReader:
                 await asyncio.sleep(pause_s)
 
     async def receive(self) -> list[Delivery]:
-        """The next messages, in order; an empty list after a second without any.
+        """Return the next messages, in order; an empty list after a second without any.
 
         Raises one of CONNECTION_ERRORS while the server is away. Streams that have vanished (the server was restarted
         or flushed) are created again.
@@ -216,7 +215,7 @@ class ChannelReader:
                 await self._create(stream)
 
     async def delete(self) -> None:
-        """Remove the streams: this instance is going."""
+        """Remove the streams when this instance ends."""
         await self._redis.delete(*self._streams)
 
     async def _create(self, stream: bytes) -> None:

@@ -6,15 +6,15 @@
                   |                   |                                |
                   +-------------------+-- error, cancel, deadline -----+--> done
 
-It is known by (request id, input id, attempt). Messages that fit no handoff in the right state are duplicates or
-strangers: counted and ignored. The receiver's decisions are made by its engine; see DecoderEngine.offer and offer_kv.
+Its key is (request id, input id, attempt). Messages that fit no handoff in the right state are duplicates or strays:
+counted and ignored. The receiver's engine decides on offers; see DecoderEngine.offer and offer_kv.
 
-Redis may forget what it was told. So an offer is repeated, the same attempt, until its grant and then each receipt is
-there: a receiver that knows the offer answers again. One that answers a second time that it waits for the tensor has
-not got it, and gets it once more, as one does whose tensor came corrupt. But it may only be slow: each time it is given
-twice as long, or what is sent again would fill the very line that is too full.
+Redis may lose messages. So an offer is repeated, with the same attempt, until its grant and then each receipt has come:
+a receiver that knows the offer answers again. A receiver that answers twice that it waits for the tensor has lost the
+tensor, and gets it again, as after a corrupt one. But the way may only be slow: each time the wait doubles, or repeated
+tensors would fill the very line that is too full.
 
-A handoff that is closed before it is done is withdrawn, so that the receiver need not wait until it expires.
+A handoff closed before its end is withdrawn, so that the receiver need not wait until the lease expires.
 """
 
 from __future__ import annotations
@@ -171,10 +171,10 @@ class HandoffSender:
     async def send(self, handoff: Handoff, part: Part, early: EarlySend | None = None) -> None:
         """Send the next part of a granted handoff and wait for its receipt.
 
-        One that has left by `early` is only sent where it has to be sent again.
+        A part sent by `early` is sent here only if it has to be sent again.
 
-        Raises TriptychError: "internal_error" without a grant; "unavailable" where the receiver is gone, did not store
-        it, or found it damaged too often; "timeout" where no receipt came in time.
+        Raises TriptychError: "internal_error" without a grant; "unavailable" if the receiver is gone, did not store the
+        part, or found it damaged too often; "timeout" if no receipt came in time.
         """
         if handoff.state != "granted":
             raise TriptychError("internal_error", f"send in state {handoff.state!r}: no tensor without a grant")
@@ -186,14 +186,14 @@ class HandoffSender:
             self._tensors.num_sent[early.scheme] += 1
             self.outcomes["left_early"] += 1
         for number in range(MAX_SENDS):
-            if not handoff.receipt.done():  # else it was settled while it was being computed: there is nothing to send
+            if not handoff.receipt.done():  # else the receiver settled it during the computation
                 if number:
                     self.outcomes["sent_again"] += 1
                 if number or sent_s is None:
                     self._note_sent(handoff, time.time())
                     header = self._header(handoff, part.shape, part.dtype, part.data.nbytes, part.table, part.first)
                     await self._tensors.send(handoff.receiver, header, part.data, self._timeout_s)
-                # what is answered are the 1st, 2nd, 4th and 8th repetition
+                # the 1st, 2nd, 4th and 8th repetition of the offer are answered with the tensor
                 handoff.patience_s = time.monotonic() + REPEAT_S * (2**number - 0.5)
             receipt = await self._wait(handoff, handoff.receipt, "receipt", deadline_s)
             if receipt.status == "stored":
@@ -207,7 +207,7 @@ class HandoffSender:
         raise self._ended("corrupt", TriptychError("unavailable", message))
 
     def handle(self, delivery: Delivery) -> None:
-        """A grant or receipt has come. Never raises."""
+        """Handle a received grant or receipt. Never raises."""
         message = delivery.message
         handoff = self._handoffs.get(key_of(message))
         if isinstance(message, Offer | KvOffer | Withdraw) or handoff is None or delivery.stale:
@@ -266,7 +266,7 @@ class HandoffSender:
     def close(self, key: Key) -> None:
         """Forget a handoff; late answers are strays. Unknown keys are ignored.
 
-        One that is not done is withdrawn, whatever its receiver has made of it: that may be what has not been heard.
+        An unfinished handoff is withdrawn, for the receiver's answer may be lost.
         """
         handoff = self._handoffs.pop(key, None)
         if handoff is not None:

@@ -104,7 +104,7 @@ class CudaLibrary:
         for name, given in (("cudaSetDevice", (c_int(self._device),)), (function, arguments)):
             status = getattr(self._library, name)(*given)
             if status != 0:
-                self._library.cudaGetLastError()  # which would be told to the next caller, torch for one
+                self._library.cudaGetLastError()  # else the next caller gets the error, torch for one
                 words = self._library.cudaGetErrorString(c_int(status)).decode()
                 raise CudaError(f"{name}: {words} (error {status})")
 

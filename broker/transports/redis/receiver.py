@@ -60,14 +60,14 @@ class RedisReceiver:
             try:
                 data = await pop(self._redis, self._list)
                 if data is not None:
-                    self._hear(decode_passing(data))
+                    self._handle(decode_passing(data))
             except ValueError as error:
                 self._count_invalid(str(error))
             except RedisError as error:  # away, or somebody has put something else under our key
                 log.warning("cannot take tensors from the broker", error=str(error))
                 await asyncio.sleep(_RETRY_S)
 
-    def _hear(self, passing: Passing) -> None:
+    def _handle(self, passing: Passing) -> None:
         """Begin a tensor, in a task per tensor since senders may be slow; or answer a sender's question for
         progress."""
         is_new = passing.id not in self._said
@@ -75,11 +75,11 @@ class RedisReceiver:
             self._said[passing.id] = b"0"
             if len(self._said) > _REMEMBERED:
                 del self._said[next(iter(self._said))]
-        task = asyncio.create_task(self._take(passing) if is_new else self._repeat(passing))
+        task = asyncio.create_task(self._receive(passing) if is_new else self._repeat(passing))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _take(self, passing: Passing) -> None:
+    async def _receive(self, passing: Passing) -> None:
         """Receive one tensor, from the announcement to the last byte."""
         try:
             async with asyncio.timeout(passing.timeout_s):

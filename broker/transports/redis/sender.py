@@ -100,7 +100,7 @@ class RedisConnection:
             task.add_done_callback(self._removing.discard)
 
     async def _go_on(self, passing: Passing, chunks: _Chunks) -> bool:
-        """Send as much as the receiver has room for, and process answers; return True once the receiver has all chunks.
+        """Send as many chunks as the receiver has space for, and process answers; return True once it has all chunks.
 
         Raises TriptychError where it does not take the tensor.
         """

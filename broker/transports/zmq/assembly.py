@@ -23,7 +23,7 @@ from common.messages import TensorHeader
 from common.telemetry import get_logger
 
 TOTAL: Final = 2
-"""How many times the largest tensor all pieces together may take; where it is more, the stalest tensor is dropped."""
+"""How many times the largest tensor all pieces together may take; where it is more, the stalest tensor is discarded."""
 MAX_BROKEN: Final = 1000
 """Senders of which it is remembered that their last tensor is broken; an identity has 255 bytes at most. Beyond them
 the next piece of a tensor may count once more."""
@@ -64,7 +64,7 @@ class Assembly:
         """Return the tensor completed by this message; None if incomplete.
 
         The beginning of another tensor discards the sender's unfinished tensor, which the sender has abandoned. Raises
-        ValueError for a message that does not continue at the end of the sender's last message: call `drop`.
+        ValueError for a message that does not continue at the end of the sender's last message: call `discard`.
         """
         partial = self._pop(sender)
         if not isinstance(head, Next):
@@ -92,7 +92,7 @@ class Assembly:
         self._keep(sender, partial)
         return None
 
-    def drop(self, sender: bytes) -> None:
+    def discard(self, sender: bytes) -> None:
         """Discard a sender's broken tensor, and skip messages until another begins."""
         self._pop(sender)
         self._broken[sender] = None
@@ -118,24 +118,24 @@ class Assembly:
         self._partials[sender] = partial
         self.num_bytes += partial.pieces.nbytes
         while self.num_bytes > TOTAL * self._max_bytes:
-            self._drop_the_stalest("too many have begun")
+            self._discard_stalest("too many have begun")
         if self._timer is None:
-            self._timer = self._loop.call_later(self._stale_s, self._drop_stale)
+            self._timer = self._loop.call_later(self._stale_s, self._discard_stale)
 
-    def _drop_stale(self) -> None:
+    def _discard_stale(self) -> None:
         self._timer = None
         stale_s = self._loop.time() - self._stale_s
         while self._is_idle() and self._stalest_s <= stale_s:
-            self._drop_the_stalest("its sender has sent no more of it")
+            self._discard_stalest("its sender has sent no more of it")
         if self._partials:
-            self._timer = self._loop.call_later(max(1.0, self._stalest_s - stale_s), self._drop_stale)
+            self._timer = self._loop.call_later(max(1.0, self._stalest_s - stale_s), self._discard_stale)
 
     @property
     def _stalest_s(self) -> float:
         return next((partial.touched_s for partial in self._partials.values()), math.inf)
 
-    def _drop_the_stalest(self, why: str) -> None:
+    def _discard_stalest(self, why: str) -> None:
         sender, partial = next(iter(self._partials.items()))
-        self.drop(sender)  # should more of it come after all
+        self.discard(sender)  # should more of it come after all
         self.num_unfinished += 1
         log.warning("a tensor did not come to its end", sender=partial.header.sender, why=why)

@@ -107,7 +107,7 @@ class ZmqReceiver:
                 received = self._assembly.add(sender, decode_head(head), data)
             except ValueError as error:
                 self.num_invalid += 1
-                self._assembly.drop(sender)
+                self._assembly.discard(sender)
                 log.warning("dropped a message on the tensor socket", error=str(error))
                 continue
             if received is not None:
@@ -214,7 +214,7 @@ class ZmqConnection:
         self._writable.set()
 
     async def _next_change(self) -> None:
-        """Wait until the socket may have room, or the connection is closed."""
+        """Wait until the socket may have space, or the connection is closed."""
         self._writable.clear()
         if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:  # this has to be asked, or no wakeup follows
             self._wakeup.set()

@@ -209,7 +209,7 @@ async def test_of_no_more_senders_than_so_many_a_broken_tensor_is_remembered(
     assembly = Assembly(2**20, 30.0, lambda: True)
     for number in range(20):
         for _ in range(2):
-            assembly.drop(b"%d" % number)
+            assembly.discard(b"%d" % number)
         assert len(assembly._broken) <= 10
     assert assembly.add(b"19", *SECOND) is None
     assert assembly.add(b"10", *SECOND) is None
@@ -314,10 +314,10 @@ async def test_what_waits_to_be_taken_is_not_stale(kit: Kit) -> None:
     idle = False
     assembly = Assembly(2**20, 0.0, lambda: idle)
     assembly.add(b"1", *FIRST)
-    assembly._drop_stale()
+    assembly._discard_stale()
     assert len(assembly) == 1
     idle = True
-    assembly._drop_stale()
+    assembly._discard_stale()
     assert (len(assembly), assembly.num_bytes) == (0, 0)
     assembly.close()
 
