@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.cluster import presence, registry
+from broker.cluster import registry
 from broker.cluster.redis_client import SOCKET_TIMEOUT_S
 from broker.handoff.channels import STREAM_TTL_S, ChannelSender
 from broker.transports import routes
@@ -51,7 +51,7 @@ def bounds(wait: str) -> str:
         ("a reply of the broker", membership.ANNOUNCE_WAIT_S),
         ("a heartbeat of a worker", registry.RECORD_TTL_S),
         ("a heartbeat of a worker", workers.ABSENCE_S),
-        ("a heartbeat of a worker", presence.ABSENCE_S),
+        ("a heartbeat of a worker", registry.ABSENCE_S),
         ("a sender of a tensor through the broker", redis_wire.LEASE_S),
         ("a heartbeat of a proxy", proxies.SILENCE_S),
         ("streams of a worker that died", STREAM_TTL_S),
