@@ -308,7 +308,7 @@ async def test_a_broker_that_was_emptied_costs_a_moment(
     """As one does that stands still for so long that leases end. Nothing that has arrived is sent again."""
     monkeypatch.setattr(redis_wire, "_BLOCK_S", 0.5)  # as ever longer than what a sender takes to renew its lease
     held, over, push = asyncio.Event(), asyncio.Event(), redis_transport.push
-    hear: Any = RedisReceiver._hear
+    hear: Any = RedisReceiver._handle
     pushed: list[str] = []
 
     async def counted(client: Redis, key: str, value: memoryview) -> None:
@@ -320,7 +320,7 @@ async def test_a_broker_that_was_emptied_costs_a_moment(
 
     monkeypatch.setattr(redis_transport, "push", counted)
     if not receiving:
-        monkeypatch.setattr(RedisReceiver, "_hear", lambda *_: held.set())
+        monkeypatch.setattr(RedisReceiver, "_handle", lambda *_: held.set())
     data = memoryview(os.urandom(8 * CHUNK_BYTES))
     passing = asyncio.create_task(pass_on(RedisConnection(redis, receiver.address), receiver, data))
     async with asyncio.timeout(20):
