@@ -326,7 +326,7 @@ async def test_a_broker_that_was_emptied_costs_a_moment(
     async with asyncio.timeout(20):
         await held.wait()
         await eventually(lambda: len(pushed) >= WINDOW)
-        monkeypatch.setattr(RedisReceiver, "_hear", hear)
+        monkeypatch.setattr(RedisReceiver, "_handle", hear)
         await redis.flushall()
         over.set()
         await passing
