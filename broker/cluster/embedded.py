@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from pathlib import Path
 from typing import Final
+from urllib.parse import quote
 
 from broker.cluster.lifetime import tied_command
 from common.errors import TriptychError
@@ -21,7 +22,8 @@ from common.errors import TriptychError
 _CONFIG = """\
 bind {host}
 port {port}
-requirepass {password}
+protected-mode no
+requirepass "{password}"
 dir /
 save ""
 appendonly no
@@ -44,17 +46,19 @@ _LOWEST_PORT: Final = 10_000
 
 
 class EmbeddedBroker:
-    """A server process on a free loopback port, without persistence.
+    """A server process without persistence, by default on a free loopback port.
 
     Whatever ends this process ends the server: a thread of ours starts it, waits for it, and is what the kernel ties
     it to, so `start` may be called from any thread. The server reads its configuration from standard input and writes
-    no file, so there is nothing to clean up even after a crash. Its password is random, and stands in the URL only.
+    no file, so there is nothing to clean up even after a crash. The default password is random, and stands in the URL
+    only.
     """
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, password: str | None = None) -> None:
+        """`port` 0 picks a free one. An empty `password` admits every client; it holds no quotes or backslashes."""
         self._host = host
-        self._port = 0
-        self._password = secrets.token_urlsafe(24)
+        self._given_port = self.port = port
+        self._password = secrets.token_urlsafe(24) if password is None else password
         self._process: subprocess.Popen[bytes] | None = None
         self._owner: threading.Thread | None = None
         self._settled = threading.Event()  # ready, or ended
@@ -73,14 +77,15 @@ class EmbeddedBroker:
             raise TriptychError("invalid_request", "this embedded broker is running already; make another one")
         self._stopped = False
         for _ in range(5):  # another process may take the free port between our look and the server's bind
-            self._port = _free_port(self._host)
+            self.port = self._given_port or _free_port(self._host)
             if self._come_up(timeout_s):
                 atexit.register(self.stop)
-                return f"redis://:{self._password}@{self._host}:{self._port}"
+                host = f"[{self._host}]" if ":" in self._host else self._host
+                return f"redis://:{quote(self._password, safe='')}@{host}:{self.port}"
             error = self._did_not_come_up(timeout_s)
             self._end(timeout_s=0.0)
             self._process = self._owner = None
-            if not any(_PORT_TAKEN in line for line in self._log):
+            if self._given_port or not any(_PORT_TAKEN in line for line in self._log):
                 break
         raise error
 
@@ -131,7 +136,7 @@ class EmbeddedBroker:
         self.stop()
 
     def _come_up(self, timeout_s: float) -> bool:
-        config = _CONFIG.format(host=self._host, port=self._port, password=self._password).encode()
+        config = _CONFIG.format(host=self._host, port=self.port, password=self._password).encode()
         with self._changing:
             if self._stopped:
                 return False

@@ -155,6 +155,37 @@ def proxy(flags: Flags, model: Model = None, follow_parent: FollowParent = False
 
 
 @app.command()
+def broker(
+    host: Annotated[str, typer.Option(help="Address to listen on, for both ports.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="PORT", help="Of the Redis protocol.")] = 6379,
+    http_port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="PORT", help="Of /health, /ready and /metrics.")
+    ] = 6380,
+    password_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with the password; without one, TRIPTYCH_BROKER_PASSWORD.", exists=True, dir_okay=False
+        ),
+    ] = None,
+) -> None:
+    """Run the broker alone, as a supervisor or another host runs it. `triptych serve` starts its own.
+
+    \b
+    Examples:
+      triptych broker
+      triptych broker --host 0.0.0.0 --password-file /etc/triptych/broker-password
+      TRIPTYCH_BROKER=redis://:PASSWORD@10.0.0.5:6379 triptych worker --role encoder --model ./model
+
+    Nothing is saved: the broker holds only what requests in flight need. Port 0 picks a free one. SIGTERM or Ctrl-C
+    stops the broker; where the server ends by itself, the exit code is 1.
+    """
+    password = password_file.read_text().strip() if password_file else os.environ.get("TRIPTYCH_BROKER_PASSWORD", "")
+    from launch.cli.broker import run_broker
+
+    raise typer.Exit(run_broker(host, port, http_port, password))
+
+
+@app.command()
 def request(
     files: Annotated[
         list[Path] | None,

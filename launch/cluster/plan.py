@@ -133,10 +133,10 @@ def make_plan(settings: Settings, topology: str | Topology | None = None) -> Pla
     return Plan(settings.model_copy(update=update), info, chosen, reason)
 
 
-def reserve_port(host: str, port: int) -> int:
+def reserve_port(host: str, port: int, option: str = "--port") -> int:
     """Return the port, or a free port for 0, after a check that the address can be bound.
 
-    Raises TriptychError("invalid_request") where it cannot.
+    Raises TriptychError("invalid_request") naming the `option` where it cannot.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -146,7 +146,7 @@ def reserve_port(host: str, port: int) -> int:
             return int(probe.getsockname()[1])
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-        message = f"cannot listen on {host}:{port}: {reason.lower()}; choose another --port, or 0 for a free one"
+        message = f"cannot listen on {host}:{port}: {reason.lower()}; choose another {option}, or 0 for a free one"
         raise TriptychError("invalid_request", message, "port") from error
 
 

@@ -7,6 +7,7 @@ from typing import Final
 
 from prometheus_client.metrics_core import Metric
 
+from launch.cli.broker import BrokerMetrics
 from proxy.server.metrics import ProxyMetrics
 from services.process.metric_help import HELP
 from services.process.metrics import WorkerMetrics
@@ -15,8 +16,8 @@ PAGE: Final = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 _INTRODUCTION: Final = """\
 # Metrics
 
-Every process answers `GET /metrics` in Prometheus' text format. Histograms have
-`_bucket`, `_sum` and `_count` behind their names. Watch these first:
+Every process answers `GET /metrics` in Prometheus' text format, the broker where `triptych broker` runs it. Histograms
+have `_bucket`, `_sum` and `_count` behind their names. Watch these first:
 
 | watch | because |
 |---|---|
@@ -35,7 +36,9 @@ def page() -> str:
     proxy = [_row(metric) for metric in ProxyMetrics().registry.collect()]
     worker = [_row(metric) for metric in WorkerMetrics().registry.collect()]
     worker += [_looked_up(name, text) for name, text in HELP.items()]
-    return "\n".join([_INTRODUCTION, *_table("Proxy", proxy), "", *_table("Workers", worker), ""])
+    broker = [_row(metric) for metric in BrokerMetrics().registry.collect()]
+    tables = (("Proxy", proxy), ("Workers", worker), ("Broker", broker))
+    return "\n".join([_INTRODUCTION, *(line for title, rows in tables for line in [*_table(title, rows), ""])])
 
 
 def _table(title: str, rows: list[str]) -> list[str]:

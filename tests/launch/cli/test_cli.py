@@ -39,7 +39,9 @@ def test_importing_it_loads_nothing_heavy() -> None:
     assert output.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("command", ["", "serve", "worker", "proxy", "request", "demo", "status", "drain", "switch"])
+@pytest.mark.parametrize(
+    "command", ["", "serve", "worker", "proxy", "broker", "request", "demo", "status", "drain", "switch"]
+)
 def test_help_teaches_by_an_example(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
