@@ -74,6 +74,7 @@ gpu-check: $(VENV)/test.stamp ## On a machine with a GPU: what is there, is ever
 	@$(BIN)/python -m tools.gpu_check.environment
 	@$(BIN)/python -m pytest -m gpu tests $(ARGS)
 	@$(BIN)/python -m tools.bench.gpu
+	@$(BIN)/python -m tools.bench.transports --repetitions 3
 
 # A library without a function is enough to link against where there is no driver: nothing is run.
 # In a folder of their own: pip must not take them for packages of the environment, whose torch is for CPUs.

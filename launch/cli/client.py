@@ -153,8 +153,8 @@ class ApiClient:
                 outcome.error = _describe(response, await response.aread())
                 return
             outcome.error = "the stream ended before the answer did"
-            async for event in _events(response):
-                _take_event(event, outcome, on_text)
+            async for event in read_events(response.aiter_lines()):
+                _take_event(event or {}, outcome, on_text)
 
     async def _transcribe(self, job: ClientRequest, outcome: ClientResult, on_text: OnText) -> None:
         """Stream the transcript; servers without streaming answer in a single piece."""
@@ -169,8 +169,8 @@ class ApiClient:
                 outcome.error = _describe(response, await response.aread())
             elif response.headers.get("content-type", "").startswith("text/event-stream"):
                 outcome.error = "the stream ended before the answer did"
-                async for event in _events(response):
-                    _take_transcript(event, outcome, on_text)
+                async for event in read_events(response.aiter_lines()):
+                    _take_transcript(event or {}, outcome, on_text)
             else:
                 body = json.loads(await response.aread())
                 outcome.text, outcome.completion_tokens = str(body["text"]), _output_tokens(body)
@@ -213,15 +213,12 @@ def _take_event(event: dict[str, Any], outcome: ClientResult, on_text: OnText) -
         outcome.completion_tokens = int(event["usage"]["completion_tokens"])
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The JSON of every server-sent event, up to `[DONE]`."""
-    async for line in response.aiter_lines():
-        if not line.startswith("data:"):
-            continue
-        data = line.removeprefix("data:").strip()
-        if data == "[DONE]":
-            return
-        yield json.loads(data)
+async def read_events(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any] | None]:
+    """Yield the JSON of every server-sent event among the lines of a stream, and None for `[DONE]`."""
+    async for line in lines:
+        if line.startswith("data:"):
+            data = line.removeprefix("data:").strip()
+            yield None if data == "[DONE]" else json.loads(data)
 
 
 def _describe(response: httpx.Response, body: bytes) -> str:

@@ -23,10 +23,10 @@ from tests.equality.served import serve
 from tests.gpu import fast_path
 from tests.gpu.device import DEVICE, needs_gpu
 from tests.gpu.test_engine import MAX_FACTOR, MEAN_FACTOR, logprobs
-from tools.bench.gpu.__main__ import MODELS
-from tools.bench.gpu.setup import checkpoints_in
 
-FOLDERS = checkpoints_in(Path(os.environ[MODELS])) if MODELS in os.environ else ()
+MODELS = "TRIPTYCH_GPU_MODELS"
+"""The variable that names the folder of real checkpoints."""
+FOLDERS = sorted(path.parent for path in Path(os.environ[MODELS]).glob("*/config.json")) if MODELS in os.environ else []
 pytestmark = [
     *needs_gpu,
     pytest.mark.skipif(not FOLDERS, reason=f"{MODELS} names no folder of checkpoints"),

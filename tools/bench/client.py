@@ -1,30 +1,32 @@
-"""A client of OpenAI's API that measures: requests are bytes made beforehand, connections are kept.
+"""A client of OpenAI's API that measures: requests are made beforehand, connections are kept.
 
-The load shares its cores with the server under test. A general HTTP client takes about as much time for a request as
-the server takes to refuse one; under overload the figures would be those of the client.
+The load shares its cores with the server under test. httpx takes about as much time for a request as the server takes
+to refuse one; httpcore, the library below it, takes a fraction.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import codecs
 import itertools
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
-from urllib.parse import urlsplit
 
+import httpcore
 import httpx
 
+from launch.cli.client import read_events
 from tools.bench.workloads import BenchRequest
 
 TIMEOUT_S: Final = 600.0
 KEPT_S: Final = 5.0
 """A connection idle for longer is closed, as general clients do, before its server does: a request that meets the
 server's end of a connection is lost, and would count as a failure of the server."""
-_LINE_BYTES: Final = 2**20
+_DEADLINES: Final = {"timeout": dict.fromkeys(("connect", "read", "write", "pool"), TIMEOUT_S)}
 
 
 @dataclass(frozen=True)
@@ -53,107 +55,84 @@ class LoadClient:
     """Connections to one server; as many as there are requests at once, each used again."""
 
     def __init__(self, base_url: str) -> None:
-        self._url = urlsplit(base_url)
-        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter, float]] = []  # and when each was used
+        self._base_url = base_url
+        self._pool = httpcore.AsyncConnectionPool(max_connections=None, keepalive_expiry=KEPT_S)
 
-    def build(self, path: str, payload: Mapping[str, Any]) -> bytes:
-        """Return a request as bytes to send. `payload`: keyword arguments of httpx."""
-        request = httpx.Request("POST", self._url.geturl() + path, **payload)
-        body = request.read()
-        head = b"".join(name + b": " + value + b"\r\n" for name, value in request.headers.raw)
-        return f"POST {request.url.raw_path.decode()} HTTP/1.1\r\n".encode() + head + b"\r\n" + body
+    def build(self, path: str, payload: Mapping[str, Any]) -> httpcore.Request:
+        """Return a request to send. `payload`: keyword arguments of httpx."""
+        made = httpx.Request("POST", self._base_url + path, **payload)
+        url = httpcore.URL(str(made.url))
+        return httpcore.Request("POST", url, headers=made.headers.raw, content=made.read(), extensions=_DEADLINES)
 
-    async def ask(self, request: bytes) -> Outcome:
+    async def ask(self, request: httpcore.Request) -> Outcome:
         """Send one request and read the answer, events as a stream, to its end. Raise nothing of the network."""
         began_s = time.perf_counter()
         try:
-            async with asyncio.timeout(TIMEOUT_S):
-                return await self._ask(request, began_s)
-        except (OSError, TimeoutError, EOFError, ValueError, IndexError) as error:
+            response = await self._pool.handle_async_request(request)
+            try:
+                return await _read(response, began_s)
+            finally:
+                await response.aclose()
+        except (OSError, ValueError, *_NETWORK) as error:
             return Outcome(status=0, error=repr(error))
 
-    async def keep_in_flight(self, requests: Iterable[bytes], count: int) -> list[Outcome]:
-        """Send all requests, `count` at once: the next one as soon as one has ended."""
-        waiting = iter(requests)
+    async def keep_in_flight(self, requests: Iterable[httpcore.Request], count: int) -> list[Outcome]:
+        """Send all requests, `count` at once: the next one as soon as one has ended. Outcomes are in their order."""
+        waiting = enumerate(requests)
 
-        async def work() -> list[Outcome]:
-            return [await self.ask(request) for request in waiting]
+        async def work() -> list[tuple[int, Outcome]]:
+            return [(number, await self.ask(request)) for number, request in waiting]
 
-        return list(itertools.chain.from_iterable(await asyncio.gather(*(work() for _ in range(count)))))
+        done = itertools.chain.from_iterable(await asyncio.gather(*(work() for _ in range(count))))
+        return [outcome for _, outcome in sorted(done, key=lambda pair: pair[0])]
 
-    def close(self) -> None:
-        for _, writer, _ in self._idle:
-            writer.close()
-        self._idle.clear()
-
-    async def _ask(self, request: bytes, began_s: float) -> Outcome:
-        reader, writer = await self._connection()
-        try:
-            writer.write(request)
-            status, headers = await _head(reader)
-            if (length := headers.get("content-length")) is None:
-                outcome = await _read_events(reader, status, headers, began_s)
-            else:
-                body = await reader.readexactly(int(length))
-                outcome = _whole(body, status, headers, began_s)
-        except BaseException:
-            writer.close()
-            raise
-        self._idle.append((reader, writer, time.perf_counter()))
-        return outcome
-
-    async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        while self._idle:
-            reader, writer, used_s = self._idle.pop()
-            if not reader.at_eof() and time.perf_counter() - used_s < KEPT_S:
-                return reader, writer
-            writer.close()
-        return await asyncio.open_connection(self._url.hostname, self._url.port, limit=_LINE_BYTES)
+    async def close(self) -> None:
+        await self._pool.aclose()
 
 
-async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    status, headers = int((await reader.readline()).split()[1]), {}
-    while (line := await reader.readline()) not in (b"\r\n", b""):
-        name, _, value = line.decode().partition(":")
-        headers[name.lower()] = value.strip()
-    return status, headers
+_NETWORK: Final = (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError)
 
 
-def _whole(body: bytes, status: int, headers: Mapping[str, str], began_s: float) -> Outcome:
-    """An answer in one piece: an error, or the transcription of a server that does not stream."""
-    took_s, request_id = time.perf_counter() - began_s, headers.get("x-request-id", "")
+async def _read(response: httpcore.Response, began_s: float) -> Outcome:
+    headers = {name.lower(): value.decode() for name, value in response.headers}
+    request_id, status = headers.get(b"x-request-id", ""), response.status
+    if headers.get(b"content-type", "").startswith("text/event-stream"):
+        return await _read_stream(response, request_id, began_s)
+    body = await response.aread()
+    took_s = time.perf_counter() - began_s
     if status != 200:
         return Outcome(request_id=request_id, status=status, error=body.decode(errors="replace"))
-    text = str(json.loads(body).get("text", ""))
-    return Outcome(text, len(text.split()), took_s, took_s, request_id, status)
+    text = str(json.loads(body).get("text", ""))  # the transcription of a server that does not stream
+    return Outcome(text, len(text.split()), took_s, took_s, request_id)
 
 
-async def _read_events(
-    reader: asyncio.StreamReader, status: int, headers: Mapping[str, str], began_s: float
-) -> Outcome:
-    """Read an event stream. Between its lines stand the lengths of chunks; a length of 0 is the last."""
-    text, ttft_s, num_tokens, error = "", None, 0, ""
-    while (line := await reader.readline()) != b"0\r\n":
-        if not line:
-            raise EOFError
-        if not line.startswith(b"data: {"):
+async def _read_stream(response: httpcore.Response, request_id: str, began_s: float) -> Outcome:
+    text, ttft_s, num_tokens, status, error = "", None, 0, response.status, ""
+    async for event in read_events(_lines(response)):
+        if event is None:
             continue
-        event = json.loads(line.removeprefix(b"data: "))
         if "error" in event:
             status, error = 500, str(event["error"])
         if piece := text_of(event):
             text += piece
             ttft_s = ttft_s or time.perf_counter() - began_s
-        num_tokens = _num_tokens(event) or num_tokens
-    await reader.readline()
+        usage = event.get("usage") or {}
+        num_tokens = int(usage.get("completion_tokens") or usage.get("output_tokens") or num_tokens)
     latency_s = time.perf_counter() - began_s
     if status == 200 and not num_tokens:
         num_tokens = len(text.split())  # of a server that sends no usage
-    request_id = headers.get("x-request-id", "")
     return Outcome(text, num_tokens, latency_s, ttft_s or latency_s, request_id, status, error)
 
 
-def text_of(event: dict[str, Any]) -> str:
+async def _lines(response: httpcore.Response) -> AsyncIterator[str]:
+    rest, decoder = "", codecs.getincrementaldecoder("utf-8")()
+    async for data in response.aiter_stream():
+        *lines, rest = (rest + decoder.decode(data)).split("\n")
+        for line in lines:
+            yield line
+
+
+def text_of(event: Mapping[str, Any]) -> str:
     """Return the new text of an event of any of the three streams."""
     if event.get("type") == "transcript.text.delta":
         return str(event["delta"])
@@ -161,11 +140,6 @@ def text_of(event: dict[str, Any]) -> str:
         str(choice.get("text") or (choice.get("delta") or {}).get("content") or "")
         for choice in event.get("choices", [])
     )
-
-
-def _num_tokens(event: dict[str, Any]) -> int:
-    usage = event.get("usage") or {}
-    return int(usage.get("completion_tokens") or usage.get("output_tokens") or 0)
 
 
 def payload_of(

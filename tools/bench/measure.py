@@ -17,8 +17,8 @@ class System(Protocol):
 
     name: str
 
-    def run(self, batch: Sequence[BenchRequest]) -> list[Outcome]:
-        """Answer all at once: `len(batch)` requests in flight from the start."""
+    def run(self, requests: Sequence[BenchRequest], in_flight: int) -> list[Outcome]:
+        """Answer all requests, so many at once."""
 
     def close(self) -> None:
         """Release processes and memory."""
@@ -45,16 +45,23 @@ class Turn:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How much is measured. A turn is so many waves of `in_flight` requests at once that they make up its requests."""
+    """How much is measured. The requests of a turn are a multiple of those in flight; by default the workload's."""
 
     in_flight: Sequence[int]
     repetitions: int
     requests_per_turn: int | None = None
-    """What the workload thinks is enough, if not given."""
 
 
 Progress = Callable[[str], None]
 WARM_UP = 4
+
+
+def in_waves(
+    answer: Callable[[Sequence[BenchRequest]], list[Outcome]], requests: Sequence[BenchRequest], in_flight: int
+) -> list[Outcome]:
+    """Answer `in_flight` requests at once, and the next ones when all of them have ended."""
+    starts = range(0, len(requests), in_flight)
+    return [outcome for start in starts for outcome in answer(requests[start : start + in_flight])]
 
 
 def measure(workload: Workload, systems: Sequence[System], schedule: Schedule, progress: Progress) -> list[Turn]:
@@ -63,14 +70,14 @@ def measure(workload: Workload, systems: Sequence[System], schedule: Schedule, p
     """
     for system in systems:
         progress(f"{workload.name}: warming up {system.name}")
-        system.run(workload.requests(WARM_UP, seed=-1))
+        system.run(workload.requests(WARM_UP, seed=-1), WARM_UP)
     turns = []
     for repetition in range(schedule.repetitions):
         for in_flight in schedule.in_flight:
             shift = repetition % len(systems)
             for system in [*systems[shift:], *systems[:shift]]:
                 turn = _run_turn(workload, system, in_flight, repetition, schedule)
-                progress(f"{workload.name}: {describe(turn)}")
+                progress(f"{workload.name}: {_describe(turn)}")
                 turns.append(turn)
     return turns
 
@@ -80,8 +87,7 @@ def emit(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def describe(turn: Turn) -> str:
-    """One line for a person who waits."""
+def _describe(turn: Turn) -> str:
     return (
         f"{turn.system}, {turn.in_flight} in flight, repetition {turn.repetition + 1}: "
         f"{turn.requests_per_s:.2f} requests/s, {turn.tokens_per_s:.1f} tokens/s"
@@ -91,8 +97,6 @@ def describe(turn: Turn) -> str:
 def _run_turn(workload: Workload, system: System, in_flight: int, repetition: int, schedule: Schedule) -> Turn:
     waves = -(-(schedule.requests_per_turn or workload.requests_per_turn) // in_flight)
     requests = workload.requests(waves * in_flight, seed=1000 * repetition + in_flight)
-    outcomes: list[Outcome] = []
     start = time.perf_counter()
-    for wave in range(waves):
-        outcomes += system.run(requests[wave * in_flight : (wave + 1) * in_flight])
+    outcomes = system.run(requests, in_flight)
     return Turn(system.name, in_flight, repetition, time.perf_counter() - start, outcomes)

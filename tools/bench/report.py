@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 
-from launch.cluster.cpus import available_cores
 from tools.bench.measure import Turn
 from tools.bench.workloads import Workload
+from tools.gpu_check.environment import in_words
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 _HEADER = (
@@ -22,16 +20,20 @@ _HEADER = (
     "tokens/s out",
     "requests/s against the first row (spread)",
     "TTFT p50 / p99, ms",
+    "TPOT p50 / p99, ms",
     "latency p50 / p99, ms",
     "answers equal to the first row's",
 )
 
 
-def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+def markdown(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     """Return a table."""
-    lines = [header, *rows]
-    text = [f"| {' | '.join(map(str, cells))} |" for cells in lines]
-    return "\n".join([text[0], "|" + "---|" * len(header), *text[1:]])
+    return "\n".join([row(header), "|" + "---|" * len(header), *map(row, rows)])
+
+
+def row(cells: Sequence[object]) -> str:
+    """Return a line of a table."""
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def table(workload: Workload, turns: Sequence[Turn]) -> str:
@@ -54,21 +56,11 @@ def hop_table(hops: Mapping[str, Sequence[float]]) -> str:
     return markdown(("hop", "p50, ms", "p90, ms"), rows)
 
 
-def hardware() -> str:
-    """The machine in words: what a reader needs to judge the figures."""
-    model = next(
-        (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
-        platform.processor() or platform.machine(),
-    )
-    total = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
-    return f"{available_cores()} cores of {model}, {total / 2**20:.0f} GiB"
-
-
-def page(sections: Iterable[str], command: str, notes: Sequence[str], when: date) -> str:
-    """The measured part of the page."""
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "triptych"))
-    facts = [f"Measured on {when:%Y-%m-%d}, {hardware()}; Python {platform.python_version()}, {versions}.", *notes]
-    return "\n\n".join([" ".join(facts), f"```\n{command}\n```", *sections])
+def page(sections: Iterable[str], command: str | None, notes: Sequence[str], when: date) -> str:
+    """Return the measured part of a page: where, by which command, and the sections."""
+    facts = [f"Measured on {when:%Y-%m-%d}: {in_words()}.", *notes]
+    shown = [] if command is None else [f"```\n{command}\n```"]
+    return "\n\n".join([" ".join(facts), *shown, *sections])
 
 
 def write_into(path: Path, measured: str, begin: str = BEGIN, end: str = END) -> None:
@@ -92,6 +84,7 @@ def _row(in_flight: int, system: str, turns: Sequence[Turn], first: Sequence[Tur
         f"{_median(turns, lambda turn: turn.tokens_per_s):.1f}",
         _ratio(turns, first),
         _milliseconds([outcome.ttft_s for turn in turns for outcome in turn.outcomes]),
+        _milliseconds([outcome.tpot_s for turn in turns for outcome in turn.outcomes if outcome.ttft_s is not None]),
         _milliseconds([outcome.latency_s for turn in turns for outcome in turn.outcomes]),
         _share_equal(turns, first),
     )
@@ -122,10 +115,3 @@ def _share_equal(turns: Sequence[Turn], first: Sequence[Turn]) -> str:
         for mine, theirs in zip(turn.outcomes, base.outcomes, strict=True)
     ]
     return f"{sum(mine == theirs for mine, theirs in pairs)} of {len(pairs)}"
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []

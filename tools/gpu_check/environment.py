@@ -1,4 +1,4 @@
-"""`python -m tools.gpu_check.environment`: device, driver and versions, the first lines of `make gpu-check`."""
+"""`python -m tools.gpu_check.environment`: processors, driver and versions, the first lines of `make gpu-check`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from pathlib import Path
 
 import torch
 
+from launch.cluster.cpus import available_cores
+
 _GIB = 2**30
-_SHOWN = ("torch", "torchvision", "transformers", "triton", "flashinfer-python", "numpy")
+_SHOWN = ("torch", "torchvision", "transformers", "triton", "flashinfer-python", "numpy", "triptych")
 _REQUIRED = ("transformers", "flashinfer-python")
 """Packages of the check beside torch."""
 
@@ -32,10 +34,12 @@ def missing() -> list[str]:
 
 
 def in_words() -> str:
-    """One line: GPU, memory, driver, CUDA, Python and versions of the packages in use."""
-    facts = [*_gpu(), f"Python {platform.python_version()}"]
+    """One line: cores, memory, GPU, driver, CUDA, Python and versions of the packages in use."""
+    model = _found(r"model name\s*: (.*)", "/proc/cpuinfo") or platform.machine()
+    memory = int(_found(r"MemTotal:\s*(\d+)", "/proc/meminfo") or 0) / 2**20
+    facts = [f"{available_cores()} cores of {model}", f"{memory:.0f} GiB", *_gpu()]
     versions = [f"{name} {version}" for name in _SHOWN if (version := _version(name))]
-    return ", ".join([*facts, *versions])
+    return ", ".join([*facts, f"Python {platform.python_version()}", *versions])
 
 
 def _gpu() -> list[str]:
@@ -43,13 +47,15 @@ def _gpu() -> list[str]:
         return ["no GPU"]
     free, total = torch.cuda.mem_get_info()
     memory = f"{free / _GIB:.1f} of {total / _GIB:.1f} GiB free"
-    return [torch.cuda.get_device_name(), memory, f"driver {_driver()}", f"CUDA {torch.version.cuda}"]
+    driver = _found(r"\s(\d+\.\d+(?:\.\d+)?)\s", "/proc/driver/nvidia/version") or "unknown"
+    return [torch.cuda.get_device_name(), memory, f"driver {driver}", f"CUDA {torch.version.cuda}"]
 
 
-def _driver() -> str:
-    path = Path("/proc/driver/nvidia/version")
-    match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", path.read_text()) if path.is_file() else None
-    return match[1] if match else "unknown"
+def _found(pattern: str, path: str) -> str | None:
+    """Return the first group of a match in a file of the system."""
+    file = Path(path)
+    match = re.search(pattern, file.read_text()) if file.is_file() else None
+    return match[1] if match else None
 
 
 def _version(name: str) -> str | None:

@@ -10,8 +10,8 @@ from common.errors import TriptychError
 from tests import tiny_models
 from tests.weights.fixtures import smollm2, whisper_tiny_en
 from tools.bench.measure import Schedule, System, measure
-from tools.bench.with_llm import LLMSystem
-from tools.bench.with_transformers import TransformersSystem
+from tools.bench.systems import LLMSystem
+from tools.bench.transformers_system import TransformersSystem
 from tools.bench.workloads import TOKENS_IN, make_workload
 
 __all__ = ["smollm2", "whisper_tiny_en"]

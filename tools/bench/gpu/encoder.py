@@ -40,7 +40,7 @@ def measure(setup: Setup) -> Iterator[Figure]:
     pictures = Work(qwen2_5_vl_3b, noise_image(side), f"{side} x {side}", "pictures/s", 1.0)
     clips = Work(whisper_large_v3, _silence(), f"{CLIP_S} s clips", "s of sound/s", float(CLIP_S))
     for work in (pictures, clips):
-        yield from attempted("encoder", work.case, partial(_measure, setup, work))
+        yield from attempted("encoder", work.case, _measure, setup, work)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, Final, Self
 
 from common.config import EngineConfig
 from common.messages import Failed, Tokens
-from common.model_info import ModelInfo, load_model_info
+from common.model_info import load_model_info
 from common.sampling_params import SamplingParams
 from engine.core.decoder_engine import DecoderEngine
 from engine.state.events import Event
@@ -24,17 +24,13 @@ MEMORY_FRACTION: Final = 0.4
 """Of the device, for each engine here: enough for the largest batch, and for another one beside it."""
 
 
-def make_decoder(setup: Setup, make: Callable[..., Shape], **options: Any) -> DecoderEngine:
-    """A decoder with random weights. `options` are those of EngineConfig."""
-    return load_decoder(setup, load_model_info(str(setup.model(make))), load_format="dummy", **options)
-
-
-def load_decoder(
-    setup: Setup, info: ModelInfo, *, memory_fraction: float = MEMORY_FRACTION, **options: Any
+def make_decoder(
+    setup: Setup, make: Callable[..., Shape], *, memory_fraction: float = MEMORY_FRACTION, **options: Any
 ) -> DecoderEngine:
-    """A decoder of a checkpoint, alone. `options` are those of EngineConfig; the fraction is that of a GPU."""
+    """Return a decoder with random weights. `options` are those of EngineConfig; the fraction is that of a GPU."""
+    info = load_model_info(str(setup.model(make)))
     share = {"memory_fraction": memory_fraction} if setup.device.type == "cuda" else {}
-    return DecoderEngine(info, EngineConfig(device=setup.device.type, **share, **options))
+    return DecoderEngine(info, EngineConfig(device=setup.device.type, load_format="dummy", **share, **options))
 
 
 def random_prompt(length: int, rng: random.Random) -> list[int]:
@@ -82,7 +78,7 @@ class Driver:
         seconds = setup.time(self.step, calls=steps)
         return seconds, 0 if graphs is None else counters["steps"] - before - (graphs.num_replays - replayed)
 
-    def drop_all(self) -> None:
+    def abort_all(self) -> None:
         """Abort every request; the blocks that they leave behind are free. Raises TimeoutError if that takes too
         long."""
         deadline_s = time.monotonic() + DEADLINE_S
@@ -99,4 +95,4 @@ class Driver:
 
     def __exit__(self, *_: object) -> None:
         """What is measured next begins with an engine that has nothing to do."""
-        self.drop_all()
+        self.abort_all()

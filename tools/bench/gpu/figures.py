@@ -8,10 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-HEADER: Final = (
-    "| benchmark | case | median | spread | limit | share of limit | beside it |\n|---|---|---|---|---|---|---|"
-)
-
+HEADER: Final = ("benchmark", "case", "median", "spread", "limit", "share of limit", "beside it")
 _MOST_WORDS: Final = 300
 """Characters of an error in a cell."""
 
@@ -42,26 +39,21 @@ class Figure:
     attention: str = ""
     is_fallback: bool = False
 
-    @property
-    def reached(self) -> bool | None:
-        """Whether the share is what it was to be; None where no goal was set."""
-        return None if self.goal is None or self.share is None else self.share >= self.goal
-
-    def row(self) -> str:
-        """A row of the table that HEADER begins."""
+    def cells(self) -> list[str]:
+        """Return a row of the table that HEADER begins."""
         if self.failed:
-            return f"| {self.benchmark} | {self.case} | failed | – | – | – | {self.beside} |"
+            return [self.benchmark, self.case, "failed", "–", "–", "–", self.beside]
         limit = "–" if self.limit is None else f"{self.limit:.4g} {self.unit}"
-        share = "–" if self.share is None else f"{self.share:.0%}{self._verdict()}"
-        cells = [self.benchmark, self.case, f"{self.value:.4g} {self.unit}", f"{self.low:.4g}–{self.high:.4g}"]
-        return "| " + " | ".join([*cells, limit, share, self._told() or "–"]) + " |"
-
-    def _told(self) -> str:
+        share = "–" if self.share is None else f"{self.share:.0%}{self._verdict(self.share)}"
         attention = f"attention by {self.attention}{', A FALLBACK' if self.is_fallback else ''}"
-        return "; ".join(filter(None, [self.beside, attention if self.attention else ""]))
+        beside = "; ".join(filter(None, [self.beside, attention if self.attention else ""]))
+        figure = [f"{self.value:.4g} {self.unit}", f"{self.low:.4g}–{self.high:.4g}"]
+        return [self.benchmark, self.case, *figure, limit, share, beside or "–"]
 
-    def _verdict(self) -> str:
-        return "" if self.reached is None else f", goal {self.goal:.0%} {'reached' if self.reached else 'missed'}"
+    def _verdict(self, share: float) -> str:
+        if self.goal is None:
+            return ""
+        return f", goal {self.goal:.0%} {'reached' if share >= self.goal else 'missed'}"
 
 
 def duration(
@@ -72,18 +64,18 @@ def duration(
     beside: str = "",
     goal: float | None = None,
 ) -> Figure:
-    """How long something took, in milliseconds; the limit is the least that it could take."""
-    share = None if limit_s is None else limit_s / statistics.median(seconds)
-    limit_ms = None if limit_s is None else limit_s * 1e3
-    return _figure(benchmark, case, "ms", [one * 1e3 for one in seconds], limit_ms, share, beside, goal)
+    """Return how long something took, in milliseconds; the limit is the least that it could take."""
+    times = [one * 1e3 for one in seconds]
+    value, limit_ms = statistics.median(times), None if limit_s is None else limit_s * 1e3
+    share = None if limit_ms is None else limit_ms / value
+    return Figure(benchmark, case, "ms", value, min(times), max(times), limit_ms, share, beside, goal=goal)
 
 
 def durations(benchmark: str, case: str, seconds: Sequence[float], limit_s: float | None = None) -> Figure:
-    """How long many single events took, in milliseconds; the 99th percentile stands beside the median."""
+    """Return how long many single events took, in milliseconds; the 99th percentile stands beside the median."""
     ranked = sorted(seconds)
     p99 = ranked[min(len(ranked) - 1, math.ceil(0.99 * len(ranked)) - 1)]
-    beside = f"p99 {p99 * 1e3:.4g} ms of {len(ranked)}"
-    return duration(benchmark, case, ranked, limit_s, beside)
+    return duration(benchmark, case, ranked, limit_s, f"p99 {p99 * 1e3:.4g} ms of {len(ranked)}")
 
 
 def rate(
@@ -95,32 +87,19 @@ def rate(
     limit: float | None = None,
     beside: str = "",
 ) -> Figure:
-    """How much of `unit` was done in a second: `amount` of it in each of the measured times; `limit` is the most."""
+    """Return how much of `unit` was done in a second: `amount` of it in each time; `limit` is the most."""
     rates = [amount / one for one in seconds]
-    share = None if limit is None else statistics.median(rates) / limit
-    return _figure(benchmark, case, unit, rates, limit, share, beside)
+    value = statistics.median(rates)
+    share = None if limit is None else value / limit
+    return Figure(benchmark, case, unit, value, min(rates), max(rates), limit, share, beside)
 
 
 def failure(benchmark: str, case: str, error: Exception) -> Figure:
-    """In the place of a figure that could not be measured. Its words fit into a cell of a table."""
+    """Stand in the place of a figure that could not be measured. The error's words fit into a cell of a table."""
     words = " ".join(f"{type(error).__name__}: {error}".replace("|", "/").split())
     return Figure(benchmark, case, "", 0.0, 0.0, 0.0, beside=words[:_MOST_WORDS], failed=True)
 
 
-def _figure(
-    benchmark: str,
-    case: str,
-    unit: str,
-    values: Sequence[float],
-    limit: float | None,
-    share: float | None,
-    beside: str,
-    goal: float | None = None,
-) -> Figure:
-    value, low, high = statistics.median(values), min(values), max(values)
-    return Figure(benchmark, case, unit, value, low, high, limit, share, beside, goal=goal)
-
-
 def ratio(mine: Sequence[float], theirs: Sequence[float]) -> str:
-    """`1.25x`: how often the first goes into the second, by their medians."""
+    """Return `1.25x`: how often the first goes into the second, by their medians."""
     return f"{statistics.median(theirs) / statistics.median(mine):.2f}x"

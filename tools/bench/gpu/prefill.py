@@ -30,7 +30,7 @@ def measure(setup: Setup) -> Iterator[Figure]:
     def prefill() -> None:
         driver.add(f"prefill-{next(numbers)}", random_prompt(tokens, rng), endless(1))
         driver.until(1)
-        driver.drop_all()
+        driver.abort_all()
 
     seconds = setup.time(prefill)
     flops = prefill_flops(engine.runner.model, tokens)

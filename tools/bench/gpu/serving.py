@@ -9,10 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -22,17 +19,14 @@ from engine import processors
 from engine.models.registry import make_decoder as make_decoder_of
 from engine.models.registry import make_encoder
 from launch.cluster.local_cluster import LocalCluster
-from launch.cluster.topology import parse_topology
 from tools.bench.client import LoadClient, Outcome, payload_of
 from tools.bench.gpu.attention import of_cluster
 from tools.bench.gpu.decode import least_step_s
 from tools.bench.gpu.encoder import encoder_flops
-from tools.bench.gpu.figures import Figure, duration, durations
+from tools.bench.gpu.figures import Figure, durations
 from tools.bench.gpu.prefill import prefill_flops
-from tools.bench.gpu.setup import Setup, attempted, noise_image, side_by_side
-from tools.bench.lineup import share_of
-from tools.bench.transports import size_in_words
-from tools.bench.with_cluster import hops_of
+from tools.bench.gpu.setup import Setup, attempted, noise_image
+from tools.bench.systems import share_of
 from tools.bench.workloads import BenchRequest
 from tools.gpu_check.shapes import qwen2_5_vl_3b
 
@@ -41,11 +35,7 @@ PICTURES: Final = (1, 4, 8)
 IN_FLIGHT, PROBES, REQUESTS, TOKENS, SIDE = 4, 4, 100, 16, 448
 """At least so many requests, and as many probes beside them: fewer have no 99th percentile. So many of each are under
 way: a single probe at a time would take five times as long to have as many answers."""
-MEMORY_FRACTION: Final = 0.42
-"""Of each cluster."""
-SIDES, TOY_SIDES = (448, 896), (56,)
-HANDOFF_WARM_UP, HANDOFFS, TOY_HANDOFFS = 3, 20, 3
-WAY: Final = "encode_done -> stored"
+MEMORY_FRACTION: Final = 0.85
 TOY_TOPOLOGIES: Final = ("1e1pd",)
 TOY_PICTURES, TOY_REQUESTS, TOY_TOKENS, TOY_SIDE = (1,), 2, 4, 56
 START_TIMEOUT_S: Final = 120.0
@@ -53,70 +43,34 @@ _WORDS: Final = ["tell", "me", "what", "is", "on", "the", "signs", "and", "how",
 
 
 def measure(setup: Setup) -> Iterator[Figure]:
-    """For each topology TTFT and TPOT of probes alone, of requests with 1, 4 and 8 pictures, and of probes beside
-    them; where encoding is apart, also the way of a picture's encoder output to the decoder.
-
-    The clusters start side by side, and are there at the same time: one that is asked nothing takes no time of the
-    device.
-    """
-    folder, topologies = setup.model(qwen2_5_vl_3b), TOY_TOPOLOGIES if setup.toy else TOPOLOGIES
-    makers = {topology: partial(_start, setup, folder, topology) for topology in topologies}
-    with side_by_side(makers, LocalCluster.stop) as clusters:
-        for topology in topologies:
-            part = partial(_measure_topology, setup, folder, topology, clusters[topology])
-            yield from attempted("serving", topology, part)
+    """Yield for each topology TTFT and TPOT of probes alone, of requests with 1, 4 and 8 pictures, and of probes beside
+    them."""
+    folder = setup.model(qwen2_5_vl_3b)
+    for topology in TOY_TOPOLOGIES if setup.toy else TOPOLOGIES:
+        yield from attempted("serving", topology, _measure_topology, setup, folder, topology)
 
 
-def _start(setup: Setup, folder: Path, topology: str) -> LocalCluster:
-    share = share_of(setup.device, MEMORY_FRACTION)
+def _measure_topology(setup: Setup, folder: Path, topology: str) -> Iterator[Figure]:
+    info, share = load_model_info(str(folder)), share_of(setup.device, MEMORY_FRACTION)
     engine = EngineConfig(load_format="dummy", max_num_batched_tokens=2048, **share)
     settings = Settings(model=str(folder), port=0, log_level="warning", engine=engine)
-    cluster = LocalCluster(settings, topology, start_timeout_s=START_TIMEOUT_S)
-    cluster.start()
-    return cluster
+    with LocalCluster(settings, topology, start_timeout_s=START_TIMEOUT_S) as cluster:
+        attention = of_cluster(cluster, setup.device)
+        for figure in _measure_loads(setup, info, topology, cluster.base_url):
+            yield attention.of(figure)
 
 
-def _measure_topology(setup: Setup, folder: Path, topology: str, started: Future[LocalCluster]) -> Iterator[Figure]:
-    cluster, info = started.result(), load_model_info(str(folder))
-    attention = of_cluster(cluster, info, setup.device, setup.dtype)
-    tpot_s = least_step_s(setup.limits, folder, setup.dtype, IN_FLIGHT + PROBES)
+def _measure_loads(setup: Setup, info: ModelInfo, topology: str, url: str) -> Iterator[Figure]:
+    tpot_s = least_step_s(setup.limits, info.folder, setup.dtype, IN_FLIGHT + PROBES)
     text_s = least_ttft_s(setup, info, 0)
     requests, counts = (TOY_REQUESTS, TOY_PICTURES) if setup.toy else (REQUESTS, PICTURES)
-
-    def load(pictures: int, count: int) -> Load:
-        return asyncio.run(_load(setup, cluster.base_url, pictures, count))
-
-    def told() -> Iterator[Figure]:
-        load(1, 1)  # warms up
-        yield from _figures(topology, "text alone", load(0, requests).probes, text_s, tpot_s)
-        for count in counts:
-            done = load(count, requests)
-            yield from _figures(topology, f"{count} pictures", done.asked, least_ttft_s(setup, info, count), tpot_s)
-            yield from _figures(topology, f"text beside {count} pictures", done.probes, text_s, tpot_s)
-
-    for figure in told():
-        yield attention.of(figure)
-    if parse_topology(topology).count("encoder"):
-        for side in TOY_SIDES if setup.toy else SIDES:
-            yield _handoff(setup, cluster, info, f"{topology}, handoff", side)
-
-
-def _handoff(setup: Setup, cluster: LocalCluster, info: ModelInfo, case: str, side: int) -> Figure:
-    """The way of the encoder output of one picture, one request after the other: from the end of its batch until the
-    decoder's cache has it. The limit is one copy within the device."""
-    count = TOY_HANDOFFS if setup.toy else HANDOFFS
-    outcomes = asyncio.run(_one_by_one(cluster.base_url, side, HANDOFF_WARM_UP + count))
-    seconds = hops_of(cluster, {str(one.request_id) for one in outcomes[HANDOFF_WARM_UP:]})[WAY]
-    size = (side // 28) ** 2 * int(info.text_config["hidden_size"]) * setup.dtype.itemsize  # a row for each 28 x 28
-    beside = "encoded until stored, one request after the other"
-    return duration("serving", f"{case} of {size_in_words(size)}", seconds, setup.limits.least_s(2 * size), beside)
-
-
-async def _one_by_one(url: str, side: int, count: int) -> list[Outcome]:
-    with closing(LoadClient(url)) as client:
-        load = Load(client, random.Random(side), side, max_tokens=1)
-        await load.ask(1, lambda: len(load.asked) >= count)
-    return load.asked
+    asyncio.run(_load(setup, url, 1, 1))  # warms up
+    alone = asyncio.run(_load(setup, url, 0, requests))
+    yield from _figures(topology, "text alone", alone.probes, text_s, tpot_s)
+    for count in counts:
+        done = asyncio.run(_load(setup, url, count, requests))
+        yield from _figures(topology, f"{count} pictures", done.asked, least_ttft_s(setup, info, count), tpot_s)
+        yield from _figures(topology, f"text beside {count} pictures", done.probes, text_s, tpot_s)
 
 
 def least_ttft_s(setup: Setup, info: ModelInfo, pictures: int) -> float:
@@ -169,17 +123,17 @@ class Load:
 async def _load(setup: Setup, url: str, pictures: int, requests: int) -> Load:
     """All load lasts until there are `requests` of each kind; without pictures, probes are alone."""
     tokens, side = (TOY_TOKENS, TOY_SIDE) if setup.toy else (TOKENS, SIDE)
-    with closing(LoadClient(url)) as client:
-        load = Load(client, random.Random(pictures), side, tokens)
+    load = Load(LoadClient(url), random.Random(pictures), side, tokens)
 
-        def done() -> bool:
-            return len(load.probes) >= requests and (not pictures or len(load.asked) >= requests)
+    def done() -> bool:
+        return len(load.probes) >= requests and (not pictures or len(load.asked) >= requests)
 
-        async with asyncio.TaskGroup() as group:
-            for _ in range(PROBES):
-                group.create_task(load.probe(done))
-            for _ in range(IN_FLIGHT if pictures else 0):
-                group.create_task(load.ask(pictures, done))
+    async with asyncio.TaskGroup() as group:
+        for _ in range(PROBES):
+            group.create_task(load.probe(done))
+        for _ in range(IN_FLIGHT if pictures else 0):
+            group.create_task(load.ask(pictures, done))
+    await load.client.close()
     return load
 
 

@@ -8,12 +8,10 @@ import secrets
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import ParamSpec
 
 import numpy as np
 import torch
@@ -24,8 +22,7 @@ from tools.gpu_check.shapes import Shape
 
 COPY_BYTES, TOY_COPY_BYTES = 4 * 2**30, 8 * 2**20
 MATRIX_SIZE, TOY_MATRIX_SIZE = 8192, 256
-Name = TypeVar("Name")
-Thing = TypeVar("Thing")
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class Setup:
     """The parameters of a benchmark.
 
     `toy` shrinks models and loads until a CPU is through in seconds; the figures then mean nothing. `folder` is for
-    model folders and goes when the benchmark is over. `checkpoints` are folders of real ones.
+    model folders and goes when the benchmark is over.
     """
 
     device: torch.device
@@ -61,7 +58,6 @@ class Setup:
     folder: Path
     toy: bool = False
     repetitions: int = 5
-    checkpoints: tuple[Path, ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -76,11 +72,6 @@ class Setup:
         """Return the folder of a model of this shape, or of its toy."""
         shape = make(toy=self.toy)
         return shape.write(self.folder / shape.name.replace(" ", "-"))
-
-
-def checkpoints_in(models: Path | None) -> tuple[Path, ...]:
-    """Return the folders with a config.json in `models`."""
-    return () if models is None else tuple(sorted(path.parent for path in models.glob("*/config.json")))
 
 
 def measure_limits(device: torch.device, *, toy: bool = False, repetitions: int = 10) -> tuple[Limits, list[Figure]]:
@@ -137,33 +128,21 @@ def _with_clock(call: Callable[[], object], calls: int) -> float:
     return time.perf_counter() - began
 
 
-def attempted(benchmark: str, case: str, measure: Callable[[], Iterable[Figure]]) -> Iterator[Figure]:
+def attempted(
+    benchmark: str, case: str, measure: Callable[P, Iterable[Figure]], *args: P.args, **options: P.kwargs
+) -> Iterator[Figure]:
     """Yield the figures of one part, and a row with the error if the part fails; the traceback is printed.
 
     Device memory that the part has released is free for the next part.
     """
     try:
-        yield from measure()
+        yield from measure(*args, **options)
     except Exception as error:
         traceback.print_exc()
         yield failure(benchmark, case, error)
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-@contextmanager
-def side_by_side(
-    makers: Mapping[Name, Callable[[], Thing]], close: Callable[[Thing], object]
-) -> Iterator[dict[Name, Future[Thing]]]:
-    """Run all makers at once; the futures hold results or errors. `close` ends each thing after the `with` block."""
-    with ExitStack() as stack:
-        with ThreadPoolExecutor(max(1, len(makers))) as pool:
-            made = {name: pool.submit(make) for name, make in makers.items()}
-        for future in made.values():
-            if future.exception() is None:
-                stack.callback(close, future.result())
-        yield made
 
 
 def noise_image(side: int) -> bytes:

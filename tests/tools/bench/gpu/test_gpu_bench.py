@@ -7,17 +7,15 @@ import pkgutil
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
 
-from common.model_info import BUNDLED, load_model_info
+from common.model_info import load_model_info
 from common.text.processor import TextProcessor
 from engine import processors
 from engine.attention.select import choose_backend
@@ -34,14 +32,13 @@ from tests.fake_flashinfer.installed import flashinfer_on_cpu
 from tools.bench.gpu import __main__ as bench
 from tools.bench.gpu import attention, serving
 from tools.bench.gpu.attention import Attention
-from tools.bench.gpu.cross import measure_clips
-from tools.bench.gpu.decode import least_step_s, measure_steps, token_bytes, weight_bytes
+from tools.bench.gpu.decode import least_step_s, measure_clips, measure_steps, token_bytes, weight_bytes
 from tools.bench.gpu.encoder import encoder_flops
 from tools.bench.gpu.engines import Driver, endless, make_decoder
 from tools.bench.gpu.figures import HEADER, Figure, duration, durations, rate
 from tools.bench.gpu.prefill import prefill_flops
 from tools.bench.gpu.serving import least_ttft_s
-from tools.bench.gpu.setup import Limits, Setup, attempted, checkpoints_in, measure_limits, noise_image, side_by_side
+from tools.bench.gpu.setup import Limits, Setup, attempted, measure_limits, noise_image
 from tools.gpu_check import environment
 from tools.gpu_check.shapes import Shape, qwen2_3b, qwen2_5_vl_3b, whisper_large_v3
 
@@ -54,26 +51,22 @@ CASES = {
     "prefill": 1,
     "cross": 2,
     "encoder": 6,
-    "handoff": 2,
-    "serving": 7,
-    "small": 4,
+    "serving": 6,
 }
 """How many figures each makes."""
-CLUSTERS = ("handoff", "serving", "small")
 
 
 @pytest.fixture
 def setup(tmp_path: Path) -> Setup:
-    return Setup(CPU, LIMITS, tmp_path, toy=True, repetitions=2, checkpoints=(BUNDLED / "signpost",))
+    return Setup(CPU, LIMITS, tmp_path, toy=True, repetitions=2)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.cluster] if name in CLUSTERS else []) for name in bench.NAMES]
+    "name", [pytest.param(name, marks=[pytest.mark.cluster] * (name == "serving")) for name in bench.BENCHMARKS]
 )
 def test_a_benchmark_measures(name: str, setup: Setup) -> None:
-    measure: Callable[[Setup], Iterator[Figure]] = pkgutil.resolve_name(f"tools.bench.gpu.{name}:measure")
     before = engines()
-    figures = list(measure(setup))
+    figures = list(bench.measure(name, setup))
     assert engines() <= before, "the next one in this process would have less memory"
     assert [figure.beside for figure in figures if figure.failed] == []
     assert len(figures) == CASES[name]
@@ -84,10 +77,10 @@ def test_a_benchmark_measures(name: str, setup: Setup) -> None:
         assert (figure.limit is None) == (figure.share is None)
         assert figure.limit is not None
         is_small = re.search("(^|, )(batch 1[, ]|1 clips )", figure.case) is not None
-        is_step = name in ("decode", "cross", "small") and "tokens/s" not in figure.unit
+        is_step = name in ("decode", "cross")
         assert (figure.goal is not None) == (name == "prefill" or (is_step and is_small)), figure.case
-        assert bool(figure.attention) == (name != "handoff" and "handoff of" not in figure.case), figure.case
-        assert figure.row().count("|") == HEADER.splitlines()[0].count("|")
+        assert figure.attention
+        assert len(figure.cells()) == len(HEADER)
 
 
 def engines() -> set[int]:
@@ -132,8 +125,8 @@ def test_a_part_that_fails_is_a_row_and_the_next_one_is_measured() -> None:
         ("batch 8", True),
         ("batch 64", False),
     ]
-    assert figures[1].row().count("|") == HEADER.splitlines()[0].count("|")
-    assert "RuntimeError: out of memory / 3 GiB wanted" in figures[1].row()
+    assert len(figures[1].cells()) == len(HEADER)
+    assert "RuntimeError: out of memory / 3 GiB wanted" in figures[1].cells()[-1]
 
 
 def test_a_figure_names_the_attention_that_ran(setup: Setup, tmp_path: Path) -> None:
@@ -146,18 +139,18 @@ def test_a_figure_names_the_attention_that_ran(setup: Setup, tmp_path: Path) -> 
     backend.is_fallback = True
     assert attention.of_backend(backend, heads, half) == Attention("torch", is_fallback=True)
     figure = Attention("torch", is_fallback=True).of(duration("decode", "batch 1", [0.001], beside="1 GB to read"))
-    assert "| 1 GB to read; attention by torch, A FALLBACK |" in figure.row()
+    assert figure.cells()[-1] == "1 GB to read; attention by torch, A FALLBACK"
 
 
 def test_steps_that_are_not_the_recorded_ones_are_a_fallback(setup: Setup) -> None:
     engine = make_decoder(setup, qwen2_3b, max_num_seqs=2, max_model_len=64, attention_backend="torch")
     engine.runner.record_graphs(PlainRecorder())
     name = engine.runner.backend.name
-    figure = measure_steps(setup, engine, 2, 8, 4, "decode", "batch 2")
+    [figure] = measure_steps(setup, engine, 2, 8, 4)
     assert figure.attention == name
     assert engine.runner.graphs is not None
     engine.runner.graphs.run = lambda *_: None  # type: ignore[method-assign]
-    figure = measure_steps(setup, engine, 2, 8, 4, "decode", "batch 2")
+    [figure] = measure_steps(setup, engine, 2, 8, 4)
     assert figure.attention == f"{name}, {4 * setup.repetitions + 1} steps launched anew"
     assert figure.is_fallback
     engine.runner.graphs, engine.runner.records_graphs, engine.runner.layers_are_fallback = None, True, True
@@ -174,49 +167,19 @@ def test_an_encoders_attention_is_flashinfers_where_that_serves_its_heads(
     assert attention.of_tower(unmasked, torch.bfloat16) == name
 
 
-def test_a_cluster_tells_of_the_worker_that_fell_back(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    info = load_model_info(str(qwen2_5_vl_3b().write(setup.folder / "model")))
+def test_a_cluster_tells_of_the_worker_that_fell_back(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = {"encoder-0": "triptych_encoder_attention_fallback 0.0\n", "worker-0": "triptych_attention_fallback 0.0\n"}
     monkeypatch.setattr(attention, "ask_workers", lambda *_: {name: Mock(text=text) for name, text in pages.items()})
-    cuda, half, cluster = torch.device("cuda"), torch.bfloat16, Mock()
-    told = "flashinfer, of the encoder by torch"
-    assert attention.of_cluster(cluster, info, cuda, half) == Attention(told), "heads of 80, which is no fallback"
-    pages["worker-0"] = "triptych_attention_fallback 1.0\n"
-    told = "torch, of the encoder by torch"
-    assert attention.of_cluster(cluster, info, cuda, half) == Attention(told, is_fallback=True)
+    cuda, cluster = torch.device("cuda"), Mock()
+    assert attention.of_cluster(cluster, cuda) == Attention("the workers' choice")
+    pages["encoder-0"] = "triptych_encoder_attention_fallback 1.0\n"
+    assert attention.of_cluster(cluster, cuda) == Attention("torch in the encoder", is_fallback=True)
     pages["worker-0"] = "triptych_attention_fallback 0.0\ntriptych_layers_fallback 1.0\ntriptych_steps_recorded 0.0\n"
-    told = "flashinfer, small layers by PyTorch, no step recorded, of the encoder by torch"
-    assert attention.of_cluster(cluster, info, cuda, half) == Attention(told, is_fallback=True)
+    told = "torch in the encoder, small layers by PyTorch, no step recorded"
+    assert attention.of_cluster(cluster, cuda) == Attention(told, is_fallback=True)
     pages["worker-0"] = "triptych_steps_total 3.0\n"
     with pytest.raises(RuntimeError, match="worker-0 does not tell"):
-        attention.of_cluster(cluster, info, cuda, half)
-
-
-def test_what_starts_side_by_side_ends_together_and_one_that_fails_fails_alone() -> None:
-    closed: list[str] = []
-    met = threading.Barrier(2, timeout=10)
-
-    def make(name: str) -> str:
-        met.wait()
-        if name == "broken":
-            raise RuntimeError("no room")
-        return name
-
-    with side_by_side({name: partial(make, name) for name in ("whole", "broken")}, closed.append) as made:
-        assert made["whole"].result() == "whole"
-        with pytest.raises(RuntimeError, match="no room"):
-            made["broken"].result()
-        assert closed == []
-    assert closed == ["whole"]
-
-
-def test_checkpoints_are_the_folders_with_a_configuration(tmp_path: Path) -> None:
-    for name in ("b", "a"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").touch()
-    (tmp_path / "nothing").mkdir()
-    assert checkpoints_in(tmp_path) == (tmp_path / "a", tmp_path / "b")
-    assert checkpoints_in(None) == ()
+        attention.of_cluster(cluster, cuda)
 
 
 def test_the_roofline_is_whichever_takes_longer() -> None:
@@ -239,7 +202,7 @@ def test_a_step_reads_the_weights_and_the_keys_and_values_of_its_tokens(setup: S
     driver.add("one", list(range(5)), endless(3))
     driver.until(3)
     assert driver.num_tokens == {"one": 3}
-    driver.drop_all()
+    driver.abort_all()
     assert engine.is_empty()
 
 
@@ -254,7 +217,7 @@ def test_of_an_encoder_decoder_a_step_reads_what_is_not_for_new_inputs(setup: Se
 
 def test_more_clips_than_there_is_room_for_are_a_row_in_words(setup: Setup) -> None:
     engine = make_decoder(setup, whisper_large_v3, max_num_seqs=64, kv_cache_bytes=2 * 2**20)
-    measured = attempted("cross", "3 clips", lambda: [measure_clips(setup, engine, 3, 2, "cross", "3 clips")])
+    measured = attempted("cross", "3 clips", measure_clips, setup, engine, 3, 2)
     [figure] = measured
     assert figure.failed
     assert figure.beside == "MemoryError: 3 clips take 2.25 MiB of keys and values, there is room for 2 MiB"

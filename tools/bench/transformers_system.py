@@ -23,6 +23,7 @@ from transformers.utils import logging
 from common.model_info import ModelInfo
 from common.text.processor import TextProcessor
 from tools.bench.client import Outcome
+from tools.bench.measure import in_waves
 from tools.bench.workloads import SAMPLE_RATE, BenchRequest
 
 _LOADERS = {"text": AutoModelForCausalLM, "image": AutoModelForImageTextToText, "audio": AutoModelForSpeechSeq2Seq}
@@ -57,8 +58,11 @@ class TransformersSystem:
         elif kind == "audio":
             self._processor = AutoFeatureExtractor.from_pretrained(info.folder)
 
+    def run(self, requests: Sequence[BenchRequest], in_flight: int) -> list[Outcome]:
+        return in_waves(self._answer, requests, in_flight)
+
     @torch.inference_mode()
-    def run(self, batch: Sequence[BenchRequest]) -> list[Outcome]:
+    def _answer(self, batch: Sequence[BenchRequest]) -> list[Outcome]:
         start, clock = time.perf_counter(), _FirstTokenClock()
         on_the_host, options = self._inputs(batch)
         inputs = {name: tensor.to(self._device) for name, tensor in on_the_host.items()}
