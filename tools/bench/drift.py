@@ -30,39 +30,36 @@ def compare(model: Annotated[str, typer.Argument(help="Folder of a text model.")
 
     prompts = [request.prompt_token_ids for request in make_workload(model).requests(NUM_PROMPTS, seed=0)]
     exact, short = LLM(model, dtype="float32"), LLM(model, dtype="bfloat16")
-    texts = [output.outputs[0].token_ids for output in _generate(exact, prompts)]
-    other = [output.outputs[0].token_ids for output in _generate(short, prompts)]
+    texts, others = (
+        [one.outputs[0].token_ids for one in _generate(llm, prompts, max_tokens=NUM_TOKENS, ignore_eos=True)]
+        for llm in (exact, short)
+    )
     agreed = [
         sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*both, strict=True)))
-        for both in zip(texts, other, strict=True)
+        for both in zip(texts, others, strict=True)
     ]
     whole = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
     errors = [abs(a - b) for a, b in zip(_score(exact, whole), _score(short, whole), strict=True)]
-    total = sum(len(text) for text in texts)
+    total = sum(map(len, texts))
     print(f"prompts: {NUM_PROMPTS} of {len(prompts[0])} tokens; greedy, {NUM_TOKENS} tokens each")
     print(f"tokens equal up to the first difference: {sum(agreed)} of {total} ({sum(agreed) / total:.1%})")
     print(f"answers equal to the end: {sum(n == NUM_TOKENS for n in agreed)} of {NUM_PROMPTS}")
-    first = sum(n > 0 for n in agreed)
-    print(f"first tokens equal: {first} of {NUM_PROMPTS}")
-    largest, middle = max(errors), statistics.median(errors)
-    print(f"log-probability error: mean {statistics.mean(errors):.4f}, median {middle:.4f}, largest {largest:.3f}")
+    print(f"first tokens equal: {sum(n > 0 for n in agreed)} of {NUM_PROMPTS}")
+    mean, middle = statistics.mean(errors), statistics.median(errors)
+    print(f"log-probability error: mean {mean:.4f}, median {middle:.4f}, largest {max(errors):.3f}")
 
 
-def _generate(llm: LLM, prompts: list[list[int]]) -> list[RequestOutput]:
+def _generate(llm: LLM, prompts: list[list[int]], **options: int) -> list[RequestOutput]:
     from common.sampling_params import SamplingParams
     from common.text.prompts import TokensPrompt
 
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    params = SamplingParams(**{"temperature": 0.0, **options})
     return llm.generate([TokensPrompt(prompt_token_ids=prompt) for prompt in prompts], params)
 
 
 def _score(llm: LLM, texts: list[list[int]]) -> list[float]:
-    """Log-probabilities of all tokens of all texts but the first of each."""
-    from common.sampling_params import SamplingParams
-    from common.text.prompts import TokensPrompt
-
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    outputs = llm.generate([TokensPrompt(prompt_token_ids=text) for text in texts], params)
+    """Return the log-probabilities of all tokens of all texts but the first of each."""
+    outputs = _generate(llm, texts, max_tokens=1, prompt_logprobs=0)
     return [one.logprob for output in outputs for one in output.prompt_logprobs if one is not None]
 
 

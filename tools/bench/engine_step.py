@@ -1,8 +1,7 @@
 """`python -m tools.bench.engine_step`: where the time of an engine's step goes, on a real checkpoint.
 
-Two tables: input preparation by the number of decoding sequences, and a decode step by part. Times are wall time on the
-engine's thread; the smallest of many steps is what the step costs, the median what it took beside everything else that
-the machine did.
+A decode step by part. Times are wall time on the engine's thread; the smallest of many steps is what the step costs,
+the median what it took beside everything else that the machine did.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from common.process import openmp
 if TYPE_CHECKING:
     from common.config import EngineConfig
     from common.model_info import ModelInfo
+    from engine.core.decoder_engine import DecoderEngine
 
 PARTS = ("schedule", "prepare", "linear", "attention", "forward, the rest", "logits", "sample", "the rest")
 WARMUP_STEPS = 4
@@ -37,14 +37,14 @@ def main(
     steps: Annotated[int, typer.Option(min=1, help="Decode steps to measure.")] = 48,
     attention_backend: Annotated[str, typer.Option(help="auto, or torch to leave out our own kernels.")] = "auto",
 ) -> None:
-    """Print both tables as markdown."""
+    """Print a table in markdown, a row for each number of sequences."""
     openmp.set_defaults(os.environ)
     from common.config import EngineConfig
     from common.model_info import load_model_info
+    from tools.bench.report import markdown
 
-    print(preparation_table((1, 16, 64, 256, 1024)))
-    print("\n| in flight | step, ms | median |", *(f" {part} |" for part in PARTS), " schedule + prepare |", sep="")
-    print("|" + "---|" * (len(PARTS) + 4))
+    header = ("in flight", "step, ms", "median", *PARTS, "schedule + prepare")
+    rows = []
     info = load_model_info(model)
     for count in map(int, in_flight.split(",")):
         config = EngineConfig.model_validate(
@@ -57,39 +57,8 @@ def main(
                 "attention_backend": attention_backend,
             }
         )
-        print(_step_row(info, config, count, prompt_tokens, steps), flush=True)
-
-
-def preparation_table(counts: tuple[int, ...], repetitions: int = 200) -> str:
-    """Microseconds of `update_all` and `prepare` in steady decoding, 16 tokens to a block."""
-    lines = ["| sequences | update, µs | prepare, µs | together, median |", "|---|---|---|---|"]
-    for count in counts:
-        update, prepare = measure_preparation(count, repetitions)
-        median = statistics.median(a + b for a, b in zip(update, prepare, strict=True))
-        lines.append(f"| {count} | {min(update) * 1e6:.0f} | {min(prepare) * 1e6:.0f} | {median * 1e6:.0f} |")
-    return "\n".join(lines)
-
-
-def measure_preparation(count: int, repetitions: int) -> tuple[list[float], list[float]]:
-    """Seconds of both halves, for sequences of 150 tokens and more that grow by one token a step."""
-    from engine.state.inputs import InputBuffers
-
-    buffers = InputBuffers(count, 4096, 16)
-    slots = [buffers.acquire_slot() for _ in range(count)]
-    tokens = [list(range(150 + index % 16)) for index in range(count)]
-    update, prepare = [], []
-    for _ in range(repetitions):
-        for token_ids in tokens:
-            token_ids.append(7)
-        blocks = [list(range(1, 2 + len(token_ids) // 16)) for token_ids in tokens]
-        computed = [len(token_ids) - 1 for token_ids in tokens]
-        start = time.perf_counter()
-        buffers.update_all(slots, tokens, blocks, computed)
-        middle = time.perf_counter()
-        buffers.prepare(slots, [1] * count)
-        update.append(middle - start)
-        prepare.append(time.perf_counter() - middle)
-    return update, prepare
+        rows.append(_measure_steps(info, config, count, prompt_tokens, steps))
+    print(markdown(header, rows))
 
 
 class PartClock:
@@ -122,40 +91,26 @@ class PartClock:
             setattr(owner, name, original) if own else delattr(owner, name)
 
 
-def _warmed_up(stats: dict[str, float], count: int) -> bool:
-    """All sequences decode, and have done so for a while."""
-    return stats["last_step_tokens"] == count and stats["generated_tokens_total"] >= count * WARMUP_STEPS
-
-
-def _step_row(info: ModelInfo, config: EngineConfig, count: int, prompt_tokens: int, steps: int) -> str:
+def _measure_steps(info: ModelInfo, config: EngineConfig, count: int, prompt_tokens: int, steps: int) -> list[object]:
+    """Return a row: milliseconds of whole steps and of their parts, in steady decoding of `count` sequences."""
     from common.sampling_params import SamplingParams
     from engine.core.decoder_engine import DecoderEngine
-    from engine.models import layers
 
     engine, draw = DecoderEngine(info, config), random.Random(0)
     vocabulary = engine.runner.spec.vocab_size
     params = SamplingParams(temperature=0.0, max_tokens=steps + WARMUP_STEPS + 8, ignore_eos=True)
     for index in range(count):
         engine.add_request(str(index), [draw.randrange(vocabulary) for _ in range(prompt_tokens)], [], params)
-    while not _warmed_up(engine.stats(), count):
+    while (stats := engine.stats())["last_step_tokens"] != count or (
+        stats["generated_tokens_total"] < count * WARMUP_STEPS
+    ):
         engine.step()
     totals: list[float] = []
     parts: dict[str, list[float]] = defaultdict(list)
     for _ in range(steps):
         clock = PartClock()
         with ExitStack() as watched:
-            for owner, name, part in (
-                (engine.scheduler, "schedule", "schedule"),
-                (engine.runner.buffers, "update_all", "prepare"),
-                (engine.runner.buffers, "prepare", "prepare"),
-                (engine.runner.backend, "plan", "prepare"),
-                (engine.runner.backend, "run", "attention"),
-                (engine.runner.backend, "write", "attention"),
-                (layers.Linear, "forward", "linear"),
-                (engine.runner.model, "forward", "forward, the rest"),
-                (engine.runner, "logits", "logits"),
-                (engine.sampler, "sample", "sample"),
-            ):
+            for owner, name, part in _watched_calls(engine):
                 watched.enter_context(clock.on(owner, name, part))
             start = time.perf_counter()
             engine.step()
@@ -164,9 +119,28 @@ def _step_row(info: ModelInfo, config: EngineConfig, count: int, prompt_tokens: 
         for part in PARTS:
             parts[part].append(clock.seconds[part])
     ms = {part: min(values) * 1e3 for part, values in parts.items()}
-    cells = [f"{min(totals) * 1e3:.1f}", f"{statistics.median(totals) * 1e3:.1f}", *(f"{ms[p]:.2f}" for p in PARTS)]
-    share = (ms["schedule"] + ms["prepare"]) / (min(totals) * 1e3)
-    return f"| {count} | {' | '.join(cells)} | {share:.1%} |"
+    step_ms, share = min(totals) * 1e3, (ms["schedule"] + ms["prepare"]) / (min(totals) * 1e3)
+    cells = (f"{step_ms:.1f}", f"{statistics.median(totals) * 1e3:.1f}", *(f"{ms[part]:.2f}" for part in PARTS))
+    return [count, *cells, f"{share:.1%}"]
+
+
+def _watched_calls(engine: DecoderEngine) -> tuple[tuple[Any, str, str], ...]:
+    """Return owner, name and part of every call that is timed."""
+    from engine.models import layers
+
+    runner = engine.runner
+    return (
+        (engine.scheduler, "schedule", "schedule"),
+        (runner.buffers, "update_all", "prepare"),
+        (runner.buffers, "prepare", "prepare"),
+        (runner.backend, "plan", "prepare"),
+        (runner.backend, "run", "attention"),
+        (runner.backend, "write", "attention"),
+        (layers.Linear, "forward", "linear"),
+        (runner.model, "forward", "forward, the rest"),
+        (runner, "logits", "logits"),
+        (engine.sampler, "sample", "sample"),
+    )
 
 
 if __name__ == "__main__":

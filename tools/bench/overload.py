@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import numpy as np
 import typer
+from httpcore import Request
 
 from tools.bench.client import LoadClient, Outcome, payload_of
 from tools.bench.measure import emit
@@ -137,7 +138,7 @@ async def _measure(
     shares its cores with the cluster."""
     seeds = itertools.count()
 
-    def make(count: int) -> list[bytes]:
+    def make(count: int) -> list[Request]:
         requests = workload.requests(max(1, count), next(seeds))
         return [client.build(*payload_of(request)) for request in requests]
 
@@ -156,17 +157,17 @@ async def _measure(
         level.add(outcomes, time.perf_counter() - began_s)
         load = "as many as fit" if level.share is None else f"{level.share:g} times that"
         emit(f"turn {turn + 1}, {load}: {len(outcomes)} requests")
-    client.close()
+    await client.close()
 
 
-async def _sustained_rate(client: LoadClient, requests: Sequence[bytes], in_flight: int) -> float:
+async def _sustained_rate(client: LoadClient, requests: Sequence[Request], in_flight: int) -> float:
     """Answers per second while so many requests are always in flight."""
     began_s = time.perf_counter()
     outcomes = await client.keep_in_flight(requests, in_flight)
     return sum(outcome.status == 200 for outcome in outcomes) / (time.perf_counter() - began_s)
 
 
-async def _arrive(client: LoadClient, requests: Sequence[bytes], rate: float, rng: random.Random) -> list[Outcome]:
+async def _arrive(client: LoadClient, requests: Sequence[Request], rate: float, rng: random.Random) -> list[Outcome]:
     """Send requests as people come, `rate` a second (Poisson), whether or not others have been answered."""
     async with asyncio.TaskGroup() as group:
         tasks, next_s = [], time.perf_counter()

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Literal, Protocol, TypeAlias, cast
+from typing import Final, Protocol, cast
 
 import numpy as np
 import zmq
@@ -39,8 +39,11 @@ COPIED = " + copy"
 """Ends the name of a route whose tensors are copied by the receiver."""
 NIXL_CUDA = "nixl+cuda"
 """NIXL from GPU to GPU, past the host; `nixl` is that of what lies on the host."""
-DeviceTransport: TypeAlias = Literal["cuda", "nixl"]
-"""A setting by which tensors may go from GPU to GPU."""
+BETWEEN_GPUS: Final[dict[str, tuple[Transport, str]]] = {
+    "cuda" + COPIED: ("cuda", CUDA_SCHEME),
+    NIXL_CUDA + COPIED: ("nixl", NIXL_CUDA_SCHEME),
+}
+"""Routes from GPU to GPU: the setting, and the scheme of the receiver's address."""
 NUM_TARGETS = 4
 """Copies go to so many places in turn, so that they are not always in the processor's cache."""
 MAX_BYTES = 2**30
@@ -52,8 +55,8 @@ class Sink(Protocol):
 
     address: str
 
-    async def take(self) -> TensorHeader:
-        """Wait for one tensor, check it, and let it go."""
+    async def receive(self) -> TensorHeader:
+        """Wait for one tensor, check it, and release it."""
 
 
 class Source(Protocol):
@@ -66,7 +69,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """What the receiving process is to take: `count` tensors of one route; with `answer`, each is answered at once."""
+    """Tensors for the receiving process: `count` of one route; with `answer`, each is answered at once."""
 
     route: str
     count: int
@@ -80,7 +83,7 @@ class TransportSink:
         self.address = self._receiver.address
         self._targets = [bytearray() for _ in range(NUM_TARGETS)] if copies else []
 
-    async def take(self) -> TensorHeader:
+    async def receive(self) -> TensorHeader:
         received = await self._receiver.receive()
         fault = await (received.copy_into(self._target(received.data.nbytes)) if self._targets else received.verify())
         if fault is not None:
@@ -98,8 +101,8 @@ class TransportSink:
 
 class TransportSource:
     def __init__(self, transport: Transport, broker: str, address: str) -> None:
-        self._context, self._redis = zmq.asyncio.Context(), connect(broker)
-        self._sender = TensorSender(self._context, transport=transport, redis=self._redis)
+        self._context = zmq.asyncio.Context()
+        self._sender = TensorSender(self._context, transport=transport, redis=connect(broker))
         self._record = _record(address)
 
     async def send(self, header: TensorHeader, data: memoryview) -> None:
@@ -111,18 +114,17 @@ class TransportSource:
 
 
 class CudaSink:
-    """Copies what has come to memory of its own on the device, as a worker does. It takes nothing through the host."""
+    """Copies a tensor to memory of its own on the device, as a worker does. It accepts nothing through the host."""
 
-    def __init__(self, transport: DeviceTransport) -> None:
+    def __init__(self, transport: Transport, scheme: str) -> None:
         self._cuda = CudaLibrary()
         context = zmq.asyncio.Context()
         self._receiver = TensorReceiver(context, max_bytes=MAX_BYTES, transport=transport, cuda=self._cuda)
-        scheme = CUDA_SCHEME if transport == "cuda" else NIXL_CUDA_SCHEME
         self.address = addresses_by_scheme(self._receiver.address)[scheme]
         self._stream = self._cuda.make_stream()
         self._target, self._target_bytes = 0, 0
 
-    async def take(self) -> TensorHeader:
+    async def receive(self) -> TensorHeader:
         received = await self._receiver.receive()
         if received.fault is not None or not isinstance(received.data, DeviceBuffer):
             raise ValueError(received.fault or "came through the host")
@@ -140,9 +142,9 @@ class CudaSink:
 
 
 class CudaSource:
-    """Every buffer is brought to the device when it is first sent, which is before anything is measured."""
+    """Brings every buffer to the device when it is first sent, which is before anything is measured."""
 
-    def __init__(self, transport: DeviceTransport, address: str) -> None:
+    def __init__(self, transport: Transport, address: str) -> None:
         self._context, self._cuda = zmq.asyncio.Context(), CudaLibrary()
         self._sender = TensorSender(self._context, transport=transport, cuda=self._cuda)
         self._record = _record(address)
@@ -150,13 +152,6 @@ class CudaSource:
         self._uploaded: dict[tuple[int, int], DeviceBuffer] = {}
 
     async def send(self, header: TensorHeader, data: memoryview) -> None:
-        await self._sender.send(self._record, header, self._on_device(data), TIMEOUT_S)
-
-    def close(self) -> None:
-        self._sender.close()
-        self._context.destroy(linger=0)
-
-    def _on_device(self, data: memoryview) -> DeviceBuffer:
         address = int(np.frombuffer(data, np.uint8).ctypes.data)
         key = address, data.nbytes
         if key not in self._uploaded:
@@ -164,19 +159,11 @@ class CudaSource:
             self._cuda.copy(pointer, address, data.nbytes, self._stream)
             self._cuda.synchronize(self._stream)
             self._uploaded[key] = DeviceBuffer(pointer, data.nbytes)
-        return self._uploaded[key]
+        await self._sender.send(self._record, header, self._uploaded[key], TIMEOUT_S)
 
-
-def missing_routes() -> set[str]:
-    """Those whose library or device is not here."""
-    missing: set[str] = set()
-    if module_name() is None:
-        missing |= {"nixl", NIXL_CUDA + COPIED}
-    try:
-        CudaLibrary()
-    except CudaError:
-        missing |= {"cuda" + COPIED, NIXL_CUDA + COPIED}
-    return missing
+    def close(self) -> None:
+        self._sender.close()
+        self._context.destroy(linger=0)
 
 
 class PlainZmqSink:
@@ -186,7 +173,7 @@ class PlainZmqSink:
         self._socket.bind("tcp://127.0.0.1:*")
         self.address = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
-    async def take(self) -> TensorHeader:
+    async def receive(self) -> TensorHeader:
         if self._copies:
             return decode_tensor_header(self._socket.recv_multipart()[1])
         return decode_tensor_header(self._socket.recv_multipart(copy=False)[1].buffer)
@@ -210,33 +197,36 @@ def _record(address: str) -> InstanceRecord:
     return InstanceRecord("sink", "prefill_decode", 1, "", "", "uint8", "", "", tensor_address=address)
 
 
+def missing_routes() -> set[str]:
+    """Return the routes whose library or device is not here."""
+    missing: set[str] = set()
+    if module_name() is None:
+        missing |= {"nixl", NIXL_CUDA + COPIED}
+    try:
+        CudaLibrary()
+    except CudaError:
+        missing |= BETWEEN_GPUS.keys()
+    return missing
+
+
 def make_sink(route: str, broker: str) -> Sink:
     if route in PLAIN_LOOPS:
         return PlainZmqSink(copies=route == COPYING_ZMQ)
-    if (between_gpus := _between_gpus(route)) is not None:
-        return CudaSink(between_gpus)
-    return TransportSink(_transport_of(route), broker, copies=route.endswith(COPIED))
+    if route in BETWEEN_GPUS:
+        return CudaSink(*BETWEEN_GPUS[route])
+    return TransportSink(cast(Transport, route.removesuffix(COPIED)), broker, copies=route.endswith(COPIED))
 
 
 def make_source(route: str, broker: str, address: str) -> Source:
     if route in PLAIN_LOOPS:
         return PlainZmqSource(address, copies=route == COPYING_ZMQ)
-    if (between_gpus := _between_gpus(route)) is not None:
-        return CudaSource(between_gpus, address)
-    return TransportSource(_transport_of(route), broker, address)
-
-
-def _transport_of(route: str) -> Transport:
-    return cast(Transport, route.removesuffix(COPIED))
-
-
-def _between_gpus(route: str) -> DeviceTransport | None:
-    settings: dict[str, DeviceTransport] = {"cuda": "cuda", NIXL_CUDA: "nixl"}
-    return settings.get(route.removesuffix(COPIED))
+    if route in BETWEEN_GPUS:
+        return CudaSource(BETWEEN_GPUS[route][0], address)
+    return TransportSource(cast(Transport, route.removesuffix(COPIED)), broker, address)
 
 
 def serve_sinks(parent_pid: int, pipe: Connection, routes: Sequence[str], broker: str) -> None:
-    """The receiving process: tells its addresses, then does one Job after the other until the pipe is closed.
+    """Run the receiving process: send its addresses, then do one Job after the other until the pipe is closed.
 
     For loops of plain pyzmq malloc stays as it is.
     """
@@ -255,15 +245,10 @@ async def _serve(pipe: Connection, routes: Sequence[str], broker: str) -> None:
             job: Job = await asyncio.to_thread(pipe.recv)
         except EOFError:
             return
-        pipe.send(await _do(job, sinks[job.route], pipe))
-
-
-async def _do(job: Job, sink: Sink, pipe: Connection) -> list[int]:
-    """The arrival of each tensor, in nanoseconds of the clock that both processes have."""
-    arrivals_ns = []
-    for _ in range(job.count):
-        await sink.take()
-        arrivals_ns.append(time.monotonic_ns())
-        if job.answer:
-            pipe.send_bytes(b"")
-    return arrivals_ns
+        arrivals_ns = []  # by the clock that both processes have
+        for _ in range(job.count):
+            await sinks[job.route].receive()
+            arrivals_ns.append(time.monotonic_ns())
+            if job.answer:
+                pipe.send_bytes(b"")
+        pipe.send(arrivals_ns)

@@ -11,22 +11,23 @@ turn begins with tensors that are not counted, for memory that has been idle for
 from __future__ import annotations
 
 import asyncio
+import itertools
 import multiprocessing
 import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Annotated, Final
 
 import numpy as np
+import numpy.typing as npt
 import typer
 
 from broker.cluster.embedded import EmbeddedBroker
 from common.messages import TensorHeader
-from tools.bench.memcpy import KINDS, Memcpy
 from tools.bench.report import markdown
 from tools.bench.transport_ends import (
     COPIED,
@@ -50,16 +51,17 @@ MAX_PER_TURN: Final = 2000
 LATENCIES_PER_TURN: Final = 20
 WARM_UP: Final = 4
 """The first tensors of a turn, not counted."""
-RATIOS: Final = (
-    *((kind, route) for route in ("shm", "shm" + COPIED) for kind in KINDS),
-    *((loop, "zmq") for loop in PLAIN_LOOPS),
-)
-"""Columns of the second table: how much faster the one is than the other."""
 SLOWER: Final = {"redis": 8, "nixl": 4, NIXL_CUDA + COPIED: 4}
 """A turn of these is shorter by so much, so that all fit into one run of a few minutes."""
 BUSY: Final = frozenset({"nixl", NIXL_CUDA + COPIED})
 """Ways whose libraries poll in threads of their own, on cores that the others need: their turns come after all others,
 one route after the other, in processes that are not there before."""
+
+IN_CACHE: Final = "memcpy in cache"
+COLD: Final = "memcpy, cold"
+KINDS: Final = (IN_CACHE, COLD)
+"""One copy within a process: of the same bytes to the same place, and of bytes that no cache holds. A tensor comes from
+where a model has just written it and goes where nothing has been lately: that is a cold copy."""
 
 
 @dataclass
@@ -70,6 +72,7 @@ class Samples:
     latencies_s: list[float] = field(default_factory=list)
 
 
+Bytes = npt.NDArray[np.uint8]
 Measured = dict[tuple[int, str], Samples]
 
 
@@ -77,7 +80,7 @@ def bench(
     repetitions: Annotated[int, typer.Option(min=1, help="Turns of every route at every size.")] = 10,
     transports: Annotated[str, typer.Option(help=f"Of {', '.join(ROUTES)}; all that this host has.")] = "",
 ) -> None:
-    """Measure the transports of this host and print three tables in markdown."""
+    """Measure the transports of this host and print two tables in markdown."""
     known = routes_of_this_host()
     routes = [*PLAIN_LOOPS, *(transports.split(",") if transports else known)]
     unknown = set(routes) - set(PLAIN_LOOPS) - set(known)
@@ -88,7 +91,7 @@ def bench(
         for route in routes:
             if route in BUSY:
                 measured = asyncio.run(measure_routes([route], broker, repetitions)) | measured
-    print("\n\n".join(table(measured, routes) for table in (throughput_table, ratio_table, latency_table)))
+    print("\n\n".join(table(measured, routes) for table in (throughput_table, latency_table)))
 
 
 def routes_of_this_host() -> list[str]:
@@ -113,14 +116,15 @@ async def measure_routes(
         for route, address in process.addresses.items()
     }
     pool = np.random.default_rng(0).integers(0, 256, NUM_BUFFERS * sizes[-1], np.uint8)
-    memcpy = Memcpy(pool)
+    target = np.zeros_like(pool)
     measured: Measured = defaultdict(Samples)
     for repetition in range(-1, repetitions):  # the first one warms up
         print(f"turn {repetition + 1} of {repetitions}", file=sys.stderr, flush=True)
         for size in sizes:
             buffers = [pool[k * size : (k + 1) * size] for k in range(NUM_BUFFERS)]
             for kind in KINDS:
-                times_s = memcpy.times_s(kind, size, max(2, min(MAX_PER_TURN, TURN_BYTES // size)))
+                count = max(2, min(MAX_PER_TURN, TURN_BYTES // size))
+                times_s = [_copy_s(target, pool, start, size) for start in _starts(kind, pool.size, size, count)][1:]
                 measured[size, kind].latencies_s += times_s
                 measured[size, kind].bytes_per_s.append(size / float(np.median(times_s)))
             for route in routes:
@@ -136,6 +140,19 @@ async def measure_routes(
     for process in receiving:
         process.end()
     return measured
+
+
+def _starts(kind: str, pool_bytes: int, size: int, count: int) -> Iterator[int]:
+    """Yield where each copy begins, one more than `count`: cold ones go through all of the pool before any comes
+    again."""
+    places = [0] if kind == IN_CACHE else range(0, pool_bytes - size + 1, size)
+    return itertools.islice(itertools.cycle(places), count + 1)
+
+
+def _copy_s(target: Bytes, source: Bytes, start: int, size: int) -> float:
+    began_s = time.perf_counter()
+    np.copyto(target[start : start + size], source[start : start + size])
+    return time.perf_counter() - began_s
 
 
 class _Receiving:
@@ -198,35 +215,20 @@ class _Turn:
 
 
 def throughput_table(measured: Measured, routes: Sequence[str]) -> str:
-    """GB/s, medians over the turns."""
+    """Return GB/s, medians over the turns."""
     columns = [*KINDS, *routes]
-    rows = [
-        [size_in_words(size), *(f"{_rate(measured, size, route) / 1e9:.2f}" for route in columns)] for size in SIZES
-    ]
+    rates = {key: float(np.median(samples.bytes_per_s)) / 1e9 for key, samples in measured.items()}
+    rows = [[size_in_words(size), *(f"{rates[size, route]:.2f}" for route in columns)] for size in SIZES]
     return markdown(["GB/s", *columns], rows)
 
 
-def ratio_table(measured: Measured, routes: Sequence[str]) -> str:
-    """Ratios of the medians: memcpy to shared memory, plain pyzmq to ZMQ."""
-    ratios = [(one, other) for one, other in RATIOS if other in routes]
-    rows = []
-    for size in SIZES:
-        rates = {route: _rate(measured, size, route) for pair in ratios for route in pair}
-        rows.append([size_in_words(size), *(f"{rates[one] / rates[other]:.2f}" for one, other in ratios)])
-    return markdown(["times as fast", *(f"{one} : {other}" for one, other in ratios)], rows)
-
-
 def latency_table(measured: Measured, routes: Sequence[str]) -> str:
-    """Microseconds of one tensor, p50 / p99 over all single ones."""
+    """Return microseconds of one tensor, p50 / p99 over all single ones."""
     columns, rows = [*KINDS, *routes], []
     for size in SIZES:
         pairs = (np.percentile(measured[size, route].latencies_s, (50, 99)) * 1e6 for route in columns)
         rows.append([size_in_words(size), *(f"{p50:.0f} / {p99:.0f}" for p50, p99 in pairs)])
     return markdown(["p50 / p99, µs", *columns], rows)
-
-
-def _rate(measured: Measured, size: int, route: str) -> float:
-    return float(np.median(measured[size, route].bytes_per_s))
 
 
 def size_in_words(size: int) -> str:
