@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import statistics
 from itertools import takewhile
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -49,7 +49,7 @@ def compare(model: Annotated[str, typer.Argument(help="Folder of a text model.")
     print(f"log-probability error: mean {mean:.4f}, median {middle:.4f}, largest {max(errors):.3f}")
 
 
-def _generate(llm: LLM, prompts: list[list[int]], **options: int) -> list[RequestOutput]:
+def _generate(llm: LLM, prompts: list[list[int]], **options: Any) -> list[RequestOutput]:
     from common.sampling_params import SamplingParams
     from common.text.prompts import TokensPrompt
 

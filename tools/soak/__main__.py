@@ -23,17 +23,17 @@ def soak(
     in_flight: Annotated[int, typer.Option(min=2, help="Requests at once; a quarter of them audio, if any.")] = 16,
     fault_every_s: Annotated[float, typer.Option(help="Mean time between faults; 0 for none.")] = 90.0,
     seed: Annotated[int | None, typer.Option(help="Of requests and faults; drawn and printed if not given.")] = None,
-    write: Annotated[Path | None, typer.Option(help="Folder for soak.md and soak.json.")] = None,
+    write: Annotated[Path | None, typer.Option(help="A file for the page.")] = None,
 ) -> None:
     """Ask about pictures, text and sounds, leave some answers, kill workers, and look whether memory stays flat.
 
     Ends with status 1 where an answer was wrong or missing, something was still held, a process ended that nothing had
     hit, or the memory of a supervisor or a service rose by more than 2 % over the last two thirds. The load runs in
-    processes of its own: their memory is told and not judged.
+    processes of its own: their memory is shown and not judged.
     """
     openmp.set_defaults(os.environ)
     from launch.cluster.children import adopt_orphans
-    from tools.soak.report import Part, Plan, as_json, as_markdown
+    from tools.soak.report import Part, Plan, as_markdown
     from tools.soak.run import run_soak
 
     adopt_orphans()
@@ -41,24 +41,18 @@ def soak(
     clips = max(1, in_flight // 4) if audio_model else 0
     parts = [Part("pictures", model, topology, in_flight - clips)]
     parts += [Part("audio", audio_model, audio_topology, clips)] if audio_model else []
-    findings = run_soak(Plan(minutes, tuple(parts), fault_every_s, chosen), _tell)
+    findings = run_soak(Plan(minutes, tuple(parts), fault_every_s, chosen))
     page = as_markdown(findings)
     print(page)
     if write is not None:
-        write.mkdir(parents=True, exist_ok=True)
-        (write / "soak.md").write_text(page)
-        (write / "soak.json").write_bytes(as_json(findings))
-    if not findings.ok:
+        write.write_text(page)
+    if findings.failures:
         raise typer.Exit(1)
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
     try:
         typer.run(soak)
     except TriptychError as error:
-        _tell(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(1)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import httpx
 
+from launch.cli.client import read_events
 from tools.soak.asks import Ask
 
 Ending = Literal["whole", "left", "refused", "closed", "broken"]
@@ -73,8 +73,8 @@ async def _stream(http: httpx.AsyncClient, ask: Ask, reply: Reply) -> None:
             return
         reply.error = "the stream ended without [DONE]"
         reply.ending = "closed"
-        taken = 0
-        async for event in _events(response):
+        num_events = 0
+        async for event in read_events(response.aiter_lines()):
             if event is None:
                 if reply.ending == "closed":
                     reply.ending, reply.error = "whole", ""
@@ -82,9 +82,9 @@ async def _stream(http: httpx.AsyncClient, ask: Ask, reply: Reply) -> None:
             if "error" in event:
                 _refuse(reply, event, None)
                 continue
-            _take(event, reply)
-            taken += 1
-            if taken == ask.leave_after:
+            _add(event, reply)
+            num_events += 1
+            if num_events == ask.leave_after:
                 reply.ending, reply.error = "left", ""
                 return
 
@@ -108,7 +108,7 @@ def _refuse(reply: Reply, body: dict[str, Any], response: httpx.Response | None)
     reply.error = f"{error['code']}: {error['message']}"
 
 
-def _take(event: dict[str, Any], reply: Reply) -> None:
+def _add(event: dict[str, Any], reply: Reply) -> None:
     """One event of a stream: a chunk of a chat or a completion, or a piece of a transcript."""
     if event.get("type") == "transcript.text.delta":
         reply.text[0] += event["delta"]
@@ -129,11 +129,3 @@ def _choices(body: dict[str, Any]) -> list[dict[str, Any]]:
 def _text_of(choice: dict[str, Any]) -> str:
     message = choice.get("message") or choice.get("delta") or choice
     return message.get("content") or message.get("text") or ""
-
-
-async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any] | None]:
-    """The JSON of every server-sent event; None for `[DONE]`."""
-    async for line in response.aiter_lines():
-        if line.startswith("data:"):
-            data = line.removeprefix("data:").strip()
-            yield None if data == "[DONE]" else json.loads(data)

@@ -9,10 +9,11 @@ import random
 import re
 import signal
 from collections import Counter
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from redis import Redis
+
+from tools.bench.measure import emit
 
 if TYPE_CHECKING:
     from launch.cluster.instance import Instance
@@ -25,18 +26,15 @@ STOPS_S: Final = (3.0, 6.0, 12.0)
 class Faults:
     """Kills and stops all workers but the first of each role, and empties the broker, at random moments."""
 
-    def __init__(
-        self, cluster: LocalCluster, rng: random.Random, mean_interval_s: float, tell: Callable[[str], None]
-    ) -> None:
+    def __init__(self, cluster: LocalCluster, rng: random.Random, mean_interval_s: float) -> None:
         self._cluster = cluster
         self._rng = rng
         self._mean_interval_s = mean_interval_s
-        self._tell = tell
         self.counts: Counter[str] = Counter()
 
     async def run(self) -> None:
-        """Until cancelled."""
-        while True:
+        """Break things until cancelled; nothing with an interval of 0."""
+        while self._mean_interval_s:
             await asyncio.sleep(self._rng.uniform(0.5, 1.5) * self._mean_interval_s)
             await self._one()
 
@@ -45,22 +43,22 @@ class Faults:
         ready = [instance for instance in victims if instance.state == "ready" and instance.pid is not None]
         kind = self._rng.choice(("kill", "kill", "stop", "flush"))
         if kind == "flush":
-            self._tell("emptying the broker")
+            emit("emptying the broker")
             await asyncio.to_thread(self._flush)
         elif ready:
             victim = self._rng.choice(ready)
-            await (self._kill(victim) if kind == "kill" else self._stop(victim))
+            await self._hit(victim, kind)
         else:
             return
         self.counts[kind] += 1
 
-    async def _kill(self, victim: Instance) -> None:
-        self._tell(f"kill {victim.id}")
-        send_signal(victim, signal.SIGKILL)
-
-    async def _stop(self, victim: Instance) -> None:
+    async def _hit(self, victim: Instance, kind: str) -> None:
+        if kind == "kill":
+            emit(f"kill {victim.id}")
+            send_signal(victim, signal.SIGKILL)
+            return
         seconds = self._rng.choice(STOPS_S)
-        self._tell(f"stop {victim.id} for {seconds:g} s")
+        emit(f"stop {victim.id} for {seconds:g} s")
         send_signal(victim, signal.SIGSTOP)
         try:
             await asyncio.sleep(seconds)

@@ -28,7 +28,7 @@ PAUSE_S: Final = 0.5
 """After a refusal, before the next request."""
 SILENCE_S: Final = Settings.model_fields["request_timeout_s"].default + 60.0
 """How long a client hears nothing before it calls that a failure: by then the proxy has promised to have ended it."""
-_TELL_S: Final = 0.5
+_SEND_S: Final = 0.5
 _LINE_BYTES: Final = 2**20
 
 
@@ -91,22 +91,22 @@ async def run_load(base_url: str, asks: Iterator[Ask], judge: Judge, *, in_fligh
 
 
 async def _main(job: Job) -> None:
-    """The process: tells its tally now and then, and once more at the end."""
+    """Run the process: it sends its tally now and then, and once more at the end."""
     judge = Judge()
 
-    async def tell() -> None:
+    async def send_often() -> None:
         while True:
-            _tell(judge.tally)
-            await asyncio.sleep(_TELL_S)
+            _send_tally(judge.tally)
+            await asyncio.sleep(_SEND_S)
 
-    telling = asyncio.create_task(tell())
+    sending = asyncio.create_task(send_often())
     asks = DRAWS[job.kind](job.model, random.Random(job.seed))
     await run_load(job.base_url, asks, judge, in_flight=job.in_flight, seconds=job.seconds)
-    telling.cancel()
-    _tell(judge.tally)
+    sending.cancel()
+    _send_tally(judge.tally)
 
 
-def _tell(tally: Tally) -> None:
+def _send_tally(tally: Tally) -> None:
     sys.stdout.buffer.write(msgspec.json.encode(tally) + b"\n")
     sys.stdout.buffer.flush()
 

@@ -28,8 +28,8 @@ class Tally:
         """Answers that were wrong, and requests that ended as none may while the proxy lives."""
         return self.wrong + self.endings.get("broken", 0) + self.endings.get("closed", 0)
 
-    def tell(self, what: str) -> None:
-        """Keep it for the report, unless there are enough already."""
+    def keep(self, what: str) -> None:
+        """Keep a line for the report, unless there are enough already."""
         if len(self.told) < MAX_TOLD:
             self.told.append(what[:MAX_TOLD_CHARS])
 
@@ -47,7 +47,7 @@ class Judge:
         tally.endings[reply.ending] = tally.endings.get(reply.ending, 0) + 1
         tally.tokens += sum(map(len, reply.tokens.values()))
         if reply.ending in ("broken", "closed"):
-            tally.tell(f"{ask.name}: {reply.ending}: {reply.error}")
+            tally.keep(f"{ask.name}: {reply.ending}: {reply.error}")
         if not ask.again:
             return
         known = self._known.get(ask.name)
@@ -58,4 +58,4 @@ class Judge:
         tally.compared += 1
         if not (reply.equals(known) if reply.ending == "whole" else reply.begins(known)):
             tally.wrong += 1
-            tally.tell(f"{ask.name}: {dict(reply.tokens)}, and before {dict(known.tokens)}")
+            tally.keep(f"{ask.name}: {dict(reply.tokens)}, and before {dict(known.tokens)}")

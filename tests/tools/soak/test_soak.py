@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 from array import array
@@ -20,7 +19,7 @@ from tools.soak.asking import Reply
 from tools.soak.asks import Ask
 from tools.soak.load import Job, LoadProcess
 from tools.soak.memory import Life, MemoryLog
-from tools.soak.report import MIB, Findings, Part, Plan, as_json, as_markdown
+from tools.soak.report import MIB, Findings, Part, Plan, as_markdown
 from tools.soak.tally import MAX_TOLD, Judge, Tally
 
 MINUTES = [60.0 * minute for minute in range(40)]
@@ -43,7 +42,7 @@ def findings(**changes: Any) -> Findings:
     lives = [life(lambda _: 1.0, name) for name in ("supervisors", "pictures proxy", "pictures pd0")]
     spared = [one.name for one in lives]
     tally = Tally({"whole": 1000, "left": 10, "refused": 1}, tokens=5000, compared=500)
-    right = Findings(plan, [tally], [Counter(kill=3)], {"pictures pd1": 3}, spared, lives, [], {}, [], [])
+    right = Findings(plan, [tally], [Counter(kill=3)], {"pictures pd1": 3}, spared, lives, {}, [], [])
     return replace(right, **changes)
 
 
@@ -92,12 +91,11 @@ def test_a_life_is_judged_where_it_lasted_through_the_window() -> None:
 
 
 def test_a_good_run_is_ok_whatever_its_load_does() -> None:
-    good = findings(loads=[life(lambda minute: 1 + 0.1 * minute, "pictures load")], kept=["of pictures, because …"])
-    assert good.ok
+    right, load = findings(), life(lambda minute: 1 + 0.1 * minute, "pictures load")
+    good = replace(right, lives=[*right.lives, load], kept=["of pictures, because …"])
     assert good.failures == []
     assert "**ok**" in as_markdown(good)
     assert "| pictures load | 885.0 | 300.0 | 1470.0 | 1170.0 | +132.20 | not judged |" in as_markdown(good)
-    assert json.loads(as_json(good))["verdict"] == "ok"
 
 
 @pytest.mark.parametrize(
@@ -116,10 +114,8 @@ def test_a_good_run_is_ok_whatever_its_load_does() -> None:
 )
 def test_what_fails_a_run_is_said(changes: dict[str, Any], why: str) -> None:
     failed = findings(**changes)
-    assert not failed.ok
     assert why in "; ".join(failed.failures)
     assert why in as_markdown(failed)
-    assert json.loads(as_json(failed))["verdict"] == "failed"
 
 
 def test_a_leaking_service_fails_a_run() -> None:

@@ -22,7 +22,6 @@ BENCHMARKS: Final = {
     "decode": "decode:measure",
     "prefill": "prefill:measure",
     "cross": "decode:measure_cross",
-    "encoder": "encoder:measure",
     "serving": "serving:measure",
 }
 """Functions of this package by name; the most important come first."""

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Final, cast
+from typing import Final
 
 import torch
 from prometheus_client.parser import text_string_to_metric_families
-from torch import nn
 
 from engine.attention.backend import AttentionBackend
 from engine.attention.flashinfer.served import unserved
 from engine.core.decoder_engine import DecoderEngine
-from engine.core.encoder_engine import EncoderEngine
-from engine.encoders.attention import FLASH_NAME, head_sizes
 from engine.state.spec import HeadSpec
 from launch.cluster.local_cluster import LocalCluster
 from tools.bench.gpu.figures import Figure
@@ -38,17 +35,10 @@ class Attention:
     name: str
     is_fallback: bool = False
 
-    def with_steps_anew(self, count: int) -> Attention:
-        """Return the same where so many of the measured steps were not the recorded ones."""
-        return self if count == 0 else Attention(f"{self.name}, {count} steps launched anew", is_fallback=True)
-
-    def of(self, figure: Figure) -> Figure:
-        """Return the figure with this beside it."""
-        return replace(figure, attention=self.name, is_fallback=self.is_fallback)
-
-
-THEIRS: Final = Attention("PyTorch's SDPA")
-"""transformers' own, as it is asked for here."""
+    def beside(self, figure: Figure, steps_anew: int = 0) -> Figure:
+        """Return the figure with this beside it; `steps_anew` of the measured steps were not the recorded ones."""
+        name = f"{self.name}, {steps_anew} steps launched anew" if steps_anew else self.name
+        return replace(figure, attention=name, is_fallback=self.is_fallback or steps_anew > 0)
 
 
 def of_decoder(engine: DecoderEngine) -> Attention:
@@ -62,22 +52,8 @@ def of_decoder(engine: DecoderEngine) -> Attention:
 
 def of_backend(backend: AttentionBackend, heads: HeadSpec, dtype: torch.dtype) -> Attention:
     """Name PyTorch for heads that FlashInfer does not serve."""
-    name = _name_for(heads, dtype) if backend.name == _FLASHINFER else backend.name
-    return Attention(name, backend.is_fallback)
-
-
-def of_encoder(engine: EncoderEngine) -> Attention:
-    unmasked = engine.encoder.unmasked
-    name = "" if unmasked is None else str(cast(Any, unmasked.config)._attn_implementation)
-    if unmasked is not None and name.startswith(FLASH_NAME):
-        return Attention(of_tower(unmasked, engine.dtype))
-    return Attention(_TORCH, engine.attention_is_fallback)
-
-
-def of_tower(module: nn.Module, dtype: torch.dtype) -> str:
-    """Name the library that computes a module of transformers under `engine.encoders.attention`."""
-    heads = [HeadSpec(num_heads, num_heads, head_dim) for num_heads, head_dim in head_sizes(module)]
-    return _FLASHINFER if heads and all(_name_for(one, dtype) == _FLASHINFER for one in heads) else _TORCH
+    given_away = backend.name == _FLASHINFER and unserved(heads, dtype) is not None
+    return Attention(_TORCH if given_away else backend.name, backend.is_fallback)
 
 
 def of_cluster(cluster: LocalCluster, device: torch.device) -> Attention:
@@ -96,7 +72,3 @@ def _gauges(cluster: LocalCluster) -> Iterator[tuple[str, float]]:
         if not {name for name, _ in numbers} & _FALLBACKS.keys():
             raise RuntimeError(f"{instance} does not tell whose attention it has")
         yield from numbers
-
-
-def _name_for(heads: HeadSpec, dtype: torch.dtype) -> str:
-    return _FLASHINFER if unserved(heads, dtype) is None else _TORCH

@@ -75,7 +75,7 @@ def measure_steps(setup: Setup, engine: DecoderEngine, batch: int, context: int,
     beside = f"{size_bytes / 1e9:.2f} GB to read; {setup.limits.bound(size_bytes, flops)}; {batch} sequences"
     least_s, case = setup.limits.least_s(size_bytes, flops), f"batch {batch}, {tokens} tokens each"
     figure = duration("decode", case, seconds, least_s, beside, GOALS.get(batch))
-    yield of_decoder(engine).with_steps_anew(anew).of(figure)
+    yield of_decoder(engine).beside(figure, anew)
 
 
 def measure_clips(setup: Setup, engine: DecoderEngine, batch: int, steps: int) -> Iterator[Figure]:
@@ -97,7 +97,7 @@ def measure_clips(setup: Setup, engine: DecoderEngine, batch: int, steps: int) -
     beside = f"{size_bytes / 1e9:.2f} GB to read, {cross_bytes / 1e9:.2f} of them by cross-attention"
     least_s, case = setup.limits.least_s(size_bytes), f"{batch} clips of {rows} rows"
     figure = duration("cross", case, seconds, least_s, beside, GOALS.get(batch))
-    yield of_decoder(engine).with_steps_anew(anew).of(figure)
+    yield of_decoder(engine).beside(figure, anew)
 
 
 def add_clips(driver: Driver, batch: int, num_tokens: int) -> None:

@@ -59,17 +59,13 @@ class Driver:
         for event in events:
             if isinstance(event, Failed):
                 raise RuntimeError(f"request {event.request_id} failed: {event.error.message}")
-            if isinstance(event, Tokens):
+            if isinstance(event, Tokens) and event.request_id in self.num_tokens:
                 self.num_tokens[event.request_id] += len(event.token_ids)
         return events
 
     def until(self, num_tokens: int) -> None:
         """Step until each request has so many tokens. Raises TimeoutError if that takes too long."""
-        deadline_s = time.monotonic() + DEADLINE_S
-        while min(self.num_tokens.values()) < num_tokens:
-            self.step()
-            if time.monotonic() > deadline_s:
-                raise TimeoutError(f"no {num_tokens} tokens of every request after {DEADLINE_S:.0f} s")
+        self._step_until(lambda: min(self.num_tokens.values()) >= num_tokens, f"{num_tokens} tokens of every request")
 
     def time_steps(self, setup: Setup, steps: int) -> tuple[list[float], int]:
         """Seconds of a step, each the mean of so many, and how many were launched anew though steps are recorded."""
@@ -79,20 +75,22 @@ class Driver:
         return seconds, 0 if graphs is None else counters["steps"] - before - (graphs.num_replays - replayed)
 
     def abort_all(self) -> None:
-        """Abort every request; the blocks that they leave behind are free. Raises TimeoutError if that takes too
-        long."""
-        deadline_s = time.monotonic() + DEADLINE_S
+        """Abort every request, and wait until their blocks are free. Raises TimeoutError if that takes too long."""
         for name in self.num_tokens:
             self.engine.abort(name)
         self.num_tokens.clear()
-        while self.engine.has_work():
-            self.engine.step()
+        self._step_until(lambda: not self.engine.has_work(), "end of aborted requests")
+
+    def _step_until(self, is_done: Callable[[], bool], what: str) -> None:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not is_done():
+            self.step()
             if time.monotonic() > deadline_s:
-                raise TimeoutError(f"the engine still has work {DEADLINE_S:.0f} s after every request was aborted")
+                raise TimeoutError(f"no {what} after {DEADLINE_S:.0f} s")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """What is measured next begins with an engine that has nothing to do."""
+        """Leave an engine that has nothing to do to what is measured next."""
         self.abort_all()

@@ -98,8 +98,3 @@ def failure(benchmark: str, case: str, error: Exception) -> Figure:
     """Stand in the place of a figure that could not be measured. The error's words fit into a cell of a table."""
     words = " ".join(f"{type(error).__name__}: {error}".replace("|", "/").split())
     return Figure(benchmark, case, "", 0.0, 0.0, 0.0, beside=words[:_MOST_WORDS], failed=True)
-
-
-def ratio(mine: Sequence[float], theirs: Sequence[float]) -> str:
-    """Return `1.25x`: how often the first goes into the second, by their medians."""
-    return f"{statistics.median(theirs) / statistics.median(mine):.2f}x"

@@ -37,7 +37,7 @@ def measure(setup: Setup) -> Iterator[Figure]:
     rate = flops / min(seconds) / 1e12
     beside = f"{flops / 1e12:.1f} TFLOP, {rate:.0f} TFLOP/s at best, sampling and scheduling included"
     figure = duration("prefill", f"{tokens} tokens", seconds, setup.limits.least_s(0.0, flops), beside, GOAL)
-    yield of_decoder(engine).of(figure)
+    yield of_decoder(engine).beside(figure)
 
 
 def prefill_flops(model: DecoderModel, tokens: int) -> float:
