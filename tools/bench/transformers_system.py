@@ -50,7 +50,7 @@ class TransformersSystem:
         logging.set_verbosity_error()
         torch.set_num_threads(num_threads)
         kind = "text" if info.media_kind is None else info.media_kind
-        self._model: Any = _LOADERS[kind].from_pretrained(info.folder, dtype=dtype).to(device).eval()
+        self.model: Any = _LOADERS[kind].from_pretrained(info.folder, dtype=dtype).to(device).eval()
         self._info, self._dtype, self._text, self._device = info, dtype, TextProcessor(info), device
         self._processor: Any = None
         if kind == "image":
@@ -69,14 +69,14 @@ class TransformersSystem:
         limits = {"max_new_tokens": batch[0].max_tokens, "do_sample": False, "streamer": clock}
         if batch[0].ignore_eos:
             limits["min_new_tokens"] = batch[0].max_tokens
-        rows = self._model.generate(**inputs, **options, **limits).tolist()
+        rows = self.model.generate(**inputs, **options, **limits).tolist()
         prompt_length = 0 if batch[0].kind == "audio" else inputs["input_ids"].shape[1]
         latency_s = time.perf_counter() - start
         ttft_s = clock.puts[1] - start if len(clock.puts) > 1 else None
         return [self._outcome(row[prompt_length:], batch[0].ignore_eos, latency_s, ttft_s) for row in rows]
 
     def close(self) -> None:
-        self._model = None
+        self.model = None
 
     def _inputs(self, batch: Sequence[BenchRequest]) -> tuple[dict[str, Any], dict[str, Any]]:
         if batch[0].kind == "audio":

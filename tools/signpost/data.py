@@ -55,7 +55,6 @@ class Conversations:
     """
 
     pictures: list[PatchBatch]
-    scenes: list[list[Scene]]
     starts: list[int]
     ids: NDArray[np.int64]
     segments: NDArray[np.int64]
@@ -273,7 +272,7 @@ class Encoder:
             start += len(self._opening(place))
             starts.append(start)
             start += size[0] * size[1] // 784
-        return self._pad(built, [scene_patches(group) for group in pictures], pictures, starts)
+        return self._pad(built, [scene_patches(group) for group in pictures], starts)
 
     def _opening(self, place: int) -> list[int]:
         return self.encode("<|im_start|>user\n<|vision_start|>" if place == 0 else "<|vision_end|><|vision_start|>")
@@ -299,13 +298,10 @@ class Encoder:
             sequence.add(answer, segment, KINDS.index(kind))
         return sequence
 
-    def _pad(
-        self, built: list[_Sequence], pictures: list[PatchBatch], drawn: list[list[Scene]], starts: list[int]
-    ) -> Conversations:
+    def _pad(self, built: list[_Sequence], pictures: list[PatchBatch], starts: list[int]) -> Conversations:
         count, length = len(built), -(-max(len(sequence.ids) for sequence in built) // 8) * 8
         out = Conversations(
             pictures,
-            drawn,
             starts,
             ids=np.full((count, length), self.filler),
             segments=np.full((count, length), PADDING),

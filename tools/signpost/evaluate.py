@@ -10,23 +10,26 @@ model's own earlier answers, right or wrong.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import random
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
+from common.model_info import load_model_info
+from common.text.processor import TextProcessor
 from launch.demo import scenes
 from launch.demo.scenes import BUILT_IN, FACES, KINDS, PLACED_QUESTIONS, PLACES, QUESTIONS, SIZES, Face, Scene
+from tools.bench.transformers_system import TransformersSystem
+from tools.bench.workloads import BenchRequest
 
-IMAGE_PAD = "<|image_pad|>"
 Message = dict[str, Any]
 Hits = dict[str, list[bool]]
 _T = TypeVar("_T")
@@ -44,51 +47,19 @@ class Signpost:
     """A model folder, loaded for questions."""
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).eval()
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
-        self.dtype = dtype
+        info = load_model_info(str(folder))
+        self.system = TransformersSystem(info, dtype, num_threads=1)
+        self._text = TextProcessor(info)
 
     def answer(self, prompts: Sequence[Prompt], batch_size: int = 60) -> list[str]:
-        """The greedy answers to several prompts."""
-        batches = (prompts[start : start + batch_size] for start in range(0, len(prompts), batch_size))
-        return [text for batch in batches for text in self._answer_batch(batch)]
+        """Return the greedy answers to several prompts."""
+        return [outcome.text for outcome in self.system.run(list(map(self._request, prompts)), batch_size)]
 
-    @torch.no_grad()
-    def _answer_batch(self, prompts: Sequence[Prompt]) -> list[str]:
-        images = [image for prompt in prompts for image in prompt.images]
-        pixels = self.processor(images=images, return_tensors="pt")
-        counts = iter((pixels["image_grid_thw"].prod(-1) // 4).tolist())
-        texts = [self._expand(prompt, counts) for prompt in prompts]
-        encoded = self.tokenizer(
-            texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False
-        )
-        pad = self.tokenizer.convert_tokens_to_ids(IMAGE_PAD)
-        output = self.model.generate(
-            input_ids=encoded.input_ids,
-            attention_mask=encoded.attention_mask,
-            mm_token_type_ids=(encoded.input_ids == pad).long(),
-            pixel_values=pixels["pixel_values"].to(self.dtype),
-            image_grid_thw=pixels["image_grid_thw"],
-            max_new_tokens=12,
-            do_sample=False,
-        )
-        answers = output[:, encoded.input_ids.shape[1] :]
-        return [str(text) for text in self.tokenizer.batch_decode(answers, skip_special_tokens=True)]
-
-    def _expand(self, prompt: Prompt, counts: Iterable[int]) -> str:
-        """Render the chat template, with one pad token for each token of each picture."""
-        messages = list(prompt.messages)
-        text = str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        first, *rest = text.split(IMAGE_PAD)
-        return first + "".join(
-            IMAGE_PAD * count + part for part, count in zip(rest, _take(counts, len(rest)), strict=True)
-        )
-
-
-def _take(counts: Iterable[int], number: int) -> list[int]:
-    iterator = iter(counts)
-    return [next(iterator) for _ in range(number)]
+    def _request(self, prompt: Prompt) -> BenchRequest:
+        ids, files = self._text.render_chat(list(prompt.messages)), [io.BytesIO() for _ in prompt.images]
+        for image, file in zip(prompt.images, files, strict=True):
+            image.save(file, "PNG", compress_level=1)
+        return BenchRequest("image", ids, max_tokens=12, pictures=tuple(file.getvalue() for file in files))
 
 
 def ask_about(images: Sequence[Image.Image], question: str) -> Prompt:
@@ -203,7 +174,7 @@ def evaluate(folder: Path, pictures: int, seed: int) -> dict[str, Any]:
         "chance: the swapped picture has the same answer": chance,
     }
     return {name: _shares(hits) for name, hits in tables.items()} | {
-        "parameters": sum(parameter.numel() for parameter in model.model.parameters()),
+        "parameters": sum(parameter.numel() for parameter in model.system.model.parameters()),
         "folder_bytes": sum(path.stat().st_size for path in folder.iterdir()),
     }
 
@@ -220,7 +191,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="where to write the figures")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     begin = time.monotonic()
     figures = evaluate(arguments.folder, arguments.pictures, arguments.seed)
     for table, rows in figures.items():

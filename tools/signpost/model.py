@@ -10,8 +10,6 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
-    AutoModelForImageTextToText,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
@@ -161,33 +159,6 @@ def _initial_deviation(name: str, parameter: torch.Tensor) -> float:
     if name.endswith(("o_proj.weight", "down_proj.weight", "attn.proj.weight")):
         deviation /= math.sqrt(2 * (_TEXT_LAYERS if "language_model" in name else _VISION_LAYERS))
     return deviation
-
-
-def load_into(
-    model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path
-) -> Qwen2_5_VLForConditionalGeneration:
-    """Start from a folder of the same architecture, whose tokenizer may have other merges.
-
-    A token that the folder's tokenizer lacks starts as the mean of the tokens it splits into there.
-    """
-    old_model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    old_tokenizer = AutoTokenizer.from_pretrained(folder)
-    state = old_model.state_dict()
-    key = next(key for key in state if key.endswith("embed_tokens.weight"))
-    old = state[key]
-    new = old.mean(0).repeat(_VOCABULARY, 1)
-    for index in range(len(tokenizer)):
-        token = tokenizer.convert_ids_to_tokens(index)
-        text = token if token in SPECIAL_TOKENS else tokenizer.decode([index])
-        pieces = [old_tokenizer.get_vocab()[token]] if token in old_tokenizer.get_vocab() else None
-        pieces = pieces or old_tokenizer(text, add_special_tokens=False).input_ids
-        new[index] = old[pieces].mean(0)
-    state = {
-        name: new if name.endswith(("embed_tokens.weight", "lm_head.weight")) else value
-        for name, value in state.items()
-    }
-    model.load_state_dict(state)
-    return model
 
 
 def save_folder(model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

@@ -40,7 +40,7 @@ from launch.demo import scenes
 from tools.signpost import data
 from tools.signpost.batched import BatchedForward
 from tools.signpost.data import Conversations, Encoder, PatchBatch
-from tools.signpost.model import load_into, make_model, make_tokenizer, save_folder
+from tools.signpost.model import make_model, make_tokenizer, save_folder
 
 _LABEL_WEIGHTS = {"character": 1.0, "second": 0.3, "index": 0.5, "circles": 0.7, "shape": 0.5, "colour": 0.3}
 
@@ -87,7 +87,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=10.0, help="how long to train")
     parser.add_argument("--steps", type=int, default=0, help="how many steps to train, in place of --minutes")
     parser.add_argument("--seed", type=int, default=0, help="of fresh weights and of the pictures")
-    parser.add_argument("--start", type=Path, help="an earlier stage's state (.pt), or a model folder")
+    parser.add_argument("--start", type=Path, help="an earlier stage's state (.pt)")
     parser.add_argument("--state", type=Path, required=True, help="where to write the state; its log lies beside it")
     parser.add_argument("--folder", type=Path, help="where to write the finished model")
     parser.add_argument("--batch", type=int, default=40, help="conversations in a batch of the answers stage")
@@ -95,7 +95,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--two-share", type=float, default=0.15, help="share of the batches with two pictures")
     parser.add_argument("--follow-up-share", type=float, default=0.2, help="share of the batches with follow-ups")
     parser.add_argument("--learning-rate", type=float, help="in place of the stage's own")
-    parser.add_argument("--every", type=float, default=4.0, help="minutes between evaluations")
+    parser.add_argument("--every", type=float, default=4.0, help="minutes between saved states")
     return parser.parse_args()
 
 
@@ -212,54 +212,19 @@ class Trainer:
                 seen[name] = losses.detach()[kinds == index].mean().item()
         return losses.mean() + self._patch_loss(batch.pictures, states, seen)
 
-    @torch.no_grad()
-    def evaluate(self, batches: list[tuple[str, Conversations]]) -> dict[str, float]:
-        """Share of answers whose every token comes out on top, given the right tokens before it."""
-        hits: dict[str, list[bool]] = defaultdict(list)
-        for group, batch in batches:
-            scores, _ = self.logits(batch)
-            targets, kinds = torch.from_numpy(batch.targets), torch.from_numpy(batch.kinds)
-            right = torch.ones(targets.shape, dtype=torch.bool)
-            right[targets >= 0] = scores.argmax(-1) == targets[targets >= 0]
-            for index, kind in enumerate(scenes.KINDS):
-                exact = (right | (kinds != index)).all(1).tolist()
-                hits[f"{group}{kind}"] += exact
-                for scene, hit in zip(batch.scenes[0], exact, strict=True):
-                    if not group and kind == "text":
-                        hits[f"text length {len(scene.answers['text'])}"].append(hit)
-                        hits[f"text {scene.face}"].append(hit)
-                    if not group and kind in ("colour", "shape") and scene.unseen_pair:
-                        hits[f"{kind} of unseen pairs"].append(hit)
-        return {name: round(sum(values) / len(values), 3) for name, values in sorted(hits.items())}
-
 
 def _in_tower(name: str) -> bool:
     return "visual." in name and "merger.mlp" not in name
 
 
-def evaluation_batches(encoder: Encoder) -> list[tuple[str, Conversations]]:
-    """Held-out conversations: single pictures, follow-ups and two pictures."""
-    rng, batches = random.Random("evaluation"), []
-    for size in scenes.SIZES:
-        drawn = [[scenes.render(rng, size, "test") for _ in range(48)]]
-        batches.append(("", encoder.conversations(rng, drawn, "test", follow_ups=False)))
-    for sizes in (((84, 84),), ((84, 56), (112, 84)), ((112, 84), (84, 84))):
-        drawn = [[scenes.render(rng, size, "test") for _ in range(48)] for size in sizes]
-        group = "follow-up " if len(sizes) == 1 else "two pictures "
-        batches.append((group, encoder.conversations(rng, drawn, "test", follow_ups=len(sizes) == 1, turns=8)))
-    return batches
-
-
 def start_model(
     start: Path | None, tokenizer: PreTrainedTokenizerFast, seed: int
 ) -> tuple[Qwen2_5_VLForConditionalGeneration, torch.nn.ModuleDict]:
-    """Fresh weights, or those of an earlier stage or folder."""
+    """Return fresh weights, or those of an earlier stage."""
     model = make_model(tokenizer, seed)
     width = model.config.vision_config.hidden_size
     heads = torch.nn.ModuleDict({name: torch.nn.Linear(width, classes) for name, classes in data.LABELS.items()})
-    if start is not None and start.is_dir():
-        load_into(model, tokenizer, start)
-    elif start is not None:
+    if start is not None:
         state = torch.load(start, weights_only=True)
         model.load_state_dict(state["model"])
         heads.load_state_dict(state["heads"])
@@ -281,7 +246,6 @@ def rate_scale(step: int, progress: float, stage: Stage) -> float:
 
 def run_stage(arguments: argparse.Namespace, trainer: Trainer, batches: Iterator[PatchBatch | Conversations]) -> None:
     """Train until the time or the steps are over."""
-    held_out = evaluation_batches(Encoder(make_tokenizer())) if trainer.stage.answers else []
     log = arguments.state.with_suffix(".jsonl").open("a")
 
     def note(**values: Any) -> None:
@@ -301,7 +265,6 @@ def run_stage(arguments: argparse.Namespace, trainer: Trainer, batches: Iterator
         if minutes >= due or progress >= 1:
             due += arguments.every
             save_state(trainer, arguments.state)
-            note(step=step, minutes=round(minutes, 2), pictures=pictures, held_out=trainer.evaluate(held_out))
         if progress >= 1:
             return
         batch = next(batches)
