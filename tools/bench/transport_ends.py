@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Final, Protocol, cast
+from typing import Final, cast
 
 import numpy as np
 import zmq
@@ -50,23 +50,6 @@ MAX_BYTES = 2**30
 TIMEOUT_S = 60.0
 
 
-class Sink(Protocol):
-    """A receiving end."""
-
-    address: str
-
-    async def receive(self) -> TensorHeader:
-        """Wait for one tensor, check it, and release it."""
-
-
-class Source(Protocol):
-    """A sending end, connected to one sink."""
-
-    async def send(self, header: TensorHeader, data: memoryview) -> None: ...
-
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class Job:
     """Tensors for the receiving process: `count` of one route; with `answer`, each is answered at once."""
@@ -76,10 +59,13 @@ class Job:
     answer: bool
 
 
-class TransportSink:
+class TensorSink:
+    """A receiving end by a transport: `receive` waits for one tensor, checks or copies it, and releases it."""
+
     def __init__(self, transport: Transport, broker: str, *, copies: bool) -> None:
-        context, redis = zmq.asyncio.Context(), connect(broker)
-        self._receiver = TensorReceiver(context, max_bytes=MAX_BYTES, transport=transport, redis=redis)
+        self._receiver = TensorReceiver(
+            zmq.asyncio.Context(), max_bytes=MAX_BYTES, transport=transport, redis=connect(broker)
+        )
         self.address = self._receiver.address
         self._targets = [bytearray() for _ in range(NUM_TARGETS)] if copies else []
 
@@ -99,13 +85,15 @@ class TransportSink:
         return memoryview(target)[:num_bytes]
 
 
-class TransportSource:
-    def __init__(self, transport: Transport, broker: str, address: str) -> None:
-        self._context = zmq.asyncio.Context()
-        self._sender = TensorSender(self._context, transport=transport, redis=connect(broker))
-        self._record = _record(address)
+class TensorSource:
+    """A sending end by a transport, connected to one sink."""
 
-    async def send(self, header: TensorHeader, data: memoryview) -> None:
+    def __init__(self, transport: Transport, address: str, broker: str = "", cuda: CudaLibrary | None = None) -> None:
+        self._context, redis = zmq.asyncio.Context(), connect(broker) if broker else None
+        self._sender = TensorSender(self._context, transport=transport, redis=redis, cuda=cuda)
+        self._record = InstanceRecord("sink", "prefill_decode", 1, "", "", "uint8", "", "", tensor_address=address)
+
+    async def send(self, header: TensorHeader, data: memoryview | DeviceBuffer) -> None:
         await self._sender.send(self._record, header, data, TIMEOUT_S)
 
     def close(self) -> None:
@@ -141,29 +129,24 @@ class CudaSink:
         self._cuda.synchronize(self._stream)
 
 
-class CudaSource:
+class CudaSource(TensorSource):
     """Brings every buffer to the device when it is first sent, which is before anything is measured."""
 
     def __init__(self, transport: Transport, address: str) -> None:
-        self._context, self._cuda = zmq.asyncio.Context(), CudaLibrary()
-        self._sender = TensorSender(self._context, transport=transport, cuda=self._cuda)
-        self._record = _record(address)
+        self._cuda = CudaLibrary()
+        super().__init__(transport, address, cuda=self._cuda)
         self._stream = self._cuda.make_stream()
         self._uploaded: dict[tuple[int, int], DeviceBuffer] = {}
 
-    async def send(self, header: TensorHeader, data: memoryview) -> None:
-        address = int(np.frombuffer(data, np.uint8).ctypes.data)
+    async def send(self, header: TensorHeader, data: memoryview | DeviceBuffer) -> None:
+        address = int(np.frombuffer(cast(memoryview, data), np.uint8).ctypes.data)
         key = address, data.nbytes
         if key not in self._uploaded:
             pointer = self._cuda.allocate(data.nbytes)
             self._cuda.copy(pointer, address, data.nbytes, self._stream)
             self._cuda.synchronize(self._stream)
             self._uploaded[key] = DeviceBuffer(pointer, data.nbytes)
-        await self._sender.send(self._record, header, self._uploaded[key], TIMEOUT_S)
-
-    def close(self) -> None:
-        self._sender.close()
-        self._context.destroy(linger=0)
+        await super().send(header, self._uploaded[key])
 
 
 class PlainZmqSink:
@@ -193,8 +176,8 @@ class PlainZmqSource:
         self._context.destroy(linger=0)
 
 
-def _record(address: str) -> InstanceRecord:
-    return InstanceRecord("sink", "prefill_decode", 1, "", "", "uint8", "", "", tensor_address=address)
+Sink = TensorSink | CudaSink | PlainZmqSink
+Source = TensorSource | PlainZmqSource
 
 
 def missing_routes() -> set[str]:
@@ -214,7 +197,7 @@ def make_sink(route: str, broker: str) -> Sink:
         return PlainZmqSink(copies=route == COPYING_ZMQ)
     if route in BETWEEN_GPUS:
         return CudaSink(*BETWEEN_GPUS[route])
-    return TransportSink(cast(Transport, route.removesuffix(COPIED)), broker, copies=route.endswith(COPIED))
+    return TensorSink(cast(Transport, route.removesuffix(COPIED)), broker, copies=route.endswith(COPIED))
 
 
 def make_source(route: str, broker: str, address: str) -> Source:
@@ -222,7 +205,7 @@ def make_source(route: str, broker: str, address: str) -> Source:
         return PlainZmqSource(address, copies=route == COPYING_ZMQ)
     if route in BETWEEN_GPUS:
         return CudaSource(BETWEEN_GPUS[route][0], address)
-    return TransportSource(cast(Transport, route.removesuffix(COPIED)), broker, address)
+    return TensorSource(cast(Transport, route.removesuffix(COPIED)), address, broker)
 
 
 def serve_sinks(parent_pid: int, pipe: Connection, routes: Sequence[str], broker: str) -> None:
