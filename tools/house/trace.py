@@ -8,16 +8,12 @@ With --limits the exit status is 1 where a figure is over its limit.
 from __future__ import annotations
 
 import base64
-import contextlib
 import io
 import os
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -25,10 +21,11 @@ import httpx
 import typer
 from PIL import Image
 
+from common.config import Settings
+from launch.cluster.local_cluster import LocalCluster
 from tools.house.measure import show
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-START_S: Final = 150.0
 RECORDER: Final = Path(__file__).with_name("recorder.py")
 Functions = set[tuple[str, str]]
 """Pairs of a file and a qualified name."""
@@ -41,11 +38,11 @@ def main(
     """Start a cluster with the bundled model, ask it once, and print the figures of each process and of all."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        with _cluster(folder) as url:
-            _ask(url, shade=10)
+        with _traced(folder) as cluster:
+            _ask(cluster.base_url, shade=10)
             time.sleep(2)
             idle = _record(folder, "idle", lambda: time.sleep(4))
-            request = _record(folder, "request", lambda: _ask(url, shade=90))
+            request = _record(folder, "request", lambda: _ask(cluster.base_url, shade=90))
     total: Functions = set()
     for process, functions in sorted(request.items()):
         own = functions - idle.get(process, set())
@@ -58,36 +55,12 @@ def main(
     sys.exit(int(limits and not is_well))
 
 
-@contextlib.contextmanager
-def _cluster(folder: Path) -> Iterator[str]:
-    """The URL of a cluster whose processes record into `folder`."""
+def _traced(folder: Path) -> LocalCluster:
+    """Return a cluster whose processes record into `folder`."""
     (folder / "sitecustomize.py").write_text(RECORDER.read_text())
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    own = {"TRACE_DIR": str(folder), "TRACE_ROOT": f"{ROOT}/", "PYTHONPATH": str(folder), "OMP_WAIT_POLICY": "PASSIVE"}
-    command = [sys.executable, "-m", "triptych", "serve", "signpost", "--topology", "1e1pd", "--port", str(port)]
-    quiet = subprocess.DEVNULL
-    environment = {**os.environ, **own, "PYTHONDONTWRITEBYTECODE": "1"}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=quiet, stderr=quiet)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        _await_ready(url)
-        yield url
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(30)
-
-
-def _await_ready(url: str) -> None:
-    """Raise TimeoutError where the cluster is not ready in time."""
-    deadline_s = time.monotonic() + START_S
-    while time.monotonic() < deadline_s:
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{url}/ready", timeout=2, trust_env=False).status_code == 200:
-                return
-        time.sleep(0.1)
-    raise TimeoutError(f"no cluster at {url} after {START_S:.0f} s")
+    os.environ |= {"TRACE_DIR": str(folder), "TRACE_ROOT": f"{ROOT}/", "PYTHONPATH": str(folder)}
+    os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONDONTWRITEBYTECODE": "1"}
+    return LocalCluster(Settings(model="signpost", port=0), "1e1pd")
 
 
 def _ask(url: str, shade: int) -> None:
