@@ -21,13 +21,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Final
 
-import numpy as np
 import typer
 from httpcore import Request
 
 from tools.bench.client import LoadClient, Outcome, payload_of
 from tools.bench.measure import emit
-from tools.bench.report import markdown
+from tools.bench.report import markdown, milliseconds
 
 if TYPE_CHECKING:
     from tools.bench.workloads import Workload
@@ -64,10 +63,6 @@ class Level:
 
     def goodput(self, objective: Objective) -> float:
         return sum(map(objective.met_by, self.outcomes)) / self.duration_s
-
-    def add(self, outcomes: Sequence[Outcome], duration_s: float) -> None:
-        self.outcomes += outcomes
-        self.duration_s += duration_s
 
 
 def overload(
@@ -115,7 +110,6 @@ def table(levels: Sequence[Level], objective: Objective) -> str:
         refused = sum(outcome.status in (429, 503) for outcome in level.outcomes)
         answered = [outcome for outcome in level.outcomes if outcome.status == 200]
         goodput = level.goodput(objective)
-        times_ms = [1000 * (outcome.ttft_s or 0.0) for outcome in answered]
         cells = (
             "as many as fit" if level.share is None else f"{level.share:g}",
             f"{level.rate:.1f}",
@@ -125,7 +119,7 @@ def table(levels: Sequence[Level], objective: Objective) -> str:
             str(sum(not objective.met_by(outcome) for outcome in answered)),
             f"{goodput:.1f}",
             f"{goodput / peak:.0%}",
-            "{:.0f} / {:.0f}".format(*np.percentile(times_ms, (50, 99))) if answered else "–",
+            milliseconds([outcome.ttft_s for outcome in answered]),
         )
         rows.append(cells)
     return markdown(header.split("|"), rows)
@@ -151,12 +145,12 @@ async def _measure(
         requests = make(round(rate * seconds))
         began_s = time.perf_counter()
         if level.share is None:
-            outcomes = await client.keep_in_flight(requests, in_flight)
+            level.outcomes += await client.keep_in_flight(requests, in_flight)
         else:
-            outcomes = await _arrive(client, requests, rate, random.Random(f"arrivals {turn} {level.share}"))
-        level.add(outcomes, time.perf_counter() - began_s)
+            level.outcomes += await _arrive(client, requests, rate, random.Random(f"arrivals {turn} {level.share}"))
+        level.duration_s += time.perf_counter() - began_s
         load = "as many as fit" if level.share is None else f"{level.share:g} times that"
-        emit(f"turn {turn + 1}, {load}: {len(outcomes)} requests")
+        emit(f"turn {turn + 1}, {load}: {len(requests)} requests")
     await client.close()
 
 

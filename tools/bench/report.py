@@ -83,9 +83,9 @@ def _row(in_flight: int, system: str, turns: Sequence[Turn], first: Sequence[Tur
         f"{_median(turns, lambda turn: turn.requests_per_s):.2f}",
         f"{_median(turns, lambda turn: turn.tokens_per_s):.1f}",
         _ratio(turns, first),
-        _milliseconds([outcome.ttft_s for turn in turns for outcome in turn.outcomes]),
-        _milliseconds([outcome.tpot_s for turn in turns for outcome in turn.outcomes if outcome.ttft_s is not None]),
-        _milliseconds([outcome.latency_s for turn in turns for outcome in turn.outcomes]),
+        milliseconds([outcome.ttft_s for turn in turns for outcome in turn.outcomes]),
+        milliseconds([outcome.tpot_s for turn in turns for outcome in turn.outcomes if outcome.ttft_s is not None]),
+        milliseconds([outcome.latency_s for turn in turns for outcome in turn.outcomes]),
         _share_equal(turns, first),
     )
 
@@ -100,7 +100,8 @@ def _ratio(turns: Sequence[Turn], first: Sequence[Turn]) -> str:
     return f"{np.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
 
 
-def _milliseconds(values: Sequence[float | None]) -> str:
+def milliseconds(values: Sequence[float | None]) -> str:
+    """Return `p50 / p99` of seconds; a dash where there are none."""
     known = [value for value in values if value is not None]
     if not known:
         return "–"

@@ -25,19 +25,13 @@ import torch
 from common.model_info import ModelInfo, load_model_info
 from engine.attention.flashinfer.served import is_appended, needs_tensor_cores, unserved
 from engine.device.choice import DTYPES
-from engine.models.registry import make_decoder
+from engine.encoders.attention import head_sizes
+from engine.models.registry import make_decoder, make_encoder
 from engine.state.spec import HeadSpec
 from tools.gpu_check.cases import CASES, AttentionCase
 
 _NO_POSITIONS: Final = 0
 """FlashInfer's number for "positions are not rotated by attention"."""
-_ENCODER_SIZES: Final = (
-    ("encoder_attention_heads", "d_model"),
-    ("num_attention_heads", "hidden_size"),
-    ("num_heads", "embed_dim"),
-    ("num_heads", "hidden_size"),
-)
-"""Where configurations of encoders say how many heads they have, and how wide these are together."""
 
 
 @dataclass(frozen=True, order=True)
@@ -109,11 +103,10 @@ def _in_order(kernels: Collection[Kernel]) -> list[Kernel]:
 
 def _of_decoder(info: ModelInfo, dtype: str) -> Iterator[Kernel]:
     model = make_decoder(info)
-    heads = HeadSpec(model.spec.num_heads, model.spec.num_kv_heads, model.spec.head_dim)
     windows = {getattr(module, "window", None) is not None for module in model.modules() if hasattr(module, "window")}
     yield Kernel("sampling")
     for window in windows or {False}:
-        yield from _of_heads(heads, dtype, window=window)
+        yield from _of_heads(HeadSpec.of(model.spec), dtype, window=window)
 
 
 def _of_case(case: AttentionCase) -> Iterator[Kernel]:
@@ -134,16 +127,10 @@ def _of_heads(heads: HeadSpec, dtype: str, *, window: bool) -> Iterator[Kernel]:
 
 
 def _of_encoder(info: ModelInfo, dtype: str) -> Iterator[Kernel]:
-    if info.media_kind not in ("image", "audio"):
-        return
-    config = info.config.get("vision_config") or info.config.get("audio_config") or info.config
-    for heads_key, width_key in _ENCODER_SIZES:
-        if heads_key in config and width_key in config:
-            head_dim = config[width_key] // config[heads_key]
-            heads = HeadSpec(config[heads_key], config[heads_key], head_dim)
-            if unserved(heads, DTYPES[dtype]) is None:
+    if info.media_kind in ("image", "audio") and (unmasked := make_encoder(info).unmasked) is not None:
+        for num_heads, head_dim in head_sizes(unmasked):
+            if unserved(HeadSpec(num_heads, num_heads, head_dim), DTYPES[dtype]) is None:
                 yield Kernel("prefill", dtype, head_dim)
-            return
 
 
 def _specification(kernel: Kernel) -> Any:

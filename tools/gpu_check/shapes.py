@@ -10,9 +10,7 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
-
-import typer
+from typing import Any, Final
 
 from common.model_info import BUNDLED
 
@@ -159,13 +157,3 @@ def _tokenizer(vocab_size: int) -> dict[str, Any]:
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content))
-
-
-def main(folder: Annotated[Path, typer.Argument(help="Where to put a folder for each model.")]) -> None:
-    """Write the folders of the large models, by which kernels can be built ahead."""
-    for shape in (qwen2_5_vl_3b(), qwen2_3b(), whisper_large_v3()):
-        print(shape.write(folder / shape.name.replace(" ", "-")))
-
-
-if __name__ == "__main__":
-    typer.run(main)

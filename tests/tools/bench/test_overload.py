@@ -13,11 +13,7 @@ def answered(ttft_s: float, latency_s: float, num_tokens: int) -> Outcome:
 
 
 def level(share: float | None, duration_s: float, results: list[Outcome]) -> Level:
-    made = Level(share)
-    half = len(results) // 2
-    made.add(results[:half], duration_s / 2)
-    made.add(results[half:], duration_s / 2)
-    return made
+    return Level(share, duration_s, results)
 
 
 def test_an_answer_counts_only_within_both_objectives():

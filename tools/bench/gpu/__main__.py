@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from tools.bench.gpu.setup import Setup
 
 BENCHMARKS: Final = {
-    "decode": "decode:measure",
-    "prefill": "prefill:measure",
-    "cross": "decode:measure_cross",
+    "decode": "steps:measure_decode",
+    "prefill": "steps:measure_prefill",
+    "cross": "steps:measure_cross",
     "serving": "serving:measure",
 }
 """Functions of this package by name; the most important come first."""

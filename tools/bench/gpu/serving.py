@@ -17,9 +17,9 @@ from common.config import EngineConfig, Settings
 from launch.cluster.local_cluster import LocalCluster
 from tools.bench.client import LoadClient, Outcome, payload_of
 from tools.bench.gpu.attention import of_cluster
-from tools.bench.gpu.decode import least_step_s
 from tools.bench.gpu.figures import Figure, durations
 from tools.bench.gpu.setup import Setup, attempted, noise_image
+from tools.bench.gpu.steps import least_step_s
 from tools.bench.systems import share_of
 from tools.bench.workloads import BenchRequest
 from tools.gpu_check.shapes import qwen2_5_vl_3b

@@ -29,11 +29,10 @@ from tests.fake_flashinfer.installed import flashinfer_on_cpu
 from tools.bench.gpu import __main__ as bench
 from tools.bench.gpu import attention
 from tools.bench.gpu.attention import Attention
-from tools.bench.gpu.decode import measure_clips, measure_steps, token_bytes, weight_bytes
 from tools.bench.gpu.engines import Driver, endless, make_decoder
 from tools.bench.gpu.figures import HEADER, Figure, duration, durations, rate
-from tools.bench.gpu.prefill import prefill_flops
 from tools.bench.gpu.setup import Limits, Setup, attempted, measure_limits
+from tools.bench.gpu.steps import measure_clips, measure_steps, prefill_flops, token_bytes, weight_bytes
 from tools.gpu_check import environment
 from tools.gpu_check.shapes import Shape, qwen2_3b, qwen2_5_vl_3b, whisper_large_v3
 

@@ -1,8 +1,9 @@
-"""A decode step by batch, of a Qwen2.5-VL-3B and of a Whisper large-v3 with a clip each: against the bytes that it has
-to read, at the speed of a copy."""
+"""Steps of a decoder, beside the least that they could take: decode steps by batch, of a Qwen2.5-VL-3B and of a Whisper
+large-v3 with a clip each, against the bytes to read; the prefill of a long prompt against its products of matrices."""
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Iterator
@@ -30,6 +31,9 @@ STEPS, CLIP_STEPS = 32, 16
 """In one measurement; a clip's answer is short."""
 GOALS: Final = {1: 0.8, 8: 0.8}
 """Shares of the limit by batch."""
+PREFILL_TOKENS, TOY_PREFILL_TOKENS = 8192, 48
+PREFILL_GOAL: Final = 0.6
+"""Of the rate of a product of matrices."""
 CLIP_MEMORY_FRACTION: Final = 0.9
 """There is one engine, and a clip takes a quarter of a gigabyte."""
 TOY_BATCHES, TOY_CONTEXT, TOY_STEPS = (1, 3), 20, 4
@@ -40,7 +44,7 @@ _UNREAD: Final = frozenset({"embed_positions", "cross_kv_proj", "kv_proj"})
 """Parts of models' names; the last one is Mllama's `cross_kv_proj`."""
 
 
-def measure(setup: Setup) -> Iterator[Figure]:
+def measure_decode(setup: Setup) -> Iterator[Figure]:
     """Yield a figure for each batch: milliseconds of a step, its limit the weights and the keys and values once."""
     batches, context, steps = (TOY_BATCHES, TOY_CONTEXT, TOY_STEPS) if setup.toy else (BATCHES, CONTEXT, STEPS)
     length = context + steps * (setup.repetitions + 1) + 2 * WARM_UP_TOKENS + max(batches)
@@ -57,6 +61,35 @@ def measure_cross(setup: Setup) -> Iterator[Figure]:
     engine = make_decoder(setup, whisper_large_v3, memory_fraction=CLIP_MEMORY_FRACTION, **options)
     for batch in batches:
         yield from attempted("cross", f"{batch} clips", measure_clips, setup, engine, batch, steps)
+
+
+def measure_prefill(setup: Setup) -> Iterator[Figure]:
+    """Milliseconds from a request to its first token, its limit the arithmetic of all layers."""
+    tokens = TOY_PREFILL_TOKENS if setup.toy else PREFILL_TOKENS
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": tokens, "max_model_len": tokens + 16}
+    engine = make_decoder(setup, qwen2_5_vl_3b, prefix_caching=False, **options)
+    driver, rng, numbers = Driver(engine), random.Random(0), itertools.count()
+
+    def prefill() -> None:
+        driver.add(f"prefill-{next(numbers)}", random_prompt(tokens, rng), endless(1))
+        driver.until(1)
+        driver.abort_all()
+
+    seconds = setup.time(prefill)
+    flops = prefill_flops(engine.runner.model, tokens)
+    rate = flops / min(seconds) / 1e12
+    beside = f"{flops / 1e12:.1f} TFLOP, {rate:.0f} TFLOP/s at best, sampling and scheduling included"
+    figure = duration("prefill", f"{tokens} tokens", seconds, setup.limits.least_s(0.0, flops), beside, PREFILL_GOAL)
+    yield of_decoder(engine).beside(figure)
+
+
+def prefill_flops(model: DecoderModel, tokens: int) -> float:
+    """Of all matrices but embedding and head over every token, of causal attention, and of the head over one token."""
+    spec = model.spec
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    inner = sum(size for name, size in sizes.items() if "embed_tokens" not in name and "head" not in name)
+    attention = 2.0 * spec.num_layers * spec.num_heads * spec.head_dim * tokens**2  # 2 products, half of each unseen
+    return 2.0 * inner * tokens + attention + 2.0 * spec.vocab_size * spec.hidden_size
 
 
 def measure_steps(setup: Setup, engine: DecoderEngine, batch: int, context: int, steps: int) -> Iterator[Figure]:
