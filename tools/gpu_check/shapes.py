@@ -43,7 +43,7 @@ class Shape:
 
 def qwen2_5_vl_3b(*, toy: bool = False) -> Shape:
     """Qwen2.5-VL-3B; a toy has two layers of each kind of attention."""
-    text = _text("qwen2_5_vl_text", toy=toy)
+    text = _text(toy=toy)
     text["rope_parameters"]["mrope_section"] = [2, 3, 3] if toy else [16, 24, 24]
     vision = {
         "model_type": "qwen2_5_vl",
@@ -74,17 +74,6 @@ def qwen2_5_vl_3b(*, toy: bool = False) -> Shape:
     preprocessor = json.loads((_BUNDLED / "preprocessor_config.json").read_text())
     preprocessor["max_pixels"] = 112 * 112 if toy else 1280 * 28 * 28
     return Shape("Qwen2.5-VL-3B" if not toy else "a toy of Qwen2.5-VL", config, preprocessor)
-
-
-def qwen2_3b(*, toy: bool = False) -> Shape:
-    """The text part of Qwen2.5-VL-3B as a model of its own, which others can serve, too."""
-    config = {
-        **_text("qwen2", toy=toy),
-        "architectures": ["Qwen2ForCausalLM"],
-        "dtype": "bfloat16",
-        "tie_word_embeddings": True,
-    }
-    return Shape("Qwen2.5-3B" if not toy else "a toy of Qwen2", config, {})
 
 
 def whisper_large_v3(*, toy: bool = False) -> Shape:
@@ -122,10 +111,10 @@ def whisper_large_v3(*, toy: bool = False) -> Shape:
     return Shape("Whisper large-v3" if not toy else "a toy of Whisper", config, preprocessor)
 
 
-def _text(model_type: str, *, toy: bool) -> dict[str, Any]:
+def _text(*, toy: bool) -> dict[str, Any]:
     """The decoder of Qwen2.5-VL-3B, or one with the same grouping of heads and very little else."""
     return {
-        "model_type": model_type,
+        "model_type": "qwen2_5_vl_text",
         "hidden_act": "silu",
         "vocab_size": 512 if toy else 151936,
         "hidden_size": 64 if toy else 2048,

@@ -19,7 +19,7 @@ from tests.gpu.test_engine import DTYPES
 from tests.tiny import text
 from tools.gpu_check.cases import CASES, AttentionCase
 from tools.gpu_check.kernels import Kernel, check_kernels, main, needed_kernels
-from tools.gpu_check.shapes import qwen2_3b, qwen2_5_vl_3b, whisper_large_v3
+from tools.gpu_check.shapes import qwen2_5_vl_3b, whisper_large_v3
 
 PAGE, SAMPLING = Kernel("page"), Kernel("sampling")
 
@@ -98,7 +98,7 @@ def engine_dtype(case: AttentionCase) -> torch.dtype:
 def test_no_model_of_the_check_needs_another_one(dtype: str, tmp_path: Path) -> None:
     folders = [BUNDLED / "signpost", *(make(tmp_path / name) for name, make in OWN_MAKERS.items())]
     if dtype == "bfloat16":  # the dtype of the benchmarks
-        shapes = (qwen2_3b(), qwen2_5_vl_3b(), whisper_large_v3())
+        shapes = (qwen2_5_vl_3b(), whisper_large_v3())
         folders += [shape.write(tmp_path / str(number)) for number, shape in enumerate(shapes)]
     assert set(needed_kernels([load_model_info(str(folder)) for folder in folders], dtype)) <= set(check_kernels())
 

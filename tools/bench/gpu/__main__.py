@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 BENCHMARKS: Final = {
     "decode": "steps:measure_decode",
     "prefill": "steps:measure_prefill",
-    "cross": "steps:measure_cross",
     "serving": "serving:measure",
 }
 """Functions of this package by name; the most important come first."""

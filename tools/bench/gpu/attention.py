@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
-from prometheus_client.parser import text_string_to_metric_families
 
 from engine.attention.backend import AttentionBackend
 from engine.attention.flashinfer.served import unserved
@@ -15,17 +13,16 @@ from engine.core.decoder_engine import DecoderEngine
 from engine.state.spec import HeadSpec
 from launch.cluster.local_cluster import LocalCluster
 from tools.bench.gpu.figures import Figure
-from tools.bench.systems import ask_workers
+from tools.soak.leak_check import gauges
 
 _FLASHINFER, _TORCH = "flashinfer", "torch"
 _NO_LAYERS, _NO_GRAPHS = "small layers by PyTorch", "no step recorded"
 _FALLBACKS: Final = {
-    "triptych_attention_fallback": _TORCH,
-    "triptych_encoder_attention_fallback": f"{_TORCH} in the encoder",
-    "triptych_layers_fallback": _NO_LAYERS,
+    "attention_fallback": _TORCH,
+    "encoder_attention_fallback": f"{_TORCH} in the encoder",
+    "layers_fallback": _NO_LAYERS,
 }
 """Gauges of a worker that say that something stands in for a kernel that does not run."""
-_STEPS_RECORDED: Final = "triptych_steps_recorded"
 
 
 @dataclass(frozen=True)
@@ -57,18 +54,16 @@ def of_backend(backend: AttentionBackend, heads: HeadSpec, dtype: torch.dtype) -
 
 
 def of_cluster(cluster: LocalCluster, device: torch.device) -> Attention:
-    """Name all that the workers tell of fallbacks; they do not tell what else they have chosen."""
-    told = dict.fromkeys(_FALLBACKS[name] for name, value in _gauges(cluster) if value and name in _FALLBACKS)
-    if device.type == "cuda" and any(name == _STEPS_RECORDED and not value for name, value in _gauges(cluster)):
-        told[_NO_GRAPHS] = None
+    """Name all that the workers tell of fallbacks; they do not tell what else they have chosen.
+
+    Raises RuntimeError where one does not tell whether it fell back.
+    """
+    told: dict[str, None] = {}
+    for worker in (instance for instance in cluster.instances.values() if instance.role != "proxy"):
+        values = gauges(worker, cluster.supervisor.plan.settings)
+        if not values.keys() & _FALLBACKS.keys():
+            raise RuntimeError(f"{worker.id} does not tell whose attention it has")
+        told |= dict.fromkeys(words for name, words in _FALLBACKS.items() if values.get(name))
+        if device.type == "cuda" and values.get("steps_recorded") == 0:
+            told[_NO_GRAPHS] = None
     return Attention(", ".join(told) or "the workers' choice", bool(told))
-
-
-def _gauges(cluster: LocalCluster) -> Iterator[tuple[str, float]]:
-    """Yield what all workers tell of themselves. Raise RuntimeError where one does not tell whether it fell back."""
-    for instance, page in ask_workers(cluster, "/metrics").items():
-        families = text_string_to_metric_families(page.text)
-        numbers = [(sample.name, sample.value) for family in families for sample in family.samples]
-        if not {name for name, _ in numbers} & _FALLBACKS.keys():
-            raise RuntimeError(f"{instance} does not tell whose attention it has")
-        yield from numbers

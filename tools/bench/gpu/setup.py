@@ -101,31 +101,24 @@ def time_calls(
 ) -> list[float]:
     """Return seconds of one call for each repetition; each is the mean of `calls` in a row, which may overlap.
 
-    On a GPU events count from the first kernel to the last, gaps included in which the device waits for the host; on a
-    CPU it is the wall clock.
+    On a GPU the clock runs from an idle device to an idle device, gaps included in which it waits for the host.
     """
     for _ in range(warm_up):
         call()
-    measure = _with_events if device.type == "cuda" else _with_clock
-    return [measure(call, calls) / calls for _ in range(repetitions)]
+    means = []
+    for _ in range(repetitions):
+        _wait_for(device)
+        began_s = time.perf_counter()
+        for _ in range(calls):
+            call()
+        _wait_for(device)
+        means.append((time.perf_counter() - began_s) / calls)
+    return means
 
 
-def _with_events(call: Callable[[], object], calls: int) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    torch.cuda.synchronize()
-    begin.record()
-    for _ in range(calls):
-        call()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
-
-
-def _with_clock(call: Callable[[], object], calls: int) -> float:
-    began = time.perf_counter()
-    for _ in range(calls):
-        call()
-    return time.perf_counter() - began
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def attempted(

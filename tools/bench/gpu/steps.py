@@ -1,44 +1,36 @@
-"""Steps of a decoder, beside the least that they could take: decode steps by batch, of a Qwen2.5-VL-3B and of a Whisper
-large-v3 with a clip each, against the bytes to read; the prefill of a long prompt against its products of matrices."""
+"""Steps of a decoder, beside the least that they could take: decode by batch against the bytes to read, the prefill
+of a long prompt against its products of matrices."""
 
 from __future__ import annotations
 
 import itertools
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 import torch
 
-from common.messages import Grant, InputLayout, InputSlot
 from common.model_info import load_model_info
 from engine.core.decoder_engine import DecoderEngine
-from engine.device.gpu_memory import in_words
 from engine.models.base import DecoderModel
 from engine.models.registry import make_decoder as make_decoder_of
-from engine.state.events import InputMetadata
 from tools.bench.gpu.attention import of_decoder
-from tools.bench.gpu.engines import DEADLINE_S, WARM_UP_TOKENS, Driver, endless, make_decoder, random_prompt
+from tools.bench.gpu.engines import WARM_UP_TOKENS, Driver, endless, make_decoder, random_prompt
 from tools.bench.gpu.figures import Figure, duration
 from tools.bench.gpu.setup import Limits, Setup, attempted
-from tools.gpu_check.shapes import qwen2_5_vl_3b, whisper_large_v3
+from tools.gpu_check.shapes import qwen2_5_vl_3b
 
 BATCHES: Final = (1, 8, 64, 256)
 CONTEXT: Final = 512
-STEPS, CLIP_STEPS = 32, 16
-"""In one measurement; a clip's answer is short."""
+STEPS: Final = 32
+"""In one measurement."""
 GOALS: Final = {1: 0.8, 8: 0.8}
 """Shares of the limit by batch."""
 PREFILL_TOKENS, TOY_PREFILL_TOKENS = 8192, 48
 PREFILL_GOAL: Final = 0.6
 """Of the rate of a product of matrices."""
-CLIP_MEMORY_FRACTION: Final = 0.9
-"""There is one engine, and a clip takes a quarter of a gigabyte."""
 TOY_BATCHES, TOY_CONTEXT, TOY_STEPS = (1, 3), 20, 4
-CLIP_PROMPT: Final = (391, 10, 11, 12)
-_FAR_S: Final = 1e12
 _HEADS: Final = ("head.weight", "proj_out.weight")
 _UNREAD: Final = frozenset({"embed_positions", "cross_kv_proj", "kv_proj"})
 """Parts of models' names; the last one is Mllama's `cross_kv_proj`."""
@@ -52,15 +44,6 @@ def measure_decode(setup: Setup) -> Iterator[Figure]:
     engine = make_decoder(setup, qwen2_5_vl_3b, **options)
     for batch in batches:
         yield from attempted("decode", f"batch {batch}", measure_steps, setup, engine, batch, context, steps)
-
-
-def measure_cross(setup: Setup) -> Iterator[Figure]:
-    """Yield a figure for each batch of clips that are all different; cross keys and values are read, too."""
-    batches, steps = (TOY_BATCHES, TOY_STEPS) if setup.toy else (BATCHES, CLIP_STEPS)
-    options = {"max_num_seqs": max(batches), "max_num_batched_tokens": 2048}
-    engine = make_decoder(setup, whisper_large_v3, memory_fraction=CLIP_MEMORY_FRACTION, **options)
-    for batch in batches:
-        yield from attempted("cross", f"{batch} clips", measure_clips, setup, engine, batch, steps)
 
 
 def measure_prefill(setup: Setup) -> Iterator[Figure]:
@@ -109,63 +92,6 @@ def measure_steps(setup: Setup, engine: DecoderEngine, batch: int, context: int,
     least_s, case = setup.limits.least_s(size_bytes, flops), f"batch {batch}, {tokens} tokens each"
     figure = duration("decode", case, seconds, least_s, beside, GOALS.get(batch))
     yield of_decoder(engine).beside(figure, anew)
-
-
-def measure_clips(setup: Setup, engine: DecoderEngine, batch: int, steps: int) -> Iterator[Figure]:
-    """Yield a decode step of `batch` requests with a clip each, beside the least that reading could take.
-
-    Raises MemoryError where the device has no room for so many.
-    """
-    num_tokens = steps * (setup.repetitions + 1) + 2 * WARM_UP_TOKENS
-    _check_room(engine, batch, num_tokens)
-    with Driver(engine) as driver:
-        add_clips(driver, batch, num_tokens)
-        driver.until(WARM_UP_TOKENS)
-        seconds, anew = driver.time_steps(setup, steps)
-    rows, spec = engine.info.max_encoder_tokens, engine.runner.spec
-    row_bytes = 2 * spec.num_cross_layers * spec.num_kv_heads * spec.head_dim * engine.runner.dtype.itemsize
-    cross_bytes = batch * rows * row_bytes
-    tokens = len(CLIP_PROMPT) + num_tokens // 2
-    size_bytes = weight_bytes(engine) + cross_bytes + batch * tokens * token_bytes(engine)
-    beside = f"{size_bytes / 1e9:.2f} GB to read, {cross_bytes / 1e9:.2f} of them by cross-attention"
-    least_s, case = setup.limits.least_s(size_bytes), f"{batch} clips of {rows} rows"
-    figure = duration("cross", case, seconds, least_s, beside, GOALS.get(batch))
-    yield of_decoder(engine).beside(figure, anew)
-
-
-def add_clips(driver: Driver, batch: int, num_tokens: int) -> None:
-    """Add requests with a clip of its own each, whose encoder outputs are random and come all at once: none has decoded
-    much before the last one begins. Raise TimeoutError if they are not granted."""
-    engine = driver.engine
-    rows, width = engine.info.max_encoder_tokens, engine.runner.spec.encoder_width
-    outputs = {
-        f"cross-{batch}-{number}": torch.randn(rows, width, dtype=engine.runner.dtype, device=engine.runner.device)
-        for number in range(batch)
-    }
-    dtype = str(engine.runner.dtype).removeprefix("torch.")
-    for name, output in outputs.items():
-        metadata = InputMetadata((rows, width), dtype, output.nbytes, InputLayout(rows, [], None), name)
-        driver.num_tokens[name] = 0
-        engine.add_request(name, list(CLIP_PROMPT), [InputSlot(0, "audio", name, None)], endless(num_tokens))
-        engine.offer(name, 0, 0, metadata, _FAR_S)
-    waiting, deadline_s = set(outputs), time.monotonic() + DEADLINE_S
-    while waiting:
-        waiting -= {
-            event.request_id for event in driver.step() if isinstance(event, Grant) and event.status == "granted"
-        }
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"{len(waiting)} of {batch} clips are not granted after {DEADLINE_S:.0f} s")
-    for name, output in outputs.items():
-        engine.deliver(name, 0, 0, output)
-
-
-def _check_room(engine: DecoderEngine, batch: int, num_tokens: int) -> None:
-    """Raise MemoryError unless the blocks of so many requests fit into the pool at once."""
-    blocks, rows = engine.blocks, engine.info.max_encoder_tokens
-    each = blocks.blocks_for(rows) + blocks.blocks_for(len(CLIP_PROMPT) + num_tokens + 1)
-    if batch * each > blocks.pool.num_usable:
-        needed, there = (in_words(n * engine.runner.block_bytes) for n in (batch * each, blocks.pool.num_usable))
-        raise MemoryError(f"{batch} clips take {needed} of keys and values, there is room for {there}")
 
 
 def weight_bytes(engine: DecoderEngine) -> int:
