@@ -2,7 +2,7 @@
 
 Each end runs through broker.transports.tensors, with checksums made and verified: where the bytes have arrived, as
 for keys and values, or while they are copied to where they will stay, as for the output of an encoder (COPIED). Beside
-them loops of plain pyzmq, which do none of this.
+them a loop of plain pyzmq, which does none of this.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ from common.messages import InstanceRecord, TensorHeader, decode_tensor_header, 
 from common.process import malloc
 
 PLAIN_ZMQ = "plain pyzmq"
-"""With `copy=False` on either side, the fastest that it has; and as it is if nobody asks for that:"""
-COPYING_ZMQ = "copying pyzmq"
-PLAIN_LOOPS = (PLAIN_ZMQ, COPYING_ZMQ)
+"""A loop with `copy=False` on either side, the fastest that it has."""
 COPIED = " + copy"
 """Ends the name of a route whose tensors are copied by the receiver."""
 NIXL_CUDA = "nixl+cuda"
@@ -150,27 +148,23 @@ class CudaSource(TensorSource):
 
 
 class PlainZmqSink:
-    def __init__(self, *, copies: bool) -> None:
-        self._copies = copies
+    def __init__(self) -> None:
         self._socket = zmq.Context().socket(zmq.ROUTER)
         self._socket.bind("tcp://127.0.0.1:*")
         self.address = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     async def receive(self) -> TensorHeader:
-        if self._copies:
-            return decode_tensor_header(self._socket.recv_multipart()[1])
         return decode_tensor_header(self._socket.recv_multipart(copy=False)[1].buffer)
 
 
 class PlainZmqSource:
-    def __init__(self, address: str, *, copies: bool) -> None:
-        self._copies = copies
+    def __init__(self, address: str) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.connect(address)
 
     async def send(self, header: TensorHeader, data: memoryview) -> None:
-        self._socket.send_multipart([encode(header), data], copy=self._copies)
+        self._socket.send_multipart([encode(header), data], copy=False)
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -193,16 +187,16 @@ def missing_routes() -> set[str]:
 
 
 def make_sink(route: str, broker: str) -> Sink:
-    if route in PLAIN_LOOPS:
-        return PlainZmqSink(copies=route == COPYING_ZMQ)
+    if route == PLAIN_ZMQ:
+        return PlainZmqSink()
     if route in BETWEEN_GPUS:
         return CudaSink(*BETWEEN_GPUS[route])
     return TensorSink(cast(Transport, route.removesuffix(COPIED)), broker, copies=route.endswith(COPIED))
 
 
 def make_source(route: str, broker: str, address: str) -> Source:
-    if route in PLAIN_LOOPS:
-        return PlainZmqSource(address, copies=route == COPYING_ZMQ)
+    if route == PLAIN_ZMQ:
+        return PlainZmqSource(address)
     if route in BETWEEN_GPUS:
         return CudaSource(BETWEEN_GPUS[route][0], address)
     return TensorSource(cast(Transport, route.removesuffix(COPIED)), address, broker)
@@ -211,10 +205,10 @@ def make_source(route: str, broker: str, address: str) -> Source:
 def serve_sinks(parent_pid: int, pipe: Connection, routes: Sequence[str], broker: str) -> None:
     """Run the receiving process: send its addresses, then do one Job after the other until the pipe is closed.
 
-    For loops of plain pyzmq malloc stays as it is.
+    For the loop of plain pyzmq malloc stays as it is.
     """
     die_with_parent(parent_pid)
-    if not set(routes) <= set(PLAIN_LOOPS):
+    if PLAIN_ZMQ not in routes:
         malloc.use_one_arena()
         malloc.reuse_large_blocks()
     asyncio.run(_serve(pipe, routes, broker))

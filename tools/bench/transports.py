@@ -2,10 +2,9 @@
 
 Throughput is measured over tensors sent one after the other without waiting, latency over single ones: from the call
 of `send` to the checked tensor in the receiver's hands; with "+ copy", to the checked copy in memory of its own. Beside
-them, in the same run: one memcpy of as many bytes within a process, in cache and over cold memory, and two loops of
-plain pyzmq without checksums, one with `copy=False` and one as pyzmq is by default, whose receiving process has malloc
-as it comes, where the others have told it what workers tell it. All take turns, so that other load hits all alike; a
-turn begins with tensors that are not counted, for memory that has been idle for a second has to be touched again.
+them, in the same run: one memcpy of as many bytes within a process, in cache and over cold memory, and a loop of plain
+pyzmq without checksums. All take turns, so that other load hits all alike; a turn begins with tensors that are not
+counted, for memory that has been idle for a second has to be touched again.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from tools.bench.report import markdown
 from tools.bench.transport_ends import (
     COPIED,
     NIXL_CUDA,
-    PLAIN_LOOPS,
+    PLAIN_ZMQ,
     Job,
     Source,
     make_source,
@@ -82,8 +81,8 @@ def bench(
 ) -> None:
     """Measure the transports of this host and print two tables in markdown."""
     known = routes_of_this_host()
-    routes = [*PLAIN_LOOPS, *(transports.split(",") if transports else known)]
-    unknown = set(routes) - set(PLAIN_LOOPS) - set(known)
+    routes = [PLAIN_ZMQ, *(transports.split(",") if transports else known)]
+    unknown = set(routes) - {PLAIN_ZMQ, *known}
     if unknown:
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: not a transport of this host", param_hint="transports")
     with EmbeddedBroker() as broker:
@@ -105,10 +104,7 @@ async def measure_routes(
 ) -> Measured:
     """Return the samples of every route, and of memcpy, at every size in turns; the first turn is not counted."""
     sizes = SIZES if sizes is None else sizes
-    groups = (
-        [route for route in routes if route in PLAIN_LOOPS],
-        [route for route in routes if route not in PLAIN_LOOPS],
-    )
+    groups = ([route for route in routes if (route == PLAIN_ZMQ) == is_plain] for is_plain in (True, False))
     receiving = [_Receiving(group, broker) for group in groups if group]
     ends = {
         route: (make_source(route, broker, address), process.pipe)

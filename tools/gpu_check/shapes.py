@@ -16,7 +16,7 @@ from common.model_info import BUNDLED
 
 _BUNDLED: Final = BUNDLED / "signpost"
 _TOKENIZER_FILES: Final = ("tokenizer_config.json", "chat_template.jinja")
-_EOS_TOKEN_ID: Final = 393
+EOS_TOKEN_ID: Final = 393
 """The bundled tokenizer's end of a turn."""
 
 
@@ -32,7 +32,7 @@ class Shape:
         """Make a model folder without weights; returns it."""
         folder.mkdir(parents=True, exist_ok=True)
         _write_json(folder / "config.json", self.config)
-        _write_json(folder / "generation_config.json", {"eos_token_id": _EOS_TOKEN_ID})
+        _write_json(folder / "generation_config.json", {"eos_token_id": EOS_TOKEN_ID})
         if self.preprocessor:
             _write_json(folder / "preprocessor_config.json", self.preprocessor)
         for name in _TOKENIZER_FILES:
@@ -76,41 +76,6 @@ def qwen2_5_vl_3b(*, toy: bool = False) -> Shape:
     return Shape("Qwen2.5-VL-3B" if not toy else "a toy of Qwen2.5-VL", config, preprocessor)
 
 
-def whisper_large_v3(*, toy: bool = False) -> Shape:
-    """Whisper large-v3."""
-    layers, heads, width, ffn = (2, 2, 32, 48) if toy else (32, 20, 1280, 5120)
-    num_mel_bins = 16 if toy else 128
-    config = {
-        "architectures": ["WhisperForConditionalGeneration"],
-        "model_type": "whisper",
-        "dtype": "bfloat16",
-        "vocab_size": 512 if toy else 51866,
-        "num_mel_bins": num_mel_bins,
-        "d_model": width,
-        "encoder_layers": layers,
-        "decoder_layers": layers,
-        "encoder_attention_heads": heads,
-        "decoder_attention_heads": heads,
-        "encoder_ffn_dim": ffn,
-        "decoder_ffn_dim": ffn,
-        "max_source_positions": 1500,
-        "max_target_positions": 448,
-        "decoder_start_token_id": 391,
-        "eos_token_id": _EOS_TOKEN_ID,
-        "pad_token_id": 391,
-        "bos_token_id": 391,
-    }
-    preprocessor = {
-        "feature_extractor_type": "WhisperFeatureExtractor",
-        "feature_size": num_mel_bins,
-        "sampling_rate": 16000,
-        "hop_length": 160,
-        "n_fft": 400,
-        "chunk_length": 30,
-    }
-    return Shape("Whisper large-v3" if not toy else "a toy of Whisper", config, preprocessor)
-
-
 def _text(*, toy: bool) -> dict[str, Any]:
     """The decoder of Qwen2.5-VL-3B, or one with the same grouping of heads and very little else."""
     return {
@@ -126,7 +91,7 @@ def _text(*, toy: bool) -> dict[str, Any]:
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         "bos_token_id": 391,
-        "eos_token_id": _EOS_TOKEN_ID,
+        "eos_token_id": EOS_TOKEN_ID,
         "pad_token_id": 391,
     }
 

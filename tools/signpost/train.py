@@ -94,7 +94,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--patches", type=int, default=2304, help="patches in a batch of the other stages")
     parser.add_argument("--two-share", type=float, default=0.15, help="share of the batches with two pictures")
     parser.add_argument("--follow-up-share", type=float, default=0.2, help="share of the batches with follow-ups")
-    parser.add_argument("--learning-rate", type=float, help="in place of the stage's own")
     parser.add_argument("--every", type=float, default=4.0, help="minutes between saved states")
     return parser.parse_args()
 
@@ -280,8 +279,6 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(arguments.seed)
     stage = STAGES[arguments.stage]
-    if arguments.learning_rate:
-        stage = Stage(**{**vars(stage), "learning_rate": arguments.learning_rate})
     arguments.state.parent.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer()
     trainer = Trainer(*start_model(arguments.start, tokenizer, arguments.seed), stage)

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from tools.bench import workloads
+
 REPEATED = 24
 """Pictures and clips that come again and again, beside those that are new each time."""
 LEFT = 0.15
 """The share of streamed answers whose clients leave before the end."""
-SAMPLE_RATE = 16000
 _CLIP_S = (1.0, 3.0, 8.0, 8.0, 20.0, 35.0)
 """The last does not fit into Whisper's window of 30 s."""
 _TEXTS = (
@@ -91,12 +92,8 @@ def _draw_manner(rng: random.Random) -> tuple[bool, int | None]:
 
 
 def draw_picture(rng: random.Random) -> str:
-    """A freshly drawn sign, as a data URL."""
-    from launch.demo import scenes
-
-    buffer = io.BytesIO()
-    scenes.render(rng, rng.choice(scenes.SIZES), "test").image.save(buffer, "PNG")
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    """Return a freshly drawn sign, as a data URL."""
+    return "data:image/png;base64," + base64.b64encode(workloads.draw_picture(rng)).decode()
 
 
 def draw_clip(rng: random.Random) -> bytes:
@@ -104,11 +101,11 @@ def draw_clip(rng: random.Random) -> bytes:
     import numpy as np
     import soundfile
 
-    times = np.arange(int(SAMPLE_RATE * rng.choice(_CLIP_S))) / SAMPLE_RATE
+    times = np.arange(int(workloads.SAMPLE_RATE * rng.choice(_CLIP_S))) / workloads.SAMPLE_RATE
     tones = sum(np.sin(2 * np.pi * rng.uniform(80, 2000) * times) for _ in range(4))
     noise = np.random.default_rng(rng.randrange(2**31)).standard_normal(len(times))
     buffer = io.BytesIO()
-    soundfile.write(buffer, 0.1 * tones + 0.02 * noise, SAMPLE_RATE, format="WAV", subtype="PCM_16")
+    soundfile.write(buffer, 0.1 * tones + 0.02 * noise, workloads.SAMPLE_RATE, format="WAV", subtype="PCM_16")
     return buffer.getvalue()
 
 

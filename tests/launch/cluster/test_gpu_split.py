@@ -18,7 +18,8 @@ from launch.cluster.plan import Plan
 from launch.cluster.topology import parse_topology
 from launch.cluster.weights import count_parameters
 from tests.launch.cluster.weight_files import model_of
-from tools.gpu_check.shapes import Shape, qwen2_5_vl_3b, whisper_large_v3
+from tests.tools.gpu_check.whisper_shape import whisper_large_v3
+from tools.gpu_check.shapes import Shape, qwen2_5_vl_3b
 
 CUDA = EngineConfig(device="cuda")
 GIB = 2**30

@@ -17,9 +17,10 @@ from tests import tiny_models
 from tests.gpu.conftest import OWN_MAKERS
 from tests.gpu.test_engine import DTYPES
 from tests.tiny import text
+from tests.tools.gpu_check.whisper_shape import whisper_large_v3
 from tools.gpu_check.cases import CASES, AttentionCase
 from tools.gpu_check.kernels import Kernel, check_kernels, main, needed_kernels
-from tools.gpu_check.shapes import qwen2_5_vl_3b, whisper_large_v3
+from tools.gpu_check.shapes import qwen2_5_vl_3b
 
 PAGE, SAMPLING = Kernel("page"), Kernel("sampling")
 

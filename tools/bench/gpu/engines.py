@@ -24,12 +24,10 @@ MEMORY_FRACTION: Final = 0.4
 """Of the device, for each engine here: enough for the largest batch, and for another one beside it."""
 
 
-def make_decoder(
-    setup: Setup, make: Callable[..., Shape], *, memory_fraction: float = MEMORY_FRACTION, **options: Any
-) -> DecoderEngine:
-    """Return a decoder with random weights. `options` are those of EngineConfig; the fraction is that of a GPU."""
+def make_decoder(setup: Setup, make: Callable[..., Shape], **options: Any) -> DecoderEngine:
+    """Return a decoder with random weights. `options` are those of EngineConfig."""
     info = load_model_info(str(setup.model(make)))
-    share = {"memory_fraction": memory_fraction} if setup.device.type == "cuda" else {}
+    share = {"memory_fraction": MEMORY_FRACTION} if setup.device.type == "cuda" else {}
     return DecoderEngine(info, EngineConfig(device=setup.device.type, load_format="dummy", **share, **options))
 
 

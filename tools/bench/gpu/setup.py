@@ -64,9 +64,9 @@ class Setup:
         """The dtype of models with random weights."""
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
-    def time(self, call: Callable[[], object], *, calls: int = 1, warm_up: int = 1) -> list[float]:
+    def time(self, call: Callable[[], object], *, calls: int = 1) -> list[float]:
         """Return seconds of one call for each repetition; each is the mean of `calls` in a row."""
-        return time_calls(call, self.device, repetitions=self.repetitions, calls=calls, warm_up=warm_up)
+        return time_calls(call, self.device, repetitions=self.repetitions, calls=calls)
 
     def model(self, make: Callable[..., Shape]) -> Path:
         """Return the folder of a model of this shape, or of its toy."""

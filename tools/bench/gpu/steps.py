@@ -31,9 +31,6 @@ PREFILL_TOKENS, TOY_PREFILL_TOKENS = 8192, 48
 PREFILL_GOAL: Final = 0.6
 """Of the rate of a product of matrices."""
 TOY_BATCHES, TOY_CONTEXT, TOY_STEPS = (1, 3), 20, 4
-_HEADS: Final = ("head.weight", "proj_out.weight")
-_UNREAD: Final = frozenset({"embed_positions", "cross_kv_proj", "kv_proj"})
-"""Parts of models' names; the last one is Mllama's `cross_kv_proj`."""
 
 
 def measure_decode(setup: Setup) -> Iterator[Figure]:
@@ -107,12 +104,10 @@ def least_step_s(limits: Limits, folder: Path, dtype: torch.dtype, batch: int) -
 
 
 def _read_bytes(model: DecoderModel) -> int:
-    """Leave out positions, an embedding that is not the head as well (a few rows at most are read), and all that makes
-    keys and values of encoder outputs, once for each of these."""
+    """Leave out an embedding that is not the head as well: a few of its rows are read."""
     sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
-    has_head = any(name.endswith(_HEADS) for name in sizes)
-    unread = {*_UNREAD, "embed_tokens"} if has_head else _UNREAD
-    return sum(size for name, size in sizes.items() if unread.isdisjoint(name.split(".")))
+    has_head = any(name.endswith("head.weight") for name in sizes)
+    return sum(size for name, size in sizes.items() if not (has_head and "embed_tokens" in name))
 
 
 def token_bytes(engine: DecoderEngine) -> int:
