@@ -258,7 +258,7 @@ def _require_broker(url: str | None) -> None:
 
 def _follow_parent(wanted: bool) -> None:
     if wanted:
-        from launch.cluster.lifeline import follow_parent
+        from launch.cluster.children import follow_parent
 
         follow_parent()
 
@@ -281,7 +281,7 @@ def main() -> None:
         usage = error.info.code in ("invalid_request", "model_not_found")
         _fail(error.info.message, EXIT_USAGE if usage else EXIT_FAILURE)
     except (KeyboardInterrupt, typer.Abort):
-        sys.exit(EXIT_INTERRUPTED)
+        _fail("interrupted", EXIT_INTERRUPTED)
     sys.exit(cast(int, code or 0))
 
 

@@ -34,76 +34,46 @@ class ConsoleReporter(Reporter):
         self._console = console
         self._title = title
         self._live: Live | None = None
-        self._told: set[str] = set()
+        self._missing: list[str] = []
         self._has_begun = False
 
     def starting(self, instances: Sequence[Instance], logs: Path) -> None:
-        self._has_begun = True
+        self._has_begun, self._missing = True, [instance.id for instance in instances]
         self._console.print(f"logs: {logs}", style="dim", highlight=False, soft_wrap=True)
 
     def waiting(self, instances: Sequence[Instance], elapsed_s: float) -> None:
-        missing = [instance.id for instance in instances if instance.awaited]
-        text = f"{self._title}: waiting for {', '.join(missing)} · {elapsed_s:.1f} s"
+        for instance in instances:
+            if instance.state == "ready" and instance.id in self._missing:
+                self._console.print(f"[green]✓[/] {instance.id} ready after {elapsed_s:.1f} s", highlight=False)
+        self._missing = [instance.id for instance in instances if instance.awaited]
+        text = f"{self._title}: waiting for {', '.join(self._missing)} · {elapsed_s:.1f} s"
         if self._console.is_terminal:
             if self._live is None:
                 self._live = Live(console=self._console, transient=True, refresh_per_second=10)
                 self._live.start()
             self._live.update(Spinner("dots", text))
-        for instance in instances:
-            if instance.state == "ready" and instance.id not in self._told:
-                self._told.add(instance.id)
-                self._console.print(f"[green]✓[/] {instance.id} ready after {elapsed_s:.1f} s", highlight=False)
 
     def started(self, instances: Sequence[Instance], base_url: str, elapsed_s: float) -> None:
         self._end_live()
+        self._missing = []
         self._console.print()
         self._console.print(instance_table(instances, f"{self._title}: ready in {elapsed_s:.1f} s"))
 
-    def died(self, instance: Instance, how: str, log_tail: str, retry_in_s: float) -> None:
-        self._console.print(f"[red]✗ {instance.id} died[/] ({how}). Its last lines:", highlight=False)
-        self._quote(log_tail)
-        self._console.print(f"  starting it again in {retry_in_s:g} s", highlight=False)
-
-    def recovered(self, instance: Instance) -> None:
-        seconds = f"{instance.age_s:.1f} s"
-        self._console.print(
-            f"[green]✓[/] {instance.id} is back (pid {instance.pid}, ready after {seconds}, "
-            f"restart {instance.restarts})",
-            highlight=False,
-        )
-
-    def draining(self, instance: Instance) -> None:
-        self._console.print(f"{instance.id} is draining: it finishes what it has", highlight=False)
-
-    def left(self, instance: Instance, how: str | None) -> None:
-        if how is None:
-            self._console.print(f"[green]✓[/] {instance.id} has left", highlight=False)
-        else:
-            self._console.print(f"[yellow]✗ {instance.id} died while it was leaving[/] ({how})", highlight=False)
-            self._console.print("  nothing takes its place", highlight=False)
-
-    def switched(self, instance: Instance) -> None:
-        self._console.print(
-            f"[green]✓[/] {instance.id} has the role {instance.role} now (pid {instance.pid})", highlight=False
-        )
-
-    def broker_died(self, log_tail: str) -> None:
-        self._console.print("[red]✗ the broker died[/]; an empty one takes its place. Its last lines:", highlight=False)
-        self._quote(log_tail)
-
-    def broker_failed(self, why: str, retry_in_s: float) -> None:
-        self._console.print("[red]✗ the broker cannot be started again[/]:", highlight=False)
-        self._quote(why)
-        self._console.print(f"  trying once more in {retry_in_s:g} s", highlight=False)
-
-    def broker_recovered(self) -> None:
-        self._console.print("[green]✓[/] the broker is back", highlight=False)
+    def event(self, text: str, *, good: bool | None = None, log_tail: str = "", then: str = "") -> None:
+        mark = {True: "[green]✓[/] ", False: "[red]✗[/] ", None: ""}[good]
+        self._console.print(f"{mark}{escape(text)}", highlight=False)
+        for line in log_tail.splitlines():
+            self._console.print(f"    {escape(line)}", highlight=False, style="dim")
+        if then:
+            self._console.print(f"  {then}", highlight=False)
 
     def stopping(self, instances: Sequence[Instance]) -> None:
         self._end_live()
         if instances:
-            names = ", ".join(instance.id for instance in instances)
-            self._console.print(f"stopping {names} (Ctrl-C again kills at once)", style="dim", highlight=False)
+            names, awaited = ", ".join(instance.id for instance in instances), ", ".join(self._missing)
+            why = f", still waiting for {awaited}" if awaited else ""
+            text = f"stopping {names}{why} (Ctrl-C again kills at once)"
+            self._console.print(text, style="dim", highlight=False, soft_wrap=True)
 
     def stopped(self, killed: Sequence[str], kept_logs: str | None) -> None:
         if killed:
@@ -112,10 +82,6 @@ class ConsoleReporter(Reporter):
             self._console.print(f"logs are kept in {kept_logs}", highlight=False)
         if self._has_begun:
             self._console.print("stopped", style="dim")
-
-    def _quote(self, text: str) -> None:
-        for line in text.splitlines():
-            self._console.print(f"    {escape(line)}", highlight=False, style="dim")
 
     def _end_live(self) -> None:
         if self._live is not None:

@@ -35,17 +35,22 @@ _QUESTIONS = {
     "audio": "speech.flac",
     None: '--prompt "Name three colours."',
 }
+EXIT_INTERRUPTED = 130
 _OPEN_PORT = "warning: anybody who reaches this port is served: give --api-key-file, see docs/how-to/security.md"
 
 
 def serve(settings: Settings, start_timeout_s: float) -> int:
-    """Run a cluster until SIGINT or SIGTERM; return 0 after a requested stop.
+    """Run a cluster until SIGINT or SIGTERM; return 0 after a requested stop, 130 for one before anything started.
 
     Raises TriptychError where it cannot start, or cannot go on.
     """
     with _stdout() as out:
         console = make_console(out)
-        plan = make_plan(settings)
+        try:
+            plan = make_plan(settings)
+        except KeyboardInterrupt:
+            console.print(f"stopped while looking up the model {settings.model}", style="dim", highlight=False)
+            return EXIT_INTERRUPTED
         console.print(_announce(plan), highlight=False)
         if serves_anybody(plan.settings):
             console.print(_OPEN_PORT, style="yellow", highlight=False, soft_wrap=True)
@@ -95,6 +100,8 @@ async def _serve(plan: Plan, console: Console, start_timeout_s: float) -> int:
     except asyncio.CancelledError:
         if not asked_to_stop.is_set():
             raise
+        if not supervisor.instances:
+            console.print("stopped while waiting for the broker", style="dim", highlight=False)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Child processes, each with a process group, a log file and a lifeline to this process."""
+"""Child processes, each with a process group, a log file and a lifeline to this process; delays of a new start."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import ctypes
 import os
 import signal
 import sys
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +18,8 @@ from common.errors import TriptychError
 
 _POLL_S = 0.02
 _PR_SET_CHILD_SUBREAPER = 36
+CLEAN_STOP_S = 3.0
+"""How long a child may take for a clean stop once its parent is gone."""
 
 
 @dataclass(frozen=True)
@@ -159,3 +164,45 @@ def tail(path: Path, lines: int, max_bytes: int = 16384) -> str:
     except OSError:
         return ""
     return "\n".join(text.splitlines()[-lines:])
+
+
+@dataclass
+class Backoff:
+    """Exponential back-off: doubles with each early death, starts over once a process has lived a while."""
+
+    first_s: float = 0.5
+    longest_s: float = 30.0
+    healthy_after_s: float = 60.0
+    _next_s: float = 0.0
+
+    def after_life_of(self, lived_s: float) -> float:
+        """Return the seconds to wait after a process with a life of `lived_s`."""
+        early = self._next_s > 0.0 and lived_s < self.healthy_after_s
+        delay_s = self._next_s if early else self.first_s
+        self._next_s = min(2 * delay_s, self.longest_s)
+        return delay_s
+
+
+def follow_parent(fd: int = 0, on_gone: Callable[[], None] | None = None) -> threading.Thread:
+    """Stop this process when the pipe at `fd` ends; the living parent holds the pipe open.
+
+    A pipe works after SIGKILL of the parent too, on every Unix, and whichever thread of the parent started us.
+    """
+
+    def watch() -> None:
+        while os.read(fd, 4096):
+            pass
+        (on_gone or _stop_self)()
+
+    thread = threading.Thread(target=watch, name="lifeline", daemon=True)
+    thread.start()
+    return thread
+
+
+def _stop_self() -> None:
+    """Ask for a clean stop; after too long a time end the process by force, helpers included."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(CLEAN_STOP_S)  # not a synchronisation: if the clean stop works, this thread ends with the process
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGKILL)

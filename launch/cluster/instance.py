@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from common.messages import Role
-from launch.cluster.backoff import Backoff
-from launch.cluster.children import Child, Command
+from launch.cluster.children import Backoff, Child, Command
 from services.process.drain import DrainMarker
 from services.worker import with_role
 
@@ -78,29 +77,11 @@ class Reporter:
     def started(self, instances: Sequence[Instance], base_url: str, elapsed_s: float) -> None:
         """The cluster answers requests."""
 
-    def died(self, instance: Instance, how: str, log_tail: str, retry_in_s: float) -> None:
-        """A process ended unexpectedly; a new process starts in a moment."""
+    def event(self, text: str, *, good: bool | None = None, log_tail: str = "", then: str = "") -> None:
+        """A process has ended, come back, begun to drain, left or changed its role, or the broker has ended.
 
-    def recovered(self, instance: Instance) -> None:
-        """A restarted process is ready."""
-
-    def draining(self, instance: Instance) -> None:
-        """An instance was told to finish all work, and to leave or to change role."""
-
-    def left(self, instance: Instance, how: str | None) -> None:
-        """The instance has ended for good. `how` is set if the end came before all work was finished."""
-
-    def switched(self, instance: Instance) -> None:
-        """The instance is ready again, in the new role."""
-
-    def broker_died(self, log_tail: str) -> None:
-        """The cluster's own broker has ended; an empty broker is started at once."""
-
-    def broker_failed(self, why: str, retry_in_s: float) -> None:
-        """The broker could not be started again; the next try follows in a moment."""
-
-    def broker_recovered(self) -> None:
-        """The broker runs again, after failed tries."""
+        `good` is None for what is neither good nor bad, `log_tail` the last lines of a log, `then` the next step.
+        """
 
     def stopping(self, instances: Sequence[Instance]) -> None:
         """The cluster is being taken down, with these instances; none if nothing was started."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from types import TracebackType
 from typing import get_args
 
 import httpx
@@ -35,9 +34,7 @@ class ReadinessProbe:
     async def __aenter__(self) -> ReadinessProbe:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
         await self._redis.aclose()
 

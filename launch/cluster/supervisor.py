@@ -9,8 +9,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from common.errors import TriptychError
-from launch.cluster.backoff import Backoff
-from launch.cluster.children import Child
+from launch.cluster.children import Backoff, Child
 from launch.cluster.instance import Instance, Reporter, State
 from launch.cluster.log_folders import LogFolder
 from launch.cluster.plan import Plan
@@ -147,7 +146,11 @@ class Supervisor:
             if instance.state == "draining" and instance.next_role is None:
                 instance.state, instance.past_epoch = "left", instance.epoch
                 well = instance.child is not None and instance.child.ended_well
-                self._reporter.left(instance, None if well else how)
+                if well:
+                    self._reporter.event(f"{instance.id} has left", good=True)
+                else:
+                    text = f"{instance.id} died while it was leaving ({how})"
+                    self._reporter.event(text, good=False, then="nothing takes its place")
                 return
             if instance.next_role is not None:
                 instance.take_role(instance.next_role)
@@ -157,7 +160,10 @@ class Supervisor:
                 self._early_end = f"{instance.id} ended before it was ready ({how})\n{_indent(last_lines)}"
                 return
             delay_s = instance.backoff.after_life_of(lived_s)
-            self._reporter.died(instance, how, last_lines, delay_s)
+            then = f"starting it again in {delay_s:g} s"
+            self._reporter.event(
+                f"{instance.id} died ({how}). Its last lines:", good=False, log_tail=last_lines, then=then
+            )
             await self._stopped_within(delay_s)
             instance.restarts += 1
 
@@ -171,7 +177,8 @@ class Supervisor:
             if broker.running:
                 await asyncio.sleep(_POLL_S)
                 continue
-            self._reporter.broker_died(broker.log_tail())
+            text = "the broker died; an empty one takes its place. Its last lines:"
+            self._reporter.event(text, good=False, log_tail=broker.log_tail())
             await self._bring_back(broker, backoff, time.monotonic() - began_s)
             began_s = time.monotonic()
 
@@ -193,10 +200,11 @@ class Supervisor:
                     raise
                 num_failed += 1
                 why = error.info.message if isinstance(error, TriptychError) else str(error)
-                self._reporter.broker_failed(why, delay_s)
+                text, then = "the broker cannot be started again:", f"trying once more in {delay_s:g} s"
+                self._reporter.event(text, good=False, log_tail=why, then=then)
             else:
                 if num_failed:
-                    self._reporter.broker_recovered()
+                    self._reporter.event("the broker is back", good=True)
                 return
 
     async def _stopped_within(self, delay_s: float) -> bool:
@@ -240,11 +248,12 @@ class Supervisor:
     def _note(self, instance: Instance, state: State) -> None:
         before, instance.state = instance.state, state
         if state == "draining":
-            self._reporter.draining(instance)
+            self._reporter.event(f"{instance.id} is draining: it finishes what it has")
         elif state == "ready" and before == "switching":
-            self._reporter.switched(instance)
+            self._reporter.event(f"{instance.id} has the role {instance.role} now (pid {instance.pid})", good=True)
         elif state == "ready" and self._up:
-            self._reporter.recovered(instance)
+            life = f"pid {instance.pid}, ready after {instance.age_s:.1f} s, restart {instance.restarts}"
+            self._reporter.event(f"{instance.id} is back ({life})", good=True)
 
     async def _wait_until_ready(self, began: float) -> None:
         while any(instance.awaited for instance in self.instances):

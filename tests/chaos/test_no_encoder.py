@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.cluster.backoff import Backoff
+from launch.cluster.children import Backoff
 from tests.chaos.arena import Arena, arena
 from tests.chaos.asks import salted, sign_asks
 from tests.eventually import eventually

@@ -18,8 +18,7 @@ import msgspec
 
 from common.config import Settings
 from common.errors import TriptychError
-from launch.cluster.children import describe_exit
-from launch.cluster.lifeline import follow_parent
+from launch.cluster.children import describe_exit, follow_parent
 from tools.soak.asking import send
 from tools.soak.asks import DRAWS, Ask
 from tools.soak.tally import Judge, Tally

@@ -12,9 +12,7 @@ import pytest
 SAYS = """
 import sys
 from pathlib import Path
-from launch.cluster.children import Command
 from launch.cli.console import ConsoleReporter, make_console
-from launch.cluster.instance import Instance
 from launch.cli.serve import _stdout
 if sys.argv[1] == "closed":
     sys.stdout.close()
@@ -22,7 +20,7 @@ with _stdout() as out:
     console = make_console(out)
     reporter = ConsoleReporter(console, "1e1pd")
     for number in range(int(sys.argv[2])):
-        reporter.died(Instance("e0", "encoder", Command([], {}, Path())), "killed by SIGKILL", "last line", 0.1)
+        reporter.event("e0 died", good=False, log_tail="last line", then="starting it again in 0.1 s")
     console.print("✓ done · so")
 print("went on", file=sys.stderr)
 """

@@ -62,7 +62,8 @@ def test_a_start_says_where_logs_are_who_is_served_and_what_ctrl_c_stops(tmp_pat
         serving.process.wait(20)
         assert "warning: anybody who reaches this port is served: give --api-key-file" in serving.output
         assert f"logs: {serving.temporary}/triptych-logs-" in serving.output
-        assert "stopping pd0, e0, proxy (Ctrl-C again kills at once)\nstopped\n" in serving.output
+        waited = "stopping pd0, e0, proxy, still waiting for pd0, e0, proxy (Ctrl-C again kills at once)\nstopped\n"
+        assert waited in serving.output
     finally:
         serving.close()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from launch.cluster.backoff import Backoff
+from launch.cluster.children import Backoff
 
 
 def test_early_deaths_double_the_delay_up_to_a_limit() -> None:

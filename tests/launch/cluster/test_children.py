@@ -16,7 +16,7 @@ from tests.launch.waiting import alive, eventually
 
 _FOLLOWER = """
 import sys, threading
-from launch.cluster.lifeline import follow_parent
+from launch.cluster.children import follow_parent
 follow_parent()
 print("following", flush=True)
 threading.Event().wait(60)

@@ -18,7 +18,7 @@ from redis import Redis
 
 from common.config import EngineConfig, Settings
 from common.model_info import load_model_info
-from launch.cluster.instance import Instance, Reporter
+from launch.cluster.instance import Reporter
 from launch.cluster.local_cluster import LocalCluster
 from launch.demo import scenes
 from tests.broker.conftest import broker_url
@@ -42,10 +42,11 @@ class Deaths(Reporter):
     """Keeps what is told of processes that have ended."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, str, str]] = []
+        self.told: list[tuple[str, str]] = []
 
-    def died(self, instance: Instance, how: str, log_tail: str, retry_in_s: float) -> None:
-        self.told.append((instance.id, how, log_tail))
+    def event(self, text: str, *, good: bool | None = None, log_tail: str = "", then: str = "") -> None:
+        if good is False:
+            self.told.append((text, log_tail))
 
 
 @pytest.fixture(scope="module")
@@ -184,8 +185,8 @@ async def test_answers_go_on_elsewhere_when_an_engine_hangs_and_no_picture_is_en
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in undisturbed]
     assert [answer.finish_reason for answer in answers] == ["length"] * NUM_PICTURES
     await eventually(lambda: deaths.told != [], 20.0)  # answers may be there before its end has been seen
-    assert [(name, how) for name, how, _ in deaths.told] == [(busy, "exit code 1")]
-    assert "the engine has been in one step for" in deaths.told[0][2]
+    assert [text for text, _ in deaths.told] == [f"{busy} died (exit code 1). Its last lines:"]
+    assert "the engine has been in one step for" in deaths.told[0][1]
     encoder = served.gauges("e0")
     assert encoder["encoder_items_total"] - encoded == NUM_PICTURES
     assert encoder["encoder_output_cache_hits_total"] > 0

@@ -28,8 +28,7 @@ from common.errors import TriptychError
 from common.messages import InstanceRecord, Role
 from launch.cli.console import ConsoleReporter
 from launch.cluster import supervisor as module
-from launch.cluster.backoff import Backoff
-from launch.cluster.children import Command
+from launch.cluster.children import Backoff, Command
 from launch.cluster.instance import Instance, Reporter
 from launch.cluster.plan import make_plan
 from launch.cluster.supervisor import Supervisor
@@ -177,14 +176,8 @@ class BrokerLines(Reporter):
 
     lines: list[str] = field(default_factory=list)
 
-    def broker_died(self, log_tail: str) -> None:
-        self.lines.append("died")
-
-    def broker_failed(self, why: str, retry_in_s: float) -> None:
-        self.lines.append(why)
-
-    def broker_recovered(self) -> None:
-        self.lines.append("back")
+    def event(self, text: str, *, good: bool | None = None, log_tail: str = "", then: str = "") -> None:
+        self.lines.append("back" if good else log_tail if then else "died")
 
 
 @asynccontextmanager
@@ -291,9 +284,10 @@ async def test_a_broker_that_does_not_come_back_within_the_time_for_a_start_ends
 def test_tries_to_start_the_broker_again_are_told_with_their_reasons() -> None:
     out = io.StringIO()
     reporter = ConsoleReporter(Console(file=out), "1e1pd")
-    reporter.broker_failed("[tcp] Address already in use", 0.4)
-    reporter.broker_recovered()
-    assert "    [tcp] Address already in use\n  trying once more in 0.4 s\n✓ the broker is back\n" in out.getvalue()
+    reporter.event("it fails", good=False, log_tail="[tcp] Address already in use", then="trying once more in 0.4 s")
+    reporter.event("the broker is back", good=True)
+    shown = "✗ it fails\n    [tcp] Address already in use\n  trying once more in 0.4 s\n✓ the broker is back\n"
+    assert out.getvalue() == shown
 
 
 @pytest.mark.parametrize("moment", ["a try", "a pause"])
