@@ -106,12 +106,12 @@ def make_app(redis: Redis) -> Starlette:
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
-    async def ready(_: Request) -> Response:
+    async def ready(request: Request) -> Response:
         try:
             await redis.ping()
         except RedisError as error:
             return JSONResponse({"status": "unavailable", "reason": str(error)}, status_code=503)
-        return JSONResponse({"status": "ok"})
+        return await health(request)
 
     async def show_metrics(_: Request) -> Response:
         try:

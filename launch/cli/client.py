@@ -149,9 +149,7 @@ class ApiClient:
             if not response.is_success:
                 outcome.error = _describe(response, await response.aread())
                 return
-            outcome.error = "the stream ended before the answer did"
-            async for event in read_events(response.aiter_lines()):
-                _take_event(event or {}, outcome, on_text)
+            await _add_events(response, outcome, on_text)
 
     async def _transcribe(self, job: ClientRequest, outcome: ClientResult, on_text: OnText) -> None:
         """Stream the transcript; servers without streaming answer in a single piece."""
@@ -165,49 +163,41 @@ class ApiClient:
             if not response.is_success:
                 outcome.error = _describe(response, await response.aread())
             elif response.headers.get("content-type", "").startswith("text/event-stream"):
-                outcome.error = "the stream ended before the answer did"
-                async for event in read_events(response.aiter_lines()):
-                    _take_transcript(event or {}, outcome, on_text)
+                await _add_events(response, outcome, on_text)
             else:
                 body = json.loads(await response.aread())
                 outcome.text, outcome.completion_tokens = str(body["text"]), _output_tokens(body)
                 on_text(outcome.text)
 
 
-def _take_transcript(event: dict[str, Any], outcome: ClientResult, on_text: OnText) -> None:
-    if "error" in event:
-        outcome.error = str(event["error"].get("message", event["error"]))
-    elif event.get("type") == "transcript.text.delta":
-        _take_text(event["delta"], outcome, on_text)
-    elif event.get("type") == "transcript.text.done":
-        outcome.text, outcome.error = str(event["text"]), None
-        outcome.completion_tokens = _output_tokens(event)
-
-
 def _output_tokens(body: dict[str, Any]) -> int | None:
-    return (body.get("usage") or {}).get("output_tokens")
+    usage = body.get("usage") or {}
+    return usage.get("completion_tokens", usage.get("output_tokens"))
 
 
-def _take_text(text: str, outcome: ClientResult, on_text: OnText) -> None:
-    if not text:
-        return
-    if outcome.ttft_s is None:
-        outcome.ttft_s = time.perf_counter() - outcome.began
-    outcome.text += text
-    on_text(text)
-
-
-def _take_event(event: dict[str, Any], outcome: ClientResult, on_text: OnText) -> None:
+def _add_event(event: dict[str, Any], outcome: ClientResult, on_text: OnText) -> None:
+    """Add an event of any stream: text, the end of the answer, usage, or an error."""
     if "error" in event:
         outcome.error = str(event["error"].get("message", event["error"]))
         return
     outcome.request_id = event.get("id", outcome.request_id)
-    for choice in event.get("choices", []):
-        _take_text(choice.get("delta", {}).get("content") or "", outcome, on_text)
-        if choice.get("finish_reason"):
-            outcome.error = None
-    if event.get("usage"):
-        outcome.completion_tokens = int(event["usage"]["completion_tokens"])
+    choices = event.get("choices", [])
+    text = "".join(choice.get("delta", {}).get("content") or "" for choice in choices) or event.get("delta", "")
+    if text:
+        outcome.ttft_s = outcome.ttft_s or time.perf_counter() - outcome.began
+        outcome.text += text
+        on_text(text)
+    if event.get("type") == "transcript.text.done":
+        outcome.text, outcome.error = str(event["text"]), None
+    elif any(choice.get("finish_reason") for choice in choices):
+        outcome.error = None
+    outcome.completion_tokens = _output_tokens(event) or outcome.completion_tokens
+
+
+async def _add_events(response: httpx.Response, outcome: ClientResult, on_text: OnText) -> None:
+    outcome.error = "the stream ended before the answer did"
+    async for event in read_events(response.aiter_lines()):
+        _add_event(event or {}, outcome, on_text)
 
 
 async def read_events(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any] | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,6 +13,7 @@ from launch.cluster.configure import Flags, load_settings
 
 if TYPE_CHECKING:
     from common.config import Settings
+    from launch.cli.members import Members
 
 Id = Annotated[
     str, typer.Argument(metavar="ID", help="Of a worker, as `triptych status` shows it.", show_default=False)
@@ -49,15 +51,7 @@ def drain(flags: Flags, instance_id: Id, timeout: Timeout = 600.0) -> None:
 
     Returns when it has left. `serve` does not start it again.
     """
-    import asyncio
-
-    from launch.cli.members import Members
-
-    async def run(settings: Settings) -> None:
-        async with Members(settings) as members:
-            await members.drain(instance_id, timeout, typer.echo)
-
-    asyncio.run(run(_reach(flags)))
+    _with_members(flags, lambda members: members.drain(instance_id, timeout, typer.echo))
 
 
 @takes_settings(*REACHING)
@@ -76,13 +70,17 @@ def switch(
 
     Returns when it is ready in the new role.
     """
+    _with_members(flags, lambda members: members.switch(instance_id, role, timeout, typer.echo))
+
+
+def _with_members(flags: Flags, action: Callable[[Members], Awaitable[None]]) -> None:
     import asyncio
 
     from launch.cli.members import Members
 
     async def run(settings: Settings) -> None:
         async with Members(settings) as members:
-            await members.switch(instance_id, role, timeout, typer.echo)
+            await action(members)
 
     asyncio.run(run(_reach(flags)))
 
