@@ -89,11 +89,17 @@ class ConsoleReporter(Reporter):
             self._live = None
 
 
+def make_table(title: str, columns: Sequence[str]) -> Table:
+    """Return an empty table without lines."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold", header_style="dim")
+    return table
+
+
 def instance_table(instances: Sequence[Instance], title: str) -> Table:
     """Return a table with a row per instance: id, role, process, addresses, state."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in ("id", "role", "pid", "http", "requests", "tensors", "state"):
-        table.add_column(column, overflow="fold", header_style="dim")
+    table = make_table(title, ("id", "role", "pid", "http", "requests", "tensors", "state"))
     for i in instances:
         addresses = (i.http_address, i.requests_address, i.tensor_address.partition(" ")[0])
         bare = (address.rpartition("://")[2] or "–" for address in addresses)

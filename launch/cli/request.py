@@ -11,10 +11,9 @@ from pathlib import Path
 from rich.console import Console
 
 from common.errors import TriptychError
-from launch.cli.answers import AnswerView
+from launch.cli.answers import AnswerView, latency_table, summary
 from launch.cli.client import ApiClient, ClientOptions, ClientRequest, ClientResult
 from launch.cli.console import make_console
-from launch.cli.latency import latency_table, summary
 from launch.cli.media import load_media
 
 EXIT_INTERRUPTED = 130

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from broker.cluster.registry import incompatibility
 from common.messages import InstanceRecord
-from launch.cli.console import make_console
+from launch.cli.console import make_console, make_table
 from launch.cli.members import Members
 
 if TYPE_CHECKING:
@@ -56,9 +56,7 @@ def refusals(records: Collection[InstanceRecord]) -> dict[str, str]:
 def status_table(records: Iterable[InstanceRecord], title: str, now_s: float, refused: Collection[str] = ()) -> Table:
     """Return a table with a row per instance; `now_s` is Unix time, `refused` are ids. An instance's epoch is the
     moment of the start."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in ("id", "role", "epoch", "up", "requests", "tokens", "http", "state"):
-        table.add_column(column, overflow="fold", header_style="dim")
+    table = make_table(title, ("id", "role", "epoch", "up", "requests", "tokens", "http", "state"))
     for one in records:
         table.add_row(
             one.instance_id,

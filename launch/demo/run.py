@@ -11,16 +11,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
+from rich.color import Color
 from rich.console import Console, Group, RenderableType
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
 from common.keys import own_api_key
+from launch.cli.answers import latency_table, summary
 from launch.cli.client import ApiClient, ClientOptions, ClientRequest, ClientResult
 from launch.cli.console import ConsoleReporter, make_console
-from launch.cli.latency import latency_table, summary
 from launch.cli.media import Media
-from launch.cli.thumbnail import thumbnail
 from launch.cli.timeline import timeline_table
 from launch.cluster.children import adopt_orphans
 from launch.cluster.local_cluster import LocalCluster
@@ -125,7 +126,7 @@ def _show(question: Question, console: Console) -> RenderableType:
     if not coloured:
         return Group(lines, bars)
     grid = Table.grid(padding=(0, 2))
-    grid.add_row(thumbnail(question.image, _THUMBNAIL_COLUMNS), Group(lines, Text(), bars))
+    grid.add_row(_thumbnail(question.image, _THUMBNAIL_COLUMNS), Group(lines, Text(), bars))
     return grid
 
 
@@ -143,3 +144,23 @@ def _conclude(console: Console, questions: list[Question], wall_s: float) -> int
         console.print("so many wrong answers mean that something is broken", style="red")
         return 1
     return int(bool(failed))
+
+
+def _thumbnail(image: Image.Image, columns: int) -> Text:
+    """Return the image over `columns` cells, each an upper half block: foreground for the upper pixel, background for
+    the lower."""
+    rows = max(1, round(columns * image.height / image.width / 2))
+    small = image.convert("RGB").resize((columns, 2 * rows), Image.Resampling.LANCZOS)
+    pixels = small.tobytes()
+
+    def colour(x: int, y: int) -> Color:
+        at = 3 * (y * columns + x)
+        return Color.from_rgb(*pixels[at : at + 3])
+
+    text = Text(no_wrap=True)
+    for row in range(rows):
+        for x in range(columns):
+            text.append("▀", Style(color=colour(x, 2 * row), bgcolor=colour(x, 2 * row + 1)))
+        text.append("\n")
+    text.rstrip()
+    return text
