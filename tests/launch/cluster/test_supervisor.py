@@ -50,10 +50,10 @@ async def test_a_mistake_in_what_keeps_a_process_running_ends_the_watch_and_is_t
     instance = Instance("e0", "encoder", ended)
     supervisor._up = True
 
-    def died(*_: object) -> None:
+    def event(*_: object, **__: object) -> None:
         raise ZeroDivisionError("a mistake in a reporter")
 
-    monkeypatch.setattr(supervisor._reporter, "died", died, raising=False)
+    monkeypatch.setattr(supervisor._reporter, "event", event)
     supervisor._keepers = [asyncio.create_task(supervisor._keep(instance))]
     with pytest.raises(TriptychError, match="a mistake in a reporter") as caught:
         async with asyncio.timeout(20):
@@ -102,9 +102,8 @@ async def test_a_worker_that_dies_while_it_drains_leaves_or_comes_back_in_the_ro
     note.write(None)  # by a former process: not of interest any more
     supervisor.instances = [instance] = [Instance("e0", "encoder", waits, note=note)]
     supervisor._up = True
-    told: list[object] = []
-    monkeypatch.setattr(supervisor._reporter, "left", lambda _, how: told.append(how), raising=False)
-    monkeypatch.setattr(supervisor._reporter, "died", lambda *how: told.append(how[-1]), raising=False)
+    told: list[str] = []
+    monkeypatch.setattr(supervisor._reporter, "event", lambda text, then="", **_: told.extend((text, then)))
     supervisor._keepers = [asyncio.create_task(supervisor._keep(instance))]
     await eventually(lambda: instance.pid is not None, 20.0)
     assert instance.child is not None
@@ -114,12 +113,16 @@ async def test_a_worker_that_dies_while_it_drains_leaves_or_comes_back_in_the_ro
     instance.child.kill()
     if next_role is None:
         await asyncio.wait_for(supervisor._keepers[0], 20.0)
-        assert (instance.state, instance.restarts, told) == ("left", 0, ["killed by SIGKILL"])
+        assert (instance.state, instance.restarts, told[0]) == (
+            "left",
+            0,
+            "e0 died while it was leaving (killed by SIGKILL)",
+        )
     else:
         await eventually(lambda: instance.restarts == 1 and instance.pid is not None, 20.0)
         assert (instance.role, instance.command.argv[-1]) == (next_role, next_role)
         assert (note.exists, instance.next_role) == (False, None)
-        assert told == [Backoff().after_life_of(3600.0)]
+        assert told[1] == f"starting it again in {Backoff().after_life_of(3600.0):g} s"
     await supervisor.stop()
 
 
@@ -131,12 +134,12 @@ async def test_a_process_that_never_joins_again_is_killed_and_started_anew(
     supervisor.instances = [instance] = [Instance("e0", "encoder", waits)]
     supervisor._up = True
     told: list[str] = []
-    monkeypatch.setattr(supervisor._reporter, "died", lambda _, how, *rest: told.append(how), raising=False)
+    monkeypatch.setattr(supervisor._reporter, "event", lambda text, **_: told.append(text))
     supervisor._keepers = [asyncio.create_task(supervisor._keep(instance))]
     supervisor._readiness = asyncio.create_task(supervisor._watch_readiness(broker_url))
     await eventually(lambda: instance.restarts > 0, 20.0)
     await supervisor.stop()
-    assert told[0] == "killed by SIGKILL: it did not join the cluster within 0.2 s"
+    assert told[0] == "e0 died (killed by SIGKILL: it did not join the cluster within 0.2 s). Its last lines:"
 
 
 async def test_a_process_that_cannot_join_for_want_of_a_broker_is_left_alone_until_it_is_back(
@@ -158,7 +161,7 @@ async def test_a_process_that_cannot_join_for_want_of_a_broker_is_left_alone_unt
     waits = Command([sys.executable, "-c", "input()"], dict(os.environ), tmp_path / "e0.log")
     supervisor.instances = [instance] = [Instance("e0", "encoder", waits)]
     supervisor._up = True
-    monkeypatch.setattr(supervisor._reporter, "died", lambda _, how, *rest: told.append(how), raising=False)
+    monkeypatch.setattr(supervisor._reporter, "event", lambda text, **_: told.append(text))
     supervisor._keepers = [asyncio.create_task(supervisor._keep(instance))]
     await eventually(lambda: instance.pid is not None, 20.0)
     supervisor._readiness = asyncio.create_task(supervisor._watch_readiness(broker))
@@ -167,7 +170,7 @@ async def test_a_process_that_cannot_join_for_want_of_a_broker_is_left_alone_unt
     away = False
     await eventually(lambda: told != [], 20.0)
     await supervisor.stop()
-    assert told[0] == "killed by SIGKILL: it did not join the cluster within 0.1 s"
+    assert told[0] == "e0 died (killed by SIGKILL: it did not join the cluster within 0.1 s). Its last lines:"
 
 
 @dataclass
