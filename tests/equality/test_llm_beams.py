@@ -61,6 +61,8 @@ SEARCHES = [
     Search(4, n=4, length_penalty=2.0),
     Search(5, n=3, length_penalty=-0.7, early_stopping=True),
 ]
+SAMPLED = [*SEARCHES[:1], *(pytest.param(search, marks=pytest.mark.slow) for search in SEARCHES[1:4]), SEARCHES[4]]
+"""The narrowest and the widest belong to the five-minute loop."""
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"max_num_batched_tokens": 5, "max_num_seqs": 5, "block_size": 3},
@@ -134,7 +136,7 @@ def llama_prompts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("search", SEARCHES, ids=str)
+@pytest.mark.parametrize("search", SAMPLED, ids=str)
 def test_beams_of_a_text_model(
     llama: Path, llama_reference: Reference, search: Search, options: dict[str, Any]
 ) -> None:
@@ -213,7 +215,7 @@ def bart_reference(bart: Path) -> Reference:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("search", SEARCHES, ids=str)
+@pytest.mark.parametrize("search", SAMPLED, ids=str)
 def test_beams_of_bart_as_its_users_call_it(
     bart: Path, bart_reference: Reference, search: Search, options: dict[str, Any]
 ) -> None:
@@ -228,7 +230,7 @@ def test_beams_of_bart_as_its_users_call_it(
     check(LLM(bart, **options).generate(prompts, search.params()), expected)
 
 
-@pytest.mark.parametrize("search", SEARCHES, ids=str)
+@pytest.mark.parametrize("search", SAMPLED, ids=str)
 def test_beams_of_bart_after_a_decoder_prompt(bart: Path, bart_reference: Reference, search: Search) -> None:
     pairs: list[Any] = [
         {"encoder_prompt": prompt, "decoder_prompt": [encdec.EOS, encdec.BOS, *prompt[:3]]}
@@ -275,7 +277,7 @@ def test_the_encoder_runs_once_for_all_beams(bart: Path) -> None:
 # --- Whisper
 
 
-@pytest.mark.parametrize("search", SEARCHES, ids=str)
+@pytest.mark.parametrize("search", SAMPLED, ids=str)
 def test_beams_of_whisper(
     search: Search, folder_of: Callable[[str], Path], reference_of: Callable[[str], Reference]
 ) -> None:

@@ -22,10 +22,10 @@ from tests.equality.runs import answer_all, expected_of, kv_bytes, strip
 from tests.tiny import encdec
 
 MAX_TOKENS = LIMITS["bart"]
-OPTIONS: list[dict[str, Any]] = [
+OPTIONS: list[Any] = [
     {},
-    {"max_num_batched_tokens": 16, "encoder_batch_items": 1},
-    {"max_num_batched_tokens": 7, "block_size": 1},
+    pytest.param({"max_num_batched_tokens": 16, "encoder_batch_items": 1}, marks=pytest.mark.slow),
+    pytest.param({"max_num_batched_tokens": 7, "block_size": 1}, marks=pytest.mark.slow),
     {"max_num_seqs": 3, "block_size": 5, "encoder_cache_bytes": 128 * 64 * 4},
 ]
 Setup = tuple[Path, list[Case]]

@@ -18,9 +18,9 @@ from tests.equality.references import Reference
 from tests.equality.runs import answer_all, expected_of, kv_bytes
 
 MAX_TOKENS = LIMITS["whisper"]
-OPTIONS: list[dict[str, Any]] = [
+OPTIONS: list[Any] = [
     {},
-    {"max_num_batched_tokens": 2},
+    pytest.param({"max_num_batched_tokens": 2}, marks=pytest.mark.slow),
     {"max_num_seqs": 2, "block_size": 7},
     {"encoder_cache_bytes": 1500 * 64 * 4, "encoder_batch_items": 2},
 ]

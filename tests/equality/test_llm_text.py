@@ -16,11 +16,11 @@ from tests.equality.cases import Case
 from tests.equality.runs import answer_all, expected_of, kv_bytes
 
 MAX_TOKENS = LIMITS["llama"]
-OPTIONS: list[dict[str, Any]] = [
+OPTIONS: list[Any] = [
     {},
-    {"max_num_batched_tokens": 16},
+    pytest.param({"max_num_batched_tokens": 16}, marks=pytest.mark.slow),
     {"max_num_batched_tokens": 64, "block_size": 1},
-    {"max_num_batched_tokens": 1024, "block_size": 64},
+    pytest.param({"max_num_batched_tokens": 1024, "block_size": 64}, marks=pytest.mark.slow),
     {"max_num_seqs": 3, "block_size": 5},
 ]
 Setup = tuple[Path, list[Case]]

@@ -91,6 +91,7 @@ def half_a_gibibyte() -> memoryview:
     return memoryview(np.arange(512 * MIB // 8, dtype=np.int64)).cast("B")
 
 
+@pytest.mark.slow
 async def test_half_a_gibibyte_arrives_whole(kit: Kit, half_a_gibibyte: memoryview) -> None:
     data = half_a_gibibyte
     if kit.on_device:

@@ -84,6 +84,7 @@ def give_much(begun: str) -> bytes:
     return bytes(200_000_000)
 
 
+@pytest.mark.slow
 async def test_processes_killed_idle_or_in_the_middle_of_a_result_are_replaced(begun: Path) -> None:
     """Pools that share one pipe and its lock among their processes hang here, or give up for good."""
     pool = ChildPool(begin, (), work="reading", num_workers=2, timeout_s=60.0, memory_bytes=2**30)

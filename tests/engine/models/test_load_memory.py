@@ -86,6 +86,7 @@ def large_whisper(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.mark.slow
 def test_a_load_takes_its_own_weights_once(large_llama: Path, large_whisper: Path, llama: Path) -> None:
     jobs = [
         ("decoder", large_llama, "float32"),

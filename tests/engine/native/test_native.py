@@ -143,6 +143,7 @@ def test_without_a_compiler_pytorch_serves_both_phases(tmp_path: Path, monkeypat
         build.load_kernels.cache_clear()
 
 
+@pytest.mark.slow
 def test_without_a_home_the_kernels_are_compiled_into_a_folder_of_this_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
