@@ -16,7 +16,7 @@ export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-rest lint format bench model chaos fuzz soak compose-test gpu-check gpu-sources clean distclean
+.PHONY: help demo test test-all test-rest test-lowest lint format bench model chaos fuzz soak compose-test gpu-check gpu-sources clean distclean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +32,9 @@ test-all: $(VENV)/test.stamp ## Everything that needs no GPU and no Docker: `mak
 
 test-rest: $(VENV)/test.stamp ## The slower tests alone: clusters, kills, real weights.
 	@.ci/check rest -- $(ARGS)
+
+test-lowest: $(VENV)/test.stamp ## The in-process tests with every dependency at its lowest declared version.
+	@$(BIN)/python .ci/lowest.py build/lowest constraints-cpu.txt $(ARGS)
 
 lint: $(VENV)/test.stamp ## Linter, formatter, types and import contracts only.
 	@.ci/check lint
