@@ -37,7 +37,9 @@ def install(folder: Path, constraints: str) -> None:
     """Make the environment anew; uv resolves to the lowest versions, which pip cannot."""
     venv.create(folder, clear=True, with_pip=True)
     python = str(folder / "bin" / "python")
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "-c", constraints, "torch", "uv"], check=True)
+    # Alone: uv keeps what it finds installed, and would not lower it.
+    alone = ["--quiet", "--no-deps", "-c", constraints]
+    subprocess.run([python, "-m", "pip", "install", *alone, "torch", "uv"], check=True)
     asked = subprocess.run([python, "-m", "pip", "freeze"], check=True, capture_output=True, text=True)
     torch = folder / "torch.txt"
     torch.write_text("".join(line for line in asked.stdout.splitlines(keepends=True) if line.startswith("torch==")))
