@@ -155,7 +155,7 @@ async def test_a_greeting_that_the_receiver_cannot_encode_is_an_error_in_the_log
 
 
 async def test_a_greeting_that_the_sender_cannot_encode_is_raised(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm_transport, "pack", lambda message: msgspec.msgpack.encode(object()))
+    monkeypatch.setattr(shm_transport, "encode", lambda message: msgspec.msgpack.encode(object()))
     sender, receiver = kit.sender(), kit.receiver()
     with pytest.raises(TypeError, match="unsupported"):
         await sender.send(to(receiver.address), of_bytes(b"abcd"), memoryview(b"abcd"), timeout_s=30.0)
