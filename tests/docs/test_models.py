@@ -61,7 +61,7 @@ def test_nothing_is_called_close_that_is_not() -> None:
 
 def _row(family: Family) -> str:
     architectures = ", ".join(f"`{name}`" for name in family.architectures)
-    takes = {None: "text", "image": "text and pictures", "audio": "text and sound", "text": "text, encoded"}
+    takes = {None: "text", "image": "text and images", "audio": "text and audio", "text": "text, encoded"}
     if family.media_kind is None:
         how = "no encoder"
     elif family.is_encoder_decoder:
@@ -70,5 +70,5 @@ def _row(family: Family) -> str:
         how = "cross-attention to inputs in the prompt"
     else:
         how = "rows in place of embeddings"
-    kind = "sound" if family.media_kind == "audio" and family.is_encoder_decoder else takes[family.media_kind]
+    kind = "audio" if family.media_kind == "audio" and family.is_encoder_decoder else takes[family.media_kind]
     return f"| `{family.name}` | {architectures} | {kind} | {how} |"
