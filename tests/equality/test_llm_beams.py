@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -135,21 +136,26 @@ def llama_prompts() -> list[list[int]]:
     return [prompt[:30] for prompt in text_prompts(5)]
 
 
+@cache
+def text_beams(reference: Reference, search: Search) -> list[Found]:
+    """What transformers finds for `llama_prompts`, searched once for all options."""
+    return [search_text(reference, prompt, search) for prompt in llama_prompts()]
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("search", SAMPLED, ids=str)
 def test_beams_of_a_text_model(
     llama: Path, llama_reference: Reference, search: Search, options: dict[str, Any]
 ) -> None:
-    expected = [search_text(llama_reference, prompt, search) for prompt in llama_prompts()]
     llm = LLM(llama, **options)
-    check(llm.generate(llama_prompts(), search.params()), expected)
+    check(llm.generate(llama_prompts(), search.params()), text_beams(llama_reference, search))
     assert llm.decoder.is_empty()
     llm.decoder.check_integrity()
 
 
 def test_the_beams_are_worth_comparing(llama: Path, llama_reference: Reference) -> None:
     """They end early and late, and are not what greedy search finds."""
-    found = [search_text(llama_reference, prompt, SEARCHES[1]) for prompt in llama_prompts()]
+    found = text_beams(llama_reference, SEARCHES[1])
     lengths = {len(tokens) for one in found for tokens in one.sequences}
     assert len(lengths) > 3
     assert max(lengths) > MAX_TOKENS // 2
@@ -214,20 +220,25 @@ def bart_reference(bart: Path) -> Reference:
     return Reference(bart)
 
 
+@cache
+def bart_beams(reference: Reference, search: Search, count: int, longest: int) -> list[Found]:
+    """What transformers finds after the default decoder prompt, without its forced <BOS>."""
+    found = []
+    for prompt in text_prompts(count, longest=longest):
+        theirs = search_translations(reference, prompt, [encdec.EOS], search, max_new_tokens=MAX_TOKENS + 1)
+        assert all(tokens[0] == encdec.BOS for tokens in theirs.sequences)
+        found.append(Found([tokens[1:] for tokens in theirs.sequences], theirs.scores))
+    return found
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("search", SAMPLED, ids=str)
 def test_beams_of_bart_as_its_users_call_it(
     bart: Path, bart_reference: Reference, search: Search, options: dict[str, Any]
 ) -> None:
     """The default decoder prompt ends with a forced <BOS>, which counts for a sequence's length in the scores."""
-    prompts = text_prompts(4)
-    expected = []
-    for prompt in prompts:
-        options_there = {"max_new_tokens": MAX_TOKENS + 1}
-        theirs = search_translations(bart_reference, prompt, [encdec.EOS], search, **options_there)
-        assert all(tokens[0] == encdec.BOS for tokens in theirs.sequences)
-        expected.append(Found([tokens[1:] for tokens in theirs.sequences], theirs.scores))
-    check(LLM(bart, **options).generate(prompts, search.params()), expected)
+    outputs = LLM(bart, **options).generate(text_prompts(4), search.params())
+    check(outputs, bart_beams(bart_reference, search, 4, 90))
 
 
 @pytest.mark.parametrize("search", SAMPLED, ids=str)
@@ -247,13 +258,9 @@ def test_beams_of_bart_when_blocks_are_scarce(bart: Path, bart_reference: Refere
     search, prompts = SEARCHES[3], text_prompts(5, longest=40)
     own = search.width * -(-(2 + MAX_TOKENS) // 4)
     num_blocks = own + -(-max(map(len, prompts)) // 4) + 1
-    expected = []
-    for prompt in prompts:
-        theirs = search_translations(bart_reference, prompt, [encdec.EOS], search, max_new_tokens=MAX_TOKENS + 1)
-        expected.append(Found([tokens[1:] for tokens in theirs.sequences], theirs.scores))
     kv_cache_bytes = kv_bytes(load_model_info(str(bart)), num_blocks, 4)
     llm = LLM(bart, block_size=4, kv_cache_bytes=kv_cache_bytes, preemption=policy)
-    check(llm.generate(prompts, search.params()), expected)
+    check(llm.generate(prompts, search.params()), bart_beams(bart_reference, search, 5, 40))
     assert llm.decoder.stats()["preemptions_total"] > 0
 
 

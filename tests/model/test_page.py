@@ -89,6 +89,7 @@ def test_the_page_names_the_states_of_the_code(title: str) -> None:
     assert named == SECTIONS[title][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("title", SECTIONS)
 def test_the_page_has_the_transitions_of_the_code(title: str, observed: dict[str, set[Transition]]) -> None:
     listed = _transitions(title)

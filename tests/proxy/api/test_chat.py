@@ -154,6 +154,7 @@ async def test_a_prompt_over_the_context_length_says_so(serve, text_model):
         await rig.assert_clean()
 
 
+@pytest.mark.slow
 async def test_bodies_of_millions_of_values_and_conversations_of_thousands_of_turns_are_refused(serve, text_model):
     async with serve(text_model.folder, encoders=0) as rig:
         with pytest.raises(openai.APIStatusError, match="commas, at most 1048576") as large:
