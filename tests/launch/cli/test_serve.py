@@ -70,20 +70,29 @@ def test_a_start_says_where_logs_are_who_is_served_and_what_ctrl_c_stops(tmp_pat
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("damage", ["missing", "cut off"])
-def test_weights_that_cannot_be_loaded_are_a_sentence(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("missing", "save the model as unquantised safetensors; it has pytorch_model.bin"),
+        ("cut off", "cut off"),
+        ("other bytes", "model.safetensors (10 bytes) is not a safetensors file"),
+    ],
+)
+def test_weights_that_cannot_be_loaded_are_a_sentence(tmp_path: Path, damage: str, said: str) -> None:
     folder = Path(shutil.copytree(BUNDLED / "signpost", tmp_path / "model"))
     weights = folder / "model.safetensors"
-    size = weights.stat().st_size
-    weights.rename(folder / "pytorch_model.bin") if damage == "missing" else os.truncate(weights, size // 2)
+    if damage == "missing":
+        weights.rename(folder / "pytorch_model.bin")
+    elif damage == "cut off":
+        os.truncate(weights, weights.stat().st_size // 2)
+    else:
+        weights.write_bytes(b"no weights")
     serving = Serving(tmp_path, str(folder))
     try:
         assert serving.process.wait(60) == 2
-        said = (
-            "save the model as unquantised safetensors; it has pytorch_model.bin" if damage == "missing" else "cut off"
-        )
         assert said in serving.output
         assert "Traceback" not in serving.output
+        assert list(serving.temporary.iterdir()) == []
     finally:
         serving.close()
 
