@@ -131,7 +131,7 @@ def test_preparing_a_step_grows_no_faster_than_the_batch() -> None:
 def seconds_of_steps(count: int, repetitions: int) -> Iterator[float]:
     """Of steady decoding: sequences of 150 tokens and more, which grow by one token a step."""
     buffers = InputBuffers(count, 4096, 16)
-    slots = [buffers.take_slot() for _ in range(count)]
+    slots = [buffers.acquire_slot() for _ in range(count)]
     tokens = [list(range(150 + index % 16)) for index in range(count)]
     for _ in range(repetitions):
         for token_ids in tokens:
