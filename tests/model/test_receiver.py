@@ -40,7 +40,16 @@ DEEP_PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", [*PLANS, *(DEEP_PLANS if DEEP else ())])
+LARGEST = ("two requests, room for one", "two requests over the same content")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.slow if name in LARGEST else ()) for name in PLANS),
+        *(DEEP_PLANS if DEEP else ()),
+    ],
+)
 def test_every_state_keeps_the_promises_and_drains_once_the_faults_stop(name: str) -> None:
     plan = {**PLANS, **DEEP_PLANS}[name]
     found = explore(Receiver.of(plan), Receiver.copy, Receiver.run_quietly, max_states=2_000_000 if DEEP else 20_000)

@@ -84,6 +84,7 @@ def test_a_server_that_ends_by_itself_is_an_error(tmp_path: Path) -> None:
         assert "error: the broker's server has ended by itself" in broker.output
 
 
+@pytest.mark.slow
 def test_a_server_that_stands_still_is_not_ready_and_not_up(tmp_path: Path) -> None:
     with running(tmp_path) as broker:
         os.kill(broker.pid, signal.SIGSTOP)
