@@ -44,7 +44,12 @@ def __getattr__(name: str) -> Any:
 
         return SamplingParams
     if name in __all__:
+        import structlog
+
+        from common.telemetry import setup_logging
         from engine import llm
 
+        if not structlog.is_configured():  # the default would print every debug line to stdout
+            setup_logging("warning", "text", "llm")
         return getattr(llm, name)
     raise AttributeError(f"module 'triptych' has no attribute {name!r}")

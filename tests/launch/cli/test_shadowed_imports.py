@@ -40,6 +40,14 @@ def test_without_such_a_folder_beside_it_a_script_finds_everything(shadowing: Pa
     assert (ended.stdout, ended.stderr) == ("2\n", "")
 
 
+def test_a_script_that_uses_llm_is_told_warnings_alone_on_stderr() -> None:
+    lines = "log = structlog.get_logger(); log.debug('one'); log.info('two'); log.warning('three')"
+    command = [sys.executable, "-P", "-c", f"from triptych import LLM; import structlog; {lines}"]
+    ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert ended.stdout == ""
+    assert [word for word in ("one", "two", "three") if word in ended.stderr] == ["three"]
+
+
 @pytest.mark.cluster
 def test_serve_runs_where_such_folders_are(shadowing: Path) -> None:
     serving = Serving(shadowing, "signpost", cwd=shadowing)
