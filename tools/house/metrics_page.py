@@ -16,16 +16,16 @@ PAGE: Final = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 _INTRODUCTION: Final = """\
 # Metrics
 
-Every process answers `GET /metrics` in Prometheus' text format, the broker where `triptych broker` runs it. Histograms
-have `_bucket`, `_sum` and `_count` behind their names. Watch these first:
+Scrape `GET /metrics` of every process, in Prometheus' text format; of the broker, if `triptych broker` runs the server.
+Histograms have `_bucket`, `_sum` and `_count` behind their names. Watch these first:
 
-| watch | because |
+| metric | shows |
 |---|---|
-| `triptych_proxy_expected_wait_seconds` | requests that would wait longer than `max_queue_s` get 429 |
-| `triptych_proxy_time_to_first_token_seconds`, `…_per_output_token_seconds` | what users feel |
-| `triptych_proxy_retries_total` by `reason` | workers that die or stay silent |
-| `triptych_kv_cache_bytes` beside the blocks in use, `triptych_preemptions_total` | a KV cache that is too small |
-| `triptych_integrity_failures`, `triptych_preprocess_crashes_total` | should stay 0 |
+| `triptych_proxy_expected_wait_seconds` | the wait of a new request; beyond `max_queue_s` requests get 429 |
+| `triptych_proxy_time_to_first_token_seconds`, `…_per_output_token_seconds` | latencies felt by users |
+| `triptych_proxy_retries_total` by `reason` | dead or silent workers |
+| `triptych_kv_cache_bytes` beside the blocks in use, `triptych_preemptions_total` | too small a KV cache |
+| `triptych_integrity_failures`, `triptych_preprocess_crashes_total` | defects: 0 in a healthy cluster |
 
 Written by `python -m tools.house.metrics_page`; a test keeps it current.
 """
