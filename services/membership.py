@@ -55,10 +55,7 @@ class Membership:
         return await self._registry.instances()
 
     async def announce(self) -> None:
-        """Announce at once that this worker is draining; while the broker is away, a later beat does.
-
-        Waits ANNOUNCE_WAIT_S at most.
-        """
+        """Announce at once that this worker is draining, or at a later beat after ANNOUNCE_WAIT_S in vain."""
         if not self._joined:
             return
         try:
@@ -94,9 +91,7 @@ class Membership:
             self._drain.announced()
 
 
-def make_record(
-    links: WorkerContext, role: RoleService, http_port: int, drain: DrainState | None = None
-) -> InstanceRecord:
+def make_record(links: WorkerContext, role: RoleService, http_port: int, drain: DrainState) -> InstanceRecord:
     """Return a worker's entry for the registry, with addresses reachable by others."""
     settings = links.settings
 
@@ -114,7 +109,7 @@ def make_record(
         requests_address=reachable(links.server.address),
         key_id=key_id(settings),
         tensor_address=change_hosts(role.tensor_address, reachable),
-        draining=drain is not None and drain.requested,
-        next_role=None if drain is None else drain.next_role,
+        draining=drain.requested,
+        next_role=drain.next_role,
         encodes=role.encodes,
     )

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing import resource_tracker
 from typing import Any, Final, NoReturn, cast
 
@@ -28,8 +28,8 @@ log = get_logger()
 def run(settings: Settings, role: Role) -> int:
     """Run one worker until SIGTERM, SIGINT or a drain; return the exit status of the process.
 
-    A switch to another role does not return: the process starts anew under the same instance id. Errors of
-    configuration and of start are logged in one line, with status 1. SIGUSR1 writes all stacks to the log.
+    A switch to another role does not return: the process starts anew under the same instance id. Errors of the start
+    are one line of the log, with status 1. SIGUSR1 writes all stacks to the log.
     """
     malloc.use_one_arena()
     if role in RECEIVING:
@@ -56,22 +56,20 @@ async def _run(settings: Settings, info: ModelInfo, role: Role) -> tuple[int, Ro
 
     dtype = choose_dtype(settings.engine.dtype, choose_device(settings.engine.device), info)
     name = str(dtype).removeprefix("torch.")
-    worker = WorkerProcess(
-        settings, info, name, lambda links: make_role(role, links), lambda: _begin_upkeep(role, worker.is_idle)
-    )
+
+    def begin_upkeep() -> None:
+        if role in RECEIVING:
+            memory_upkeep.begin(malloc.KEPT_BYTES)
+        else:
+            memory_upkeep.begin(is_idle=worker.is_idle)
+
+    worker = WorkerProcess(settings, info, name, lambda links: make_role(role, links), begin_upkeep)
     status = await worker.run()
     if worker.abandons_engine and worker.next_role is None:  # the interpreter might wait for engine threads
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
     return status, worker.next_role, worker.instance_id
-
-
-def _begin_upkeep(role: Role, is_idle: Callable[[], bool]) -> None:
-    if role in RECEIVING:
-        memory_upkeep.begin(malloc.KEPT_BYTES)
-    else:
-        memory_upkeep.begin(is_idle=is_idle)
 
 
 def _become(role: Role, instance_id: str) -> NoReturn:

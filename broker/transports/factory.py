@@ -54,8 +54,7 @@ DeviceSender: TypeAlias = CudaSender | NixlCudaSender
 
 @dataclass(frozen=True)
 class TransportContext:
-    """The process's means for transports. `host` is the numeric address to listen on; `cluster` begins all keys in
-    Redis; `cuda` is set if the engine computes on a GPU."""
+    """The means of a process that listens on `host`, a numeric address. `cuda` is set for an engine on a GPU."""
 
     context: zmq.asyncio.Context
     host: str = "127.0.0.1"
@@ -70,64 +69,57 @@ class TransportContext:
 
 
 def make_receivers(
-    means: TransportContext,
-    transport: Transport,
-    max_bytes: int,
-    stale_s: float,
-    on_arrival: OnArrival,
+    means: TransportContext, transport: Transport, max_bytes: int, stale_s: float, on_arrival: OnArrival
 ) -> list[Receiver]:
     """Make the receiving ends of a setting on the running loop. See TensorReceiver for the bounds.
 
     Raises TriptychError("invalid_request") if this host lacks the wanted transport.
     """
+    _check(means, transport)
     receivers: list[Receiver] = []
+    nixl: list[tuple[ReceiveMemory, int]] = []  # with the largest tensor of each
     if (cuda := _cuda_of(means, transport)) is not None:
         receivers.append(CudaReceiver(cuda, on_arrival, max_bytes=max_bytes))
     transport = _of_the_host(transport)
     if transport in ("zmq", "auto"):
         receivers.append(ZmqReceiver(means.context, means.host, on_arrival, max_bytes=max_bytes, stale_s=stale_s))
-    if transport == "shm" or (transport == "auto" and segment.AVAILABLE):
-        _require_shared_memory()
+    if transport in ("shm", "auto") and segment.AVAILABLE:
         receivers.append(ShmReceiver(on_arrival, max_bytes=max_bytes))
     if transport == "nixl":
-        _require_nixl()
-        _start_nixl(means)
-        receivers.append(_nixl_receiver(means, HostReceiveMemory(means.nixl_agent), on_arrival, max_bytes, stale_s))
+        try:
+            means.nixl_agent.start()
+        except nixl_library.NixlError as error:
+            raise _unusable(f"nixl: {error}; use another --transport") from error
+        nixl.append((HostReceiveMemory(means.nixl_agent), max_bytes))
     if means.cuda is not None and _takes_from_gpus(transport, means.host):
-        arena = NixlArena(means.cuda, means.nixl_agent, RECEIVE_BYTES)
-        receivers.append(_nixl_receiver(means, arena, on_arrival, min(max_bytes, MAX_TENSOR_BYTES), stale_s))
-    if transport == "redis":
-        receivers.append(RedisReceiver(_redis_of(means), means.cluster, on_arrival, max_bytes=max_bytes))
+        nixl.append((NixlArena(means.cuda, means.nixl_agent, RECEIVE_BYTES), min(max_bytes, MAX_TENSOR_BYTES)))
+    for memory, most in nixl:
+        agent, host = means.nixl_agent, means.host
+        receivers.append(NixlReceiver(means.context, host, agent, memory, on_arrival, max_bytes=most, read_s=stale_s))
+    if transport == "redis" and means.redis is not None:
+        receivers.append(RedisReceiver(means.redis, means.cluster, on_arrival, max_bytes=max_bytes))
     return receivers
 
 
 def make_connectors(means: TransportContext, transport: Transport) -> dict[str, Connector]:
-    """How to connect for bytes of the host, by scheme, the best first.
-
-    Raises TriptychError("invalid_request") as `make_receivers`.
-    """
+    """How to connect for bytes of the host, by scheme, the best first. Raises as `make_receivers`."""
+    _check(means, transport)
     transport = _of_the_host(transport)
     connectors: dict[str, Connector] = {}
-    if transport == "shm" or (transport == "auto" and segment.AVAILABLE):
-        _require_shared_memory()
+    if transport in ("shm", "auto") and segment.AVAILABLE:
         connectors[ShmConnection.scheme] = ShmConnection
-    if transport == "nixl" or (transport == "auto" and nixl_library.module_name() is not None):
-        _require_nixl()
+    if transport in ("nixl", "auto") and nixl_library.module_name() is not None:
         agent = means.nixl_agent
         connectors[NixlConnection.scheme] = lambda address: NixlConnection(means.context, agent, address)
     if transport in ("zmq", "auto"):
         connectors[ZmqConnection.scheme] = lambda address: ZmqConnection(means.context, address)
-    if transport == "redis" or (transport == "auto" and means.redis is not None):
-        redis = _redis_of(means)
+    if transport in ("redis", "auto") and (redis := means.redis) is not None:
         connectors[RedisConnection.scheme] = lambda address: RedisConnection(redis, address)
     return connectors
 
 
 def make_device_senders(means: TransportContext, transport: Transport) -> list[DeviceSender]:
-    """Make the senders for a GPU's memory, the best first; none without a GPU or if the setting excludes GPUs.
-
-    Raises TriptychError("invalid_request") as `make_receivers`.
-    """
+    """Make the senders for a GPU's memory, the best first; none without a GPU or if the setting excludes GPUs."""
     senders: list[DeviceSender] = []
     if (cuda := _cuda_of(means, transport)) is not None:
         senders.append(CudaSender(cuda))
@@ -136,10 +128,22 @@ def make_device_senders(means: TransportContext, transport: Transport) -> list[D
     return senders
 
 
+def gpu_bytes_of_nixl(transport: Transport, host: str) -> int:
+    """Return the most bytes that NIXL takes of a GPU, to send and to receive, in a process that listens on `host`."""
+    if nixl_library.module_name() is None:
+        return 0
+    takes = _takes_from_gpus(_of_the_host(transport), host)
+    return (SEND_BYTES if transport in ("nixl", "auto") else 0) + (RECEIVE_BYTES if takes else 0)
+
+
+def _takes_from_gpus(transport: Transport, host: str) -> bool:
+    """Return whether NIXL carries tensors from other GPUs. Without RDMA other transports are faster."""
+    if transport == "nixl":
+        return True
+    return transport == "auto" and nixl_library.module_name() is not None and nixl_library.has_rdma(host)
+
+
 def _cuda_of(means: TransportContext, transport: Transport) -> CudaRuntime | None:
-    if transport == "cuda" and (means.cuda is None or not segment.AVAILABLE):
-        message = "transport cuda: this engine does not compute on a GPU of a Linux host; use another --transport"
-        raise TriptychError("invalid_request", message, "transport")
     return means.cuda if transport in ("cuda", "auto") and segment.AVAILABLE else None
 
 
@@ -148,56 +152,17 @@ def _of_the_host(transport: Transport) -> Transport:
     return "auto" if transport == "cuda" else transport
 
 
-def _nixl_receiver(
-    means: TransportContext,
-    memory: ReceiveMemory,
-    on_arrival: OnArrival,
-    max_bytes: int,
-    read_s: float,
-) -> NixlReceiver:
-    agent = means.nixl_agent
-    return NixlReceiver(means.context, means.host, agent, memory, on_arrival, max_bytes=max_bytes, read_s=read_s)
+def _check(means: TransportContext, transport: Transport) -> None:
+    """Raise TriptychError("invalid_request") if this host lacks the transport."""
+    if transport == "cuda" and (means.cuda is None or not segment.AVAILABLE):
+        raise _unusable("cuda: this engine does not compute on a GPU of a Linux host; use another --transport")
+    if transport == "shm" and not segment.AVAILABLE:
+        raise _unusable("shm: this system has no memfd_create (Linux has); use --transport zmq")
+    if transport == "nixl" and nixl_library.module_name() is None:
+        raise _unusable("nixl: NIXL is not installed here: pip install 'triptych[nixl]', or use another --transport")
+    if transport == "redis" and means.redis is None:
+        raise _unusable("redis: no broker is known; give --broker")
 
 
-def gpu_bytes_of_nixl(transport: Transport, host: str) -> int:
-    """Return the most bytes of a GPU that NIXL takes in a process on a GPU and listening on `host`, a numeric address:
-    an arena for outgoing tensors, where NIXL may send from a GPU, and another for incoming tensors, where NIXL may
-    receive."""
-    if nixl_library.module_name() is None:
-        return 0
-    takes = _takes_from_gpus(_of_the_host(transport), host)
-    return (SEND_BYTES if transport in ("nixl", "auto") else 0) + (RECEIVE_BYTES if takes else 0)
-
-
-def _takes_from_gpus(transport: Transport, host: str) -> bool:
-    """Return whether NIXL carries tensors from other GPUs. Without RDMA, UCX is slower than other transports through
-    the host."""
-    if transport == "nixl":
-        return True
-    return transport == "auto" and nixl_library.module_name() is not None and nixl_library.has_rdma(host)
-
-
-def _start_nixl(means: TransportContext) -> None:
-    try:
-        means.nixl_agent.start()
-    except nixl_library.NixlError as error:
-        message = f"transport nixl: {error}; use another --transport"
-        raise TriptychError("invalid_request", message, "transport") from error
-
-
-def _require_shared_memory() -> None:
-    if not segment.AVAILABLE:
-        message = "transport shm: this system has no memfd_create (Linux has); use --transport zmq"
-        raise TriptychError("invalid_request", message, "transport")
-
-
-def _require_nixl() -> None:
-    if nixl_library.module_name() is None:
-        message = "transport nixl: NIXL is not installed here: pip install 'triptych[nixl]', or use another --transport"
-        raise TriptychError("invalid_request", message, "transport")
-
-
-def _redis_of(means: TransportContext) -> Redis:
-    if means.redis is None:
-        raise TriptychError("invalid_request", "transport redis: no broker is known; give --broker", "transport")
-    return means.redis
+def _unusable(why: str) -> TriptychError:
+    return TriptychError("invalid_request", f"transport {why}", "transport")

@@ -22,8 +22,7 @@ class DeviceBuffer:
     _to_host: Callable[[], memoryview] | None = field(default=None, repr=False)
 
     def to_host(self) -> memoryview:
-        """Return the bytes in host memory, for transports without GPU support. Blocks until the copy ends: call in a
-        thread. Raises NotImplementedError for a received buffer."""
+        """Return the bytes in host memory. Blocks: call in a thread. Raises NotImplementedError if received."""
         if self._to_host is None:
             raise NotImplementedError("a received buffer is not sent on")
         return self._to_host()
@@ -36,10 +35,7 @@ Payload: TypeAlias = memoryview | DeviceBuffer
 
 
 class ChunkedBytes:
-    """Bytes in host memory, in several places. Iterates over the pieces, in order.
-
-    Adding a piece hashes the piece, still in the processor's cache.
-    """
+    """Bytes in host memory, in several places, each hashed when added. Iterates over the pieces, in order."""
 
     def __init__(self) -> None:
         self._pieces: list[memoryview] = []

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Final
 
 from broker.transports.base import Connection, Sent, Unreachable
 from broker.transports.factory import Connector, DeviceConnection, DeviceSender
 from broker.transports.payload import DeviceBuffer, Payload
-from broker.transports.shm.push_buffer import EarlySend
+from broker.transports.shm.push_buffer import PushBuffer
 from broker.transports.shm.sender import ShmConnection
 from common.errors import TriptychError
 from common.messages import InstanceRecord, TensorHeader
@@ -32,20 +32,18 @@ def addresses_by_scheme(tensor_address: str) -> dict[str, str]:
 
 
 class Route:
-    """Connections to a receiver, the best transport first. The first use makes a connection; later uses keep the
-    connection."""
+    """Connections to a receiver, the best transport first, each made with its first use."""
 
     def __init__(
         self,
         receiver: InstanceRecord,
         connectors: dict[str, Connector],
         devices: list[DeviceSender],
+        num_fallbacks: Counter[str],
         *,
         only_cuda: bool,
-        num_fallbacks: Counter[str],
     ) -> None:
-        """With `only_cuda`, tensors on a GPU go by CUDA alone. Skipped transports count in `num_fallbacks`: see
-        TensorSender.
+        """Count skipped transports in `num_fallbacks`. With `only_cuda`, tensors on a GPU go by CUDA alone.
 
         Raises TriptychError("unavailable") where no transport is common to both.
         """
@@ -63,8 +61,9 @@ class Route:
         self._avoided_until_s: dict[str, float] = {}
         self._closed = False
         if not self._makers and not self._devices:
-            message = f"{receiver.instance_id} takes tensors by {_list(offered)}, this instance sends by "
-            raise TriptychError("unavailable", message + f"{_list(connectors)}: start both with the same --transport")
+            theirs, ours = (", ".join(schemes) or "no transport" for schemes in (offered, connectors))
+            message = f"{receiver.instance_id} takes tensors by {theirs}, this instance sends by {ours}"
+            raise TriptychError("unavailable", f"{message}: start both with the same --transport")
 
     async def send(self, header: TensorHeader, data: Payload, deadline_s: float) -> str:
         """Send by the first transport that reaches the receiver; return its scheme."""
@@ -80,7 +79,7 @@ class Route:
             return best.scheme
         return None
 
-    def reserve_early(self, header: TensorHeader) -> EarlySend | None:
+    def reserve_early(self, header: TensorHeader) -> PushBuffer | None:
         """Reserve memory at the receiver over the best connection, for shared memory in use only."""
         best = None if self._devices else self._connections.get(self._best_scheme)
         return best.reserve_early(header) if isinstance(best, ShmConnection) else None
@@ -93,8 +92,7 @@ class Route:
             device.close()
 
     async def _sent(self, header: TensorHeader, data: Payload, deadline_s: float, passed_over: dict[str, str]) -> str:
-        """Return the scheme that carried the tensor. `passed_over` collects the better schemes, each with the
-        reason."""
+        """Return the scheme that carried the tensor. `passed_over` collects the better schemes, with reasons."""
         if isinstance(data, DeviceBuffer):
             if (scheme := await self._sent_from_device(header, data, deadline_s, passed_over)) is not None:
                 return scheme
@@ -149,19 +147,14 @@ class Route:
         return self._avoided_until_s.get(scheme, 0.0) > time.monotonic()
 
     async def _sent_by(
-        self,
-        connection: Connection[Sent],
-        header: TensorHeader,
-        data: Sent,
-        deadline_s: float,
-        passed_over: dict[str, str],
+        self, connection: Connection[Sent], header: TensorHeader, data: Sent, deadline_s: float, over: dict[str, str]
     ) -> bool:
         """Return False, and note the reason, if the connection does not reach the receiver."""
         try:
             await connection.send(header, data, max(0.0, deadline_s - time.monotonic()))
             return True
         except Unreachable as error:
-            passed_over[connection.scheme] = error.info.message
+            over[connection.scheme] = error.info.message
             self._avoided_until_s[connection.scheme] = time.monotonic() + AVOID_S
             log.info("another transport is tried", receiver=self._receiver_id, why=error.info.message)
             return False
@@ -174,7 +167,3 @@ class Route:
 
 def _avoided(scheme: str) -> str:
     return f"{scheme} has led nowhere within the last {AVOID_S:g} s"
-
-
-def _list(schemes: Iterable[str]) -> str:
-    return ", ".join(schemes) or "no transport"

@@ -3,8 +3,7 @@
     TensorSender --- one connection per receiver ---> TensorReceiver (one address per transport)
 
 `InstanceRecord.tensor_address` holds the receiver's addresses, separated by spaces; the sender chooses the best common
-transport (see `Transport` in common.config). dtypes are names and the payload is bytes, so bf16 travels unchanged. No
-module here knows torch.
+transport (see `Transport` in common.config). dtypes are names and the payload is bytes: no module here knows torch.
 """
 
 from __future__ import annotations
@@ -23,16 +22,11 @@ from redis.asyncio import Redis
 from broker.transports.base import ReceivedTensor as ReceivedTensor
 from broker.transports.base import Receiver
 from broker.transports.cuda.runtime import CudaRuntime
-from broker.transports.factory import (
-    TransportContext,
-    make_connectors,
-    make_device_senders,
-    make_receivers,
-)
+from broker.transports.factory import TransportContext, make_connectors, make_device_senders, make_receivers
 from broker.transports.payload import Payload
 from broker.transports.routes import Route
 from broker.transports.routes import addresses_by_scheme as addresses_by_scheme
-from broker.transports.shm.push_buffer import EarlySend, is_worth_it
+from broker.transports.shm.push_buffer import PushBuffer, is_worth_it
 from broker.transports.shm.push_target import PushTarget
 from broker.transports.shm.receiver import ShmReceiver
 from common.config import Transport
@@ -82,7 +76,7 @@ class TensorReceiver:
         """Bind the addresses; wants a running loop. No tensor of more than `max_bytes` is read into memory. Over ZMQ
         and NIXL, an unfinished tensor is discarded after `stale_s` (seconds) without progress.
 
-        Raises TriptychError("invalid_request") where this host does not have the transport.
+        Raises TriptychError("invalid_request") if this host lacks the transport.
         """
         self._arrival = asyncio.Event()
         self._ready: deque[Receiver] = deque()  # that may have a tensor
@@ -93,7 +87,7 @@ class TensorReceiver:
         self._turn_began_s = 0.0
 
     def watch_pushes(self, on_push: Callable[[PushTarget], bool]) -> None:
-        """Call `on_push` with memory for a tensor about to arrive, where the transport shares memory beforehand.
+        """Call `on_push` with memory for a tensor about to arrive by a transport that shares memory beforehand.
 
         False discards the memory. The tensor goes to the target's `on_complete`, or arrives in the ordinary way.
         """
@@ -110,11 +104,7 @@ class TensorReceiver:
         return sum(receiver.num_unfinished for receiver in self._receivers)
 
     async def receive(self) -> ReceivedTensor:
-        """Return the next tensor with a valid header; call its `release` after use or refusal.
-
-        The bytes are unchecked: see `ReceivedTensor`. Invalid messages are counted and dropped. Unread tensors wait in
-        the transports.
-        """
+        """Return the next tensor with a valid header, its bytes unchecked; call its `release` after use or refusal."""
         if time.monotonic() - self._turn_began_s > TURN_S:
             await asyncio.sleep(0)
             self._turn_began_s = time.monotonic()
@@ -129,8 +119,7 @@ class TensorReceiver:
         """Ask the transports in turn, so that no transport waits for another."""
         while self._ready:
             receiver = self._ready.popleft()
-            received = receiver.pop()
-            if received is not None:
+            if (received := receiver.pop()) is not None:
                 self._ready.append(receiver)
                 return received
         return None  # until a receiver calls `_note_arrival`
@@ -158,10 +147,7 @@ class TensorSender:
         redis: Redis | None = None,
         cuda: CudaRuntime | None = None,
     ) -> None:
-        """Listen for answers on `host`.
-
-        Raises TriptychError("invalid_request") where this host does not have the transport.
-        """
+        """Listen for answers on `host`. Raises TriptychError("invalid_request") if this host lacks the transport."""
         self._means = means = TransportContext(context, host, redis, cuda=cuda)
         self._connectors = make_connectors(means, transport)
         self._devices = make_device_senders(means, transport)
@@ -170,34 +156,23 @@ class TensorSender:
         self.num_sent: Counter[str] = Counter()
         """Tensors by the scheme that carried them."""
         self.num_fallbacks: Counter[str] = Counter()
-        """Tensors that have gone another way than the best: by each better scheme that led nowhere, and as `gpu` those
-        that were brought from a GPU to the host though this side could have sent them from there."""
+        """Tensors by each better scheme that led nowhere; as `gpu`, those brought to the host in spite of senders."""
 
     async def send(self, receiver: InstanceRecord, header: TensorHeader, data: Payload, timeout_s: float) -> None:
-        """Send a tensor by the best connection to `receiver`, which adds the checksum to the header.
+        """Send a tensor by the best connection to `receiver`; `data` must not change until the receipt has come.
 
-        A GPU's memory goes by CUDA or NIXL if either reaches the receiver, else through the host. `data` must not
-        change until the receipt has come. Raises TriptychError("unavailable") without a connection, or without memory,
-        within `timeout_s`.
+        Raises TriptychError("unavailable") without a connection, or without memory there, within `timeout_s`.
         """
         route = self._routes.get(receiver.tensor_address)
         if route is None:
-            route = Route(
-                receiver,
-                self._connectors,
-                self._devices,
-                only_cuda=self._only_cuda,
-                num_fallbacks=self.num_fallbacks,
+            route = self._routes[receiver.tensor_address] = Route(
+                receiver, self._connectors, self._devices, self.num_fallbacks, only_cuda=self._only_cuda
             )
-            self._routes[receiver.tensor_address] = route
         scheme = route.send_now(header, data) or await route.send(header, data, time.monotonic() + timeout_s)
         self.num_sent[scheme] += 1
 
-    def reserve_early(self, receiver: InstanceRecord, header: TensorHeader) -> EarlySend | None:
-        """Return a path for another thread to send a tensor ahead of the loop; None without such a path now.
-
-        `header` is without the checksum. Discard the path in the end.
-        """
+    def reserve_early(self, receiver: InstanceRecord, header: TensorHeader) -> PushBuffer | None:
+        """Return a path for another thread to send a tensor ahead of the loop, to be discarded; None without a path."""
         if not is_worth_it(header.size_bytes):
             return None
         route = self._routes.get(receiver.tensor_address)

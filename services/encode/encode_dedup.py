@@ -89,8 +89,7 @@ class EncodeDedup:
 
     @contextmanager
     def sending_early(self, key: Key, content_hash: str, send: Callable[[torch.Tensor], None] | None) -> Iterator[None]:
-        """Let the engine's thread call `send` with the output at once, unless an older attempt has a `send`
-        registered."""
+        """Let the engine's thread call `send` with the output at once, unless an older attempt has done so."""
         computation = self._computations.get(content_hash)
         if computation is None or send is None:
             yield

@@ -3,8 +3,8 @@
     preprocess -> offer -> grant -> encode -> deliver -> receipt    for an item of new content
                   offer -> grant -----------> deliver -> receipt    for an item whose output has been kept
 
-An attempt ends at a deadline of the proxy, which has to notice a silent encoder. The products of an item outlive the
-attempt: the next attempt finds the item queued, preprocessed, being computed, or computed.
+An attempt ends at a deadline of the proxy. The products of an item outlive the attempt: the next attempt finds the item
+queued, preprocessed, being computed, or computed.
 """
 
 from __future__ import annotations
@@ -58,8 +58,7 @@ class EncodeJob:
     async def run(self, message: Encode, sink: OutputSink, trace: HandoffTrace, recorder: SpanRecorder) -> None:
         """Make one attempt: return once the output is in place at the destination. Ignores media in `message`.
 
-        `sink` forgets the handoff at any end of the attempt, cancellation included. Raises TriptychError with the
-        reason if the output is not in place.
+        `sink` forgets the handoff at any end. Raises TriptychError if the output is not in place.
         """
         key = key_of(message)
         about = {"request": key[0], "input": key[1], "attempt": key[2]}

@@ -45,11 +45,7 @@ log = get_logger()
 
 
 class EncodeStage:
-    """Encodes items and hands outputs to `sink`.
-
-    Adds each request to `owners` with its first item and removes the request after its last item. Without `owners` the
-    decoder in the same process does both.
-    """
+    """Encodes items and hands outputs to `sink`. `owners`, if any, has each request from its first to its last item."""
 
     def __init__(
         self,
@@ -62,8 +58,8 @@ class EncodeStage:
     ) -> None:
         """`prepare` runs on the engine's thread and moves an output into the memory required by `sink`.
 
-        Outputs of `output_cache_bytes` at most are kept, in memory outside the engine's budget. `memory_share` is the
-        engine's part of the process's memory; the rest is for a decoder in the same process.
+        Keep outputs of `output_cache_bytes`, outside the engine's budget. `memory_share` is the engine's part of the
+        process's memory.
         """
         self._links = links
         self._sink = sink
@@ -89,8 +85,7 @@ class EncodeStage:
 
     def _build(self, output_cache_bytes: int, memory_share: float) -> EncoderEngine:
         links = self._links
-        config = links.engine_config
-        engine = EncoderEngine(links.info, config, links.instance_id, output_cache_bytes, memory_share)
+        engine = EncoderEngine(links.info, links.engine_config, links.instance_id, output_cache_bytes, memory_share)
         self.taken_bytes = engine.taken_bytes
         return engine
 
@@ -118,8 +113,7 @@ class EncodeStage:
             self._jobs.pop(owner).discard()
             job = None
         if job is None:
-            refusal = self._refusal(message)
-            if refusal is not None:
+            if (refusal := self._refusal(message)) is not None:
                 self._outcomes[refusal.code] += 1
                 self._links.send(proxy, Encoded(*key, refusal))
                 return
@@ -148,10 +142,7 @@ class EncodeStage:
         self._pool.close()
 
     async def _run(self, key: Key, proxy: bytes, message: Encode, job: EncodeJob) -> bool:
-        """Make one attempt and reply; a cancelled attempt gets no reply, for no proxy waits.
-
-        Returns whether the deadline has ended the attempt.
-        """
+        """Make one attempt and reply, unless cancelled. Return whether the deadline has ended the attempt."""
         recorder = SpanRecorder(self._links.instance_id)
         error: ErrorInfo | None = None
         self._links.hops.mark(key, "encode_received")
@@ -180,11 +171,7 @@ class EncodeStage:
         return late
 
     def _end(self, key: Key, task: asyncio.Task[bool]) -> None:
-        """Keep the item of a late attempt for a while.
-
-        An item with arrays but without a grant is discarded at once if others wait for memory: a receiver without
-        grants would keep the encoder from working for other receivers.
-        """
+        """Keep the item of a late attempt for a while, but not its arrays without a grant if others wait for memory."""
         del self._attempts[key]
         late = not task.cancelled() and task.exception() is None and task.result()
         job = self._jobs.get(key[:2])
@@ -207,11 +194,11 @@ class EncodeStage:
         limit, held = self._links.settings.engine.max_waiting, self.held_bytes
         if len(self._jobs) >= limit:
             what = f"{len(self._jobs)} items are under way on this encoder, the limit is {limit}"
-            return ErrorInfo("overloaded", f"{what}: try again later")
-        if held + len(message.media) > MAX_HELD_BYTES:
+        elif held + len(message.media) > MAX_HELD_BYTES:
             what = f"this encoder holds {held} bytes of media, the limit is {MAX_HELD_BYTES}"
-            return ErrorInfo("overloaded", f"{what}: try again later")
-        return None
+        else:
+            return None
+        return ErrorInfo("overloaded", f"{what}: try again later")
 
     def _add_metrics(self) -> None:
         metrics = self._links.metrics

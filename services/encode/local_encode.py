@@ -1,13 +1,11 @@
 """The encode stage of a worker with a decoder: by its role, or as a fallback while the cluster has no encoder.
 
-Reservations follow the rules of every handoff, for the decoder's engine decides. Channels and transports are left out,
-and the tensor is passed without a copy.
+The decoder's engine decides, as in every handoff. Channels and transports are left out, and nothing is copied.
 """
 
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 
 import torch
 
@@ -79,8 +77,13 @@ class LocalSink:
 
     async def deliver(self, key: Key, tensor: torch.Tensor) -> None:
         answers = self._answers[key]
+
+        def store(engine: DecoderEngine) -> None:
+            keep_for_this_stream(tensor)  # computed on the encoder's stream
+            engine.deliver(*key, tensor)
+
         if answers.empty():  # else the grant was revoked during the computation
-            self._thread.submit(partial(_store, key=key, tensor=tensor))
+            self._thread.submit(store)
         match await answers.get():
             case Receipt(status="stored"):
                 del self._answers[key]
@@ -104,12 +107,6 @@ class LocalSink:
             return False
         answers.put_nowait(event)
         return True
-
-
-def _store(engine: DecoderEngine, key: Key, tensor: torch.Tensor) -> None:
-    """Store on the decoder's thread a complete tensor, computed on the encoder's stream."""
-    keep_for_this_stream(tensor)
-    engine.deliver(*key, tensor)
 
 
 def _revoked(key: Key) -> TriptychError:

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from broker.handoff.sender import Handoff, HandoffSender, Key
-from broker.transports.shm.push_buffer import EarlySend
+from broker.transports.shm.push_buffer import PushBuffer
 from common.messages import Encode, KvOffer, Offer
 from engine.processors import ProcessedInput
 from services.handoff.payloads import bytes_of, payload_of
@@ -43,7 +43,7 @@ class RemoteSink:
         self._links = links
         self._handoffs = handoffs
         self._granted: dict[Key, Handoff] = {}
-        self._early: dict[Key, EarlySend] = {}
+        self._early: dict[Key, PushBuffer] = {}
 
     async def offer(self, key: Key, message: Encode, item: ProcessedInput) -> bool:
         deadline_s = min(message.deadline_s, time.monotonic() + self._links.settings.handoff_timeout_s)
@@ -78,7 +78,7 @@ class RemoteSink:
         self._handoffs.close(key)
 
 
-def _send_as_offered(sending: EarlySend, offer: Offer | KvOffer, tensor: torch.Tensor) -> None:
+def _send_as_offered(sending: PushBuffer, offer: Offer | KvOffer, tensor: torch.Tensor) -> None:
     """Send on the engine's thread. A tensor other than offered, or on a GPU, is left to `deliver`."""
     actual = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
     if isinstance(offer, Offer) and actual == (offer.shape, offer.dtype) and tensor.device.type == "cpu":

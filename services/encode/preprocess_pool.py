@@ -26,8 +26,7 @@ MEMORY_BYTES: Final = 2 * 2**30
 class MemoryGate:
     """Admits items while the admitted items hold less than `limit_bytes`; a single item is admitted at any size.
 
-    The size of an item is known only after admission. At most `max_unweighed` items of unknown size are admitted: the
-    limit can be exceeded by so many.
+    The size of an item is known only after admission: `max_unweighed` items at most may exceed the limit.
     """
 
     def __init__(self, limit_bytes: int, max_unweighed: int) -> None:
@@ -103,10 +102,7 @@ class PreprocessPool(ChildPool):
         )
 
     async def process(self, kind: MediaKind, media: bytes) -> ProcessedInput:
-        """Preprocess one item, once admitted to memory; call `release` after its use.
-
-        Raises TriptychError: "bad_media" as `engine.processors.process` and `run` do. Then no memory is held.
-        """
+        """Preprocess one item, once admitted to memory; call `release` after its use. Raises as `process` and `run`."""
         await self.gate.acquire()
         try:
             item = await self.run(f"this {kind} of {len(media)} bytes", process_item, kind, media)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -65,44 +65,30 @@ def open_cuda(device: Device) -> CudaRuntime | None:
 
 
 class Outgoing:
-    """Outputs of an encoder between forward pass and receipt, at most `limit_bytes` on the GPU.
-
-    Slow receivers would fill the GPU otherwise: further outputs wait in host memory.
-    """
+    """Outputs of an encoder between forward pass and receipt: on the GPU up to `limit_bytes`, else in host memory."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._kept: list[weakref.ref[torch.Tensor]] = []
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the values contiguous and complete, on the device within the limit.
-
-        Called on the thread whose stream has computed the tensor, once complete.
-        """
+        """Return a complete tensor's values contiguous. Called on the thread whose stream has computed the tensor."""
         whole = tensor.detach()
         if whole.device.type == "cpu":
             return whole.contiguous()
-        if self._kept_bytes() + whole.nbytes > self._limit_bytes:
+        alive = [(reference, kept.nbytes) for reference in self._kept if (kept := reference()) is not None]
+        self._kept = [reference for reference, _ in alive]
+        if sum(size for _, size in alive) + whole.nbytes > self._limit_bytes:
             return _pinned(whole)
         self._kept.append(weakref.ref(whole))
         return whole
-
-    def _kept_bytes(self) -> int:
-        alive = [(reference, tensor.nbytes) for reference in self._kept if (tensor := reference()) is not None]
-        self._kept = [reference for reference, _ in alive]
-        return sum(size for _, size in alive)
 
 
 def payload_of(tensor: torch.Tensor) -> Payload:
     """Return a contiguous, complete tensor as a payload for transports. Copies nothing yet; keeps the tensor."""
     if tensor.device.type == "cpu":
         return bytes_of(tensor)
-    return DeviceBuffer(tensor.data_ptr(), tensor.nbytes, tensor, partial(_to_host, tensor))
-
-
-def _to_host(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes in pinned memory. Blocks."""
-    return bytes_of(_pinned(tensor))
+    return DeviceBuffer(tensor.data_ptr(), tensor.nbytes, tensor, lambda: bytes_of(_pinned(tensor)))
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
@@ -123,19 +109,12 @@ def _leaving(device: torch.device) -> torch.cuda.Stream:
 
 
 def compute_on_own_stream(device: torch.device) -> None:
-    """Set a new stream for all work of this thread. Does nothing on a CPU.
-
-    Other streams may read complete tensors, and keep them by `keep_for_this_stream`.
-    """
+    """Set a new stream for all work of this thread. Does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 def keep_for_this_stream(tensor: torch.Tensor) -> None:
-    """Keep the memory of a received tensor, or of another engine's tensor. Called on the engine's thread.
-
-    The memory belongs to the stream of the tensor's origin. Freed memory must not be reused before the engine's stream
-    has read the tensor for the last time.
-    """
+    """Keep the memory of another stream's tensor until this stream's last read. Called on the engine's thread."""
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))

@@ -1,8 +1,7 @@
 """Memory for received tensors: host memory prepared at the grant, or GPU memory allocated at arrival.
 
-The first touch of a fresh page takes several times as long as the copy of a page, for the system zeroes the page. A
-thread touches the pages of host memory after the grant, while the sender computes, and those of pushed memory.
-`CudaRuntime` copies tensors to a GPU: a fake runtime tests the copies without a GPU.
+The first touch of a fresh page takes several times as long as the copy of a page. So a thread touches the pages of host
+memory after the grant, while the sender computes, and those of pushed memory.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ class ReceiveBuffers:
 
     def __init__(self) -> None:
         self._buffers: dict[Key, _OwnMemory | _PushedMemory | None] = {}
-        """By awaited handoff. None: memory is allocated at arrival, for the sender will push memory, or the pushed
-        memory cannot be kept."""
+        """By awaited handoff. None: allocated at arrival, for memory will be pushed, or pushed memory not be kept."""
         self._pushers: set[str] = set()  # senders whose last large tensor came in pushed memory
         self._kept: set[int] = set()  # addresses of pushed memory in use
         self._touching = ThreadPoolExecutor(TOUCHING_THREADS, "receive")  # threads end with this object
@@ -98,8 +96,7 @@ class ReceiveBuffers:
     async def receive(self, key: Key, received: ReceivedTensor) -> torch.Tensor | str:
         """Copy a received tensor to the prepared memory, and check the bytes. Return the tensor, or the fault.
 
-        After a fault the tensor is awaited again. A tensor without prepared memory gets memory, too: the engine decides
-        on repeated tensors.
+        After a fault the tensor is awaited again. A tensor without prepared memory, perhaps repeated, gets memory.
         """
         header = received.header
         self._pushers.discard(header.sender)
@@ -196,10 +193,7 @@ class DeviceReceiveBuffers:
         return tensor
 
     def _allocating(self) -> contextlib.AbstractContextManager[object]:
-        """Let torch allocate for this object's stream meanwhile.
-
-        Queued work may still read memory freed by the engine's stream, and this stream does not wait for queued work.
-        """
+        """Let torch allocate for this object's stream: queued work may still read memory freed by the engine's."""
         if self._device.type == "cpu":
             return contextlib.nullcontext()
         stream = torch.cuda.ExternalStream(self._stream, self._device)  # type: ignore[no-untyped-call]

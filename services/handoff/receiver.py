@@ -60,12 +60,7 @@ class HandoffReceiver:
         self.outcomes: Counter[str] = Counter()
         self._tensors.watch_pushes(self._expect)
         links.metrics.gauges["inputs_landing"] = lambda: len(self._buffers)
-        links.metrics.gauges["offers_open"] = lambda: self.num_offers
-
-    @property
-    def num_offers(self) -> int:
-        """Handoffs under way to this worker: offered, and not settled."""
-        return len(self._offers)
+        links.metrics.gauges["offers_open"] = lambda: len(self._offers)
 
     async def run(self) -> None:
         """Receive tensors, until cancelled."""
@@ -91,9 +86,15 @@ class HandoffReceiver:
                 self._answer(message.sender, Grant(*key, "cancelled"))
             case Offer() | KvOffer() if (error := self._refusal(key, message)) is not None:
                 self._answer(message.sender, Grant(*key, "refused", error=error))
-            case Offer() | KvOffer():
+            case Offer():
                 self._links.hops.mark(key, "offer_received")
-                self._submit(key, message)
+                self._offers[key] = message
+                self._thread.submit(lambda engine: engine.offer(message))
+            case KvOffer():
+                self._links.hops.mark(key, "offer_received")
+                self._offers[key] = message
+                self._kv_keys.setdefault(message.request_id, set()).add(key)
+                self._thread.submit(lambda engine: engine.offer_kv(message))
             case Withdraw():
                 self._withdraw(key, message)
             case _:
@@ -144,15 +145,6 @@ class HandoffReceiver:
             what = f"{len(self._offers)} offers are under way to {self._links.instance_id}, the limit is {MAX_OFFERS}"
             return ErrorInfo("overloaded", f"{what}: try again later")
         return None
-
-    def _submit(self, key: Key, offer: Offer | KvOffer) -> None:
-        """Remember an offer, and ask the engine for a grant."""
-        self._offers[key] = offer
-        if isinstance(offer, KvOffer):
-            self._kv_keys.setdefault(offer.request_id, set()).add(key)
-            self._thread.submit(lambda engine: engine.offer_kv(offer))
-        else:
-            self._thread.submit(lambda engine: engine.offer(offer))
 
     def _withdraw(self, key: Key, withdrawal: Withdraw) -> None:
         """Free the memory of an offer that is not settled yet: the sender may not know of a settled offer."""
@@ -259,12 +251,7 @@ class HandoffReceiver:
         self._stored_s[key] = time.time()
 
     def _deliver_part(
-        self,
-        engine: DecoderEngine,
-        key: Key,
-        header: TensorHeader,
-        tokens: torch.Tensor,
-        release: Callable[[], object],
+        self, engine: DecoderEngine, key: Key, header: TensorHeader, tokens: torch.Tensor, release: Callable[[], object]
     ) -> None:
         """Copy a part into the engine's blocks."""
         assert header.table != ""

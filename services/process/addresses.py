@@ -36,8 +36,7 @@ def warn_of_open_host(host: str, *, has_key: bool) -> None:
 def warn_of_few_descriptors(host: str) -> None:
     """Warn if other hosts could take all descriptors of a worker on `host`, a numeric address.
 
-    ZMQ does not limit connections in a handshake: while silent connections hold all descriptors, no client gets in, and
-    ZMQ's thread is busy trying. To be called once the limit of the process has been raised.
+    ZMQ does not limit connections in a handshake. To be called once the limit of the process has been raised.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != resource.RLIM_INFINITY and limit < FEW_DESCRIPTORS and not ip_address(host).is_loopback:

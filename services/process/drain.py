@@ -56,8 +56,7 @@ class DrainState:
     async def complete(self) -> None:
         """Return once the worker may go: requested, known to every proxy, and no request under way since.
 
-        Without a broker the wait for the announcement ends after ANNOUNCE_S. All ends after `patience_s`: earlier
-        requests are done by then, and later requests go to other workers like the requests of a lost worker.
+        Without a broker the wait for the announcement ends after ANNOUNCE_S, and all waits after `patience_s`.
         """
         quiet_since_s = float("inf")
         while time.monotonic() - quiet_since_s < NOTICE_S:
@@ -73,10 +72,7 @@ class DrainState:
 
 
 class DrainMarker:
-    """A file with the next role of a worker, while the worker drains or changes the role.
-
-    The registry has the same fact while the broker is up.
-    """
+    """A file with the next role of a worker, while the worker drains or changes the role."""
 
     def __init__(self, path: Path | None = None) -> None:
         """Without a path no file is written: the worker has no supervisor."""

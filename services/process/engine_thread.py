@@ -41,8 +41,8 @@ T = TypeVar("T")
 class EngineThread(Generic[E, Event]):
     """Builds an engine on a new thread and drives the engine: run commands, step, hand out events.
 
-    `loaded` ends when the engine is built, `ended` when the thread has ended: with None after `stop`, with the
-    exception that killed it, or that `on_events` raised, otherwise.
+    `loaded` ends when the engine is built, `ended` with the thread: with None after `stop`, or the exception that
+    killed it or that `on_events` raised.
     """
 
     def __init__(
@@ -108,10 +108,6 @@ class EngineThread(Generic[E, Event]):
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
-
-    @property
-    def num_waiting(self) -> int:
-        return self._inbound.qsize()
 
     @property
     def busy_s(self) -> float:

@@ -8,11 +8,7 @@ from common.process.gpu_memory import PROCESS_BYTES
 
 
 def engine_on_gpu(settings: Settings, host: str) -> EngineConfig:
-    """Return the engine's settings for a GPU worker on `host`, a numeric address.
-
-    Memory for tensors between GPUs is left to NIXL if the transport uses NIXL, unless the user has set
-    `process_bytes`.
-    """
+    """Return the engine's settings for a GPU worker on `host`, a numeric address; NIXL's memory is left to NIXL."""
     engine = settings.engine
     if engine.process_bytes is not None:
         return engine

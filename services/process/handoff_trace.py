@@ -39,8 +39,7 @@ HOPS: Final = (
 )
 """Pairs of moments: the steps of one handoff in order, the path of the tensor alone, and the whole.
 
-`landed`: all bytes are checked, in memory reserved by the cache. `stored`: the engine has noted the tensor, after the
-step under way.
+`landed`: all bytes are checked, in reserved memory. `stored`: the engine has noted the tensor, between two steps.
 """
 MAX_KEPT: Final = 4096
 _SENDERS_HOPS: Final = {"grant_received": "offer_sent", "receipt_received": "tensor_sent"}

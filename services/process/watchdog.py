@@ -19,8 +19,7 @@ POLL_S: Final = 1.0
 class Watchdog:
     """Looks at the engines of one worker. Neither loading nor time in a stopped process counts.
 
-    After the watchdog of other engines (SGLang's `--watchdog-timeout`): a step that does not end within minutes never
-    will, and only a new process has a chance. The cause may be a kernel, a driver or a lock.
+    A step that does not end within minutes never will, by a kernel, a driver or a lock: only a new process helps.
     """
 
     def __init__(

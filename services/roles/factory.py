@@ -15,8 +15,7 @@ _ENCODING_ROLES: Final = ("encoder", "encode_prefill_decode")
 
 
 def check_role(name: str, info: ModelInfo) -> Role:
-    """Return the role of a name. Raises TriptychError("invalid_request") for unknown roles, or roles unfit for the
-    model."""
+    """Return the role of a name. Raises TriptychError("invalid_request") for roles unknown, or unfit for the model."""
     if name not in WORKER_ROLES:
         raise TriptychError("invalid_request", f"role {name!r} is none of {', '.join(WORKER_ROLES)}", "role")
     if name in _ENCODING_ROLES and info.media_kind is None:

@@ -128,7 +128,7 @@ class SimulatedWorker(WorkerProcess):
         object.__setattr__(self._links, "network", network)
         object.__setattr__(self._links, "receiver", self.receiver)
         self._role = self.role = make_role(role, self._links)
-        self.record = make_record(self._links, self.role, http_port=0)
+        self.record = make_record(self._links, self.role, http_port=0, drain=DrainState(lambda: 0, 0.0))
         self._tasks: list[asyncio.Task[None]] = []
 
     @property

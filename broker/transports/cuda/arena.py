@@ -1,7 +1,7 @@
 """A GPU's memory shared between processes: a single allocation, reserved in slices.
 
-The arena is allocated with the first use and lives as long as its owner, so that no receiver ever reads memory of
-another owner. Copies into the arena go over a stream of its own; no step of an engine waits for that stream.
+The arena lives as long as its owner: no receiver ever reads memory of another owner. Copies go over a stream of its
+own, which no step of an engine waits for.
 """
 
 from __future__ import annotations
@@ -40,16 +40,12 @@ class DeviceArena(Arena):
             raise
 
     def release(self, offset: int) -> None:
-        """Release a slice. No copy into the slice may be under way or still pending: the order of two threads' copies
-        is unknown."""
+        """Release a slice without a pending copy: the order of two threads' copies is unknown."""
         super().release(offset)
         self.changed.notify()
 
     def write(self, offset: int, data: DeviceBuffer | bytes) -> None:
-        """Copy `data` into a slice, and wait for the copy.
-
-        Blocks the caller, and no other stream: call in a thread. Raises CudaError.
-        """
+        """Copy `data` into a slice, and wait for the copy. Blocks: call in a thread. Raises CudaError."""
         if isinstance(data, DeviceBuffer):
             self._copy(self.pointer + offset, data.pointer, data.nbytes)
         else:

@@ -1,13 +1,9 @@
-"""CUDA's runtime library, by ctypes: the library already loaded by torch, if any.
-
-Written by the reference of CUDA 12 and 13, equal for all functions used here. Not run on a GPU yet.
-"""
+"""CUDA's runtime library (12 or 13), by ctypes: the library already loaded by torch, if any. Not run on a GPU yet."""
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
-from collections.abc import Iterator
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -37,15 +33,8 @@ class CudaLibrary:
         self._library.cudaGetErrorString.restype = c_char_p
         bus_id = ctypes.create_string_buffer(_BUS_ID_BYTES)
         self._call("cudaDeviceGetPCIBusId", bus_id, c_int(_BUS_ID_BYTES), c_int(device))
-        self._device_id = bus_id.value.decode()
-
-    @property
-    def device_id(self) -> str:
-        return self._device_id
-
-    @property
-    def nixl_memory(self) -> tuple[Literal["DRAM", "VRAM"], int]:
-        return "VRAM", self._device
+        self.device_id = bus_id.value.decode()
+        self.nixl_memory: tuple[Literal["DRAM", "VRAM"], int] = ("VRAM", device)
 
     def make_current(self) -> None:
         self._call("cudaSetDevice", c_int(self._device))
@@ -115,18 +104,13 @@ def _number(pointer: c_void_p) -> int:
 
 
 def _load() -> ctypes.CDLL:
-    reasons = []
-    for name in _candidates():
+    """Load the loaded or the system's library by name, else a library in NVIDIA's packages."""
+    names, reasons, found = list(_SONAMES), [], importlib.util.find_spec("nvidia")
+    for folder in found.submodule_search_locations or () if found is not None else ():
+        names += [str(path) for path in sorted(Path(folder).glob("*/lib/libcudart.so.*"), reverse=True)]
+    for name in names:
         try:
             return ctypes.CDLL(name)
         except OSError as error:
             reasons.append(str(error))
     raise CudaError(f"no CUDA runtime library: {'; '.join(reasons)}")
-
-
-def _candidates() -> Iterator[str]:
-    """Yield the loaded or the system's library by name, then the libraries in NVIDIA's packages."""
-    yield from _SONAMES
-    found = importlib.util.find_spec("nvidia")
-    for folder in found.submodule_search_locations or () if found is not None else ():
-        yield from (str(path) for path in sorted(Path(folder).glob("*/lib/libcudart.so.*"), reverse=True))

@@ -1,8 +1,7 @@
 """The receiving end of a GPU's memory: opens each sender's arena once and hands out buffers within the arena.
 
-The user of a buffer copies the bytes on a stream of its own, and releases the buffer when that stream is done; then the
-sender may reserve the slice again. The death of a sender loses nothing: its arena stays open here until the last buffer
-is released.
+The user of a buffer copies the bytes on a stream of its own, and releases the buffer afterwards; then the sender may
+reserve the slice again. A dead sender's arena stays open here until the last buffer is released.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import weakref
+from contextlib import ExitStack
 from typing import Final
 
 import numpy as np
@@ -70,7 +70,7 @@ class CudaPeer(LinkedPeer):
             self._receive(message)
 
     async def _greet(self, hello: ArenaHello) -> None:
-        """Open the arena and answer with the nonce read from the arena."""
+        """Open the arena, and answer with its nonce."""
         try:
             self._arena, nonce = await asyncio.to_thread(self._open, hello)
             self._arena_bytes = hello.arena_bytes
@@ -87,26 +87,22 @@ class CudaPeer(LinkedPeer):
 
     def _open(self, hello: ArenaHello) -> tuple[int, bytes]:
         """Return another process's arena, and the nonce read from the arena. Blocks. Raises CudaError, ValueError."""
-        if not self._runtime.can_read(hello.device_id):
-            raise ValueError(f"GPU {self._runtime.device_id} cannot read the memory of GPU {hello.device_id}")
+        runtime, nonce = self._runtime, np.zeros(NONCE_BYTES, np.uint8)
+        if not runtime.can_read(hello.device_id):
+            raise ValueError(f"GPU {runtime.device_id} cannot read the memory of GPU {hello.device_id}")
         if hello.nonce_offset + NONCE_BYTES > hello.arena_bytes:
             raise ValueError(f"a nonce at byte {hello.nonce_offset} of {hello.arena_bytes}")
-        arena = self._runtime.open(hello.handle)
-        try:
-            return arena, self._read(arena + hello.nonce_offset, NONCE_BYTES)
-        except BaseException:
-            self._runtime.close(arena)
-            raise
-
-    def _read(self, pointer: int, num_bytes: int) -> bytes:
-        """Bytes of a GPU's memory, brought to the host."""
-        host, stream = np.zeros(num_bytes, np.uint8), self._runtime.make_stream()
-        try:
-            self._runtime.copy(host.ctypes.data, pointer, num_bytes, stream)
-            self._runtime.synchronize(stream)
-        finally:
-            self._runtime.destroy_stream(stream)
-        return host.tobytes()
+        with ExitStack() as undo:
+            arena = runtime.open(hello.handle)
+            undo.callback(runtime.close, arena)
+            stream = runtime.make_stream()
+            try:
+                runtime.copy(nonce.ctypes.data, arena + hello.nonce_offset, NONCE_BYTES, stream)
+                runtime.synchronize(stream)
+            finally:
+                runtime.destroy_stream(stream)
+            undo.pop_all()
+        return arena, nonce.tobytes()
 
     def _receive(self, announced: Announce) -> None:
         size = announced.size_bytes

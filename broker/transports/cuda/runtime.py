@@ -1,8 +1,7 @@
 """The few CUDA calls needed for tensors between processes, behind an interface that tests can replace.
 
-Memory of one process is exported once, as a handle of 64 bytes; another process opens it and copies out of it, over
-NVLink, PCIe or within the device. Copies are asynchronous: a copy is done after a wait for its stream, not
-before. Pointers and streams are numbers here.
+Memory of one process is exported once, as a handle; another process opens the handle and copies out of the memory. A
+copy is done after a wait for its stream, not before. Pointers and streams are numbers here.
 https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__DEVICE.html (cudaIpc...)
 """
 

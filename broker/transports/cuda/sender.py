@@ -7,12 +7,11 @@
        Unix socket: announce -->   <-- release
 
 The sender copies an output into its arena, on a stream of its own, waits for that stream in a thread, and only then
-announces the output. So an announcement says that the bytes are there, and no event is shared between processes. The
-cost is one wake-up of a thread per tensor; an engine's stream waits for nothing. No byte passes through the host.
+announces the output. No byte passes through the host, and no engine's stream waits.
 
-Both processes must belong to one user on one host, as for shared memory, and the receiver must prove that its GPU reads
-the sender's memory. Otherwise another transport is chosen. Not run on a GPU yet: tests run two processes over memory of
-the host (tests/broker/transports/fake_cuda.py).
+Both processes must belong to one user on one host, and the receiver must prove that its GPU reads the sender's memory.
+Otherwise another transport is chosen. Not run on a GPU yet: tests run two processes over memory of the host
+(tests/broker/transports/fake_cuda.py).
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar, Final
 
 from broker.transports.base import QUEUE_TENSORS
@@ -47,6 +45,7 @@ class CudaSender:
     scheme: ClassVar[str] = SCHEME
 
     def __init__(self, runtime: CudaRuntime) -> None:
+        self.device_id = runtime.device_id
         self._runtime = runtime
         self._arena: asyncio.Task[ExportArena] | None = None
         self._closed = False
@@ -54,10 +53,6 @@ class CudaSender:
     def connect(self, address: str) -> CudaConnection:
         """Return the connection to an address, without connecting yet."""
         return CudaConnection(self, address)
-
-    @property
-    def device_id(self) -> str:
-        return self._runtime.device_id
 
     async def arena(self) -> ExportArena:
         """Return the process's arena, made at the first call. Raises CudaError if the device is out of memory."""
@@ -68,7 +63,7 @@ class CudaSender:
         return await asyncio.shield(self._arena)  # who gives up leaves it to the next one
 
     def close(self) -> None:
-        """Give the arena back, once all connections are closed. Twice is fine."""
+        """Free the arena, once all connections are closed. Idempotent."""
         self._closed = True
         if self._arena is not None and self._arena.done():
             _close_arena(self._arena)
@@ -164,17 +159,18 @@ class CudaLink(Link[DeviceBuffer, _DeviceSlice]):
 
     async def _copy(self, part: _DeviceSlice, data: DeviceBuffer | bytes) -> None:
         """Copy to a slice in a thread, perhaps after the caller was cancelled: the slice stays reserved until then."""
+
+        def note_end(copying: asyncio.Future[None]) -> None:
+            if not copying.cancelled():
+                copying.exception()  # retrieved: an abandoned copy has no other caller
+            part.is_copied_to = False
+            if part.is_abandoned:
+                self.release(part)
+
         copying = asyncio.get_running_loop().run_in_executor(None, self._arena.write, self._offset(part), data)
         part.is_copied_to = True
-        copying.add_done_callback(partial(self._copied, part))
+        copying.add_done_callback(note_end)
         await asyncio.shield(copying)
-
-    def _copied(self, part: _DeviceSlice, copying: asyncio.Future[None]) -> None:
-        if not copying.cancelled():
-            copying.exception()  # retrieved: an abandoned copy has no other caller
-        part.is_copied_to = False
-        if part.is_abandoned:
-            self.release(part)
 
     def _offset(self, part: _DeviceSlice) -> int:
         """Return the offset of a slice. Raises OSError if the connection has ended meanwhile."""

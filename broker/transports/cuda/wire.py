@@ -24,8 +24,7 @@ VERSION: Final = 2
 
 
 class ArenaHello(msgspec.Struct, frozen=True, tag="hello"):
-    """The first packet: the handle of the sender's arena on GPU `device_id`. A random nonce, for the receiver to read,
-    lies at `nonce_offset`."""
+    """The first packet: the handle of the sender's arena on GPU `device_id`, with a random nonce at `nonce_offset`."""
 
     handle: Annotated[bytes, msgspec.Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
     arena_bytes: Annotated[int, msgspec.Meta(ge=NONCE_BYTES)]

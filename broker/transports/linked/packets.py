@@ -62,8 +62,7 @@ class SameUserListener:
     """Listens under a new abstract name until closed. Made, used and closed on a running loop."""
 
     def __init__(self, on_peer: Callable[[socket.socket], None], on_refused: Callable[[], None]) -> None:
-        """Listen. `on_peer` owns each connected socket, `on_refused` hears of other users. Raises OSError if the system
-        has no abstract sockets."""
+        """Listen. `on_peer` owns each connected socket, `on_refused` hears of other users. Raises OSError."""
         self.name = f"triptych-{secrets.token_hex(16)}"
         self._on_peer = on_peer
         self._on_refused = on_refused
@@ -91,12 +90,11 @@ class SameUserListener:
 
 
 class PacketSocket:
-    """A connected socket. Every packet goes to `on_packet`, which owns the packet's descriptors; the bytes are valid
-    during the call.
+    """A connected socket, for the loop; `try_send` is for any thread.
 
+    `on_packet` owns the descriptors of each packet, and may use the bytes until it returns.
     `on_end` is called once, when the other side has gone, has sent too much, or `on_packet` has raised; not after
-    `close`. ValueError and OSError accuse the other side, any other exception this process. Everything happens on the
-    loop, but `try_send`, which any thread may call.
+    `close`. ValueError and OSError accuse the other side, any other exception this process.
     """
 
     def __init__(
@@ -122,8 +120,7 @@ class PacketSocket:
         return self._socket.fileno() < 0
 
     def try_send(self, packet: bytes, fds: Sequence[int] = ()) -> bool:
-        """Send without waiting, from any thread; False if the socket is full. Raises OSError if the other side has
-        gone."""
+        """Send without waiting; False if the socket is full. Raises OSError if the other side has gone."""
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             with self._open:

@@ -93,7 +93,8 @@ class LinkedPeer(ABC):
         self._has_reported = False  # in this turn of the loop
         self._loop = asyncio.get_running_loop()
         self._thread_id = threading.get_ident()
-        self._deadline = self._loop.call_later(HANDSHAKE_S, self._time_out)
+        silent = TimeoutError(f"a connection said nothing for {HANDSHAKE_S:g} s")
+        self._deadline = self._loop.call_later(HANDSHAKE_S, self._end, silent)
         self._packets = packets.PacketSocket(connected, self._handle, self._end)
 
     def close(self) -> None:
@@ -107,9 +108,6 @@ class LinkedPeer(ABC):
 
     def _end(self, error: Exception | None) -> None:
         self._receiver.ended(self, error)
-
-    def _time_out(self) -> None:
-        self._end(TimeoutError(f"a connection said nothing for {HANDSHAKE_S:g} s"))
 
     def _check(self, slot: int, size: int, *, greeted: bool) -> None:
         """Raise ValueError for a forbidden announcement; `size` is the largest tensor's, in bytes."""
@@ -127,8 +125,7 @@ class LinkedPeer(ABC):
                 self._loop.call_soon_threadsafe(self._release, slot)
 
     def _release(self, slot: int) -> None:
-        """Report a first release at once, and later releases of the same turn of the loop together: a report takes as
-        long as checking a tensor of 100 KiB."""
+        """Report a first release at once, and later releases of this turn of the loop together: a report is costly."""
         self._held.pop(slot, None)
         if self._packets.closed:
             return
@@ -150,9 +147,7 @@ class LinkedPeer(ABC):
         if not slots or self._packets.closed:
             return
         try:
-            sent = self._packets.try_send(encode(Release(slots)))
+            if not self._packets.try_send(encode(Release(slots))):  # a socket holds far more than QUEUE_TENSORS
+                raise BlockingIOError("the sender reads no releases")
         except OSError as error:
             self._end(error)
-            return
-        if not sent:  # a socket holds far more than QUEUE_TENSORS of them
-            self._end(BlockingIOError("the sender reads no releases"))

@@ -29,10 +29,7 @@ Slice = TypeVar("Slice")
 
 
 class Link(ABC, Generic[Data, Slice]):
-    """The sender's end of one connection. Ends with the other side.
-
-    `_reserved` has the slices not released yet, by slot.
-    """
+    """The sender's end of one connection. `_reserved` has the slices not released yet, by slot."""
 
     def __init__(self, name: str, changed: Notifier) -> None:
         """Connect. `changed` wakes callers that wait for memory. Raises OSError without a listener under `name`."""
@@ -49,8 +46,7 @@ class Link(ABC, Generic[Data, Slice]):
 
     @abstractmethod
     async def shake_hands(self) -> None:
-        """Share the arena and wait until the receiver has read from it. Raises one of the connection's `refusals` on
-        failure."""
+        """Share the arena, and wait until the receiver has read from it. Raises one of the connection's `refusals`."""
 
     def check_size(self, num_bytes: int) -> None:
         """Raise TriptychError("invalid_request") for a tensor larger than the receiver takes."""
@@ -58,10 +54,7 @@ class Link(ABC, Generic[Data, Slice]):
             raise TriptychError("invalid_request", f"{num_bytes} bytes; the receiver takes {self._max_bytes} at most")
 
     async def reserve(self, num_bytes: int) -> Slice:
-        """Reserve a slice, as soon as enough memory is free. Raises OSError if the receiver has gone.
-
-        One at a time: callers take turns.
-        """
+        """Reserve a slice, as soon as memory is free; callers take turns. Raises OSError if the receiver has gone."""
         while (reserved := self.reserve_now(num_bytes)) is None:
             await self._next_change()
         return reserved
@@ -159,11 +152,9 @@ class LinkedConnection(ABC, Generic[L, Data]):
             self._link.close()
 
     async def _connected(self, refused_before: int) -> L:
-        """Return the link, new if needed. `refused_before` is `_num_refused` from before the caller's wait for its
-        turn.
+        """Return the link, new if needed. `refused_before` is `_num_refused` from before the caller's wait.
 
-        Raises Unreachable if the receiver is on another host or does not see the shared memory, and
-        TriptychError("unavailable") once the connection is closed.
+        Raises Unreachable without shared memory, and TriptychError("unavailable") once the connection is closed.
         """
         if self._closed:  # others may have waited for their turn meanwhile: a new link would be nobody's to close
             raise TriptychError("unavailable", f"the connection to {self._address} is closed")

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from broker.transports.nixl.wire import HOST, Where
 
@@ -36,10 +37,7 @@ def module_name() -> str | None:
 
 
 def has_rdma(host: str) -> bool:
-    """Return whether a process that listens on `host` may use RDMA.
-
-    Without RDMA, as on loopback, UCX carries a GPU's memory through the host's in small pieces.
-    """
+    """Return whether a process on `host` may use RDMA. Without, UCX carries a GPU's memory through the host's."""
     return not ip_address(host).is_loopback and any(_RDMA_DEVICES.glob("uverbs*"))
 
 
@@ -48,15 +46,15 @@ class NixlError(Exception):
 
 
 class RegisteredBuffer:
-    """A reference-counted piece of registered memory, for one tensor.
+    """A reference-counted piece of registered memory, for one tensor: its owner holds it, and each transfer into it."""
 
-    The first holder is the owner; every transfer that may still write is another holder.
-    """
-
-    def __init__(self, where: Where, address: int, free: Callable[[], None]) -> None:
-        """Call `free` once, when the last holder releases the buffer."""
+    def __init__(
+        self, where: Where, address: int, free: Callable[[], None], host: npt.NDArray[np.uint8] | None = None
+    ) -> None:
+        """Call `free` once, when the last holder releases the buffer. `host` has the bytes, but for a GPU's."""
         self.where = where
         self.address = address
+        self.host = host
         self._free = free
         self._num_holders = 1
 
@@ -72,7 +70,7 @@ class RegisteredBuffer:
 class RegisteredMemory:
     """Memory that agents of other processes may read, or this agent may fill. Deregister before freeing."""
 
-    def __init__(self, agent: NixlAgent, address: int, num_bytes: int, where: Where = HOST) -> None:
+    def __init__(self, agent: NixlAgent, address: int, num_bytes: int, where: Where) -> None:
         self.address = address
         self.where = where
         self._agent = agent
@@ -94,7 +92,7 @@ class HostMemory(RegisteredMemory):
 
     def __init__(self, agent: NixlAgent, num_bytes: int) -> None:
         self.array = np.empty(num_bytes, np.uint8)
-        super().__init__(agent, int(self.array.ctypes.data), num_bytes)
+        super().__init__(agent, int(self.array.ctypes.data), num_bytes, HOST)
 
 
 @dataclass(eq=False)
@@ -118,15 +116,14 @@ class NixlAgent:
         """Serve a process that listens on `host`, a numeric address; on loopback UCX stays on loopback, too."""
         self._host = host
         self._agent: Any = None
-        self._closed = False
-        self._why_not = ""
+        self._why_not = ""  # of an agent that cannot start, or start again
         self._known: Counter[str] = Counter()
         self._transfers: list[_Transfer] = []
 
     def start(self) -> None:
         """Start the threads now. A failed start is not tried again."""
-        if self._closed or self._why_not:
-            raise NixlError(self._why_not or "this agent has been closed")
+        if self._why_not:
+            raise NixlError(self._why_not)
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         if ip_address(self._host).is_loopback:
             os.environ.setdefault("UCX_NET_DEVICES", "lo")  # NIXL's own option takes InfiniBand's names only
@@ -142,10 +139,7 @@ class NixlAgent:
             raise NixlError(self._why_not) from error
 
     def add_peer(self, metadata: bytes) -> str:
-        """Register another agent, or more memory of a known agent; return the agent's name.
-
-        Each call wants one `remove_peer`.
-        """
+        """Register another agent, or more memory of a known agent; return its name. Each call wants a `remove_peer`."""
         name = self.call("add_remote_agent", metadata)
         text = name.decode() if isinstance(name, bytes) else str(name)
         self._known[text] += 1
@@ -200,7 +194,8 @@ class NixlAgent:
         transfers, self._transfers = self._transfers, []
         for transfer in transfers:
             _release_handle(transfer)
-        self._agent, self._closed = None, True  # UCX writes nothing from now on
+        self._agent = None  # UCX writes nothing from now on
+        self._why_not = self._why_not or "this agent has been closed"
         for transfer in transfers:
             transfer.buffer.release()
 

@@ -48,35 +48,24 @@ class HostReceiveMemory:
 
     async def reserve(self, num_bytes: int) -> RegisteredBuffer:
         """Reserve memory for a tensor. Raises NixlError."""
-        return _HostBuffer(HostMemory(self._agent, max(1, num_bytes)))
+        memory = HostMemory(self._agent, max(1, num_bytes))
+        return RegisteredBuffer(memory.where, memory.address, memory.deregister, memory.array)
 
     async def read(self, buffer: RegisteredBuffer, num_bytes: int) -> bytes:
-        return bytes(_array(buffer, num_bytes))
+        assert buffer.host is not None
+        return bytes(buffer.host[:num_bytes])
 
     def hand_out(self, header: TensorHeader, buffer: RegisteredBuffer, num_bytes: int) -> ReceivedTensor:
         """Return a received tensor, which takes over the buffer."""
+        assert buffer.host is not None
         buffer.release()
-        return ReceivedTensor(header, _array(buffer, num_bytes))
+        return ReceivedTensor(header, buffer.host[:num_bytes].data)
 
     def close(self) -> None: ...
 
 
-class _HostBuffer(RegisteredBuffer):
-    def __init__(self, memory: HostMemory) -> None:
-        super().__init__(memory.where, memory.address, memory.deregister)
-        self.memory = memory
-
-
-def _array(buffer: RegisteredBuffer, num_bytes: int) -> memoryview:
-    assert isinstance(buffer, _HostBuffer)
-    return buffer.memory.array[:num_bytes].data
-
-
 class NixlArena:
-    """One arena of a GPU, which NIXL knows. Belongs to the loop.
-
-    The device has its memory back once the arena is closed and the last slice is released.
-    """
+    """One arena of a GPU, known to NIXL; freed once closed and without slices. Belongs to the loop."""
 
     scheme: ClassVar[str] = CUDA_SCHEME
     has_checksums: ClassVar[bool] = False
@@ -91,11 +80,7 @@ class NixlArena:
         self._closed = False
 
     async def open(self) -> RegisteredMemory:
-        """Return the registered memory.
-
-        Raises NixlError, now and ever after, if the device has no memory left or UCX does not know such memory; the
-        log has that once.
-        """
+        """Return the registered memory. Raises NixlError, now and ever after, without memory known to UCX."""
         if self._opening is None:
             self._opening = asyncio.create_task(self._open())
             self._opening.add_done_callback(_retrieved)
@@ -119,11 +104,11 @@ class NixlArena:
 
     async def write(self, buffer: RegisteredBuffer, start: int, data: DeviceBuffer | bytes) -> None:
         """Copy `data` into a slice, from `start` on; return when the copy is done. Raises NixlError."""
-        await self._in_thread(buffer, self._arena.write, self._offset(buffer) + start, data)
+        await self._in_thread(buffer, self._arena.write, start, data)
 
     async def read(self, buffer: RegisteredBuffer, num_bytes: int) -> bytes:
         """Bring the bytes of a slice to the host. Raises NixlError."""
-        return bytes(await self._in_thread(buffer, self._arena.read, self._offset(buffer), num_bytes))
+        return bytes(await self._in_thread(buffer, self._arena.read, 0, num_bytes))
 
     def hand_out(self, header: TensorHeader, buffer: RegisteredBuffer, num_bytes: int) -> ReceivedTensor:
         """Return a received tensor, whose release frees the slice; garbage collection is the latest moment."""
@@ -143,13 +128,11 @@ class NixlArena:
             raise NixlError("the memory for tensors on their way has been given back")
         return self._made[0]
 
-    def _offset(self, buffer: RegisteredBuffer) -> int:
-        return buffer.address - self._arena.pointer
-
-    async def _in_thread(self, buffer: RegisteredBuffer, copy: Callable[..., Any], *arguments: object) -> Any:
+    async def _in_thread(self, buffer: RegisteredBuffer, copy: Callable[..., Any], start: int, what: object) -> Any:
         """Copy in a thread. The slice stays reserved until the copy ends, even after a cancelled wait."""
+        offset = buffer.address - self._arena.pointer + start
         buffer.acquire()
-        copying = asyncio.get_running_loop().run_in_executor(None, copy, *arguments)
+        copying = asyncio.get_running_loop().run_in_executor(None, copy, offset, what)
         copying.add_done_callback(_retrieved)
         copying.add_done_callback(lambda _: buffer.release())
         try:

@@ -59,8 +59,7 @@ class NixlReceiver:
     ) -> None:
         """Bind a free port for the messages beside the bytes; own `agent`, which `close` closes.
 
-        A piece that takes longer than `read_s` (seconds) is abandoned: most of UCX's transports notice the death of a
-        sender at once, but not all.
+        Abandon a piece after `read_s` (seconds): not all of UCX's transports notice the death of a sender at once.
         """
         self.agent = agent
         self.memory = memory
@@ -108,14 +107,14 @@ class NixlReceiver:
             except (ValueError, NixlError) as error:
                 self.num_invalid += 1
                 log.warning("dropped a message on the NIXL socket", error=str(error))
-            await self._forget_the_silent()
 
     async def _clean_up(self) -> None:
-        """Release what was abandoned, also while all senders are silent."""
+        """Forget silent senders, and release all that was abandoned."""
         while True:
             await asyncio.sleep(FORGET_S / 4)
             self.agent.settle()
-            await self._forget_the_silent()
+            for identity in [i for i, reader in self._readers.items() if reader.idle_s > self._forget_s]:
+                await self._forget(identity)
 
     async def _handle(self, identity: bytes, message: ToReceiver) -> None:
         reader = self._readers.get(identity)
@@ -145,10 +144,6 @@ class NixlReceiver:
             self._readers[identity] = _Reader(self, identity, self.agent.add_peer(greeting.metadata))
         self._readers[identity].add(greeting)
 
-    async def _forget_the_silent(self) -> None:
-        for identity in [identity for identity, reader in self._readers.items() if reader.idle_s > self._forget_s]:
-            await self._forget(identity)
-
     async def _forget(self, identity: bytes) -> None:
         reader = self._readers.pop(identity, None)
         if reader is not None:
@@ -161,9 +156,7 @@ class _Reader:
 
     def __init__(self, receiver: NixlReceiver, identity: bytes, name: str) -> None:
         """`name` is the sender's agent, which `add_peer` has registered; the end of this reader removes it."""
-        self._receiver = receiver
-        self._agent = receiver.agent
-        self._memory = receiver.memory
+        self._receiver, self._agent, self._memory = receiver, receiver.agent, receiver.memory
         self._identity = identity
         self._name = name
         self._where: Where = HOST
@@ -172,8 +165,7 @@ class _Reader:
         self._buffer: RegisteredBuffer | None = None
         self._last: ReadablePiece | None = None  # the last piece read; the next piece begins at its end
         self._heard_s = time.monotonic()
-        self.task = asyncio.create_task(self._run())
-        """Runs until cancelled, and cleans up after the sender."""
+        self.task = asyncio.create_task(self._run())  # until cancelled; cleans up after the sender
 
     @property
     def idle_s(self) -> float:
@@ -184,17 +176,14 @@ class _Reader:
         self._heard_s = time.monotonic()
         if isinstance(message, ReadablePiece) and message.number != self._newest:
             self._newest = message.number
-            self._discard_queued_pieces()
+            # A sender sends one tensor at a time: pieces of an older tensor are abandoned.
+            for queued in [self._messages.get_nowait() for _ in range(self._messages.qsize())]:
+                if not isinstance(queued, ReadablePiece):
+                    self._messages.put_nowait(queued)
         try:
             self._messages.put_nowait(message)
         except asyncio.QueueFull:
             raise ValueError(f"{self._name} has sent more than {WINDOW} pieces at once") from None
-
-    def _discard_queued_pieces(self) -> None:
-        """A sender sends one tensor at a time: pieces of an older tensor are abandoned."""
-        for message in [self._messages.get_nowait() for _ in range(self._messages.qsize())]:
-            if not isinstance(message, ReadablePiece):
-                self._messages.put_nowait(message)
 
     async def _run(self) -> None:
         try:
@@ -218,17 +207,14 @@ class _Reader:
             return ReceiverGreeting(max_bytes)
         try:
             async with asyncio.timeout(NONCE_S):
-                return ReceiverGreeting(max_bytes, await self._nonce_at(greeting.nonce_address))
+                buffer = await self._memory.reserve(NONCE_BYTES)
+                try:
+                    await self._agent.read(self._name, self._where, greeting.nonce_address, buffer, 0, NONCE_BYTES)
+                    return ReceiverGreeting(max_bytes, await self._memory.read(buffer, NONCE_BYTES))
+                finally:
+                    buffer.release()
         except (NixlError, TimeoutError) as error:
             return Refusal(str(error) or f"its nonce was not read within {NONCE_S:g} s")
-
-    async def _nonce_at(self, address: int) -> bytes:
-        buffer = await self._memory.reserve(NONCE_BYTES)
-        try:
-            await self._agent.read(self._name, self._where, address, buffer, 0, NONCE_BYTES)
-            return await self._memory.read(buffer, NONCE_BYTES)
-        finally:
-            buffer.release()
 
     async def _fault_of(self, piece: ReadablePiece) -> str:
         """Read a piece; return the reason of a failure, or an empty string."""

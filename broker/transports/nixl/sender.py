@@ -5,10 +5,10 @@
 
 Announcements go over ZMQ, with the cluster's keys; the bytes themselves are as open as UCX has them.
 
-Between GPUs no host memory is involved. Each piece is copied on a stream of its own, which a thread waits for, before
-its announcement; an engine's stream waits for nothing. The receiver proves that it reads the sender's memory before the
-first tensor; on failure another transport is chosen. No processor sees the bytes, so they have no checksum: `wire` says
-why that is safe. This path has not run on a GPU yet: tests run it between two processes over host memory (fake_cuda).
+Between GPUs, a thread waits for the copy of each piece, on a stream of its own, before the announcement. The receiver
+proves that it reads the sender's memory before the first tensor; on failure another transport is chosen. No processor
+sees the bytes, so they have no checksum: `wire` says why that is safe. This path has not run on a GPU yet: tests run it
+between two processes over host memory (fake_cuda).
 """
 
 from __future__ import annotations
@@ -95,12 +95,10 @@ class NixlLink(ABC):
         return known
 
     async def _greet(self, memory: RegisteredMemory, nonce: bytes = b"", nonce_address: int = 0) -> None:
-        """Make this agent and `memory` known; wait until the receiver has read the nonce in it.
-
-        Answers to abandoned tensors and greetings are skipped. Raises NixlError on a refusal.
-        """
+        """Make `memory` known; wait until the receiver has read the nonce in it. Raises NixlError on a refusal."""
         kind, device = memory.where
         await self._send_message(Greeting(memory.metadata, kind=kind, device=device, nonce_address=nonce_address))
+        # Answers to abandoned tensors and greetings are skipped.
         while not isinstance(answer := await self._receive(), ReceiverGreeting) or answer.nonce != nonce:
             if isinstance(answer, Refusal):
                 self._refused = answer.for_good

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from typing import Final
 
 from redis.asyncio import Redis
@@ -19,7 +20,6 @@ from broker.transports.redis.wire import (
     chunk_key,
     decode_passing,
     is_leased,
-    new_list,
     pop,
     push,
 )
@@ -37,11 +37,10 @@ class RedisReceiver:
     """See broker.transports.base.Receiver."""
 
     def __init__(self, redis: Redis, cluster: str, on_arrival: OnArrival, *, max_bytes: int) -> None:
-        """`cluster` begins all keys."""
         self._redis = redis
         self._on_arrival = on_arrival
         self._max_bytes = max_bytes
-        self._list = new_list(cluster)
+        self._list = f"{cluster}:tensors:{secrets.token_hex(8)}"
         self.address = f"{SCHEME}://{self._list}"
         self.num_invalid = self.num_unfinished = 0
         self._arrived: asyncio.Queue[ReceivedTensor] = asyncio.Queue(_READY_TENSORS)
@@ -68,14 +67,14 @@ class RedisReceiver:
                 await asyncio.sleep(_RETRY_S)
 
     def _handle(self, passing: Passing) -> None:
-        """Begin a tensor, in a task per tensor since senders may be slow; or answer a sender's question for
-        progress."""
+        """Begin a tensor, in a task of its own; or answer a sender's question for progress."""
         is_new = passing.id not in self._said
         if is_new:
             self._said[passing.id] = b"0"
             if len(self._said) > _REMEMBERED:
                 del self._said[next(iter(self._said))]
-        task = asyncio.create_task(self._receive(passing) if is_new else self._repeat(passing))
+        doing = self._receive(passing) if is_new else self._answer(passing, self._said[passing.id])
+        task = asyncio.create_task(doing)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -98,8 +97,7 @@ class RedisReceiver:
             log.warning("a tensor did not come to its end", sender=passing.header.sender, error=str(error))
 
     async def _collect(self, passing: Passing) -> bytearray:
-        """Collect the chunks. Raises ValueError for a tensor or chunks above the limits, TimeoutError for a dead
-        sender."""
+        """Collect the chunks. Raises ValueError above the limits, TimeoutError for a dead sender."""
         if passing.size_bytes > self._max_bytes:
             raise ValueError(f"a tensor of {passing.size_bytes} bytes, at most {self._max_bytes} are taken")
         data, filled, number, was_leased = bytearray(passing.size_bytes), 0, 0, True
@@ -118,9 +116,6 @@ class RedisReceiver:
             filled, number = filled + len(chunk), number + 1
             await self._answer(passing, b"%d" % number)
         return data
-
-    async def _repeat(self, passing: Passing) -> None:
-        await self._answer(passing, self._said[passing.id])
 
     async def _answer(self, passing: Passing, answer: bytes) -> None:
         """Answer the sender; after a lost answer, the sender asks again."""

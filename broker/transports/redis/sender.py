@@ -6,15 +6,14 @@
                 <- number, at last done -- a list of answers <-------------- says which it waits for
     renew       -- now and then -------> all these keys
 
-The broker so holds no more than a few chunks per pair, and read chunks are gone at once. The broker may lose any answer
-or chunk, in a reply that did not arrive. After a silent second the sender announces the tensor again, learns the number
-of the chunk that the receiver waits for, and sends that chunk again. A command with a lost reply is repeated, and may
-have been executed before: so each chunk has a key of its own, and a tensor announced twice is received once.
+The broker may lose any answer or chunk, in a reply that did not arrive. After a silent second the sender announces the
+tensor again, learns the number of the awaited chunk, and sends that chunk again. A command with a lost reply is
+repeated, and may have been executed before: so each chunk has a key of its own, and a tensor announced twice is
+received once.
 
-No side has to notice a death, and the dead leave nothing: keys are a lease, which ends unless the sender renews the
-lease. A sender whose lease ended too early, because sender or broker stood still or the broker was emptied, begins a
-new lease and goes on at the receiver's chunk; after a longer absence the receiver has abandoned the tensor. The keys
-stand in broker.transports.redis.wire.
+All keys (see wire) are a lease, which ends unless the sender renews it: no death leaves anything. A sender whose lease
+ended too early, because sender or broker stood still or the broker was emptied, begins a new lease and goes on at the
+receiver's chunk; after a longer absence the receiver has abandoned the tensor.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ _NUMBER: Final = re.compile(rb"\d{1,9}")
 
 
 class RedisConnection:
-    """Redis's broker.transports.base.Connection. `send` returns once the receiver has all of a tensor, one at a
-    time."""
+    """See broker.transports.base.Connection. `send` returns once the receiver has all of a tensor, one at a time."""
 
     scheme: ClassVar[str] = SCHEME
 
@@ -100,10 +98,7 @@ class RedisConnection:
             task.add_done_callback(self._removing.discard)
 
     async def _go_on(self, passing: Passing, chunks: _Chunks) -> bool:
-        """Send as many chunks as the receiver has space for, and process answers; return True once it has all chunks.
-
-        Raises TriptychError where it does not take the tensor.
-        """
+        """Send the chunks to send now, and process an answer; return True once the receiver has all chunks."""
         for number in chunks.next():
             await push(self._redis, chunk_key(self._list, passing, number), chunks[number])
         answer = await pop(self._redis, answers_key(self._list, passing))
@@ -112,7 +107,7 @@ class RedisConnection:
         if answer == LOST:
             raise TriptychError("unavailable", f"{self._address} has given up a tensor")
         if answer is None:
-            chunks.ask()
+            chunks.asked = True
             await ask(self._redis, self._list, passing)
         elif answer != DONE:
             chunks.note_waits_for(answer)
@@ -128,7 +123,7 @@ class RedisConnection:
             await asyncio.sleep(RENEWAL_S)
             with contextlib.suppress(RedisError):  # away for a moment; or for longer, which shows when it is back
                 if not await renew(self._redis, self._list, passing, chunks.maybe_there):
-                    chunks.send_again()
+                    chunks.num_sent = chunks.waits_for
                     await announce(self._redis, self._list, passing)
 
     async def _remove(self, passing: Passing, chunks: range) -> None:
@@ -138,14 +133,17 @@ class RedisConnection:
 
 
 class _Chunks:
-    """The bytes of a tensor in parts, and how far sending has come: all before `_waits_for` have arrived."""
+    """The bytes of a tensor in parts. The first `num_sent` are sent, and those before `waits_for` have arrived.
+
+    `asked`: the receiver will name the awaited chunk, to be sent again if it was sent already.
+    """
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
         self._num_chunks = -(-len(data) // CHUNK_BYTES)
-        self._num_sent = self._waits_for = 0
+        self.num_sent = self.waits_for = 0
+        self.asked = False
         self._again: list[int] = []
-        self._asked = False
 
     def __getitem__(self, number: int) -> memoryview:
         return self._data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
@@ -153,29 +151,21 @@ class _Chunks:
     @property
     def maybe_there(self) -> range:
         """Chunks possibly in the broker."""
-        return range(self._waits_for, min(self._waits_for + WINDOW, self._num_chunks))
+        return range(self.waits_for, min(self.waits_for + WINDOW, self._num_chunks))
 
     def next(self) -> list[int]:
         """Return the chunks to send now, counted as sent from now on."""
         again, self._again = self._again, []
-        first, self._num_sent = self._num_sent, max(self._num_sent, self.maybe_there.stop)
-        return [*again, *range(first, self._num_sent)]
-
-    def send_again(self) -> None:
-        """Count all chunks possibly in the broker as lost."""
-        self._num_sent = self._waits_for
-
-    def ask(self) -> None:
-        """Expect the receiver to name the chunk awaited: if sent already, the chunk has to be sent again."""
-        self._asked = True
+        first, self.num_sent = self.num_sent, max(self.num_sent, self.maybe_there.stop)
+        return [*again, *range(first, self.num_sent)]
 
     def note_waits_for(self, answer: bytes) -> None:
-        """Note the chunk awaited by the receiver, asked or not. Raises TriptychError for an invalid chunk number."""
+        """Note the chunk awaited by the receiver. Raises TriptychError for an invalid chunk number."""
         if not _NUMBER.fullmatch(answer) or int(answer) > self._num_chunks:
             raise TriptychError("unavailable", f"the receiver of a tensor says {answer[:40]!r}")
         number = int(answer)
-        if self._asked and number == self._waits_for < self._num_sent:
+        if self.asked and number == self.waits_for < self.num_sent:
             self._again = [number]
-        self._asked = False
-        self._waits_for = max(self._waits_for, number)
-        self._num_sent = max(self._num_sent, self._waits_for)
+        self.asked = False
+        self.waits_for = max(self.waits_for, number)
+        self.num_sent = max(self.num_sent, self.waits_for)

@@ -10,7 +10,6 @@ Every key lasts for LEASE_S and is renewed by the sender: after any death or los
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Final, cast
 
@@ -30,14 +29,13 @@ LEASE_S: Final = 1.5
 RENEWAL_S: Final = 0.4
 MAX_TIMEOUT_S: Final = 3600.0
 DONE, REFUSED, LOST = b"done", b"refused", b"lost"
-"""What a receiver says beside the number of the chunk that it waits for: it has the tensor, does not take such a one,
-has given it up."""
+"""Answers beside the number of the awaited chunk: the tensor is here, is not taken, or was abandoned."""
+_LEASE_MS: Final = int(LEASE_S * 1000)
 _BLOCK_S: Final = 1.0
 
 
 class Passing(msgspec.Struct, frozen=True):
-    """The beginning of a tensor of `size_bytes`; the sender gives up after `timeout_s`. A repeated message asks the
-    receiver for progress."""
+    """A tensor of `size_bytes`, sent for `timeout_s` at most. A repeated message asks the receiver for progress."""
 
     id: Id
     size_bytes: Count
@@ -48,31 +46,22 @@ class Passing(msgspec.Struct, frozen=True):
 decode_passing: Final[Callable[[bytes], Passing]] = make_decode(Passing)
 
 
-def new_list(cluster: str) -> str:
-    """Return a new list name for a receiver."""
-    return f"{cluster}:tensors:{secrets.token_hex(8)}"
-
-
-def chunk_key(list_key: str, passing: Passing, number: int) -> str:
-    return _key(list_key, passing, str(number))
+def chunk_key(list_key: str, passing: Passing, number: int | str) -> str:
+    return f"{list_key}:{passing.header.sender}:{passing.id}:{number}"
 
 
 def answers_key(list_key: str, passing: Passing) -> str:
-    return _key(list_key, passing, "taken")
+    return chunk_key(list_key, passing, "taken")
 
 
 def lease_key(list_key: str, passing: Passing) -> str:
-    return _key(list_key, passing, "lease")
-
-
-def _key(list_key: str, passing: Passing, what: str) -> str:
-    return f"{list_key}:{passing.header.sender}:{passing.id}:{what}"
+    return chunk_key(list_key, passing, "lease")
 
 
 async def announce(redis: Redis, list_key: str, passing: Passing) -> None:
     """Announce a coming tensor, and begin the lease."""
     async with redis.pipeline(transaction=True) as pipe:
-        pipe.set(lease_key(list_key, passing), b"", px=_milliseconds())
+        pipe.set(lease_key(list_key, passing), b"", px=_LEASE_MS)
         _append(pipe, list_key, encode(passing))
         await pipe.execute()
 
@@ -83,12 +72,12 @@ async def ask(redis: Redis, list_key: str, passing: Passing) -> None:
 
 
 async def renew(redis: Redis, list_key: str, passing: Passing, chunks: Iterable[int]) -> bool:
-    """Extend the lease, and all content of the broker for these chunks. Return False for an expired lease."""
+    """Extend the lease, and all keys of these chunks. Return False for an expired lease."""
     keys = [list_key, answers_key(list_key, passing), *(chunk_key(list_key, passing, number) for number in chunks)]
     async with redis.pipeline(transaction=True) as pipe:
-        pipe.set(lease_key(list_key, passing), b"", px=_milliseconds(), xx=True)
+        pipe.set(lease_key(list_key, passing), b"", px=_LEASE_MS, xx=True)
         for key in keys:
-            pipe.pexpire(key, _milliseconds())
+            pipe.pexpire(key, _LEASE_MS)
         return bool((await pipe.execute())[0])
 
 
@@ -106,7 +95,7 @@ async def remove(redis: Redis, list_key: str, passing: Passing, chunks: Iterable
 
 
 async def push(redis: Redis, key: str, value: bytes | memoryview) -> None:
-    """Append to a list, and let the list expire LEASE_S from now: atomic, even if a process dies meanwhile."""
+    """Append to a list, which expires LEASE_S from now."""
     async with redis.pipeline(transaction=True) as pipe:
         _append(pipe, key, value)
         await pipe.execute()
@@ -120,8 +109,4 @@ async def pop(redis: Redis, key: str) -> bytes | None:
 
 def _append(pipe: Any, key: str, value: bytes | memoryview) -> None:
     pipe.rpush(key, value)
-    pipe.pexpire(key, _milliseconds())
-
-
-def _milliseconds() -> int:
-    return int(LEASE_S * 1000)
+    pipe.pexpire(key, _LEASE_MS)

@@ -27,8 +27,7 @@ from common.messages import TensorHeader, encode
 MAX_BYTES: Final = 256 * 2**10
 """A larger tensor is announced by itself."""
 SLICE_BYTES: Final = 2**20
-"""Of one bundle. With less, the share of one tensor in the common work is larger; with more, the slice is no longer in
-a processor's cache after its release."""
+"""Of one bundle; a larger slice is no longer in a processor's cache after its release."""
 
 
 class AnnounceBatch:
@@ -48,8 +47,7 @@ class AnnounceBatch:
     def add(self, header: TensorHeader, data: memoryview) -> bool:
         """Copy a tensor of at most MAX_BYTES, to be announced together with others of this turn.
 
-        False if the tensor should go alone: as the first of the turn, or for lack of memory, or while an earlier
-        announcement waits.
+        False if the tensor should go alone: first of the turn, without memory, or behind a waiting announcement.
         """
         if not self._has_sent:
             self._has_sent = True

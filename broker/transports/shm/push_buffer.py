@@ -5,9 +5,8 @@
                                 send: Written, pieces ..., Announce
     discard, at the latest when the handoff ends
 
-Nothing is awaited between the end of the computation and the announcement: no loop wakes up, no byte is copied twice.
-Each buffer serves a single tensor: a sender that was stopped during the write may go on at any time without harm. See
-push_target for the other side, and docs/reference/transports.md for the gain.
+Between computation and announcement no loop wakes up, and no byte is copied twice. Each buffer serves a single tensor:
+a stopped sender may write on without harm. See push_target, and docs/reference/transports.md for the gain.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, Literal, Protocol, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -34,12 +33,11 @@ from common.messages import TensorHeader
 
 State: TypeAlias = Literal["untouched", "ready", "sending", "sent", "discarded"]
 MIN_BYTES: Final = 2**18
-"""A smaller tensor is copied in less time than all of this takes; and a process may have 65,530 mappings."""
+"""A smaller tensor is copied in less time; and a process may have 65,530 mappings."""
 MAX_BYTES: Final = 32 * 2**20
 """A larger tensor would hold up the computing thread for too long."""
 REPORT_BYTES: Final = 2 * PIECE_BYTES
-"""The sender reports after so many bytes, and the receiver hashes them during the next copy. A report may wake the
-receiver, which costs the sender as much as a quarter of these bytes."""
+"""The sender reports after so many bytes, and the receiver hashes them during the next copy."""
 MAX_PUSHES: Final = 16
 """Buffers without an announcement yet, per pair of processes."""
 
@@ -49,26 +47,13 @@ def is_worth_it(num_bytes: int) -> bool:
     return MIN_BYTES <= num_bytes <= MAX_BYTES
 
 
-class EarlySend(Protocol):
-    """The path of one tensor out of the computing thread, ahead of the loop."""
-
-    scheme: str
-    sent_s: float | None
-    """Unix time of the start of the early send; None if the tensor still has to be sent."""
-
-    def send(self, data: memoryview) -> None:
-        """Copy the bytes and announce the tensor, at once or not at all. Blocks for as long as the copy takes."""
-
-    def discard(self) -> None:
-        """Free the memory after any outcome: for the loop. Idempotent."""
-
-
 class PushBuffer:
-    """Memory for one tensor, shared with the receiver. See `EarlySend`; `touch` is for a thread of its own."""
+    """Memory for one tensor, shared with the receiver: the way out of the computing thread, ahead of the loop."""
 
     def __init__(self, scheme: str, slot: int, header: TensorHeader, memory: Bytes, pushes: PushBuffers) -> None:
         self.scheme = scheme
         self.sent_s: float | None = None
+        """Unix time of the start of the early send; None if the tensor still has to be sent."""
         self._slot = slot
         self._header = header
         self._memory = memory
@@ -77,7 +62,7 @@ class PushBuffer:
         self._state: State = "untouched"
 
     def touch(self) -> None:
-        """Let the system find pages; nothing is sent before. Once."""
+        """Let the system find pages, once and in a thread of its own; nothing is sent before."""
         if self._state != "untouched":
             return
         self._memory[:: mmap.PAGESIZE] = 0  # by NumPy, which lets other threads run meanwhile
@@ -86,6 +71,7 @@ class PushBuffer:
                 self._state = "ready"
 
     def send(self, data: memoryview) -> None:
+        """Copy the bytes and announce the tensor, at once or not at all. Blocks for as long as the copy takes."""
         if data.nbytes != self._header.size_bytes:
             return
         with self._changing:
@@ -104,6 +90,7 @@ class PushBuffer:
         self._pushes.withdraw(self._slot)
 
     def discard(self) -> None:
+        """Free the memory after any outcome: for the loop. Idempotent."""
         with self._changing:
             before = self._state
             if before != "sent":
@@ -126,10 +113,7 @@ class PushBuffer:
 
 
 class PushBuffers:
-    """The early sends over one connection. Every method but `reserve` and `close` is for any thread.
-
-    `try_send` sends messages with descriptors, at once or False.
-    """
+    """The early sends over one connection, with `try_send`. Methods are for any thread, but `reserve` and `close`."""
 
     def __init__(self, scheme: str, try_send: Callable[[ToReceiver, Sequence[int]], bool]) -> None:
         self.try_send = try_send

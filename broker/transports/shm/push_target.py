@@ -1,7 +1,7 @@
 """The receiver's side of an early send: memory shared by the sender before its tensor is computed. See push_buffer.
 
-The tensor stays in the shared memory, without a copy here; the receiver hashes the pieces behind the sender. Memory for
-an unwanted tensor is freed at once, while the sender may still write.
+The tensor stays there; the receiver hashes the pieces behind the sender. Unwanted memory is freed at once, while the
+sender may still write.
 """
 
 from __future__ import annotations

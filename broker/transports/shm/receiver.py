@@ -1,8 +1,7 @@
 """The receiving end of shared memory: reads tensors in the senders' memory.
 
-A tensor's bytes are a view of the sender's arena, mapped read-only; the end of the last view releases the slice to the
-sender. A pushed tensor has memory of its own, which stays here. The death of a sender loses nothing: received tensors
-stay mapped until their release.
+A tensor's bytes are a view of the sender's arena, mapped read-only until the last view ends, even after the sender's
+death. A pushed tensor has memory of its own, which stays here.
 """
 
 from __future__ import annotations
@@ -64,7 +63,11 @@ class ShmPeer(LinkedPeer):
             message = for_receiver(packet)
             match message:
                 case Hello():
-                    self._greet(message, fds)
+                    if self._arena is not None or message.version != VERSION or len(fds) != 1:
+                        raise ValueError(f"a greeting of version {message.version} with {len(fds)} descriptors")
+                    self._arena = segment.open_received(fds[0], message.arena_bytes)
+                    self._packets.try_send(encode(Welcome(self._arena[:NONCE_BYTES].tobytes(), self._max_bytes)))
+                    self._deadline.cancel()
                 case Give():
                     self._begin_push(message, fds)
                 case Written(slot=slot, num_bytes=num_bytes):
@@ -80,13 +83,6 @@ class ShmPeer(LinkedPeer):
                     self._receive(message, fds)
         finally:
             packets.close_all(fds)
-
-    def _greet(self, hello: Hello, fds: list[int]) -> None:
-        if self._arena is not None or hello.version != VERSION or len(fds) != 1:
-            raise ValueError(f"a greeting of version {hello.version} with {len(fds)} descriptors")
-        self._arena = segment.open_received(fds[0], hello.arena_bytes)
-        self._packets.try_send(encode(Welcome(self._arena[:NONCE_BYTES].tobytes(), self._max_bytes)))
-        self._deadline.cancel()
 
     def _begin_push(self, message: Give, fds: list[int]) -> None:
         slot, size = message.slot, message.header.size_bytes

@@ -1,7 +1,6 @@
 """Anonymous memory shared by two processes: without a name, and gone when both processes are.
 
-Made by memfd_create(2), passed on as a file descriptor, sealed against changes of size: a reader never runs into pages
-that the writer has removed.
+Made by memfd_create(2) and sealed against changes of size: a reader never runs into pages that the writer has removed.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ def discard(memory: Bytes, start: int) -> None:
 
 
 def open_received(fd: int, size_bytes: int, *, writable: bool = False) -> Bytes:
-    """Map the memory behind another process's descriptor, read-only unless `writable`. `fd` stays open; a writable map
-    keeps no descriptor.
+    """Map the memory behind another process's descriptor, read-only unless `writable`. `fd` stays open.
 
     Raises ValueError unless the descriptor is sealed memory of `size_bytes`; OSError if the mapping fails.
     """
@@ -71,10 +69,7 @@ def open_received(fd: int, size_bytes: int, *, writable: bool = False) -> Bytes:
 
 
 def _map(fd: int, size_bytes: int) -> mmap.mmap:
-    """Map shared memory without a descriptor, which Python's mmap would keep: there may be many mappings.
-
-    The mapping replaces anonymous memory, so that Python unmaps the pages in the end. Raises OSError.
-    """
+    """Map shared memory over anonymous memory, without the descriptor that Python's mmap would keep. Raises OSError."""
     mapped = mmap.mmap(-1, size_bytes)
     start = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
     allowed, how = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED

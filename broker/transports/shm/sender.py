@@ -7,9 +7,8 @@
        Unix socket: announce -->   <-- release
 
 One copy into the arena, none out of it; or, for an early send, one copy into memory that stays the receiver's (see
-push_buffer). Neither memory nor socket has a name (see packets), so the death of either side leaves nothing behind. A
-handshake finds out whether the transport works: the receiver proves that it reads the sender's bytes. Containers with a
-network or a user of their own cannot connect; they use ZMQ.
+push_buffer). Neither memory nor socket has a name, so a death leaves nothing behind. In a handshake the receiver proves
+that it reads the sender's bytes. Containers with a network or a user of their own cannot connect; they use ZMQ.
 """
 
 from __future__ import annotations
@@ -53,10 +52,9 @@ class ShmConnection(LinkedConnection["ShmLink", memoryview]):
     memory = "shared memory"
 
     def send_now(self, header: TensorHeader, data: memoryview) -> bool:
-        """Send if that needs no wait and no turn for others during the copy; else return False. For small tensors,
-        awaiting costs more than copying.
+        """Send if that needs no wait and no turn for others during the copy; else return False. Raises as `send`.
 
-        Raises as `send` does where the tensor is larger than the receiver takes.
+        For small tensors, awaiting costs more than copying.
         """
         link = self._link
         if link is None or link.closed or self._turn.locked() or data.nbytes > checksums.TURN_BYTES:
@@ -77,10 +75,7 @@ class ShmConnection(LinkedConnection["ShmLink", memoryview]):
         return announced
 
     def reserve_early(self, header: TensorHeader) -> PushBuffer | None:
-        """Share memory with the receiver for a tensor still being computed; None if impossible now.
-
-        Discard the buffer in the end. Other sends meanwhile are fine, of the same tensor as well.
-        """
+        """Share memory with the receiver for a tensor still being computed, to be discarded; None if impossible."""
         link = self._link
         return None if self._closed or link is None or link.closed else link.reserve_early(header)
 
@@ -115,10 +110,7 @@ class ShmLink(Link[memoryview, ArenaSlice]):
             os.close(self._fd)
 
     def reserve_now(self, num_bytes: int) -> ArenaSlice | None:
-        """Reserve a slice; None if memory is short now, or the receiver has gone.
-
-        Tensors larger than the arena go one at a time.
-        """
+        """Reserve a slice; None if memory is short now. Tensors larger than the arena go one at a time."""
         self._packets.read()  # memory released just now is in the processor's cache, other memory is not
         if self.closed or len(self._reserved) >= QUEUE_TENSORS:
             return None

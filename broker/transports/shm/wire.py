@@ -35,8 +35,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Bundle(msgspec.Struct, frozen=True, tag="bundle"):
-    """Small tensors lie in the arena one behind the other: the first at `offset`, the others at multiples of
-    ALIGNMENT_BYTES. The slot is released after all its tensors."""
+    """Small tensors of one slot: the first at `offset` in the arena, the others at multiples of ALIGNMENT_BYTES."""
 
     slot: Count
     offset: Count
@@ -44,10 +43,7 @@ class Bundle(msgspec.Struct, frozen=True, tag="bundle"):
 
 
 class Give(msgspec.Struct, frozen=True, tag="give"):
-    """Memory for a tensor still being computed, behind this packet's descriptor; still empty.
-
-    The header is without its checksum.
-    """
+    """Empty memory for a tensor still being computed, behind this packet's descriptor. `header` has no checksum."""
 
     slot: Count
     header: TensorHeader

@@ -1,5 +1,4 @@
-"""Assembly of tensors from the pieces sent over ZMQ, by sender. Tensors stay in pieces without a copy. Only KV is
-joined, which hardly ever has several pieces: a single token would have to exceed WHOLE_BYTES.
+"""Assembly of tensors from the pieces sent over ZMQ, by sender. Only KV is joined, which hardly ever has pieces.
 
 Unfinished tensors are bounded, for any sender: one tensor per sender, TOTAL times the largest of all senders together,
 and `stale_s` without a new piece. A broken tensor counts once: its later pieces are skipped.
@@ -25,8 +24,7 @@ from common.telemetry import get_logger
 TOTAL: Final = 2
 """How many times the largest tensor all pieces together may take; where it is more, the stalest tensor is discarded."""
 MAX_BROKEN: Final = 1000
-"""Senders of which it is remembered that their last tensor is broken; an identity has 255 bytes at most. Beyond them
-the next piece of a tensor may count once more."""
+"""Senders remembered for a broken last tensor. Beyond them the next piece of a tensor may count once more."""
 
 log = get_logger()
 
@@ -43,8 +41,7 @@ class Assembly:
     """All unfinished tensors of one receiver. Made, used and closed on a running loop."""
 
     def __init__(self, max_bytes: int, stale_s: float, is_idle: Callable[[], bool]) -> None:
-        """Accept tensors of at most `max_bytes`. A tensor without progress for `stale_s` seconds is dropped: the sender
-        has died or given up. Tensors only go stale while `is_idle`, with all arrived messages processed."""
+        """Accept tensors of at most `max_bytes`. Discard one after `stale_s` without progress, while `is_idle`."""
         self._max_bytes = max_bytes
         self._stale_s = stale_s
         self._is_idle = is_idle
@@ -63,8 +60,8 @@ class Assembly:
     def add(self, sender: bytes, head: Head, data: memoryview) -> ReceivedTensor | None:
         """Return the tensor completed by this message; None if incomplete.
 
-        The beginning of another tensor discards the sender's unfinished tensor, which the sender has abandoned. Raises
-        ValueError for a message that does not continue at the end of the sender's last message: call `discard`.
+        The beginning of another tensor discards the sender's unfinished tensor. Raises ValueError for a message that
+        does not continue the last one: call `discard`.
         """
         partial = self._pop(sender)
         if not isinstance(head, Next):

@@ -3,9 +3,8 @@
     sender: one DEALER per receiver  -->  receiver: ROUTER
 
 A message is two frames; the second frame has the raw bytes, without a copy on this side. A large tensor is several
-messages (see zmq.wire), put together by the receiver. The sockets are plain: immediate calls need no loop, and only
-blocked calls wait on the loop. zmq.asyncio makes several objects per message for waiting, at a higher cost than a small
-tensor's message.
+messages (see zmq.wire). The sockets are plain, and only blocked calls wait on the loop: zmq.asyncio costs more than a
+small tensor's message.
 """
 
 from __future__ import annotations
@@ -46,17 +45,11 @@ class ZmqReceiver:
     """See broker.transports.base.Receiver."""
 
     def __init__(
-        self,
-        context: zmq.asyncio.Context,
-        host: str,
-        on_arrival: OnArrival,
-        *,
-        max_bytes: int,
-        stale_s: float,
+        self, context: zmq.asyncio.Context, host: str, on_arrival: OnArrival, *, max_bytes: int, stale_s: float
     ) -> None:
-        """Bind a free port. Senders of messages above the size limit are cut off before the message is in memory.
+        """Bind a free port. Discard unfinished tensors after `stale_s` without more.
 
-        What has come of a tensor is dropped after `stale_s` without more.
+        Senders of messages above the size limit are cut off before the message is in memory.
         """
         self._socket = _plain_socket(context, zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -118,8 +111,7 @@ class ZmqReceiver:
         return None
 
     def _receive_frames(self) -> tuple[bytes, memoryview]:
-        """Return the frames after the sender's identity, in half the time of `recv_multipart`: noticeable for tensors
-        of 64 KiB. Raises ValueError for any number of frames but two."""
+        """Return the two frames after the sender's identity, faster than `recv_multipart`. Raises ValueError."""
         head = self._socket.recv()  # a message has come with all its frames
         if not self._socket.getsockopt(zmq.RCVMORE):
             raise ValueError("a message of one frame, not of two")
@@ -162,7 +154,7 @@ class ZmqConnection:
         self._socket.connect(address)
         self._turn = asyncio.Lock()
         self._writable = asyncio.Event()
-        self._wakeup = _Wakeup(self._socket, self._wake)
+        self._wakeup = _Wakeup(self._socket, self._set_writable)
 
     async def send(self, header: TensorHeader, data: memoryview, timeout_s: float) -> None:
         divided = is_divided(header, data.nbytes)
@@ -177,13 +169,11 @@ class ZmqConnection:
             raise took_none(self._address, timeout_s) from error
 
     def close(self) -> None:
-        self._wakeup.cancel()
+        self._set_writable()
         self._socket.close(linger=0)
-        self._writable.set()
 
     async def _send_pieces(self, header: TensorHeader, data: memoryview) -> None:
-        """Send the pieces, each hashed just before, and so in the processor's cache when ZMQ's thread reads the
-        bytes."""
+        """Send the pieces, each hashed just before: ZMQ's thread finds the bytes in the processor's cache."""
         digest = Checksum()
         for start in range(0, data.nbytes, PIECE_BYTES):
             if start and start % TURN_BYTES == 0:
@@ -209,7 +199,7 @@ class ZmqConnection:
             return False
         return True
 
-    def _wake(self) -> None:
+    def _set_writable(self) -> None:
         self._wakeup.cancel()
         self._writable.set()
 

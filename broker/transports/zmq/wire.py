@@ -3,8 +3,8 @@
     TensorHeader    a tensor that is not divided
     First, Next...  one that is, piece by piece; nothing else of this sender comes in between
 
-Every piece has PIECE_BYTES, but the last. An abandoned tensor ends with the beginning of another tensor. So checksums
-are made while other bytes travel, and no sender can make the receiver allocate a large tensor at once.
+Every piece has PIECE_BYTES, but the last. An abandoned tensor ends with the beginning of another tensor. No sender can
+make the receiver allocate a large tensor at once.
 """
 
 from __future__ import annotations

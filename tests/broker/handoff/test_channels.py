@@ -214,5 +214,5 @@ async def has_length(redis: Redis, stream: str, length: int) -> bool:
 async def _receive_some(reader: ChannelReader) -> list[Delivery]:
     async with asyncio.timeout(5):
         while True:
-            if deliveries := await reader.receive():
+            if deliveries := await reader._next():
                 return deliveries

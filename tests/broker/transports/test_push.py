@@ -18,7 +18,7 @@ from broker.transports.checksums import PIECE_BYTES
 from broker.transports.linked import packets
 from broker.transports.linked.wire import Announce
 from broker.transports.shm import push_buffer, segment
-from broker.transports.shm.push_buffer import EarlySend, PushBuffer
+from broker.transports.shm.push_buffer import PushBuffer
 from broker.transports.shm.push_target import PushedTensor, PushTarget
 from broker.transports.shm.wire import Give, TakeBack, Written
 from broker.transports.tensors import TensorReceiver, TensorSender
@@ -55,7 +55,7 @@ class Pair:
     receiver: TensorReceiver
     rooms: list[PushTarget] = field(default_factory=list)
 
-    def give(self, num_bytes: int) -> EarlySend | None:
+    def give(self, num_bytes: int) -> PushBuffer | None:
         return self.sender.reserve_early(to(self.receiver.address), of_bytes(memoryview(bytes(num_bytes))))
 
     async def ready(self, num_bytes: int) -> PushBuffer:

@@ -177,13 +177,13 @@ def test_what_is_sent_again_is_what_has_not_arrived() -> None:
     assert chunks.next() == [4, 5]
     chunks.note_waits_for(b"2")  # unasked: it was said twice
     assert chunks.next() == []
-    chunks.ask()
+    chunks.asked = True
     chunks.note_waits_for(b"2")
     assert chunks.next() == [2]
-    chunks.send_again()
+    chunks.num_sent = chunks.waits_for
     chunks.note_waits_for(b"4")  # said before all was lost
     assert chunks.next() == [4, 5, 6, 7]
-    chunks.ask()
+    chunks.asked = True
     chunks.note_waits_for(b"9")
     assert (chunks.next(), list(chunks.maybe_there)) == ([], [])
     with pytest.raises(TriptychError):
@@ -206,7 +206,7 @@ async def test_what_was_given_up_is_removed_at_once_or_expires_where_the_broker_
         raise RedisConnectionError("the connection was reset")
 
     with monkeypatch.context() as patch:
-        patch.setattr(redis_wire, "LEASE_S", 3600.0)  # it does not expire
+        patch.setattr(redis_wire, "_LEASE_MS", 3_600_000)  # it does not expire
         await give_up()
         await holds(redis, 0)
     failed = asyncio.Event()
@@ -368,7 +368,7 @@ async def test_many_slow_senders_take_no_connection_from_anybody_else(
     redis: Redis, receiver: RedisReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each tensor that has begun waits for its next chunk over a connection of its own."""
-    monkeypatch.setattr(redis_wire, "LEASE_S", 60.0)
+    monkeypatch.setattr(redis_wire, "_LEASE_MS", 60_000)
     own, count = receiver.address.partition("://")[2], 120
     header = of_bytes(b"x")
     slow = [redis_wire.Passing(f"{number:016x}", 1, 30.0, header) for number in range(count)]
