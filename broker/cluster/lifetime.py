@@ -1,10 +1,10 @@
 """Child processes that never outlive their parent, for any death of the parent.
 
-Linux sends a chosen signal to a child when the *thread* that started it ends (PR_SET_PDEATHSIG). Whoever uses this
-starts the child from a thread that lives as long as the child should. Elsewhere than on Linux it does nothing.
+Linux kills the child when the *thread* that started it ends (PR_SET_PDEATHSIG): start the child from a thread that
+lives as long. Elsewhere than on Linux nothing happens.
 
-Run as a script, this file is the trampoline `lifetime.py PARENT_PID PROGRAM ARGS...`: it ties itself to its parent
-and becomes the program. A function run between fork and exec would do the same but is unsafe in threaded programs.
+Run as a script, `lifetime.py PARENT_PID PROGRAM ARGS...` ties itself to its parent and becomes the program. A function
+run between fork and exec would be unsafe in threaded programs.
 """
 
 from __future__ import annotations

@@ -222,24 +222,18 @@ class ChannelReader:
                 await self._create(stream)
             return []
         deliveries, invalid = [], []
-        for stream, entries in reply or []:
-            for entry_id, fields in entries:
-                delivery = self._parse(stream, entry_id, fields or {})
-                if delivery is None:
-                    invalid.append((stream, entry_id))
-                else:
-                    deliveries.append(delivery)
+        for stream, entry_id, fields in ((stream, *entry) for stream, entries in reply or [] for entry in entries):
+            try:
+                message = decode_handoff((fields or {}).get(FIELD, b""))
+            except TriptychError as error:
+                log.warning("dropped a message", stream=stream.decode(), error=error.info.message)
+                invalid.append((stream, entry_id))
+            else:
+                stale = _parse_id(entry_id) <= self._former.get(stream, (0, 0))
+                deliveries.append(Delivery(stream, entry_id, message, stale))
         self.num_invalid += len(invalid)
         await self._remove(invalid)
         return deliveries
-
-    def _parse(self, stream: bytes, entry_id: bytes, fields: dict[bytes, bytes]) -> Delivery | None:
-        try:
-            message = decode_handoff(fields.get(FIELD, b""))
-        except TriptychError as error:
-            log.warning("dropped a message", stream=stream.decode(), error=error.info.message)
-            return None
-        return Delivery(stream, entry_id, message, stale=_parse_id(entry_id) <= self._former.get(stream, (0, 0)))
 
     async def _remove(self, entries: list[tuple[bytes, bytes]]) -> None:
         by_stream: dict[bytes, list[bytes]] = {}

@@ -3,7 +3,7 @@
     0                                                        size
     | slice |  hole  | slice | slice |           hole          |
 
-Always the first hole that fits: the processor's cache still has memory used lately, and unneeded pages stay untouched.
+Always the first hole that fits: memory used lately is in the processor's cache, and other pages stay untouched.
 """
 
 from __future__ import annotations

@@ -51,13 +51,6 @@ def connect(name: str) -> socket.socket:
     return client
 
 
-def peer_uid(connected: socket.socket) -> int:
-    """Return the user on the other side, by the kernel's word."""
-    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    uid: int = struct.unpack("3i", credentials)[1]
-    return uid
-
-
 class SameUserListener:
     """Listens under a new abstract name until closed. Made, used and closed on a running loop."""
 
@@ -82,7 +75,8 @@ class SameUserListener:
         except OSError:  # it has left again, or there are no descriptors: the next one tries anew
             return
         connected.setblocking(False)
-        if peer_uid(connected) == os.geteuid():
+        credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        if struct.unpack("3i", credentials)[1] == os.geteuid():  # the other side's user, by the kernel's word
             self._on_peer(connected)
         else:
             connected.close()

@@ -24,10 +24,7 @@ log = get_logger()
 
 
 class LinkedReceiver(ABC):
-    """See broker.transports.base.Receiver. Serves processes of the same user on the same host only.
-
-    `memory` names the shared memory in messages.
-    """
+    """See broker.transports.base.Receiver; for one user on one host. `memory` names the shared memory in messages."""
 
     link_scheme: ClassVar[str]
     memory: ClassVar[str]

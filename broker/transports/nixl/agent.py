@@ -177,8 +177,7 @@ class NixlAgent:
     def settle(self) -> None:
         """Release the buffers of abandoned transfers that have ended since, and forget removed agents.
 
-        UCX cannot cancel a transfer: UCX still writes after the handle was released, and even after the other agent
-        was forgotten. So handle, agent and buffer all wait for the end of the transfer.
+        UCX cannot cancel a transfer: handle, agent and buffer all wait for its end.
         """
         for transfer in [transfer for transfer in self._transfers if transfer.abandoned]:
             if self._state_of(transfer) != "PROC":

@@ -6,9 +6,8 @@ sender    Greeting, once                 -->   (reads the nonce)
           <--  Taken, one per Piece
           Complete, per tensor of a GPU  -->   (hands the tensor out)
 
-The bytes of a GPU have no checksum, so the sender has the last word on them. Until the sender abandons a tensor, its
-memory holds that tensor and no other. A receiver that reads too late, when the memory has another tensor, never gets
-`Complete` for the abandoned tensor, and so hands out nothing.
+The bytes of a GPU have no checksum, so the sender has the last word. A receiver may read an abandoned tensor after the
+memory has another: without `Complete` for the abandoned tensor, it hands out nothing.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from common.telemetry import get_logger
 _RETRY_S: Final = 1.0
 _READY_TENSORS: Final = 2
 _REMEMBERED: Final = 5000
-"""Tensors that a receiver knows to have begun: more than senders may still ask for."""
+"""Tensors known to have begun: more than senders may still ask for."""
 
 log = get_logger()
 

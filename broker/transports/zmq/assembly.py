@@ -54,9 +54,6 @@ class Assembly:
         self.num_unfinished = 0
         """Tensors without an end, broken tensors excluded."""
 
-    def __len__(self) -> int:
-        return len(self._partials)
-
     def add(self, sender: bytes, head: Head, data: memoryview) -> ReceivedTensor | None:
         """Return the tensor completed by this message; None if incomplete.
 

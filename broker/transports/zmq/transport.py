@@ -214,8 +214,7 @@ class ZmqConnection:
 class _Wakeup:
     """Calls `on_event`, from the loop, after an event on a socket since the last try.
 
-    A socket's descriptor (zmq_getsockopt(3), ZMQ_FD) stays readable until the next try on the socket: `on_event` has to
-    try again, or to cancel.
+    The descriptor (zmq_getsockopt(3), ZMQ_FD) stays readable until the next try: `on_event` has to try, or to cancel.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], on_event: Callable[[], None]) -> None:

@@ -164,7 +164,7 @@ async def test_what_does_not_go_on_where_it_has_ended_is_dropped_whole(kit: Kit,
         received = await receive(receiver)
     assert (received.data, received.fault) == (DATA, None)
     assert end_of(receiver).num_invalid == 1
-    assert (len(end_of(receiver)._assembly), end_of(receiver)._assembly.num_bytes) == (0, 0)
+    assert (len(end_of(receiver)._assembly._partials), end_of(receiver)._assembly.num_bytes) == (0, 0)
     raw.close(linger=0)
 
 
@@ -315,10 +315,10 @@ async def test_what_waits_to_be_taken_is_not_stale(kit: Kit) -> None:
     assembly = Assembly(2**20, 0.0, lambda: idle)
     assembly.add(b"1", *FIRST)
     assembly._discard_stale()
-    assert len(assembly) == 1
+    assert len(assembly._partials) == 1
     idle = True
     assembly._discard_stale()
-    assert (len(assembly), assembly.num_bytes) == (0, 0)
+    assert (len(assembly._partials), assembly.num_bytes) == (0, 0)
     assembly.close()
 
 
