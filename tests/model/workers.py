@@ -72,7 +72,7 @@ class SteppedThread(EngineThread[Any, Any]):
         """Whether the real thread would wake up now."""
         deadline_s = self._next_deadline_s(self.engine)
         late = deadline_s is not None and deadline_s <= time.monotonic()
-        return late or self.num_waiting > 0 or self.engine.has_work()
+        return late or self._inbound.qsize() > 0 or self.engine.has_work()
 
     def next_deadline_s(self) -> float | None:
         deadline_s: float | None = self._next_deadline_s(self.engine)
