@@ -1,37 +1,48 @@
-"""Shares of a host's memory, or of the GPU's (launch.cluster.gpu_split), for the workers.
+"""Shares of a host's memory, or of a GPU's, for the workers, by the model's parameter counts.
 
-What is available is looked up once, before any worker has taken some, so that shares do not depend on who starts first
-and a worker that is started again gets what it had.
+The available memory is looked up once, before any worker has taken some: shares do not depend on who starts first, and
+a restarted worker gets the same share. On a GPU an encoder gets the needed amount, decoders the rest:
+
+    memory_fraction (0.9) x the GPU
+    | encoder: weights + largest batch + context | ... | decoder: weights + step + context + KV cache          |
+                                                       |<- 2 parts of a prefill worker, 3 of one that decodes ->|
+
+Shares of a GPU are fractions of the whole device, as `--memory-fraction` is: each worker keeps to its own.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from common.errors import TriptychError
+from common.errors import invalid
 from common.messages import Role
+from common.process.gpu_memory import GPU_FRACTION, process_bytes, total_gpu_memory
 from common.process.host_memory import available_memory
-from launch.cluster.gpu_split import split_gpu
+from engine.models.checkpoint_index import read_index
 from launch.cluster.topology import Topology
-from launch.cluster.weights import count_parameters
 
 if TYPE_CHECKING:
-    from common.config import EngineConfig
+    from common.config import EngineConfig, LoadFormat
     from common.model_info import ModelInfo
 
 CPU_FRACTION: Final = 0.5
-_SHARE: Final[dict[Role, int]] = {
-    "encoder": 1,
-    "prefill": 2,
-    "decode": 3,
-    "prefill_decode": 3,
-    "encode_prefill_decode": 4,
-}
-"""A decoder's pools grow with what there is; an encoder needs no more than its largest batch takes, and a prefill
-worker keeps a request only until its keys and values are handed over."""
-_FLOAT32_BYTES: Final = 4
-_HALF_BYTES: Final = 2
+_DECODER_SHARE: Final[dict[Role, int]] = {"prefill": 2, "decode": 3, "prefill_decode": 3, "encode_prefill_decode": 4}
+"""A prefill worker keeps a request only until its keys and values are handed over."""
+_CPU_SHARE: Final[dict[Role, int]] = {"encoder": 1, **_DECODER_SHARE}
+"""A decoder's pools grow with the memory; an encoder needs no more than its largest batch takes."""
+BATCH_BYTES: Final = 2 * 2**30
+"""GPU memory for an encoder's largest batch; where that is more, the worker makes batches smaller."""
+UNKNOWN_SHARE: Final = 0.15
+"""An encoder's part of a GPU whose size cannot be looked up."""
+MAX_ENCODERS: Final = 0.5
+"""Part of a GPU for all encoders together, at most."""
+_OF_AN_ENCODER: Final = re.compile(
+    r"(^|\.)(encoder|visual|vision_tower|vision_model|audio_tower|multi_modal_projector|connector)\."
+)
+"""Names in the families' checkpoints. Which tensors are whose, only the workers know for certain."""
 
 
 def split_memory(
@@ -49,39 +60,81 @@ def split_memory(
     weights alone are more than that.
     """
     if engine.memory_bytes is not None:
-        return {role: {} for role in _SHARE}
+        return {role: {} for role in _CPU_SHARE}
     if runs_on_gpu(engine):
         return split_gpu(engine, topology, info)
-    shares = sum(share * topology.count(role) for role, share in _SHARE.items())
-    parts = {role: share / shares for role, share in _SHARE.items()}
     there = available_memory() if available is None else available
-    # An encoder has one part of the weights, a decoder the other; which tensors are whose, only the workers know.
-    weights = weight_bytes(info, engine)
-    copies = [count for count in _copies(topology, encoder_fallback and info.media_kind is not None) if count]
+    # An encoder loads one part of the weights, a decoder the other; the size of each is not known here.
+    weights = (4 if engine.dtype in ("auto", "float32") else 2) * sum(count_parameters(info, engine.load_format))
+    prefilling, both = topology.prefill + topology.prefill_decode, topology.encode_prefill_decode
+    encoders = topology.encoder + both + prefilling * (encoder_fallback and info.media_kind is not None)
+    copies = [count for count in (encoders, prefilling + topology.decode + both) if count]
     at_least, at_most = weights * min(copies), weights * max(copies)
     if at_least >= there:
         message = (
             f"the weights of {info.name} take {at_least / 2**30:.3g} GiB as {topology}, this machine has "
             f"{there / 2**30:.3g} GiB free: use fewer instances, --dtype bfloat16 or a smaller model"
         )
-        raise TriptychError("invalid_request", message, "topology")
+        raise invalid(message, "topology")
     budget = (engine.memory_fraction or CPU_FRACTION) * max(there - at_most, (there - at_least) // 4)
-    return {role: {"memory_bytes": max(1, int(budget * part))} for role, part in parts.items()}
+    parts = sum(part * topology.count(role) for role, part in _CPU_SHARE.items())
+    return {role: {"memory_bytes": max(1, int(budget * (part / parts)))} for role, part in _CPU_SHARE.items()}
 
 
-def _copies(topology: Topology, encoder_fallback: bool) -> tuple[int, int]:
-    """How often the encoder's weights are loaded, and how often the decoder's."""
-    prefilling = topology.prefill + topology.prefill_decode
-    both = topology.encode_prefill_decode
-    return topology.encoder + both + prefilling * encoder_fallback, prefilling + topology.decode + both
+def split_gpu(
+    engine: EngineConfig, topology: Topology, info: ModelInfo, total: int | None = None
+) -> dict[Role, dict[str, float | int]]:
+    """Return the GPU fraction of a worker of each role; all workers together stay within `memory_fraction`.
 
-
-def weight_bytes(info: ModelInfo, engine: EngineConfig) -> int:
-    """Return the bytes of all weights of a model loaded on a CPU; encoder and decoder hold a part each."""
-    item_bytes = _FLOAT32_BYTES if engine.dtype in ("auto", "float32") else _HALF_BYTES
-    return item_bytes * sum(count_parameters(info, engine.load_format))
+    `total` is the GPU's memory in bytes, looked up if not given. Raises TriptychError("invalid_request") with the
+    numbers where a worker's weights do not fit its share.
+    """
+    total = total or total_gpu_memory()
+    fraction = engine.memory_fraction or GPU_FRACTION
+    item_bytes = 4 if engine.dtype == "float32" else 2
+    encoder, rest = (item_bytes * count for count in count_parameters(info, engine.load_format))
+    most = fraction * MAX_ENCODERS / max(1, topology.encoder)
+    kept = engine.encoder_output_cache_bytes or 0  # the usual outputs lie within what is there for a batch
+    needed = UNKNOWN_SHARE if total is None else (process_bytes(engine) + encoder + BATCH_BYTES + kept) / total
+    of_encoder = min(most, needed)
+    left = fraction - topology.encoder * of_encoder
+    parts = sum(part * topology.count(role) for role, part in _DECODER_SHARE.items())
+    fractions: dict[Role, float] = {"encoder": of_encoder}
+    fractions |= {role: left * part / parts for role, part in _DECODER_SHARE.items()}
+    weights: dict[Role, int] = dict.fromkeys(_DECODER_SHARE, rest)
+    weights |= {"encoder": encoder, "encode_prefill_decode": encoder + rest}
+    for role, share in fractions.items():
+        taken = weights[role] + process_bytes(engine)
+        if total is not None and topology.count(role) and taken >= share * total:
+            message = (
+                f"as {topology}, each {role} worker gets {share:.2f} of the GPU's {total / 2**30:.3g} GiB, and its "
+                f"weights of {info.name} and CUDA itself take {taken / 2**30:.3g} GiB: use fewer instances, "
+                f"another GPU for some of them, --dtype bfloat16 or a smaller model"
+            )
+            raise invalid(message, "topology")
+    return {role: {"memory_fraction": int(1e4 * share) / 1e4} for role, share in fractions.items()}
 
 
 def runs_on_gpu(engine: EngineConfig) -> bool:
     """Return whether the workers likely run on a GPU, without importing torch: a wrong guess costs the even split."""
     return engine.device == "cuda" or (engine.device == "auto" and Path("/proc/driver/nvidia/gpus").is_dir())
+
+
+def count_parameters(info: ModelInfo, load_format: LoadFormat = "auto") -> tuple[int, int]:
+    """Return the parameters of the encoder and of the rest, by the names in the headers of the checkpoint's files.
+
+    With the load format "dummy" no file is read: the models are built without memory, and importing torch takes
+    seconds. Raises CheckpointError for missing, damaged or cut files.
+    """
+    if load_format == "dummy":
+        from engine.models.registry import make_decoder, make_encoder
+
+        built = make_encoder(info).module.parameters() if info.media_kind is not None else ()
+        return sum(one.numel() for one in built), sum(one.numel() for one in make_decoder(info).parameters())
+    encoder = rest = 0
+    for name, entry in read_index(info.folder).items():
+        if _OF_AN_ENCODER.search(name):
+            encoder += math.prod(entry.shape)
+        else:
+            rest += math.prod(entry.shape)
+    return encoder, rest

@@ -8,7 +8,7 @@ import pytest
 
 from common.config import EngineConfig, Settings
 from common.errors import TriptychError
-from launch.cluster.memory import split_memory, weight_bytes
+from launch.cluster.memory import split_memory
 from launch.cluster.plan import make_plan
 from launch.cluster.topology import Topology, parse_topology
 from tests.launch.cluster.weight_files import model_of
@@ -38,11 +38,12 @@ def test_an_encoder_to_fall_back_on_has_weights_too(tmp_path: Path) -> None:
 
 
 def test_weights_are_counted_as_they_are_loaded(tmp_path: Path) -> None:
-    info = model_of(tmp_path, w=1000)
-    assert weight_bytes(info, CPU) == 4000
-    assert weight_bytes(info, EngineConfig(dtype="bfloat16")) == 2000
+    info, topology = model_of(tmp_path, w=1000), parse_topology("1e1pd")
     (tmp_path / "other.safetensors").write_bytes(b"damaged")
-    assert weight_bytes(info, CPU) == 4000
+    for engine, size_bytes in ((CPU, 4000), (CPU.model_copy(update={"dtype": "bfloat16"}), 2000)):
+        assert split_memory(engine, topology, info, available=size_bytes + 1)
+        with pytest.raises(TriptychError, match=r"GiB free"):
+            split_memory(engine, topology, info, available=size_bytes)
 
 
 def test_weights_that_are_more_than_the_memory_are_an_error_that_names_both(tmp_path: Path) -> None:

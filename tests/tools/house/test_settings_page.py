@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launch.cli.settings_page import settings_page
+from tools.house.settings_page import settings_page
 
 
 def test_the_page_is_current() -> None:
     page = Path(__file__).parents[3] / "docs" / "reference" / "settings.md"
-    assert page.read_text() == settings_page(), "run: python -m launch.cli.settings_page > docs/reference/settings.md"
+    assert page.read_text() == settings_page(), "run: python -m tools.house.settings_page > docs/reference/settings.md"

@@ -1,4 +1,4 @@
-"""`python -m launch.cli.settings_page`: print docs/reference/settings.md, the page of all settings."""
+"""`python -m tools.house.settings_page`: print docs/reference/settings.md, the page of all settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from common.config import describe_settings
 _HEAD = """\
 # Settings
 
-Written by `python -m launch.cli.settings_page` from the fields of `common.config`: change them there.
+Written by `python -m tools.house.settings_page` from the fields of `common.config`: change them there.
 
 Flags win over the environment, the environment over `triptych.toml` (in the working directory, or the file named by
 `TRIPTYCH_CONFIG`), the file over the defaults. A dot in a name is a section of the file: `engine.dtype` is `dtype`
