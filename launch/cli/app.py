@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn, cast
 
 import typer
 
-from common.errors import TriptychError
+from common.errors import TriptychError, invalid
 from common.messages import WorkerRole
 from launch.cli import members_commands
 from launch.cli.options import takes_settings
@@ -122,7 +122,7 @@ def worker(
     _follow_parent(follow_parent)
     from services.worker import run
 
-    _leave(run(settings, role))
+    _exit(run(settings, role))
 
 
 @app.command()
@@ -147,11 +147,13 @@ def proxy(flags: Flags, model: Model = None, follow_parent: FollowParent = False
       triptych proxy --model signpost --broker redis://10.0.0.5:6379 --host 0.0.0.0 --port 8000
     """
     settings = load_settings({"model": model, **flags})
-    _require_broker(settings.broker)
+    if settings.broker is None:
+        message = "no broker: give --broker redis://host:6379, or start a whole cluster with `triptych serve`"
+        raise invalid(message, "broker")
     _follow_parent(follow_parent)
     from proxy.app import run
 
-    _leave(run(settings))
+    _exit(run(settings))
 
 
 @app.command()
@@ -250,12 +252,6 @@ for _command in (members_commands.status, members_commands.drain, members_comman
     app.command()(_command)
 
 
-def _require_broker(url: str | None) -> None:
-    if url is None:
-        message = "no broker: give --broker redis://host:6379, or start a whole cluster with `triptych serve`"
-        raise TriptychError("invalid_request", message, "broker")
-
-
 def _follow_parent(wanted: bool) -> None:
     if wanted:
         from launch.cluster.children import follow_parent
@@ -263,7 +259,7 @@ def _follow_parent(wanted: bool) -> None:
         follow_parent()
 
 
-def _leave(code: int) -> NoReturn:
+def _exit(code: int) -> NoReturn:
     """End a process with everything closed, at once: the interpreter takes seconds to shut down with torch loaded."""
     atexit._run_exitfuncs()
     sys.stdout.flush()

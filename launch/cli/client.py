@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import time
 from collections.abc import AsyncIterator, Callable
@@ -13,7 +14,6 @@ import httpx
 
 from common.errors import TriptychError
 from common.keys import bearer
-from launch.cli.media import Media
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,19 @@ class ClientOptions:
     temperature: float
     timeout_s: float
     api_key: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Media:
+    """An image or audio file for the wire."""
+
+    name: str
+    type: str
+    data: bytes
+
+    @property
+    def data_url(self) -> str:
+        return f"data:{self.type};base64,{base64.b64encode(self.data).decode()}"
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,40 @@ from pathlib import Path
 
 from rich.console import Console
 
-from common.errors import TriptychError
+from common.errors import invalid
 from launch.cli.answers import AnswerView, latency_table, summary
-from launch.cli.client import ApiClient, ClientOptions, ClientRequest, ClientResult
+from launch.cli.client import ApiClient, ClientOptions, ClientRequest, ClientResult, Media
 from launch.cli.console import make_console
-from launch.cli.media import load_media
 
 EXIT_INTERRUPTED = 130
+MEDIA_TYPES = {
+    ".png": "image/png",
+    ".jpg": "image/jpeg",
+    ".jpeg": "image/jpeg",
+    ".webp": "image/webp",
+    ".gif": "image/gif",
+    ".bmp": "image/bmp",
+    ".wav": "audio/wav",
+    ".flac": "audio/flac",
+    ".mp3": "audio/mpeg",
+    ".ogg": "audio/ogg",
+    ".opus": "audio/ogg",
+}
+
+
+def load_media(path: Path) -> Media:
+    """Return an image or audio file, known by the suffix.
+
+    Raises TriptychError("invalid_request") where it is neither, or cannot be read.
+    """
+    media_type = MEDIA_TYPES.get(path.suffix.lower())
+    if media_type is None:
+        known = " ".join(MEDIA_TYPES)
+        raise invalid(f"{path}: neither a picture nor audio by its suffix; known: {known}")
+    try:
+        return Media(path.name, media_type, path.read_bytes())
+    except OSError as error:
+        raise invalid(f"cannot read {path}: {error.strerror}") from error
 
 
 def make_jobs(files: list[Path], prompt: str, *, together: bool) -> list[ClientRequest]:
@@ -27,12 +54,12 @@ def make_jobs(files: list[Path], prompt: str, *, together: bool) -> list[ClientR
     media = [load_media(path) for path in files]
     clips = [item.name for item in media if item.type.startswith("audio/")]
     if len(clips) < max(1, len(media)) and not prompt:
-        raise TriptychError("invalid_request", 'nothing to ask: give --prompt "…"', "prompt")
+        raise invalid('nothing to ask: give --prompt "…"', "prompt")
     if not together:
         return [ClientRequest(item.name, prompt, (item,)) for item in media] or [ClientRequest("prompt", prompt)]
     if clips or not media:
         named = f"{clips[0]} is audio" if clips else "there is none"
-        raise TriptychError("invalid_request", f"--together puts pictures into one request; {named}", "together")
+        raise invalid(f"--together puts pictures into one request; {named}", "together")
     return [ClientRequest(" + ".join(item.name for item in media), prompt, tuple(media))]
 
 

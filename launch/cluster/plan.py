@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import SecretStr
 
-from common.errors import TriptychError
+from common.errors import invalid
 from common.keys import ClusterKey, own_api_key
 from common.messages import Role
 from engine.models.checkpoint_index import read_index
@@ -26,7 +26,7 @@ from launch.cluster.topology import Topology, choose_topology, usual_topology
 from services.process.drain import VARIABLE, DrainMarker
 
 if TYPE_CHECKING:
-    from common.config import EngineConfig, Settings
+    from common.config import Settings
     from common.model_info import ModelInfo
 
 PROXY_ID = "proxy"
@@ -51,23 +51,15 @@ class Plan:
 
     def instances(self, broker_url: str, logs: Path) -> list[Instance]:
         """Return all instances with their command lines; logs go to `<logs>/<instance id>.log`."""
-        threads = self.threads()
-        memory = split_memory(self._engine(), self.topology, self.info, encoder_fallback=self.settings.encoder_fallback)
-        instances = [
-            self._instance(instance_id, role, broker_url, logs, threads[role], memory[role])
-            for instance_id, role in self.topology.workers()
-        ]
-        return [*instances, self._instance(PROXY_ID, "proxy", broker_url, logs, threads["proxy"], {})]
+        settings, engine = self.settings, self.settings.engine
+        if runs_on_gpu(engine):  # the transports take memory of it, too
+            from services.process.addresses import resolve_host
+            from services.process.gpu_reserve import engine_on_gpu
 
-    def _engine(self) -> EngineConfig:
-        """Return a worker's engine settings; on a GPU, including the memory of the transports."""
-        settings = self.settings
-        if not runs_on_gpu(settings.engine):
-            return settings.engine
-        from services.process.addresses import resolve_host
-        from services.process.gpu_reserve import engine_on_gpu
-
-        return engine_on_gpu(settings, resolve_host(settings.host))
+            engine = engine_on_gpu(settings, resolve_host(settings.host))
+        memory = split_memory(engine, self.topology, self.info, encoder_fallback=settings.encoder_fallback)
+        instances: list[tuple[str, Role]] = [*self.topology.workers(), (PROXY_ID, "proxy")]
+        return [self._instance(name, role, broker_url, logs, memory.get(role, {})) for name, role in instances]
 
     def threads(self) -> dict[Role, int]:
         """Return the CPU threads of an instance of each role."""
@@ -76,15 +68,9 @@ class Plan:
         return {**{role: given or count for role, count in shared.items()}, "proxy": 1}
 
     def _instance(
-        self,
-        instance_id: str,
-        role: Role,
-        broker_url: str,
-        logs: Path,
-        threads: int,
-        memory: Mapping[str, float | int],
+        self, instance_id: str, role: Role, broker_url: str, logs: Path, memory: Mapping[str, float | int]
     ) -> Instance:
-        worker = role != "proxy"
+        worker, threads = role != "proxy", self.threads()[role]
         engine = self.settings.engine
         if worker:
             engine = engine.model_copy(update={"num_threads": threads, **memory})
@@ -102,7 +88,11 @@ class Plan:
         argv += ["--model", settings.model, "--instance-id", instance_id]
         argv += ["--host", settings.host, "--port", str(settings.port), "--follow-parent"]
         note = logs / f"{instance_id}.departure"
-        environment = _importable(child_environment(settings, threads)) | {VARIABLE: str(note)}
+        environment = child_environment(settings, threads) | {VARIABLE: str(note)}
+        root = Path(__file__).resolve().parents[2]
+        if root.name not in ("site-packages", "dist-packages"):  # a checkout, installed or not, goes first
+            paths = filter(None, (str(root), environment.get("PYTHONPATH")))
+            environment["PYTHONPATH"] = os.pathsep.join(paths)
         command = Command(argv, environment, logs / f"{instance_id}.log")
         http_address = "" if worker else self.base_url
         return Instance(instance_id, role, command, http_address=http_address, note=DrainMarker(note))
@@ -147,12 +137,4 @@ def reserve_port(host: str, port: int, option: str = "--port") -> int:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
         message = f"cannot listen on {host}:{port}: {reason.lower()}; choose another {option}, or 0 for a free one"
-        raise TriptychError("invalid_request", message, "port") from error
-
-
-def _importable(environment: dict[str, str]) -> dict[str, str]:
-    """Let children find the packages of a checkout, whether installed or not, before any of the same names."""
-    root = Path(__file__).resolve().parents[2]
-    if root.name in ("site-packages", "dist-packages"):
-        return environment
-    return environment | {"PYTHONPATH": os.pathsep.join(filter(None, (str(root), environment.get("PYTHONPATH"))))}
+        raise invalid(message, "port") from error

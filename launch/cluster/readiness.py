@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 from broker.cluster.redis_client import connect, wait_until_reachable, without_secrets
 from broker.cluster.registry import Registry
 from broker.handoff.channels import ChannelName, stream_key
-from common.errors import TriptychError
+from common.errors import invalid
 from common.messages import InstanceRecord
 from launch.cluster.instance import Instance, State
 from launch.cluster.plan import Plan
@@ -71,24 +71,19 @@ class ReadinessProbe:
         """Return the ids of instances with a sign of life: an entry in the registry, just read by `changes`, or an HTTP
         answer."""
         asked = [one for one in instances if one.id not in self._present and one.pid is not None and one.http_address]
-        answers = await asyncio.gather(*map(self._answers, asked))
-        return self._present | {one.id for one, answered in zip(asked, answers, strict=True) if answered}
-
-    async def _answers(self, instance: Instance) -> bool:
-        """Return whether the instance answers at all."""
-        try:
-            await self._http.get(f"{instance.http_address}/health")
-        except httpx.HTTPError:
-            return False
-        return True
+        answers = await asyncio.gather(*(self._get(one, "health") for one in asked))
+        return self._present | {one.id for one, answer in zip(asked, answers, strict=True) if answer is not None}
 
     async def _is_ready(self, instance: Instance) -> bool:
-        if not instance.http_address:
-            return False
+        answer = await self._get(instance, "ready") if instance.http_address else None
+        return answer is not None and answer.is_success
+
+    async def _get(self, instance: Instance, path: str) -> httpx.Response | None:
+        """Return an instance's answer; None without any."""
         try:
-            return (await self._http.get(f"{instance.http_address}/ready")).is_success
+            return await self._http.get(f"{instance.http_address}/{path}")
         except httpx.HTTPError:
-            return False
+            return None
 
 
 def _departure(instance: Instance, record: InstanceRecord | None) -> State | None:
@@ -133,10 +128,9 @@ async def check_broker(broker_url: str, plan: Plan) -> None:
         await redis.aclose()
     taken = sorted(running.keys() & {instance_id for instance_id, _ in plan.topology.workers()})
     if taken:
-        names = ", ".join(taken)
         where = f"cluster {cluster!r} at {without_secrets(broker_url)}"
-        message = f"{where} already runs {names}: give this one another --cluster"
-        raise TriptychError("invalid_request", message, "cluster")
+        message = f"{where} already runs {', '.join(taken)}: give this one another --cluster"
+        raise invalid(message, "cluster")
 
 
 async def forget_instances(broker_url: str, cluster: str, instances: Sequence[Instance]) -> None:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from common.errors import TriptychError
+from common.errors import TriptychError, invalid
 from common.messages import Role
 from common.model_info import ModelInfo
 
@@ -57,30 +57,22 @@ def parse_topology(text: str) -> Topology:
         raise _invalid(text, "write a count before each role, such as 1e1pd (one encoder, one prefill-decode worker)")
     counts: dict[Role, int] = {}
     for count, letters in parts:
-        _check_part(text, int(count), letters, counts)
+        if letters not in _ROLES:
+            raise _invalid(text, f"there is no role {letters!r}; roles are {_NAMES}")
+        if _ROLES[letters] in counts:
+            raise _invalid(text, f"role {letters!r} stands there twice: add the two counts")
+        if int(count) > MAX_INSTANCES:
+            raise _invalid(text, f"{int(count)}{letters} is more than the {MAX_INSTANCES} instances of one host")
         counts[_ROLES[letters]] = int(count)
     topology = Topology(**counts)
-    _check_whole(text, topology)
-    return topology
-
-
-def _check_part(text: str, count: int, letters: str, seen: dict[Role, int]) -> None:
-    if letters not in _ROLES:
-        raise _invalid(text, f"there is no role {letters!r}; roles are {_NAMES}")
-    if _ROLES[letters] in seen:
-        raise _invalid(text, f"role {letters!r} stands there twice: add the two counts")
-    if count > MAX_INSTANCES:
-        raise _invalid(text, f"{count}{letters} is more than the {MAX_INSTANCES} instances of one host")
-
-
-def _check_whole(text: str, topology: Topology) -> None:
-    """Refuse topologies in which a request finds no route, or a worker gets no work."""
+    # Each request needs a route, and each worker gets work.
     if topology.prefill and not topology.decode:
         raise _invalid(text, "a prefill worker (p) hands its keys and values to a decode worker: add 1d, or write pd")
     if topology.decode and not topology.prefill:
         raise _invalid(text, "a decode worker (d) gets its keys and values from a prefill worker: add 1p, or write pd")
     if not (topology.decode or topology.prefill_decode or topology.encode_prefill_decode):
         raise _invalid(text, "nothing would decode: add a prefill-decode worker, such as 1e1pd")
+    return topology
 
 
 def choose_topology(text: str, info: ModelInfo, encoder_fallback: bool = False) -> Topology:
@@ -92,9 +84,11 @@ def choose_topology(text: str, info: ModelInfo, encoder_fallback: bool = False) 
     topology = parse_topology(text)
     encoding = topology.encoder or topology.encode_prefill_decode
     if info.media_kind is None and encoding:
-        raise _invalid(text, f"{info.name} is a text-only model without an encoder: use {_without_encoders(topology)}")
-    bare = topology.prefill or topology.prefill_decode
-    if info.media_kind is not None and bare and not topology.encoder and not encoder_fallback:
+        merged = topology.prefill_decode + topology.encode_prefill_decode
+        bare = Topology(0, topology.prefill, topology.decode, merged or int(not topology.decode))
+        raise _invalid(text, f"{info.name} is a text-only model without an encoder: use {bare}")
+    encodes_nothing = topology.prefill or topology.prefill_decode
+    if info.media_kind is not None and encodes_nothing and not topology.encoder and not encoder_fallback:
         message = f"{info.name} takes {info.media_kind} inputs and needs an encoder: use 1e{topology}"
         raise _invalid(text, f"{message}, or --encoder-fallback to encode where the prompt is prefilled")
     return topology
@@ -113,12 +107,5 @@ def usual_topology(info: ModelInfo, cores: int | None) -> tuple[Topology, str]:
     return Topology(encoder=1, prefill_decode=1), ""
 
 
-def _without_encoders(topology: Topology) -> Topology:
-    merged = topology.prefill_decode + topology.encode_prefill_decode
-    if not (merged or topology.decode):
-        merged = 1
-    return Topology(prefill=topology.prefill, decode=topology.decode, prefill_decode=merged)
-
-
 def _invalid(text: str, why: str) -> TriptychError:
-    return TriptychError("invalid_request", f"topology {text!r}: {why}", "topology")
+    return invalid(f"topology {text!r}: {why}", "topology")

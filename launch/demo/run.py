@@ -19,9 +19,8 @@ from rich.text import Text
 
 from common.keys import own_api_key
 from launch.cli.answers import latency_table, summary
-from launch.cli.client import ApiClient, ClientOptions, ClientRequest, ClientResult
+from launch.cli.client import ApiClient, ClientOptions, ClientRequest, ClientResult, Media
 from launch.cli.console import ConsoleReporter, make_console
-from launch.cli.media import Media
 from launch.cli.timeline import timeline_table
 from launch.cluster.children import adopt_orphans
 from launch.cluster.local_cluster import LocalCluster

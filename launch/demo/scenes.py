@@ -35,17 +35,6 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     "shape": ("What shape is the sign?", "Which shape does the sign have?"),
     "circles": ("How many circles are there?", "Count the circles.", "How many circles do you see?"),
 }
-PLACES = ("first", "second")
-PLACED_QUESTIONS: dict[str, tuple[str, ...]] = {
-    "text": (
-        "What does the {place} sign say?",
-        "What does the sign in the {place} picture say?",
-        "Read the sign in the {place} picture.",
-    ),
-    "colour": ("What colour is the {place} sign?", "What colour is the sign in the {place} picture?"),
-    "shape": ("What shape is the {place} sign?", "What shape is the sign in the {place} picture?"),
-    "circles": ("How many circles are there in the {place} picture?", "Count the circles in the {place} picture."),
-}
 
 COLOURS: dict[str, Rgb] = {
     "red": (205, 30, 35),

@@ -18,6 +18,7 @@ from common.text.prompts import preprocess_decoder_prompt
 from launch.demo import scenes
 from tests.equality.media import data_url, picture, png, sound, text_prompts, wav
 from tests.equality.references import Reference
+from tools.signpost.model import PLACED_QUESTIONS
 
 MAX_TOKENS = {"llama": 24, "qwen2": 24, "qwen3": 24, "mistral": 24, "qwen2_5_vl": 16, "signpost": 16, "whisper": 20}
 MAX_TOKENS |= {"qwen2_vl": 16, "qwen3_vl": 16, "qwen2_audio": 16}
@@ -93,7 +94,7 @@ def _sign_cases(reference: Reference, max_tokens: int) -> list[Case]:
         sizes = [scenes.SIZES[(number * 2 + index) % len(scenes.SIZES)] for index in range(1 + number % 2)]
         signs = [scenes.render(rng, size, "test").image for size in sizes]
         kind = scenes.KINDS[number // 2]
-        question = scenes.PLACED_QUESTIONS[kind][0].format(place="second") if number % 2 else scenes.QUESTIONS[kind][0]
+        question = PLACED_QUESTIONS[kind][0].format(place="second") if number % 2 else scenes.QUESTIONS[kind][0]
         cases.append(_chat_case(reference, text, [*signs, question], max_tokens))
     return cases
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from launch.demo import scenes
-from launch.demo.scenes import KINDS, PLACED_QUESTIONS, PLACES, QUESTIONS, Scene, Split
-from tools.signpost.model import PREPROCESSOR
+from launch.demo.scenes import KINDS, QUESTIONS, Scene, Split
+from tools.signpost.model import PLACED_QUESTIONS, PLACES, PREPROCESSOR
 
 PATCH = 14
 IGNORED = -100

@@ -16,7 +16,7 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
 )
 
-from launch.demo.scenes import COLOURS, PLACED_QUESTIONS, PLACES, QUESTIONS, SHAPES
+from launch.demo.scenes import COLOURS, QUESTIONS, SHAPES
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -57,6 +57,17 @@ PREPROCESSOR = {
     "patch_size": 14,
     "temporal_patch_size": 2,
     "merge_size": 2,
+}
+PLACES = ("first", "second")
+PLACED_QUESTIONS: dict[str, tuple[str, ...]] = {
+    "text": (
+        "What does the {place} sign say?",
+        "What does the sign in the {place} picture say?",
+        "Read the sign in the {place} picture.",
+    ),
+    "colour": ("What colour is the {place} sign?", "What colour is the sign in the {place} picture?"),
+    "shape": ("What shape is the {place} sign?", "What shape is the sign in the {place} picture?"),
+    "circles": ("How many circles are there in the {place} picture?", "Count the circles in the {place} picture."),
 }
 _VOCABULARY = 448
 _TEXT_LAYERS, _VISION_LAYERS = 4, 5

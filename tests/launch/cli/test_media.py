@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import TriptychError
-from launch.cli.media import load_media
+from launch.cli.request import load_media
 
 
 def test_a_file_is_sent_as_what_its_suffix_says(tmp_path: Path) -> None:

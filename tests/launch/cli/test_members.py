@@ -22,8 +22,7 @@ from pydantic import SecretStr
 from common.config import Settings
 from common.errors import TriptychError
 from common.keys import cluster_token
-from launch.cli.client import ApiClient, ClientOptions, ClientRequest
-from launch.cli.media import Media
+from launch.cli.client import ApiClient, ClientOptions, ClientRequest, Media
 from launch.cli.members import Members
 from launch.cluster.local_registry import reach
 from launch.demo.scenes import SIZES, render

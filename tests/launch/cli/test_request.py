@@ -15,8 +15,7 @@ from PIL import Image
 from common.errors import TriptychError
 from launch.cli.answers import latency_table, summary
 from launch.cli.client import ClientOptions, ClientRequest, ClientResult
-from launch.cli.media import load_media
-from launch.cli.request import make_jobs, run_requests
+from launch.cli.request import load_media, make_jobs, run_requests
 from tests.launch.cli.fake_api import FakeApi
 
 
