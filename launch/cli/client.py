@@ -105,7 +105,10 @@ class ApiClient:
         try:
             response = await self._http.get("/v1/models", timeout=10.0)
             if response.status_code == httpx.codes.UNAUTHORIZED:
-                raise self._key_error()
+                missing = "wants an API key: set TRIPTYCH_API_KEY, or api_key_file in triptych.toml"
+                wrong = "does not accept the API key of TRIPTYCH_API_KEY or api_key_file"
+                why = missing if self._options.api_key is None else wrong
+                raise TriptychError("invalid_api_key", f"{self._options.url} {why}")
             response.raise_for_status()
             served = [str(entry["id"]) for entry in response.json()["data"]]
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
@@ -117,13 +120,6 @@ class ApiClient:
         if self._model is None:
             raise TriptychError("unavailable", f"{self._options.url} serves no model")
         return self._model
-
-    def _key_error(self) -> TriptychError:
-        if self._options.api_key is None:
-            why = "wants an API key: set TRIPTYCH_API_KEY, or api_key_file in triptych.toml"
-        else:
-            why = "does not accept the API key of TRIPTYCH_API_KEY or api_key_file"
-        return TriptychError("invalid_api_key", f"{self._options.url} {why}")
 
     async def timeline(self, request_id: str) -> list[dict[str, Any]]:
         """Return the spans of a finished request: stage, instance, start_s, end_s; an empty list if unknown."""

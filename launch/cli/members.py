@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 
 from broker.cluster.redis_client import connect, wait_until_reachable
 from broker.cluster.registry import Registry
-from common.errors import TriptychError
+from common.errors import TriptychError, invalid
 from common.keys import bearer, cluster_token
 from common.messages import InstanceRecord, Role
 
@@ -66,7 +66,7 @@ class Members:
             return workers[instance_id]
         known = f"it has {', '.join(sorted(workers))}" if workers else "it has none"
         message = f"there is no worker {instance_id!r} in cluster {self._cluster!r} now: {known}"
-        raise TriptychError("invalid_request", message, "id")
+        raise invalid(message, "id")
 
     async def drain(self, instance_id: str, timeout_s: float, tell: Tell) -> None:
         """Let a worker finish all work and leave; return after the worker is gone.
@@ -75,7 +75,7 @@ class Members:
         died instead, and another process has taken its place.
         """
         record = await self.find(instance_id)
-        await self._post(record, "drain", None)
+        await self._post(record, "drain")
         await self._watch(record, timeout_s, tell, self._has_left)
         tell(f"{instance_id} has left")
 
@@ -97,7 +97,7 @@ class Members:
         await self._watch(record, timeout_s, tell, is_back)
         tell(f"{instance_id} has the role {role} now")
 
-    async def _post(self, record: InstanceRecord, path: str, body: dict[str, str] | None) -> None:
+    async def _post(self, record: InstanceRecord, path: str, body: dict[str, str] | None = None) -> None:
         url = f"{record.http_address}/{path}"
         try:
             response = await self._http.post(url, json=body)
@@ -106,9 +106,9 @@ class Members:
             raise TriptychError("unavailable", message) from error
         if response.status_code == httpx.codes.UNAUTHORIZED:
             message = f"{record.instance_id} wants the cluster's key: set TRIPTYCH_CLUSTER_KEY or --cluster-key-file"
-            raise TriptychError("invalid_request", message, "cluster_key")
+            raise invalid(message, "cluster_key")
         if response.is_error:
-            raise TriptychError("invalid_request", f"{record.instance_id}: {_reason(response)}", "role")
+            raise invalid(f"{record.instance_id}: {_reason(response)}", "role")
 
     async def _watch(self, record: InstanceRecord, timeout_s: float, tell: Tell, done: Done) -> None:
         """Tell each change in the number of requests left, until `done(record, its record now)`."""

@@ -10,13 +10,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import TriptychError
 
 _POLL_S = 0.02
+_TAIL_LINES, _TAIL_BYTES = 15, 2**14
 _PR_SET_CHILD_SUBREAPER = 36
 CLEAN_STOP_S = 3.0
 """How long a child may take for a clean stop once its parent is gone."""
@@ -91,9 +91,12 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
-    def log_tail(self, lines: int = 15) -> str:
-        """Return the last lines written by the process."""
-        return tail(self._command.log, lines)
+    def log_tail(self) -> str:
+        """Return the last lines written by the process; an empty text without a log."""
+        with contextlib.suppress(OSError), self._command.log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return "\n".join(file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:])
+        return ""
 
 
 async def end_group(group: int, grace_s: float = 1.5) -> None:
@@ -155,17 +158,6 @@ def describe_exit(code: int) -> str:
         return f"killed by signal {-code}"
 
 
-def tail(path: Path, lines: int, max_bytes: int = 16384) -> str:
-    """Return the last lines of a text file, reading only the last bytes; an empty text without a file."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - max_bytes))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return ""
-    return "\n".join(text.splitlines()[-lines:])
-
-
 @dataclass
 class Backoff:
     """Exponential back-off: doubles with each early death, starts over once a process has lived a while."""
@@ -183,26 +175,20 @@ class Backoff:
         return delay_s
 
 
-def follow_parent(fd: int = 0, on_gone: Callable[[], None] | None = None) -> threading.Thread:
-    """Stop this process when the pipe at `fd` ends; the living parent holds the pipe open.
+def follow_parent() -> None:
+    """Stop this process when the pipe at descriptor 0 ends; the living parent holds the pipe open.
 
-    A pipe works after SIGKILL of the parent too, on every Unix, and whichever thread of the parent started us.
+    A pipe works after SIGKILL of the parent too, on every Unix, and whichever thread of the parent started us. After
+    too long a time for a clean stop the process ends by force, helpers included.
     """
 
     def watch() -> None:
-        while os.read(fd, 4096):
+        while os.read(0, 4096):
             pass
-        (on_gone or _stop_self)()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(CLEAN_STOP_S)  # not a synchronisation: if the clean stop works, this thread ends with the process
+        if os.getpgrp() == os.getpid():
+            os.killpg(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    thread = threading.Thread(target=watch, name="lifeline", daemon=True)
-    thread.start()
-    return thread
-
-
-def _stop_self() -> None:
-    """Ask for a clean stop; after too long a time end the process by force, helpers included."""
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(CLEAN_STOP_S)  # not a synchronisation: if the clean stop works, this thread ends with the process
-    if os.getpgrp() == os.getpid():
-        os.killpg(os.getpid(), signal.SIGTERM)
-    os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
-from common.errors import TriptychError
+from common.errors import invalid
 from common.process import openmp
 
 if TYPE_CHECKING:
@@ -38,13 +38,17 @@ def load_settings(flags: Flags) -> Settings:
     from common.config import Settings
 
     _check_variables()
-    given = _nest({name: value for name, value in flags.items() if value is not None})
+    given: dict[str, Any] = {}
+    for name, value in flags.items():
+        section, _, inner = name.rpartition(".")
+        if value is not None:
+            (given.setdefault(section, {}) if section else given)[inner] = value
     try:
         return Settings(**given)
     except ValidationError as error:
-        raise TriptychError("invalid_request", _describe(error, flags)) from error
+        raise invalid(_describe(error, flags)) from error
     except (SettingsError, ValueError, OSError) as error:  # unreadable JSON in the environment, TOML in the file
-        raise TriptychError("invalid_request", f"cannot read the configuration: {error}") from error
+        raise invalid(f"cannot read the configuration: {error}") from error
 
 
 def child_environment(settings: Settings, threads: int) -> dict[str, str]:
@@ -77,17 +81,6 @@ def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _nest(flags: Flags) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for name, value in flags.items():
-        *outer, inner = name.split(".")
-        target = nested
-        for part in outer:
-            target = target.setdefault(part, {})
-        target[inner] = value
-    return nested
-
-
 def _check_variables() -> None:
     """Refuse misspelt variables: pydantic ignores unknown names."""
     from common.config import ENV_PREFIX, describe_settings
@@ -97,7 +90,7 @@ def _check_variables() -> None:
     wrong = [name for name in given if name not in known and name.removeprefix(ENV_PREFIX) not in _NO_SETTINGS]
     if wrong:
         found = (f"unknown setting {name!r} in the environment{_closest(name, known)}" for name in sorted(wrong))
-        raise TriptychError("invalid_request", "; ".join(found))
+        raise invalid("; ".join(found))
 
 
 def _closest(name: str, known: Iterable[str]) -> str:

@@ -20,7 +20,7 @@ import msgspec
 from pydantic import SecretStr
 
 from common.config import Settings
-from common.errors import TriptychError
+from common.errors import TriptychError, invalid
 from common.keys import ClusterKey
 
 
@@ -72,7 +72,7 @@ def find_local(cluster: str) -> LocalEntry:
     else:
         message = f"no cluster {cluster!r} of yours runs on this machine: give --broker redis://host:6379, or start one"
         message += " with `triptych serve`"
-    raise TriptychError("invalid_request", message, "cluster")
+    raise invalid(message, "cluster")
 
 
 def local_url() -> str:
@@ -82,7 +82,7 @@ def local_url() -> str:
     """
     urls = sorted(entry.base_url for entry in _living())
     if len(urls) > 1:
-        raise TriptychError("invalid_request", f"several clusters of yours run here: give --url, {' or '.join(urls)}")
+        raise invalid(f"several clusters of yours run here: give --url, {' or '.join(urls)}")
     return urls[0] if urls else "http://127.0.0.1:8000"
 
 

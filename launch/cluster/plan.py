@@ -19,9 +19,8 @@ from common.messages import Role
 from engine.models.checkpoint_index import read_index
 from launch.cluster.children import Command
 from launch.cluster.configure import child_environment
-from launch.cluster.cpus import available_cores, split_threads
 from launch.cluster.instance import Instance
-from launch.cluster.memory import runs_on_gpu, split_memory
+from launch.cluster.shares import available_cores, runs_on_gpu, split_memory, split_threads
 from launch.cluster.topology import Topology, choose_topology, usual_topology
 from services.process.drain import VARIABLE, DrainMarker
 

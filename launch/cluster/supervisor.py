@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from common.errors import TriptychError
@@ -145,8 +144,7 @@ class Supervisor:
                 instance.state, instance.next_role = "draining", instance.note.next_role
             if instance.state == "draining" and instance.next_role is None:
                 instance.state, instance.past_epoch = "left", instance.epoch
-                well = instance.child is not None and instance.child.ended_well
-                if well:
+                if instance.child is not None and instance.child.ended_well:
                     self._reporter.event(f"{instance.id} has left", good=True)
                 else:
                     text = f"{instance.id} died while it was leaving ({how})"
@@ -235,15 +233,12 @@ class Supervisor:
                 for instance, state in await probe.changes(self.instances):
                     self._note(instance, state)
                 if self._up:
-                    self._end_overdue(await probe.heard(self.instances), broker_away=probe.broker_away)
+                    heard = await probe.heard(self.instances)
+                    for late, why in self._overdue.look(self.instances, heard, broker_away=probe.broker_away):
+                        assert late.child is not None
+                        self._verdicts[late.id] = why
+                        late.child.kill()  # a new process replaces it
                 await asyncio.sleep(_POLL_S if not self._up else 5 * _POLL_S)
-
-    def _end_overdue(self, heard: Collection[str], *, broker_away: bool) -> None:
-        """Kill instances that start too slowly or stay silent; new processes replace them."""
-        for instance, why in self._overdue.look(self.instances, heard, broker_away=broker_away):
-            assert instance.child is not None
-            self._verdicts[instance.id] = why
-            instance.child.kill()
 
     def _note(self, instance: Instance, state: State) -> None:
         before, instance.state = instance.state, state

@@ -20,8 +20,8 @@ from common.sampling_params import SamplingParams
 from common.text import whisper_prompt
 from engine.device.choice import DTYPES, choose_device, choose_dtype
 from engine.llm import LLM, RequestOutput
-from launch.cluster.cpus import available_cores
 from launch.cluster.local_cluster import LocalCluster
+from launch.cluster.shares import available_cores
 from services.process.handoff_trace import hop_latencies
 from tools.bench.client import LoadClient, Outcome, payload_of
 from tools.bench.measure import in_waves

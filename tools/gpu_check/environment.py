@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from launch.cluster.cpus import available_cores
+from launch.cluster.shares import available_cores
 
 _GIB = 2**30
 _SHOWN = ("torch", "torchvision", "transformers", "triton", "flashinfer-python", "numpy", "triptych")

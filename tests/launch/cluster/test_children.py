@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import TriptychError
-from launch.cluster.children import Child, Command, describe_exit, tail
+from launch.cluster.children import Child, Command, describe_exit
 from tests.launch.waiting import alive, eventually
 
 _FOLLOWER = """
@@ -98,9 +98,13 @@ def test_exit_codes_in_words() -> None:
     ]
 
 
-def test_tail_reads_only_the_end(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_text("".join(f"line {i}\n" for i in range(100_000)))
-    assert tail(path, 2) == "line 99998\nline 99999"
-    assert tail(path, 10_000, max_bytes=100).count("\n") < 12
-    assert tail(tmp_path / "missing", 5) == ""
+async def test_only_the_end_of_a_log_is_told(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("".join(f"line {i}\n" for i in range(100_000)))
+    child = await Child.start(command("", log))
+    await child.wait()
+    assert child.log_tail().splitlines() == [f"line {i}" for i in range(99_985, 100_000)]
+    log.write_text("x" * 100_000)
+    assert len(child.log_tail()) == 2**14
+    log.unlink()
+    assert child.log_tail() == ""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.messages import Role
-from launch.cluster.cpus import available_cores, split_threads
+from launch.cluster.shares import available_cores, split_threads
 from launch.cluster.topology import Topology, parse_topology
 
 

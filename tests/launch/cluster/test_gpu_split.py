@@ -12,8 +12,8 @@ from common.errors import TriptychError
 from common.model_info import ModelInfo, load_model_info
 from common.process.gpu_memory import PROCESS_BYTES, total_gpu_memory
 from engine.models.checkpoint_index import CheckpointError
-from launch.cluster.memory import BATCH_BYTES, count_parameters, split_gpu, split_memory
 from launch.cluster.plan import Plan
+from launch.cluster.shares import BATCH_BYTES, count_parameters, split_gpu, split_memory
 from launch.cluster.topology import parse_topology
 from tests.launch.cluster.weight_files import model_of
 from tests.tools.gpu_check.whisper_shape import whisper_large_v3
@@ -47,7 +47,7 @@ def test_an_encoder_gets_more_where_its_process_takes_more(model: ModelInfo) -> 
 def test_a_plan_counts_what_nixl_takes_of_the_gpu(
     model: ModelInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launch.cluster.memory.total_gpu_memory", lambda: 80 * GIB)
+    monkeypatch.setattr("launch.cluster.shares.total_gpu_memory", lambda: 80 * GIB)
     monkeypatch.setattr("broker.transports.nixl.agent.module_name", lambda: "nixl_cu13")
     shares = []
     for transport in ("shm", "nixl"):
@@ -82,7 +82,7 @@ def test_weights_that_do_not_fit_a_share_are_an_error_with_the_numbers(model: Mo
 def test_a_gpu_whose_size_is_not_known_is_divided_all_the_same(
     model: ModelInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launch.cluster.memory.total_gpu_memory", lambda: None)
+    monkeypatch.setattr("launch.cluster.shares.total_gpu_memory", lambda: None)
     split = split_memory(CUDA, parse_topology("1e1pd"), model)
     assert split["encoder"] == {"memory_fraction": 0.15}
     assert split["prefill_decode"] == {"memory_fraction": pytest.approx(0.75)}

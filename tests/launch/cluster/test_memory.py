@@ -8,8 +8,8 @@ import pytest
 
 from common.config import EngineConfig, Settings
 from common.errors import TriptychError
-from launch.cluster.memory import split_memory
 from launch.cluster.plan import make_plan
+from launch.cluster.shares import split_memory
 from launch.cluster.topology import Topology, parse_topology
 from tests.launch.cluster.weight_files import model_of
 

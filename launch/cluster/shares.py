@@ -1,4 +1,4 @@
-"""Shares of a host's memory, or of a GPU's, for the workers, by the model's parameter counts.
+"""Shares of a host's cores and memory, or of a GPU's memory, for the workers.
 
 The available memory is looked up once, before any worker has taken some: shares do not depend on who starts first, and
 a restarted worker gets the same share. On a GPU an encoder gets the needed amount, decoders the rest:
@@ -13,6 +13,7 @@ Shares of a GPU are fractions of the whole device, as `--memory-fraction` is: ea
 from __future__ import annotations
 
 import math
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -28,7 +29,15 @@ if TYPE_CHECKING:
     from common.config import EngineConfig, LoadFormat
     from common.model_info import ModelInfo
 
+_THREAD_SHARE: Final[dict[Role, int]] = {
+    "encoder": 1,
+    "prefill": 2,
+    "decode": 2,
+    "prefill_decode": 2,
+    "encode_prefill_decode": 3,
+}
 CPU_FRACTION: Final = 0.5
+"""Share of the free memory for all workers together."""
 _DECODER_SHARE: Final[dict[Role, int]] = {"prefill": 2, "decode": 3, "prefill_decode": 3, "encode_prefill_decode": 4}
 """A prefill worker keeps a request only until its keys and values are handed over."""
 _CPU_SHARE: Final[dict[Role, int]] = {"encoder": 1, **_DECODER_SHARE}
@@ -43,6 +52,27 @@ _OF_AN_ENCODER: Final = re.compile(
     r"(^|\.)(encoder|visual|vision_tower|vision_model|audio_tower|multi_modal_projector|connector)\."
 )
 """Names in the families' checkpoints. Which tensors are whose, only the workers know for certain."""
+
+
+def available_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Return the usable cores: the process's affinity, lowered by a container's CPU quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    try:
+        quota, period = cgroup.read_text().split()
+        cores = min(cores, math.ceil(int(quota) / int(period)))
+    except (OSError, ValueError):
+        pass  # no cgroup v2 here, or no quota ("max")
+    return max(1, cores)
+
+
+def split_threads(topology: Topology, cores: int) -> dict[Role, int]:
+    """Return the CPU threads of a worker of each role. Decoders work all the time and get two shares, encoders a single
+    share.
+
+    At least one each; together no more than the cores, where there are enough.
+    """
+    shares = sum(share * topology.count(role) for role, share in _THREAD_SHARE.items())
+    return {role: max(1, cores * share // shares) for role, share in _THREAD_SHARE.items()}
 
 
 def split_memory(
