@@ -36,7 +36,7 @@ class Family:
 
     name: str
     architectures: tuple[str, ...]
-    decoder: str
+    decoder: str = "engine.models.llama:build"
     encoder: str = ""
     processor: str = ""
     media_kind: MediaKind | None = None
@@ -51,14 +51,13 @@ class Family:
 
 
 FAMILIES: Final[tuple[Family, ...]] = (
-    Family("llama", ("LlamaForCausalLM",), decoder="engine.models.llama:build"),
-    Family("qwen2", ("Qwen2ForCausalLM",), decoder="engine.models.llama:build"),
-    Family("qwen3", ("Qwen3ForCausalLM",), decoder="engine.models.llama:build"),
-    Family("mistral", ("MistralForCausalLM",), decoder="engine.models.llama:build"),
+    Family("llama", ("LlamaForCausalLM",)),
+    Family("qwen2", ("Qwen2ForCausalLM",)),
+    Family("qwen3", ("Qwen3ForCausalLM",)),
+    Family("mistral", ("MistralForCausalLM",)),
     Family(
         "qwen2_5_vl",
         ("Qwen2_5_VLForConditionalGeneration",),
-        decoder="engine.models.llama:build",
         encoder="engine.encoders.qwen_vl:Qwen2_5_VLEncoder",
         processor="engine.processors.qwen_vl:QwenVLProcessor",
         media_kind="image",
@@ -67,7 +66,6 @@ FAMILIES: Final[tuple[Family, ...]] = (
     Family(
         "llava",
         ("LlavaForConditionalGeneration",),
-        decoder="engine.models.llama:build",
         encoder="engine.encoders.llava:LlavaEncoder",
         processor="engine.processors.llava:LlavaProcessor",
         media_kind="image",
@@ -76,7 +74,6 @@ FAMILIES: Final[tuple[Family, ...]] = (
     Family(
         "idefics3",
         ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
-        decoder="engine.models.llama:build",
         encoder="engine.encoders.idefics3:Idefics3Encoder",
         processor="engine.processors.idefics3:Idefics3Processor",
         media_kind="image",
@@ -85,7 +82,6 @@ FAMILIES: Final[tuple[Family, ...]] = (
     Family(
         "qwen2_vl",
         ("Qwen2VLForConditionalGeneration",),
-        decoder="engine.models.llama:build",
         encoder="engine.encoders.qwen_vl:Qwen2VLEncoder",
         processor="engine.processors.qwen_vl:QwenVLProcessor",
         media_kind="image",
@@ -103,7 +99,6 @@ FAMILIES: Final[tuple[Family, ...]] = (
     Family(
         "qwen2_audio",
         ("Qwen2AudioForConditionalGeneration",),
-        decoder="engine.models.llama:build",
         encoder="engine.encoders.qwen2_audio:Qwen2AudioEncoder",
         processor="engine.processors.qwen2_audio:Qwen2AudioProcessor",
         media_kind="audio",

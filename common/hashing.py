@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from typing import TypeAlias
 
 import xxhash
+
+Checksum: TypeAlias = xxhash.xxh3_64
+"""`checksum` of bytes that come piece by piece: `update` adds a piece, `intdigest` is the checksum so far."""
 
 
 def content_hash(kind: str, media: bytes) -> str:
@@ -23,18 +27,3 @@ def checksum(data: bytes | memoryview) -> int:
     No protection against somebody who means harm: that is what keys are for.
     """
     return xxhash.xxh3_64_intdigest(data)
-
-
-class Checksum:
-    """`checksum` of bytes that come piece by piece."""
-
-    def __init__(self) -> None:
-        self._digest = xxhash.xxh3_64()
-
-    def update(self, data: memoryview) -> None:
-        self._digest.update(data)
-
-    @property
-    def value(self) -> int:
-        """The checksum of all bytes so far."""
-        return self._digest.intdigest()

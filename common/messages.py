@@ -28,6 +28,9 @@ MAX_CONTROL_BYTES: Final = 16 * 2**20
 """Cap of a message without media."""
 MAX_MEDIA_BYTES: Final = 64 * 2**20
 """Cap of one media item on the wire."""
+SAMPLING_RATES: Final = (1_000, 400_000)
+"""Lowest and highest sampling rate of audio, in Hz: the header of a file could claim any number."""
+MAX_CHANNELS: Final = 8
 
 KV_INPUT_ID: Final = 1_000_000
 """Input id of the KV of a request: no request has as many media items."""

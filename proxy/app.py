@@ -34,7 +34,7 @@ from common.text.processor import TextProcessor
 from proxy.api import openapi
 from proxy.dispatch.dispatcher import Dispatcher
 from proxy.dispatch.worker_pool import WorkerPool
-from proxy.media.audio_windows import AudioWindows
+from proxy.media.audio import AudioWindows
 from proxy.media.fetch import Fetcher
 from proxy.media.intake import MediaIntake
 from proxy.routes import make_router
@@ -90,11 +90,7 @@ def make_service(settings: Settings, info: ModelInfo, instance_id: str) -> Servi
         metrics=metrics,
         timelines=timelines,
         admission=AdmissionController(
-            settings.max_inflight,
-            budget,
-            settings.request_timeout_s,
-            metrics,
-            model=settings.served_model_name or info.name,
+            settings.max_inflight, budget, settings.request_timeout_s, metrics, settings.served_model_name or info.name
         ),
     )
 
@@ -122,14 +118,9 @@ async def connected(service: Service, port: int) -> AsyncIterator[None]:
     settings = service.settings
     fetcher = Fetcher(settings)
     service.intake = MediaIntake(settings, fetcher, service.metrics)
+    registry, context = Registry(service.redis, settings.cluster), ClusterContext(ClusterKey.of(settings))
     record = _own_record(service, port)
-    service.pool = WorkerPool(
-        Registry(service.redis, settings.cluster),
-        record,
-        service.dispatcher,
-        service.on_failure,
-        ClusterContext(ClusterKey.of(settings)),
-    )
+    service.pool = WorkerPool(registry, record, service.dispatcher, service.on_failure, context)
     service.pool.start()
     if service.transcribes:
         service.recordings = AudioWindows(service.metrics.helper_crashes.inc)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -16,6 +17,7 @@ from proxy.api.chat import chat_completions
 from proxy.api.completions import completions
 from proxy.api.transcriptions import transcriptions
 from proxy.server.errors import RETRY_AFTER_S
+from proxy.server.request_context import Endpoint
 from proxy.service import Problem, Service
 
 
@@ -23,24 +25,18 @@ def make_router(service: Service) -> APIRouter:
     """All routes of the proxy over one service."""
     router = APIRouter()
     limit = service.settings.max_body_bytes
-    answer = service.admission.answer
     has_key = _key_check(service.settings)
 
-    @router.post("/v1/chat/completions")
-    async def _chat(request: Request) -> Response:
-        return await answer(request, "chatcmpl", limit, lambda exchange: chat_completions(service, exchange))
+    def generates(path: str, prefix: str, endpoint: Endpoint) -> None:
+        async def answer(request: Request) -> Response:
+            return await service.admission.answer(request, prefix, limit, endpoint)
 
-    @router.post("/v1/completions")
-    async def _completions(request: Request) -> Response:
-        return await answer(request, "cmpl", limit, lambda exchange: completions(service, exchange))
+        router.add_api_route(path, answer, methods=["POST"])
 
-    @router.post("/v1/audio/transcriptions")
-    async def _transcriptions(request: Request) -> Response:
-        return await answer(request, "trsc", limit, lambda exchange: transcriptions(service, exchange))
-
-    @router.post("/v1/audio/translations")
-    async def _translations(request: Request) -> Response:
-        return await answer(request, "trsl", limit, lambda exchange: transcriptions(service, exchange, "translate"))
+    generates("/v1/chat/completions", "chatcmpl", partial(chat_completions, service))
+    generates("/v1/completions", "cmpl", partial(completions, service))
+    generates("/v1/audio/transcriptions", "trsc", partial(transcriptions, service))
+    generates("/v1/audio/translations", "trsl", partial(transcriptions, service, task="translate"))
 
     @router.get("/v1/models")
     async def _models() -> dict[str, Any]:

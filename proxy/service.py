@@ -22,7 +22,7 @@ from proxy.dispatch.jobs import Job
 from proxy.dispatch.placement import any_encodes, imbalance, missing
 from proxy.dispatch.text_stream import TextStream
 from proxy.dispatch.worker_pool import WorkerPool
-from proxy.media.audio_windows import AudioWindows
+from proxy.media.audio import AudioWindows
 from proxy.media.intake import MediaIntake
 from proxy.server.errors import Overloaded
 from proxy.server.limits import QueueDelayLimiter, RequestTickets, Ticket
@@ -152,15 +152,8 @@ class Service:
         The timeline's bar "proxy" ends here.
         """
         self.timelines.begin(job.request_id, Span("proxy", self.instance_id, context.created_s, time.time()))
-        return TextStream(
-            job,
-            self.dispatcher.run(self.pool, job, context.deadline_s),
-            self.text,
-            self.metrics,
-            context,
-            ticket,
-            skip_special_tokens=skip_special_tokens,
-        )
+        tokens = self.dispatcher.run(self.pool, job, context.deadline_s)
+        return TextStream(job, tokens, self.text, self.metrics, context, ticket, skip_special_tokens)
 
     @functools.cached_property
     def token_texts(self) -> TokenTexts:

@@ -29,7 +29,7 @@ async def checksum_of(data: memoryview) -> int:
     for start in range(0, data.nbytes, TURN_BYTES):
         digest.update(data[start : start + TURN_BYTES])
         await asyncio.sleep(0)
-    return digest.value
+    return digest.intdigest()
 
 
 async def with_checksum(header: TensorHeader, data: memoryview) -> TensorHeader:
@@ -47,7 +47,7 @@ async def copy(source: memoryview, target: memoryview, hashed: memoryview) -> in
             await asyncio.sleep(0)
         end = start + TURN_BYTES
         _copy_turn(source[start:end], target[start:end], hashed[start:end], digest)
-    return digest.value
+    return digest.intdigest()
 
 
 def copy_now(source: memoryview, target: memoryview, hashed: memoryview) -> int:
@@ -57,7 +57,7 @@ def copy_now(source: memoryview, target: memoryview, hashed: memoryview) -> int:
         return checksum(hashed)
     digest = Checksum()
     _copy_turn(source, target, hashed, digest)
-    return digest.value
+    return digest.intdigest()
 
 
 def _copy_turn(source: memoryview, target: memoryview, hashed: memoryview, digest: Checksum) -> None:

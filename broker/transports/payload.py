@@ -54,7 +54,7 @@ class ChunkedBytes:
     @property
     def checksum(self) -> int:
         """The checksum of all bytes, as added."""
-        return self._digest.value
+        return self._digest.intdigest()
 
     def joined(self) -> memoryview:
         """Return a contiguous copy."""

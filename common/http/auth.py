@@ -13,6 +13,7 @@ neither API key nor cluster key for a worker.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from common.config import Settings
@@ -27,22 +28,22 @@ CONTROL_PATHS: Final = ("/drain", "/switch")
 _OPEN_PATHS: Final = frozenset({"/health", "/ready"})
 
 
+@dataclass
 class RequireKey:
     """Middleware that passes on the calls allowed by `guard`; `refusal` answers all others without reading a body."""
 
-    def __init__(self, app: ASGIApp, guard: Guard, refusal: ASGIApp) -> None:
-        self._app = app
-        self._guard = guard
-        self._refusal = refusal
+    app: ASGIApp
+    guard: Guard
+    refusal: ASGIApp
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
+        app = self.app
         if scope["type"] == "http":
             given = [value for name, value in scope["headers"] if name == b"authorization"]
             header = given[0].decode("latin-1") if len(given) == 1 else None
             client = scope.get("client")
-            if not self._guard(scope["path"], header, client[0] if client else None):
-                app = self._refusal
+            if not self.guard(scope["path"], header, client[0] if client else None):
+                app = self.refusal
         await app(scope, receive, send)
 
 

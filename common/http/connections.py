@@ -91,14 +91,6 @@ class Connections:
     """Read buffer, shared: the bytes are parsed before another connection reads."""
 
 
-class BoundedConfig(uvicorn.Config):
-    """uvicorn's configuration for bounded connections; `options` are uvicorn's."""
-
-    def __init__(self, app: Any, connections: Connections, **options: Any) -> None:
-        super().__init__(app, http=BoundedProtocol, **options)
-        self.connections = connections
-
-
 class BoundedParser(h11.Connection):
     """Parser of a server's connection; a body in too many tiny chunks is invalid HTTP here."""
 
@@ -128,15 +120,15 @@ class BoundedProtocol(H11Protocol, asyncio.BufferedProtocol):
 
     def __init__(
         self,
+        connections: Connections,
         config: uvicorn.Config,
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        assert isinstance(config, BoundedConfig)
         self.conn = BoundedParser(h11.SERVER)
-        self._all = config.connections
+        self._all = connections
         self._phase: Phase | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._since_s = 0.0

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final
 
 import uvicorn
 
 from common.config import Settings
 from common.errors import invalid
-from common.http.connections import BoundedConfig, Connections, Reason, allowed_connections
+from common.http.connections import BoundedProtocol, Connections, Reason, allowed_connections
 
 UNREAD_MS: Final = 60_000
 """The system closes the connection of a client that has acknowledged no data for this long."""
@@ -30,9 +31,9 @@ class Server(uvicorn.Server):
     ) -> None:
         """`on_ended` receives the reason when the server ends a connection; `options` are uvicorn's."""
         limit = allowed_connections(settings.max_connections)
-        connections = Connections(limit, settings.client_timeout_s, on_ended)
-        fixed = {"log_config": None, "access_log": False, "ws": "none", "server_header": False}
-        super().__init__(BoundedConfig(app, connections, **fixed, **options))
+        http: Any = partial(BoundedProtocol, Connections(limit, settings.client_timeout_s, on_ended))
+        fixed: dict[str, Any] = {"log_config": None, "access_log": False, "ws": "none", "server_header": False}
+        super().__init__(uvicorn.Config(app, http=http, **fixed, **options))
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

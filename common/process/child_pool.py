@@ -164,9 +164,19 @@ class ChildPool:
 
 
 def _begin_child(memory_bytes: int, initialize: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    """Initialize a new helper, then limit its resources."""
+    """Initialize a new helper, then let it take `memory_bytes` of address space beyond its size: beyond that limit
+    follows a MemoryError or the end.
+
+    Elsewhere than on Linux, only core dumps are turned off.
+    """
     initialize(*arguments)
-    _limit_resources(memory_bytes)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it would hold somebody's picture
+    with contextlib.suppress(OSError):
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        limit = pages * os.sysconf("SC_PAGE_SIZE") + memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit if most < 0 else min(limit, most), most))
+        Path("/proc/self/oom_score_adj").write_text("1000")  # rather this one than the service
 
 
 def _run_in_child(call: Callable[[], T]) -> T:
@@ -175,18 +185,3 @@ def _run_in_child(call: Callable[[], T]) -> T:
         return call()
     finally:
         malloc.return_free_pages()
-
-
-def _limit_resources(memory_bytes: int) -> None:
-    """Let this process take `memory_bytes` of address space beyond the present size. Beyond that limit follows a
-    MemoryError or the end.
-
-    Elsewhere than on Linux, only core dumps are turned off.
-    """
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it would hold somebody's picture
-    with contextlib.suppress(OSError):
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        _, most = resource.getrlimit(resource.RLIMIT_AS)
-        limit = pages * os.sysconf("SC_PAGE_SIZE") + memory_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (limit if most < 0 else min(limit, most), most))
-        Path("/proc/self/oom_score_adj").write_text("1000")  # rather this one than the service

@@ -20,13 +20,39 @@ from tokenizers import Tokenizer
 
 from common.errors import TriptychError, invalid
 from common.model_info import ModelInfo, read_json
-from common.text.chat_templates import DEFAULT_CHAT_TEMPLATES
 
 _PROBE = "a plain string"
 _CHARS_PER_TOKEN: Final = 64
 """More than the longest prompts have on the average; of blanks, some tokenizers make none however many there are."""
 _PIECE_CHARS: Final = 2**16
 """How much of a text that may be too long is tokenised at once."""
+_QWEN2_AUDIO: Final = """\
+{%- set clips = namespace(count=0) -%}
+{%- for message in messages -%}
+    {%- if loop.first and message.role != 'system' -%}
+        {{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
+    {%- endif -%}
+    {{ '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.content is string -%}
+        {{ message.content }}
+    {%- else -%}
+        {%- for part in message.content -%}
+            {%- if part.type == 'audio' -%}
+                {%- set clips.count = clips.count + 1 -%}
+                {{ 'Audio ' ~ clips.count ~ ': <|audio_bos|><|AUDIO|><|audio_eos|>\\n' }}
+            {%- else -%}
+                {{ part.text }}
+            {%- endif -%}
+        {%- endfor -%}
+    {%- endif -%}
+    {{ '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{ '<|im_start|>assistant\\n' }}
+{%- endif -%}
+"""
+_DEFAULT_TEMPLATES: Final = {"qwen2_audio": ("<|AUDIO|>", _QWEN2_AUDIO)}
+"""The placeholder and the template of a family, for folders without a template, or with one for text alone."""
 
 
 class TextProcessor:
@@ -126,11 +152,8 @@ class TextProcessor:
         placeholder = self.info.placeholder_token_id
         indices = [] if placeholder is None else [i for i, token in enumerate(token_ids) if token == placeholder]
         if len(indices) != num_inputs:
-            raise TriptychError(
-                "invalid_request",
-                f"the prompt has {len(indices)} media placeholders for {num_inputs} media items",
-                "messages",
-            )
+            message = f"the prompt has {len(indices)} media placeholders for {num_inputs} media items"
+            raise invalid(message, "messages")
         return indices
 
 
@@ -200,7 +223,7 @@ def _load_chat_template(info: ModelInfo) -> tuple[Any, dict[str, str]]:
         source = template_path.read_text()
     if isinstance(source, list):  # several named templates
         source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
-    placeholder, default = DEFAULT_CHAT_TEMPLATES.get(info.family.name, ("", None))
+    placeholder, default = _DEFAULT_TEMPLATES.get(info.family.name, ("", None))
     if default is not None and placeholder not in (source or ""):
         source = default
     specials = {}

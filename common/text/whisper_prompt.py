@@ -15,7 +15,6 @@ from typing import Any, Final, Literal
 from common.errors import TriptychError, invalid
 from common.model_info import ModelInfo
 from common.sampling_params import TimestampRules
-from common.text.languages import language_code
 from common.text.processor import TextProcessor
 
 Task = Literal["transcribe", "translate"]
@@ -23,6 +22,25 @@ MIN_NEW_TOKENS = 8
 """A prompt must leave room for at least so many tokens of transcript."""
 _CHARS_PER_TOKEN: Final = 256
 """More than any token has."""
+_LANGUAGES: Final = """
+af afrikaans, am amharic, ar arabic, as assamese, az azerbaijani, ba bashkir, be belarusian, bg bulgarian,
+bn bengali, bo tibetan, br breton, bs bosnian, ca catalan, cs czech, cy welsh, da danish, de german,
+el greek, en english, es spanish, et estonian, eu basque, fa persian, fi finnish, fo faroese, fr french,
+gl galician, gu gujarati, ha hausa, haw hawaiian, he hebrew, hi hindi, hr croatian, ht haitian creole,
+hu hungarian, hy armenian, id indonesian, is icelandic, it italian, ja japanese, jw javanese, ka georgian,
+kk kazakh, km khmer, kn kannada, ko korean, la latin, lb luxembourgish, ln lingala, lo lao, lt lithuanian,
+lv latvian, mg malagasy, mi maori, mk macedonian, ml malayalam, mn mongolian, mr marathi, ms malay,
+mt maltese, my myanmar, ne nepali, nl dutch, nn nynorsk, no norwegian, oc occitan, pa punjabi, pl polish,
+ps pashto, pt portuguese, ro romanian, ru russian, sa sanskrit, sd sindhi, si sinhala, sk slovak,
+sl slovenian, sn shona, so somali, sq albanian, sr serbian, su sundanese, sv swedish, sw swahili, ta tamil,
+te telugu, tg tajik, th thai, tk turkmen, tl tagalog, tr turkish, tt tatar, uk ukrainian, ur urdu, uz uzbek,
+vi vietnamese, yi yiddish, yo yoruba, yue cantonese, zh chinese,
+"""
+LANGUAGE_NAMES: Final[dict[str, str]] = {
+    code: name for code, _, name in (entry.strip().partition(" ") for entry in _LANGUAGES.split(",")) if code
+}
+"""Code -> English name, in lower case."""
+_LANGUAGE_CODES: Final = {name: code for code, name in LANGUAGE_NAMES.items()}
 
 
 def is_multilingual(info: ModelInfo) -> bool:
@@ -75,6 +93,17 @@ def build(
     return ids, fields
 
 
+def language_code(language: str) -> str:
+    """Return the code of a language from code or English name, in any case; an unknown text unchanged."""
+    lower = language.strip().lower()
+    return lower if lower in LANGUAGE_NAMES else _LANGUAGE_CODES.get(lower, lower)
+
+
+def language_name(code: str) -> str:
+    """Return the English name of a language, in lower case; an unknown code unchanged."""
+    return LANGUAGE_NAMES.get(code, code)
+
+
 def start_token_id(info: ModelInfo) -> int:
     """Return <|startoftranscript|>: the next token shows whether there is speech at all, and the language."""
     return int({**info.config, **info.generation}["decoder_start_token_id"])
@@ -111,19 +140,14 @@ def _language_and_task(info: ModelInfo, language: str | None, task: Task) -> lis
             raise invalid(f"{info.name} is English-only, language {language!r} is not available", "language")
         return []
     languages: dict[str, int] = info.generation["lang_to_id"]
-    if language is None:
-        allowed = tuple(sorted(languages.values()))
-    else:
-        allowed = (_language_id(languages, language),)
+    allowed = tuple(sorted(languages.values()))
+    if language is not None:
+        token = f"<|{language_code(language)}|>"
+        if token not in languages:
+            codes = ", ".join(sorted(name.strip("<|>") for name in languages))
+            raise invalid(f"unknown language {language!r}; use one of: {codes}", "language")
+        allowed = (languages[token],)
     return [allowed, (int(info.generation["task_to_id"][task]),)]
-
-
-def _language_id(languages: dict[str, int], language: str) -> int:
-    token = f"<|{language_code(language)}|>"
-    if token not in languages:
-        codes = ", ".join(sorted(name.strip("<|>") for name in languages))
-        raise invalid(f"unknown language {language!r}; use one of: {codes}", "language")
-    return languages[token]
 
 
 def _no_timestamps(info: ModelInfo, text: TextProcessor) -> list[int]:

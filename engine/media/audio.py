@@ -9,8 +9,8 @@ import numpy.typing as npt
 import soundfile
 import soxr
 
-from common.audio_limits import MAX_CHANNELS, SAMPLING_RATES
 from common.errors import TriptychError
+from common.messages import MAX_CHANNELS, SAMPLING_RATES
 
 
 def decode_audio(media: bytes, sampling_rate: int, max_seconds: float) -> npt.NDArray[np.float32]:

@@ -31,12 +31,12 @@ class Command:
     log: Path
 
 
+@dataclass(eq=False)
 class Child:
     """A running child process. Terminal signals do not reach the child: this process decides about the stop."""
 
-    def __init__(self, command: Command, process: asyncio.subprocess.Process) -> None:
-        self._command = command
-        self._process = process
+    _command: Command
+    _process: asyncio.subprocess.Process
 
     @classmethod
     async def start(cls, command: Command) -> Child:

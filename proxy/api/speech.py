@@ -14,13 +14,11 @@ import msgspec
 from common.messages import TokenLogprob
 from common.sampling_params import MAX_LOGPROBS, SamplingParams, TimestampRules
 from common.text import whisper_prompt
-from common.text.languages import language_code
 from proxy.api.merge import merge
 from proxy.api.segments import Segment, split_at_timestamps
 from proxy.dispatch.jobs import Job, MediaItem, make_slots, part_id
 from proxy.dispatch.text_stream import Delta, Finish, TextStream, Usage
-from proxy.media.audio import Window
-from proxy.media.audio_windows import shared
+from proxy.media.audio import Window, shared
 from proxy.server.limits import RequestTickets, Ticket
 from proxy.server.request_context import RequestContext
 from proxy.service import Service
@@ -65,30 +63,22 @@ class _Window:
         return sum(entry.logprob for entry in self.logprobs) / len(self.logprobs)
 
 
+@dataclass
 class Speech:
     """Transcription of a recording. After the end of `deltas`, all other results are complete."""
 
-    def __init__(
-        self,
-        service: Service,
-        exchange: RequestContext,
-        tickets: RequestTickets,
-        item: MediaItem,
-        sampling: SamplingParams,
-        options: SpeechOptions,
-    ) -> None:
-        self._service = service
-        self._exchange = exchange
-        self._tickets = tickets
-        self._item = item
-        self._sampling = sampling
-        self._options = options
-        self._under_way = asyncio.Semaphore(PARALLEL_WINDOWS)
-        self._next = asyncio.Lock()
-        self._language_known: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._windows: list[_Window] = []
-        self.usage = Usage()
-        self.language: str | None = None
+    _service: Service
+    _exchange: RequestContext
+    _tickets: RequestTickets
+    _item: MediaItem
+    _sampling: SamplingParams
+    _options: SpeechOptions
+    usage: Usage = field(default_factory=Usage)
+    language: str | None = None
+    _under_way: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PARALLEL_WINDOWS))
+    _next: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _language_known: asyncio.Event = field(default_factory=asyncio.Event)
+    _windows: list[_Window] = field(default_factory=list)
 
     @property
     def duration_s(self) -> float:
@@ -142,8 +132,8 @@ class Speech:
     async def _heard(self, windows: list[Window], path: str) -> AsyncGenerator[Delta]:
         language = self._options.language
         if language is not None or not whisper_prompt.is_multilingual(self._service.info):
-            self.language = language_code(language) if language else "en"
-            self._language_known.set_result(None)
+            self.language = whisper_prompt.language_code(language) if language else "en"
+            self._language_known.set()
         self._windows = [_Window(window.start_s, window.end_s) for window in windows]
         parts = [self._window(index, window, path) for index, window in enumerate(windows)]
         finish: Finish = "stop"
@@ -165,14 +155,17 @@ class Speech:
 
     async def _window(self, index: int, window: Window, path: str) -> AsyncGenerator[Delta]:
         if index > 0:
-            await asyncio.shield(self._language_known)
+            await self._language_known.wait()
         async with self._under_way:
             ticket = await self._turn()
             generation = await self._generation(index, window, path, ticket)
             try:
                 async with aclosing(generation.deltas()) as deltas:
                     async for delta in deltas:
-                        self._note_language(generation)
+                        if not self._language_known.is_set():
+                            first = generation.sequences[0].token_ids
+                            self.language = whisper_prompt.detected_language(self._service.info, first)
+                            self._language_known.set()
                         yield delta
             finally:
                 ticket.release()
@@ -244,11 +237,6 @@ class Speech:
         if not self._options.timestamps:
             return None
         return whisper_prompt.timestamp_rules(self._service.info, self._service.text)
-
-    def _note_language(self, generation: TextStream) -> None:
-        if not self._language_known.done():
-            self.language = whisper_prompt.detected_language(self._service.info, generation.sequences[0].token_ids)
-            self._language_known.set_result(None)
 
 
 async def _in_order(merged: AsyncGenerator[tuple[int, Delta]], num_parts: int) -> AsyncGenerator[tuple[int, Delta]]:

@@ -14,13 +14,11 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 
 from common.errors import invalid
 from common.sampling_params import MAX_SEQUENCES, SamplingParams
-from common.text.languages import language_name
-from common.text.whisper_prompt import Task
+from common.text.whisper_prompt import Task, language_name
 from proxy.api.logprobs import LogprobShapes
 from proxy.api.sampling_fields import Int32, Seed, refuse_sampling
 from proxy.api.segments import as_srt, as_vtt
 from proxy.api.speech import Speech, SpeechOptions
-from proxy.dispatch.text_stream import Delta
 from proxy.server.errors import from_validation
 from proxy.server.request_context import Json, Payload, Plain, RequestContext, Sse
 from proxy.service import Service
@@ -102,7 +100,10 @@ async def transcriptions(
     service.check_lines("media")
     form, data = await _read_form(exchange)
     service.check_model(form.model)
-    _check_model_hears(service)
+    if not service.transcribes:
+        if service.info.media_kind == "audio":
+            raise invalid(f"{service.model_name} is no speech model: send clips with /v1/chat/completions", "model")
+        raise invalid(f"{service.model_name} does not take audio", "file")
     form.check()
     tickets = service.join_line(exchange, "media")
     item = await service.intake.of_bytes("audio", data, "file")
@@ -117,21 +118,14 @@ async def transcriptions(
     )
     speech = Speech(service, exchange, tickets, item, form.sampling(service.max_model_len), options)
     async with aclosing(speech.deltas()) as deltas:
-        if form.stream:
-            async for event in _stream(speech, deltas):
-                yield event
-        else:
-            async for _ in deltas:
-                pass
-            yield _answer(service, form, speech, task)
-
-
-def _check_model_hears(service: Service) -> None:
-    if service.transcribes:
-        return
-    if service.info.media_kind == "audio":
-        raise invalid(f"{service.model_name} is no speech model: send clips with /v1/chat/completions", "model")
-    raise invalid(f"{service.model_name} does not take audio", "file")
+        async for delta in deltas:
+            if form.stream and delta.text:
+                yield Sse({"type": "transcript.text.delta", "delta": delta.text})
+    if form.stream:
+        yield Sse({"type": "transcript.text.done", "text": speech.text, "usage": _token_usage(speech)})
+        yield Sse(None)
+    else:
+        yield _answer(service, form, speech, task)
 
 
 async def _read_form(exchange: RequestContext) -> tuple[TranscriptionForm, bytes]:
@@ -206,14 +200,6 @@ def _answer(service: Service, form: TranscriptionForm, speech: Speech, task: Tas
             **extra,
         }
     )
-
-
-async def _stream(speech: Speech, deltas: AsyncGenerator[Delta]) -> AsyncGenerator[Payload]:
-    async for delta in deltas:
-        if delta.text:
-            yield Sse({"type": "transcript.text.delta", "delta": delta.text})
-    yield Sse({"type": "transcript.text.done", "text": speech.text, "usage": _token_usage(speech)})
-    yield Sse(None)
 
 
 def _token_usage(speech: Speech) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
 from typing import Final
 
 from common.config import Settings
@@ -20,16 +21,18 @@ _REMEMBERED: Final = 1024
 """Ended jobs whose worker was told to stop, so that each is told once."""
 
 
+@dataclass(eq=False)
 class Dispatcher:
     """Starts jobs and routes worker messages and events to jobs."""
 
-    def __init__(self, settings: Settings, metrics: ProxyMetrics, timelines: Timelines) -> None:
-        self._settings = settings
-        self._metrics = metrics
-        self._timelines = timelines
-        self._placer = Placer(metrics)
-        self._runners: dict[str, JobRunner] = {}
-        self._disowned: OrderedDict[str, None] = OrderedDict()
+    _settings: Settings
+    _metrics: ProxyMetrics
+    _timelines: Timelines
+    _runners: dict[str, JobRunner] = field(default_factory=dict)
+    _disowned: OrderedDict[str, None] = field(default_factory=OrderedDict)
+
+    def __post_init__(self) -> None:
+        self._placer = Placer(self._metrics)
 
     @property
     def num_runners(self) -> int:

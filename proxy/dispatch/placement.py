@@ -78,18 +78,14 @@ class AffinityMap:
 
 @dataclass(frozen=True)
 class Placement:
-    """The workers of a job. `decoder` generates; `prefiller` computes the prompt if apart."""
+    """The workers of a job. `decoder` generates; `prefiller` computes the prompt if apart.
+
+    The cache affinities are those of the prompt's computation and, for a pair, of decoding.
+    """
 
     decoder: Worker
-    prefiller: Worker | None = None
-
-
-@dataclass(frozen=True)
-class _Option:
-    """A placement, and its cache affinity: of the prompt's computation and, for a pair, of decoding."""
-
-    placement: Placement
     affinity: Affinity
+    prefiller: Worker | None = None
     decode_affinity: Affinity | None = None
 
 
@@ -115,13 +111,11 @@ class Placer:
             options = self._options(pool, keys, media=False)
         if not options:
             return None
-        option = options[0] if len(options) == 1 else _better(*options)
-        placement = option.placement
-        self._metrics.affinity.labels(option.affinity).inc()
-        if option.decode_affinity is not None:
-            self._metrics.decode_affinity.labels(option.decode_affinity).inc()
+        placement = options[0] if len(options) == 1 else _better(*options)
+        self._metrics.affinity.labels(placement.affinity).inc()
         self._computed.remember(keys, (placement.prefiller or placement.decoder).instance_id)
         if placement.prefiller is not None:
+            self._metrics.decode_affinity.labels(placement.decode_affinity).inc()
             self._decoded.remember(keys, placement.decoder.instance_id)
         return placement
 
@@ -143,12 +137,12 @@ class Placer:
         self._computed.remember(keys, worker.instance_id)
         return worker
 
-    def _options(self, pool: WorkerPool, keys: list[bytes], *, media: bool) -> list[_Option]:
+    def _options(self, pool: WorkerPool, keys: list[bytes], *, media: bool) -> list[Placement]:
         """Return the best single worker and the best pair, as far as available."""
-        options: list[_Option] = []
+        options: list[Placement] = []
         if whole := [worker for worker in pool.workers(*WHOLE) if not media or encodes_for(pool, worker)]:
             worker, affinity = pick_decoder(whole, self._computed.find(keys, whole))
-            options.append(_Option(Placement(worker), affinity))
+            options.append(Placement(worker, affinity))
         pairs: dict[Worker, list[Worker]] = {}  # the prefill workers of each decoder
         for decoder in pool.workers("decode"):
             matching = pool.workers("prefill", matching=decoder)
@@ -158,7 +152,7 @@ class Placer:
             decoder, decode_affinity = pick_decoder([*pairs], self._decoded.find(keys, pairs))
             prefillers = pairs[decoder]
             prefiller, affinity = pick_decoder(prefillers, self._computed.find(keys, prefillers))
-            options.append(_Option(Placement(decoder, prefiller), affinity, decode_affinity))
+            options.append(Placement(decoder, affinity, prefiller, decode_affinity))
         return options
 
 
@@ -198,12 +192,12 @@ def absent_s(pool: WorkerPool) -> float:
     return since_s or math.inf
 
 
-def _better(whole: _Option, pair: _Option) -> _Option:
-    """Return the option with the prompt cached, or the less loaded option."""
+def _better(whole: Placement, pair: Placement) -> Placement:
+    """Return the placement with the prompt cached, or the less loaded placement."""
     if (whole.affinity == "hit") != (pair.affinity == "hit"):
         return whole if whole.affinity == "hit" else pair
-    assert pair.placement.prefiller is not None
-    return pair if prefer_pair(whole.placement.decoder, pair.placement.prefiller, pair.placement.decoder) else whole
+    assert pair.prefiller is not None
+    return pair if prefer_pair(whole.decoder, pair.prefiller, pair.decoder) else whole
 
 
 def pick_decoder(candidates: Sequence[Worker], home: Worker | None = None) -> tuple[Worker, Affinity]:

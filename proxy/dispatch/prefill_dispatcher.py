@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from common.errors import ErrorInfo, TriptychError
 from common.messages import Abort, Generate, Inquiry, Resumed
@@ -17,6 +18,7 @@ from proxy.dispatch.worker import Worker
 log = get_logger()
 
 
+@dataclass(eq=False)
 class PrefillDispatcher:
     """Runs the prefill of one job for one attempt of a decoder.
 
@@ -24,35 +26,25 @@ class PrefillDispatcher:
     count. The inputs go along. Without a worker, or after failures of all workers, the prefill waits.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        cache_keys: list[bytes],
-        context: DispatchContext,
-        encode: EncodeDispatcher,
-        attempts: Iterator[int],
-        deadlines: Deadlines,
-        retries: Retries,
-        decoder: Worker,
-        decoder_attempt: int,
-        resumed: list[Resumed],
-    ) -> None:
-        """`attempts` are the numbers of coming attempts; `retries` count for all decoders of the job."""
-        self._job = job
-        self._cache_keys = cache_keys
-        self._context = context
-        self._encode = encode
-        self._attempts = attempts
-        self._deadlines = deadlines
-        self._retries = retries
-        self._decoder = decoder
-        self._decoder_attempt = decoder_attempt
-        self._resumed = resumed
-        self._sent_s = 0.0  # to `worker`
-        self._replaced = False  # by a newer attempt, so that one attempt may run for nothing
-        self.worker: Worker | None = None
-        """The worker that computes the prompt."""
-        self.attempt = decoder_attempt
+    _job: Job
+    _cache_keys: list[bytes]
+    _context: DispatchContext
+    _encode: EncodeDispatcher
+    _attempts: Iterator[int]
+    """Numbers of coming attempts."""
+    _deadlines: Deadlines
+    _retries: Retries
+    """Counted for all decoders of the job."""
+    _decoder: Worker
+    _decoder_attempt: int
+    _resumed: list[Resumed]
+    _sent_s: float = 0.0  # to `worker`
+    _replaced: bool = False  # by a newer attempt, so that one attempt may run for nothing
+    worker: Worker | None = None
+    """The worker that computes the prompt."""
+
+    def __post_init__(self) -> None:
+        self.attempt = self._decoder_attempt
 
     async def send(self, worker: Worker) -> None:
         """Send the prompt to a worker. Raises as EncodeDispatcher does."""

@@ -101,39 +101,30 @@ class TextSequence:
     num_emitted: int = 0
 
 
+@dataclass(eq=False)
 class TextStream:
-    """The text of one job. `prompt_logprobs` are complete after the first delta, if the job asked for them."""
+    """The text of one job. `prompt_logprobs` are complete after the first delta, if the job asked for them.
 
-    def __init__(
-        self,
-        job: Job,
-        tokens: AsyncGenerator[Tokens],
-        text: TextProcessor,
-        metrics: ProxyMetrics,
-        context: RequestContext,
-        ticket: Ticket,
-        *,
-        skip_special_tokens: bool = True,
-    ) -> None:
-        """`tokens` are the job's own, closed with `deltas`; `ticket` waits for the first of them."""
-        sampling = job.sampling
-        self.job = job
+    `_tokens` are the job's own, closed with `deltas`; `_ticket` waits for the first of them.
+    """
+
+    job: Job
+    _tokens: AsyncGenerator[Tokens]
+    _text: TextProcessor
+    _metrics: ProxyMetrics
+    _context: RequestContext
+    _ticket: Ticket
+    _skips_special_tokens: bool = True
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    _first_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        job, sampling, text = self.job, self.job.sampling, self._text
         self.usage = Usage(prompt_tokens=len(job.prompt_token_ids) + job.num_encoder_prompt_tokens)
-        self.prompt_logprobs: list[TokenLogprob | None] = []
         self.sequences = [
-            TextSequence(
-                index,
-                Detokenizer(
-                    text, sampling.stop, skip_special_tokens=skip_special_tokens, min_tokens=sampling.min_tokens
-                ),
-            )
+            TextSequence(index, Detokenizer(text, sampling.stop, self._skips_special_tokens, sampling.min_tokens))
             for index in range(sampling.n)
         ]
-        self._tokens = tokens
-        self._metrics = metrics
-        self._context = context
-        self._first_s = 0.0
-        self._ticket = ticket
         self._eos_token_ids = text.info.eos_token_ids
         self._stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_token_ids)}
         self._num_forced = len(sampling.prefix_allowed)

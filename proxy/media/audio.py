@@ -1,6 +1,6 @@
 """Long recordings, cut at quiet points into windows for a speech encoder. Numpy only, no resampling.
 
-Runs in helper processes (`proxy.media.audio_windows`), since the decoded data are untrusted.
+The data are untrusted and decoded in helper processes: a crash there does not end the proxy.
 
 |----------- window, at most 30 s -----------|
 |                              |== searched ==|
@@ -10,8 +10,9 @@ Runs in helper processes (`proxy.media.audio_windows`), since the decoded data a
 from __future__ import annotations
 
 import io
+import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -21,12 +22,18 @@ import numpy.typing as npt
 import soundfile
 
 from broker.cluster.lifetime import die_with_parent
-from common.audio_limits import MAX_CHANNELS, SAMPLING_RATES
 from common.errors import TriptychError
+from common.messages import MAX_CHANNELS, SAMPLING_RATES
 from common.process import malloc
+from common.process.child_pool import ChildPool
 
 MAX_AUDIO_S: Final = 2 * 3600.0
 SEARCH_S: Final = 5.0
+NUM_PROCESSES: Final = 2
+TIMEOUT_S: Final = 120.0
+"""Two hours of audio are decoded in a fraction of this."""
+MEMORY_BYTES: Final = 512 * 2**20
+"""Enough for blocks of seconds."""
 _HOPS_PER_S: Final = 50
 _QUIET_HOPS: Final = 5
 _UNKNOWN: Final = 2**62
@@ -54,6 +61,52 @@ class Window:
     def size_bytes(self) -> int:
         """Size written by `cut`, without the header."""
         return 2 * (self.end - self.start)
+
+
+class AudioWindows(ChildPool):
+    """Pool of helper processes that decode audio."""
+
+    def __init__(self, on_crash: Callable[[], object] = lambda: None) -> None:
+        """`on_crash` is called on the loop when a helper has died or exceeded TIMEOUT_S."""
+        super().__init__(
+            initialize,
+            (os.getpid(),),
+            work="decoding",
+            num_workers=NUM_PROCESSES,
+            timeout_s=TIMEOUT_S,
+            memory_bytes=MEMORY_BYTES,
+            on_crash=on_crash,
+        )
+
+    async def split(self, path: str, window_s: float, param: str) -> list[Window]:
+        """Run `split`; also raises as `run` does, naming `param`."""
+        with _naming(param):
+            return await self.run(param, split, path, window_s, param)
+
+    async def cut(self, path: str, window: Window, param: str) -> bytes:
+        """Run `cut`; also raises as `run` does, naming `param`."""
+        with _naming(param):
+            return await self.run(param, cut, path, window, param)
+
+
+@contextmanager
+def _naming(param: str) -> Iterator[None]:
+    """Name the field of the request in errors without a field."""
+    try:
+        yield
+    except TriptychError as error:
+        raise TriptychError(error.info.code, error.info.message, error.info.param or param) from error
+
+
+@contextmanager
+def shared(data: bytes) -> Iterator[str]:
+    """Yield a path under which helpers read `data` within the block, without a file on disk."""
+    descriptor = os.memfd_create("recording")
+    with open(descriptor, "wb", buffering=0) as file:
+        view = memoryview(data)
+        while view:
+            view = view[file.write(view) or 0 :]
+        yield f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 def initialize(parent_pid: int) -> None:

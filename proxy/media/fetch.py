@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import httpcore
@@ -106,16 +107,15 @@ class Fetcher:
         raise invalid(f"{param}: {fault}", param)
 
 
+@dataclass(eq=False)
 class _CheckedNetwork(httpcore.AsyncNetworkBackend):
     """Network of one fetch. Names are resolved and checked here, and connected to by the checked addresses."""
 
-    def __init__(self, resolver: AddressResolver, param: str, share: Share, ends_s: float) -> None:
-        """`ends_s` is the end of the fetch, by the loop's clock."""
-        self._resolver = resolver
-        self._param = param
-        self._share = share
-        self._ends_s = ends_s
-        self._tcp = httpcore.AnyIOBackend()
+    _resolver: AddressResolver
+    _param: str
+    _share: Share
+    _ends_s: float  # by the loop's clock
+    _tcp: httpcore.AsyncNetworkBackend = field(default_factory=httpcore.AnyIOBackend)
 
     async def connect_tcp(
         self,
@@ -138,18 +138,18 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
         raise failure
 
 
+@dataclass(eq=False)
 class _BoundedStream(httpcore.AsyncNetworkStream):
     """Connection to a media server, with a bound on bytes beside the data.
 
     httpcore parses all received bytes in one go, and skips informational heads ("103 Early Hints") without end.
     """
 
-    def __init__(self, stream: httpcore.AsyncNetworkStream) -> None:
-        self._stream = stream
-        self._num_read = 0
-        self._num_data = 0
-        self._num_chunks = 0
-        self._guard = ChunkGuard()
+    _stream: httpcore.AsyncNetworkStream
+    _num_read: int = 0
+    _num_data: int = 0
+    _num_chunks: int = 0
+    _guard: ChunkGuard = field(default_factory=ChunkGuard)
 
     async def start_tls(
         self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,8 +18,7 @@ from common.messages import MAX_MEDIA_BYTES, MediaKind
 from proxy.dispatch.jobs import MediaItem
 from proxy.media.fair_semaphore import Share, SlotTimeout
 from proxy.media.fetch import Fetcher
-from proxy.media.local_files import read_local
-from proxy.media.percent import least_bytes, unquote
+from proxy.media.local_files import read_local, too_large
 from proxy.server.limits import Reservation
 from proxy.server.metrics import ProxyMetrics
 
@@ -34,6 +34,8 @@ _CONTAINERS: Final = {b"RIFF": {b"WEBP": "webp", b"WAVE": "wav"}, b"RF64": {b"WA
 _CONTAINER_KINDS: Final[dict[str, MediaKind]] = {"webp": "image", "wav": "audio", "aiff": "audio"}
 _EXPECTED: Final = {"image": "a picture (JPEG, PNG, WebP, GIF, BMP)", "audio": "audio (WAV, MP3, FLAC, Ogg, AIFF)"}
 _WHITESPACE: Final = b" \t\n\r\f\v"
+_STRAY_PERCENT: Final = re.compile(rb"%(?![0-9A-Fa-f]{2})")
+_PIECE: Final = 64 * 2**10
 _OFF_LOOP_BYTES: Final = 256 * 2**10
 """Size above which base64 and hashes are computed in a thread: 32 MiB take some 60 ms."""
 
@@ -118,13 +120,14 @@ class MediaIntake:
             raise TriptychError("bad_media", f"{param} is a data: URL without a comma before its data", param)
         if head.lower().endswith(";base64"):
             return self._decode_base64(body, param)
-        if least_bytes(body) > self._max_bytes:
-            raise _too_large(least_bytes(body), self._max_bytes, param)
+        least = len(body) - 2 * body.count("%")
+        if least > self._max_bytes:
+            raise too_large(least, self._max_bytes, param)
         return unquote(body)
 
     def _decode_base64(self, text: str, param: str) -> bytes:
         if len(text) * 3 // 4 > self._max_bytes + 3:
-            raise _too_large(len(text) * 3 // 4, self._max_bytes, param)
+            raise too_large(len(text) * 3 // 4, self._max_bytes, param)
         try:
             return base64.b64decode(text.encode("ascii").translate(None, _WHITESPACE), validate=True)
         except (binascii.Error, ValueError) as error:
@@ -134,7 +137,7 @@ class MediaIntake:
         if not data:
             raise TriptychError("bad_media", f"{param} is empty", param)
         if len(data) > self._max_bytes:
-            raise _too_large(len(data), self._max_bytes, param)
+            raise too_large(len(data), self._max_bytes, param)
         found = sniff(data)
         if found is None or found[0] != kind:
             what = f"looks like {found[1]}" if found else f"begins with {data[:8]!r}, which is no known format"
@@ -158,5 +161,18 @@ def sniff(data: bytes) -> tuple[MediaKind, str] | None:
     return None
 
 
-def _too_large(size_bytes: int, limit_bytes: int, param: str) -> TriptychError:
-    return TriptychError("item_too_large", f"{param} has {size_bytes} bytes, at most {limit_bytes} are allowed", param)
+def unquote(text: str) -> bytes:
+    """Return the bytes of a text with %XX decoded; any other % stays.
+
+    C decodes the same text as quoted-printable, piece by piece: `urllib.parse.unquote_to_bytes` makes two objects per
+    encoded byte.
+    """
+    data, pieces, begin = text.encode(), [], 0
+    while begin < len(data):
+        end = begin + _PIECE
+        if end < len(data) and (split := data.find(b"%", end - 2, end)) >= 0:
+            end = split  # keep a % and its digits together
+        piece = _STRAY_PERCENT.sub(b"%25", data[begin:end]).replace(b"=", b"%3D")
+        pieces.append(binascii.a2b_qp(piece.replace(b"%", b"=")))
+        begin = end
+    return b"".join(pieces)

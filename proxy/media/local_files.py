@@ -36,8 +36,7 @@ def _read(root: Path, path: Path, param: str, max_bytes: int) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise _refused(param)
         if status.st_size > max_bytes:
-            message = f"{param} has {status.st_size} bytes, at most {max_bytes} are allowed"
-            raise TriptychError("item_too_large", message, param)
+            raise too_large(status.st_size, max_bytes, param)
         return file.read(max_bytes)
 
 
@@ -54,6 +53,11 @@ def _open_below(root: Path, path: Path) -> int:
         return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     finally:
         os.close(folder)
+
+
+def too_large(size_bytes: int, limit_bytes: int, param: str) -> TriptychError:
+    """Return the error of media in the field `param` over the limit."""
+    return TriptychError("item_too_large", f"{param} has {size_bytes} bytes, at most {limit_bytes} are allowed", param)
 
 
 def _refused(param: str) -> TriptychError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -88,16 +89,16 @@ class ProxyMetrics:
         return generate_latest(self.registry)
 
 
+@dataclass
 class CountRequests:
     """Middleware that counts requests by route and status. Plain ASGI: streams and disconnects pass untouched."""
 
-    def __init__(self, app: ASGIApp, metrics: ProxyMetrics) -> None:
-        self._app = app
-        self._metrics = metrics
+    app: ASGIApp
+    metrics: ProxyMetrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         status = 500
 
@@ -108,10 +109,10 @@ class CountRequests:
             await send(message)
 
         try:
-            await self._app(scope, receive, watch)
+            await self.app(scope, receive, watch)
         finally:
             route = scope.get("route")  # unknown paths share a label: untrusted clients choose them
-            self._metrics.requests.labels(getattr(route, "path", "other"), status).inc()
+            self.metrics.requests.labels(getattr(route, "path", "other"), status).inc()
 
 
 class Timelines:

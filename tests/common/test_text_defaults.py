@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from common.model_info import load_model_info
-from common.text_defaults import TEXT_DEFAULTS, text_defaults
+from common.model_info import TEXT_DEFAULTS, load_model_info, text_defaults
 
 
 @pytest.mark.parametrize("kind", TEXT_DEFAULTS)

@@ -18,7 +18,7 @@ from common.config import Settings
 from engine.handoff import early_offers
 from launch.cluster.supervisor import START_TIMEOUT_S, STOP_GRACE_S
 from proxy.dispatch import worker_pool as workers
-from proxy.media import audio_windows as recordings
+from proxy.media import audio as recordings
 from services import membership, worker_context
 from services import worker_process as shell
 from services.encode import encode_stage as encoding

@@ -20,7 +20,7 @@ import openai
 import pytest
 
 from launch.cluster.local_cluster import LocalCluster
-from proxy.media.audio_windows import AudioWindows
+from proxy.media.audio import AudioWindows
 from tests.proxy.conftest import eventually
 from tests.proxy.sample_media import image_part, picture, speech
 from tests.security import bombs

@@ -109,7 +109,7 @@ class PushBuffer:
             digest.update(data[start:end])
             if end % REPORT_BYTES == 0 and end + PIECE_BYTES <= data.nbytes:
                 self._pushes.try_send(Written(slot, end), ())
-        return msgspec.structs.replace(self._header, checksum=digest.value)
+        return msgspec.structs.replace(self._header, checksum=digest.intdigest())
 
 
 class PushBuffers:

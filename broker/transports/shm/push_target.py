@@ -74,7 +74,7 @@ class PushTarget:
         memory, self.memory = self.memory, None
         if memory is None:
             return None
-        return PushedTensor(header, memory.data, memory=memory, read_checksum=self._digest.value)
+        return PushedTensor(header, memory.data, memory=memory, read_checksum=self._digest.intdigest())
 
 
 def _keep_none(received: PushedTensor) -> bool:

@@ -181,7 +181,7 @@ class ZmqConnection:
             piece = data[start : start + PIECE_BYTES]
             digest.update(piece)
             is_last = start + PIECE_BYTES >= data.nbytes
-            head = Next(start, digest.value if is_last else 0) if start else First(header, data.nbytes)
+            head = Next(start, digest.intdigest() if is_last else 0) if start else First(header, data.nbytes)
             await self._send(head, piece)
 
     async def _send(self, head: Head, data: memoryview) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from common.messages import Generate, TokenLogprob
 from common.sampling_params import TimestampRules
-from common.text.languages import NAMES, language_code, language_name
+from common.text.whisper_prompt import LANGUAGE_NAMES, language_code, language_name
 from proxy.api.segments import Segment, as_srt, as_vtt, split_at_timestamps
 from tests.proxy.sample_media import speech
 
@@ -58,7 +58,7 @@ def test_subtitles_have_their_clocks():
 def test_languages_go_by_code_and_name():
     assert (language_name("de"), language_name("xx")) == ("german", "xx")
     assert (language_code("German"), language_code(" DE "), language_code("klingon")) == ("de", "de", "klingon")
-    assert len(set(NAMES.values())) == len(NAMES) == 100
+    assert len(set(LANGUAGE_NAMES.values())) == len(LANGUAGE_NAMES) == 100
 
 
 @pytest.fixture
