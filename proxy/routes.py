@@ -70,11 +70,11 @@ def make_router(service: Service) -> APIRouter:
     return router
 
 
-def _verdict(problem: Problem | None, *, with_details: bool) -> Response:
-    if problem is None:
+def _verdict(problem: Problem, *, with_details: bool) -> Response:
+    if not problem:
         return JSONResponse({"status": "ok"})
     headers = {"Retry-After": str(RETRY_AFTER_S)}
-    reason = problem.text(with_details=with_details)
+    reason = "; ".join(problem if with_details else problem[:1])
     return JSONResponse({"status": "unavailable", "reason": reason}, status_code=503, headers=headers)
 
 

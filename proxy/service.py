@@ -32,15 +32,8 @@ from proxy.server.request_context import AdmissionController, RequestContext
 LineName = Literal["text", "media"]
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Why requests cannot be served: a public reason, and details that name instances."""
-
-    what: str
-    details: tuple[str, ...] = ()
-
-    def text(self, *, with_details: bool) -> str:
-        return "; ".join((self.what, *self.details) if with_details else (self.what,))
+Problem = tuple[str, ...]
+"""Why requests cannot be served: a public reason, and details that name instances. Empty while they can."""
 
 
 @dataclass
@@ -78,27 +71,23 @@ class Service:
         self.max_model_len = longest if limit is None else min(limit, longest)
         self.transcribes = self.info.is_encoder_decoder and self.info.media_kind == "audio"
 
-    def failure(self) -> Problem | None:
-        """Return the reason why this process will serve no request any more; None while able to."""
-        failure = self.pool.failure
-        return None if failure is None else Problem("this proxy cannot go on", (failure,))
+    def failure(self) -> Problem:
+        """Return why this process will serve no request any more."""
+        return () if self.pool.failure is None else ("this proxy cannot go on", self.pool.failure)
 
-    def not_ready(self) -> Problem | None:
-        """Return the reason why requests cannot be served now; None if they can."""
+    def not_ready(self) -> Problem:
+        """Return why requests cannot be served now."""
         if self.admission.closing:
-            return Problem("shutting down")
-        if (failure := self.failure()) is not None:
+            return ("shutting down",)
+        if failure := self.failure():
             return failure
         if not self.pool.broker_reachable:
-            return Problem("the broker does not answer")
-        if (what := missing(self.pool)) is not None:
-            return Problem(f"no {what}", self._refusals())
-        if self.info.media_kind is not None and not any_encodes(self.pool):
-            return Problem("no encoder worker", self._refusals())
-        return None
-
-    def _refusals(self) -> tuple[str, ...]:
-        return tuple(f"{name} is not used: {why}" for name, why in self.pool.refused.items())
+            return ("the broker does not answer",)
+        what = missing(self.pool)
+        if what is None and self.info.media_kind is not None and not any_encodes(self.pool):
+            what = "encoder worker"
+        refused = (f"{name} is not used: {why}" for name, why in self.pool.refused.items())
+        return () if what is None else (f"no {what}", *refused)
 
     def check_lines(self, *names: LineName) -> None:
         """Raise Overloaded where a new request would wait for the first token longer than max_queue_s in each queue."""

@@ -69,15 +69,11 @@ class _CompletionAnswer:
 
     @property
     def usage(self) -> Usage:
-        return replace(self.stream.usage, completion_tokens=0) if self._only_echo else self.stream.usage
-
-    @property
-    def _only_echo(self) -> bool:
-        return self.body.max_tokens == 0
+        return replace(self.stream.usage, completion_tokens=0) if self.body.max_tokens == 0 else self.stream.usage
 
     def for_client(self, delta: Delta) -> Delta:
         """Return the delta for the client: only the end where the client asked for the prompt alone."""
-        if not self._only_echo:
+        if self.body.max_tokens != 0:
             return delta
         return Delta("", None if delta.finish_reason is None else "length", index=delta.index)
 

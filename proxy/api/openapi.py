@@ -61,16 +61,16 @@ def document() -> dict[str, Any]:
 
 
 def _paths() -> dict[str, Any]:
-    model = _parameter("model", "Name of the served model.")
-    request_id = _parameter("request_id", "The `x-request-id` of an answer.")
     return {
         "/v1/chat/completions": _post("application/json", ChatRequest),
         "/v1/completions": _post("application/json", CompletionRequest),
         "/v1/audio/transcriptions": _post("multipart/form-data", TranscriptionForm),
         "/v1/audio/translations": _post("multipart/form-data", TranscriptionForm),
         "/v1/models": _get("The served model.", _ANY),
-        "/v1/models/{model}": _get("One model.", _ANY, [model]),
-        "/v1/requests/{request_id}/timeline": _get("Which stage ran where, from when to when.", _ANY, [request_id]),
+        "/v1/models/{model}": _get("One model.", _ANY, model="Name of the served model."),
+        "/v1/requests/{request_id}/timeline": _get(
+            "Which stage ran where, from when to when.", _ANY, request_id="The `x-request-id` of an answer."
+        ),
         "/health": _get("Is the process alive?", _STATUS, unavailable=True),
         "/ready": _get("Can requests be served?", _STATUS, unavailable=True),
         "/metrics": _get("Numbers for Prometheus.", None),
@@ -92,14 +92,17 @@ def _post(media_type: str, model: type[BaseModel]) -> dict[str, Any]:
     }
 
 
-def _get(
-    summary: str, schema: dict[str, Any] | None, parameters: list[Any] | None = None, *, unavailable: bool = False
-) -> dict[str, Any]:
+def _get(summary: str, schema: dict[str, Any] | None, *, unavailable: bool = False, **in_path: str) -> dict[str, Any]:
+    """Describe a GET; `in_path` describes the parameters in its path."""
     content: dict[str, Any] = {"text/plain": {}} if schema is None else {"application/json": {"schema": schema}}
     responses = _responses(summary, content)
     if unavailable:
         responses["503"] = {"description": "No, and why.", "content": content}
-    return {"get": {"summary": summary, "parameters": parameters or [], "responses": responses}}
+    parameters = [
+        {"name": name, "in": "path", "required": True, "description": description, "schema": {"type": "string"}}
+        for name, description in in_path.items()
+    ]
+    return {"get": {"summary": summary, "parameters": parameters, "responses": responses}}
 
 
 def _responses(description: str, content: dict[str, Any]) -> dict[str, Any]:
@@ -108,10 +111,6 @@ def _responses(description: str, content: dict[str, Any]) -> dict[str, Any]:
         "200": {"description": description, "content": content},
         "default": {"description": "An error, in OpenAI's shape.", "content": error},
     }
-
-
-def _parameter(name: str, description: str) -> dict[str, Any]:
-    return {"name": name, "in": "path", "required": True, "description": description, "schema": {"type": "string"}}
 
 
 def _close(schema: dict[str, Any], model: type[GenerationRequest]) -> None:

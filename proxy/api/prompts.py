@@ -50,7 +50,11 @@ async def make_jobs(service: Service, exchange: RequestContext, body: Completion
 
 
 async def _decoder_job(service: Service, body: CompletionRequest, request_id: str, prompt: Prompt) -> Job:
-    ids = await _encode(service, body, prompt)
+    if isinstance(prompt, str):
+        special = body.add_special_tokens is not False
+        ids = await asyncio.to_thread(service.text.encode_prompt, prompt, "prompt", add_special_tokens=special)
+    else:
+        ids = prompt
     if not ids:
         raise invalid("the prompt is empty", "prompt")
     service.token_limit(len(ids), None, "prompt")  # before a scan of all tokens on the event loop
@@ -123,10 +127,3 @@ def _sampling(service: Service, body: CompletionRequest, num_prompt_tokens: int)
         return sampling
     check_prompt_logprobs(body.logprobs, num_prompt_tokens, "logprobs")
     return msgspec.structs.replace(sampling, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
-
-
-async def _encode(service: Service, body: CompletionRequest, prompt: Prompt) -> list[int]:
-    if not isinstance(prompt, str):
-        return prompt
-    special = body.add_special_tokens is not False
-    return await asyncio.to_thread(service.text.encode_prompt, prompt, "prompt", add_special_tokens=special)

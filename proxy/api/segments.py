@@ -85,22 +85,18 @@ def split_at_timestamps(
 
 def as_srt(segments: Iterable[Segment]) -> str:
     """SubRip: numbered cues with commas before the milliseconds."""
-    cues = [
-        f"{number}\n{_clock(one.start_s, ',', hours=True)} --> {_clock(one.end_s, ',', hours=True)}\n{_cue(one)}\n"
-        for number, one in enumerate(segments, 1)
-    ]
-    return "\n".join(cues)
+    return "\n".join(f"{number}\n{_cue(one, ',', hours=True)}" for number, one in enumerate(segments, 1))
 
 
 def as_vtt(segments: Iterable[Segment]) -> str:
     """WebVTT: hours only from the first hour on."""
-    cues = [f"{_clock(one.start_s, '.')} --> {_clock(one.end_s, '.')}\n{_cue(one)}\n" for one in segments]
-    return "\n".join(["WEBVTT\n", *cues])
+    return "\n".join(["WEBVTT\n", *(_cue(one, ".") for one in segments)])
 
 
-def _cue(segment: Segment) -> str:
-    """Return the text of a cue, without arrows: an arrow would start a new cue."""
-    return segment.text.strip().replace("-->", "->")
+def _cue(segment: Segment, point: str, *, hours: bool = False) -> str:
+    """Return times and text of a cue; an arrow in the text would start a new cue."""
+    text = segment.text.strip().replace("-->", "->")
+    return f"{_clock(segment.start_s, point, hours=hours)} --> {_clock(segment.end_s, point, hours=hours)}\n{text}\n"
 
 
 def _clock(seconds: float, point: str, *, hours: bool = False) -> str:

@@ -7,7 +7,7 @@ import math
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -170,7 +170,11 @@ class Speech:
             finally:
                 ticket.release()
                 self.usage.add(generation.usage)
-                self._keep(self._windows[index], generation)
+                result = self._windows[index]
+                result.token_ids = generation.text_token_ids
+                result.logprobs = generation.sequences[0].logprobs[len(generation.job.sampling.prefix_allowed) :]
+                if self._options.details:
+                    result.no_speech_prob = self._no_speech_prob(generation)
 
     async def _turn(self) -> Ticket:
         """Return the ticket of the next window: one may always wait, more only while the queue is short."""
@@ -193,7 +197,10 @@ class Speech:
         if options.token_limit is not None:  # the forced prefix does not count as the answer's
             fields["max_tokens"] = min(fields["max_tokens"], options.token_limit + len(fields["prefix_allowed"]))
         if options.details:
-            fields |= self._measured(prompt_ids)
+            # The token after <|startoftranscript|> tells speech from silence: with a known language a token of the
+            # prompt, else the first generated token.
+            is_generated = prompt_ids[-1] == whisper_prompt.start_token_id(info)
+            fields |= {"logprobs": MAX_LOGPROBS} if is_generated else {"logprobs": 0, "prompt_logprobs": MAX_LOGPROBS}
         item, request_id = self._item, self._exchange.id
         if len(self._windows) > 1:
             part = await self._service.recordings.cut(path, window, item.param)
@@ -202,22 +209,6 @@ class Speech:
         sampling = msgspec.structs.replace(self._sampling, **fields)
         job = Job(request_id, prompt_ids, sampling, make_slots([item], None), [item], options.priority)
         return self._service.generate(job, self._exchange, ticket)
-
-    def _measured(self, prompt_ids: list[int]) -> dict[str, Any]:
-        """Return the log-probabilities to ask for: of the text, and of the token after <|startoftranscript|>.
-
-        The latter tells speech from silence. With a known language it is a token of the prompt, else the first
-        generated token.
-        """
-        if prompt_ids[-1] == whisper_prompt.start_token_id(self._service.info):
-            return {"logprobs": MAX_LOGPROBS}
-        return {"logprobs": 0, "prompt_logprobs": MAX_LOGPROBS}
-
-    def _keep(self, window: _Window, generation: TextStream) -> None:
-        window.token_ids = generation.text_token_ids
-        window.logprobs = generation.sequences[0].logprobs[len(generation.job.sampling.prefix_allowed) :]
-        if self._options.details:
-            window.no_speech_prob = self._no_speech_prob(generation)
 
     def _no_speech_prob(self, generation: TextStream) -> float | None:
         """Return the probability of silence; 0 outside of the likeliest MAX_LOGPROBS tokens."""

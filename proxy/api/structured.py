@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -16,6 +16,10 @@ MAX_GRAMMAR_CHARS = 256 * 2**10
 """Limit of a schema, as JSON, or of another constraint."""
 MAX_FIELDS = 64
 """Limit per object: pydantic would report a million errors for a million unknown fields."""
+
+
+_Kind = Literal["json", "regex", "choice", "grammar", "json_object"]
+_KINDS: Final[tuple[_Kind, ...]] = get_args(_Kind)
 
 
 class _FewFields(BaseModel):
@@ -82,20 +86,18 @@ class StructuredFields(BaseModel):
 
         Raises TriptychError("invalid_request") naming a second or an impossible constraint.
         """
-        given: list[tuple[str, Grammar | None]] = []
-        if self.response_format is not None:
-            given.append(("response_format", self.response_format.grammar()))
-        if self.structured_outputs is not None:
-            new = self.structured_outputs
-            forms = _forms("structured_outputs.", new.json_, new.regex, new.choice, new.grammar, new.json_object)
+        found: list[Constraint] = []
+        if self.response_format is not None and (whole := self.response_format.grammar()) is not None:
+            found.append(Constraint("response_format", whole))
+        if (new := self.structured_outputs) is not None:
+            forms = _forms("structured_outputs.", (new.json_, new.regex, new.choice, new.grammar, new.json_object))
             if not forms:
                 message = "structured_outputs needs one of json, regex, choice, grammar, json_object"
                 raise invalid(message, "structured_outputs")
-            given += forms
+            found += forms
         old = self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar, self.guided_json_object
-        found = [
-            Constraint(field, grammar) for field, grammar in (*given, *_forms("guided_", *old)) if grammar is not None
-        ]
+        if any(value not in (None, False) for value in old):
+            found += _forms("guided_", old)
         if len(found) > 1:
             message = f"{found[1].field} cannot be used together with {found[0].field}: the output has one form"
             raise invalid(message, found[1].field)
@@ -110,34 +112,24 @@ class Constraint:
     grammar: Grammar
 
 
-def _forms(
-    prefix: str,
-    schema: str | dict[str, Any] | None,
-    regex: str | None,
-    choice: list[str] | None,
-    grammar: str | None,
-    json_object: bool | None,
-) -> list[tuple[str, Grammar]]:
-    forms: list[tuple[str, Grammar]] = []
-    if schema is not None:
-        forms.append((f"{prefix}json", _json_schema(schema, f"{prefix}json")))
-    if regex is not None:
-        forms.append((f"{prefix}regex", Grammar("regex", _bounded(regex, f"{prefix}regex"))))
-    if choice is not None:
-        if not choice:
-            raise invalid(f"{prefix}choice is empty: name at least one", f"{prefix}choice")
-        forms.append((f"{prefix}choice", Grammar("choice", _bounded(json.dumps(choice), f"{prefix}choice"))))
-    if grammar is not None:
-        forms.append((f"{prefix}grammar", Grammar("grammar", _bounded(grammar, f"{prefix}grammar"))))
-    if json_object:
-        forms.append((f"{prefix}json_object", Grammar("json_object")))
-    return forms
+def _forms(prefix: str, values: tuple[Any, ...]) -> list[Constraint]:
+    """Return the constraints among `values`, in the order of _KINDS; the names of their fields begin with `prefix`."""
+    given = [(f"{prefix}{kind}", kind, value) for kind, value in zip(_KINDS, values, strict=True)]
+    return [
+        Constraint(field, _grammar(kind, value, field)) for field, kind, value in given if value not in (None, False)
+    ]
 
 
-def _json_schema(schema: str | dict[str, Any], field: str) -> Grammar:
-    text = schema if isinstance(schema, str) else json.dumps(schema)
+def _grammar(kind: _Kind, value: Any, field: str) -> Grammar:
+    if kind == "json_object":
+        return Grammar(kind)
+    if kind == "choice" and not value:
+        raise invalid(f"{field} is empty: name at least one", field)
+    text = _bounded(value if isinstance(value, str) else json.dumps(value), field)
+    if kind != "json":
+        return Grammar(kind, text)
     try:
-        parsed = json.loads(_bounded(text, field))
+        parsed = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise invalid(f"{field} is not valid JSON: {error}", field) from error
     if not isinstance(parsed, dict | bool):

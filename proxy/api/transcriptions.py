@@ -130,7 +130,13 @@ async def transcriptions(
 
 async def _read_form(exchange: RequestContext) -> tuple[TranscriptionForm, bytes]:
     """Return the form and the bytes of the file, in memory: a proxy may have no writable disk."""
-    _check_content_type(exchange.request.headers.get("content-type", ""))
+    text = exchange.request.headers.get("content-type", "")
+    media_type, options = parse_options_header(text)
+    if media_type != b"multipart/form-data":
+        raise invalid(f"the body must be multipart/form-data, not {text or 'without a content type'}")
+    charset = options.get(b"charset", b"utf-8").decode("latin-1")
+    if charset.lower() not in _CHARSETS:
+        raise invalid(f"the form must be UTF-8, not of the charset {charset!r}")
     parser = MultiPartParser(exchange.request.headers, exchange.stream(), max_files=1, max_fields=_MAX_FIELDS)
     parser.spool_max_size = exchange.max_body_bytes
     try:
@@ -147,16 +153,6 @@ async def _read_form(exchange: RequestContext) -> tuple[TranscriptionForm, bytes
         await raw.close()
     exchange.held.release(len(data))  # the parser's copy; the body's reservation stays for file and fields
     return form, data
-
-
-def _check_content_type(text: str) -> None:
-    """Refuse bodies other than forms, and unaccepted charsets."""
-    media_type, options = parse_options_header(text)
-    if media_type != b"multipart/form-data":
-        raise invalid(f"the body must be multipart/form-data, not {text or 'without a content type'}")
-    charset = options.get(b"charset", b"utf-8").decode("latin-1")
-    if charset.lower() not in _CHARSETS:
-        raise invalid(f"the form must be UTF-8, not of the charset {charset!r}")
 
 
 def _validate(raw: FormData) -> TranscriptionForm:
