@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import xxhash
 
+checksum: Final = xxhash.xxh3_64_intdigest
+"""XXH3 (64 bits) of a tensor's bytes. The hash finds damage by memory or network, at the speed of memory.
+
+No protection against somebody who means harm: that is what keys are for."""
 Checksum: TypeAlias = xxhash.xxh3_64
 """`checksum` of bytes that come piece by piece: `update` adds a piece, `intdigest` is the checksum so far."""
 
@@ -19,11 +23,3 @@ def content_hash(kind: str, media: bytes) -> str:
     digest = hashlib.blake2b(kind.encode() + b"\0", digest_size=16)
     digest.update(media)
     return digest.hexdigest()
-
-
-def checksum(data: bytes | memoryview) -> int:
-    """Return XXH3 (64 bits) of a tensor's bytes. The hash finds damage by memory or network, at the speed of memory.
-
-    No protection against somebody who means harm: that is what keys are for.
-    """
-    return xxhash.xxh3_64_intdigest(data)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,7 +9,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from common.config import Settings
 from common.errors import TriptychError
 from common.keys import api_keys
 from proxy.api.chat import chat_completions
@@ -25,7 +23,12 @@ def make_router(service: Service) -> APIRouter:
     """All routes of the proxy over one service."""
     router = APIRouter()
     limit = service.settings.max_body_bytes
-    has_key = _key_check(service.settings)
+    keys = api_keys(service.settings)
+
+    def has_key(request: Request) -> bool:
+        """Return whether the caller of an open path may see details of the cluster: a key, or no keys at all."""
+        given = request.headers.getlist("authorization")
+        return not keys or keys.accepts(given[0] if len(given) == 1 else None)
 
     def generates(path: str, prefix: str, endpoint: Endpoint) -> None:
         async def answer(request: Request) -> Response:
@@ -86,14 +89,3 @@ def _model(service: Service) -> dict[str, Any]:
         "owned_by": "triptych",
         "max_model_len": service.max_model_len,
     }
-
-
-def _key_check(settings: Settings) -> Callable[[Request], bool]:
-    """Return a check whether the caller of an open path may see details of the cluster: a key, or no keys at all."""
-    keys = api_keys(settings)
-
-    def has_key(request: Request) -> bool:
-        given = request.headers.getlist("authorization")
-        return not keys or keys.accepts(given[0] if len(given) == 1 else None)
-
-    return has_key

@@ -17,18 +17,10 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
     The least of MemAvailable and of what every control group around the process (v1 and v2) has left, where pages of
     files that nobody uses count as free. Where the kernel tells neither: all of the machine's memory.
     """
-    found = [*_left_on_the_machine(proc), *_left_in_groups(proc, cgroups)]
+    found = [*(1024 * kib for kib in _field(proc / "meminfo", "MemAvailable:")), *_left_in_groups(proc, cgroups)]
     if found:
         return max(0, min(found))
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _left_on_the_machine(proc: Path) -> Iterator[int]:
-    with contextlib.suppress(OSError, ValueError):
-        for line in (proc / "meminfo").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name == "MemAvailable":
-                yield int(value.split()[0]) * 1024
 
 
 def _left_in_groups(proc: Path, cgroups: Path) -> Iterator[int]:
@@ -54,13 +46,12 @@ def _left_along(root: Path, path: str, limits: tuple[str, ...], usage: str, recl
         for name in limits:
             with contextlib.suppress(OSError, ValueError):  # no such group here, or no limit ("max")
                 limit = int((folder / name).read_text())
-                yield limit - int((folder / usage).read_text()) + _unused_file_pages(folder, reclaimable)
+                yield limit - int((folder / usage).read_text()) + sum(_field(folder / "memory.stat", reclaimable))
 
 
-def _unused_file_pages(folder: Path, field: str) -> int:
+def _field(path: Path, name: str) -> Iterator[int]:
+    """Yield the number beside a name in a file of the kernel; nothing without the file or the name."""
     with contextlib.suppress(OSError, ValueError):
-        for line in (folder / "memory.stat").read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name == field:
-                return int(value)
-    return 0
+        for line in path.read_text().splitlines():
+            if line.startswith(f"{name} "):
+                yield int(line.split()[1])

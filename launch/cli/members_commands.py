@@ -35,7 +35,7 @@ def status(
 
     Without --broker it is the cluster that `triptych serve` runs on this machine.
     """
-    from launch.cli.status import show_status
+    from launch.cli.members import show_status
 
     show_status(_reach(flags), as_json=json)
 

@@ -20,8 +20,7 @@ from common.errors import TriptychError
 from common.http.auth import serves_anybody
 from common.keys import ClusterKey
 from common.process import memory_upkeep
-from launch.cli.console import ConsoleReporter, make_console
-from launch.cli.nonblocking_stream import NonblockingStream
+from launch.cli.console import ConsoleReporter, NonblockingStream, make_console
 from launch.cluster.children import adopt_orphans
 from launch.cluster.local_registry import LocalEntry, announced
 from launch.cluster.plan import Plan, make_plan

@@ -18,10 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from common.keys import own_api_key
-from launch.cli.answers import latency_table, summary
+from launch.cli.answers import latency_table, summary, timeline_table
 from launch.cli.client import ApiClient, ClientOptions, ClientRequest, ClientResult, Media
 from launch.cli.console import ConsoleReporter, make_console
-from launch.cli.timeline import timeline_table
 from launch.cluster.children import adopt_orphans
 from launch.cluster.local_cluster import LocalCluster
 from launch.demo.scenes import QUESTIONS, SIZES, render

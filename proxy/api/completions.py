@@ -46,7 +46,7 @@ async def completions(service: Service, context: RequestContext) -> AsyncGenerat
         num_emitted = 0  # tokens: those of several prompts are counted ahead of their emission
         async for number, delta in merged:
             answer, delta = answers[number], answers[number].for_client(delta)
-            choice = answer.choice(number, delta.index, delta, echo=answer.begins(delta.index))
+            choice = answer.choice(number, delta.index, delta)
             choice |= body.token_ids_of(delta.token_ids)
             num_emitted += len(delta.token_ids)
             usage = body.chunk_usage(replace(_usage(answers), completion_tokens=num_emitted))
@@ -89,25 +89,16 @@ class _CompletionAnswer:
         known = known if len(known) == len(prompt) else [None] * len(prompt)
         return joined([pieces.add_prompt(prompt, known), pieces.add(entries)])
 
-    def choice(self, number: int, index: int, part: Delta | Choice, *, echo: bool) -> dict[str, Any]:
-        """Return a choice, or a part of one, as JSON. `number` is the prompt's, `index` the sequence's."""
+    def choice(self, number: int, index: int, part: Delta | Choice) -> dict[str, Any]:
+        """Return a choice, or the next part of one, as JSON. `number` is the prompt's, `index` the sequence's."""
+        echo = "" if index in self._begun else self.echo
+        self._begun.add(index)
         return {
             "index": number * self.body.num_choices + index,
-            "text": self.echo + part.text if echo else part.text,
+            "text": echo + part.text,
             "logprobs": self.logprobs(index, part.logprobs),
             "finish_reason": part.finish_reason,
         }
-
-    def begins(self, index: int) -> bool:
-        """Whether a choice has emitted nothing yet."""
-        begun = index in self._begun
-        self._begun.add(index)
-        return not begun
-
-    def prompt_logprobs(self) -> dict[str, Any]:
-        if self.body.prompt_logprobs is None:
-            return {}
-        return {"prompt_logprobs": self.shapes.prompt(self.stream.prompt_logprobs)}
 
 
 async def _whole(
@@ -123,9 +114,11 @@ async def _whole(
     choices = []
     for number, answer in enumerate(answers):
         for rank, one in enumerate(best(found[number], body.num_choices)):
-            choice = answer.choice(number, rank, one, echo=True)
+            choice = answer.choice(number, rank, one)
+            if body.prompt_logprobs is not None:
+                choice["prompt_logprobs"] = answer.shapes.prompt(answer.stream.prompt_logprobs)
             score = {"score": one.score} if body.use_beam_search else {}
-            choices.append({**choice, **answer.prompt_logprobs(), **body.token_ids_of(one.token_ids), **score})
+            choices.append({**choice, **body.token_ids_of(one.token_ids), **score})
     return Json({**head, "choices": choices, "usage": _usage(answers).to_json()})
 
 

@@ -13,7 +13,7 @@ from proxy.dispatch.context import DispatchContext
 from proxy.dispatch.job_runner import JobRunner
 from proxy.dispatch.jobs import Job
 from proxy.dispatch.placement import Placer
-from proxy.dispatch.worker import Worker, WorkerEvent
+from proxy.dispatch.worker import Worker
 from proxy.dispatch.worker_pool import WorkerPool
 from proxy.server.metrics import ProxyMetrics, Timelines
 
@@ -75,8 +75,8 @@ class Dispatcher:
 
     def on_joined(self, worker: Worker) -> None:
         for runner in self._runners.values():
-            runner.post(worker, WorkerEvent.JOINED)
+            runner.post(worker, "joined")
 
     async def on_gone(self, worker: Worker) -> None:
         for runner in list(self._runners.values()):
-            runner.post(worker, WorkerEvent.GONE)
+            runner.post(worker, "gone")

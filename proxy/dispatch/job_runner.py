@@ -143,9 +143,9 @@ class JobRunner:
                 self._on_tokens(worker, message)
             case Prefilled():
                 await self._on_prefilled(worker, message)
-            case WorkerEvent.GONE:
+            case "gone":
                 await self._on_gone(worker)
-            case WorkerEvent.JOINED:
+            case "joined":
                 await self._on_joined()
             case Encoded():
                 await self._encode.on_encoded(worker, message)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field
-from enum import Enum
+from typing import Literal
 
 import zmq
 import zmq.asyncio
@@ -14,12 +14,8 @@ from broker.cluster.rpc import WorkerClient
 from common.errors import TriptychError
 from common.messages import InstanceRecord, ToWorker
 
-
-class WorkerEvent(Enum):
-    """An event of a worker as a whole."""
-
-    JOINED = "joined"
-    GONE = "gone"
+WorkerEvent = Literal["joined", "gone"]
+"""An event of a worker as a whole."""
 
 
 @dataclass

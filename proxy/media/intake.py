@@ -22,16 +22,24 @@ from proxy.media.local_files import read_local, too_large
 from proxy.server.limits import Reservation
 from proxy.server.metrics import ProxyMetrics
 
-_IMAGE_MAGIC: Final = (
-    (b"\xff\xd8\xff", "jpeg"),
-    (b"\x89PNG\r\n\x1a\n", "png"),
-    (b"GIF87a", "gif"),
-    (b"GIF89a", "gif"),
-    (b"BM", "bmp"),
+_MAGIC: Final[tuple[tuple[bytes, MediaKind, str], ...]] = (
+    (b"\xff\xd8\xff", "image", "jpeg"),
+    (b"\x89PNG\r\n\x1a\n", "image", "png"),
+    (b"GIF87a", "image", "gif"),
+    (b"GIF89a", "image", "gif"),
+    (b"BM", "image", "bmp"),
+    (b"fLaC", "audio", "flac"),
+    (b"OggS", "audio", "ogg"),
+    (b"ID3", "audio", "mp3"),
+    (b".snd", "audio", "au"),
+    (b"caff", "audio", "caf"),
 )
-_AUDIO_MAGIC: Final = ((b"fLaC", "flac"), (b"OggS", "ogg"), (b"ID3", "mp3"), (b".snd", "au"), (b"caff", "caf"))
-_CONTAINERS: Final = {b"RIFF": {b"WEBP": "webp", b"WAVE": "wav"}, b"RF64": {b"WAVE": "wav"}, b"FORM": {b"AIFF": "aiff"}}
-_CONTAINER_KINDS: Final[dict[str, MediaKind]] = {"webp": "image", "wav": "audio", "aiff": "audio"}
+_CONTAINERS: Final[dict[tuple[bytes, bytes], tuple[MediaKind, str]]] = {
+    (b"RIFF", b"WEBP"): ("image", "webp"),
+    (b"RIFF", b"WAVE"): ("audio", "wav"),
+    (b"RF64", b"WAVE"): ("audio", "wav"),
+    (b"FORM", b"AIFF"): ("audio", "aiff"),
+}
 _EXPECTED: Final = {"image": "a picture (JPEG, PNG, WebP, GIF, BMP)", "audio": "audio (WAV, MP3, FLAC, Ogg, AIFF)"}
 _WHITESPACE: Final = b" \t\n\r\f\v"
 _STRAY_PERCENT: Final = re.compile(rb"%(?![0-9A-Fa-f]{2})")
@@ -147,18 +155,12 @@ class MediaIntake:
 
 def sniff(data: bytes) -> tuple[MediaKind, str] | None:
     """Return kind and format by the first bytes; None if unknown."""
-    for magic, name in _IMAGE_MAGIC:
+    for magic, kind, name in _MAGIC:
         if data.startswith(magic):
-            return "image", name
-    for magic, name in _AUDIO_MAGIC:
-        if data.startswith(magic):
-            return "audio", name
-    inner = _CONTAINERS.get(data[:4], {}).get(data[8:12])
-    if inner is not None:
-        return _CONTAINER_KINDS[inner], inner
+            return kind, name
     if len(data) > 1 and data[0] == 0xFF and data[1] & 0xE0 == 0xE0:  # an MPEG audio frame without a tag
         return "audio", "mp3"
-    return None
+    return _CONTAINERS.get((data[:4], data[8:12]))
 
 
 def unquote(text: str) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from common.messages import PROTOCOL_VERSION
-from launch.cli.status import refusals, status_table
+from launch.cli.members import refusals, status_table
 from tests.broker.conftest import make_record
 
 NOW_S = 1_700_000_100.0

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from launch.cli.timeline import draw_bar, timeline_table
+from launch.cli.answers import draw_bar, timeline_table
 
 
 def test_a_bar_begins_at_its_cell_and_keeps_its_length() -> None:

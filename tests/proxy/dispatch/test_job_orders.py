@@ -40,7 +40,7 @@ from proxy.dispatch.context import DispatchContext
 from proxy.dispatch.job_runner import JobRunner
 from proxy.dispatch.jobs import Job, MediaItem
 from proxy.dispatch.placement import Placer
-from proxy.dispatch.worker import Load, Worker, WorkerEvent
+from proxy.dispatch.worker import Load, Worker
 from proxy.dispatch.worker_pool import WorkerPool
 from proxy.server.metrics import ProxyMetrics
 from tests.eventually import eventually
@@ -184,12 +184,12 @@ class World:
         return next((sim for sim in self.sims if sim.worker.instance_id == instance_id), None)
 
     def join(self, role: Role) -> None:
-        self.runner.post(self._add(role).worker, WorkerEvent.JOINED)
+        self.runner.post(self._add(role).worker, "joined")
 
     def kill(self, sim: Sim) -> None:
         self.sims.remove(sim)
         sim.worker.gone = True
-        self.runner.post(sim.worker, WorkerEvent.GONE)
+        self.runner.post(sim.worker, "gone")
 
     def _add(self, role: Role) -> Sim:
         name = f"{role}{next(self._names)}"
