@@ -42,10 +42,9 @@ def map_large_blocks() -> None:
 def reuse_large_blocks() -> None:
     """Take blocks of less than LARGEST_BYTES from the heap, and keep KEPT_BYTES of free memory at the heap's end.
 
-    For processes that receive tensors: ZMQ takes a block for each message. By default both limits grow with the largest
-    freed block. Larger blocks go back to the system each time, as does the heap's free end over the limit. The first
-    touch of a new page takes longer than a read from a socket. Setting one limit ends the adjustment, so both are set
-    to its final values.
+    For processes that receive tensors: ZMQ takes a block for each message, and the first touch of a new page takes
+    longer than a read from a socket. By default both limits grow with the largest freed block. Setting one limit ends
+    that adjustment, so both are set to its final values.
     """
     _set(_M_MMAP_THRESHOLD, LARGEST_BYTES)
     _set(_M_TRIM_THRESHOLD, KEPT_BYTES)
@@ -56,8 +55,8 @@ def return_free_pages(keep_bytes: int = 0) -> None:
     """Return every free page of the heaps to the system, except `keep_bytes` at the end of the main heap and the ends
     of other threads' heaps (`use_one_arena`).
 
-    By itself malloc returns the end of a heap only: a single small block behind a burst keeps the whole burst. Takes a
-    fraction of a millisecond for a heap of some hundred MiB; allocations wait meanwhile, Python's threads do not.
+    By itself malloc returns the end of a heap only: a single small block behind a burst keeps the whole burst. The call
+    takes a fraction of a millisecond; allocations wait meanwhile, Python's threads do not.
     """
     if (malloc_trim := getattr(_LIBC, "malloc_trim", None)) is not None:
         malloc_trim(ctypes.c_size_t(keep_bytes))

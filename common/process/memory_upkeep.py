@@ -48,8 +48,7 @@ async def tidy_up(keep_bytes: int = 0, every_s: float = TIDY_S, is_idle: Callabl
     """Collect circular garbage at intervals, and return free memory, but `keep_bytes` at the end of each heap
     (malloc.return_free_pages). The same happens once `is_idle` has been true for IDLE_S after work.
 
-    By itself a full collection comes only after some 80,000 more objects, however much memory the garbage holds; in a
-    settled process a collection takes a few milliseconds. A heap would keep the memory of its largest moment.
+    By itself a full collection comes only after some 80,000 more objects; in a settled process it takes milliseconds.
     """
     clock = asyncio.get_running_loop().time
     due_s, worked_s, is_tidy = clock() + every_s, clock(), True

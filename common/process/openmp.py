@@ -6,9 +6,8 @@ from collections.abc import MutableMapping
 from typing import Final
 
 DEFAULTS: Final = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
-"""Threads that wait go to sleep: several workers that spin on shared cores starve each other (a linear layer of 0.1 ms
-took 8 to 20). Before that they look so many times, some tens of microseconds: within a step one parallel region follows
-the other, and waking up two hundred times a step cost a quarter of a decode step of one sequence on two cores."""
+"""Threads that wait go to sleep: workers that spin on shared cores starve each other. Before that they look so many
+times, some tens of microseconds: within a step one parallel region follows the other."""
 
 
 def set_defaults(environment: MutableMapping[str, str]) -> None:

@@ -7,8 +7,6 @@ overview": a single prompt is the encoder's, and the decoder begins with its sta
     encoder-decoder     prompt                               -> encoder, default decoder prompt   -> decoder
                         {encoder_prompt, decoder_prompt}     -> encoder, decoder start + prompt   -> decoder
     of audio (Whisper)  {prompt, multi_modal_data: {audio}}  -> audio to the encoder, prompt      -> decoder
-
-Never imports torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Single tokens as text and as bytes, and the token sequences of words.
-
-A token need not be whole characters: its bytes are what it adds to the text, its string is what can be shown of it.
-Never imports torch.
-"""
+"""Single tokens as text and as bytes, and the token sequences of words. A token need not be whole characters."""
 
 from __future__ import annotations
 

@@ -184,29 +184,26 @@ def _output_tokens(body: dict[str, Any]) -> int | None:
     return usage.get("completion_tokens", usage.get("output_tokens"))
 
 
-def _add_event(event: dict[str, Any], outcome: ClientResult, on_text: OnText) -> None:
-    """Add an event of any stream: text, the end of the answer, usage, or an error."""
-    if "error" in event:
-        outcome.error = str(event["error"].get("message", event["error"]))
-        return
-    outcome.request_id = event.get("id", outcome.request_id)
-    choices = event.get("choices", [])
-    text = "".join(choice.get("delta", {}).get("content") or "" for choice in choices) or event.get("delta", "")
-    if text:
-        outcome.ttft_s = outcome.ttft_s or time.perf_counter() - outcome.began
-        outcome.text += text
-        on_text(text)
-    if event.get("type") == "transcript.text.done":
-        outcome.text, outcome.error = str(event["text"]), None
-    elif any(choice.get("finish_reason") for choice in choices):
-        outcome.error = None
-    outcome.completion_tokens = _output_tokens(event) or outcome.completion_tokens
-
-
 async def _add_events(response: httpx.Response, outcome: ClientResult, on_text: OnText) -> None:
+    """Add the events of any stream: text, the end of the answer, usage, or an error."""
     outcome.error = "the stream ended before the answer did"
-    async for event in read_events(response.aiter_lines()):
-        _add_event(event or {}, outcome, on_text)
+    async for given in read_events(response.aiter_lines()):
+        event = given or {}
+        if "error" in event:
+            outcome.error = str(event["error"].get("message", event["error"]))
+            continue
+        outcome.request_id = event.get("id", outcome.request_id)
+        choices = event.get("choices", [])
+        text = "".join(choice.get("delta", {}).get("content") or "" for choice in choices) or event.get("delta", "")
+        if text:
+            outcome.ttft_s = outcome.ttft_s or time.perf_counter() - outcome.began
+            outcome.text += text
+            on_text(text)
+        if event.get("type") == "transcript.text.done":
+            outcome.text, outcome.error = str(event["text"]), None
+        elif any(choice.get("finish_reason") for choice in choices):
+            outcome.error = None
+        outcome.completion_tokens = _output_tokens(event) or outcome.completion_tokens
 
 
 async def read_events(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any] | None]:

@@ -162,7 +162,12 @@ def _reason(response: httpx.Response) -> str:
 
 def show_status(settings: Settings, *, as_json: bool) -> None:
     """Print the status. Raises TriptychError("unavailable") without an answer of the broker."""
-    records = asyncio.run(_records(settings))
+
+    async def read() -> dict[str, InstanceRecord]:
+        async with Members(settings) as members:
+            return await members.records()
+
+    records = sorted(asyncio.run(read()).values(), key=lambda record: (record.role, record.instance_id))
     if as_json:
         print(json.dumps([msgspec.to_builtins(record) for record in records], indent=2))
         return
@@ -174,12 +179,6 @@ def show_status(settings: Settings, *, as_json: bool) -> None:
     console.print(status_table(records, f"{settings.cluster}: {records[0].model}", time.time(), refused))
     for why in refused.values():
         console.print(f"not used: {why}", style="red", highlight=False, soft_wrap=True)
-
-
-async def _records(settings: Settings) -> list[InstanceRecord]:
-    async with Members(settings) as members:
-        records = await members.records()
-    return sorted(records.values(), key=lambda record: (record.role, record.instance_id))
 
 
 def refusals(records: Collection[InstanceRecord]) -> dict[str, str]:

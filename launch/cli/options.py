@@ -69,10 +69,9 @@ def _option(setting: SettingInfo) -> Any:
     kind = setting.kind if setting.kind in (bool, int, float, Path) else str
     # A switch that is off by default can only be turned on; one that depends on the machine, both.
     names = [setting.flag] if kind is bool and setting.default == "no" else []
-    help_text = setting.meaning.replace("[", r"\[")
     option = typer.Option(
         *names,
-        help=help_text,
+        help=setting.meaning.replace("[", r"\["),
         show_default=setting.default,
         rich_help_panel=setting.panel,
         metavar=setting.metavar or None,

@@ -2,8 +2,8 @@
 
     $XDG_RUNTIME_DIR/triptych/<cluster>-<pid>.json        (the temporary folder's triptych-<uid>/ where that is not set)
 
-It holds the broker's URL and the cluster's key, so nobody else may read it. `serve` keeps it locked: the lock goes with
-the process, however that ends, and tells a living cluster from the file of a dead one.
+An entry holds the cluster's key, so nobody else may read the file. `serve` keeps the file locked: the lock ends with
+the process, and tells a living cluster from a dead one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Folders with the logs of supervised processes: a folder per supervisor, and only the newest of the abandoned folders.
 
-A supervisor removes its own folder after a good end, and leaves it where something went wrong, for a person to read;
-one that is killed leaves its folder, too. Whichever supervisor starts next removes all but the newest few.
+A supervisor removes its own folder after a good end only. The next supervisor removes all but the newest few.
 """
 
 from __future__ import annotations

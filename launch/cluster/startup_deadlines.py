@@ -16,13 +16,11 @@ _STARTING: Final[tuple[State, ...]] = ("starting", "switching")
 class StartupDeadlines:
     """The check for overdue instances in a running cluster: no other process would ever end them.
 
-    An engine that hangs is noticed by its own process. One that holds the interpreter's lock meanwhile, and a process
-    that somebody has stopped, say nothing at all: they are given `silence_s` from their last sign of life. That has to
-    be as long as a start may take, for a worker that changes its role starts without a word.
+    A process that is stopped, or holds the interpreter's lock, says nothing at all: it is given `silence_s` from its
+    last sign of life, as long as a start may take, for a worker that changes its role starts without a word.
 
-    A start is over with the entry in the registry, and not only once the instance counts as ready: that takes others,
-    too, and no new process in a proxy's place brings back a worker that has left for good. Without a broker nobody can
-    enter itself: that time is no part of a start.
+    A start is over with the entry in the registry: to be ready takes others, too. Time without a broker is no part of a
+    start.
     """
 
     def __init__(self, start_timeout_s: float, silence_s: float) -> None:

@@ -112,8 +112,7 @@ class Supervisor:
                 instance.child.kill()
 
     async def _prepare(self) -> str:
-        """Start the broker unless its URL was given, make the folder of logs, plan the instances; return the broker's
-        URL."""
+        """Start the broker unless its URL was given, plan the instances; return the broker's URL."""
         from launch.cluster.readiness import check_broker
 
         broker_url = self.plan.settings.broker
@@ -181,8 +180,7 @@ class Supervisor:
             began_s = time.monotonic()
 
     async def _bring_back(self, broker: EmbeddedBroker, backoff: Backoff, lived_s: float) -> None:
-        """Try to start the broker until the broker runs or the cluster stops. Obstacles may pass: another connection on
-        the port, or a loaded machine.
+        """Try to start the broker until the broker runs or the cluster stops: obstacles may pass.
 
         Raises TriptychError("unavailable"), that of the last try, which begins before a start has taken too long.
         """

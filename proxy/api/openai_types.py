@@ -216,10 +216,6 @@ class CompletionRequest(GenerationRequest):
         """Prompts as a list. A list of integers is a single prompt."""
         return as_prompts(self.prompt if self.encoder_prompt is None else self.encoder_prompt)
 
-    @property
-    def decoder_prompts(self) -> list[str | list[int]] | None:
-        return None if self.decoder_prompt is None else as_prompts(self.decoder_prompt)
-
 
 Prompt = str | list[int]
 

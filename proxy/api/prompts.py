@@ -11,7 +11,7 @@ from common.errors import TriptychError, invalid
 from common.sampling_params import SamplingParams
 from common.text.prompts import ParsedPrompt, encode_tokens, parse_prompt, with_checkpoint_rules
 from proxy.api.logprobs import check_prompt_logprobs
-from proxy.api.openai_types import CompletionRequest, Prompt
+from proxy.api.openai_types import CompletionRequest, Prompt, as_prompts
 from proxy.dispatch.jobs import Job, MediaItem, make_slots, part_id
 from proxy.server.request_context import RequestContext
 from proxy.service import Service
@@ -107,9 +107,10 @@ def _parse_pair(
 
 def _decoder_prompts(body: CompletionRequest) -> list[Prompt] | list[None]:
     """Return a decoder prompt for each prompt; a single decoder prompt counts for all."""
-    given, wanted = body.decoder_prompts, len(body.prompts)
-    if given is None:
+    wanted = len(body.prompts)
+    if body.decoder_prompt is None:
         return [None] * wanted
+    given = as_prompts(body.decoder_prompt)
     if len(given) not in (1, wanted):
         message = f"{len(given)} decoder prompts for {wanted} prompts: give one for all, or one each"
         raise invalid(message, "decoder_prompt")

@@ -157,7 +157,11 @@ class Speech:
         if index > 0:
             await self._language_known.wait()
         async with self._under_way:
-            ticket = await self._turn()
+            line = self._tickets.line
+            async with self._next:  # one window may always wait, more only while the queue is short
+                while self._tickets.num_waiting and not line.has_room:
+                    await line.moves()
+                ticket = self._tickets.acquire()
             generation = await self._generation(index, window, path, ticket)
             try:
                 async with aclosing(generation.deltas()) as deltas:
@@ -175,14 +179,6 @@ class Speech:
                 result.logprobs = generation.sequences[0].logprobs[len(generation.job.sampling.prefix_allowed) :]
                 if self._options.details:
                     result.no_speech_prob = self._no_speech_prob(generation)
-
-    async def _turn(self) -> Ticket:
-        """Return the ticket of the next window: one may always wait, more only while the queue is short."""
-        line = self._tickets.line
-        async with self._next:
-            while self._tickets.num_waiting and not line.has_room:
-                await line.moves()
-            return self._tickets.acquire()
 
     async def _generation(self, index: int, window: Window, path: str, ticket: Ticket) -> TextStream:
         info, text, options = self._service.info, self._service.text, self._options

@@ -28,15 +28,12 @@ class Dispatcher:
     _settings: Settings
     _metrics: ProxyMetrics
     _timelines: Timelines
-    _runners: dict[str, JobRunner] = field(default_factory=dict)
+    runners: dict[str, JobRunner] = field(default_factory=dict)
+    """The jobs under way, by request id."""
     _disowned: OrderedDict[str, None] = field(default_factory=OrderedDict)
 
     def __post_init__(self) -> None:
         self._placer = Placer(self._metrics)
-
-    @property
-    def num_runners(self) -> int:
-        return len(self._runners)
 
     def run(self, pool: WorkerPool, job: Job, deadline_s: float) -> AsyncGenerator[Tokens]:
         """Return the tokens of a job. Closing the generator early aborts the job.
@@ -45,12 +42,12 @@ class Dispatcher:
         """
         timeout_s = self._settings.handoff_timeout_s
         context = DispatchContext(pool, self._placer, self._metrics, timeout_s, self._timelines)
-        return JobRunner(job, context, deadline_s, self._runners).tokens()
+        return JobRunner(job, context, deadline_s, self.runners).tokens()
 
     async def on_message(self, worker: Worker, message: FromWorker) -> None:
         if isinstance(message, Encoded | Prefilled):  # also after the last token
             self._timelines.add(message.request_id, message.spans)
-        runner = self._runners.get(message.request_id)
+        runner = self.runners.get(message.request_id)
         if runner is not None:
             if not runner.post(worker, message):
                 await runner.abandon()
@@ -68,15 +65,15 @@ class Dispatcher:
         await worker.notify(Abort(message.request_id))
 
     def requests_at(self, worker: Worker) -> list[str]:
-        return [request_id for request_id, runner in self._runners.items() if runner.uses(worker)]
+        return [request_id for request_id, runner in self.runners.items() if runner.uses(worker)]
 
     def on_invalid(self) -> None:
         self._metrics.invalid_replies.inc()
 
     def on_joined(self, worker: Worker) -> None:
-        for runner in self._runners.values():
+        for runner in self.runners.values():
             runner.post(worker, "joined")
 
     async def on_gone(self, worker: Worker) -> None:
-        for runner in list(self._runners.values()):
+        for runner in list(self.runners.values()):
             runner.post(worker, "gone")

@@ -41,10 +41,9 @@ class _Item:
 class EncodeDispatcher:
     """Sends the items of one job to encoders, and repeats after failures. All methods run on one loop.
 
-    Each failure counts against its item; after too many failures the job fails with the last error. An encoder that
-    reports an unfinished item in time is asked again for as long as the job lasts, and continues with the partial work.
-    The last resort is the destination itself, if able to encode. Without any encoder an item waits for the return of an
-    encoder that was there a moment ago. A silent encoder has failed.
+    Each failure, a long silence included, counts against its item; after too many the job fails with the last error. An
+    encoder that reports an unfinished item in time is asked again for as long as the job lasts. The last resort is the
+    destination itself, if able to encode; otherwise an item waits for the return of a recent encoder.
     """
 
     def __init__(self, job: Job, context: DispatchContext, deadlines: Deadlines) -> None:

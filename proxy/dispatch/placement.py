@@ -65,9 +65,6 @@ class AffinityMap:
         slots = (slot for key in keys if (slot := self._look_up(key)[1]) is not None)
         return next((known[self._instances[slot]] for slot in slots if self._instances[slot] in known), None)
 
-    def __len__(self) -> int:
-        return sum(map(bool, self._instances))
-
     def _look_up(self, key: bytes) -> tuple[int, int | None]:
         """Return the first of a key's slots, with the latest key, and the key's own slot if in the table."""
         wanted = hash(key)

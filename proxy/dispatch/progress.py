@@ -206,8 +206,7 @@ class Retries:
         """Count a wait in vain. Raises `error` in other words after MAX_WAITS.
 
         `undelivered_by` is an instance that could not deliver its result: another instance may have a working route.
-        A wait `in_full`, as long as planned, does not count: a burst is no failure and must drain, and the waiting
-        request has a deadline of its own. Waits that end at once would repeat without end.
+        A wait `in_full`, as long as planned, does not count: a burst is no failure and must drain.
         """
         if undelivered_by is not None:
             self.failed_on.add(undelivered_by)

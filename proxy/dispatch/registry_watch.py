@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 from redis.exceptions import RedisError, ResponseError
@@ -21,14 +22,14 @@ POLL_S: Final = 0.5
 log = get_logger()
 
 
+@dataclass(eq=False)
 class RegistryWatch:
-    """Looks at the registry every POLL_S, and at once when it tells of a change. `own` is the proxy's record."""
+    """Looks at the registry every POLL_S, and at once when it tells of a change. `_own` is the proxy's record."""
 
-    def __init__(self, registry: Registry, own: InstanceRecord) -> None:
-        self._registry = registry
-        self._own = own
-        self._changed = asyncio.Event()
-        self._last_look_s = float("-inf")
+    _registry: Registry
+    _own: InstanceRecord
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _last_look_s: float = float("-inf")
 
     @property
     def broker_reachable(self) -> bool:

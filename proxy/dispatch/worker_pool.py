@@ -79,7 +79,8 @@ class WorkerPool:
         self._listeners: dict[Worker, list[asyncio.Task[None]]] = {}
         self._lost: dict[tuple[str, int], float] = {}  # lives with a broken connection: dead until then
         self._tasks: set[asyncio.Task[None]] = set()
-        self._refused: dict[str, str] = {}
+        self.refused: dict[str, str] = {}
+        """Workers that are not used, and why."""
         self._newest: dict[str, int] = {}  # the last epoch of each instance in the registry
         self._last_usable_s: dict[Role, float] = {}
         self._unknown_since_s = time.monotonic()
@@ -117,11 +118,6 @@ class WorkerPool:
     def has_looked(self) -> bool:
         """Whether this pool has read the registry; before, all workers are unknown."""
         return self._unknown_since_s == -math.inf
-
-    @property
-    def refused(self) -> dict[str, str]:
-        """Workers that are not used, and why."""
-        return dict(self._refused)
 
     def workers(self, *roles: Role, matching: Worker | None = None) -> list[Worker]:
         """Return live workers of these roles for new work; with `matching`, only workers compatible with that worker.
@@ -172,7 +168,7 @@ class WorkerPool:
             if record.role != "proxy" and not known:
                 self._consider(record)
         self._unknown_since_s = -math.inf
-        self._refused = {name: why for name, why in self._refused.items() if name in found}
+        self.refused = {name: why for name, why in self.refused.items() if name in found}
         self._newest = {name: epoch for name, epoch in self._newest.items() if name in found}
 
     def _note_usable(self, worker: Worker) -> None:
@@ -191,11 +187,11 @@ class WorkerPool:
     def _consider(self, record: InstanceRecord) -> None:
         why = incompatibility(record, self.own)
         if why is not None:
-            if self._refused.get(record.instance_id) != why:
+            if self.refused.get(record.instance_id) != why:
                 log.error("worker not used", worker=record.instance_id, reason=why)
-            self._refused[record.instance_id] = why
+            self.refused[record.instance_id] = why
             return
-        self._refused.pop(record.instance_id, None)
+        self.refused.pop(record.instance_id, None)
         identity = next(self._identities)
         client = WatchedClient(self._context, record.requests_address, identity, self._listener.on_invalid)
         worker = Worker(record, client)

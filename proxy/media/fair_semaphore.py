@@ -1,9 +1,8 @@
 """Slots for a limited number of tasks, shared out fairly among requests.
 
-A request may have another slot while it has fewer than a quarter as many as are free. A single request gets many, each
-of many gets few, and some stay free for newcomers, as in the memory that the ports of a switch share (Choudhury and
-Hahne, 1998). A slot that comes free goes to the waiting request with the fewest slots; among equals, to the longest
-waiting request.
+A request may have another slot while it has fewer than a quarter as many as are free: some stay free for newcomers, as
+in the memory that the ports of a switch share (Choudhury and Hahne, 1998). A slot that comes free goes to the waiting
+request with the fewest slots; among equals, to the longest waiting request.
 """
 
 from __future__ import annotations

@@ -25,19 +25,15 @@ def read_local(url: str, folder: Path | None, param: str, max_bytes: int) -> byt
         path = Path(unquote(parts.path)).resolve(strict=True)
         if not path.is_relative_to(root):
             raise _refused(param)
-        return _read(root, path, param, max_bytes)
+        with open(_open_below(root, path), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise _refused(param)
+            if status.st_size > max_bytes:
+                raise too_large(status.st_size, max_bytes, param)
+            return file.read(max_bytes)
     except (OSError, ValueError, RuntimeError) as error:  # no URL, a missing file, a zero byte, a loop of links
         raise _refused(param) from error
-
-
-def _read(root: Path, path: Path, param: str, max_bytes: int) -> bytes:
-    with open(_open_below(root, path), "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise _refused(param)
-        if status.st_size > max_bytes:
-            raise too_large(status.st_size, max_bytes, param)
-        return file.read(max_bytes)
 
 
 def _open_below(root: Path, path: Path) -> int:

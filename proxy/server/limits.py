@@ -1,15 +1,12 @@
 """Limits under load: memory for bodies and media, and the expected wait for a first token.
 
-A limit on the number of requests bounds no memory: a thousand requests may be a thousand times the largest body. Each
-request therefore reserves bytes before it reads, decodes or fetches them. A reservation that does not fit is refused at
+Each request reserves bytes before it reads, decodes or fetches them. A reservation that does not fit is refused at
 once: waiting requests could wait for each other. All bytes are released when the request ends.
 
-A request waits in a queue from admission to its first token. A request of several jobs (a recording, a list of prompts)
-waits with each job that was sent off. The service rate is the rate at which waiting requests began while others waited;
-queue length over rate is the wait of a new request. A request over the limit is refused at once, before any work is
-done for it. Admitted requests are then answered in time, where an endless queue would be too late for all.
-
-A new queue is a burst and is admitted whole: as in CoDel (Nichols and Jacobson, 2012), only a standing queue harms.
+A request waits in a queue from admission to its first token, and with each further job that was sent off. Queue length
+over the rate at which waiting requests began is the wait of a new request. A request over the limit is refused at once,
+so that admitted requests are answered in time. A new queue is a burst and is admitted whole: as in CoDel (Nichols and
+Jacobson, 2012), only a standing queue harms.
 """
 
 from __future__ import annotations

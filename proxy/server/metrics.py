@@ -118,8 +118,7 @@ class CountRequests:
 class Timelines:
     """Spans by request id; the oldest request is discarded first."""
 
-    def __init__(self, kept: int = KEPT_REQUESTS) -> None:
-        self._kept = kept
+    def __init__(self) -> None:
         self._spans: OrderedDict[str, list[Span]] = OrderedDict()
 
     def begin(self, job_id: str, first: Span) -> None:
@@ -127,7 +126,7 @@ class Timelines:
         request_id = job_id.partition(".")[0]
         if request_id not in self._spans:
             self._spans[request_id] = [first]
-        while len(self._spans) > self._kept:
+        while len(self._spans) > KEPT_REQUESTS:
             self._spans.popitem(last=False)
 
     def add(self, job_id: str, spans: Iterable[Span]) -> None:

@@ -265,14 +265,14 @@ class EventStream(Response):
                 assert isinstance(payload, Sse)
                 await send(_event(payload))
             self._context.outcome = "ok"
-        except TriptychError as error:
-            self._context.outcome = error.info.code
-            await send(_event(Sse(error_body(error.info))))
-            await send(_event(Sse(None)))
-        except Exception as error:  # a bug of ours: the client still gets a readable end
-            self._context.outcome = "internal_error"
-            log.error("unexpected error in a stream", exc_info=error)
-            await send(_event(Sse(error_body(ErrorInfo("internal_error", "an unexpected error in the proxy")))))
+        except Exception as error:
+            info = ErrorInfo("internal_error", "an unexpected error in the proxy")
+            if isinstance(error, TriptychError):
+                info = error.info
+            else:  # a bug of ours: the client still gets a readable end
+                log.error("unexpected error in a stream", exc_info=error)
+            self._context.outcome = info.code
+            await send(_event(Sse(error_body(info))))
             await send(_event(Sse(None)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

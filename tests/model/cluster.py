@@ -289,7 +289,7 @@ class Cluster:
             self._check_end(client)
         for name, worker in self.workers.items():
             assert not worker.what_is_held(), f"{name} still holds {worker.what_is_held()}"
-        assert self.dispatcher.num_runners == 0
+        assert len(self.dispatcher.runners) == 0
         loads = {name: vars(worker.load) for name, worker in self.pool._workers.items()}
         assert not any(value for load in loads.values() for value in load.values()), f"the proxy counts {loads}"
 

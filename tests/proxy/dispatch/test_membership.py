@@ -70,7 +70,7 @@ async def test_requests_that_wait_are_spread_over_workers_that_are_found_togethe
         await rig.cluster.decoders[0].die()
         await rig.wait_for_workers()
         waiting = [asyncio.create_task(rig.chat()) for _ in range(6)]
-        await eventually(lambda: rig.service.dispatcher.num_runners == 6)
+        await eventually(lambda: len(rig.service.dispatcher.runners) == 6)
         back = [FakeDecoder(rig.cluster, "prefill_decode", name) for name in ("pd1", "pd2")]
         rig.cluster.decoders.extend(back)
         late.append(back[1].server.address)
@@ -93,7 +93,7 @@ async def test_requests_that_wait_get_a_worker_beside_one_that_cannot_be_connect
         await rig.cluster.decoders[0].die()
         await rig.wait_for_workers()
         waiting = asyncio.create_task(rig.chat())
-        await eventually(lambda: rig.service.dispatcher.num_runners == 1)
+        await eventually(lambda: len(rig.service.dispatcher.runners) == 1)
         with socket.create_server(("127.0.0.1", 0)) as silent:
             host, port = silent.getsockname()
             cut_off = await rig.cluster.add_decoder(requests_address=f"tcp://{host}:{port}")
@@ -147,7 +147,7 @@ async def test_a_request_that_comes_while_the_only_decoder_restarts_waits_for_it
         await rig.cluster.decoders[0].die()
         await rig.wait_for_workers()
         task = asyncio.create_task(rig.chat(PICTURE))
-        await eventually(lambda: rig.service.dispatcher.num_runners == 1)
+        await eventually(lambda: len(rig.service.dispatcher.runners) == 1)
         await rig.cluster.add_decoder()
         assert (await task).choices[0].message.content == "a red sign"
         await rig.assert_clean()
