@@ -97,13 +97,12 @@ def make_service(settings: Settings, info: ModelInfo, instance_id: str) -> Servi
 
 def make_app(service: Service, port: int) -> FastAPI:
     """Return the application. While running, `service` has connections and the proxy is in the registry."""
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with connected(service, port):
-            yield
-
-    app = FastAPI(title="Triptych", redoc_url=None, swagger_ui_oauth2_redirect_url=None, lifespan=lifespan)
+    app = FastAPI(
+        title="Triptych",
+        redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None,
+        lifespan=lambda _: connected(service, port),
+    )
     app.openapi = openapi.document  # type: ignore[method-assign]
     app.include_router(make_router(service))
     app.add_middleware(RequireKey, guard=proxy_guard(service.settings), refusal=errors.refusal)

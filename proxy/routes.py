@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from common.errors import TriptychError
 from common.keys import api_keys
@@ -68,7 +68,7 @@ def make_router(service: Service) -> APIRouter:
     @router.get("/metrics")
     async def _metrics() -> Response:
         service.update_gauges()
-        return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     return router
 

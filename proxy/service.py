@@ -136,10 +136,7 @@ class Service:
     def generate(
         self, job: Job, context: RequestContext, ticket: Ticket, *, skip_special_tokens: bool = True
     ) -> TextStream:
-        """Return the text of a job, which starts with the first delta and waits in `ticket` for the first token.
-
-        The timeline's bar "proxy" ends here.
-        """
+        """Return the text of a job, which starts with the first delta and waits in `ticket` for the first token."""
         self.timelines.begin(job.request_id, Span("proxy", self.instance_id, context.created_s, time.time()))
         tokens = self.dispatcher.run(self.pool, job, context.deadline_s)
         return TextStream(job, tokens, self.text, self.metrics, context, ticket, skip_special_tokens)

@@ -123,15 +123,12 @@ def _living() -> Iterator[LocalEntry]:
     _check_owner(folder)
     for path in sorted(folder.glob("*.json")):
         with contextlib.suppress(OSError, msgspec.MsgspecError), path.open("rb") as file:
-            if _is_locked(file.fileno()):
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                is_living = False
+            except BlockingIOError:
+                is_living = True
+            if is_living:
                 yield msgspec.json.decode(file.read(), type=LocalEntry)
             else:
                 path.unlink()
-
-
-def _is_locked(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    return False

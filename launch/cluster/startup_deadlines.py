@@ -19,8 +19,7 @@ class StartupDeadlines:
     A process that is stopped, or holds the interpreter's lock, says nothing at all: it is given `silence_s` from its
     last sign of life, as long as a start may take, for a worker that changes its role starts without a word.
 
-    A start is over with the entry in the registry: to be ready takes others, too. Time without a broker is no part of a
-    start.
+    A start is over with the entry in the registry: to be ready takes others, too. Time without a broker does not count.
     """
 
     def __init__(self, start_timeout_s: float, silence_s: float) -> None:

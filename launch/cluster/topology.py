@@ -97,8 +97,7 @@ def choose_topology(text: str, info: ModelInfo, encoder_fallback: bool = False) 
 def usual_topology(info: ModelInfo, cores: int | None) -> tuple[Topology, str]:
     """Return a model's topology for users who choose none, and the reason, for a person; `cores` is None on a GPU.
 
-    Speech is mostly encoding, one window of 30 s after the other, and an encoder's weights are small. On two cores,
-    with 8 clips in flight, Whisper base answered 1.2 times as many requests with two encoders as with one.
+    Speech is mostly encoding, one window of 30 s after the other, and an encoder's weights are small.
     """
     if info.media_kind is None:
         return Topology(prefill_decode=1), "a text-only model: no encoder"

@@ -1,8 +1,7 @@
 """OpenAPI document of the proxy, built from the types that the endpoints parse.
 
 FastAPI serves the document under /openapi.json and /docs, but cannot derive it: endpoints admit a request before they
-read its body, and therefore declare no body. The fields come from the pydantic models and from the two tables of
-accepted but unsupported fields. /docs loads Swagger UI from a CDN, and stays empty in a browser without internet.
+read the body, and declare none. /docs loads Swagger UI from a CDN, and stays empty in a browser without internet.
 """
 
 from __future__ import annotations

@@ -32,17 +32,11 @@ class DispatchContext:
         return time.monotonic() - since_s >= self.handoff_timeout_s / 2
 
     def patience_s(self, absent_s: float) -> float:
-        """Return how much longer to wait for the last worker of a role, missing for `absent_s`.
-
-        A supervisor restarts a worker in seconds. At 0 or less the wait is given up.
-        """
+        """Return how much longer to wait for a role without worker since `absent_s`; 0 or less: give up."""
         return self.handoff_timeout_s - absent_s
 
     def wait_s(self) -> float:
-        """Return how long to wait for workers to come back, without whom no job can be placed.
-
-        Raises TriptychError("unavailable") where there were none a moment ago either.
-        """
+        """Return how long to wait for the missing workers. Raises TriptychError("unavailable") after too long."""
         left_s = self.patience_s(absent_s(self.pool))
         if left_s <= 0:
             raise TriptychError("unavailable", f"no {missing(self.pool)} is ready; try again shortly")

@@ -214,10 +214,7 @@ def pick_decoder(candidates: Sequence[Worker], home: Worker | None = None) -> tu
 
 
 def prefer_pair(single: Worker, prefill: Worker, decode: Worker) -> bool:
-    """Whether a prefill and a decode instance should share a request that `single` could do alone.
-
-    The busier of the two counts: the request waits for both.
-    """
+    """Whether two instances should share a request that `single` could do alone: the busier of the two counts."""
     return max(outstanding(prefill).tokens, outstanding(decode).tokens) < outstanding(single).tokens
 
 
@@ -241,10 +238,7 @@ def pick_encoder(
 
 
 def imbalance(workers: Sequence[Worker]) -> float:
-    """Return the load of a role's busiest worker over the mean; 1 for equal loads, or none.
-
-    Items count for encoders, tokens for all others.
-    """
+    """Return the load (items of encoders, else tokens) of a role's busiest worker over the mean; 1 without load."""
     loads = [outstanding(one).items if one.record.role == "encoder" else outstanding(one).tokens for one in workers]
     return max(loads) / mean(loads) if any(loads) else 1.0
 

@@ -52,18 +52,17 @@ class Choice:
         self.finish_reason = delta.finish_reason or self.finish_reason
         self.score = delta.score if delta.score is not None else self.score
 
-    @property
-    def mean_logprob(self) -> float:
-        """Log-probability per token."""
-        return sum(entry.logprob for entry in self.logprobs) / max(1, len(self.logprobs))
-
 
 def best(choices: list[Choice], count: int) -> list[Choice]:
     """Return the `count` choices with the highest log-probability per token, best first; up to `count` choices keep
     their order."""
     if len(choices) <= count:
         return choices
-    return sorted(choices, key=lambda choice: choice.mean_logprob, reverse=True)[:count]
+
+    def mean_logprob(choice: Choice) -> float:
+        return sum(entry.logprob for entry in choice.logprobs) / max(1, len(choice.logprobs))
+
+    return sorted(choices, key=mean_logprob, reverse=True)[:count]
 
 
 @dataclass

@@ -176,8 +176,7 @@ class WorkerPool:
             self._last_usable_s[worker.record.role] = time.monotonic()
 
     async def _note_missing(self, worker: Worker) -> None:
-        """Believe an absence only after ABSENCE_S: after a broker lost its memory, live workers register with the next
-        heartbeat. Dead workers are known by their connections."""
+        """Believe an absence only after ABSENCE_S: workers register again after a broker lost its memory."""
         now_s = time.monotonic()
         if worker.missing_since_s is None:
             worker.missing_since_s = now_s
@@ -228,8 +227,7 @@ class WorkerPool:
             await asyncio.sleep(0)
 
     async def _watch_connection(self, worker: Worker) -> None:
-        """Admit a worker once connected, and remove the worker when the connection is lost or refused. The process
-        counts as dead until a dead worker's registry entry would have expired."""
+        """Admit a worker once connected, and remove the worker when the connection is lost or refused."""
         if await worker.client.opened():
             self._background(self._admit())
             await worker.client.lost()
@@ -237,11 +235,8 @@ class WorkerPool:
         await self._remove(worker)
 
     async def _admit(self) -> None:
-        """Admit connected workers for work, together with workers found at the same time.
-
-        After a restart of this proxy, the first connection comes some milliseconds before the others, and all waiting
-        requests would go to the first worker.
-        """
+        """Admit connected workers, together with workers found at the same time: otherwise all requests that wait for a
+        restarted proxy would go to the first worker."""
         if not all(worker.client.connected for worker in self._workers.values()):
             await asyncio.sleep(TOGETHER_S)
         admitted = [one for one in self._workers.values() if one.client.connected and not one.admitted]

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Final
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.messages import Span
@@ -84,9 +84,6 @@ class ProxyMetrics:
             "Outstanding tokens, of encoders items, of a role's busiest worker over their mean.",
             ["role"],
         )
-
-    def text(self) -> bytes:
-        return generate_latest(self.registry)
 
 
 @dataclass
