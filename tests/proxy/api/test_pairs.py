@@ -215,7 +215,7 @@ async def test_a_prefill_worker_that_is_lost_after_its_work_is_not_missed(serve)
             prefill.hold = True
         task = asyncio.create_task(gather(await rig.chat(stream=True)))
         victim, other = await _asked(rig.cluster.prefills)
-        await eventually(lambda: any(runner._begun for runner in rig.service.dispatcher._runners.values()))
+        await eventually(lambda: any(runner._begun for runner in rig.service.dispatcher.runners.values()))
         await victim.die()
         await rig.wait_for_workers()
         decoder.resume.set()
@@ -231,7 +231,7 @@ async def test_a_lost_decoder_is_replaced_behind_its_tokens_with_a_new_prefill(s
         stream = await rig.chat(PICTURE, stream=True)
         victim, other = await _asked(rig.cluster.decoders)
         other.pause_after = None
-        runner = next(iter(rig.service.dispatcher._runners.values()))
+        runner = next(iter(rig.service.dispatcher.runners.values()))
         await eventually(lambda: len(runner._progress._sequences[0].token_ids) == 2)
         await victim.die()
         assert (await gather(stream))[0] == {0: "a red sign"}
@@ -287,7 +287,7 @@ async def test_a_decoder_that_computes_again_gets_the_picture_itself(serve):
         decoder = rig.cluster.decoders[0]
         decoder.pause_after = 1
         task = asyncio.create_task(rig.chat(PICTURE))
-        await eventually(lambda: any(runner._begun for runner in rig.service.dispatcher._runners.values()))
+        await eventually(lambda: any(runner._begun for runner in rig.service.dispatcher.runners.values()))
         (message,) = decoder.of(Generate)
         await decoder.ask_for_input(decoder.proxies[0], message.request_id, 0)
         await decoder.wait_for(message.request_id, {0})
@@ -302,7 +302,7 @@ async def test_log_probabilities_of_the_prompt_come_before_the_tokens(serve):
         prefill = rig.cluster.prefills[0]
         prefill.hold = True
         task = asyncio.create_task(rig.chat(extra_body={"prompt_logprobs": 0}))
-        await eventually(lambda: any(runner._progress.withholds for runner in rig.service.dispatcher._runners.values()))
+        await eventually(lambda: any(runner._progress.withholds for runner in rig.service.dispatcher.runners.values()))
         prefill.release.set()
         answer = await task
         assert answer.choices[0].message.content == "a red sign"
@@ -316,7 +316,7 @@ async def test_log_probabilities_that_are_lost_with_a_prefill_worker_are_compute
             prefill.hold = True
         task = asyncio.create_task(rig.chat(extra_body={"prompt_logprobs": 0}))
         victim, other = await _asked(rig.cluster.prefills)
-        await eventually(lambda: any(runner._progress.withholds for runner in rig.service.dispatcher._runners.values()))
+        await eventually(lambda: any(runner._progress.withholds for runner in rig.service.dispatcher.runners.values()))
         other.hold = False
         await victim.die()
         answer = await task
@@ -335,7 +335,7 @@ async def test_tokens_of_an_attempt_before_the_move_are_not_taken_for_those_afte
         decoder.answer = lambda message: "a red sign" if message.attempt == 1 else "no blue door"
         task = asyncio.create_task(rig.chat(extra_body={"prompt_logprobs": 0}))
         victim, other = await _asked(rig.cluster.prefills)
-        await eventually(lambda: any(runner._progress.withholds for runner in rig.service.dispatcher._runners.values()))
+        await eventually(lambda: any(runner._progress.withholds for runner in rig.service.dispatcher.runners.values()))
         late = msgspec.structs.replace(decoder.messages(decoder.of(Generate)[0])[0], attempt=1)
         other.hold, decoder.pause_after = False, 0
         await victim.die()

@@ -25,7 +25,7 @@ PICTURE = [image_part(picture())]
 
 
 async def _progressed(rig, count: int) -> None:
-    runner = next(iter(rig.service.dispatcher._runners.values()))
+    runner = next(iter(rig.service.dispatcher.runners.values()))
     await eventually(lambda: len(runner._progress._sequences[0].token_ids) == count)
 
 

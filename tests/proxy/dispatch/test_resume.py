@@ -35,7 +35,7 @@ async def _lose(rig, request, after: int, answers=ANSWERS):
 
 
 def _num_accepted(rig) -> int:
-    runners = rig.service.dispatcher._runners.values()
+    runners = rig.service.dispatcher.runners.values()
     return sum(len(sequence.token_ids) for runner in runners for sequence in runner._progress._sequences)
 
 

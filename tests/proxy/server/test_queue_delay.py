@@ -295,8 +295,8 @@ async def test_a_client_that_reads_nothing_is_ended_and_disturbs_nobody(serve, m
         count = 20_000
         decoder.messages = lambda message: (Tokens(message.request_id, place, [5]) for place in range(count))
         with _unread(rig, path):
-            await eventually(lambda: len(rig.service.dispatcher._runners) == 1)
-            (unread,) = rig.service.dispatcher._runners.values()
+            await eventually(lambda: len(rig.service.dispatcher.runners) == 1)
+            (unread,) = rig.service.dispatcher.runners.values()
             await eventually(lambda: bool(decoder.of(Abort)))
             assert len(decoder.of(Generate)) == 1
             assert rig.count("unread_answers_total") == rig.count("aborts_total") == 1
