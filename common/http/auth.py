@@ -28,7 +28,7 @@ CONTROL_PATHS: Final = ("/drain", "/switch")
 _OPEN_PATHS: Final = frozenset({"/health", "/ready"})
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class RequireKey:
     """Middleware that passes on the calls allowed by `guard`; `refusal` answers all others without reading a body."""
 

@@ -31,7 +31,7 @@ class Command:
     log: Path
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Child:
     """A running child process. Terminal signals do not reach the child: this process decides about the stop."""
 

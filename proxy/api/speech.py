@@ -63,7 +63,7 @@ class _Window:
         return sum(entry.logprob for entry in self.logprobs) / len(self.logprobs)
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Speech:
     """Transcription of a recording. After the end of `deltas`, all other results are complete."""
 

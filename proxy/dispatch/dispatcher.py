@@ -21,7 +21,7 @@ _REMEMBERED: Final = 1024
 """Ended jobs whose worker was told to stop, so that each is told once."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Dispatcher:
     """Starts jobs and routes worker messages and events to jobs."""
 

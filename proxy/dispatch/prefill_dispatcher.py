@@ -18,7 +18,7 @@ from proxy.dispatch.worker import Worker
 log = get_logger()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class PrefillDispatcher:
     """Runs the prefill of one job for one attempt of a decoder.
 

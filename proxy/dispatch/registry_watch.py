@@ -22,7 +22,7 @@ POLL_S: Final = 0.5
 log = get_logger()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class RegistryWatch:
     """Looks at the registry every POLL_S, and at once when it tells of a change. `_own` is the proxy's record."""
 

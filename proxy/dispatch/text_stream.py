@@ -100,7 +100,7 @@ class TextSequence:
     num_emitted: int = 0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class TextStream:
     """The text of one job. `prompt_logprobs` are complete after the first delta, if the job asked for them.
 

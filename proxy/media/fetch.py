@@ -107,7 +107,7 @@ class Fetcher:
         raise invalid(f"{param}: {fault}", param)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _CheckedNetwork(httpcore.AsyncNetworkBackend):
     """Network of one fetch. Names are resolved and checked here, and connected to by the checked addresses."""
 
@@ -138,7 +138,7 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
         raise failure
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _BoundedStream(httpcore.AsyncNetworkStream):
     """Connection to a media server, with a bound on bytes beside the data.
 

@@ -86,7 +86,7 @@ class ProxyMetrics:
         )
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class CountRequests:
     """Middleware that counts requests by route and status. Plain ASGI: streams and disconnects pass untouched."""
 
