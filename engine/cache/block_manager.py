@@ -49,7 +49,8 @@ class BlockManager:
         self.block_size = block_size
         self.counters = {"cross_table_hits": 0, "forks": 0, "block_copies": 0, "blocks_swapped_out": 0}
         self.counters |= {"blocks_swapped_in": 0, "prefix_evictions": 0}
-        self._tables: dict[int, list[int]] = {}
+        self.tables: dict[int, list[int]] = {}
+        """The self tables on the device, by sequence."""
         self._cross_tables: dict[str, _CrossTable] = {}  # by content
         self._cross_of: dict[str, str] = {}  # request id -> content
         self._block_of: dict[bytes, int] = {}  # the prefix cache
@@ -111,25 +112,25 @@ class BlockManager:
 
         `prefix` are hashes of leading full blocks that may be taken from the prefix cache.
         """
-        if sequence_id in self._tables:
+        if sequence_id in self.tables:
             raise IntegrityError(f"sequence {sequence_id} has a block table already")
         cached = [self._block_of[name] for name in prefix[: self.match_prefix(prefix)]]
         for block in cached:
             self._hold(block)
-        self._tables[sequence_id] = cached + self._pop_blocks(self.blocks_for(num_tokens) - len(cached))
+        self.tables[sequence_id] = cached + self._pop_blocks(self.blocks_for(num_tokens) - len(cached))
         return len(cached) * self.block_size
 
     def can_append(self, sequence_id: int, num_computed: int, num_tokens: int) -> bool:
         """Return whether the table can grow to `num_tokens` in all, with tokens from `num_computed` on still to be
         written: by new blocks, and a copy where the next write hits a shared block."""
-        table, index = self._tables[sequence_id], num_computed // self.block_size
+        table, index = self.tables[sequence_id], num_computed // self.block_size
         growth = max(0, self.blocks_for(num_tokens) - len(table))
         shared = index < len(table) and self.pool.references(table[index]) > 1
         return growth + shared <= self.num_free
 
     def append(self, sequence_id: int, num_computed: int, num_tokens: int) -> None:
         """Grow a table to hold `num_tokens` in all; the block of token `num_computed` becomes the sequence's own."""
-        table = self._tables[sequence_id]
+        table = self.tables[sequence_id]
         index = num_computed // self.block_size
         if index < len(table) and self.pool.references(table[index]) > 1:
             [own] = self._pop_blocks(1)
@@ -144,28 +145,22 @@ class BlockManager:
     def fork(self, parent_id: int, child_id: int, num_blocks: int | None = None) -> None:
         """Give a new sequence the table of another, or the first `num_blocks` of the table. Later writes copy shared
         blocks."""
-        if child_id in self._tables:
+        if child_id in self.tables:
             raise IntegrityError(f"sequence {child_id} has a block table already")
-        table = self._tables[parent_id][:num_blocks]
+        table = self.tables[parent_id][:num_blocks]
         self.pool.share(table)
-        self._tables[child_id] = table
+        self.tables[child_id] = table
         self.counters["forks"] += 1
 
     def free(self, sequence_id: int) -> None:
         """Free a sequence's table, on the device or on the host. A sequence without a table is ignored."""
-        self._release(self._tables.pop(sequence_id, []))
+        self._release(self.tables.pop(sequence_id, []))
         self.host.free(sequence_id)
-
-    def has_table(self, sequence_id: int) -> bool:
-        return sequence_id in self._tables
-
-    def get_block_table(self, sequence_id: int) -> list[int]:
-        return self._tables[sequence_id]
 
     def remember(self, sequence_id: int, first: int, hashes: Sequence[bytes]) -> None:
         """Publish full blocks `first`, `first + 1`, … of a sequence under the given hashes, for other requests to
         find."""
-        for block, name in zip(self._tables[sequence_id][first:], hashes, strict=False):
+        for block, name in zip(self.tables[sequence_id][first:], hashes, strict=False):
             if name not in self._block_of and block not in self._hash_of:
                 self._block_of[name] = block
                 self._hash_of[block] = name
@@ -176,8 +171,7 @@ class BlockManager:
         """Let a request read the cross table of `content`; make the table if none exists."""
         entry = self._cross_tables.get(content)
         if entry is None:
-            self._make_free(self.blocks_for(num_encoder_tokens))
-            entry = _CrossTable(self.pool.allocate_run(self.blocks_for(num_encoder_tokens)))
+            entry = _CrossTable(self._pop_blocks(self.blocks_for(num_encoder_tokens), in_a_run=True))
             self._cross_tables[content] = entry
         else:
             self.counters["cross_table_hits"] += 1
@@ -214,9 +208,6 @@ class BlockManager:
         """Stop reading the cross table. A written table stays for the next request after its last reader; a copy on the
         host is freed at once."""
         self.host.free_cross(request_id)
-        self._stop_reading(request_id)
-
-    def _stop_reading(self, request_id: str) -> None:
         content = self._cross_of.pop(request_id, None)
         if content is None:
             return
@@ -234,13 +225,13 @@ class BlockManager:
 
     def held_blocks(self, sequence_ids: Iterable[int]) -> set[int]:
         """The distinct blocks in the tables of some sequences."""
-        return {block for name in sequence_ids for block in self._tables.get(name, ())}
+        return {block for name in sequence_ids for block in self.tables.get(name, ())}
 
     def releasable_blocks(self, request_id: str, sequence_ids: Sequence[int]) -> int:
         """Return how many blocks freeing a request's tables would add to `num_free`."""
         counts: dict[int, int] = {}
         for name in sequence_ids:
-            for block in self._tables.get(name, ()):
+            for block in self.tables.get(name, ()):
                 counts[block] = counts.get(block, 0) + 1
         own = sum(1 for block, count in counts.items() if self.pool.references(block) == count)
         content = self._cross_of.get(request_id)
@@ -256,14 +247,15 @@ class BlockManager:
 
     def swap_out(self, request_id: str, sequence_ids: Sequence[int]) -> None:
         """Move the tables of a request to the host. Blocks shared with other requests stay on the device for them."""
-        tables = {name: self._tables[name] for name in sequence_ids if name in self._tables}
+        tables = {name: self.tables[name] for name in sequence_ids if name in self.tables}
         cross = self.get_cross_block_table(request_id)
-        host = self.host.put(request_id, tables, cross, self._cross_of.get(request_id, ""))
+        content = self._cross_of.get(request_id, "")
+        self.free_cross(request_id)
+        host = self.host.put(request_id, tables, cross, content)
         self._moves += [BlockMove("out", block, target) for block, target in host.items()]
         self.counters["blocks_swapped_out"] += len(host)
         for name in tables:
-            self._release(self._tables.pop(name))
-        self._stop_reading(request_id)
+            self._release(self.tables.pop(name))
 
     def is_swapped(self, request_id: str) -> bool:
         return request_id in self.host.requests
@@ -288,7 +280,7 @@ class BlockManager:
         self._bring_in(distinct, [device[block] for block in distinct])
         tables = {name: [device[block] for block in table] for name, table in swapped.tables.items()}
         share_again(self.pool, tables.values())
-        self._tables |= tables
+        self.tables |= tables
 
     def _bring_in(self, host: Sequence[int], device: Sequence[int]) -> None:
         self._moves += [BlockMove("in", source, target) for source, target in zip(host, device, strict=True)]
@@ -319,12 +311,8 @@ class BlockManager:
             else:
                 self.pool.free([block])
 
-    def _pop_blocks(self, count: int) -> list[int]:
-        self._make_free(count)
-        return self.pool.allocate(count)
-
-    def _make_free(self, count: int) -> None:
-        """Evict cached blocks, least recently used first, until `count` blocks are free."""
+    def _pop_blocks(self, count: int, *, in_a_run: bool = False) -> list[int]:
+        """Allocate `count` blocks. Cached blocks are evicted, least recently used first, until there are as many."""
         while self.pool.num_free < count and self._idle:
             name, _ = self._idle.popitem(last=False)
             blocks = self._cross_tables.pop(name).blocks if isinstance(name, str) else [name]
@@ -333,6 +321,7 @@ class BlockManager:
                 self.counters["prefix_evictions"] += 1
             self._num_idle_blocks -= len(blocks)
             self.pool.free(blocks)
+        return self.pool.allocate_run(count) if in_a_run else self.pool.allocate(count)
 
     # --- the books
 
@@ -340,7 +329,7 @@ class BlockManager:
         """Raise IntegrityError unless references, tables, caches and both pools add up."""
         self.pool.check_integrity()
         counts: dict[int, int] = {}
-        tables = [*self._tables.values(), *(entry.blocks for entry in self._cross_tables.values())]
+        tables = [*self.tables.values(), *(entry.blocks for entry in self._cross_tables.values())]
         for block in (block for table in tables for block in table):
             counts[block] = counts.get(block, 0) + 1
         idle = [name for name in self._idle if isinstance(name, int)]

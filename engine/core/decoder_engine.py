@@ -180,7 +180,7 @@ class DecoderEngine:
 
     def _forget(self, request_id: str, attempt: int | None) -> None:
         """Offers for this request in this attempt (with None: in any), early or late, are cancelled."""
-        self.input_receiver.forget(request_id, attempt)
+        self.state.emit(*self.input_receiver.early.forget(request_id, attempt))
         self.kv_receiver.end_request(request_id, attempt)
 
     def stop_sequence(self, request_id: str, index: int) -> None:
@@ -303,8 +303,9 @@ class DecoderEngine:
         self.kv_receiver.check_integrity()
         everyone = (sequence for request in self.state.requests.values() for sequence in request.sequences)
         held = sum(1 for sequence in everyone if sequence.slot_index >= 0)
-        if held + self.runner.buffers.num_free_slots != self.config.max_num_seqs:
-            raise IntegrityError(f"{held} slots held, {self.runner.buffers.num_free_slots} free")
+        free = len(self.runner.buffers.free_slots)
+        if held + free != self.config.max_num_seqs:
+            raise IntegrityError(f"{held} slots held, {free} free")
 
     def stats(self) -> dict[str, float]:
         """Return gauges and counters of this moment; counters end in `_total`."""
@@ -317,7 +318,7 @@ class DecoderEngine:
             self.scheduler,
             self.blocks,
         )
-        counters = [self.counters, *(part.counters for part in parts), self.coverage.counters]
+        counters = [self.counters, *(part.counters for part in parts)]
         gauges = engine_stats.gauges(self.runner, self.scheduler, self.input_receiver, self.kv_receiver)
         totals = engine_stats.totals(self.runner, self.input_receiver, self.kv_receiver, counters)
         return {"last_step_tokens": self.loop.last_step_tokens} | gauges | totals

@@ -274,6 +274,5 @@ class PromptLogprobs:
 
 def _is_media(request: Request, position: int) -> bool:
     return any(
-        item.start is not None and item.start <= position < item.start + item.num_prompt_tokens
-        for item in request.inputs
+        item.start is not None and item.end is not None and item.start <= position < item.end for item in request.inputs
     )

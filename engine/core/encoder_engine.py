@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ from engine.cache.encoder_cache import in_memory_of_its_own
 from engine.core.encoder_profile import measure_batch
 from engine.device.choice import choose_device, choose_dtype
 from engine.device.memory import MemoryReport, check_encoder_budget, memory_budget
-from engine.models.base import EncoderModel
 from engine.models.registry import load_encoder
 from engine.processors import ProcessedInput
 
@@ -106,7 +105,6 @@ class EncoderEngine:
         self._log.info("memory", **self.memory.describe(), device=self.device.type, batch_items=max_items)
         self._max_items, self._max_bytes = max_items, batch_bytes
         self._waiting: dict[EncoderKey, ProcessedInput] = {}
-        self._runner = BatchRunner(self.encoder, self.device, self._log)
         self._flight: LaunchedBatch | None = None
         self._last_end_s = 0.0
         self._batches = self._items = self._failures = self._last_items = 0
@@ -141,7 +139,7 @@ class EncoderEngine:
         device reports: no further batch can be computed.
         """
         items = self._next_batch()
-        batch = self._runner.launch(items) if items else None
+        batch = self._launch(items) if items else None
         if self._ahead:
             self._flight, batch = batch, self._flight
         return [] if batch is None else self._collect(batch)
@@ -162,8 +160,48 @@ class EncoderEngine:
             del self._waiting[key]
         return batch
 
+    def _launch(self, items: list[tuple[EncoderKey, ProcessedInput]]) -> LaunchedBatch:
+        """Queue a batch on the device; a CPU computes now."""
+        batch = LaunchedBatch(items, time.time())
+        try:
+            batch.outputs = self._encode([item for _, item in items])
+        except Exception as error:  # whatever one item makes the model raise must not reach the others
+            # Frames below hold activations, and the next batch is launched first. This frame cannot be cleared.
+            traceback.clear_frames(error.__traceback__)
+            batch.error = error
+        batch.done = event_behind(self.device)
+        return batch
+
+    def _encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
+        """Raises ValueError for an output other than announced: the receiver has reserved memory for that."""
+        encoder_computations.add(len(items))
+        outputs = self.encoder.encode(items)
+        for item, output in zip(items, outputs, strict=True):
+            found = tuple(output.shape), str(output.dtype).removeprefix("torch.")
+            if found != (item.shape, item.dtype):
+                promise = f"the preprocessor had announced {item.shape} {item.dtype}"
+                raise ValueError(f"its output is {found[0]} {found[1]}, {promise}")
+        # Copied here, before the next batch is launched: a later copy would wait for that batch.
+        return [in_memory_of_its_own(output) for output in outputs]
+
+    def _await(self, batch: LaunchedBatch) -> list[Tensor | ErrorInfo]:
+        """Wait for a batch; return an output or an error per item. Raises errors that the device reports."""
+        if batch.done is not None:
+            batch.done.synchronize()
+        if batch.error is None:
+            return list(batch.outputs)
+        if len(batch.items) > 1:
+            self._log.warning(
+                "encoder batch failed, trying its items one by one", items=len(batch.items), error=str(batch.error)
+            )
+            return [self._await(self._launch([one]))[0] for one in batch.items]
+        shape = batch.items[0][1].shape
+        self._log.error("encoder failed", shape=shape, exc_info=batch.error)
+        why = batch.error or type(batch.error).__name__
+        return [ErrorInfo("internal_error", f"the encoder failed on this item: {why}")]
+
     def _collect(self, batch: LaunchedBatch) -> list[EncoderResult]:
-        outputs = self._runner.collect(batch)
+        outputs = self._await(batch)
         start_s, end_s = max(batch.start_s, self._last_end_s), time.time()
         self._last_end_s = end_s
         self._batches += 1
@@ -215,63 +253,9 @@ class LaunchedBatch:
     cancelled: set[EncoderKey] = field(default_factory=set)
 
 
-class BatchRunner:
-    """Launches and collects the batches of one encoder; failures go to `log`."""
-
-    def __init__(self, encoder: EncoderModel, device: torch.device, log: Any) -> None:
-        self._encoder = encoder
-        self._device = device
-        self._log = log
-
-    def launch(self, items: list[tuple[EncoderKey, ProcessedInput]]) -> LaunchedBatch:
-        """Queue a batch on the device; a CPU computes now."""
-        batch = LaunchedBatch(items, time.time())
-        try:
-            batch.outputs = self._encode([item for _, item in items])
-        except Exception as error:  # whatever one item makes the model raise must not reach the others
-            # Frames below hold activations, and the next batch is launched first. This frame cannot be cleared.
-            traceback.clear_frames(error.__traceback__)
-            batch.error = error
-        batch.done = event_behind(self._device)
-        return batch
-
-    def collect(self, batch: LaunchedBatch) -> list[Tensor | ErrorInfo]:
-        """Wait for a batch; return an output or an error per item. Raises errors that the device reports."""
-        if batch.done is not None:
-            batch.done.synchronize()
-        if batch.error is None:
-            return list(batch.outputs)
-        if len(batch.items) > 1:
-            self._log.warning(
-                "encoder batch failed, trying its items one by one", items=len(batch.items), error=str(batch.error)
-            )
-            return [self.collect(self.launch([one]))[0] for one in batch.items]
-        shape = batch.items[0][1].shape
-        self._log.error("encoder failed", shape=shape, exc_info=batch.error)
-        why = batch.error or type(batch.error).__name__
-        return [ErrorInfo("internal_error", f"the encoder failed on this item: {why}")]
-
-    def _encode(self, items: Sequence[ProcessedInput]) -> list[Tensor]:
-        encoder_computations.add(len(items))
-        outputs = self._encoder.encode(items)
-        for item, output in zip(items, outputs, strict=True):
-            _check_promise(item, output)
-        # Copied here, before the next batch is launched: a later copy would wait for that batch.
-        return [in_memory_of_its_own(output) for output in outputs]
-
-
 def event_behind(device: torch.device) -> torch.cuda.Event | None:
     """Record an event behind all work queued on this stream; None on a CPU.
 
     Other streams of a GPU are not waited for: outputs of earlier batches may still leave on streams of their own.
     """
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-
-
-def _check_promise(item: ProcessedInput, output: Tensor) -> None:
-    """Raise ValueError for an output other than `item.shape` and `item.dtype`: the receiver has reserved for these."""
-    dtype = str(output.dtype).removeprefix("torch.")
-    if tuple(output.shape) != item.shape or dtype != item.dtype:
-        raise ValueError(
-            f"its output is {tuple(output.shape)} {dtype}, the preprocessor had announced {item.shape} {item.dtype}"
-        )

@@ -32,7 +32,7 @@ def gauges(
         "encoder_cache_bytes_peak": cache.peak_bytes,
         "encoder_cache_references": cache.num_references,
         "inputs_pending": input_receiver.num_pending,
-        "inputs_granted": input_receiver.num_granted,
+        "inputs_granted": len(input_receiver.granted),
         "kv_offers_pending": kv_receiver.num_pending,
         "early_offers": len(input_receiver.early) + len(kv_receiver.early),
         "kv_reserved_requests": kv_receiver.num_reserved,

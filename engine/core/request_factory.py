@@ -109,7 +109,8 @@ class RequestFactory:
         elif prefilled:  # the log-probabilities of a prompt are known where it is computed
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         self._check.check(prompt_token_ids, inputs, sampling)
-        self._check.check_resumed(resumed, sampling, len(prompt_token_ids))
+        if resumed:
+            self._check.check_resumed(resumed, sampling, len(prompt_token_ids))
         self._sampler.check(sampling)
         return Request.create(
             request_id,

@@ -135,7 +135,9 @@ class StepLoop:
         self.settle_inputs()
         step = self._scheduler.schedule()
         self._input_receiver.update(self._scheduler.pop_changed())
-        self._runner.move(self._blocks.pop_moves())
+        moves = self._blocks.pop_moves()
+        if moves:
+            self._runner.move(moves)
         return step
 
     def _run(self, step: ScheduledStep) -> StepOutput:
@@ -145,7 +147,7 @@ class StepLoop:
             if request.num_preemptions == 0:
                 request.recorder.start("prefill")
                 log.debug("prefill begun", request=request.request_id)
-        self._scheduler.acquire_slots(step.sequences)
+        self._runner.buffers.acquire_slots(step.sequences)
         output = self._runner.run(step, self._blocks, self._input_receiver.cache)
         self.counters["steps"] += 1
         for sequence, count in zip(step.sequences, step.num_tokens, strict=True):
@@ -181,7 +183,7 @@ class StepLoop:
         """Make room for waiting requests. If no request could run, a request may have to yield."""
         if not step.sequences:
             freed = self._input_receiver.revoke(only_blocked=False)
-            freed = freed or (self._input_receiver.num_granted == 0 and self._scheduler.yield_blocks())
+            freed = freed or (not self._input_receiver.granted and self._scheduler.yield_blocks())
             self._input_receiver.update(self._scheduler.pop_changed())
             return freed
         self._input_receiver.grant()
@@ -195,7 +197,7 @@ class StepLoop:
     def _launch(self, output: StepOutput) -> TokensInFlight:
         """Choose the tokens of a step on the device, for the next step to read in place."""
         flight = self._decoding.launch(output)
-        self._scheduler.acquire_slots(flight.sequences)
+        self._runner.buffers.acquire_slots(flight.sequences)
         slots = [sequence.slot_index for sequence in flight.sequences]
         self._runner.last_tokens.put(slots, flight.tokens.on_device)
         for sequence in flight.sequences:

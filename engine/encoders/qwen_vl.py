@@ -24,6 +24,8 @@ class QwenVisionEncoder(EncoderModel):
     layout = CheckpointLayout(prefixes={"visual.": "", "model.visual.": ""})
     tower: type[nn.Module]
     """transformers' own class."""
+    has_deepstack = False
+    """Whether outputs of deeper layers stand beside the last output, in further columns."""
 
     def __init__(self, config: Any) -> None:
         self._config = config.vision_config
@@ -47,7 +49,10 @@ class QwenVisionEncoder(EncoderModel):
             grid_thw=send_tensor(sizes, weight.device, sizes.dtype),
             **self.layout_of(sizes, weight.device),
         )
-        return list(torch.split(self.rows_of(output), (grids.prod(-1) // self._merge_unit).tolist()))
+        rows: Tensor = output.pooler_output
+        if self.has_deepstack:
+            rows = torch.cat((rows, *output.deepstack_features), dim=-1)
+        return list(torch.split(rows, (grids.prod(-1) // self._merge_unit).tolist()))
 
     def layout_of(self, sizes: Tensor, device: torch.device) -> dict[str, Any]:
         """Compute the tower's layout from image sizes, [n, 3] on the host. From the device the tower would fetch sizes
@@ -59,11 +64,6 @@ class QwenVisionEncoder(EncoderModel):
             "cu_seqlens": starts,
             "max_seqlen": int(starts.diff().max()),
         }
-
-    def rows_of(self, output: Any) -> Tensor:
-        """Return the decoder's rows from the tower's output, [num_tokens, encoder_width] over all images."""
-        rows: Tensor = output.pooler_output
-        return rows
 
 
 class Qwen2VLEncoder(QwenVisionEncoder):
@@ -88,6 +88,4 @@ class Qwen3VLEncoder(QwenVisionEncoder):
     """Each row holds the tower's last output, followed by outputs of the layers in `deepstack_visual_indexes`."""
 
     tower = Qwen3VLVisionModel
-
-    def rows_of(self, output: Any) -> Tensor:
-        return torch.cat((output.pooler_output, *output.deepstack_features), dim=-1)
+    has_deepstack = True

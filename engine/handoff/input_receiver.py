@@ -52,7 +52,8 @@ class InputReceiver:
         self._requests: dict[str, Request] = {}
         self.early: EarlyOffers[Offer] = EarlyOffers(min(lease_s, KEEP_S))
         self._pending: list[tuple[Request, RequestInput]] = []  # OFFERED, in the order of grants
-        self._granted: dict[tuple[str, int], RequestInput] = {}
+        self.granted: dict[tuple[str, int], RequestInput] = {}
+        """Inputs whose tensors are on their way, by request and input id."""
         self._dormant: list[tuple[Request, RequestInput]] = []
 
     # --- requests come and go
@@ -67,21 +68,13 @@ class InputReceiver:
 
     def end_request(self, request: Request) -> None:
         """Release everything held for the request; later offers and tensors are cancelled."""
-        self.forget(request.request_id, request.attempt)
+        self._emit(*self.early.forget(request.request_id, request.attempt))
         if self._requests.pop(request.request_id, None) is None:
             return
         self._pending = [pair for pair in self._pending if pair[0] is not request]
         self._dormant = [pair for pair in self._dormant if pair[0] is not request]
         for item in request.inputs:
-            self._cancel(request, item)
             self._release(request, item)
-
-    def forget(self, request_id: str, request_attempt: int | None) -> None:
-        """Record the end of a request in this attempt; None: in every attempt.
-
-        Offers that came early for it are cancelled.
-        """
-        self._emit(*self.early.forget(request_id, request_attempt))
 
     # --- offers
 
@@ -143,7 +136,6 @@ class InputReceiver:
         )
 
     def _accept(self, request: Request, item: RequestInput, offer: Offer) -> None:
-        self._cancel(request, item)
         self._release(request, item)
         self._pending = [pair for pair in self._pending if pair[1] is not item]
         item.attempt, item.offer, item.deadline_s = offer.attempt, offer, offer.deadline_s
@@ -170,7 +162,7 @@ class InputReceiver:
         if request is None or item is None or not offered or item.attempt != attempt:
             return
         self._pending = [pair for pair in self._pending if pair[1] is not item]
-        self._release(request, item)
+        self._release(request, item, silently=True)
         item.state = InputState.MISSING
 
     # --- grants
@@ -197,7 +189,7 @@ class InputReceiver:
             else:
                 self.cache.reserve(name, item.offer.size_bytes, reference)
                 item.state, item.deadline_s = InputState.GRANTED, time.monotonic() + self._lease_s
-                self._granted[reference] = item
+                self.granted[reference] = item
                 self._emit(Grant(*reference, item.attempt, "granted"))
         self._pending = waiting
 
@@ -239,13 +231,9 @@ class InputReceiver:
         return len(self._pending)
 
     @property
-    def num_granted(self) -> int:
-        return len(self._granted)
-
-    @property
     def is_stuck(self) -> bool:
         """Return True if offers wait for memory and no granted tensor will free any."""
-        return self._first_without_room() is not None and not self._granted
+        return self._first_without_room() is not None and not self.granted
 
     def _first_without_room(self) -> tuple[Request, RequestInput] | None:
         return next((pair for pair in self._pending if not self._coverage.covers(*pair)), None)
@@ -256,7 +244,7 @@ class InputReceiver:
         `only_blocked` spares inputs that the prefill will reach by itself, and takes those that stand behind a
         missing one of their request. Returns False where there was nothing to take back.
         """
-        first = None if self._granted else self._first_without_room()
+        first = None if self.granted else self._first_without_room()
         if first is None:
             return False
         _, item = first
@@ -312,16 +300,17 @@ class InputReceiver:
         """Store a granted tensor in the cache; reject any other tensor."""
         request = self._requests.get(request_id)
         item = next((i for i in request.inputs if i.slot.input_id == input_id), None) if request else None
+        dtype = str(tensor.dtype).removeprefix("torch.")
         if item is None:
             self._reject(request_id, input_id, attempt, "cancelled")
         elif item.usable and item.attempt == attempt:
             self._emit(Receipt(request_id, input_id, attempt, "stored"))  # sent twice: the first one counts
         elif item.state is not InputState.GRANTED or item.attempt != attempt:
             self._reject(request_id, input_id, attempt, "expired")
-        elif item.offer is None or _is_not(tensor, item.offer):
+        elif item.offer is None or (list(tensor.shape), dtype) != (list(item.offer.shape), item.offer.dtype):
             self._reject(request_id, input_id, attempt, "corrupt")
         else:
-            del self._granted[request_id, input_id]
+            del self.granted[request_id, input_id]
             self.cache.commit(item.offer.content_hash, tensor)
             item.state = InputState.READY
             self.counters["inputs_stored"] += 1
@@ -344,42 +333,38 @@ class InputReceiver:
     # --- deadlines
 
     def next_deadline_s(self) -> float | None:
-        times = [item.deadline_s for item in self._granted.values()]
+        times = [item.deadline_s for item in self.granted.values()]
         times += [item.deadline_s for _, item in self._pending]
         early_s = self.early.next_deadline_s()
         return min(times if early_s is None else [*times, early_s], default=None)
 
     def expire(self, now_s: float) -> None:
         """End leases and offers past their deadline; ask the owner of the media again."""
-        for request_id, input_id in [key for key, item in self._granted.items() if item.deadline_s <= now_s]:
+        for request_id, input_id in [key for key, item in self.granted.items() if item.deadline_s <= now_s]:
             self.counters["leases_expired"] += 1
-            self._lose(self._requests[request_id], self._granted[request_id, input_id])
+            self._lose(self._requests[request_id], self.granted[request_id, input_id])
         for request, item in [pair for pair in self._pending if pair[1].deadline_s <= now_s]:
             self.counters["offers_expired"] += 1
             self._pending.remove((request, item))
             self._lose(request, item)
         self._emit(*self.early.expire(now_s))
 
-    def _cancel(self, request: Request, item: RequestInput) -> None:
-        """Cancel an unfinished handoff at the sender."""
-        if item.state in (InputState.OFFERED, InputState.GRANTED):
-            self._emit(Grant(request.request_id, item.slot.input_id, item.attempt, "cancelled"))
-
     def _lose(self, request: Request, item: RequestInput) -> None:
-        self._cancel(request, item)
         self._release(request, item)
         item.state = InputState.MISSING
         self._ask_for(request, item)
 
-    def _release(self, request: Request, item: RequestInput) -> None:
-        """Release the cache memory of an input."""
+    def _release(self, request: Request, item: RequestInput, *, silently: bool = False) -> None:
+        """Release the cache memory of an input. An unfinished handoff is cancelled at the sender, unless `silently`."""
         reference = (request.request_id, item.slot.input_id)
+        if item.state in (InputState.OFFERED, InputState.GRANTED) and not silently:
+            self._emit(Grant(*reference, item.attempt, "cancelled"))
         if item.state in (InputState.GRANTED, InputState.READY) and item.offer is not None:
             self.cache.release(item.offer.content_hash, reference)
-        self._granted.pop(reference, None)
+        self.granted.pop(reference, None)
 
     def is_empty(self) -> bool:
-        return not (self._requests or self._pending or self._granted or self.early or self.cache.num_references)
+        return not (self._requests or self._pending or self.granted or self.early or self.cache.num_references)
 
 
 def _grant_order(pair: tuple[Request, RequestInput]) -> tuple[tuple[int, int], int]:
@@ -389,10 +374,6 @@ def _grant_order(pair: tuple[Request, RequestInput]) -> tuple[tuple[int, int], i
 def _is_blocked(request: Request, item: RequestInput) -> bool:
     """Return True if the prefill cannot reach this input before another input has come."""
     return item.start is None or item.start >= request.num_computable_tokens(request.sequences[0])
-
-
-def _is_not(tensor: torch.Tensor, offer: Offer) -> bool:
-    return list(tensor.shape) != list(offer.shape) or str(tensor.dtype).removeprefix("torch.") != offer.dtype
 
 
 def _no_such_input(input_id: int) -> ErrorInfo:

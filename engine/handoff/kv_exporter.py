@@ -66,7 +66,7 @@ class KvExporter:
         return finished
 
     def _is_ready(self, request: Request) -> bool:
-        begun = self._blocks.has_table(request.sequences[0].sequence_id)
+        begun = request.sequences[0].sequence_id in self._blocks.tables
         return begun and request.is_prompt_known and request.next_missing_input is None
 
     def report(self, step: ScheduledStep) -> list[Request]:
@@ -104,11 +104,11 @@ class KvExporter:
         """Return the KV of tokens `first` to `last` (not included), [last - first, layers, 2, num_kv_heads, head_dim];
         None while not in the cache."""
         request = self._requests.get(request_id)
-        if request is None or not self._blocks.has_table(request.sequences[0].sequence_id):
+        if request is None or request.sequences[0].sequence_id not in self._blocks.tables:
             return None
         sequence = request.sequences[0]
         if table == "self":
-            there, blocks = sequence.num_computed_tokens, self._blocks.get_block_table(sequence.sequence_id)
+            there, blocks = sequence.num_computed_tokens, self._blocks.tables[sequence.sequence_id]
         else:
             there = 0 if self._blocks.needs_writing(request_id) else request.num_encoder_tokens
             blocks = self._blocks.get_cross_block_table(request_id)

@@ -108,7 +108,7 @@ class KvReceiver:
     def pass_on(self, request: Request, sequence: Sequence) -> None:
         """Fork the blocks of an ending sequence to a sibling, while the request waits for KV."""
         sibling = next((one for one in request.sequences if one is not sequence), None)
-        if sibling is not None and self._blocks.has_table(sequence.sequence_id):
+        if sibling is not None and sequence.sequence_id in self._blocks.tables:
             self._blocks.fork(sequence.sequence_id, sibling.sequence_id)
             sibling.num_computed_tokens, sibling.num_remembered = sequence.num_computed_tokens, sequence.num_remembered
 
@@ -254,7 +254,7 @@ class KvReceiver:
         request, wanted = handoff.request, self._wanted(handoff, part.table)
         if wanted.has(part.first, part.last):
             return
-        own = self._blocks.get_block_table(request.sequences[0].sequence_id)
+        own = self._blocks.tables[request.sequences[0].sequence_id]
         blocks = own if part.table == "self" else self._blocks.get_cross_block_table(request.request_id)
         self._runner.move(self._blocks.pop_moves())  # they may still read what is overwritten now
         self._runner.write_tokens(part.table, blocks, part.first, part.tokens)
@@ -319,7 +319,7 @@ class KvReceiver:
         if {one.request.request_id for one in self._reserved} != {one.request_id for one in self._scheduler.reserved}:
             raise IntegrityError("the scheduler's reservations are not those of the handoffs")
         for handoff in self._handoffs.values():
-            holds = self._blocks.has_table(handoff.request.sequences[0].sequence_id)
+            holds = handoff.request.sequences[0].sequence_id in self._blocks.tables
             if handoff.state is not KvHandoffState.STARTED and holds != (handoff.state is KvHandoffState.RESERVED):
                 raise IntegrityError(f"a handoff that is {handoff.state.value} has blocks, or should have some")
 

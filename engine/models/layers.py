@@ -123,20 +123,15 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        kernels = kernels_for(hidden)
-        if kernels is not None and kernels.serves_norm(hidden):
-            return kernels.add_rms_norm(hidden, None, self.weight, self.eps)
-        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
-
-    def add(self, hidden: Tensor, added: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, added: Tensor | None = None) -> Tensor:
         """Return the norm of hidden + added and leave the sum in `hidden`; None adds nothing."""
-        if added is None:
-            return self.forward(hidden)
         kernels = kernels_for(hidden)
-        if kernels is not None and kernels.serves_norm(hidden) and hidden.is_contiguous() and added.is_contiguous():
+        served = kernels is not None and kernels.serves_norm(hidden)
+        if added is not None and not (served and hidden.is_contiguous() and added.is_contiguous()):
+            hidden, added = hidden.add_(added), None
+        if kernels is not None and served:
             return kernels.add_rms_norm(hidden, added, self.weight, self.eps)
-        return self.forward(hidden.add_(added))
+        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

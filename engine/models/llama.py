@@ -92,7 +92,7 @@ class LlamaDecoder(DecoderModel):
         hidden, residual = embeddings, None
         for layer in self.layers:
             hidden, residual = layer(hidden, residual, rotation, attention)
-        normed: Tensor = self.norm.add(hidden, residual)
+        normed: Tensor = self.norm(hidden, residual)
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -130,14 +130,8 @@ class LlamaLayer(nn.Module):
         self, hidden: Tensor, residual: Tensor | None, rotation: tuple[Tensor, Tensor], attention: AttentionContext
     ) -> tuple[Tensor, Tensor]:
         # The sums reuse the fresh output of a projection; without a residual, `hidden` may be the caller's embeddings.
-        normed = self.input_layernorm.add(hidden, residual)
-        attended = self._attend(normed, rotation, attention)
-        normed = self.post_attention_layernorm.add(attended, hidden)
-        return self.down_proj(silu_mul(self.gate_up_proj(normed))), attended
-
-    def _attend(self, normed: Tensor, rotation: tuple[Tensor, Tensor], attention: AttentionContext) -> Tensor:
-        num_tokens, (num_heads, num_kv_heads, _) = len(normed), self.heads
-        qkv = self.qkv_proj(normed).view(num_tokens, sum(self.heads), self.head_dim)
+        num_tokens, (num_heads, num_kv_heads, _) = len(hidden), self.heads
+        qkv = self.qkv_proj(self.input_layernorm(hidden, residual)).view(num_tokens, sum(self.heads), self.head_dim)
         query_key = qkv[:, : num_heads + num_kv_heads]
         if self.q_norm is not None and self.k_norm is not None:
             query_key = torch.cat((self.q_norm(qkv[:, :num_heads]), self.k_norm(query_key[:, num_heads:])), dim=1)
@@ -146,4 +140,5 @@ class LlamaLayer(nn.Module):
         value = qkv[:, num_heads + num_kv_heads :]
         attended = attention.self_attention(self.index, query, key, value, window=self.window)
         output: Tensor = self.o_proj(attended.reshape(num_tokens, -1))
-        return output
+        normed = self.post_attention_layernorm(output, hidden)
+        return self.down_proj(silu_mul(self.gate_up_proj(normed))), output

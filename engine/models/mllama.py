@@ -93,7 +93,7 @@ class MllamaDecoder(DecoderModel):
                 hidden, residual = layer(hidden, residual, rotation, attention)
             elif attention.has_cross:
                 hidden, residual = layer(hidden if residual is None else hidden.add_(residual), attention), None
-        normed: Tensor = self.norm.add(hidden, residual)
+        normed: Tensor = self.norm(hidden, residual)
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -47,5 +47,5 @@ class Qwen3VLDecoder(LlamaDecoder):
             hidden, residual = layer(hidden, residual, rotation, attention)
             if encoder_rows is not None and index < len(deepstack):
                 hidden, residual = hidden.add_(residual).index_add_(0, encoder_rows.rows, deepstack[index]), None
-        normed: Tensor = self.norm.add(hidden, residual)
+        normed: Tensor = self.norm(hidden, residual)
         return normed

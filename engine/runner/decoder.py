@@ -88,7 +88,9 @@ class DecoderRunner:
         self.records_graphs = self.device.type == "cuda" and not config.enforce_eager
         self.graph_sizes = graph_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
         self.graphs: DecodeGraphs | None = None
-        self._cross = CrossBatch(self.device, inputs_in_prompt=not info.is_encoder_decoder)
+        self._cross: CrossBatch | None = None
+        if self.spec.has_cross_attention:
+            self._cross = CrossBatch(self.device, inputs_in_prompt=not info.is_encoder_decoder)
         self.caches: list[torch.Tensor] = []
 
     def allocate(self, memory: MemoryReport) -> None:
@@ -162,15 +164,16 @@ class DecoderRunner:
     @torch.inference_mode()
     def run(self, step: ScheduledStep, blocks: BlockManager, cache: EncoderCacheManager) -> StepOutput:
         """Run a step; return logits of every sequence with its last known token computed."""
-        # Not the admitted ones alone: beams that begin again wait a step, which may be one without any tokens.
-        for request in dict.fromkeys(sequence.request for sequence in step.sequences):
-            if blocks.needs_writing(request.request_id):
-                table = blocks.get_cross_block_table(request.request_id)
-                write_cross(request, table, cache, self.model, self.backend, self.caches)
-                blocks.mark_written(request.request_id)
+        if self._cross is not None:
+            # Not the admitted ones alone: beams that begin again wait a step, which may be one without any tokens.
+            for request in dict.fromkeys(sequence.request for sequence in step.sequences):
+                if blocks.needs_writing(request.request_id):
+                    table = blocks.get_cross_block_table(request.request_id)
+                    write_cross(request, table, cache, self.model, self.backend, self.caches)
+                    blocks.mark_written(request.request_id)
         inputs = self._prepare(step, blocks)
         placeholder = self.info.placeholder_token_id
-        pieces = [] if self.spec.has_cross_attention else find_pieces(step, inputs, cache, placeholder)
+        pieces = [] if self._cross is not None else find_pieces(step, inputs, cache, placeholder)
         wanted = wanted_rows(step, inputs)
         hidden = None
         if self.graphs is not None and not pieces and not wanted.prompts:
@@ -184,7 +187,7 @@ class DecoderRunner:
         self.buffers.update_all(
             slots,
             [sequence.token_ids for sequence in step.sequences],
-            [blocks.get_block_table(sequence.sequence_id) for sequence in step.sequences],
+            [blocks.tables[sequence.sequence_id] for sequence in step.sequences],
             [sequence.num_computed_tokens for sequence in step.sequences],
         )
         return self.buffers.prepare(slots, step.num_tokens)
@@ -196,7 +199,7 @@ class DecoderRunner:
         if len(inputs.input_ids) > len(step.sequences):
             return None
         own = self_metadata(step, inputs, blocks, torch.from_numpy(inputs.block_table), None)
-        cross = self._cross.metadata(step, inputs, blocks, on_device=False)
+        cross = None if self._cross is None else self._cross.metadata(step, inputs, blocks, on_device=False)
         return graphs.run(inputs, positions_of(step, inputs, uses_mrope=self._uses_mrope), own, cross)
 
     def _compute(
@@ -216,7 +219,7 @@ class DecoderRunner:
         embeddings = self.model.embed(input_ids)
         encoder_rows = merge_embeddings(embeddings, pieces, self.dtype)
         own = self_metadata(step, inputs, blocks, block_table, slot_mapping.to(self.backend.slot_dtype))
-        cross = self._cross.metadata(step, inputs, blocks, on_device=True)
+        cross = None if self._cross is None else self._cross.metadata(step, inputs, blocks, on_device=True)
         context = PagedAttentionContext.of_step(self.backend, self.caches, own, cross)
         hidden: torch.Tensor = self.model(embeddings, positions, context, encoder_rows)
         return hidden

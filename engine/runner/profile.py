@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, Final, cast
@@ -164,16 +165,15 @@ class _StepProfile:
         step = ScheduledStep([request.sequences[0] for request in requests], counts, requests)
         for sequence, count in zip(step.sequences, counts, strict=True):
             sequence.num_computed_tokens = length - count
-            sequence.slot_index = runner.buffers.acquire_slot()
         tables = _OneBlock(self._encoder_tokens, runner.block_size, length)
         output = _OneOutput(self._encoder_tokens, runner)
         with (
             PeakMemory(runner.device) as peak,
             one_layer_of_each_stack(runner.model, self._deadline_s),
         ):
+            runner.buffers.acquire_slots(step.sequences)
             runner.run(step, cast(BlockManager, tables), cast(EncoderCacheManager, output))
-        for sequence in step.sequences:
-            runner.buffers.release_slot(sequence.slot_index)
+        runner.buffers.release_slots(step.sequences)
         return peak.size_bytes
 
     @property
@@ -207,11 +207,8 @@ class _OneBlock:
     """In the place of a block manager: every table is made of block 1, again and again."""
 
     def __init__(self, encoder_tokens: int, block_size: int, length: int) -> None:
-        self._table = [1] * -(-length // block_size)
+        self.tables = defaultdict[int, list[int]](lambda: [1] * -(-length // block_size))
         self._cross_table = [1] * -(-encoder_tokens // block_size)
-
-    def get_block_table(self, _: int) -> list[int]:
-        return self._table
 
     def get_cross_block_table(self, _: str) -> list[int]:
         return self._cross_table

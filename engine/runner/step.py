@@ -63,7 +63,7 @@ def positions_of(step: ScheduledStep, inputs: StepInputs, *, uses_mrope: bool) -
     positions: IntArray = np.tile(inputs.positions + np.repeat(deltas, step.num_tokens), (3, 1))
     for index, (sequence, request) in enumerate(zip(step.sequences, requests, strict=True)):
         first = sequence.num_computed_tokens
-        known = request.prompt_positions()[:, first : first + step.num_tokens[index]]
+        known = request.mrope_positions[:, first : first + step.num_tokens[index]]
         start = int(inputs.query_start_loc[index])
         positions[:, start : start + known.shape[1]] = known
     return positions
@@ -78,7 +78,7 @@ def self_metadata(
         query_start_loc=inputs.query_start_loc.tolist(),
         seq_lens=inputs.seq_lens.tolist(),
         block_table=block_table,
-        block_lists=[blocks.get_block_table(sequence.sequence_id) for sequence in step.sequences],
+        block_lists=[blocks.tables[sequence.sequence_id] for sequence in step.sequences],
         slot_mapping=slot_mapping,
         causal=True,
         num_decodes=step.num_decodes,
@@ -104,10 +104,13 @@ def find_pieces(
         last = first + step.num_tokens[index]
         offset = int(inputs.query_start_loc[index]) - first
         for item in sequence.request.inputs:
-            if item.start is None or item.start >= last or item.start + item.num_prompt_tokens <= first:
+            if item.start is None or item.end is None or item.start >= last or item.end <= first:
                 continue
             assert item.offer is not None
-            places = _placeholders(item.offer.layout.expansion, placeholder) + item.start
+            is_placeholder = [
+                np.full(count, token_id == placeholder) for token_id, count in item.offer.layout.expansion
+            ]
+            places = np.flatnonzero(np.concatenate(is_placeholder)) + item.start
             begin, end = np.searchsorted(places, (first, last))
             if begin < end:
                 outputs = cache.get(item.offer.content_hash)[begin:end]
@@ -127,9 +130,3 @@ def merge_embeddings(embeddings: Tensor, pieces: Sequence[MergedRows], dtype: to
     outputs = torch.cat([send_tensor(piece.outputs, device, dtype) for piece in pieces])
     embeddings[rows] = outputs[:, :hidden_size]
     return EncoderRows(rows, outputs) if outputs.shape[1] > hidden_size else None
-
-
-def _placeholders(expansion: Sequence[tuple[int, int]], placeholder: int | None) -> IntArray:
-    """Return the tokens of an expansion with the placeholder's id: encoder rows replace their embeddings."""
-    flags = np.concatenate([np.full(count, token_id == placeholder) for token_id, count in expansion])
-    return np.flatnonzero(flags)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from common.sampling_params import SamplingParams
+from engine.state.spec import IntArray
 
 CANDIDATES: Final = (128, 1024)
 """A row is drawn among so many likeliest tokens where they hold all that may be drawn: first few, then more."""
@@ -26,31 +27,33 @@ def draw(scores: torch.Tensor, sampling: Sequence[SamplingParams], uniforms: Seq
     inverting the cumulative distribution at uniforms[i]. A row's outcome does not depend on its neighbours.
     """
     vocab_size = scores.shape[-1]
-    temperatures = [[params.temperature] for params in sampling]
-    weights = weights_of(scores, torch.tensor(temperatures, dtype=scores.dtype, device=scores.device))
-    numbers = torch.tensor(uniforms, dtype=torch.float64, device=scores.device).unsqueeze(1)
-    limits = _Limits(sampling, vocab_size, scores.device)
-    tokens = [-1] * len(sampling)
-
-    def settle(rows: list[int], drawn: torch.Tensor) -> None:
-        for row, token in zip(rows, drawn.tolist(), strict=True):
-            tokens[row] = min(token, vocab_size - 1)  # NaN leads beyond the end
-
+    temperatures = torch.tensor([[params.temperature] for params in sampling], dtype=scores.dtype, device=scores.device)
+    top_k = np.array([params.top_k if 0 < params.top_k < vocab_size else 0 for params in sampling], np.int64)
+    top_p = np.array([params.top_p for params in sampling], np.float64)
+    everyone = _Rows(
+        weights_of(scores, temperatures),
+        torch.from_numpy(top_k).to(scores.device).unsqueeze(1),
+        torch.from_numpy(top_p).to(scores.device).unsqueeze(1),
+        torch.tensor([[params.min_p] for params in sampling], dtype=torch.float32, device=scores.device),
+        torch.tensor(uniforms, dtype=torch.float64, device=scores.device).unsqueeze(1),
+    )
+    tokens = np.full(len(sampling), -1, np.int64)
     # Rows without top-k and top-p need no sorted tokens.
-    unordered = [row for row, one in enumerate(sampling) if limits.top_k[row] == 0 and one.top_p >= 1.0]
-    if unordered:
-        kept = _keep(_select(weights, unordered), limits.select(unordered).min_ps)
-        settle(unordered, invert(kept, _select(numbers, unordered)))
+    unordered = np.flatnonzero((top_k == 0) & (top_p >= 1.0))
+    if len(unordered):
+        rows = everyone.select(unordered)
+        tokens[unordered] = invert(_keep(rows.weights, rows.min_ps), rows.numbers).tolist()
     for size in CANDIDATES:
-        rows = [row for row, token in enumerate(tokens) if token < 0 and limits.top_k[row] < size < vocab_size]
-        if rows:
-            settle(rows, _draw_among(size, _select(weights, rows), limits.select(rows), _select(numbers, rows)))
-    rows = [row for row, token in enumerate(tokens) if token < 0]
-    if rows:
-        wide = _select(weights, rows)
-        least = _least_weight(_sort_descending(wide), wide, limits.select(rows))
-        settle(rows, invert(_keep(wide, least), _select(numbers, rows)))
-    return tokens
+        left = np.flatnonzero((tokens < 0) & (top_k < size))
+        if len(left) and size < vocab_size:
+            tokens[left] = _draw_among(size, everyone.select(left)).tolist()
+    left = np.flatnonzero(tokens < 0)
+    if len(left):
+        rows = everyone.select(left)
+        least = _least_weight(_sort_descending(rows.weights), rows)
+        tokens[left] = invert(_keep(rows.weights, least), rows.numbers).tolist()
+    drawn: list[int] = tokens.clip(max=vocab_size - 1).tolist()  # NaN leads beyond the end
+    return drawn
 
 
 def uniform(seed: int, position: int) -> float:
@@ -69,25 +72,18 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-class _Limits:
-    """top_k (0: all), top_p and min_p of some rows."""
+class _Rows(NamedTuple):
+    """Rows to draw from: weights [n, vocab_size]; top_k (0: all), top_p, min_p and the uniform numbers, [n, 1] each."""
 
-    def __init__(self, sampling: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> None:
-        self._sampling, self._vocab_size, self._device = sampling, vocab_size, device
-        self.top_k = [params.top_k if 0 < params.top_k < vocab_size else 0 for params in sampling]
-        self.ks = torch.tensor(self.top_k, device=device).unsqueeze(1)
-        self.ps = torch.tensor([[params.top_p] for params in sampling], dtype=torch.float64, device=device)
-        self.min_ps = torch.tensor([[params.min_p] for params in sampling], dtype=torch.float32, device=device)
+    weights: torch.Tensor
+    ks: torch.Tensor
+    ps: torch.Tensor
+    min_ps: torch.Tensor
+    numbers: torch.Tensor
 
-    def select(self, rows: Sequence[int]) -> _Limits:
-        if len(rows) == len(self._sampling):
-            return self
-        return _Limits([self._sampling[row] for row in rows], self._vocab_size, self._device)
-
-
-def _select(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """Return rows of a tensor, without a copy if all rows are selected."""
-    return tensor if len(rows) == len(tensor) else tensor[rows]
+    def select(self, rows: IntArray) -> _Rows:
+        """Return some rows, without a copy if all rows are selected."""
+        return self if len(rows) == len(self.weights) else _Rows(*(tensor[rows] for tensor in self))
 
 
 def weights_of(scores: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
@@ -102,32 +98,32 @@ def _keep(weights: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
     return weights * (weights >= least) if bool(least.any()) else weights
 
 
-def _draw_among(size: int, weights: torch.Tensor, limits: _Limits, numbers: torch.Tensor) -> torch.Tensor:
+def _draw_among(size: int, rows: _Rows) -> torch.Tensor:
     """Draw from the `size` likeliest tokens of each row; [num_rows], -1 if further tokens might be needed.
 
     The candidates are taken in the order of the vocabulary, as a draw from the whole row takes them.
     """
-    ordered, ids = weights.topk(size)
-    least, last = _least_weight(ordered, weights, limits), ordered[:, -1:]
+    ordered, ids = rows.weights.topk(size)
+    least, last = _least_weight(ordered, rows), ordered[:, -1:]
     # A least weight of the last candidate may be that of tokens beyond it, too.
-    k_is_inside = (limits.ks == 0) | (ordered.gather(1, (limits.ks - 1).clamp(min=0)) > last)
+    k_is_inside = (rows.ks == 0) | (ordered.gather(1, (rows.ks - 1).clamp(min=0)) > last)
     is_complete = (last == 0.0) | ((least > last) & k_is_inside)
     ids, order = ids.sort(dim=-1)
     cumulative = (ordered * (ordered >= least)).gather(1, order).cumsum(dim=-1, dtype=torch.float64)
-    places = torch.searchsorted(cumulative, numbers * cumulative[:, -1:], right=True).clamp_(max=size - 1)
+    places = torch.searchsorted(cumulative, rows.numbers * cumulative[:, -1:], right=True).clamp_(max=size - 1)
     return torch.where(is_complete, ids.gather(1, places), -1).squeeze(1)
 
 
-def _least_weight(ordered: torch.Tensor, weights: torch.Tensor, limits: _Limits) -> torch.Tensor:
+def _least_weight(ordered: torch.Tensor, rows: _Rows) -> torch.Tensor:
     """Return the least admissible weight of each row, [num_rows, 1]; ordered are the largest weights, sorted.
 
     Tokens that weigh exactly as much as the last one kept are kept too, so that ties, which are common where logits
     come from bfloat16, are not decided by the order of a sort.
     """
-    kept = top_k_weight(ordered, limits.ks)
+    kept = top_k_weight(ordered, rows.ks)
     head = ordered * (ordered >= kept)
-    total = torch.where(limits.ks > 0, head.sum(dim=-1, keepdim=True), weights.sum(dim=-1, keepdim=True))
-    return torch.maximum(torch.maximum(kept, nucleus_weight(head, total, limits.ps)), limits.min_ps)
+    total = torch.where(rows.ks > 0, head.sum(dim=-1, keepdim=True), rows.weights.sum(dim=-1, keepdim=True))
+    return torch.maximum(torch.maximum(kept, nucleus_weight(head, total, rows.ps)), rows.min_ps)
 
 
 def top_k_weight(ordered: torch.Tensor, ks: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable
 
 from common.config import PreemptionPolicy
 from engine.cache.block_manager import BlockManager
@@ -59,6 +58,7 @@ class DecoderScheduler:
         self._changed: list[Request] = []
         self.capacity = Capacity(blocks, coverage, self.running, self.reserved, max_num_seqs, max_model_len)
         self.counters = {"preemptions": 0, "preemptions_by_swap": 0, "inputs_covered": 0}
+        self.counters |= {"prefix_queried_tokens": 0, "prefix_hit_tokens": 0}
 
     def add(self, request: Request) -> None:
         """Insert a request into `waiting`, by order."""
@@ -88,25 +88,13 @@ class DecoderScheduler:
         elif request in self.reserved:
             self.reserved.remove(request)
         self._changed = [other for other in self._changed if other is not request]
-        self._release_slots(request.sequences)
+        self._slots.release_slots(request.sequences)
         self._free_tables(request)
 
     def remove_sequence(self, sequence: Sequence) -> None:
         """Free the blocks and the slot of an ended sequence."""
         self.blocks.free(sequence.sequence_id)
-        self._release_slots([sequence])
-
-    def acquire_slots(self, sequences: Iterable[Sequence]) -> None:
-        """Give a slot of the input tables to each sequence without one."""
-        for sequence in sequences:
-            if sequence.slot_index < 0:
-                sequence.slot_index = self._slots.acquire_slot()
-
-    def _release_slots(self, sequences: Iterable[Sequence]) -> None:
-        for sequence in sequences:
-            if sequence.slot_index >= 0:
-                self._slots.release_slot(sequence.slot_index)
-                sequence.slot_index = -1
+        self._slots.release_slots([sequence])
 
     def has_work(self) -> bool:
         """Return True if some request could compute now."""
@@ -142,7 +130,7 @@ class DecoderScheduler:
     def _continue(self, request: Request, chosen: Chosen, budget: int) -> None:
         """Choose the next tokens of a running request; preempt the last requests if blocks are missing."""
         for sequence, count in self._wanted(request, budget):
-            if not self.blocks.has_table(sequence.sequence_id):
+            if sequence.sequence_id not in self.blocks.tables:
                 self._begin_sibling(request, sequence)
                 continue  # how much is left to compute has just changed: it runs in the next step
             end = sequence.num_computed_tokens + count
@@ -179,7 +167,7 @@ class DecoderScheduler:
         sibling has computed the prompt."""
         shared = len(request.prompt) // self.blocks.block_size
         num_shared_tokens = shared * self.blocks.block_size
-        siblings = [one for one in request.sequences if self.blocks.has_table(one.sequence_id)]
+        siblings = [one for one in request.sequences if one.sequence_id in self.blocks.tables]
         if not siblings:  # the one that had the prompt has ended: this one computes it, with the inputs it needs again
             if not request.cross_attention:
                 self._rewind_inputs(request)
@@ -222,7 +210,10 @@ class DecoderScheduler:
     def _begin(self, request: Request, wanted: int) -> None:
         """Give the request block tables; mark inputs as consumed that the caches cover."""
         num_cached = self._allocate(request, wanted)
-        self.coverage.count(request, num_cached)
+        self.counters["prefix_queried_tokens"] += len(request.sequences[0].token_ids)
+        self.counters["prefix_hit_tokens"] += num_cached
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = num_cached
         self._cover_inputs(request, num_cached)
 
     def _cover_inputs(self, request: Request, num_cached: int) -> None:
@@ -335,7 +326,7 @@ class DecoderScheduler:
         """Take the blocks of a running request. The request waits, first of equal priority, and resumes at the same
         tokens."""
         self.running.remove(request)
-        self._release_slots(request.sequences)
+        self._slots.release_slots(request.sequences)
         if self._swaps(request):
             self.blocks.swap_out(request.request_id, request.sequence_ids)
             self.counters["preemptions_by_swap"] += 1
@@ -361,8 +352,8 @@ class DecoderScheduler:
             sequence.num_computed_tokens = sequence.num_remembered = 0
 
     def _free_tables(self, request: Request) -> None:
-        for sequence_id in request.sequence_ids:
-            self.blocks.free(sequence_id)
+        for sequence in request.sequences:
+            self.blocks.free(sequence.sequence_id)
         self.blocks.free_cross(request.request_id)
 
     def yield_blocks(self) -> bool:

@@ -72,21 +72,23 @@ class InputBuffers:
         self.num_computed_tokens = np.zeros(max_num_seqs, np.int64)
         self._num_tokens = np.zeros(max_num_seqs, np.int64)
         self._num_blocks = np.zeros(max_num_seqs, np.int64)
-        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self.free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._arange = np.arange(max(max_num_seqs, max_model_len) + 1)
 
-    @property
-    def num_free_slots(self) -> int:
-        return len(self._free_slots)
+    def acquire_slots(self, sequences: ListOf[Sequence]) -> None:
+        """Give a slot to each sequence without one."""
+        for sequence in sequences:
+            if sequence.slot_index < 0:
+                sequence.slot_index = slot = self.free_slots.pop()
+                self._num_tokens[slot] = self._num_blocks[slot] = self.num_computed_tokens[slot] = 0
 
-    def acquire_slot(self) -> int:
-        slot = self._free_slots.pop()
-        self._num_tokens[slot] = self._num_blocks[slot] = self.num_computed_tokens[slot] = 0
-        return slot
-
-    def release_slot(self, slot: int) -> None:
-        self.block_table[slot] = 0
-        self._free_slots.append(slot)
+    def release_slots(self, sequences: ListOf[Sequence]) -> None:
+        """Free the slots of sequences; those without one are fine."""
+        for sequence in sequences:
+            if sequence.slot_index >= 0:
+                self.block_table[sequence.slot_index] = 0
+                self.free_slots.append(sequence.slot_index)
+                sequence.slot_index = -1
 
     def update(self, slot: int, token_ids: ListOf[int], blocks: ListOf[int], num_computed_tokens: int) -> None:
         """Update a row by copying only values new since the last call."""
@@ -111,7 +113,7 @@ class InputBuffers:
         """Update all rows of a step. Rows with a single new token, usual for decodes, are written together.
 
         A token that is not known yet (below 0) stays so in the table after it has become known: it is read in the step
-        right behind, and again only after `acquire_slot`, which writes the whole row anew.
+        right behind, and again only after `acquire_slots`, which writes the whole row anew.
         """
         count = len(slots)
         rows, lengths = np.array(slots, np.int64), np.fromiter(map(len, token_ids), np.int64, count)

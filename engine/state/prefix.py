@@ -10,32 +10,29 @@ An input is its content hash and how far the block is into it, since its placeho
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 
 import numpy as np
+
+from engine.state.request import Request, Sequence
 
 HASH_BYTES = 16
 
 
-def root_hash(encoder_content: str, *, uses_mrope: bool) -> bytes:
-    """Return the start of a chain. Any string is valid content."""
-    return hashlib.blake2b(f"{uses_mrope}|{encoder_content}".encode(), digest_size=HASH_BYTES).digest()
-
-
-def extend_chain(
-    chain: list[bytes],
-    root: bytes,
-    token_ids: Sequence[int],
-    num_tokens: int,
-    block_size: int,
-    inputs: Sequence[tuple[int, int, str]] = (),
-) -> None:
-    """Append the hashes of all blocks filled by the first `num_tokens` tokens. `inputs` are (start, end, content)."""
-    for index in range(len(chain), num_tokens // block_size):
+def extend_hashes(request: Request, sequence: Sequence, num_tokens: int, block_size: int) -> list[bytes]:
+    """Return the hashes of the blocks filled by the first `num_tokens` of a sequence (kept by the sequence)."""
+    chain, num_blocks = sequence.hashes, num_tokens // block_size
+    if not chain and num_blocks:
+        root = f"{request.uses_mrope}|{request.encoder_content}".encode()
+        chain_end = hashlib.blake2b(root, digest_size=HASH_BYTES).digest()
+    else:
+        chain_end = chain[-1] if chain else b""
+    for index in range(len(chain), num_blocks):
         begin, end = index * block_size, (index + 1) * block_size
-        digest = hashlib.blake2b(chain[-1] if chain else root, digest_size=HASH_BYTES)
-        digest.update(np.asarray(token_ids[begin:end], np.int64).tobytes())
-        for start, stop, content in inputs:
-            if start < end and stop > begin:
-                digest.update(f"|{begin - start}:{content}".encode())
-        chain.append(digest.digest())
+        digest = hashlib.blake2b(chain_end, digest_size=HASH_BYTES)
+        digest.update(np.asarray(sequence.token_ids[begin:end], np.int64).tobytes())
+        for item in request.inputs:
+            if item.start is not None and item.end is not None and item.start < end and item.end > begin:
+                digest.update(f"|{begin - item.start}:{item.slot.content_hash}".encode())
+        chain_end = digest.digest()
+        chain.append(chain_end)
+    return chain[:num_blocks]

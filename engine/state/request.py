@@ -25,7 +25,6 @@ from common.messages import InputSlot, Offer, Resumed, Span, TokenLogprob
 from common.sampling_params import SamplingParams
 from common.telemetry import SpanRecorder
 from engine.state.cross_ranges import groups_of
-from engine.state.prefix import extend_chain, root_hash
 from engine.state.spec import IntArray
 
 
@@ -42,7 +41,7 @@ class InputState(enum.Enum):
 
 @dataclass(eq=False)
 class RequestInput:
-    """An input of a request. `start` is the beginning of its expansion in the expanded prompt."""
+    """An input of a request. `start` to `end` (not included) is its place in the expanded prompt; None until known."""
 
     slot: InputSlot
     state: InputState = InputState.MISSING
@@ -50,21 +49,11 @@ class RequestInput:
     attempt: int = -1
     deadline_s: float = 0.0
     start: int | None = None
-
-    @property
-    def end(self) -> int | None:
-        """The first prompt token behind the input; None behind an input of unknown size."""
-        return None if self.start is None else self.start + self.num_prompt_tokens
+    end: int | None = None
 
     @property
     def usable(self) -> bool:
         return self.state in (InputState.READY, InputState.CONSUMED)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Number of tokens in place of the placeholder."""
-        assert self.offer is not None
-        return sum(count for _, count in self.offer.layout.expansion)
 
 
 UNKNOWN_TOKEN: Final = -1
@@ -147,7 +136,8 @@ class Request:
     """A request. Lower `priority` goes first, then lower `arrival`; `instance` names the spans.
 
     `cross_attention`: the decoder reads the inputs by cross-attention, all of them from its first token on.
-    `sequences` are those that still grow. `resumed` sequences had generated some tokens elsewhere.
+    `sequences` are those that still grow. `resumed` sequences had generated some tokens elsewhere. `order` is the sort
+    key of scheduling. `mrope_positions` [3, n] are time, height, width of the known prompt (Qwen2-VL, section 2.1).
 
     Where prefill and decode are apart, the request is at both. `prefill_only`: its keys and values are computed for
     somebody else, who computes the last known token and samples. `prefilled`: it is that somebody; the keys and values
@@ -176,7 +166,6 @@ class Request:
     has_output: bool = False
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     prompt_logprobs_sent: bool = False
-    mrope_positions: list[IntArray] = field(default_factory=list)
     mrope_next: int = 0
     is_prompt_known: bool = False
 
@@ -185,23 +174,20 @@ class Request:
         self.sequences = [Sequence(self, one.index) for one in self.resumed] or [Sequence(self)]
         self.forked = bool(self.resumed) or self.sampling.num_sequences == 1
         self.awaits_kv = self.prefilled
+        self.order = self.priority, self.arrival
+        self.mrope_positions: IntArray = np.zeros((3, 0), np.int64)
         self._next_prompt_index = 0
         self._next_input = 0
-        self._root: bytes | None = None
         self.expand_prompt()
 
     @classmethod
     def create(cls, request_id: str, prompt: ListOf[int], slots: ListOf[InputSlot], **rest: object) -> Request:
         return cls(request_id, list(prompt), [RequestInput(slot) for slot in slots], **rest)  # type: ignore[arg-type]
 
-    @property
-    def order(self) -> tuple[int, int]:
-        """Sort key of scheduling: lower priority, then earlier arrival."""
-        return self.priority, self.arrival
-
     def go_first(self) -> None:
         """Put this request before all requests without this call, whatever their priority."""
         self.priority -= _FIRST
+        self.order = self.priority, self.arrival
 
     @property
     def sequence_ids(self) -> list[int]:
@@ -221,15 +207,16 @@ class Request:
         while self._next_input < len(self.inputs) and not self.is_encoder_decoder:
             item = self.inputs[self._next_input]
             assert item.slot.prompt_index is not None
-            self._append_text(self.prompt_token_ids[self._next_prompt_index : item.slot.prompt_index])
+            self._append(self.prompt_token_ids[self._next_prompt_index : item.slot.prompt_index])
             self._next_prompt_index = item.slot.prompt_index
             if item.offer is None:
                 return
-            item.start = len(self.prompt)
-            self._append_input(item)
+            layout, item.start = item.offer.layout, len(self.prompt)
+            self._append([token_id for token_id, count in layout.expansion for _ in range(count)], layout.grid)
+            item.end = len(self.prompt)
             self._next_prompt_index += 1
             self._next_input += 1
-        self._append_text(self.prompt_token_ids[self._next_prompt_index :])
+        self._append(self.prompt_token_ids[self._next_prompt_index :])
         self.is_prompt_known = True
         generated = {one.index: one.token_ids for one in self.resumed}
         for sequence in self.sequences:
@@ -238,57 +225,17 @@ class Request:
             for sequence in self.sequences:
                 sequence.num_lost_tokens = len(sequence.token_ids) - 1
 
-    def _append(self, token_ids: ListOf[int]) -> None:
+    def _append(self, token_ids: ListOf[int], grid: ListOf[int] | None = None) -> None:
+        """Append known tokens: text, or an input with a `grid` of positions."""
         self.prompt.extend(token_ids)
         for sequence in self.sequences:
             sequence.token_ids.extend(token_ids)
-
-    def _append_text(self, token_ids: ListOf[int]) -> None:
-        self._append(token_ids)
         if self.uses_mrope and token_ids:
-            steps = np.arange(self.mrope_next, self.mrope_next + len(token_ids))
-            self.mrope_positions.append(np.broadcast_to(steps, (3, len(token_ids))))
-            self.mrope_next += len(token_ids)
-
-    def _append_input(self, item: RequestInput) -> None:
-        assert item.offer is not None
-        layout = item.offer.layout
-        for token_id, count in layout.expansion:
-            self._append([token_id] * count)
-        if not self.uses_mrope:
-            return
-        if layout.grid is None:
-            steps = np.broadcast_to(np.arange(item.num_prompt_tokens), (3, item.num_prompt_tokens))
-        else:
-            steps = np.indices(layout.grid).reshape(3, -1)
-        self.mrope_positions.append(steps + self.mrope_next)
-        self.mrope_next += int(steps.max(initial=-1)) + 1
-
-    def prompt_positions(self) -> IntArray:
-        """3-D rotary positions of the known prompt, [3, n] (Qwen2-VL, section 2.1: time, height, width)."""
-        if len(self.mrope_positions) > 1:
-            self.mrope_positions = [np.concatenate(self.mrope_positions, axis=1)]
-        return self.mrope_positions[0] if self.mrope_positions else np.zeros((3, 0), np.int64)
-
-    def extend_hashes(self, sequence: Sequence, num_tokens: int, block_size: int) -> list[bytes]:
-        """Return the hashes of the blocks filled by the first `num_tokens` of a sequence (kept by the sequence)."""
-        if self._root is None:
-            self._root = root_hash(self.encoder_content, uses_mrope=self.uses_mrope)
-        if len(sequence.hashes) < num_tokens // block_size:
-            spans = [
-                (item.start, item.start + item.num_prompt_tokens, item.slot.content_hash)
-                for item in self.inputs
-                if item.start is not None
-            ]
-            extend_chain(sequence.hashes, self._root, sequence.token_ids, num_tokens, block_size, spans)
-        return sequence.hashes[: num_tokens // block_size]
+            steps = np.indices(grid).reshape(3, -1) if grid is not None else np.tile(np.arange(len(token_ids)), (3, 1))
+            self.mrope_positions = np.concatenate((self.mrope_positions, steps + self.mrope_next), axis=1)
+            self.mrope_next += int(steps.max()) + 1
 
     # --- progress
-
-    @property
-    def num_known_tokens(self) -> int:
-        """Known length of the longest sequence."""
-        return max((sequence.num_known_tokens for sequence in self.sequences), default=len(self.prompt))
 
     @property
     def has_unknown_tokens(self) -> bool:
@@ -354,7 +301,7 @@ class Request:
                     return 0
             elif item.start is None:
                 return len(sequence.token_ids)
-            elif on_its_way or item.start + item.num_prompt_tokens > num_covered:
+            elif on_its_way or item.end is None or item.end > num_covered:
                 return item.start
         if self.prefill_only:  # one at least: it is the step of a token that writes the cross table
             return max(1, self.num_handoff_tokens)

@@ -188,11 +188,11 @@ class KvWatch:
             return
         for request in self._engine.state.requests.values():
             for sequence in request.sequences:
-                if blocks.has_table(sequence.sequence_id):
+                if sequence.sequence_id in blocks.tables:
                     self._compare(sequence)
 
     def _compare(self, sequence: Sequence) -> None:
-        table = torch.tensor(self._engine.blocks.get_block_table(sequence.sequence_id), dtype=torch.long)
+        table = torch.tensor(self._engine.blocks.tables[sequence.sequence_id], dtype=torch.long)
         now = torch.stack([cache[:, table].flatten(1, 2) for cache in self._engine.runner.caches])
         now = now[:, :, : sequence.num_computed_tokens]
         before = self._known.get(sequence.sequence_id)

@@ -129,7 +129,7 @@ class Receiver:
         self.ended.add(name)
         request = self.requests.pop(name, None)
         if request is None:
-            self.intake.forget(name, None)
+            self.intake._emit(*self.intake.early.forget(name, None))
         else:
             self.intake.end_request(request)
 
@@ -250,9 +250,9 @@ class Receiver:
             self._check_content(item)
         if item.state is InputState.CONSUMED and not self.plan.cross_attention:
             computed = self.requests[name].sequences[0].num_computed_tokens
-            passed = item.start is not None and item.start + item.num_prompt_tokens <= computed
+            passed = item.end is not None and item.end <= computed
             assert passed, "given up before the prefill has passed it"
-        assert ((name, number) in self.intake._granted) == (item.state is InputState.GRANTED)
+        assert ((name, number) in self.intake.granted) == (item.state is InputState.GRANTED)
         waits = [pair for pair in self.intake._pending if pair[1] is item]
         assert len(waits) == (item.state is InputState.OFFERED)
 

@@ -136,7 +136,7 @@ class SymbolicRunner(DecoderRunner):
         """Check what attention would read, write what is new; returns the symbol of the last token."""
         contents = _contents(sequence)
         symbols = chain(sequence.token_ids[:end], contents[:end])
-        table, first = blocks.get_block_table(sequence.sequence_id), sequence.num_computed_tokens
+        table, first = blocks.tables[sequence.sequence_id], sequence.num_computed_tokens
         for position in range(end):
             block, slot = table[position // self.block_size], position % self.block_size
             places = [self.caches[0][side, block, slot] for side in (0, 1)]
@@ -157,9 +157,8 @@ class SymbolicRunner(DecoderRunner):
 def _contents(sequence: Sequence) -> list[str]:
     contents = [""] * len(sequence.token_ids)
     for item in sequence.request.inputs:
-        if item.start is not None:
-            end = item.start + item.num_prompt_tokens
-            contents[item.start : end] = [item.slot.content_hash] * item.num_prompt_tokens
+        if item.start is not None and item.end is not None:
+            contents[item.start : item.end] = [item.slot.content_hash] * (item.end - item.start)
     return contents
 
 

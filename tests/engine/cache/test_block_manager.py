@@ -189,7 +189,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             one, sequence = self.requests[name], self.requests[name].sequences[number]
             values = self.values(one.content, sequence.tokens)
             begin, end = sequence.num_computed, sequence.num_computed + sequence.num_pending
-            self.write(self.manager.get_block_table(number), begin, values[begin:end])
+            self.write(self.manager.tables[number], begin, values[begin:end])
             sequence.num_computed, sequence.num_pending = end, 0
         self.everybody_reads_what_was_written()
         for name, number in self.on_device():
@@ -318,7 +318,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def everybody_reads_what_was_written(self) -> None:
         for name, number in self.on_device():
             one, sequence = self.requests[name], self.requests[name].sequences[number]
-            known = self.device[self.manager.get_block_table(number)].ravel()[: sequence.num_computed]
+            known = self.device[self.manager.tables[number]].ravel()[: sequence.num_computed]
             assert known.tolist() == self.values(one.content, sequence.tokens[: sequence.num_computed])
         for name, one in self.requests.items():
             if one.reads_cross and not one.swapped:
@@ -343,7 +343,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         block_of: dict[Cell, int] = {}
         for name, number in self.on_device():
             cells = self.requests[name].sequences[number].cells
-            table = self.manager.get_block_table(number)
+            table = self.manager.tables[number]
             assert len(table) == len(cells)
             for cell, block in zip(cells, table, strict=True):
                 assert block_of.setdefault(cell, block) == block

@@ -77,7 +77,7 @@ def test_a_swapped_cross_table_comes_back_where_the_device_has_lost_it() -> None
         manager.pop_moves()
         manager.swap_in("a")
         brought = [move.target for move in manager.pop_moves() if move.kind == "in"]
-        tables = manager.get_block_table(0) + (manager.get_cross_block_table("a") if lost else [])
+        tables = manager.tables[0] + (manager.get_cross_block_table("a") if lost else [])
         assert sorted(brought) == sorted(tables)
         assert not manager.needs_writing("a")
         manager.free(0)
@@ -98,7 +98,7 @@ def test_a_swapped_sequence_that_ends_gives_its_host_blocks_back() -> None:
     assert manager.host.num_free == 8 - 2
     manager.swap_in("r")
     assert (manager.num_used, manager.host.num_free) == (2, 8)
-    assert not manager.has_table(0)
+    assert 0 not in manager.tables
     manager.check_integrity()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as ListOf
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from engine.cache.block_manager import BlockManager
 from engine.cache.block_pool import BlockPool
 from engine.core.encoder_engine import encoder_computations
 from engine.llm import LLM
-from engine.state.prefix import extend_chain, root_hash
+from engine.state.prefix import extend_hashes
 from tests import tiny_models
 from tests.engine.conftest import AUDIO_FRAMES
 from tests.engine.driving import Driver, Job, greedy, make_engine, run, sampled, text, text_tokens
@@ -78,7 +80,7 @@ def test_running_requests_hold_what_they_share_once(tiny_llama: ModelInfo) -> No
     for number in range(5):
         driver.add(replace(job, name=f"again {number}"))
     driver.step()
-    tables = [engine.blocks.get_block_table(name) for one in engine.scheduler.running for name in one.sequence_ids]
+    tables = [engine.blocks.tables[name] for one in engine.scheduler.running for name in one.sequence_ids]
     assert len(tables) == 6
     assert all(table[:5] == tables[0][:5] for table in tables)
     assert engine.stats()["kv_blocks_used"] == 5 + 6
@@ -144,9 +146,23 @@ def test_tokens_are_the_same_with_and_without_it(
 
 
 def chain(*token_ids: int) -> list[bytes]:
-    hashes: list[bytes] = []
-    extend_chain(hashes, root_hash("", uses_mrope=False), token_ids, len(token_ids), SIZE)
-    return hashes
+    return hashes_of(token_ids, len(token_ids), [])
+
+
+def hashes_of(
+    token_ids: ListOf[int],
+    num_tokens: int,
+    spans: ListOf[tuple[int, int, str]],
+    content: str = "",
+    *,
+    uses_mrope: bool = False,
+    known: ListOf[bytes] = (),
+) -> list[bytes]:
+    """Return the chain of the first `num_tokens` tokens, with inputs at `spans` (start, end, content)."""
+    inputs = [SimpleNamespace(start=a, end=b, slot=SimpleNamespace(content_hash=name)) for a, b, name in spans]
+    request: Any = SimpleNamespace(uses_mrope=uses_mrope, encoder_content=content, inputs=inputs)
+    sequence: Any = SimpleNamespace(token_ids=list(token_ids), hashes=list(known))
+    return extend_hashes(request, sequence, num_tokens, SIZE)
 
 
 def test_least_recently_used_blocks_go_first_and_of_a_prompt_its_tail() -> None:
@@ -193,25 +209,21 @@ def test_blocks_in_use_are_never_given_up() -> None:
 def test_a_chain_names_tokens_inputs_and_all_before_them(tokens: list[int], start: int, rows: int, place: int) -> None:
     """One changed token, another picture or another root change every hash from there on, and none before it."""
     place %= len(tokens)
-    root, inputs = root_hash("", uses_mrope=False), [(start, start + rows, "picture")]
-    made: dict[str, list[bytes]] = {}
-    for name, one_root, some_tokens, some_inputs in [
-        ("one", root, tokens, inputs),
-        ("token", root, [*tokens[:place], tokens[place] + 1, *tokens[place + 1 :]], inputs),
-        ("picture", root, tokens, [(start, start + rows, "another")]),
-        ("root", root_hash("clip+18", uses_mrope=False), tokens, inputs),
-        ("grid", root_hash("", uses_mrope=True), tokens, inputs),
-    ]:
-        extend_chain(made.setdefault(name, []), one_root, some_tokens, len(tokens), SIZE, some_inputs)
+    inputs, count = [(start, start + rows, "picture")], len(tokens)
+    made = {
+        "one": hashes_of(tokens, count, inputs),
+        "token": hashes_of([*tokens[:place], tokens[place] + 1, *tokens[place + 1 :]], count, inputs),
+        "picture": hashes_of(tokens, count, [(start, start + rows, "another")]),
+        "root": hashes_of(tokens, count, inputs, "clip+18"),
+        "grid": hashes_of(tokens, count, inputs, uses_mrope=True),
+    }
     whole = len(tokens) // SIZE
     assert [len(one) for one in made.values()] == [whole] * 5
     first_change = {"token": place // SIZE, "picture": start // SIZE, "root": 0, "grid": 0}
     for name, first in first_change.items():
         same = [a == b for a, b in zip(made["one"], made[name], strict=True)]
         assert same == [index < first for index in range(whole)]
-    in_two_parts: list[bytes] = []
-    extend_chain(in_two_parts, root, tokens, place, SIZE, inputs)
-    extend_chain(in_two_parts, root, tokens, len(tokens), SIZE, inputs)
+    in_two_parts = hashes_of(tokens, count, inputs, known=hashes_of(tokens, place, inputs))
     assert in_two_parts == made["one"]
 
 

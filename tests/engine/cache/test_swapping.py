@@ -112,7 +112,7 @@ def test_swapped_blocks_come_back_bit_for_bit(tiny_speech: ModelInfo) -> None:
     while len(driver.tokens) < 3 or len(driver.tokens[job.name, 0]) < 6:
         driver.step()
     [request] = engine.scheduler.running
-    tables = {one.sequence_id: engine.blocks.get_block_table(one.sequence_id) for one in request.sequences}
+    tables = {one.sequence_id: engine.blocks.tables[one.sequence_id] for one in request.sequences}
     cross = engine.blocks.get_cross_block_table(job.name)
     before = [cache.clone() for cache in engine.runner.caches]
     engine.scheduler.preemption = "swap"
@@ -127,7 +127,7 @@ def test_swapped_blocks_come_back_bit_for_bit(tiny_speech: ModelInfo) -> None:
     engine.blocks.allocate(squatter, 4 * 3)
     engine.blocks.swap_in(job.name)
     engine.runner.move(engine.blocks.pop_moves())
-    pairs = [(tables[name], engine.blocks.get_block_table(name)) for name in tables]
+    pairs = [(tables[name], engine.blocks.tables[name]) for name in tables]
     pairs.append((cross, engine.blocks.get_cross_block_table(job.name)))
     assert all(old != new for old, new in pairs)
     for layer, cache in enumerate(engine.runner.caches):
@@ -135,7 +135,7 @@ def test_swapped_blocks_come_back_bit_for_bit(tiny_speech: ModelInfo) -> None:
             assert torch.equal(cache[:, new], before[layer][:, old])
     shared = tables[request.sequences[0].sequence_id][0]
     assert [table[0] for table in tables.values()] == [shared] * 3
-    assert len({engine.blocks.get_block_table(name)[0] for name in tables}) == 1
+    assert len({engine.blocks.tables[name][0] for name in tables}) == 1
     engine.blocks.free(squatter)
 
 

@@ -430,10 +430,10 @@ def test_any_burst_drains_within_its_budget(seed: int) -> None:
             if kind == "offer":
                 desk.offer(*key, attempts[key], output(sizes[key], content))
             elif rng.random() < 0.1:
-                desk.intake.expire(FAR_S * 2) if desk.intake.num_granted else None
+                desk.intake.expire(FAR_S * 2) if desk.intake.granted else None
             else:
                 desk.intake.deliver(*key, attempts[key], tensor(sizes[key]))
-        elif desk.intake.num_granted:
+        elif desk.intake.granted:
             desk.intake.expire(FAR_S * 2)
         elif not runnable and not events:
             assert desk.intake.revoke(only_blocked=False), "nothing moves"

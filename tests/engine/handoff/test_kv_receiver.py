@@ -197,7 +197,7 @@ class ReceiverMachine(RuleBasedStateMachine):
         self.intake.check_integrity()
         held = [*self.scheduler.running, *self.scheduler.reserved]
         assert sum(request.num_slots for request in held) <= MAX_SEQS
-        assert all(self.blocks.has_table(request.sequences[0].sequence_id) for request in held)
+        assert all(request.sequences[0].sequence_id in self.blocks.tables for request in held)
 
     @invariant()
     def what_has_started_has_what_was_sent(self) -> None:
@@ -205,7 +205,7 @@ class ReceiverMachine(RuleBasedStateMachine):
             name, sequence = request.request_id, request.sequences[0]
             assert self.intake._handoffs[name].state is KvHandoffState.STARTED
             assert sequence.num_computed_tokens == len(request.prompt) - 1
-            own, cross = self.blocks.get_block_table(sequence.sequence_id), self.blocks.get_cross_block_table(name)
+            own, cross = self.blocks.tables[sequence.sequence_id], self.blocks.get_cross_block_table(name)
             for table, blocks in (("self", own), ("cross", cross)):
                 truth = self._truth(request, table)
                 if len(truth):

@@ -66,7 +66,7 @@ def test_norm_with_and_without_a_sum(rows: int, size: int, summed: bool, seed: i
     norm.weight.copy_(random(seed, size))
     hidden, added = random(seed + 1, rows, size), random(seed + 2, rows, size)
     total = (hidden + added) if summed else hidden.clone()
-    got = norm.add(hidden, added) if summed else norm(hidden)
+    got = norm(hidden, added) if summed else norm(hidden)
     assert torch.equal(hidden, total)
     assert_rounded(got, F.rms_norm(total.float(), (size,), norm.weight.float(), 1e-5))
 

@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -9,15 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.state.inputs import InputBuffers, StepInputs
+from engine.state.request import Sequence
 
 TOKENS = [[100, 101, 102], [200, 201], [300, 301, 302, 303, 304, 305, 306, 307]]
+
+
+def acquire_slot(buffers: InputBuffers) -> int:
+    sequence = cast(Sequence, SimpleNamespace(slot_index=-1))
+    buffers.acquire_slots([sequence])
+    return sequence.slot_index
 
 
 @pytest.fixture
 def buffers() -> InputBuffers:
     buffers = InputBuffers(max_num_seqs=4, max_model_len=12, block_size=2)
     for tokens, blocks in zip(TOKENS, [[1, 2], [3], [4, 5, 6]], strict=True):
-        buffers.update(buffers.acquire_slot(), tokens, blocks, 0)
+        buffers.update(acquire_slot(buffers), tokens, blocks, 0)
     return buffers
 
 
@@ -62,8 +71,8 @@ def test_step_2_chunked_prefill_beside_decodes(buffers: InputBuffers) -> None:
 
 
 def test_a_slot_that_is_used_again_remembers_nothing(buffers: InputBuffers) -> None:
-    buffers.release_slot(2)
-    slot = buffers.acquire_slot()
+    buffers.release_slots([cast(Sequence, SimpleNamespace(slot_index=2))])
+    slot = acquire_slot(buffers)
     buffers.update(slot, [7], [9], 0)
     inputs = buffers.prepare([slot], [1])
     expect(inputs, input_ids=[7], slot_mapping=[18], positions=[0])
@@ -74,8 +83,8 @@ def test_a_slot_that_is_used_again_remembers_nothing(buffers: InputBuffers) -> N
 def test_a_whole_step_is_updated_as_its_rows_one_by_one(data: st.DataObject) -> None:
     """Rows that begin, grow by one, grow by several, wait, get blocks, or have one replaced, in any order."""
     together, alone = (InputBuffers(max_num_seqs=3, max_model_len=20, block_size=2) for _ in range(2))
-    slots = [together.acquire_slot() for _ in range(3)]
-    assert [alone.acquire_slot() for _ in range(3)] == slots
+    slots = [acquire_slot(together) for _ in range(3)]
+    assert [acquire_slot(alone) for _ in range(3)] == slots
     tokens: list[list[int]] = [[1], [2], [3]]
     blocks: list[list[int]] = [[1], [2], [3]]
     for _ in range(data.draw(st.integers(1, 6))):
@@ -110,7 +119,7 @@ def test_vectorised_arithmetic_equals_a_loop_over_tokens(data: st.DataObject) ->
         computed = data.draw(st.integers(0, length - 1))
         count = data.draw(st.integers(1, length - computed))
         blocks = [1 + number * 20 + i for i in range(-(-length // block_size))]
-        slot = buffers.acquire_slot()
+        slot = acquire_slot(buffers)
         buffers.update(slot, [number * 100 + i for i in range(length)], blocks, computed)
         rows.append(slot)
         counts.append(count)
@@ -131,7 +140,7 @@ def test_preparing_a_step_grows_no_faster_than_the_batch() -> None:
 def seconds_of_steps(count: int, repetitions: int) -> Iterator[float]:
     """Of steady decoding: sequences of 150 tokens and more, which grow by one token a step."""
     buffers = InputBuffers(count, 4096, 16)
-    slots = [buffers.acquire_slot() for _ in range(count)]
+    slots = [acquire_slot(buffers) for _ in range(count)]
     tokens = [list(range(150 + index % 16)) for index in range(count)]
     for _ in range(repetitions):
         for token_ids in tokens:
