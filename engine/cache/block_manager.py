@@ -250,12 +250,12 @@ class BlockManager:
         tables = {name: self.tables[name] for name in sequence_ids if name in self.tables}
         cross = self.get_cross_block_table(request_id)
         content = self._cross_of.get(request_id, "")
+        for name in tables:
+            self._release(self.tables.pop(name))
         self.free_cross(request_id)
         host = self.host.put(request_id, tables, cross, content)
         self._moves += [BlockMove("out", block, target) for block, target in host.items()]
         self.counters["blocks_swapped_out"] += len(host)
-        for name in tables:
-            self._release(self.tables.pop(name))
 
     def is_swapped(self, request_id: str) -> bool:
         return request_id in self.host.requests
